@@ -1,0 +1,145 @@
+"""Work: the handle of a call that may still be running.
+
+An engine makes a `Work`, hands it to the caller and later finishes it, once, with `finish` or `fail`.
+The caller waits, asks, or takes a `torch.futures.Future`, whose callbacks run on a thread that
+engines provide for that: never on the thread that has to make progress, so that a callback may wait
+on a new collective. Don't add knowledge of engines here: how a call runs is theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+from torch.futures import Future
+
+from torchdist_ref.errors import RankStalledError
+
+Runner = Callable[[Callable[[], None]], None]
+
+# A wait is cut in slices so that Ctrl-C is answered at once where the platform's lock would swallow it.
+SLICE = 0.05
+
+
+class Work:
+    """A call on its way. `wait` for it, or carry on and ask `is_completed`.
+
+    >>> work = Work("all_reduce", [])
+    >>> work.is_completed()
+    False
+    >>> work.finish()
+    >>> work.wait(), work.is_completed(), work.exception()
+    (True, True, None)
+    """
+
+    def __init__(self, name: str, outputs: Sequence[Any], callbacks: Runner | None = None) -> None:
+        self.name = name
+        self.outputs = outputs
+        self.source = -1
+        self._run_callbacks = callbacks
+        self._error: BaseException | None = None
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._future: Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Block until the call is done.
+
+        Args:
+            timeout: How long at most, as a timedelta or in seconds. None: as long as the call's own deadline allows.
+
+        Returns:
+            True. The outputs hold the result.
+
+        Raises:
+            RankStalledError: The time-out passed first. The call goes on.
+            DistError: What the call failed with.
+        """
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if not self._await(seconds):
+            raise RankStalledError(f"{self.name}: not done after {seconds} s of waiting; the call itself goes on.")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _await(self, seconds: float | None) -> bool:
+        end = None if seconds is None else monotonic() + seconds
+        while not self._event.wait(SLICE if end is None else min(SLICE, max(0.0, end - monotonic()))):
+            if end is not None and monotonic() >= end:
+                return False
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the call has ended, well or badly. Never blocks."""
+        return self._event.is_set()
+
+    def is_success(self) -> bool:
+        """Whether the call has ended well."""
+        return self._event.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What the call failed with, or None."""
+        return self._error
+
+    def result(self) -> list[Any]:
+        """The output tensors, once the call is done."""
+        self.wait()
+        return list(self.outputs)
+
+    def source_rank(self) -> int:
+        """For a receive from any rank: the group rank that sent. Else -1."""
+        return self.source
+
+    def get_future(self) -> Future[Any]:
+        """A `torch.futures.Future` whose value is the list of output tensors."""
+        with self._lock:
+            future = self._future
+            if future is None:
+                future = self._future = Future()
+                settled = self._event.is_set()
+            else:
+                settled = False
+        if settled:
+            self._settle(future)
+        return future
+
+    def finish(self) -> None:
+        """Engines: the outputs hold the result."""
+        self._complete()
+
+    def fail(self, error: BaseException) -> None:
+        """Engines: the call ended with this."""
+        self._error = error
+        self._complete()
+
+    def _complete(self) -> None:
+        with self._lock:
+            self._event.set()
+            future = self._future
+        if future is None:
+            return
+        if self._run_callbacks is None:
+            self._settle(future)
+        else:
+            self._run_callbacks(lambda: self._settle(future))
+
+    def _settle(self, future: Future[Any]) -> None:
+        if isinstance(self._error, Exception):
+            future.set_exception(self._error)
+        elif self._error is not None:
+            future.set_exception(RuntimeError(f"{self.name}: {self._error!r}"))
+        else:
+            future.set_result(list(self.outputs))
+
+
+class Done(Work):
+    """What a finished call returns at once: nothing left to wait for."""
+
+    def __init__(self, name: str = "", outputs: Sequence[Any] = ()) -> None:
+        super().__init__(name, outputs)
+        self._event.set()
+
+
