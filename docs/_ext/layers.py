@@ -1,0 +1,293 @@
+"""The layers of the package: the table of who may import whom, what the source really imports, and the picture of both.
+
+One table, read by three: tests/test_architecture.py holds the source to it, the page "Design" shows it, and the diagram on
+that page is drawn from the imports found. So the picture cannot say what the code does not do.
+
+To add a module to the package, add it to PARTS (the test fails until then). This module reads files and returns values;
+anything that knows Sphinx is in site_directives.py.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from pathlib import Path
+
+PACKAGE = "torchdist_ref"
+SOURCE = Path(__file__).resolve().parents[2] / PACKAGE
+
+NEVER = "never"
+LATE = "only inside functions"
+FUTURES = "torch.futures only"
+YES = "yes"
+
+WORDS = ("errors", "calls", "work", "trace")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One box of the picture: a module or a package, and what it may import.
+
+    Attributes:
+        name: Its path below the package; the longest name that fits a module wins.
+        layer: The row it stands in.
+        may: The parts it may import besides itself.
+        torch: Whether it may import torch: NEVER, LATE, FUTURES or YES.
+        banned: Modules of the standard library that it must do without.
+    """
+
+    name: str
+    layer: str
+    may: tuple[str, ...] = ()
+    torch: str = YES
+    banned: tuple[str, ...] = ()
+
+
+DOOR = (*WORDS, "groups")
+ALL = "everything"
+
+PARTS = (
+    Part("errors", "0 words", torch=LATE),
+    Part("calls", "0 words", ("errors",), torch=NEVER),
+    Part("work", "0 words", ("errors",), torch=FUTURES),
+    Part("trace", "0 words", ("errors", "calls"), torch=NEVER),
+    Part("schedules", "1 ideas", WORDS, torch=NEVER, banned=("os",)),
+    Part("stores", "1 places", WORDS, torch=LATE),
+    Part("rendezvous", "1 places", (*WORDS, "stores"), torch=LATE),
+    Part("transports", "1 places", (*WORDS, "stores")),
+    Part("backends.base", "2 engines", (*WORDS, "stores")),
+    Part("backends", "2 engines", (*WORDS, "schedules", "stores", "rendezvous", "transports", "backends.base")),
+    Part("debug", "2 engines", (*WORDS, "schedules", "stores", "rendezvous", "transports", "backends.base")),
+    Part("groups", "3 front door", (*WORDS, "stores", "rendezvous", "backends.base", "debug")),
+    Part("parallel.bucket", "4 training"),
+    Part("parallel", "4 training", (*DOOR, "parallel.bucket", "algorithms")),
+    Part("algorithms", "4 training", (*DOOR, "parallel.bucket")),
+    Part("nn", "4 training", DOOR),
+    Part("optim", "4 training", DOOR),
+    Part("utilities", "4 training", (*DOOR, "parallel", "algorithms")),
+    Part("pipeline", "4 training", (*DOOR, "schedules")),
+    Part("launch", "side-car", ("errors", "stores", "rendezvous"), torch=LATE),
+    Part("launcher", "side-car", ("errors", "stores", "rendezvous", "launch"), torch=LATE),
+    Part("elastic", "side-car", ("errors", "stores", "rendezvous"), torch=LATE),
+    Part("testing", "beside", (ALL,)),
+    Part("benchmark", "beside", (ALL,)),
+    Part("notebook", "beside", (ALL,)),
+)
+BY_NAME = {part.name: part for part in PARTS}
+TRAINING = tuple(part.name for part in PARTS if part.layer == "4 training")
+BESIDE = tuple(part.name for part in PARTS if part.layer == "beside")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement: which module imports which, where, and whether it runs when the module is loaded."""
+
+    module: str
+    target: str
+    line: int
+    late: bool
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} imports {self.target}"
+
+
+def module_name(path: Path) -> str:
+    """Return the dotted name of a file of the package."""
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def files() -> list[Path]:
+    """Return all source files of the package, in order."""
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def is_module(name: str) -> bool:
+    """Whether a dotted name is a file or folder of the package, and not a name inside one."""
+    path = SOURCE.parent.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def absolute(module: str, is_package: bool, node: ast.ImportFrom) -> str:
+    """Return the module that a `from ... import` names, relative or not."""
+    if not node.level:
+        return node.module or ""
+    base = module.split(".")[: len(module.split(".")) - node.level + is_package]
+    return ".".join([*base, *([node.module] if node.module else [])])
+
+
+def targets(module: str, is_package: bool, node: ast.AST) -> Iterator[str]:
+    """Yield the modules that one statement imports."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = absolute(module, is_package, node)
+        names = [f"{base}.{alias.name}" for alias in node.names]
+        yield from {name if base.startswith(PACKAGE) and is_module(name) else base for name in names}
+
+
+def walk(node: ast.AST, late: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """Yield every node below, and whether it is inside a function."""
+    for child in ast.iter_child_nodes(node):
+        inside = late or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        yield child, inside
+        yield from walk(child, inside)
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """Yield every import statement of one file."""
+    module = module_name(path)
+    for node, late in walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for target in targets(module, path.name == "__init__.py", node):
+            yield Import(module, target, node.lineno, late)  # type: ignore[attr-defined]
+
+
+@cache
+def imports() -> tuple[Import, ...]:
+    """Return every import statement of the package."""
+    return tuple(found for path in files() for found in imports_of(path))
+
+
+def part_of(module: str) -> Part | None:
+    """Return the part that a module belongs to: the longest name that fits. None for the package's own front page."""
+    path = module.removeprefix(PACKAGE).removeprefix(".")
+    fits = [name for name in BY_NAME if path == name or path.startswith(f"{name}.")]
+    return BY_NAME[max(fits, key=len)] if fits else None
+
+
+def violation(found: Import) -> str:
+    """Say what is wrong with one import, or nothing."""
+    part = part_of(found.module)
+    if part is None:
+        return "" if found.module == PACKAGE else f"{found.module} is in no part: add it to PARTS in docs/_ext/layers.py"
+    if found.target.split(".")[0] == PACKAGE:
+        return wrong_part(part, found)
+    if found.target.split(".")[0] == "torch":
+        return wrong_torch(part, found)
+    return f"{found}, which {part.name} must do without" if found.target.split(".")[0] in part.banned else ""
+
+
+def wrong_part(part: Part, found: Import) -> str:
+    """Say what is wrong with an import of our own."""
+    target = part_of(found.target)
+    if part.may == (ALL,) or target is part:
+        return ""
+    if target is None:
+        return f"{found}: the package itself; inside the package, name the module"
+    if target.name not in part.may:
+        return f"{found}: {part.name} ({part.layer}) may not import {target.name} ({target.layer})"
+    if part.name in TRAINING and target.name == "groups" and found.target != f"{PACKAGE}.groups":
+        return f"{found}: training uses the public names of {PACKAGE}.groups, not what is inside it"
+    return ""
+
+
+def wrong_torch(part: Part, found: Import) -> str:
+    """Say what is wrong with an import of torch."""
+    allowed = {YES: True, NEVER: False, LATE: found.late, FUTURES: found.target == "torch.futures"}
+    return "" if allowed[part.torch] else f"{found}: {part.name} may import torch {part.torch}"
+
+
+def edges() -> dict[str, set[str]]:
+    """Return, for each part that exists, the other parts that it imports today."""
+    found: dict[str, set[str]] = {}
+    for path in files():
+        if (part := part_of(module_name(path))) is not None:
+            found.setdefault(part.name, set())
+    for item in imports():
+        source, target = part_of(item.module), part_of(item.target)
+        if source and target and target is not source and item.target.startswith(PACKAGE):
+            found[source.name].add(target.name)
+    return found
+
+
+def size(name: str) -> tuple[int, int]:
+    """Return the number of files and of lines of one part."""
+    own = [path for path in files() if (part := part_of(module_name(path))) and part.name == name]
+    return len(own), sum(len(path.read_text(encoding="utf-8").splitlines()) for path in own)
+
+
+ROWS = ("4 training", "3 front door", "2 engines", "1 ideas", "0 words")
+WIDTH, BOX, GAP, ROW, LEFT = 1000, 46, 18, 104, 110
+
+
+def svg() -> str:
+    """Draw the layers that exist as boxes, top to bottom, with an arrow for each import between them."""
+    boxes = place()
+    height = max(y for _, y, _ in boxes.values()) + BOX + 30
+    lines = "".join(arrow(boxes[a], boxes[b]) for a, many in edges().items() for b in sorted(many) if drawn(a, b))
+    return (
+        f'<svg class="layers" viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="layers-title" '
+        'xmlns="http://www.w3.org/2000/svg"><title id="layers-title">The layers of torchdist_ref and the imports between '
+        'them; the table below says the same in words</title><defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" '
+        'markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0 8 4 0 8z" fill="currentColor"/></marker></defs>'
+        f"{labels(boxes)}{lines}{''.join(box(name, *boxes[name]) for name in boxes)}</svg>"
+    )
+
+
+def row_of(part: Part) -> int:
+    """Return the row of a part: ideas and places share one."""
+    return ROWS.index("1 ideas" if part.layer == "1 places" else part.layer)
+
+
+def place() -> dict[str, tuple[float, float, float]]:
+    """Return x, y and width of each box. Side-car and test tools stand beside the layers, so they are not drawn."""
+    existing = edges()
+    rows = [[part.name for part in PARTS if part.layer in ROWS + ("1 places",) and row_of(part) == row and part.name in existing]
+            for row in range(len(ROWS))]
+    boxes = {}
+    for number, names in enumerate(rows):
+        width = (WIDTH - LEFT - GAP * len(names)) / max(len(names), 3)
+        start = LEFT + (WIDTH - LEFT - len(names) * (width + GAP)) / 2
+        boxes.update({name: (start + i * (width + GAP), 20.0 + number * ROW, width) for i, name in enumerate(names)})
+    return boxes
+
+
+def drawn(source: str, target: str) -> bool:
+    """Leave out the arrows to the words, which all may import, and those from the parts beside the layers."""
+    beside = {part.name for part in PARTS if part.layer in ("side-car", "beside")}
+    return target not in WORDS and source not in beside
+
+
+def arrow(source: tuple[float, float, float], target: tuple[float, float, float]) -> str:
+    """Draw one import: a curve down, or along the row."""
+    (x1, y1, w1), (x2, y2, w2) = source, target
+    if y1 == y2:
+        right = x2 > x1
+        a, b, y = (x1 + w1 if right else x1), (x2 if right else x2 + w2), y1 + BOX / 2
+        return f'<path d="M{a:.0f} {y:.0f}L{b:.0f} {y:.0f}" class="import" marker-end="url(#tip)"/>'
+    a, b, top, bottom = x1 + w1 / 2, x2 + w2 / 2, y1 + BOX, y2 - 2
+    middle = (top + bottom) / 2
+    return f'<path d="M{a:.0f} {top:.0f}C{a:.0f} {middle:.0f} {b:.0f} {middle:.0f} {b:.0f} {bottom:.0f}" class="import" marker-end="url(#tip)"/>'
+
+
+def box(name: str, x: float, y: float, width: float) -> str:
+    """Draw one part with its size."""
+    count, lines = size(name)
+    middle = x + width / 2
+    return (
+        f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{BOX}" rx="6" class="part"/>'
+        f'<text x="{middle:.0f}" y="{y + 20:.0f}" class="name">{escape(name)}</text>'
+        f'<text x="{middle:.0f}" y="{y + 37:.0f}" class="size">{count} file{"s" * (count != 1)}, {lines} lines</text>'
+    )
+
+
+def labels(boxes: dict[str, tuple[float, float, float]]) -> str:
+    """Write the name of each row at its left."""
+    heights = {row_of(BY_NAME[name]): y for name, (_, y, _) in boxes.items()}
+    names = {3: "1 ideas, places"}
+    return "".join(
+        f'<text x="0" y="{y + 28:.0f}" class="layer">{names.get(row, ROWS[row])}</text>' for row, y in sorted(heights.items())
+    )
+
+
+def table() -> list[tuple[str, str, str, str, str]]:
+    """Return the rows of the table: part, layer, what it may import, what it imports today, torch."""
+    today = edges()
+    return [
+        (part.name, part.layer, ", ".join(part.may) or "nothing of ours", ", ".join(sorted(today[part.name])) or "nothing of ours",
+         part.torch)
+        for part in PARTS if part.name in today
+    ]

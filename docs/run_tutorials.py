@@ -1,0 +1,57 @@
+"""Execute every notebook of tutorials/ and put the copies, with their outputs, where Sphinx looks for pages.
+
+The notebooks in tutorials/ hold no outputs: what the site shows is what came out when the site was built. A cell that fails
+stops the build, unless it carries the tag `raises-exception` because the failure is what it wants to show.
+
+Usage: python docs/run_tutorials.py [NAME...], where NAME is a notebook's name without its ending; all of them if none is given.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "tutorials"
+TARGETS = ROOT / "docs" / "tutorials"
+CELL_SECONDS = 300
+
+
+def main(names: list[str]) -> None:
+    """Run the named notebooks, or all, and say how far it is."""
+    sources = [SOURCES / f"{name}.ipynb" for name in names] or sorted(SOURCES.glob("*.ipynb"))
+    for number, source in enumerate(sources, start=1):
+        started = time.monotonic()
+        print(f"  notebook {number} of {len(sources)}: {source.name}", flush=True)
+        cells = execute(source, TARGETS / source.name)
+        print(f"  notebook {number} of {len(sources)}: {cells} cells in {time.monotonic() - started:.1f} s", flush=True)
+
+
+def execute(source: Path, target: Path) -> int:
+    """Run one notebook in a kernel of its own and write what came out; return the number of cells that ran."""
+    notebook = nbformat.read(source, as_version=4)
+    codes = [index for index, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
+
+    def say(cell: nbformat.NotebookNode, cell_index: int) -> None:
+        print(f"    cell {codes.index(cell_index) + 1} of {len(codes)}", flush=True)
+
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_SECONDS,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(SOURCES)}},
+        on_cell_start=lambda cell, cell_index: say(cell, cell_index) if cell_index in codes else None,
+        record_timing=False,
+    )
+    client.execute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(notebook, target)
+    return len(codes)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,182 @@
+"""Every task of the project, each of which sets up all it needs: `nox -l` lists them.
+
+One virtual environment, `.nox/shared`, serves all sessions: torch alone takes 1.4 GB (CPU) or 5 GB (CUDA), and a second copy
+would buy nothing, since the versions are pinned in one place (the extras in pyproject.toml). It is made by the first
+session that runs and reused until pyproject.toml changes. Only `package` makes environments of its own, to see the
+project the way a user's pip sees it.
+
+What does not belong here: the work itself. A session installs, says what it is about to do, and calls one command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.4.15"
+nox.options.sessions = []
+nox.options.error_on_external_run = False
+
+ROOT = Path(__file__).parent
+SHARED = ROOT / ".nox" / "shared"
+PYTHON = str(SHARED / "bin" / "python")
+TORCH = "torch==2.13.0"
+EXTRAS = "docs,lint,notebook,test"
+HTML = ROOT / "docs" / "_build" / "html"
+
+
+@contextlib.contextmanager
+def step(session: nox.Session, number: int, of: int, what: str) -> Iterator[None]:
+    """Say what is being done, every 20 seconds that it is still being done, and how long it took."""
+    session.log(f"[{number}/{of}] {what}")
+    started, done = time.monotonic(), threading.Event()
+
+    def tick() -> None:
+        while not done.wait(20):
+            session.log(f"[{number}/{of}] ... still at it after {time.monotonic() - started:.0f} s")
+
+    ticker = threading.Thread(target=tick, daemon=True)
+    ticker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        ticker.join()
+    session.log(f"[{number}/{of}] done in {time.monotonic() - started:.0f} s")
+
+
+def pip(session: nox.Session, *args: str, python: str = PYTHON) -> None:
+    """Run pip so that only errors are printed: its remarks on indexes and caches would bury the progress lines."""
+    session.run(python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", *args, external=True, silent=False)
+
+
+def fingerprint() -> str:
+    """Change when the environment must be made anew."""
+    text = (ROOT / "pyproject.toml").read_text() + TORCH + EXTRAS + sys.version
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def set_up(session: nox.Session, of: int) -> None:
+    """Steps 1 and 2 of every session: torch, then the rest, into the shared environment. Nothing if both are there."""
+    stamp = SHARED / "complete"
+    if stamp.exists() and stamp.read_text() == fingerprint():
+        session.log(f"[1-2/{of}] the environment {SHARED.relative_to(ROOT)} is up to date")
+        return
+    stamp.unlink(missing_ok=True)
+    with step(session, 1, of, f"installing {TORCH} into {SHARED.relative_to(ROOT)} (the longest download)"):
+        if not (SHARED / "bin" / "pip").exists():
+            session.run(sys.executable, "-m", "venv", "--clear", str(SHARED), external=True)
+        pip(session, TORCH)
+    with step(session, 2, of, f"installing this project with the extras {EXTRAS}"):
+        pip(session, "-e", f".[{EXTRAS}]")
+    stamp.write_text(fingerprint())
+
+
+def call(session: nox.Session, *args: str) -> None:
+    """Run a command of the shared environment, one thread a rank, with every tool's scratch files out of the user's home."""
+    with tempfile.TemporaryDirectory(prefix="torchdist_ref-") as scratch:
+        places = {name: scratch for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "MPLCONFIGDIR")}
+        path = f"{SHARED / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+        session.run(PYTHON, *args, env={**places, "OMP_NUM_THREADS": "1", "PATH": path}, external=True)
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """The main job: run every tutorial on real ranks, then build the site into docs/_build/html."""
+    set_up(session, 4)
+    with step(session, 3, 4, "running the tutorials"):
+        call(session, "docs/run_tutorials.py")
+    with step(session, 4, 4, "building the site; any warning is an error"):
+        shutil.rmtree(HTML, ignore_errors=True)
+        call(session, "-m", "sphinx", "-q", "-n", "-W", "--keep-going", "-d", "docs/_build/doctrees", "docs", str(HTML))
+    session.log(f"The site: {HTML / 'index.html'}")
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """The tests, on `ref` and `gloo`. Arguments after -- go to pytest."""
+    set_up(session, 3)
+    session.log("[3/3] running the tests")
+    call(session, "-m", "pytest", "-m", "not long and not benchmark", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def long(session: nox.Session) -> None:
+    """The tests that take minutes each."""
+    set_up(session, 3)
+    session.log("[3/3] running the long tests")
+    call(session, "-m", "pytest", "-m", "long", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Style."""
+    set_up(session, 3)
+    session.log("[3/3] ruff")
+    call(session, "-m", "ruff", "check", ".")
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """Types: mypy, strict, on the package."""
+    set_up(session, 3)
+    with step(session, 3, 3, "mypy --strict"):
+        call(session, "-m", "mypy")
+
+
+@nox.session(venv_backend="none")
+def mutants(session: nox.Session) -> None:
+    """Plant named faults in the library, one at a time, and show that the tests notice each."""
+    set_up(session, 3)
+    session.log("[3/3] planting faults")
+    call(session, "-m", "tests.mutants", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Time the collectives. Arguments after -- go to the benchmark."""
+    set_up(session, 3)
+    session.log("[3/3] measuring")
+    call(session, "-m", "torchdist_ref.benchmark", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def dev(session: nox.Session) -> None:
+    """An environment to work in, with the project installed so that edits take effect at once."""
+    set_up(session, 2)
+    session.log(f"Now: source {SHARED.relative_to(ROOT) / 'bin' / 'activate'}")
+
+
+@nox.session(venv_backend="none")
+def package(session: nox.Session) -> None:
+    """Build sdist and wheel, and install and import each in an environment that has never seen this folder."""
+    set_up(session, 5)
+    with step(session, 3, 5, "building sdist and wheel into dist"):
+        shutil.rmtree(ROOT / "dist", ignore_errors=True)
+        call(session, "-m", "build", "--outdir", "dist")
+    for number, built in enumerate(sorted((ROOT / "dist").iterdir()), start=4):
+        with step(session, number, 5, f"installing {built.name} in a clean environment"):
+            try_install(session, built)
+
+
+def try_install(session: nox.Session, built: Path) -> None:
+    """Install one built file where nothing else of ours is, borrow torch from the shared environment, and use it."""
+    with tempfile.TemporaryDirectory(prefix="torchdist_ref-package-") as clean:
+        python = str(Path(clean, "venv", "bin", "python"))
+        session.run(sys.executable, "-m", "venv", str(Path(clean, "venv")), external=True)
+        pip(session, "--no-deps", str(built), python=python)
+        borrowed = next(SHARED.glob("lib/python*/site-packages"))
+        pth = next(Path(clean).glob("venv/lib/python*/site-packages")) / "borrowed.pth"
+        pth.write_text(f"{borrowed}\n")
+        with session.chdir(clean):
+            session.run(python, str(ROOT / "tests" / "docs" / "use_installed.py"), clean, external=True)
