@@ -1,0 +1,36 @@
+"""Algorithms for collective operations, as values: build one, read it, check it, clock it, draw it, run it.
+
+>>> schedule = build("all_reduce", "ring", 4)
+>>> len(schedule.rounds)
+6
+"""
+
+from __future__ import annotations
+
+from .catalogue import algorithms, build, entry, operations
+from .choose import choose, overrides
+from .compose import alongside, on_ranks, only, renamed, reversed_, rooted, segmented, then
+from .schedule import (
+    Copy,
+    CopyReduce,
+    Move,
+    Recv,
+    RecvReduce,
+    Round,
+    Rounds,
+    Schedule,
+    Send,
+    Slot,
+    Step,
+    arriving,
+    carry,
+    project,
+)
+
+__all__ = sorted(
+    [
+        "Copy", "CopyReduce", "Move", "Recv", "RecvReduce", "Round", "Rounds", "Schedule", "Send", "Slot", "Step",
+        "algorithms", "alongside", "arriving", "build", "carry", "choose", "entry", "on_ranks", "only",
+        "operations", "overrides", "project", "renamed", "reversed_", "rooted", "segmented", "then",
+    ]
+)

@@ -1,0 +1,108 @@
+"""Which algorithm to use: a pure function, so that every rank answers alike without asking anybody.
+
+It depends on nothing but its arguments: no clock, no environment, no machine. A rank that chose otherwise
+would wait for messages that nobody sends. An override from the environment is read by the caller, which has
+to see to it that all ranks have the same one; `overrides` only parses its text.
+
+Do not add here: measuring, or reading the environment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ..errors import ArgumentError, explain
+from .catalogue import algorithms, operations
+
+KIB = 1024
+ONE_SHOT = 32 * KIB
+
+# (largest nbytes, algorithm), read from the top: the cut-offs of Thakur, Rabenseifner and Gropp 2005, scaled
+# for a latency of tens of microseconds through Python.
+_Table = tuple[tuple[float, str], ...]
+BETWEEN_HOSTS: dict[str, _Table] = {
+    "all_reduce": ((64 * KIB, "recursive_doubling"), (1024 * KIB, "halving_doubling"), (float("inf"), "ring")),
+    "reduce": ((64 * KIB, "tree"), (float("inf"), "halving_doubling")),
+    "broadcast": ((64 * KIB, "tree"), (float("inf"), "scatter_all_gather")),
+    "all_gather": ((512 * KIB, "bruck"), (float("inf"), "ring")),
+    "gather": ((float("inf"), "tree"),),
+    "scatter": ((float("inf"), "tree"),),
+    "reduce_scatter": ((512 * KIB, "recursive_halving"), (float("inf"), "pairwise")),
+    "all_to_all": ((16 * KIB, "bruck"), (float("inf"), "pairwise")),
+    "barrier": ((float("inf"), "dissemination"),),
+    "send": ((float("inf"), "direct"),),
+}
+
+
+def choose(
+    op: str,
+    world: int,
+    nbytes: int,
+    *,
+    hosts: tuple[int, ...] | None = None,
+    transport: str = "shared_memory",
+) -> str:
+    """The algorithm to use for one call.
+
+    Args:
+        op: operation, such as ``"all_reduce"``.
+        world: number of ranks.
+        nbytes: bytes of the whole buffer: what every rank ends with in all_gather, what the root ends with in
+            gather, what a rank (or the root) starts with in the others.
+        hosts: the host of each rank, numbered in any way (default: not known).
+        transport: ``"shared_memory"`` (also for ranks that are threads) or ``"tcp"``. Where ``hosts`` names
+            more than one host, messages between them go by TCP whatever is said here.
+
+    Returns:
+        A name that `catalogue.build` takes for this operation.
+
+    Raises:
+        ArgumentError: no such operation or transport.
+
+    >>> choose("all_reduce", 4, 1024), choose("all_reduce", 4, 1 << 20)
+    ('direct', 'two_shot')
+    >>> choose("all_reduce", 16, 4 << 20, transport="tcp")
+    'ring'
+    """
+    algorithms(op)
+    if transport not in ("shared_memory", "tcp"):
+        raise ArgumentError(explain("choose", "transport", "'shared_memory' or 'tcp'", transport))
+    if hosts and len(set(hosts)) > 1:
+        shared = max(Counter(hosts).values()) > 1 and op != "send"
+        return "hierarchical" if shared else _first(BETWEEN_HOSTS[op], nbytes)
+    if transport == "tcp" and world > 1:
+        return _first(BETWEEN_HOSTS[op], nbytes)
+    return "two_shot" if op in ("all_reduce", "reduce") and nbytes > ONE_SHOT and world > 1 else "direct"
+
+
+def _first(table: _Table, nbytes: int) -> str:
+    return next(name for limit, name in table if nbytes <= limit)
+
+
+def overrides(text: str) -> dict[str, str]:
+    """What ``TORCHDIST_REF_ALGORITHM`` says, by operation.
+
+    Args:
+        text: such as ``"all_reduce=ring,broadcast=tree"``; empty for none.
+
+    Returns:
+        Operation -> algorithm.
+
+    Raises:
+        ArgumentError: an item is not of the form ``op=algorithm``, or names what the catalogue has not.
+
+    >>> overrides("all_reduce=ring, broadcast=tree")
+    {'all_reduce': 'ring', 'broadcast': 'tree'}
+    """
+    return dict(_override(item.strip()) for item in text.split(",") if item.strip())
+
+
+def _override(item: str) -> tuple[str, str]:
+    op, equals, algorithm = (part.strip() for part in item.partition("="))
+    if not equals or op not in operations():
+        expected = f"op=algorithm with op one of {', '.join(operations())}"
+        raise ArgumentError(explain("choose", "TORCHDIST_REF_ALGORITHM", expected, item))
+    if algorithm not in algorithms(op):
+        expected = f"{op}= one of {', '.join(algorithms(op))}"
+        raise ArgumentError(explain("choose", "TORCHDIST_REF_ALGORITHM", expected, item))
+    return op, algorithm

@@ -1,0 +1,167 @@
+"""New schedules from old ones: after each other, backwards, in pieces, on other ranks, side by side.
+
+An all-reduce is a reduce-scatter `then` an all-gather. Halving-doubling's all-gather is its reduce-scatter
+`reversed_`. A pipelined chain is a chain `segmented`. A tree with another root is the tree `on_ranks` that
+are counted from the root. So every algorithm file states one idea, once. Each function here is pure and
+keeps rounds lazy.
+
+Do not add here: anything that knows what an operation means (`contract`) or costs (`cost`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from ..errors import ArgumentError, explain
+from .schedule import Move, Round, Rounds, Schedule, Slot
+
+
+def _sampler(rounds: Sequence[Round]) -> Callable[[int], Round] | None:
+    return rounds.sample if isinstance(rounds, Rounds) else None
+
+
+def _mapped(rounds: Sequence[Round], change: Callable[[Round], Round], symmetric: bool) -> Rounds:
+    """The same rounds with ``change`` applied to each, when asked for."""
+    sample = _sampler(rounds) if symmetric else None
+    return Rounds(
+        len(rounds), lambda i: change(rounds[i]), None if sample is None else lambda i: change(sample(i))
+    )
+
+
+def then(*schedules: Schedule, name: str = "") -> Schedule:
+    """One schedule after another.
+
+    Args:
+        schedules: at least one; equal worlds and equal chunks.
+        name: of the result (default: the names joined by "then").
+
+    Returns:
+        All rounds, in order.
+
+    Raises:
+        ArgumentError: worlds or chunks differ.
+    """
+    first = schedules[0]
+    for other in schedules[1:]:
+        if (other.world, other.chunks) != (first.world, first.chunks):
+            expected = f"of {first.world} ranks and {first.chunks} chunks"
+            raise ArgumentError(explain("then", other.name, expected, f"{other.world} and {other.chunks}"))
+    parts = [s.rounds for s in schedules]
+    return replace(first, name=name or " then ".join(s.name for s in schedules), rounds=_joined(parts))
+
+
+def _joined(parts: list[Sequence[Round]]) -> Rounds:
+    places = [(part, i) for part in parts for i in range(len(part))]
+    samplers = [_sampler(part) for part in parts if len(part)]
+
+    def sample(step: int) -> Round:
+        part, i = places[step]
+        one = _sampler(part)
+        return one(i) if one else ()
+
+    make: Callable[[int], Round] = lambda step: places[step][0][places[step][1]]  # noqa: E731
+    return Rounds(len(places), make, sample if all(samplers) else None)
+
+
+def reversed_(schedule: Schedule, reduce: bool = False, name: str = "") -> Schedule:
+    """The schedule backwards: last round first, every arrow turned round.
+
+    Args:
+        schedule: to turn.
+        reduce: whether the turned arrows reduce (a broadcast becomes a reduce) or copy (a reduce-scatter
+            becomes an all-gather, the default).
+        name: of the result.
+
+    Returns:
+        A schedule whose round ``i`` is the turned round ``len - 1 - i``.
+    """
+    last = len(schedule.rounds) - 1
+    turned = _mapped(
+        schedule.rounds, lambda moves: tuple(Move(m.dst, m.src, m.write, m.read, reduce) for m in moves), True
+    )
+    sample = turned.sample
+    rounds = Rounds(last + 1, lambda i: turned[last - i], None if sample is None else lambda i: sample(last - i))
+    return replace(schedule, name=name or f"{schedule.name} reversed", rounds=rounds)
+
+
+def segmented(schedule: Schedule, pieces: int, stagger: int = 1) -> Schedule:
+    """Every slot cut into equal pieces, each of which runs the whole schedule, one a little after the other.
+
+    Args:
+        schedule: works in place (buffers ``data`` and ``tmp``): blocks of ``in`` and ``out`` are not divisible.
+        pieces: how many pieces a slot is cut into.
+        stagger: piece ``p`` runs ``p * stagger`` rounds late. 1 (default) makes a pipeline; 0 runs all pieces
+            together, which only divides the tensor more finely.
+
+    Returns:
+        A schedule with ``pieces`` times as many chunks and ``(pieces - 1) * stagger`` more rounds.
+
+    Raises:
+        ArgumentError: ``pieces`` is less than 1.
+    """
+    if pieces < 1:
+        raise ArgumentError(explain("segmented", "pieces", "at least 1", pieces))
+    steps = len(schedule.rounds)
+
+    def make(step: int) -> Round:
+        active = [(step - p * stagger, p) for p in range(pieces)]
+        return tuple(_piece(m, pieces, p) for i, p in active if 0 <= i < steps for m in schedule.rounds[i])
+
+    count = steps + (pieces - 1) * stagger if steps else 0
+    return replace(schedule, rounds=Rounds(count, make), chunks=schedule.chunks * pieces)
+
+
+def _piece(move: Move, pieces: int, piece: int) -> Move:
+    read: Slot = (move.read[0], move.read[1] * pieces + piece)
+    write: Slot = (move.write[0], move.write[1] * pieces + piece)
+    return Move(move.src, move.dst, read, write, move.reduce)
+
+
+def on_ranks(schedule: Schedule, ranks: Sequence[int], world: int) -> Schedule:
+    """The same schedule carried out by some ranks of a larger world; slots keep their indices.
+
+    Args:
+        schedule: for ``len(ranks)`` ranks.
+        ranks: ``ranks[i]`` plays rank ``i``.
+        world: size of the larger world.
+    """
+    rename: Callable[[Round], Round] = lambda moves: tuple(  # noqa: E731
+        Move(ranks[m.src], ranks[m.dst], m.read, m.write, m.reduce) for m in moves
+    )
+    return replace(schedule, world=world, rounds=_mapped(schedule.rounds, rename, symmetric=False))
+
+
+def rooted(schedule: Schedule, root: int) -> Schedule:
+    """A schedule written for root 0, shifted so that ``root`` plays rank 0. No tree needs to mention a root."""
+    world = schedule.world
+    return on_ranks(schedule, [(v + root) % world for v in range(world)], world) if root else schedule
+
+
+def alongside(*schedules: Schedule) -> Schedule:
+    """Schedules of one world that run at the same time, round by round (on disjoint ranks, as a rule)."""
+    steps = max(len(s.rounds) for s in schedules)
+
+    def make(step: int) -> Round:
+        return tuple(chain.from_iterable(s.rounds[step] for s in schedules if step < len(s.rounds)))
+
+    return replace(schedules[0], rounds=Rounds(steps, make))
+
+
+def renamed(schedule: Schedule, buffers: Mapping[str, str], name: str = "") -> Schedule:
+    """The same schedule on other buffers, such as a scatter backwards with ``in`` and ``out`` exchanged."""
+
+    def slot(old: Slot) -> Slot:
+        return (buffers.get(old[0], old[0]), old[1])
+
+    change: Callable[[Round], Round] = lambda moves: tuple(  # noqa: E731
+        Move(m.src, m.dst, slot(m.read), slot(m.write), m.reduce) for m in moves
+    )
+    return replace(schedule, name=name or schedule.name, rounds=_mapped(schedule.rounds, change, symmetric=True))
+
+
+def only(schedule: Schedule, keep: Callable[[Move], bool]) -> Schedule:
+    """The same rounds with only the moves for which ``keep`` holds."""
+    change: Callable[[Round], Round] = lambda moves: tuple(m for m in moves if keep(m))  # noqa: E731
+    return replace(schedule, rounds=_mapped(schedule.rounds, change, symmetric=False))

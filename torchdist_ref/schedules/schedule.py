@@ -1,0 +1,270 @@
+"""Move, Round, Schedule: a collective algorithm as a value, written once for all ranks.
+
+Words:
+
+* **rank**: a member of the group, ``0 .. world - 1``.
+* **slot**: ``(buffer, index)`` on one rank. Buffers: ``data`` (a tensor worked on in place, divided into
+  chunks), ``in`` and ``out`` (blocks handed in and handed back), ``tmp`` (scratch).
+* **move**: one arrow; one slot of one rank is copied to, or reduced into, one slot of one rank.
+* **round**: a set of moves. *All reads happen before all writes*; several reductions into one slot are
+  applied in the order in which they are listed.
+* **schedule**: a sequence of rounds, for all ranks at once.
+
+Because each arrow is one line, with both its ends, a send without a receive cannot be written down and no
+order of waiting can deadlock. Interpreters are elsewhere: `verify` runs a schedule symbolically, `simulate`
+clocks it, `draw` draws it, an engine runs one rank's part of it (`project`).
+
+Do not add here: algorithms (one file each), ways to combine them (`compose`), bytes, dtypes or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import overload
+
+from ..errors import ArgumentError, explain
+
+Slot = tuple[str, int]
+BUFFERS = ("data", "in", "out", "tmp")
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One arrow: what ``src`` has in ``read`` goes to ``write`` on ``dst``.
+
+    Args:
+        src: the rank read from.
+        dst: the rank written on; equal to ``src`` for a local copy or a local reduction.
+        read: slot of ``src``.
+        write: slot of ``dst``.
+        reduce: combine with what ``write`` holds (True), or replace it (False, the default).
+
+    >>> print(Move(0, 1, ("data", 2), ("data", 2), reduce=True))
+    0.data[2] -> 1.data[2] +
+    """
+
+    src: int
+    dst: int
+    read: Slot
+    write: Slot
+    reduce: bool = False
+
+    def __str__(self) -> str:
+        mark = " +" if self.reduce else ""
+        return f"{self.src}.{slot_name(self.read)} -> {self.dst}.{slot_name(self.write)}{mark}"
+
+
+Round = tuple[Move, ...]
+Arrivals = Callable[[int, int], Iterable[Move]]
+
+
+def slot_name(slot: Slot) -> str:
+    """A slot as people write it.
+
+    >>> slot_name(("data", 3))
+    'data[3]'
+    """
+    return f"{slot[0]}[{slot[1]}]"
+
+
+def carry(src: int, dst: int, slot: Slot, reduce: bool = False) -> Move:
+    """A move between equal slots of two ranks, which is what most algorithms are made of."""
+    return Move(src, dst, slot, slot, reduce)
+
+
+class Rounds(Sequence[Round]):
+    """Rounds made on demand, so that a schedule of 16,384 ranks costs nothing until someone looks at it.
+
+    Args:
+        count: how many rounds.
+        make: round number (from 0) -> the moves of that round.
+        sample: round number -> the moves on one side (arriving or leaving) of one rank, given only where
+            every rank does the same up to relabelling. Then one rank stands for all: `simulate` and `cost`
+            use that for large worlds.
+    """
+
+    __slots__ = ("_count", "_make", "sample")
+
+    def __init__(
+        self, count: int, make: Callable[[int], Round], sample: Callable[[int], Round] | None = None
+    ) -> None:
+        self._count, self._make, self.sample = count, make, sample
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Round: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Round, ...]: ...
+    def __getitem__(self, index: int | slice) -> Round | tuple[Round, ...]:
+        if isinstance(index, slice):
+            return tuple(self._make(i) for i in range(*index.indices(self._count)))
+        return self._make(range(self._count)[index])
+
+    def __iter__(self) -> Iterator[Round]:
+        return map(self._make, range(self._count))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (tuple, Rounds)):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    def __hash__(self) -> int:
+        return hash(self._count)
+
+
+def arriving(world: int, count: int, arrivals: Arrivals, symmetric: bool = False) -> Rounds:
+    """Rounds from the receiver's point of view, the way in which most algorithms here are written.
+
+    Args:
+        world: number of ranks.
+        count: number of rounds.
+        arrivals: ``(round, rank) -> moves that end on that rank``, in the order in which they apply.
+        symmetric: every rank does the same up to relabelling, so that rank 0 can stand for all.
+
+    Returns:
+        Rounds that call ``arrivals`` for one round at a time.
+    """
+
+    def make(step: int) -> Round:
+        return tuple(move for rank in range(world) for move in arrivals(step, rank))
+
+    return Rounds(count, make, (lambda step: tuple(arrivals(step, 0))) if symmetric else None)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An algorithm for a collective operation: what every rank sends, to whom, in which round.
+
+    Args:
+        name: algorithm and operation, such as ``"ring all_reduce"``.
+        world: number of ranks.
+        rounds: a sequence of rounds (a tuple, or `Rounds` that are made on demand).
+        chunks: into how many equal slots the whole buffer of the operation is divided, so that one slot has
+            ``nbytes / chunks`` bytes (default 1; 0 where moves carry no bytes, as in a barrier). Slot
+            ``tmp[i]`` has the size of ``data[i % chunks]``, or of a block.
+
+    ``print(schedule)`` gives text with one line per arrow; in a notebook the value draws itself.
+
+    >>> from torchdist_ref.schedules import build
+    >>> print(build("all_reduce", "ring", 2))
+    ring all_reduce: 2 ranks, 2 chunks, 2 rounds
+    round 1: 1.data[0] -> 0.data[0] +
+    round 1: 0.data[1] -> 1.data[1] +
+    round 2: 1.data[1] -> 0.data[1]
+    round 2: 0.data[0] -> 1.data[0]
+    """
+
+    name: str
+    world: int
+    rounds: Sequence[Round] = field(hash=False)
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world < 1:
+            raise ArgumentError(explain(self.name, "world", "at least 1", self.world))
+
+    def __str__(self) -> str:
+        head = f"{self.name}: {self.world} ranks, {self.chunks} chunks, {len(self.rounds)} rounds"
+        lines = (f"round {i}: {move}" for i, moves in enumerate(self.rounds, 1) for move in moves)
+        return "\n".join([head, *lines])
+
+    def _repr_svg_(self) -> str:
+        # Imported here because draw is an interpreter of schedules and imports this module.
+        from .draw import draw
+
+        return draw(self)
+
+    @property
+    def share(self) -> Fraction:
+        """The part of the whole buffer that one slot is: ``1 / chunks``, or 0 where moves carry no bytes."""
+        return Fraction(1, self.chunks) if self.chunks else Fraction(0)
+
+    def extent(self, buffer: str) -> int:
+        """How many slots of ``buffer`` the schedule uses on any rank: one more than the highest index.
+
+        >>> from torchdist_ref.schedules import build
+        >>> build("reduce_scatter", "ring", 8).extent("tmp")
+        2
+        """
+        used = (s[1] for moves in self.rounds for m in moves for s in (m.read, m.write) if s[0] == buffer)
+        return 1 + max(used, default=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Give what ``read`` held at the start of the round to rank ``dst``."""
+
+    dst: int
+    read: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Replace ``write`` by what rank ``src`` gives."""
+
+    src: int
+    write: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class RecvReduce:
+    """Combine ``write`` with what rank ``src`` gives."""
+
+    src: int
+    write: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Replace ``write`` by what this rank's ``read`` held at the start of the round."""
+
+    read: Slot
+    write: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReduce:
+    """Combine ``write`` with what this rank's ``read`` held at the start of the round."""
+
+    read: Slot
+    write: Slot
+
+
+Step = Send | Recv | RecvReduce | Copy | CopyReduce
+
+
+def project(schedule: Schedule, rank: int) -> tuple[tuple[Step, ...], ...]:
+    """One rank's part of a schedule.
+
+    Args:
+        schedule: for all ranks.
+        rank: whose part.
+
+    Returns:
+        For each round the steps of this rank, in listed order. Between two ranks, the k-th `Send` of a round
+        meets the k-th `Recv` or `RecvReduce`, since both come from one list.
+
+    Raises:
+        ArgumentError: there is no such rank.
+
+    >>> from torchdist_ref.schedules import build
+    >>> project(build("broadcast", "direct", 3), 0)
+    ((Send(dst=1, read=('data', 0)), Send(dst=2, read=('data', 0))),)
+    """
+    if not 0 <= rank < schedule.world:
+        raise ArgumentError(explain("project", "rank", f"a rank from 0 to {schedule.world - 1}", rank))
+    return tuple(tuple(_steps(moves, rank)) for moves in schedule.rounds)
+
+
+def _steps(moves: Iterable[Move], rank: int) -> Iterator[Step]:
+    for move in moves:
+        if move.src == move.dst == rank:
+            yield (CopyReduce if move.reduce else Copy)(move.read, move.write)
+        elif move.src == rank:
+            yield Send(move.dst, move.read)
+        elif move.dst == rank:
+            yield (RecvReduce if move.reduce else Recv)(move.src, move.write)
