@@ -1,0 +1,118 @@
+"""The directives of this site: pictures and tables that are made from the library itself.
+
+`.. schedule:: all_reduce ring 4`
+    The schedule as the library builds it, drawn, with the same steps as text below.
+`.. layers::`
+    The layers of the package with the imports between them, as the architecture test reads them.
+`.. layer-table::`
+    Who may import whom, and who does.
+`.. algorithms::`
+    Every operation with its algorithms, and what each costs.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+import layers
+from docutils import nodes
+from docutils.parsers.rst import Directive, directives
+from sphinx.application import Sphinx
+
+from torchdist_ref.schedules import catalogue, draw
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> nodes.table:
+    """Build a table node; text in it is plain."""
+    group = nodes.tgroup(cols=len(header))
+    group += [nodes.colspec(colwidth=1) for _ in header]
+    group += nodes.thead("", row(header))
+    group += nodes.tbody("", *[row(cells) for cells in rows])
+    return nodes.table("", group, classes=["own-table"])
+
+
+def row(cells: tuple[str, ...]) -> nodes.row:
+    """Build one row of a table."""
+    return nodes.row("", *[nodes.entry("", nodes.paragraph("", cell)) for cell in cells])
+
+
+def picture(svg: str, caption: str) -> nodes.figure:
+    """Put a drawing into the page, as wide as the text at most."""
+    drawing = nodes.raw("", f'<div class="drawing" tabindex="0">{svg}</div>', format="html")
+    return nodes.figure("", drawing, nodes.caption("", caption), classes=["drawn"])
+
+
+class ScheduleDirective(Directive):
+    """Draw one schedule: operation, algorithm, world size, and a root where there is one."""
+
+    required_arguments = 3
+    optional_arguments = 1
+    option_spec: ClassVar[dict[str, Any]] = {"caption": directives.unchanged}
+
+    def run(self) -> list[nodes.Node]:
+        """Build the schedule, draw it, and write its steps below."""
+        operation, algorithm, world, *root = self.arguments
+        schedule = catalogue.build(operation, algorithm, int(world), int(root[0]) if root else 0)
+        caption = self.options.get("caption") or f"{operation} by {algorithm} over {world} ranks"
+        steps = nodes.raw("", f'<details class="steps"><summary>The same steps as text</summary><pre>{text(schedule)}</pre></details>',
+                          format="html")
+        return [picture(unique(draw.draw(schedule), f"{operation}-{algorithm}-{world}"), caption), steps]
+
+
+def text(schedule: Any) -> str:
+    """Return the schedule's own text, safe for HTML."""
+    return str(schedule).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def unique(svg: str, name: str) -> str:
+    """Make the ids in a drawing unlike those of other drawings on the page."""
+    for found in set(re.findall(r'id="([^"]+)"', svg)):
+        svg = re.sub(rf'(id="|url\(#|href="#|labelledby="){re.escape(found)}\b', rf"\g<1>{name}-{found}", svg)
+    return svg
+
+
+class LayersDirective(Directive):
+    """Draw the layers with the imports that exist."""
+
+    def run(self) -> list[nodes.Node]:
+        """Read the source and draw it."""
+        return [picture(layers.svg(), "Arrows are imports that exist in the source; every part may also import the words.")]
+
+
+class LayerTableDirective(Directive):
+    """Show who may import whom."""
+
+    def run(self) -> list[nodes.Node]:
+        """Read the table and the source."""
+        header = ("part", "layer", "may import", "imports today", "torch")
+        return [table(header, list(layers.table()))]
+
+
+class AlgorithmsDirective(Directive):
+    """List the algorithms of every operation with their cost."""
+
+    def run(self) -> list[nodes.Node]:
+        """Build each schedule for 8 ranks and count."""
+        header = ("operation", "algorithm", "rounds", "messages", "most that one rank sends")
+        return [table(header, [cost(operation, name) for operation in OPERATIONS for name in catalogue.algorithms(operation)])]
+
+
+OPERATIONS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all", "barrier")
+
+
+def cost(operation: str, algorithm: str) -> tuple[str, ...]:
+    """Count rounds, messages and the busiest sender's slots of one schedule for 8 ranks."""
+    schedule = catalogue.build(operation, algorithm, 8)
+    moves = [move for moves in schedule.rounds for move in moves if move.src != move.dst]
+    busiest = max((sum(move.src == rank for move in moves) for rank in range(8)), default=0)
+    return operation, algorithm, str(len(schedule.rounds)), str(len(moves)), f"{busiest} slots"
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the directives with Sphinx."""
+    app.add_directive("schedule", ScheduleDirective)
+    app.add_directive("layers", LayersDirective)
+    app.add_directive("layer-table", LayerTableDirective)
+    app.add_directive("algorithms", AlgorithmsDirective)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

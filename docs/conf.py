@@ -1,0 +1,90 @@
+"""How Sphinx builds the site. Everything on it comes from this folder, tutorials/ and the library; nothing from a network."""
+
+import os
+import sys
+from pathlib import Path
+
+import pypandoc
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]
+# nbsphinx calls pandoc by name; the wheel brings it but does not put it on the path.
+os.environ["PATH"] = f"{Path(pypandoc.get_pandoc_path()).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+import torchdist_ref  # noqa: E402
+
+project = "torchdist_ref"
+author = "The torchdist_ref developers"
+project_copyright = "2026, the torchdist_ref developers"
+version = release = torchdist_ref.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx.ext.intersphinx",
+    "sphinx_autodoc_typehints",
+    "myst_parser",
+    "nbsphinx",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "offline_math",
+    "foreign_names",
+    "site_directives",
+]
+exclude_patterns = ["_build", "_generated", "_inventories", "**.ipynb_checkpoints"]
+source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
+nitpicky = True
+# A function in this file is a configuration value that Sphinx cannot keep between builds; it says so each time.
+suppress_warnings = ["config.cache"]
+
+intersphinx_mapping = {"python": ("https://docs.python.org/3", str(HERE / "_inventories" / "python-3.11.inv"))}
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autodoc_preserve_defaults = True
+always_use_bars_union = True
+typehints_use_signature = True
+typehints_defaults = "comma"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
+myst_heading_anchors = 3
+
+# The tutorials were executed by docs/run_tutorials.py, once, before Sphinx started.
+nbsphinx_execute = "never"
+nbsphinx_requirejs_path = ""
+nbsphinx_prolog = """
+.. note::
+
+   This page is a notebook that ran on real ranks when the site was built:
+   :download:`download it <{{ env.docname.split('/')[-1] }}.ipynb>`.
+"""
+
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+copybutton_exclude = ".linenos, .gp, .go"
+
+html_math_renderer = "mathml"
+html_theme = "pydata_sphinx_theme"
+html_title = "torchdist_ref"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_favicon = "_static/favicon.svg"
+html_show_sourcelink = False
+html_copy_source = False
+html_theme_options = {
+    "logo": {"text": "torchdist_ref"},
+    "show_toc_level": 2,
+    "navigation_with_keys": True,
+    "navbar_align": "left",
+    "header_links_before_dropdown": 6,
+    "footer_start": ["copyright"],
+    "footer_end": ["sphinx-version"],
+    "secondary_sidebar_items": ["page-toc"],
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+}
+html_context = {"default_mode": "auto"}

@@ -1,0 +1,49 @@
+"""Every python example that a reader sees on the site runs, and prints what the page says."""
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import layers
+import pytest
+
+from tests.docs import pages
+
+MODULES = [layers.module_name(path) for path in layers.files() if path.name != "__main__.py"]
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+@pytest.mark.parametrize("page", list(pages.markdown_pages()), ids=lambda path: str(path.relative_to(pages.DOCS)))
+def test_markdown_examples_run(page: Path) -> None:
+    assert pages.run_page(page) > 0
+
+
+@pytest.mark.parametrize("page", sorted(pages.DOCS.glob("reference/*.rst")), ids=lambda path: path.name)
+def test_rst_examples_run(page: Path) -> None:
+    failed = doctest.testfile(str(page), module_relative=False, optionflags=OPTIONS, globs={}).failed
+    assert failed == 0
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_run(name: str) -> None:
+    module = importlib.import_module(name)
+    import torch
+
+    import torchdist_ref as dist
+
+    names = {**vars(module), "dist": dist, "torch": torch}
+    failed = doctest.testmod(module, optionflags=OPTIONS, globs=names).failed
+    assert failed == 0
+
+
+def test_a_wrong_output_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1 + 1)\n```\n\n```output\n3\n```\n")
+    with pytest.raises(AssertionError, match="it prints\n2"):
+        pages.run_page(page)
+
+
+def test_no_page_has_python_that_nobody_runs() -> None:
+    unread = [str(path) for path in pages.DOCS.rglob("*.rst") if re.search(r"^\.\. code(-block)?:: python", path.read_text(), re.M)]
+    assert not unread, "in RST, examples are >>> sessions, so that they run"
