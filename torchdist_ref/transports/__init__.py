@@ -1,0 +1,37 @@
+"""Places where ranks meet: threads of one process, or processes of one host in shared memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from torchdist_ref.errors import UnsupportedError
+from torchdist_ref.stores import PrefixStore, Store
+from torchdist_ref.transports import shared_memory, threads
+from torchdist_ref.transports.base import Link
+
+__all__ = ["Link", "connect"]
+
+
+def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
+    """Find out where the ranks are, and make the link that fits.
+
+    Every rank publishes its host and process; all read all, so all choose alike: threads where the
+    processes are one, shared memory where the hosts are one.
+
+    Raises:
+        UnsupportedError: The ranks are on several hosts.
+    """
+    meeting = PrefixStore("link", store)
+    meeting.set(f"place/{rank}", f"{shared_memory.host_identity()}|{os.getpid()}".encode())
+    places = meeting.multi_get([f"place/{r}" for r in range(len(members))])
+    if len(set(places)) == 1:
+        return threads.connect(meeting, rank, members, name, timeout)
+    hosts = [place.rpartition(b"|")[0] for place in places]
+    if len(set(hosts)) > 1:
+        apart = ", ".join(f"rank {r}" for r, host in enumerate(hosts) if host != hosts[0])
+        raise UnsupportedError(
+            f"init_process_group: group {name!r} has ranks that can't share memory with rank 0 ({apart}): "
+            f"other hosts, containers or users. Backend 'ref' needs one host; use backend 'gloo'."
+        )
+    return shared_memory.connect(meeting, rank, members, name, timeout)

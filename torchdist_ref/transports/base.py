@@ -1,0 +1,164 @@
+"""Link: how the ranks of one group reach each other's memory, whatever that memory is.
+
+A link gives the engine a stage of its own to lay data out on, views of its peers' stages, and tokens
+that say when to look. `shared_memory` and `threads` make links of the same kind over different memory;
+the engine does not know which it has. One collective is on a link at a time (the engine holds the lock).
+
+What a link guarantees in every wait: it ends. With the token; or with an error that names the rank that
+died, gave up, left or did not come before the deadline. Waits spin first where there is a core for each
+rank, then block in slices (see `liveness`). Don't add algorithms here: they are schedules.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from time import monotonic
+from typing import Any, Protocol
+
+from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError
+from torchdist_ref.transports.board import ABSENT, GAVE_UP, LEFT, Line
+from torchdist_ref.transports.layout import Layout
+from torchdist_ref.transports.liveness import SLICE
+
+
+class Token(Protocol):
+    """A counting semaphore from one rank to another. `release` comes before what the taker does next."""
+
+    def release(self) -> Any:
+        """Add one."""
+
+    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
+        """Take one; False if there was none (in time)."""
+
+
+class Liveness(Protocol):
+    """Who is gone: see `liveness`."""
+
+    def dead(self) -> list[int]:
+        """Ranks whose processes have ended."""
+
+    def close(self) -> None:
+        """Let go."""
+
+
+class Memory(Protocol):
+    """What a link stands on: bytes that all ranks see, and tokens between them."""
+
+    kind: str
+    buffer: Any
+    bytes: memoryview
+
+    def token(self, layout: Layout, kind: str, source: int, target: int) -> Token:
+        """The token of this kind from `source` to `target`, the same for both."""
+
+
+class Link:
+    """One rank's end of a group.
+
+    Attributes:
+        rank: This rank in the group.
+        size: Ranks in the group.
+        name: The group's name, for messages.
+        members: The global ranks of the group's members, for messages.
+        broken: The error that ended the group, once there is one.
+    """
+
+    def __init__(
+        self, memory: Memory, layout: Layout, rank: int, members: Sequence[int], name: str, timeout: float
+    ) -> None:
+        self.memory, self.layout, self.rank, self.members, self.name = memory, layout, rank, tuple(members), name
+        self.size = layout.size
+        self.timeout = timeout
+        self.lines = tuple(Line(memory.bytes, layout, r) for r in range(self.size))
+        self.line = self.lines[rank]
+        self.peers = tuple(r for r in range(self.size) if r != rank)
+        self.full_to = {p: memory.token(layout, "full", rank, p) for p in self.peers}
+        self.full_from = {p: memory.token(layout, "full", p, rank) for p in self.peers}
+        self.free_to = {p: memory.token(layout, "free", rank, p) for p in self.peers}
+        self.free_from = {p: memory.token(layout, "free", p, rank) for p in self.peers}
+        self.spins = 400 if self.size <= len(os.sched_getaffinity(0)) else 0
+        self.alive: Liveness
+        self.broken: BaseException | None = None
+
+    def wait(self, token: Token, peer: int, doing: str, timeout: float | None = None, alone: bool = False) -> None:
+        """Take a token from `peer`, or raise the reason why it will not come.
+
+        Args:
+            token: What to take.
+            peer: The group rank that gives it.
+            doing: This rank's call, for messages.
+            timeout: Seconds at most; None: the group's.
+            alone: Only `peer` matters (point-to-point), not whether the other members are well.
+        """
+        for _ in range(self.spins):
+            if token.acquire(False):
+                return
+        seconds = self.timeout if timeout is None else timeout
+        deadline = monotonic() + seconds
+        while not token.acquire(True, max(0.0, min(SLICE, deadline - monotonic()))):
+            trouble = self._trouble(peer if alone else None, doing)
+            if trouble is None and monotonic() >= deadline:
+                trouble = self._stalled(peer, doing, seconds)
+            if trouble is not None:
+                # The peer may have given the token and ended since we last looked.
+                if token.acquire(False):
+                    return
+                raise trouble
+
+    def _trouble(self, only: int | None, doing: str) -> BaseException | None:
+        """Why this group cannot go on, as far as anybody knows: the first cause first."""
+        dead = [r for r in self.alive.dead() if self.lines[r].status != LEFT and only in (None, r)]
+        gave_up = [r for r in self.peers if self.lines[r].status == GAVE_UP and only in (None, r)]
+        left = [r for r in self.peers if self.lines[r].status == LEFT and only in (None, r)]
+        if dead:
+            return RankDiedError(f"{self.here(doing)}: {self.who(dead)} died. {self._advice}")
+        if gave_up:
+            first = min(gave_up, key=lambda r: self.lines[r].gave_up_at)
+            return GroupAbortedError(f"{self.here(doing)}: {self.who([first])} gave up: {self.lines[first].reason}")
+        if left:
+            last = self.lines[left[0]].doing()
+            return GroupAbortedError(f"{self.here(doing)}: {self.who(left)} destroyed the group; it {last}.")
+        return None
+
+    _advice = "The call may have happened on some ranks. Destroy the group and start again from a checkpoint."
+
+    def _stalled(self, peer: int, doing: str, seconds: float) -> BaseException:
+        others = "; ".join(f"{self.who([r])} {self._state(r)}" for r in self.peers)
+        return RankStalledError(
+            f"{self.here(doing)}: {self.who([peer])} did not come within {seconds:g} s. What the others do: {others}. "
+            f"Look at that rank, or pass a longer timeout to init_process_group or new_group."
+        )
+
+    def _state(self, rank: int) -> str:
+        return "has not joined" if self.lines[rank].status == ABSENT else self.lines[rank].doing()
+
+    def here(self, doing: str) -> str:
+        """Where an error happened: the call, this rank and the group."""
+        return f"{doing} on {self.who([self.rank])} of group {self.name!r}"
+
+    def who(self, ranks: Sequence[int]) -> str:
+        """Ranks in words: the group rank, and the global one where it differs."""
+        names = [f"{r}" if self.members[r] == r else f"{r} (global {self.members[r]})" for r in ranks]
+        return ("rank " if len(names) == 1 else "ranks ") + ", ".join(names)
+
+    def give_up(self, error: BaseException, doing: str) -> None:
+        """This rank stops in the middle of a call: nobody can use the group any more. The others learn why."""
+        if self.broken is None:
+            self.broken = error
+            self.line.give_up(f"{type(error).__name__} in {doing}: {error}")
+
+    def check_usable(self, doing: str) -> None:
+        """Raise if an earlier call ended this group."""
+        if self.broken is not None:
+            raise GroupAbortedError(
+                f"{self.here(doing)}: the group ended with an earlier failure ({self.broken}). "
+                f"Destroy it and make a new one."
+            ) from self.broken
+
+    def close(self) -> None:
+        """Leave the group. The memory goes with the last tensor that lies in it."""
+        if self.line.status != GAVE_UP:
+            self.line.status = LEFT
+        self.broken = GroupAbortedError(f"group {self.name!r} was destroyed on {self.who([self.rank])}")
+        self.alive.close()

@@ -1,0 +1,159 @@
+"""Shared memory: one anonymous segment per group, so that there is nothing to leak.
+
+Group rank 0 makes a memfd and tells the others its pid and descriptor through the store; they open it
+under /proc and map it. No name exists anywhere: when the last process is gone, however it went, so is
+the memory. (POSIX shm_open needs /dev/shm, which containers keep at 64 MB and which outlives a SIGKILL.)
+
+Order: tokens are POSIX semaphores that lie inside the segment. `sem_post` is an atomic read-modify-write
+with release order, `sem_wait` and `sem_trywait` with acquire order on the same word, on every processor
+that glibc runs on, aarch64 included: whatever a rank wrote before it posted is seen by the rank that took
+the token. No flag is read without one. Python's own `SemLock` drives them: 35 ns a call, the GIL released
+while it blocks, Ctrl-C answered.
+"""
+
+from __future__ import annotations
+
+import _multiprocessing
+import ctypes
+import errno
+import mmap
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+
+from torchdist_ref.errors import DistBackendError, UnsupportedError
+from torchdist_ref.stores import Store
+from torchdist_ref.transports.base import Link, Token
+from torchdist_ref.transports.layout import KINDS, Layout
+from torchdist_ref.transports.liveness import Peers
+
+_SEMAPHORE = 1
+_MOST = 2**31 - 1
+_MARK = 16
+
+
+class SharedMemory:
+    """A mapped segment and the semaphores in it."""
+
+    kind = "shared_memory"
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.buffer = mmap.mmap(fd, nbytes)
+        self.bytes = memoryview(self.buffer)
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
+
+    def lay_tokens(self, layout: Layout) -> None:
+        """Make every semaphore, at zero. Done once, by the rank that made the segment."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        for kind in KINDS:
+            for source in range(layout.size):
+                for target in range(layout.size):
+                    _check(libc.sem_init(ctypes.c_void_p(self._base + layout.token(kind, source, target)), 1, 0))
+
+    def token(self, layout: Layout, kind: str, source: int, target: int) -> Token:
+        """The semaphore at its place in the map. It has no name, so nothing is opened and nothing is closed."""
+        address = self._base + layout.token(kind, source, target)
+        return _multiprocessing.SemLock._rebuild(address, _SEMAPHORE, _MOST, None)  # type: ignore[attr-defined,no-any-return]
+
+
+def _check(result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def available() -> str:
+    """Why shared memory cannot be used on this platform; empty where it can."""
+    if sys.platform != "linux" or not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        return f"shared memory needs Linux 5.3 or later (memfd, pidfd), and this is {sys.platform}"
+    return ""
+
+
+def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
+    """Meet the other ranks of this host in one segment.
+
+    Args:
+        store: Where the ranks find each other; keys of this group only.
+        rank: This rank in the group.
+        members: Global ranks of all members.
+        name: The group's name, for messages.
+        timeout: Seconds that a wait in this group takes at most.
+
+    Returns:
+        This rank's link, with all ranks present.
+
+    Raises:
+        UnsupportedError: The platform has no memfd, or the ranks can't see each other's processes.
+        RankStalledError: A rank did not come in time.
+    """
+    if reason := available():
+        raise UnsupportedError(f"{reason}. Use backend 'gloo', or ranks as threads.")
+    layout = Layout(len(members))
+    memory = _create(store, layout) if rank == 0 else _open(store, layout, rank)
+    link = Link(memory, layout, rank, members, name, timeout)
+    link.line.arrive(os.getpid())
+    link.alive = Peers({})
+    _meet(link)
+    link.alive = Peers({peer: link.lines[peer].pid for peer in link.peers})
+    return link
+
+
+def _create(store: Store, layout: Layout) -> SharedMemory:
+    fd = os.memfd_create("torchdist_ref", os.MFD_CLOEXEC)
+    os.ftruncate(fd, layout.nbytes)
+    memory = SharedMemory(fd, layout.nbytes)
+    mark = secrets.token_bytes(_MARK)
+    memory.bytes[:_MARK] = mark
+    memory.lay_tokens(layout)
+    store.set("segment", f"{os.getpid()} {fd} {mark.hex()}".encode())
+    # The others open the descriptor under /proc, so it stays open until they are all here.
+    store.wait([f"mapped/{r}" for r in range(1, layout.size)])
+    os.close(fd)
+    return memory
+
+
+def _open(store: Store, layout: Layout, rank: int) -> SharedMemory:
+    pid, number, mark = store.get("segment").decode().split()
+    try:
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise UnsupportedError(
+            f"shared memory: process {pid}, which holds the group's segment, is out of sight from here ({error}); "
+            f"the ranks are in different pid namespaces or belong to different users. Use backend 'gloo'."
+        ) from error
+    memory = SharedMemory(fd, layout.nbytes)
+    os.close(fd)
+    if memory.bytes[:_MARK] != bytes.fromhex(mark):
+        raise DistBackendError(f"shared memory: descriptor {number} of process {pid} is not the group's segment.")
+    store.set(f"mapped/{rank}", b"")
+    return memory
+
+
+def _meet(link: Link) -> None:
+    for peer in link.peers:
+        link.full_to[peer].release()
+    for peer in link.peers:
+        link.wait(link.full_from[peer], peer, "init_process_group")
+
+
+def host_identity() -> str:
+    """Equal for two ranks if and only if they can share memory: same host, same namespaces.
+
+    ``TORCHDIST_REF_HOST_ID`` overrides it, which lets one machine play several hosts.
+    """
+    given = os.environ.get("TORCHDIST_REF_HOST_ID")
+    if given is not None:
+        return given
+    try:
+        boot = _read("/proc/sys/kernel/random/boot_id")
+        spaces = "/".join(str(os.stat(f"/proc/self/ns/{space}").st_ino) for space in ("pid", "ipc", "user"))
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EACCES):
+            raise
+        return os.uname().nodename
+    return f"{boot}/{spaces}"
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read().strip()
