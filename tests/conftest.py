@@ -1,0 +1,75 @@
+"""What holds for every test: one thread a rank, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+# Two ranks on two cores with a thread pool each would measure the scheduler.
+torch.set_num_threads(1)
+
+PATIENCE = 3.0
+# multiprocessing starts these once per process and keeps them.
+KEPT = ("resource_tracker", "forkserver")
+
+
+def children() -> set[int]:
+    """Return the live child processes of this one, of whichever thread started them."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").glob("*/children"):
+        try:
+            found.update(int(pid) for pid in task.read_text().split())
+        except OSError:
+            # The thread ended between the listing and the reading.
+            continue
+    return {pid for pid in found if not any(word in command(pid) for word in KEPT)}
+
+
+def command(pid: int) -> str:
+    """Return the command line of a process, empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def still_there(pids: set[int], patience: float) -> set[int]:
+    """Return those that do not end in time. A child that ended but was never waited for counts as left behind."""
+    end = time.monotonic() + patience
+    while (left := pids & children()) and time.monotonic() < end:
+        # The kernel tells us of a child's end without polling; a short limit, since there may be several.
+        wait_for(next(iter(left)), 0.1)
+    return left
+
+
+def wait_for(pid: int, seconds: float) -> None:
+    """Wait until a process ends, at most so long."""
+    import select
+
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        select.select([descriptor], [], [], seconds)
+    finally:
+        os.close(descriptor)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a process or a thread behind."""
+    threads, processes = set(threading.enumerate()), children()
+    yield
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(PATIENCE)
+    left = [thread.name for thread in set(threading.enumerate()) - threads]
+    alive = {pid: command(pid) for pid in still_there(children() - processes, PATIENCE)}
+    assert not left, f"{request.node.name} left threads behind: {left}"
+    assert not alive, f"{request.node.name} left processes behind: {alive}"
