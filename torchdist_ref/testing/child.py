@@ -1,0 +1,133 @@
+"""The life of a forked rank, and the papers that it leaves to its parent.
+
+A forked child is a copy of a process that was in the middle of something, a test run perhaps: it must not return
+there, must not print there, and must not wait for threads that were not copied. So it does its one thing and leaves
+through ``os._exit``. Whom to fork, and when, is in `process_ranks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import resource
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from torchdist_ref.launcher.lifelines import die_with_parent
+from torchdist_ref.testing._until_there import Store
+from torchdist_ref.testing import program
+from torchdist_ref.testing.outcomes import Outcome, RemoteError
+from torchdist_ref.testing.program import Program
+
+
+class Papers:
+    """Three unnamed files that parent and child share: the outcome, the output, and the stack at a violent end.
+
+    Files and not pipes: nobody has to read while the child lives, so a large result cannot block it, and a
+    grandchild that keeps them open cannot block the parent.
+    """
+
+    def __init__(self) -> None:
+        self.result = tempfile.TemporaryFile()
+        self.output = tempfile.TemporaryFile()
+        self.dump = tempfile.TemporaryFile()
+
+    def outcome(self, rank: int) -> Outcome | None:
+        """Read how the rank ended, if it came to saying so."""
+        data = _content(self.result)
+        try:
+            return pickle.loads(data) if data else None
+        except Exception as error:
+            return Outcome(rank, error=RemoteError(f"what the rank sent back cannot be read here: {error!r}"))
+
+    def printed(self) -> str:
+        """Read what the rank wrote to its standard output and error."""
+        return _content(self.output).decode(errors="replace")
+
+    def stack(self) -> str:
+        """Read the stack that a fatal signal left, without the words around it."""
+        text = _content(self.dump).decode(errors="replace").partition("Extension modules:")[0]
+        return "\n".join(_upper_frames(thread) for thread in text.split("\n\n") if "File " in thread)
+
+    def close(self) -> None:
+        """Drop the files."""
+        for file in (self.result, self.output, self.dump):
+            file.close()
+
+
+def _upper_frames(thread: str) -> str:
+    # Below our own call of the user's function lies only how this process came about.
+    return thread.partition(f'  File "{program.__file__}"')[0].strip()
+
+
+def _content(file: Any) -> bytes:
+    # Positioned reads: the offset belongs to the child, which may still be writing.
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+
+
+def be_child(rank: int, task: Program, store: Callable[[], Store], papers: Papers, parent: int) -> NoReturn:
+    """Run one rank and end the process."""
+    status = 1
+    try:
+        _settle(papers, parent)
+        papers.result.write(_pack(rank, task, store))
+        papers.result.flush()
+        status = 0
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _settle(papers: Papers, parent: int) -> None:
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    die_with_parent(parent)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    faulthandler.enable(papers.dump, all_threads=True)
+    for descriptor in (1, 2):
+        os.dup2(papers.output.fileno(), descriptor)
+    # The parent's sys.stdout may be anything, pytest's or Jupyter's for instance.
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    # OpenMP's threads do not survive a fork: a second one would be waited for for ever.
+    torch.set_num_threads(1)
+
+
+def _pack(rank: int, task: Program, store: Callable[[], Store]) -> bytes:
+    try:
+        return _pack_value(rank, task(rank, store()))
+    except BaseException as error:
+        return _pack_error(rank, error)
+
+
+def _pack_value(rank: int, value: Any) -> bytes:
+    try:
+        return pickle.dumps(Outcome(rank, value))
+    except Exception as error:
+        kind = type(value).__name__
+        raise RemoteError(
+            f"the function returned a {kind} that cannot be sent from the rank's process: {error}. "
+            "Return tensors, numbers, strings or lists of them, or run with ranks='threads'."
+        ) from None
+
+
+def _pack_error(rank: int, error: BaseException) -> bytes:
+    trace = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RemoteError(f"{type(error).__name__}: {error}")
+    error.add_note(f"\nOn rank {rank}:\n{trace}")
+    return pickle.dumps(Outcome(rank, error=error))

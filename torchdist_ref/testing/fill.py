@@ -1,0 +1,70 @@
+"""Test data that a wrong collective cannot hide behind.
+
+Constant tensors let a collective that swaps two chunks pass, and data that grow evenly with the rank let a sum that
+counts one rank twice and forgets its neighbours pass. So `fill` mixes rank and position: the position chooses a
+shuffle of sixteen small integers, the rank chooses among them. Nothing else belongs here: no ranks, no groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_VALUES = 16
+# Half as many ranks as values: sixteen ranks that held all sixteen values would sum to the same number everywhere.
+_RANKS = 8
+# Odd 63-bit numbers: multiplying by one is a bijection on 64-bit integers, so no two positions are merged.
+_STEP, _MIX, _BLOCK = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
+_SHUFFLE = (6, 13, 1, 10, 15, 4, 8, 3, 11, 0, 14, 7, 2, 9, 5, 12)
+
+
+def _hash(positions: torch.Tensor, block: int) -> torch.Tensor:
+    mixed = (positions + 1) * _STEP + block * _BLOCK
+    mixed = (mixed ^ (mixed >> 31)) * _MIX
+    return mixed ^ (mixed >> 29)
+
+
+def _indices(rank: int, count: int) -> torch.Tensor:
+    mixed = _hash(torch.arange(count, dtype=torch.int64), rank // _RANKS)
+    # An odd stride gives the ranks of a block different numbers at every position.
+    stride = (mixed >> 8) * 2 + 1
+    return torch.tensor(_SHUFFLE)[(mixed + stride * (rank % _RANKS)) % _VALUES]
+
+
+def _cast(indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.bool:
+        return indices < _VALUES // 2
+    if not dtype.is_signed:
+        return (indices + 1).to(dtype)
+    half = _VALUES // 2
+    return torch.where(indices < half, indices - half, indices - half + 1).to(dtype)
+
+
+def fill(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Make a tensor that differs from rank to rank and from place to place, along no straight line.
+
+    The values are whole numbers from -8 to 8 without 0 (1 to 16 for unsigned types), which every dtype of torch
+    holds exactly, 8-bit floats included. So sums over up to 16 ranks are exact from bfloat16 upwards, and products
+    over up to 8 ranks are exact in float32. At each position ranks 0 to 7 hold eight different numbers.
+
+    Args:
+        rank: The rank whose data to make, from 0.
+        shape: The shape of the tensor; ``()`` and shapes with a 0 in them are fine.
+        dtype: The type of its elements. Complex types get a different imaginary part.
+
+    Returns:
+        A new contiguous tensor on the CPU. The same arguments give the same values everywhere.
+
+    Example:
+        >>> fill(0, (4,)).tolist()
+        [1.0, -1.0, 7.0, 1.0]
+        >>> fill(1, (4,), torch.int64).tolist()
+        [5, -2, 5, -8]
+    """
+    shape = tuple(shape)
+    count = torch.Size(shape).numel()
+    if dtype.is_complex:
+        parts = [fill(rank, (count,), dtype.to_real()), fill(rank, (2 * count,), dtype.to_real())[count:]]
+        return torch.complex(*parts).reshape(shape)
+    return _cast(_indices(rank, count), dtype).reshape(shape)

@@ -1,0 +1,48 @@
+"""What one rank does under `torchdist_ref.testing.run`: join the group, call the function, leave the group.
+
+The same for thread ranks and process ranks; it knows nothing of how it was started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torchdist_ref.testing._until_there import Store, groups, world
+
+# A collective that waits in vain should say so itself, before `run` loses patience and can only show a stack.
+_SOONER = 0.8
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function to call on every rank, and the group to call it in."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    world_size: int
+    backend: str | None
+    timeout: float
+    init: bool
+
+    def __call__(self, rank: int, store: Store) -> Any:
+        """Be one rank from beginning to end."""
+        try:
+            if self.init:
+                self._join(rank, store)
+            value = self.fn(rank, *self.args)
+        except BaseException as error:
+            # The others may be waiting for this rank, which will not come.
+            world.abort(f"rank {rank} failed with {type(error).__name__}: {error}")
+            raise
+        if groups.is_initialized():
+            groups.destroy_process_group()
+        return value
+
+    def _join(self, rank: int, store: Store) -> None:
+        timeout = timedelta(seconds=self.timeout * _SOONER)
+        groups.init_process_group(
+            self.backend, store=store, rank=rank, world_size=self.world_size, timeout=timeout
+        )
