@@ -1,6 +1,6 @@
 """Processes that do not outlive the one that needs them, and the words for how a process ended.
 
-Whoever starts ranks (the launcher, `torchdist_ref.testing`, the notebook) uses these two, so that no way of ending a
+Whoever starts ranks (the launcher, `torchdist_ref.testing`, the notebook) uses these, so that no way of ending a
 parent, ``kill -9`` included, leaves ranks behind. What to do about an ended rank is for the caller to decide.
 """
 
@@ -12,6 +12,8 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+# Looked up before any fork: a child of a process with threads should do as little as possible.
+_PRCTL = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
@@ -23,11 +25,24 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
         parent: The process id of the parent. When it is gone already, this process exits at once.
         signum: The signal to get.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+    if _PRCTL is not None:
+        _PRCTL(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def wait_without_reaping(pid: int) -> int:
+    """Wait for a child's end and leave it a zombie, so that its number stays its own and may still be signalled.
+
+    Args:
+        pid: The child's process id.
+
+    Returns:
+        The exit code, or the negative number of the signal that killed it.
+    """
+    info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert info is not None  # only WNOHANG gives None
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
 
 def how_it_ended(status: int) -> str:
@@ -45,9 +60,16 @@ def how_it_ended(status: int) -> str:
         >>> how_it_ended(-9)
         'was killed by SIGKILL'
     """
-    if status >= 0:
-        return f"exited with code {status}"
+    return f"exited with code {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
+
+
+def signal_name(signum: int) -> str:
+    """Return the name of a signal, also of one that Python has no name for.
+
+    >>> signal_name(15), signal_name(40)
+    ('SIGTERM', 'signal 40')
+    """
     try:
-        return f"was killed by {signal.Signals(-status).name}"
+        return signal.Signals(signum).name
     except ValueError:
-        return f"was killed by signal {-status}"
+        return f"signal {signum}"
