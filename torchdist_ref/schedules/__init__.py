@@ -7,10 +7,20 @@
 
 from __future__ import annotations
 
-from .catalogue import algorithms, build, entry, operations
-from .choose import choose, overrides
-from .compose import alongside, on_ranks, only, renamed, reversed_, rooted, segmented, then
-from .schedule import (
+from torchdist_ref.schedules.catalogue import algorithms, build, entry, operations
+from torchdist_ref.schedules.choose import choose, overrides
+from torchdist_ref.schedules.compose import (
+    alongside,
+    each,
+    on_ranks,
+    only,
+    renamed,
+    reversed_,
+    rooted,
+    segmented,
+    then,
+)
+from torchdist_ref.schedules.schedule import (
     Copy,
     CopyReduce,
     Move,
@@ -27,10 +37,34 @@ from .schedule import (
     project,
 )
 
-__all__ = sorted(
-    [
-        "Copy", "CopyReduce", "Move", "Recv", "RecvReduce", "Round", "Rounds", "Schedule", "Send", "Slot", "Step",
-        "algorithms", "alongside", "arriving", "build", "carry", "choose", "entry", "on_ranks", "only",
-        "operations", "overrides", "project", "renamed", "reversed_", "rooted", "segmented", "then",
-    ]
-)
+__all__ = [
+    "Copy",
+    "CopyReduce",
+    "Move",
+    "Recv",
+    "RecvReduce",
+    "Round",
+    "Rounds",
+    "Schedule",
+    "Send",
+    "Slot",
+    "Step",
+    "algorithms",
+    "alongside",
+    "arriving",
+    "build",
+    "carry",
+    "choose",
+    "each",
+    "entry",
+    "on_ranks",
+    "only",
+    "operations",
+    "overrides",
+    "project",
+    "renamed",
+    "reversed_",
+    "rooted",
+    "segmented",
+    "then",
+]

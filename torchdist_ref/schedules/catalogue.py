@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ..errors import ArgumentError, explain
-from .entries import ENTRIES, Entry
-from .schedule import Schedule
+from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.schedules.entries import ENTRIES, Entry
+from torchdist_ref.schedules.schedule import Schedule
 
 ROOTED = ("reduce", "broadcast", "gather", "scatter", "send")
 

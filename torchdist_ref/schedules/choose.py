@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..errors import ArgumentError, explain
-from .catalogue import algorithms, operations
+from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.schedules.catalogue import algorithms, operations
 
 KIB = 1024
 ONE_SHOT = 32 * KIB

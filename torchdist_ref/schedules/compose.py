@@ -1,33 +1,41 @@
 """New schedules from old ones: after each other, backwards, in pieces, on other ranks, side by side.
 
 An all-reduce is a reduce-scatter `then` an all-gather. Halving-doubling's all-gather is its reduce-scatter
-`reversed_`. A pipelined chain is a chain `segmented`. A tree with another root is the tree `on_ranks` that
-are counted from the root. So every algorithm file states one idea, once. Each function here is pure and
-keeps rounds lazy.
+`reversed_`. A pipelined chain is a chain `segmented`. A tree with another root is the tree `rooted` there.
+So every algorithm file states one idea, once. Each function here is pure and keeps rounds lazy.
 
 Do not add here: anything that knows what an operation means (`contract`) or costs (`cost`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from ..errors import ArgumentError, explain
-from .schedule import Move, Round, Rounds, Schedule, Slot
+from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.schedules.schedule import Move, Round, Rounds, Schedule, Slot
 
 
 def _sampler(rounds: Sequence[Round]) -> Callable[[int], Round] | None:
     return rounds.sample if isinstance(rounds, Rounds) else None
 
 
-def _mapped(rounds: Sequence[Round], change: Callable[[Round], Round], symmetric: bool) -> Rounds:
-    """The same rounds with ``change`` applied to each, when asked for."""
-    sample = _sampler(rounds) if symmetric else None
-    return Rounds(
-        len(rounds), lambda i: change(rounds[i]), None if sample is None else lambda i: change(sample(i))
-    )
+def each(schedule: Schedule, change: Callable[[Move], Iterable[Move]], symmetric: bool = False) -> Schedule:
+    """The same rounds with every move replaced by what ``change`` makes of it: none, one or several moves.
+
+    Args:
+        schedule: to change.
+        change: called when the round is asked for.
+        symmetric: ``change`` treats all ranks alike, so that one rank can go on standing for all.
+    """
+    rounds, sample = schedule.rounds, _sampler(schedule.rounds) if symmetric else None
+
+    def changed(moves: Round) -> Round:
+        return tuple(chain.from_iterable(map(change, moves)))
+
+    lazy = Rounds(len(rounds), lambda i: changed(rounds[i]), None if sample is None else lambda i: changed(sample(i)))
+    return replace(schedule, rounds=lazy)
 
 
 def then(*schedules: Schedule, name: str = "") -> Schedule:
@@ -48,21 +56,24 @@ def then(*schedules: Schedule, name: str = "") -> Schedule:
         if (other.world, other.chunks) != (first.world, first.chunks):
             expected = f"of {first.world} ranks and {first.chunks} chunks"
             raise ArgumentError(explain("then", other.name, expected, f"{other.world} and {other.chunks}"))
-    parts = [s.rounds for s in schedules]
-    return replace(first, name=name or " then ".join(s.name for s in schedules), rounds=_joined(parts))
+    joined = _joined([s.rounds for s in schedules])
+    return replace(first, name=name or " then ".join(s.name for s in schedules), rounds=joined)
 
 
 def _joined(parts: list[Sequence[Round]]) -> Rounds:
     places = [(part, i) for part in parts for i in range(len(part))]
-    samplers = [_sampler(part) for part in parts if len(part)]
+
+    def make(step: int) -> Round:
+        part, i = places[step]
+        return part[i]
 
     def sample(step: int) -> Round:
         part, i = places[step]
         one = _sampler(part)
         return one(i) if one else ()
 
-    make: Callable[[int], Round] = lambda step: places[step][0][places[step][1]]  # noqa: E731
-    return Rounds(len(places), make, sample if all(samplers) else None)
+    symmetric = all(_sampler(part) or not len(part) for part in parts)
+    return Rounds(len(places), make, sample if symmetric else None)
 
 
 def reversed_(schedule: Schedule, reduce: bool = False, name: str = "") -> Schedule:
@@ -77,11 +88,8 @@ def reversed_(schedule: Schedule, reduce: bool = False, name: str = "") -> Sched
     Returns:
         A schedule whose round ``i`` is the turned round ``len - 1 - i``.
     """
-    last = len(schedule.rounds) - 1
-    turned = _mapped(
-        schedule.rounds, lambda moves: tuple(Move(m.dst, m.src, m.write, m.read, reduce) for m in moves), True
-    )
-    sample = turned.sample
+    turned = each(schedule, lambda m: [Move(m.dst, m.src, m.write, m.read, reduce)], symmetric=True).rounds
+    last, sample = len(turned) - 1, _sampler(turned)
     rounds = Rounds(last + 1, lambda i: turned[last - i], None if sample is None else lambda i: sample(last - i))
     return replace(schedule, name=name or f"{schedule.name} reversed", rounds=rounds)
 
@@ -127,10 +135,8 @@ def on_ranks(schedule: Schedule, ranks: Sequence[int], world: int) -> Schedule:
         ranks: ``ranks[i]`` plays rank ``i``.
         world: size of the larger world.
     """
-    rename: Callable[[Round], Round] = lambda moves: tuple(  # noqa: E731
-        Move(ranks[m.src], ranks[m.dst], m.read, m.write, m.reduce) for m in moves
-    )
-    return replace(schedule, world=world, rounds=_mapped(schedule.rounds, rename, symmetric=False))
+    moved = each(schedule, lambda m: [Move(ranks[m.src], ranks[m.dst], m.read, m.write, m.reduce)])
+    return replace(moved, world=world)
 
 
 def rooted(schedule: Schedule, root: int) -> Schedule:
@@ -155,13 +161,10 @@ def renamed(schedule: Schedule, buffers: Mapping[str, str], name: str = "") -> S
     def slot(old: Slot) -> Slot:
         return (buffers.get(old[0], old[0]), old[1])
 
-    change: Callable[[Round], Round] = lambda moves: tuple(  # noqa: E731
-        Move(m.src, m.dst, slot(m.read), slot(m.write), m.reduce) for m in moves
-    )
-    return replace(schedule, name=name or schedule.name, rounds=_mapped(schedule.rounds, change, symmetric=True))
+    moved = each(schedule, lambda m: [Move(m.src, m.dst, slot(m.read), slot(m.write), m.reduce)], symmetric=True)
+    return replace(moved, name=name or schedule.name)
 
 
 def only(schedule: Schedule, keep: Callable[[Move], bool]) -> Schedule:
     """The same rounds with only the moves for which ``keep`` holds."""
-    change: Callable[[Round], Round] = lambda moves: tuple(m for m in moves if keep(m))  # noqa: E731
-    return replace(schedule, rounds=_mapped(schedule.rounds, change, symmetric=False))
+    return each(schedule, lambda m: [m] if keep(m) else [])

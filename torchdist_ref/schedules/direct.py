@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .schedule import Move, Rounds, Schedule, Slot, arriving, carry
+from torchdist_ref.schedules.schedule import Move, Rounds, Schedule, Slot, arriving, carry
 
 DATA: Slot = ("data", 0)
 TOKEN: Slot = ("tmp", 0)

@@ -12,9 +12,9 @@ Do not add here: segmentation (`compose.segmented`) or anything with a second ne
 
 from __future__ import annotations
 
-from .compose import then
-from .schedule import Move, Schedule, Slot, arriving, carry
-from .two_shot import gather_in_place
+from torchdist_ref.schedules.compose import then
+from torchdist_ref.schedules.schedule import Move, Schedule, Slot, arriving, carry
+from torchdist_ref.schedules.two_shot import gather_in_place
 
 
 def reduce_scatter_in_place(world: int) -> Schedule:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import overload
 
-from ..errors import ArgumentError, explain
+from torchdist_ref.errors import ArgumentError, explain
 
 Slot = tuple[str, int]
 BUFFERS = ("data", "in", "out", "tmp")
@@ -174,7 +174,7 @@ class Schedule:
 
     def _repr_svg_(self) -> str:
         # Imported here because draw is an interpreter of schedules and imports this module.
-        from .draw import draw
+        from torchdist_ref.schedules.draw import draw
 
         return draw(self)
 

@@ -1,8 +1,7 @@
 """Binomial tree: in every step, everybody who has it tells somebody who has not.
 
 The number of informed ranks doubles, so that ``ceil(log2 n)`` steps reach everybody: the least possible.
-All are written for root 0 (`compose.rooted` shifts them); reduce is broadcast backwards and gather is
-scatter backwards.
+Trees are written for root 0 and shifted; reduce is broadcast backwards and gather is scatter backwards.
 
 broadcast, reduce: steps ``ceil(log2 n)``, bytes on the longest path ``ceil(log2 n) m``.
 scatter, gather: steps ``ceil(log2 n)``, bytes ``(n - 1)/n m`` at the root: both are optimal.
@@ -13,9 +12,11 @@ Do not add here: trees of other shapes (a chain is in `chain`).
 
 from __future__ import annotations
 
-from .compose import renamed, reversed_, rooted, then
-from .direct import DATA, TOKEN
-from .schedule import Move, Schedule, Slot, arriving, carry
+from dataclasses import replace
+
+from torchdist_ref.schedules.compose import each, renamed, reversed_, rooted, then
+from torchdist_ref.schedules.direct import DATA, TOKEN
+from torchdist_ref.schedules.schedule import Move, Rounds, Schedule, Slot, arriving, carry
 
 
 def steps(world: int) -> int:
@@ -53,30 +54,35 @@ def barrier(world: int) -> Schedule:
     return then(reversed_(down), down, name="tree barrier")
 
 
-def scatter(world: int, root: int = 0) -> Schedule:
-    """Halve and pass on: a rank hands over all the blocks of the half of its ranks that it does not serve.
+def scatter_in_place(world: int) -> Schedule:
+    """Chunk ``v`` of rank 0's ``data`` goes to rank ``v``: halve and pass on.
 
-    Rank ``v`` (counted from the root) with lowest set bit ``d`` hears from ``v - d`` and then serves
-    ``v .. v + d - 1``. Blocks in transit wait in the scratch slot of their owner's number.
+    A rank hands over the chunks of the half of its ranks that it will not serve itself: rank ``v`` with lowest
+    set bit ``d`` hears from ``v - d`` and then serves ``v .. v + d - 1``.
     """
-    count = max(1, steps(world))
+    count = steps(world)
 
     def arrivals(step: int, rank: int) -> list[Move]:
-        here, half = (rank - root) % world, 1 << (count - 1 - step)
-        own = [Move(root, root, ("in", root), ("out", 0))] if here == step == 0 else []
-        if here % (2 * half) != half:
-            return own
-        source = (rank - half) % world
-        served = [(v + root) % world for v in range(here, min(here + half, world))]
-        return [
-            Move(source, rank, ("in" if source == root else "tmp", b), ("out", 0) if b == rank else ("tmp", b))
-            for b in served
-        ]
+        half = 1 << (count - 1 - step)
+        served = range(rank, min(rank + half, world)) if rank % (2 * half) == half else ()
+        return [carry(rank - half, rank, ("data", chunk)) for chunk in served]
 
-    return Schedule("tree scatter", world, arriving(world, count, arrivals), world)
+    return Schedule("tree scatter in place", world, arriving(world, count, arrivals), world)
+
+
+def scatter(world: int, root: int = 0) -> Schedule:
+    """The same between blocks: a block in transit waits in the scratch slot of its owner's number."""
+
+    def block(move: Move) -> list[Move]:
+        owner = (move.read[1] + root) % world
+        read: Slot = ("in" if move.src == root else "tmp", owner)
+        return [Move(move.src, move.dst, read, ("out", 0) if move.dst == owner else ("tmp", owner))]
+
+    own: Rounds = Rounds(1, lambda step: (Move(root, root, ("in", root), ("out", 0)),))
+    passed = each(rooted(scatter_in_place(world), root), block)
+    return then(replace(passed, rounds=own), passed, name="tree scatter")
 
 
 def gather(world: int, root: int = 0) -> Schedule:
     """The scatter backwards."""
-    backwards = reversed_(scatter(world, root))
-    return renamed(backwards, {"in": "out", "out": "in"}, name="tree gather")
+    return renamed(reversed_(scatter(world, root)), {"in": "out", "out": "in"}, name="tree gather")

@@ -12,9 +12,9 @@ Do not add here: variants with more rounds.
 
 from __future__ import annotations
 
-from .compose import then
-from .direct import others
-from .schedule import Move, Schedule, arriving, carry
+from torchdist_ref.schedules.compose import then
+from torchdist_ref.schedules.direct import others
+from torchdist_ref.schedules.schedule import Move, Schedule, arriving, carry
 
 
 def reduce_scatter_in_place(world: int) -> Schedule:
