@@ -1,0 +1,186 @@
+"""Finding and opening sockets: names into addresses, listening where asked, connecting before a deadline.
+
+Loopback stays loopback: a store asked to listen on 127.0.0.1 or localhost is not seen by the network (torch
+listens on every interface). A name that is this machine's own but that its hosts file maps to loopback, and an
+address that this machine does not carry itself (a service address in front of a container), mean "reachable from
+outside", and there the store listens on all interfaces and says so in the log.
+What is said over a connection does not belong here.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import select
+import socket
+import threading
+from typing import Any
+
+from torchdist_ref.errors import DistNetworkError
+from torchdist_ref.stores.waiting import Deadline
+
+logger = logging.getLogger("torchdist_ref.stores")
+Address = tuple[socket.AddressFamily, tuple[Any, ...]]
+BACKLOG = 4096
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the text itself says loopback; no look-up."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
+
+
+def look_up(host: str, port: int) -> list[Address]:
+    """The addresses of a name. May block as long as the system's resolver likes."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+
+
+def resolve(host: str, port: int, deadline: Deadline) -> list[Address]:
+    """The addresses of a name, found before the deadline.
+
+    Raises:
+        OSError: the name has no address.
+        TimeoutError: the resolver did not answer in time.
+    """
+    if is_loopback(host) or host.replace(".", "").isdigit():
+        return look_up(host, port)
+    # The resolver can't be interrupted, so it runs aside and is left behind if it takes too long.
+    box: list[list[Address] | OSError] = []
+    done = threading.Event()
+    threading.Thread(target=_look_up_into, args=(box, done, host, port), daemon=True).start()
+    while not done.wait(deadline.slice()):
+        if deadline.passed():
+            raise TimeoutError(f"the resolver did not answer for {host!r}")
+    if isinstance(box[0], OSError):
+        raise box[0]
+    return box[0]
+
+
+def _look_up_into(box: list[list[Address] | OSError], done: threading.Event, host: str, port: int) -> None:
+    try:
+        box.append(look_up(host, port))
+    except OSError as error:
+        box.append(error)
+    except UnicodeError as error:
+        box.append(OSError(f"{host!r} is no name: {error}"))
+    done.set()
+
+
+def connect(address: Address, deadline: Deadline) -> socket.socket:
+    """A connected, non-blocking socket that sends small messages at once.
+
+    Raises:
+        OSError: refused, unreachable, or (TimeoutError) no answer before the deadline.
+    """
+    family, where = address
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        _finish_connecting(connection, connection.connect_ex(where), deadline)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connection.getsockname() == connection.getpeername():
+            # With nobody listening, Linux may pick the same port at both ends, and the socket meets itself.
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _finish_connecting(connection: socket.socket, code: int, deadline: Deadline) -> None:
+    if code == errno.EINPROGRESS:
+        poll = select.poll()
+        poll.register(connection, select.POLLOUT)
+        while not poll.poll(deadline.slice() * 1000):
+            if deadline.passed():
+                raise TimeoutError(errno.ETIMEDOUT, "no answer to the attempt to connect")
+        code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, errno.errorcode.get(code, str(code)))
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets, non-blocking, all on one port, on the addresses that the host stands for.
+
+    Args:
+        host: whom to be reachable for.
+        port: 0 lets the system choose.
+
+    Raises:
+        DistNetworkError: the port is taken, or the name has no address.
+    """
+    try:
+        addresses = _addresses_to_listen_on(host, port)
+        return _open_listeners(addresses, port)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+
+
+def adopt(descriptor: int) -> list[socket.socket]:
+    """A listening socket that someone else opened; from now on it is ours to close."""
+    listener = socket.socket(fileno=descriptor)
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    return [listener]
+
+
+def _addresses_to_listen_on(host: str, port: int) -> list[Address]:
+    found = look_up(host, port)
+    outside = not is_loopback(host) and any(is_loopback(str(where[0])) for _, where in found)
+    if outside or not any(_is_local(address) for address in found):
+        logger.warning("store: %r is no address of this machine alone; listening on all interfaces", host)
+        return [(socket.AF_INET6, ("::", port)), (socket.AF_INET, ("0.0.0.0", port))]
+    return [address for address in found if _is_local(address)]
+
+
+def _is_local(address: Address) -> bool:
+    family, where = address
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((where[0], 0, *where[2:]))
+    except OSError:
+        return False
+    return True
+
+
+def _open_listeners(addresses: list[Address], port: int) -> list[socket.socket]:
+    listeners: list[socket.socket] = []
+    for family, where in addresses:
+        chosen = port or (listeners[0].getsockname()[1] if listeners else 0)
+        try:
+            listeners.append(_open_listener(family, (where[0], chosen, *where[2:])))
+        except OSError as error:
+            # The other family may be switched off on this machine, or (port chosen by the system) taken there.
+            if not listeners and (family, where) == addresses[-1] or port and error.errno == errno.EADDRINUSE:
+                for listener in listeners:
+                    listener.close()
+                raise
+    return listeners
+
+
+def _open_listener(family: socket.AddressFamily, where: tuple[Any, ...]) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(where)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> DistNetworkError:
+    if isinstance(error, socket.gaierror):
+        return DistNetworkError(f"TCPStore: the host name {host!r} did not resolve to an address ({error.strerror}).")
+    return DistNetworkError(
+        f"TCPStore: cannot listen on {host}:{port}: {error.strerror}. Another program, or an earlier run that is still "
+        f"ending, may hold the port: see who with `ss -ltnp 'sport = :{port}'`, or choose another MASTER_PORT."
+    )

@@ -1,0 +1,283 @@
+"""TCPStore: one process holds the keys and serves them; every rank talks to it over TCP.
+
+`TCPStore` is the client, and on the master it also starts the server. Beyond torch's store: `set` returns when
+the value is there; `get` and `queue_pop` are atomic between our peers; a broken connection is opened again and a
+repeated `add` counts once; every call keeps its time-out, even if the server is stopped; threads may share one
+store without blocking each other; a forked child opens connections of its own.
+
+This file says what each operation asks for. How a question is asked is in `tcp_client`, the server in
+`tcp_server`, the bytes in `tcp_wire`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, QueueEmptyError, StoreTimeoutError, explain
+from torchdist_ref.stores.arguments import (
+    Text,
+    integer,
+    key_bytes,
+    key_list,
+    key_text,
+    pair_list,
+    seconds,
+    value_bytes,
+    world_of,
+)
+from torchdist_ref.stores.base import DEFAULT_TIMEOUT, Store
+from torchdist_ref.stores.tcp_client import TimedOut
+from torchdist_ref.stores.tcp_pool import Pool
+from torchdist_ref.stores.tcp_server import TCPServer
+from torchdist_ref.stores.tcp_wire import LONGEST_KEY, LONGEST_VALUE, Op
+from torchdist_ref.stores.waiting import Deadline
+
+_WORKERS = b"init/"
+_tenants: weakref.WeakValueDictionary[int, TCPServer] = weakref.WeakValueDictionary()
+_tenants_lock = threading.RLock()
+
+
+class TCPStore(Store):
+    """A store served by one process and reached over TCP, wire-compatible with torch's.
+
+    Args:
+        host_name: where the server is; on the master also the address to listen on (loopback stays loopback).
+        port: the server's port; on the master 0 lets the system choose, and `port` tells which.
+        world_size: how many stores will connect, the master's included; None if not known.
+        is_master: whether this process runs the server. Exactly one does.
+        timeout: how long to wait for the server and for missing keys; 300 s unless set.
+        wait_for_workers: whether the master waits here until `world_size` stores have connected.
+        multi_tenant: whether several masters with the same port in one process share one server.
+        master_listen_fd: on the master, a listening socket's descriptor to take over.
+        use_libuv: accepted for torch's sake; there is one kind of server here, and it has queues.
+
+    Raises:
+        DistNetworkError: the port is taken, the name does not resolve, or nobody answers in time.
+        StoreTimeoutError: not all workers came in time.
+
+    >>> from torchdist_ref.stores import TCPStore
+    >>> master = TCPStore("127.0.0.1", 0, is_master=True)
+    >>> other = TCPStore("127.0.0.1", master.port)
+    >>> other.set("greeting", "hello")
+    >>> master.get("greeting")
+    b'hello'
+    >>> other.close(), master.close()
+    (None, None)
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,
+    ) -> None:
+        self._timeout = timedelta(seconds=seconds("TCPStore", timeout))
+        self._host, self._libuv = _checked_host(host_name), bool(use_libuv)
+        world = None if world_size is None or world_size == -1 else world_of("TCPStore", world_size)
+        wanted = _checked_port(port)
+        self._server = _serve(self._host, wanted, multi_tenant, master_listen_fd) if is_master else None
+        self._pool = Pool(self._host, self._server.port if self._server else wanted)
+        self._finalizer = weakref.finalize(self, self._pool.close)
+        try:
+            self._join(world if wait_for_workers else None)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def host(self) -> str:
+        """The host name given."""
+        return self._host
+
+    @property
+    def port(self) -> int:
+        """The server's port; on the master the one really used."""
+        return self._pool.port
+
+    @property
+    def libuvBackend(self) -> bool:  # noqa: N802 - torch's spelling
+        """What was given as `use_libuv`."""
+        return self._libuv
+
+    def close(self) -> None:
+        """Close this store's connections, and on the master the server once no other store here shares it.
+
+        Calls after this raise `DistNetworkError`. A store that is no longer referenced closes by itself.
+        """
+        self._finalizer()
+        self._server = None
+
+    def set(self, key: Text, value: Text) -> None:
+        self._ask("set", Op.SET, _key("set", key), _value("set", value))
+
+    def get(self, key: Text) -> bytes:
+        [values] = self._ask("get", Op.WAIT_GET, [_key("get", key)])
+        return bytes(values[0])
+
+    def add(self, key: Text, amount: int) -> int:
+        return int(self._ask("add", Op.ADD, _key("add", key), integer("add", "amount", amount))[0])
+
+    def check(self, keys: Sequence[Text]) -> bool:
+        return bool(self._ask("check", Op.CHECK, _keys("check", keys))[0] == 0)
+
+    def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
+        self._ask("wait", Op.WAIT, _keys("wait", keys), timeout=timeout)
+
+    def compare_set(self, key: Text, expected_value: Text, desired_value: Text) -> bytes:
+        expected = _value("compare_set", expected_value, "expected_value")
+        desired = _value("compare_set", desired_value, "desired_value")
+        return bytes(self._ask("compare_set", Op.COMPARE_SET, _key("compare_set", key), expected, desired)[0])
+
+    def delete_key(self, key: Text) -> bool:
+        return bool(self._ask("delete_key", Op.DELETE_KEY, _key("delete_key", key))[0])
+
+    def num_keys(self) -> int:
+        return int(self._ask("num_keys", Op.GETNUMKEYS)[0])
+
+    def list_keys(self) -> list[str]:
+        [keys] = self._ask("list_keys", Op.LIST_KEYS)
+        return [key[1:].decode("utf-8", "surrogateescape") for key in keys if key.startswith(b"/")]
+
+    def append(self, key: Text, value: Text) -> None:
+        self._ask("append", Op.APPEND, _key("append", key), _value("append", value))
+
+    def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
+        names = _keys("multi_get", keys)
+        return list(self._ask("multi_get", Op.WAIT_GET, names)[0]) if names else []
+
+    def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
+        pairs = pair_list("multi_set", keys, values)
+        self._ask("multi_set", Op.MULTI_SET, [(_key("multi_set", key), _value("multi_set", v)) for key, v in pairs])
+
+    def barrier(self, key: Text, world_size: int, timeout: timedelta | None = None) -> None:
+        world, deadline = world_of("barrier", world_size), self._deadline("barrier", timeout)
+        try:
+            self._raw(Op.BARRIER, _key("barrier", key), world, seconds=deadline.seconds)
+        except TimedOut as late:
+            if late.silent:
+                raise self._no_answer("barrier", deadline.seconds) from None
+            raise self._too_few(key_text("barrier", key), self.add(key, 0), world, deadline) from None
+
+    def queue_push(self, key: Text, value: Text) -> None:
+        self._ask("queue_push", Op.QUEUE_PUSH, _key("queue_push", key), _value("queue_push", value))
+
+    def queue_pop(self, key: Text, block: bool = True) -> bytes:
+        name = _key("queue_pop", key)
+        if block:
+            return bytes(self._ask("queue_pop", Op.WAIT_POP, name)[0])
+        [(length, value)] = self._ask("queue_pop", Op.QUEUE_POP, name)
+        if not length:
+            raise QueueEmptyError(f"queue_pop: queue is empty: {key!r} on {self!r}. Push first, or pass block=True.")
+        return bytes(value)
+
+    def queue_len(self, key: Text) -> int:
+        return int(self._ask("queue_len", Op.QUEUE_LEN, _key("queue_len", key))[0])
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> TCPStore:
+        other = TCPStore(self._host, self.port, timeout=self._timeout, use_libuv=self._libuv)
+        other._server = self._server
+        return other
+
+    def __repr__(self) -> str:
+        return f"TCPStore({self._host}:{self.port}{', master' if self._server else ''})"
+
+    def _ask(self, operation: str, op: Op, *fields: Any, timeout: timedelta | None = None) -> tuple[Any, ...]:
+        limit = seconds(operation, self._timeout if timeout is None else timeout)
+        try:
+            return self._raw(op, *fields, seconds=limit)
+        except TimedOut as late:
+            if late.silent:
+                raise self._no_answer(operation, limit) from None
+            raise self._timed_out(operation, _user_keys(late.missing, fields[0]), Deadline(limit)) from None
+
+    def _raw(self, op: Op, *fields: Any, seconds: float) -> tuple[Any, ...]:
+        with self._pool.conversation() as talk:
+            return talk.ask(op, *fields, seconds=seconds)
+
+    def _no_answer(self, operation: str, limit: float) -> StoreTimeoutError:
+        return StoreTimeoutError(
+            f"{operation}: wait timeout after {limit * 1000:.0f}ms: the server of {self!r} does not answer at all. It may "
+            f"be stopped, overloaded or cut off from this machine; whether the operation was done is not known."
+        )
+
+    def _join(self, world: int | None) -> None:
+        deadline = self._deadline("TCPStore", None)
+        with self._pool.conversation() as talk:
+            talk.connect(deadline)
+        if world is None:
+            return
+        self._ask("TCPStore", Op.ADD, _WORKERS, 1)
+        if self._server is not None:
+            self._await_workers(world, deadline)
+
+    def _await_workers(self, world: int, deadline: Deadline) -> None:
+        try:
+            self._raw(Op.WAIT_NUMBER, _WORKERS, world, seconds=deadline.left())
+        except TimedOut:
+            joined = self._ask("TCPStore", Op.ADD, _WORKERS, 0)[0]
+            raise StoreTimeoutError(
+                f"TCPStore: Timed out after {deadline.seconds:g} seconds waiting for clients. {joined}/{world} clients "
+                f"joined, on {self!r}. See whether all ranks were started, with this address and world size."
+            ) from None
+
+
+def _serve(host: str, port: int, shared: bool, descriptor: int | None) -> TCPServer:
+    with _tenants_lock:
+        server = _tenants.get(port) if shared else None
+        if server is None:
+            server = TCPServer(host, port, descriptor)
+        if shared:
+            _tenants[server.port] = server
+    return server
+
+
+def _checked_host(host: str) -> str:
+    if not isinstance(host, str):
+        raise ArgumentTypeError(explain("TCPStore", "host_name", "a str", host))
+    return host
+
+
+def _checked_port(port: int) -> int:
+    number = integer("TCPStore", "port", port)
+    if not 0 <= number < 2**16:
+        raise ArgumentTypeError(explain("TCPStore", "port", "from 0 to 65535", port))
+    return number
+
+
+def _key(operation: str, key: Text) -> bytes:
+    # Every user's key has a slash in front on the wire; the store's own keys have none.
+    name = b"/" + key_bytes(operation, key)
+    if len(name) > LONGEST_KEY:
+        raise ArgumentError(explain(operation, "key", f"at most {LONGEST_KEY - 1} bytes long", f"{len(name) - 1} bytes"))
+    return name
+
+
+def _keys(operation: str, keys: Sequence[Text]) -> list[bytes]:
+    return [_key(operation, key) for key in key_list(operation, keys)]
+
+
+def _value(operation: str, value: Text, argument: str = "value") -> bytes:
+    data = value_bytes(operation, value, argument)
+    if len(data) > LONGEST_VALUE:
+        hint = "A store is for addresses and small facts; send tensors with a collective."
+        got = f"{len(data)} bytes"
+        raise ArgumentError(explain(operation, argument, f"at most {LONGEST_VALUE} bytes long", got, hint=hint))
+    return data
+
+
+def _user_keys(missing: list[bytes] | None, asked: Any) -> list[bytes]:
+    keys = missing or (asked if isinstance(asked, list) else [asked])
+    return [key.removeprefix(b"/") for key in keys]

@@ -1,0 +1,336 @@
+"""One conversation of a TCPStore client with the server: questions, answers, deadlines, and coming back.
+
+A `Conversation` has one socket and one question out at a time. It speaks torch's dialect to torch's servers and
+the numbered one to ours (`tcp_wire` says how they tell each other apart).
+
+*Deadlines.* A question that waits for keys ends at the time asked for: the client then sends CANCEL_WAIT and gives
+the server a short grace to say how it ended. A server that stays silent (stopped, cut off from the network) costs
+the connection, not more time.
+
+*Coming back.* If the connection breaks, the next try opens another. Our server recognises the client and does not
+repeat what it has done; at torch's, only questions that change nothing are asked again.
+
+What `get` or `barrier` mean belongs to `tcp`, the bytes to `tcp_wire`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from torchdist_ref.errors import ArgumentError, DistNetworkError
+from torchdist_ref.stores import sockets
+from torchdist_ref.stores.tcp_parse import drive, read, read_answer
+from torchdist_ref.stores.tcp_wire import MAGIC, MARK, Op, Status, WireError, recognised, reply_shape, write_request
+from torchdist_ref.stores.waiting import Deadline
+
+WAITS = {Op.WAIT, Op.WAIT_GET, Op.WAIT_POP, Op.WAIT_NUMBER, Op.BARRIER}
+SILENT = {Op.SET, Op.APPEND, Op.MULTI_SET, Op.QUEUE_PUSH}
+HARMLESS = {Op.GET, Op.CHECK, Op.WAIT, Op.GETNUMKEYS, Op.MULTI_GET, Op.QUEUE_LEN, Op.LIST_KEYS, Op.WAIT_GET}
+TRIES = 5
+
+
+class TimedOut(Exception):
+    """The keys did not come in time; `missing` lists them if the server said so."""
+
+    def __init__(self, missing: list[bytes] | None = None, silent: bool = False) -> None:
+        super().__init__()
+        self.missing, self.silent = missing, silent
+
+
+class Lost(Exception):
+    """The connection broke while an answer was due."""
+
+
+def grace(seconds: float) -> float:
+    """How long after its time-out a call may still take to hear from the server."""
+    return min(0.08 + 0.03 * seconds, 2.0)
+
+
+class Channel:
+    """A socket that sends and takes bytes before a deadline."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._buffer = bytearray()
+
+    def send(self, data: bytes, deadline: Deadline) -> None:
+        """Send everything, or raise Lost, or TimeoutError at the deadline."""
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[self._sock.send(rest) :]
+            except BlockingIOError:
+                self._wait(select.POLLOUT, deadline)
+            except OSError as error:
+                raise Lost(str(error)) from error
+
+    def take(self, size: int, deadline: Deadline) -> bytes:
+        """Exactly `size` bytes, or Lost, or TimeoutError at the deadline."""
+        while len(self._buffer) < size:
+            self._wait(select.POLLIN, deadline)
+            try:
+                data = self._sock.recv(max(65536, min(size - len(self._buffer), 2**20)))
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise Lost(str(error)) from error
+            if not data:
+                raise Lost("the server closed the connection")
+            self._buffer += data
+        piece = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return piece
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._sock.close()
+
+    def abort(self) -> None:
+        """Wake the thread that waits on this socket; it finds the connection lost."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _wait(self, event: int, deadline: Deadline) -> None:
+        self._poll.modify(self._sock, event)
+        while not self._poll.poll(deadline.slice() * 1000):
+            if deadline.passed():
+                raise TimeoutError
+
+
+class Conversation:
+    """One client's talk with one server, over as many connections as it takes."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host, self.port = host, port
+        self.ours = False
+        self.name = os.urandom(16)
+        self._server: bytes | None = None
+        self._channel: Channel | None = None
+        self._number = 0
+        self._aborted = False
+
+    def close(self) -> None:
+        """Close the connection; the next question opens another."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def abort(self) -> None:
+        """End a question that another thread has out; it gets `DistNetworkError`."""
+        self._aborted = True
+        if self._channel is not None:
+            self._channel.abort()
+
+    def connect(self, deadline: Deadline) -> None:
+        """Open the connection if it is not open, trying again until the deadline.
+
+        Raises:
+            DistNetworkError: nobody answers, the name does not resolve, or no store answers there.
+        """
+        pause = 0.005
+        while self._channel is None:
+            try:
+                self._open(deadline)
+            except (OSError, Lost) as error:
+                if deadline.left() <= pause or self._server is not None:
+                    raise self._unreachable(error, deadline) from error
+                _sleep(Deadline(pause))
+                pause = min(pause * 1.5, 0.25)
+
+    def ask(self, op: Op, *fields: Any, seconds: float) -> tuple[Any, ...]:
+        """Ask one question and return the fields of its answer.
+
+        Raises:
+            TimedOut: the keys did not come (for questions that wait), or the server did not answer.
+            ArgumentError: the server refused the question.
+            DistNetworkError: the connection broke and the question could not be asked again.
+        """
+        self._number += 1
+        soft, hard = Deadline(seconds), Deadline(seconds + grace(seconds))
+        for attempt in range(TRIES):
+            try:
+                self.connect(hard)
+                return self._exchange(op, fields, soft, hard)
+            except Lost as lost:
+                self.close()
+                if self._aborted or attempt == TRIES - 1 or not (self.ours or op in HARMLESS):
+                    raise self._broken(op, lost) from lost
+            except TimeoutError:
+                self.close()
+                raise TimedOut(silent=True) from None
+            except (ArgumentError, TimedOut):
+                raise
+            except BaseException:
+                self.close()  # an answer may still be under way; it must not meet the next question
+                raise
+        raise AssertionError("unreachable")
+
+    # Opening
+
+    def _open(self, deadline: Deadline) -> None:
+        addresses = sockets.resolve(self.host, self.port, deadline)
+        for index, address in enumerate(addresses):
+            try:
+                share = Deadline(deadline.left() / (len(addresses) - index))
+                channel = Channel(sockets.connect(address, share))
+                break
+            except OSError:
+                if address is addresses[-1]:
+                    raise
+        try:
+            self._greet(channel, deadline)
+        except BaseException:
+            channel.close()
+            raise
+        self._channel = channel
+
+    def _greet(self, channel: Channel, deadline: Deadline) -> None:
+        # VALIDATE and PING go in one write: torch's server drops a client whose first bytes come apart.
+        nonce = MARK | int.from_bytes(os.urandom(2), "little")
+        hello = write_request(Op.VALIDATE, MAGIC) + write_request(Op.PING, nonce)
+        channel.send(hello, deadline)
+        [echo] = drive(read("n"), lambda size: channel.take(size, deadline))
+        self.ours = echo == recognised(nonce)
+        if not self.ours and echo != nonce:
+            raise DistNetworkError(
+                f"TCPStore: what answers at {self.host}:{self.port} is no store (a PING came back as {echo:#x} instead "
+                f"of {nonce:#x}). Another service may hold the port: check MASTER_ADDR and MASTER_PORT."
+            )
+        if self.ours:
+            self._introduce(channel, deadline)
+
+    def _introduce(self, channel: Channel, deadline: Deadline) -> None:
+        channel.send(write_request(Op.HELLO, self.name), deadline)
+        [server] = drive(read("r"), lambda size: channel.take(size, deadline))
+        if self._server not in (None, server):
+            raise DistNetworkError(
+                f"TCPStore: the server at {self.host}:{self.port} has been restarted since this client connected, and "
+                f"the keys of before are gone. Make a new store, and initialise the process group again."
+            )
+        self._server = server
+
+    # One question
+
+    def _exchange(self, op: Op, fields: tuple[Any, ...], soft: Deadline, hard: Deadline) -> tuple[Any, ...]:
+        if self.ours:
+            return self._numbered(op, fields, soft, hard)
+        if op in EMULATED:
+            return EMULATED[op](self, fields, soft, hard)
+        return self._plain(op, fields, soft, hard)
+
+    def _numbered(self, op: Op, fields: tuple[Any, ...], soft: Deadline, hard: Deadline) -> tuple[Any, ...]:
+        channel = self._open_channel()
+        channel.send(write_request(op, *fields, number=self._number), hard)
+        try:
+            number, status, body = drive(read_answer(), lambda size: channel.take(size, soft if op in WAITS else hard))
+        except TimeoutError:
+            if op not in WAITS:
+                raise
+            channel.send(write_request(Op.CANCEL_WAIT), hard)
+            number, status, body = drive(read_answer(), lambda size: channel.take(size, hard))
+        if number != self._number:
+            raise WireError(f"answer {number} to question {self._number}")
+        return _opened(op, fields, status, body)
+
+    def _plain(self, op: Op, fields: tuple[Any, ...], soft: Deadline, hard: Deadline) -> tuple[Any, ...]:
+        channel = self._open_channel()
+        request = write_request(op, *fields)
+        if op in SILENT:
+            # torch's server does not answer these; the PING behind shows that it has got so far.
+            channel.send(request + write_request(Op.PING, self._number & 0xFFFF), hard)
+            drive(read("n"), lambda size: channel.take(size, hard))
+            return ()
+        channel.send(request, hard)
+        try:
+            limit = soft if op in WAITS else hard
+            return drive(read(reply_shape(op, fields)), lambda size: channel.take(size, limit))
+        except TimeoutError:
+            if op not in WAITS:
+                raise
+        return self._cancelled(channel, hard)
+
+    def _cancelled(self, channel: Channel, hard: Deadline) -> tuple[Any, ...]:
+        channel.send(write_request(Op.CANCEL_WAIT), hard)
+        if channel.take(1, hard) == b"\x01":
+            raise TimedOut
+        channel.take(1, hard)  # the keys came while the cancellation was under way; both are answered
+        return (0,)
+
+    def _open_channel(self) -> Channel:
+        if self._channel is None:
+            raise Lost("the connection is closed")
+        return self._channel
+
+    # Words for failure
+
+    def _unreachable(self, error: Exception, deadline: Deadline) -> DistNetworkError:
+        where = f"{self.host}:{self.port}"
+        if self._server is not None:
+            return DistNetworkError(
+                f"TCPStore: the server at {where} is gone ({error}). The process that held it (rank 0, or the launcher) "
+                f"has ended or cannot be reached; its own log says why."
+            )
+        if isinstance(error, socket.gaierror):
+            return DistNetworkError(
+                f"TCPStore: the host name {self.host!r} did not resolve to an address within {deadline.seconds:g} s "
+                f"({error.strerror}). Check MASTER_ADDR, or use an IP address."
+            )
+        return DistNetworkError(
+            f"TCPStore: no connection to {where} within {deadline.seconds:g} s ({error}). See whether rank 0, which "
+            f"runs the store, is up and uses the same MASTER_ADDR and MASTER_PORT, and whether a firewall is between."
+        )
+
+    def _broken(self, op: Op, lost: Lost) -> DistNetworkError:
+        return DistNetworkError(
+            f"{op.name.lower()}: the connection to the store at {self.host}:{self.port} broke ({lost}); the operation may "
+            f"or may not have been done. The next call connects again."
+        )
+
+
+def _sleep(deadline: Deadline) -> None:
+    select.select([], [], [], deadline.left())
+
+
+def _opened(op: Op, fields: tuple[Any, ...], status: Status, body: bytes) -> tuple[Any, ...]:
+    view, place = memoryview(body), 0
+
+    def take(size: int) -> bytes:
+        nonlocal place
+        place += size
+        return bytes(view[place - size : place])
+
+    if status == Status.REFUSED:
+        raise ArgumentError(body.decode())
+    if status == Status.CANCELLED:
+        raise TimedOut(drive(read("L"), take)[0])
+    return drive(read(reply_shape(op, fields)), take)
+
+
+# At torch's servers, waiting and taking are two questions; another client may come in between.
+
+
+def _get_in_two(talk: Conversation, fields: tuple[Any, ...], soft: Deadline, hard: Deadline) -> tuple[Any, ...]:
+    [keys] = fields
+    talk._plain(Op.WAIT, fields, soft, hard)
+    if len(keys) == 1:
+        return ([talk._plain(Op.GET, (keys[0],), soft, hard)[0]],)
+    return (list(talk._plain(Op.MULTI_GET, fields, soft, hard)),)
+
+
+def _pop_in_two(talk: Conversation, fields: tuple[Any, ...], soft: Deadline, hard: Deadline) -> tuple[Any, ...]:
+    while True:
+        talk._plain(Op.WAIT, ([fields[0]],), soft, hard)
+        [(length, value)] = talk._plain(Op.QUEUE_POP, fields, soft, hard)
+        if length:
+            return (value,)
+
+
+Emulation = Callable[[Conversation, tuple[Any, ...], Deadline, Deadline], tuple[Any, ...]]
+EMULATED: dict[Op, Emulation] = {Op.WAIT_GET: _get_in_two, Op.WAIT_POP: _pop_in_two}

@@ -1,0 +1,209 @@
+"""The bytes that TCPStore's client and server exchange, both torch's dialect and our own additions.
+
+A request is one byte of operation and then its fields; there is no length in front, so a reader must know the
+shape of each operation. `REQUESTS` and `REPLIES` say these shapes in one letter a field. All numbers are
+little-endian. This file has the shapes and writes them; `tcp_parse` reads them.
+
+    k key   v value   r value of any size   i signed 64 bits   b one byte   n 32 bits
+    K list of keys   P list of (key, value)   L counted list of values   q queue head: (length, value or None)
+
+The operations up to BARRIER, and the magic number, are torch 2.13's. From HELLO on they are ours, used only
+between peers that have recognised each other: torch's client opens with a PING that carries its process id, and
+torch's server echoes it. Ours sends a PING that starts with `MARK`, which is no process id, and our server
+answers `recognised(nonce)` instead of the echo. After a HELLO that names the client, requests then carry a number
+(TRACKED), every one is answered, with that number and a status, and a repeated number is answered from memory.
+
+Sockets and what an operation does don't belong here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+MAGIC = 0x3C85F7CE
+MARK = 0x7D1F0000
+LONGEST_KEY = 8192
+LONGEST_VALUE = 8 * 2**20
+MOST_KEYS = 131072
+LONGEST_MESSAGE = 12 * 2**20
+ANY_SIZE = 2**40
+
+
+class WireError(Exception):
+    """The other side broke the format; its connection is of no more use."""
+
+
+class Op(IntEnum):
+    """What a request asks for; the numbers are what goes over the wire."""
+
+    VALIDATE = 0x00
+    SET = 0x01
+    COMPARE_SET = 0x02
+    GET = 0x03
+    ADD = 0x04
+    CHECK = 0x05
+    WAIT = 0x06
+    GETNUMKEYS = 0x07
+    DELETE_KEY = 0x08
+    APPEND = 0x09
+    MULTI_GET = 0x0A
+    MULTI_SET = 0x0B
+    CANCEL_WAIT = 0x0C
+    PING = 0x0D
+    QUEUE_PUSH = 0x0E
+    QUEUE_POP = 0x0F
+    QUEUE_LEN = 0x10
+    LIST_KEYS = 0x11
+    BARRIER = 0x12
+    HELLO = 0x80
+    TRACKED = 0x81
+    WAIT_GET = 0x82
+    WAIT_POP = 0x83
+    WAIT_NUMBER = 0x84
+
+
+class Status(IntEnum):
+    """How a numbered request ended."""
+
+    DONE = 0
+    REFUSED = 1
+    CANCELLED = 2
+
+
+REQUESTS: dict[int, str] = {
+    Op.VALIDATE: "n",
+    Op.SET: "kv",
+    Op.COMPARE_SET: "kvv",
+    Op.GET: "k",
+    Op.ADD: "ki",
+    Op.CHECK: "K",
+    Op.WAIT: "K",
+    Op.GETNUMKEYS: "",
+    Op.DELETE_KEY: "k",
+    Op.APPEND: "kv",
+    Op.MULTI_GET: "K",
+    Op.MULTI_SET: "P",
+    Op.CANCEL_WAIT: "",
+    Op.PING: "n",
+    Op.QUEUE_PUSH: "kv",
+    Op.QUEUE_POP: "k",
+    Op.QUEUE_LEN: "k",
+    Op.LIST_KEYS: "",
+    Op.BARRIER: "ki",
+    Op.HELLO: "k",
+    Op.WAIT_GET: "K",
+    Op.WAIT_POP: "k",
+    Op.WAIT_NUMBER: "ki",
+}
+
+REPLIES: dict[int, str] = {
+    Op.VALIDATE: "",
+    Op.SET: "",
+    Op.COMPARE_SET: "r",
+    Op.GET: "r",
+    Op.ADD: "i",
+    Op.CHECK: "b",
+    Op.WAIT: "b",
+    Op.GETNUMKEYS: "i",
+    Op.DELETE_KEY: "i",
+    Op.APPEND: "",
+    Op.MULTI_SET: "",
+    Op.CANCEL_WAIT: "b",
+    Op.PING: "n",
+    Op.QUEUE_PUSH: "",
+    Op.QUEUE_POP: "q",
+    Op.QUEUE_LEN: "i",
+    Op.LIST_KEYS: "L",
+    Op.BARRIER: "b",
+    Op.HELLO: "r",
+    Op.WAIT_GET: "L",
+    Op.WAIT_POP: "r",
+    Op.WAIT_NUMBER: "i",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One parsed request; `number` is None in torch's dialect."""
+
+    op: Op
+    fields: tuple[Any, ...]
+    number: int | None = None
+
+
+def reply_shape(op: Op, fields: Sequence[Any]) -> str:
+    """The shape of the answer; only MULTI_GET's depends on what was asked."""
+    return "r" * len(fields[0]) if op == Op.MULTI_GET else REPLIES[op]
+
+
+def recognised(nonce: int) -> int | None:
+    """What our server answers to the nonce of our client; None if the nonce is torch's."""
+    return nonce ^ 0xFFFF if nonce & 0xFFFF0000 == MARK else None
+
+
+# Writing: each kind gives a list of pieces, so that a large value is never copied into a larger whole.
+
+
+def _u32(number: int) -> list[bytes]:
+    return [struct.pack("<I", number)]
+
+
+def _i64(number: int) -> list[bytes]:
+    return [struct.pack("<q", number)]
+
+
+def _blob(data: bytes) -> list[bytes]:
+    return [struct.pack("<Q", len(data)), data]
+
+
+def _blobs(items: Iterable[bytes]) -> list[bytes]:
+    found = [piece for item in items for piece in _blob(item)]
+    return [struct.pack("<Q", len(found) // 2), *found]
+
+
+def _pairs(items: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    found = [piece for pair in items for item in pair for piece in _blob(item)]
+    return [struct.pack("<Q", len(found) // 4), *found]
+
+
+def _head(head: tuple[int, bytes | None]) -> list[bytes]:
+    length, value = head
+    return _i64(length) + ([] if value is None else _blob(value))
+
+
+WRITERS: dict[str, Callable[[Any], list[bytes]]] = {
+    "k": _blob,
+    "v": _blob,
+    "r": _blob,
+    "i": _i64,
+    "b": lambda number: [bytes([number])],
+    "n": _u32,
+    "K": _blobs,
+    "P": _pairs,
+    "L": _blobs,
+    "q": _head,
+}
+
+
+def write(shape: str, fields: Iterable[Any]) -> list[bytes]:
+    """The fields as pieces of bytes."""
+    return [piece for kind, field in zip(shape, fields, strict=True) for piece in WRITERS[kind](field)]
+
+
+def write_request(op: Op, *fields: Any, number: int | None = None) -> bytes:
+    """One request, as one string of bytes.
+
+    >>> write_request(Op.SET, b"/k", b"v").hex()
+    '0102000000000000002f6b010000000000000076'
+    """
+    start = b"" if number is None else struct.pack("<BQ", Op.TRACKED, number)
+    return b"".join([start, bytes([op]), *write(REQUESTS[op], fields)])
+
+
+def write_answer(number: int, status: Status, pieces: Sequence[bytes]) -> list[bytes]:
+    """The answer to a numbered request: its number, how it ended, and the plain reply as one blob."""
+    return [struct.pack("<QBQ", number, status, sum(map(len, pieces))), *pieces]
