@@ -1,0 +1,198 @@
+"""Join: training on although some ranks have run out of inputs.
+
+A rank that is done keeps answering the collectives of those that are not: it *shadows* them. Each
+iteration begins with one all-reduce that counts the ranks still at work; when it finds none, everybody
+leaves. What has to be shadowed is known to the objects themselves (`Joinable`): DDP
+shadows its buckets, other classes their own calls. No call of a particular class belongs in here.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from torchdist_ref import groups
+from torchdist_ref.errors import ArgumentError, DistError, explain
+from torchdist_ref.work import Work
+
+__all__ = ["Join", "JoinHook", "Joinable"]
+
+logger = logging.getLogger("torchdist_ref.algorithms")
+
+SKEW_WORTH_A_WARNING = 1000
+
+
+class JoinHook:
+    """What a rank without inputs does in place of its own iterations. Override what applies."""
+
+    def main_hook(self) -> None:
+        """Answer the collectives of one iteration of the ranks that still have inputs."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Run once, when every rank is done.
+
+        Args:
+            is_last_joiner: Whether this rank was among the last to finish, so that what it holds is current.
+        """
+
+
+class _JoinConfig(NamedTuple):
+    """How a joinable takes part in the `Join` that it is in, if any."""
+
+    enable: bool = False
+    throw_on_early_termination: bool = False
+    is_first_joinable: bool = False
+
+
+class Joinable(ABC):
+    """A class whose objects communicate in every iteration, and know how to shadow that.
+
+    A subclass calls ``Joinable.__init__`` in its constructor and `Join.notify_join_context` before the
+    first collective of each iteration.
+    """
+
+    @abstractmethod
+    def __init__(self) -> None:
+        super().__init__()
+        self._join_config = _JoinConfig()
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The hook that shadows this object.
+
+        Args:
+            **kwargs: What `Join` was given besides its own arguments; all joinables get the same.
+        """
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """The device of the tensors that `Join` itself sends."""
+
+    @property
+    @abstractmethod
+    def join_process_group(self) -> Any:
+        """The group over which `Join` counts ranks."""
+
+
+class Join:
+    """Context manager around a training loop in which ranks may have different numbers of inputs.
+
+    Args:
+        joinables: The objects that communicate inside, all in one group. The first one's device is used.
+        enable: False makes the context do nothing. Default True.
+        throw_on_early_termination: Raise on every rank as soon as one has run out, instead of shadowing. For loops with
+            collectives that nobody shadows. Default False.
+        **kwargs: Handed to every ``join_hook``.
+
+    Raises:
+        ArgumentError: No joinables, or joinables in different groups.
+        DistError: With ``throw_on_early_termination``, on all ranks, when a rank runs out of inputs.
+
+    Example:
+        Rank 1 has one input more than rank 0, and both end with the same weights:
+
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.algorithms.join import Join
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     model = dist.DistributedDataParallel(torch.nn.Linear(1, 1))
+        ...     with Join([model]):
+        ...         for _ in range(2 + rank):
+        ...             model(torch.ones(1, 1)).sum().backward()
+        ...     return model.module.weight.grad is not None
+        >>> run(program, 2)
+        [True, True]
+    """
+
+    def __init__(
+        self,
+        joinables: Sequence[Joinable],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if not joinables:
+            raise ArgumentError(explain("Join", "joinables", "a list of at least one Joinable", joinables))
+        self._process_group = _common_group(joinables)
+        self._device = joinables[0].join_device
+        self._rank = groups.get_rank(self._process_group)
+        self._enable = enable
+        self._throw = throw_on_early_termination
+        self._joinables = joinables
+        self._join_hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
+        for place, joinable in enumerate(joinables):
+            joinable._join_config = _JoinConfig(enable, throw_on_early_termination, place == 0)
+
+    def __enter__(self) -> None:
+        """Nothing to do: the joinables know already."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """This rank's inputs are used up: shadow the others until they are done too."""
+        try:
+            if self._enable and kind is None:
+                self._shadow()
+        finally:
+            for joinable in self._joinables:
+                joinable._join_config = _JoinConfig()
+
+    def _shadow(self) -> None:
+        shadowed = 0
+        while self._ranks_at_work():
+            self._stop_if_asked()
+            for hook in self._join_hooks:
+                hook.main_hook()
+            shadowed += 1
+            if shadowed == SKEW_WORTH_A_WARNING:
+                logger.warning("Join: rank %d has %d inputs fewer than another rank so far.", self._rank, shadowed)
+        for hook in self._join_hooks:
+            hook.post_hook(shadowed == 0)
+
+    def _ranks_at_work(self) -> int:
+        count = torch.zeros(1, device=self._device)
+        groups.all_reduce(count, group=self._process_group)
+        return int(count)
+
+    def _stop_if_asked(self) -> None:
+        if self._throw:
+            groups.all_reduce(torch.ones(1, device=self._device), group=self._process_group)
+            raise DistError(f"Join: rank {self._rank} used up its inputs; all ranks stop (throw_on_early_termination).")
+
+    @staticmethod
+    def notify_join_context(joinable: Joinable) -> Work | None:
+        """Tell ranks that are done that this one still has an input. Joinables call it before their first collective.
+
+        Args:
+            joinable: The caller. Only the first of a `Join` communicates; for the others this does nothing.
+
+        Returns:
+            The call that counts the ranks at work (its tensor is ``work.outputs[0]``), or None.
+
+        Raises:
+            DistError: With ``throw_on_early_termination``, when some rank is done.
+        """
+        config = joinable._join_config
+        if not (config.enable and config.is_first_joinable):
+            return None
+        group, device = joinable.join_process_group, joinable.join_device
+        work: Work | None = groups.all_reduce(torch.ones(1, device=device), group=group, async_op=True)
+        if config.throw_on_early_termination:
+            finished = torch.zeros(1, device=device)
+            groups.all_reduce(finished, group=group)
+            if int(finished):
+                raise DistError(f"Join: a rank has used up its inputs; rank {groups.get_rank(group)} stops with it.")
+        return work
+
+
+def _common_group(joinables: Sequence[Joinable]) -> Any:
+    group = joinables[0].join_process_group
+    if any(joinable.join_process_group != group for joinable in joinables):
+        raise ArgumentError(explain("Join", "joinables", "in one process group", "several groups"))
+    return group

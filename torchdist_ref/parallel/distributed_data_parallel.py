@@ -1,0 +1,297 @@
+"""DistributedDataParallel: the module that a user wraps around a model.
+
+Forward is the model's own, with a little before it (buffers from rank 0) and after it (the reducer is
+armed). Everything that happens during backward is in `reducer`; checks of arguments are in
+`construction` and `registration`. This file only ties them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchdist_ref import groups
+from torchdist_ref.algorithms.join import Join, Joinable, JoinHook
+from torchdist_ref.parallel import agreement, bucketing, construction, joining, registration
+from torchdist_ref.parallel.exchange import Exchange
+from torchdist_ref.parallel.options import Options
+from torchdist_ref.parallel.reducer import Reducer
+
+__all__ = ["DistributedDataParallel"]
+
+
+class DistributedDataParallel(nn.Module, Joinable):
+    """A module whose gradients are averaged over the ranks of a group while backward runs.
+
+    Every rank builds the same module and wraps it; at construction all ranks take rank 0's parameters
+    and buffers. After each backward pass every rank's ``.grad`` holds the average of all ranks' gradients,
+    so equal optimizers keep the replicas equal. Gradients travel in buckets, and a bucket leaves as soon as
+    it is full, so that most of the communication happens while backward still computes
+    (S. Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, VLDB 2020).
+
+    Args:
+        module: The model of this rank; the same on every rank.
+        device_ids: For a module on one accelerator: a list of that device, to which inputs are moved. Else None.
+        output_device: Where outputs belong; only with ``device_ids``. Default: ``device_ids[0]``.
+        dim: Dimension over which inputs were divided; kept for compatibility. Default 0.
+        broadcast_buffers: Whether buffers (running statistics, say) are taken from rank 0 at construction and before
+            each forward pass. Default None, which means True.
+        init_sync: Whether ranks check and share parameters at construction. Default True.
+        process_group: The group. Default None: the default group.
+        bucket_cap_mb: Size in MiB at which a bucket is closed. Default None: 25, and 1 for the first bucket.
+        find_unused_parameters: Look, after each forward pass, which parameters the outputs don't depend on, and don't
+            wait for them. Costs a walk through the graph. Default False.
+        check_reduction: Without effect; kept for compatibility.
+        gradient_as_bucket_view: Let ``.grad`` be views of the buckets, which saves a copy and memory. Default False.
+        static_graph: Promise that every iteration runs the same graph: learned in the first, so that unused parameters
+            and parameters used several times (activation checkpointing) work. Default False.
+        delay_all_reduce_named_params: Not supported; raises.
+        param_to_hook_all_reduce: Not supported; raises.
+        mixed_precision: Not supported; raises. Use ``torch.autocast``.
+        device_mesh: A one-dimensional mesh whose group is used, in place of ``process_group``.
+        skip_all_reduce_unused_params: With ``find_unused_parameters``, don't communicate buckets in which nothing is
+            used. Every rank has to leave out the same parameters. Default False.
+        bucket_cap_mb_list: Sizes in MiB of the first bucket, the second, and so on; the last holds for the rest.
+        batched_grad_copy: Without effect: gradients are copied while they are in the cache.
+        forward_sync_buffers: Like ``broadcast_buffers`` for forward passes, while construction always shares buffers.
+
+    Raises:
+        MismatchError: Ranks hold different parameters; says which, and where.
+        ArgumentError: An argument doesn't fit the module.
+
+    Example:
+        Two ranks, different inputs, one average:
+
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     model = dist.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+        ...     model(torch.tensor([[1.0, 10.0 * rank]])).sum().backward()
+        ...     return model.module.weight.grad.tolist()
+        >>> run(program, 2)
+        [[[1.0, 5.0]], [[1.0, 5.0]]]
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        super().__init__()
+        Joinable.__init__(self)
+        construction.refuse(delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision)
+        self.process_group = construction.choose_group(process_group, device_mesh)
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._entries = construction.entries(module, self.parameters_to_ignore)
+        construction.check_parameters(module, self._entries)
+        self.device_ids = construction.check_devices(self._entries, device_ids, output_device)
+        self.output_device = self.device_ids[0] if self.device_ids and output_device is None else output_device
+        self.device = self._entries[0].parameter.device
+        construction.check_batch_norm(module, self.device)
+        self.module = module
+        self.dim = dim
+        wanted = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.broadcast_buffers = wanted is not False
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
+        self._divide_by_initial_world_size = True
+        self._hook_name: str | None = None
+        self._options = Options(
+            bucketing.caps(bucket_cap_mb, bucket_cap_mb_list, find_unused_parameters and not static_graph),
+            find_unused_parameters, gradient_as_bucket_view, static_graph, skip_all_reduce_unused_params,
+        )
+        if init_sync:
+            self._meet(self.broadcast_buffers or forward_sync_buffers is not None)
+        self._build()
+
+    def _meet(self, with_buffers: bool) -> None:
+        """Check that all ranks hold the same kinds of parameters, then take rank 0's values."""
+        entries = self._entries
+        agreement.verify(
+            [e.parameter for e in entries], [e.name for e in entries], [e.sparse for e in entries],
+            self.process_group, self.device,
+        )
+        agreement.share(self._states(with_buffers), self.process_group)
+
+    def _build(self) -> None:
+        self._pack: agreement.Pack | None = None
+        self.reducer = Reducer(self._entries, self.process_group, self._options)
+
+    def _states(self, with_buffers: bool) -> list[torch.Tensor]:
+        named = [*self.module.named_parameters(), *(self.module.named_buffers() if with_buffers else ())]
+        return [tensor for name, tensor in named if name not in self.parameters_to_ignore]
+
+    # ---- one iteration
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module, and prepare for the averaging of gradients that the next backward pass does."""
+        inputs, kwargs = self._before(inputs, kwargs)
+        output = self.module(*inputs, **kwargs)
+        self._after(output)
+        return output
+
+    def _before(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._count_ranks()
+        if torch.is_grad_enabled():
+            self.reducer.rebuild()
+        if self.will_sync_module_buffers():
+            self._share_buffers(joining.common_rank(self, True) if self._join_config.enable else 0)
+        if self._join_config.enable:
+            joining.announce(self)
+        if self.device_ids is None:
+            return inputs, kwargs
+        device = torch.device(self.device.type, self.device_ids[0])
+        return construction.to_device(inputs, device), construction.to_device(kwargs, device)
+
+    def _count_ranks(self) -> None:
+        """Inside `join`: learn how many ranks still have inputs."""
+        work = Join.notify_join_context(self)
+        if work is not None and not self._divide_by_initial_world_size:
+            self.reducer.mean.divisor = float(work.get_future().wait()[0])
+
+    def _after(self, output: Any) -> None:
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.require_forward_param_sync = True
+            self.reducer.prepare(output)
+        else:
+            self.require_forward_param_sync = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank only: forward passes inside don't lead to communication.
+
+        The first forward and backward pass after it averages all that was accumulated. A forward pass has to be inside
+        with its backward pass.
+
+        Example:
+            >>> import torch, torchdist_ref as dist
+            >>> from torchdist_ref.testing import run
+            >>> def program(rank):
+            ...     model = dist.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+            ...     x = torch.tensor([[1.0 + rank]])
+            ...     with model.no_sync():
+            ...         model(x).sum().backward()
+            ...     alone = model.module.weight.grad.item()
+            ...     model(x).sum().backward()
+            ...     return alone, model.module.weight.grad.item()
+            >>> run(program, 2)
+            [(1.0, 3.0), (2.0, 3.0)]
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    # ---- buffers
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward pass takes buffers from rank 0 first."""
+        wanted = self.require_forward_param_sync and self.broadcast_buffers
+        return wanted and next(self.module.buffers(), None) is not None
+
+    @torch.no_grad()
+    def _share_buffers(self, root: int) -> None:
+        buffers = [tensor for name, tensor in self.module.named_buffers() if name not in self.parameters_to_ignore]
+        if not buffers:
+            return
+        if self._pack is None or not _same(self._pack.tensors, buffers):
+            self._pack = agreement.Pack(buffers)
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(buffers)):
+            self._pack.share(self.process_group, root)
+
+    # ---- hooks
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` decide how each bucket of gradients is exchanged, in place of the average.
+
+        Args:
+            state: Handed to the hook with every bucket; many hooks take the process group here, or None.
+            hook: ``hook(state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]``. Called when a bucket is
+                full; the Future's tensor has as many elements as ``bucket.buffer()`` and becomes the gradients, as it
+                is: a hook that sums also divides.
+
+        Raises:
+            ArgumentTypeError: The hook can't be called with two arguments.
+            ArgumentError: Its annotations contradict its use.
+            DistError: There is a hook already.
+
+        Example:
+            >>> import torch, torchdist_ref as dist
+            >>> from torchdist_ref.testing import run
+            >>> def keep_local(state, bucket):
+            ...     future = torch.futures.Future()
+            ...     future.set_result(bucket.buffer())
+            ...     return future
+            >>> def program(rank):
+            ...     model = dist.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+            ...     model.register_comm_hook(None, keep_local)
+            ...     model(torch.tensor([[1.0 + rank]])).sum().backward()
+            ...     return model.module.weight.grad.item()
+            >>> run(program, 2)
+            [1.0, 2.0]
+        """
+        rank = groups.get_rank(self.process_group)
+        registration.check_free(self._hook_name, rank)
+        registration.check_hook(hook, rank)
+        self.reducer.exchange = Exchange(hook, state, self.process_group)
+        self._hook_name = self.reducer.exchange.name
+
+    # ---- uneven inputs
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Join:
+        """Context for a training loop in which ranks have different numbers of inputs; see `Join`.
+
+        Args:
+            divide_by_initial_world_size: Divide by the number of all ranks to the end, so that every input weighs the
+                same; False divides by the number of ranks that still have inputs. Default True.
+            enable: False makes the context do nothing. Default True.
+            throw_on_early_termination: Raise on all ranks when one runs out. Default False.
+        """
+        divide = divide_by_initial_world_size
+        return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What shadows this module on a rank without inputs; takes ``divide_by_initial_world_size``."""
+        return joining.Shadow(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the parameters."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group over which gradients are averaged."""
+        return self.process_group
+
+
+def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

@@ -1,0 +1,114 @@
+"""One bucket through one hook: call it, wait for its Future, and let nothing that it does hang or crash the step.
+
+`Exchange` keeps the hook and its state. Whatever goes wrong is told with the hook's name, the bucket
+and the rank, because a hook is user code that runs deep inside backward. It neither knows where the
+bucket came from nor where its result goes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from torchdist_ref import groups
+from torchdist_ref.errors import ArgumentTypeError, DistError, RankStalledError
+from torchdist_ref.parallel.bucket import GradBucket
+
+# What torch's own engines hand out: torch.futures.Future is a subclass of it.
+AnyFuture = torch._C.Future
+
+Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
+
+
+@dataclass
+class Mean:
+    """The state of the hook that DDP begins with: by what the sum over the group is divided."""
+
+    group: Any
+    divisor: float
+
+
+def average(state: Mean, bucket: GradBucket) -> Future[torch.Tensor]:
+    """The hook that DDP begins with. Divides first, so that the sum of half-precision gradients doesn't overflow."""
+    work = groups.all_reduce(bucket.buffer().div_(state.divisor), group=state.group, async_op=True)
+    average: Future[torch.Tensor] = work.get_future().then(_only)
+    return average
+
+
+def _only(future: Future[list[torch.Tensor]]) -> torch.Tensor:
+    return future.value()[0]
+
+
+class Exchange:
+    """A hook, its state, and the group whose time-out bounds the wait.
+
+    Args:
+        hook: Called with the state and a `GradBucket`; returns a Future of the bucket's new contents.
+        state: Handed to the hook as it is.
+        group: The group that DDP was given.
+    """
+
+    def __init__(self, hook: Hook, state: Any, group: Any) -> None:
+        self.hook = hook
+        self.state = state
+        self.rank = groups.get_rank(group)
+        self.patience = patience(group)
+        self.name = getattr(hook, "__name__", type(hook).__name__)
+
+    def start(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Call the hook. Its own work goes on behind the Future."""
+        try:
+            future: Any = self.hook(self.state, bucket)
+        except Exception as error:
+            raise DistError(f"{self.where(bucket)} raised {type(error).__name__}: {error}") from error
+        if not isinstance(future, AnyFuture):
+            expected = "It has to return a torch.futures.Future whose value is one tensor, as long as bucket.buffer()."
+            raise ArgumentTypeError(f"{self.where(bucket)} returned {type(future).__name__}. {expected}")
+        started: Future[torch.Tensor] = future
+        return started
+
+    def finish(self, bucket: GradBucket, future: Future[torch.Tensor], length: int) -> torch.Tensor:
+        """Wait for the Future and return its tensor, which has to have ``length`` elements."""
+        if not future.done():
+            self._await(bucket, future)
+        try:
+            value = future.wait()
+        except Exception as error:
+            raise DistError(f"{self.where(bucket)}: its Future ended with {type(error).__name__}: {error}") from error
+        return self._checked(bucket, value, length)
+
+    def _await(self, bucket: GradBucket, future: Future[torch.Tensor]) -> None:
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        if not done.wait(self.patience):
+            raise RankStalledError(
+                f"{self.where(bucket)}: its Future was not completed within {self.patience:g} s, the group's time-out. "
+                "Some rank may not have reached this bucket, or the hook never sets its Future."
+            )
+
+    def _checked(self, bucket: GradBucket, value: Any, length: int) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor):
+            raise ArgumentTypeError(
+                f"{self.where(bucket)}: its Future holds {type(value).__name__}, and has to hold one tensor. "
+                "The Future of a collective holds a list: chain .then(lambda future: future.value()[0])."
+            )
+        if value.numel() != length:
+            sizes = f"{value.numel()} elements, and the bucket has {length}"
+            raise DistError(f"{self.where(bucket)}: its Future holds a tensor of {sizes}.")
+        return value
+
+    def where(self, bucket: GradBucket) -> str:
+        """How errors begin: which hook, which bucket, which rank."""
+        return f"DistributedDataParallel: communication hook {self.name!r}, bucket {bucket.index()}, rank {self.rank}"
+
+
+def patience(group: Any) -> float:
+    """The time-out of a group in seconds."""
+    timeout = getattr(group, "timeout", None)
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout or 1800.0)

@@ -1,0 +1,66 @@
+"""What DDP answers for a rank that has run out of inputs: the same collectives, with zeros.
+
+The order must be that of a real iteration: `DistributedDataParallel.forward` and the reducer are
+what this file shadows, so a collective added there needs its counterpart here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchdist_ref import groups
+from torchdist_ref.algorithms.join import JoinHook
+from torchdist_ref.parallel import agreement
+
+if TYPE_CHECKING:
+    from torchdist_ref.parallel.distributed_data_parallel import DistributedDataParallel
+
+
+class Shadow(JoinHook):
+    """The join hook of DDP.
+
+    Args:
+        ddp: Whose collectives are shadowed.
+        divide_by_initial_world_size: Whether sums are still divided by the number of all ranks, so that every input
+            counts alike; else by the number of ranks at work.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
+        self.ddp = ddp
+        ddp._divide_by_initial_world_size = divide_by_initial_world_size
+
+    def main_hook(self) -> None:
+        """One iteration: rebuild, buffers, whether the others will communicate, buckets."""
+        ddp = self.ddp
+        ddp.reducer.rebuild()
+        if ddp.will_sync_module_buffers():
+            ddp._share_buffers(common_rank(ddp, candidate=False))
+        ddp.require_forward_param_sync = self._others_communicate()
+        if ddp.require_forward_param_sync:
+            ddp.reducer.shadow()
+
+    def _others_communicate(self) -> bool:
+        votes = torch.zeros(1, device=self.ddp.device)
+        groups.all_reduce(votes, group=self.ddp.process_group)
+        return bool(votes.item())
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Everybody takes the model of a rank that worked to the end."""
+        ddp = self.ddp
+        ddp.reducer.mean.divisor = groups.get_world_size(ddp.process_group)
+        agreement.share(ddp._states(ddp.broadcast_buffers), ddp.process_group, common_rank(ddp, is_last_joiner))
+
+
+def common_rank(ddp: DistributedDataParallel, candidate: bool) -> int:
+    """The highest rank among those that offer themselves; the same answer on every rank."""
+    rank = torch.tensor([groups.get_rank(ddp.process_group) if candidate else -1], device=ddp.device)
+    groups.all_reduce(rank, op=groups.ReduceOp.MAX, group=ddp.process_group)
+    return int(rank)
+
+
+def announce(ddp: DistributedDataParallel) -> None:
+    """Tell shadowing ranks whether this iteration's backward will communicate."""
+    vote = torch.full((1,), float(ddp.require_backward_grad_sync), device=ddp.device)
+    groups.all_reduce(vote, group=ddp.process_group)

@@ -1,0 +1,289 @@
+"""The reducer: watches gradients become ready, and sends each bucket on its way as soon as it is full.
+
+One iteration, in the order in which things happen:
+
+1. `prepare` (after forward) arms it: every gradient is awaited.
+2. Autograd finishes a parameter's gradient and calls `_on_gradient`, which copies it into its bucket.
+3. Full buckets are launched in index order, never in the order in which they fill: ranks must agree.
+4. When nothing is awaited any more, `_finish` is queued to run at the end of backward; it waits for the
+   buckets, again in order, and hands the results to the parameters.
+
+After the first iteration `rebuild` divides the parameters anew, in the order in which gradients arrived
+on rank 0. The reducer knows no backends, and what a hook does with a bucket is none of its business.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from torchdist_ref import groups
+from torchdist_ref.errors import DistError
+from torchdist_ref.parallel import agreement, bucketing, faults, graph, sparse
+from torchdist_ref.parallel.exchange import Exchange, Mean, average
+from torchdist_ref.parallel.options import Entry, Options
+from torchdist_ref.parallel.storage import Bucket, allocate
+
+logger = logging.getLogger("torchdist_ref.parallel")
+
+
+class Reducer:
+    """Gradients of one module, averaged (or whatever the hook does) over one group.
+
+    Args:
+        entries: The parameters, in the order of definition.
+        group: The group that DDP was given.
+        options: See `Options`.
+    """
+
+    def __init__(self, entries: Sequence[Entry], group: Any, options: Options) -> None:
+        self.entries = entries
+        self.group = group
+        self.options = options
+        self.mean = Mean(group, groups.get_world_size(group))
+        self.exchange = Exchange(average, self.mean, group)
+        self.parameters = [entry.parameter for entry in entries]
+        self.dense = [i for i, entry in enumerate(entries) if not entry.sparse]
+        self.sparse = [i for i, entry in enumerate(entries) if entry.sparse]
+        self.rebuilt = False
+        self.iteration = 0
+        self._lock = threading.RLock()
+        self._expected = [1] * len(entries)
+        self._arrivals: list[int] = []
+        self._used = bytearray(len(entries))
+        self._unused_everywhere: set[int] = set()
+        self._absent: list[int] = []
+        self._armed = self._begun = self._failed = False
+        self._allot(bucketing.in_definition_order(self.parameters, options.caps.initial, self.dense))
+        self._nodes = [graph.accumulator(parameter) for parameter in self.parameters]
+        reference = weakref.ref(self)
+        for index, node in enumerate(self._nodes):
+            _register(node, _notifier(reference, index))
+
+    # ---- before forward
+
+    def rebuild(self) -> bool:
+        """Once, after an iteration in which all gradients arrived: new buckets, in rank 0's order of arrival."""
+        if self.rebuilt or len(self._arrivals) < len(self.dense) or (self.options.find_unused and not self.static):
+            return False
+        order = agreement.agree(self._arrivals, self.group, self.parameters[0].device)
+        self._allot(bucketing.assign(self.parameters, self.options.caps.rebuilt, order))
+        self.rebuilt = True
+        logger.info("DistributedDataParallel: %d buckets, rebuilt in the order of arrival", len(self.buckets))
+        return True
+
+    def _allot(self, assignment: list[list[int]]) -> None:
+        self.buckets = allocate(assignment, self.parameters, self.options.pointing)
+        self._places: list[tuple[Bucket, int] | None] = [None] * len(self.entries)
+        for bucket in self.buckets:
+            for place, member in enumerate(bucket.members):
+                self._places[member] = bucket, place
+
+    # ---- after forward
+
+    @property
+    def static(self) -> bool:
+        """Whether every iteration is promised to use the same graph."""
+        return self.options.static_graph
+
+    @property
+    def _surveying(self) -> bool:
+        """Whether this is the iteration in which a static graph is learned."""
+        return self.static and self.iteration == 0
+
+    def prepare(self, outputs: Any) -> None:
+        """Await every gradient. Called after each forward pass whose backward is to communicate."""
+        self._check_finished()
+        self._left = self._expected.copy()
+        self._missing = len(self.entries)
+        self._launched = 0
+        self._begun = self._failed = False
+        self._arrivals.clear()
+        for bucket in self.buckets:
+            bucket.reset()
+        self._expect(outputs)
+        self._armed = True
+
+    def _expect(self, outputs: Any) -> None:
+        """Note which parameters this backward can't reach, and be told when it starts even if it reaches none."""
+        if self._surveying or (self.options.find_unused and not self.static):
+            tensors = list(graph.tensors_in(outputs))
+            if not self.static:
+                nodes = graph.reachable(tensors)
+                self._absent = [i for i, node in enumerate(self._nodes) if node not in nodes]
+            for tensor in tensors:
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(_starter(weakref.ref(self)))
+
+    def _check_finished(self) -> None:
+        if self._armed and self._begun and not self._failed:
+            names = [entry.name for entry, left in zip(self.entries, self._left, strict=True) if left > 0]
+            raise DistError(faults.unfinished(names, groups.get_rank(self.group), self.static))
+
+    # ---- during backward
+
+    def begin(self) -> None:
+        """Backward has started: settle at once what is known to get no gradient."""
+        with self._lock:
+            if self._begun or not self._armed:
+                return
+            self._begun = True
+            if self._surveying or (self.options.find_unused and not self.static):
+                Variable._execution_engine.queue_callback(self._close)
+            if not self._surveying:
+                for index in self._absent:
+                    self._ready(index)
+
+    def _on_gradient(self, index: int, defined: bool) -> None:
+        """Autograd is done with parameter ``index``: it has added a gradient, or found there was none to add."""
+        if defined:
+            self._used[index] = 1
+        if not self._armed:
+            return
+        with self._lock:
+            if not self._begun:
+                self.begin()
+            self._left[index] -= 1
+            if self._surveying:
+                return
+            if self._left[index] < 0:
+                raise DistError(faults.twice(self.entries[index].name, groups.get_rank(self.group), self.static))
+            if not self._left[index]:
+                self._ready(index)
+
+    def _ready(self, index: int) -> None:
+        """Parameter ``index`` gets nothing more in this iteration: its gradient, if any, goes into its bucket."""
+        self._left[index] = 0
+        place = self._places[index]
+        if place is not None:
+            bucket, slot = place
+            bucket.take(slot)
+            bucket.waiting -= 1
+            if not self.rebuilt:
+                self._arrivals.append(index)
+            if not bucket.waiting:
+                self._launch_full()
+        self._missing -= 1
+        if not self._missing:
+            self._all_ready()
+
+    def _launch_full(self) -> None:
+        """Launch every full bucket whose predecessors have gone."""
+        while self._launched < len(self.buckets) and not self.buckets[self._launched].waiting:
+            self._launch(self.buckets[self._launched])
+            self._launched += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        if self.options.skip_unused and all(member in self._absent for member in bucket.members):
+            return
+        self._failed = True
+        bucket.future = self.exchange.start(bucket.offer())
+        self._failed = False
+
+    def _all_ready(self) -> None:
+        closing = self._surveying or (self.options.find_unused and not self.static)
+        if not closing:
+            Variable._execution_engine.queue_callback(self._finish)
+
+    # ---- at the end of backward
+
+    def _close(self) -> None:
+        """Backward is over: whoever has not been heard of gets no gradient on this rank."""
+        with self._lock, torch.no_grad():
+            if self._surveying:
+                self._learn()
+            for index, left in enumerate(self._left):
+                if left > 0:
+                    self._ready(index)
+            self._finish()
+
+    def _learn(self) -> None:
+        """A static graph's first iteration: how often each gradient arrives, from now on."""
+        self._expected = [1 - left for left in self._left]
+        self._absent = [index for index, times in enumerate(self._expected) if not times]
+        self._left = [1] * len(self.entries)
+
+    def _finish(self) -> None:
+        """Wait for the buckets in order and hand out what came back."""
+        self._failed = True
+        with torch.no_grad():
+            # Buckets first: a hook may still issue collectives from callbacks, and ours must not get between them.
+            values = [self._collect(bucket) for bucket in self.buckets]
+            self._survey_use()
+            for bucket, value in zip(self.buckets, values, strict=True):
+                if value is not None:
+                    bucket.give(value, self._unused_everywhere)
+            for index in self.sparse:
+                self._exchange_sparse(index)
+        self._end()
+
+    def _collect(self, bucket: Bucket) -> torch.Tensor | None:
+        if bucket.future is None or bucket.sent is None:
+            return None
+        return self.exchange.finish(bucket.sent, bucket.future, bucket.length)
+
+    def _exchange_sparse(self, index: int) -> None:
+        if index not in self._unused_everywhere:
+            entry = self.entries[index]
+            entry.parameter.grad = sparse.average(entry.parameter, entry.name, self.group, self.mean.divisor)
+
+    def _survey_use(self) -> None:
+        """Learn which parameters no rank has used: their gradients are left as they are."""
+        if self._surveying or (self.options.find_unused and not self.static):
+            used = torch.tensor(list(self._used), dtype=torch.int32, device=self.parameters[0].device)
+            groups.all_reduce(used, group=self.group)
+            self._unused_everywhere = {index for index, count in enumerate(used.tolist()) if not count}
+
+    # ---- for a rank without inputs
+
+    def shadow(self) -> None:
+        """Answer the collectives of one backward pass of the other ranks, contributing zeros."""
+        with torch.no_grad():
+            for bucket in self.buckets:
+                bucket.future = self.exchange.start(bucket.shadow())
+            for bucket in self.buckets:
+                self._collect(bucket)
+            self._survey_use()
+            for index in self.sparse:
+                self.parameters[index].grad = None
+                self._exchange_sparse(index)
+        if not self.rebuilt:
+            self._arrivals = list(self.dense)
+        self._end()
+
+    def _end(self) -> None:
+        if self._surveying:
+            self._arrivals = []
+        self.iteration += 1
+        self._armed = self._begun = self._failed = False
+        self._used = bytearray(len(self.entries))
+
+
+def _register(node: Any, hook: Callable[..., None]) -> None:
+    node.register_hook(hook)
+
+
+def _notifier(reference: weakref.ref[Reducer], index: int) -> Callable[..., None]:
+    """A hook for autograd that doesn't keep the reducer alive."""
+
+    def notify(_: Any, gradients: Any) -> None:
+        reducer = reference()
+        if reducer is not None:
+            reducer._on_gradient(index, gradients[0] is not None)
+
+    return notify
+
+
+def _starter(reference: weakref.ref[Reducer]) -> Callable[[torch.Tensor], None]:
+    def start(_: torch.Tensor) -> None:
+        reducer = reference()
+        if reducer is not None:
+            reducer.begin()
+
+    return start

@@ -1,0 +1,129 @@
+"""Where gradients lie while they travel: one flat buffer a bucket, and a view of it for each parameter.
+
+`Bucket.take` copies a parameter's gradient in, `Bucket.give` hands the exchanged values out. With
+``pointing`` (DDP's ``gradient_as_bucket_view``) the parameter's ``.grad`` *is* the view, so that there
+is nothing to hand out and, when autograd accumulates in place, nothing to take in. When a bucket
+goes, and in which order, is decided in `reducer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import torch
+from torch.futures import Future
+
+from torchdist_ref.parallel.bucket import GradBucket, split
+
+
+class Bucket:
+    """Some parameters' gradients, and how many of them are still awaited.
+
+    Args:
+        index: Place in the order of communication.
+        members: Indices of the parameters, as the reducer counts them.
+        parameters: The parameters themselves, same order, one dtype and device.
+        is_last: Whether this is the last bucket of the iteration.
+        pointing: Whether ``.grad`` of the parameters is to be a view of the buffer.
+    """
+
+    def __init__(
+        self, index: int, members: list[int], parameters: list[torch.Tensor], is_last: bool, pointing: bool
+    ) -> None:
+        self.index = index
+        self.members = members
+        self.parameters = parameters
+        self.is_last = is_last
+        self.pointing = pointing
+        first = parameters[0]
+        self.length = sum(parameter.numel() for parameter in parameters)
+        self.buffer = torch.zeros(self.length, dtype=first.dtype, device=first.device)
+        self.views = split(self.buffer, parameters)
+        self.waiting = len(members)
+        self.future: Future[torch.Tensor] | None = None
+        self.sent: GradBucket | None = None
+
+    def reset(self) -> None:
+        """Await every gradient again."""
+        self.waiting = len(self.members)
+        self.future = self.sent = None
+
+    def take(self, place: int) -> None:
+        """Bring the gradient that autograd left at one parameter into the buffer; zeros where it left none."""
+        parameter, view = self.parameters[place], self.views[place]
+        gradient = parameter.grad
+        if gradient is view:
+            return
+        if gradient is None:
+            view.zero_()
+            return
+        view.copy_(gradient.detach() if gradient.requires_grad else gradient)
+        if self.pointing:
+            parameter.grad = view
+
+    def offer(self) -> GradBucket:
+        """The bucket as a hook sees it."""
+        self.sent = GradBucket.of_views(self.index, self.buffer, self.views, self.parameters, self.is_last)
+        return self.sent
+
+    def shadow(self) -> GradBucket:
+        """A bucket of zeros in this one's place: what a rank without inputs contributes."""
+        self.buffer.zero_()
+        return self.offer()
+
+    def give(self, value: torch.Tensor, untouched: Container[int] = ()) -> None:
+        """Make the exchanged ``value`` the gradients of the parameters, but for those whose index is ``untouched``."""
+        places = [place for place, member in enumerate(self.members) if member not in untouched]
+        sources = self._divided(value)
+        if self.pointing:
+            self._point(places)
+        else:
+            self._copy_out(places, sources)
+
+    def _divided(self, value: torch.Tensor) -> list[torch.Tensor]:
+        """The value as one tensor per parameter; in the buffer itself if gradients are to stay there."""
+        same = value.data_ptr() == self.buffer.data_ptr() and value.dtype == self.buffer.dtype
+        if same:
+            return self.views
+        if self.pointing:
+            self.buffer.copy_(value.detach().reshape(-1))
+            return self.views
+        return split(value.detach().contiguous().view(-1), self.parameters)
+
+    def _point(self, places: Sequence[int]) -> None:
+        for place in places:
+            parameter, view = self.parameters[place], self.views[place]
+            if parameter.grad is not view:
+                parameter.grad = view
+
+    def _copy_out(self, places: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
+        targets = []
+        for place in places:
+            parameter = self.parameters[place]
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(self.views[place])
+            targets.append(parameter.grad)
+        if targets:
+            torch._foreach_copy_(targets, [sources[place] for place in places])
+
+    def adopt(self) -> None:
+        """Move gradients that exist already into the buffer, where they are to be views of it."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if self.pointing and parameter.grad is not None:
+                view.copy_(parameter.grad)
+                parameter.grad = view
+
+
+def allocate(
+    assignment: Sequence[list[int]], parameters: Sequence[torch.Tensor], pointing: bool
+) -> list[Bucket]:
+    """The buckets of an assignment, in the order of communication."""
+    last = len(assignment) - 1
+    with torch.no_grad():
+        buckets = [
+            Bucket(index, members, [parameters[m] for m in members], index == last, pointing)
+            for index, members in enumerate(assignment)
+        ]
+        for bucket in buckets:
+            bucket.adopt()
+    return buckets
