@@ -19,6 +19,7 @@ from torchdist_ref.calls import Call
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.stores import Store
 from torchdist_ref.trace import Recorder
+from torchdist_ref.transports import share_a_host
 from torchdist_ref.work import Work
 
 
@@ -112,6 +113,11 @@ def create(name: str, membership: Membership) -> Backend:
     if found is None:
         raise ArgumentError(f"backend {name!r} is unknown; there are {', '.join(names())}. See register_backend.")
     return (_load(found) if isinstance(found, str) else found)(membership)
+
+
+def default_name(store: Store, rank: int, size: int) -> str:
+    """The engine where nobody named one: a fact about all ranks, so that all choose alike."""
+    return "ref" if share_a_host(store, rank, size) else "gloo"
 
 
 def _load(path: str) -> Factory:

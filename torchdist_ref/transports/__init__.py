@@ -10,7 +10,7 @@ from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import shared_memory, threads
 from torchdist_ref.transports.base import Link
 
-__all__ = ["Link", "connect"]
+__all__ = ["Link", "connect", "share_a_host"]
 
 
 def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
@@ -23,11 +23,10 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
         UnsupportedError: The ranks are on several hosts.
     """
     meeting = PrefixStore("link", store)
-    meeting.set(f"place/{rank}", f"{shared_memory.host_identity()}|{os.getpid()}".encode())
-    places = meeting.multi_get([f"place/{r}" for r in range(len(members))])
+    places = _places(meeting, rank, len(members))
     if len(set(places)) == 1:
         return threads.connect(meeting, rank, members, name, timeout)
-    hosts = [place.rpartition(b"|")[0] for place in places]
+    hosts = [host for host, _ in places]
     if len(set(hosts)) > 1:
         apart = ", ".join(f"rank {r}" for r, host in enumerate(hosts) if host != hosts[0])
         raise UnsupportedError(
@@ -35,3 +34,15 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
             f"other hosts, containers or users. Backend 'ref' needs one host; use backend 'gloo'."
         )
     return shared_memory.connect(meeting, rank, members, name, timeout)
+
+
+def share_a_host(store: Store, rank: int, size: int) -> bool:
+    """Whether all ranks of a group can share memory. Every rank asks; all get the same answer."""
+    return len({host for host, _ in _places(PrefixStore("choice", store), rank, size)}) == 1
+
+
+def _places(store: Store, rank: int, size: int) -> list[tuple[bytes, bytes]]:
+    """Host and process of every rank."""
+    store.set(f"place/{rank}", f"{shared_memory.host_identity()}|{os.getpid()}".encode())
+    answers = store.multi_get([f"place/{r}" for r in range(size)])
+    return [(host, process) for host, _, process in (answer.rpartition(b"|") for answer in answers)]

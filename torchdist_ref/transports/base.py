@@ -97,17 +97,17 @@ class Link:
         seconds = self.timeout if timeout is None else timeout
         deadline = monotonic() + seconds
         while not token.acquire(True, max(0.0, min(SLICE, deadline - monotonic()))):
-            trouble = self._trouble(peer if alone else None, doing)
+            trouble = self.trouble(peer if alone else None, doing)
             if trouble is None and monotonic() >= deadline:
-                trouble = self._stalled(peer, doing, seconds)
+                trouble = self.stalled(peer, doing, seconds)
             if trouble is not None:
                 # The peer may have given the token and ended since we last looked.
                 if token.acquire(False):
                     return
                 raise trouble
 
-    def _trouble(self, only: int | None, doing: str) -> BaseException | None:
-        """Why this group cannot go on, as far as anybody knows: the first cause first."""
+    def trouble(self, only: int | None, doing: str) -> BaseException | None:
+        """Why this group (or this one peer) cannot go on, as far as anybody knows; None where it can."""
         dead = [r for r in self.alive.dead() if self.lines[r].status != LEFT and only in (None, r)]
         gave_up = [r for r in self.peers if self.lines[r].status == GAVE_UP and only in (None, r)]
         left = [r for r in self.peers if self.lines[r].status == LEFT and only in (None, r)]
@@ -123,7 +123,8 @@ class Link:
 
     _advice = "The call may have happened on some ranks. Destroy the group and start again from a checkpoint."
 
-    def _stalled(self, peer: int, doing: str, seconds: float) -> BaseException:
+    def stalled(self, peer: int, doing: str, seconds: float) -> BaseException:
+        """The error for a rank that is there but did not come: says what everybody was last seen at."""
         others = "; ".join(f"{self.who([r])} {self._state(r)}" for r in self.peers)
         return RankStalledError(
             f"{self.here(doing)}: {self.who([peer])} did not come within {seconds:g} s. What the others do: {others}. "

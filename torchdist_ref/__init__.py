@@ -1,0 +1,61 @@
+"""torch.distributed you can read: the same API, in Python from the call down to the bytes.
+
+Names are resolved on first use (PEP 562), so that the launcher and the stores work without importing torch.
+Add a public name in the module that defines it, and a line to the table here; nothing is computed in this file.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from torchdist_ref.errors import (
+        ArgumentError, ArgumentTypeError, DistBackendError, DistError, DistNetworkError, DistStoreError,
+        GroupAbortedError, MismatchError, NotInitializedError, QueueEmptyError, RankDiedError, RankStalledError,
+        RendezvousError, StoreTimeoutError, UnsupportedError,
+    )  # fmt: skip
+    from torchdist_ref.groups import (
+        GroupMember, ProcessGroup, ReduceOp, Work, all_gather, all_gather_into_tensor, all_reduce, all_to_all,
+        barrier, broadcast, destroy_process_group, gather, get_backend, get_global_rank, get_group_rank,
+        get_process_group_ranks, get_rank, get_world_size, init_process_group, irecv, is_initialized, isend,
+        new_group, recv, reduce, reduce_scatter, reduce_scatter_tensor, scatter, send,
+    )  # fmt: skip
+    from torchdist_ref.parallel import DistributedDataParallel, GradBucket
+    from torchdist_ref.rendezvous import register_rendezvous_handler, rendezvous
+    from torchdist_ref.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+
+_HOMES = {
+    "torchdist_ref.errors": (
+        "ArgumentError ArgumentTypeError DistBackendError DistError DistNetworkError DistStoreError GroupAbortedError "
+        "MismatchError NotInitializedError QueueEmptyError RankDiedError RankStalledError RendezvousError "
+        "StoreTimeoutError UnsupportedError"
+    ),
+    "torchdist_ref.groups": (
+        "GroupMember ProcessGroup ReduceOp Work all_gather all_gather_into_tensor all_reduce all_to_all barrier "
+        "broadcast destroy_process_group gather get_backend get_global_rank get_group_rank get_process_group_ranks "
+        "get_rank get_world_size init_process_group irecv is_initialized isend new_group recv reduce reduce_scatter "
+        "reduce_scatter_tensor scatter send"
+    ),
+    "torchdist_ref.parallel": "DistributedDataParallel GradBucket",
+    "torchdist_ref.rendezvous": "register_rendezvous_handler rendezvous",
+    "torchdist_ref.stores": "FileStore HashStore PrefixStore Store TCPStore",
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'torchdist_ref' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,1 @@
+"""Engines: what carries out calls. Found by name through `base`, loaded when first asked for."""

@@ -1,0 +1,162 @@
+"""Executor: runs a plan on a link. Short dumb loops; everything was decided when the plan was made.
+
+The first round of a call is its opening: every rank gives a token to every other and takes one from each,
+so that all ranks have seen each other's announcement before anybody writes. If the announcements differ,
+all ranks see the same difference and raise, nothing has been written, and the link is as before.
+
+A half of the stage is laid out again only when all readers of its last content have freed it. With two
+halves in turn that wait is over before it begins, and no barrier is needed between rounds or calls.
+One call at a time: the engine holds the lock. Don't add decisions here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, float32
+
+from torchdist_ref.backends.operands import tensors_of
+from torchdist_ref.backends.plan import COMBINE, COPY, REDUCE, Peer, Plan, RoundCode, Step
+from torchdist_ref.errors import MismatchError
+from torchdist_ref.schedules.schedule import Slot
+from torchdist_ref.transports.base import Link
+
+
+class Executor:
+    """The state of a link between calls: the next call's number, the stage's turn, who still reads it."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.sequence = 0
+        self._half = 0
+        self._readers: list[tuple[Peer, ...]] = [(), ()]
+        self._heads = tuple(tuple(link.lines[p].heads[parity] for p in link.peers) for parity in (0, 1))
+
+    def run(self, plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Carry out a call on tensors that are contiguous and of the plan's kind.
+
+        Raises:
+            MismatchError: Some rank announced another call. Nothing was written; the link can be used.
+            DistBackendError: A rank died, gave up or did not come; the link cannot be used any more.
+        """
+        self.link.line.announce(self.sequence, plan.record)
+        try:
+            self._windows(plan, inputs, outputs)
+        except MismatchError:
+            self._end()
+            raise
+        except BaseException as error:
+            self.link.give_up(error, plan.doing)
+            raise
+        self._end()
+
+    def _end(self) -> None:
+        self.link.line.done = self.sequence
+        self.sequence += 1
+
+    def _windows(self, plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        if plan.whole:
+            self._rounds(plan, 0, _whole(plan, inputs, outputs))
+            return
+        rows = _rows(plan, inputs, outputs)
+        for begin in plan.windows:
+            self._rounds(plan, begin, _cut(plan, rows, begin))
+
+    def _rounds(self, plan: Plan, begin: int, bound: Sequence[Tensor]) -> None:
+        opening = begin == 0
+        for code in plan.code(begin, self._half):
+            self._round(plan, code, bound, opening)
+            opening = False
+        if plan.divide:
+            for position in plan.results:
+                bound[position].div_(plan.divide)
+
+    def _round(self, plan: Plan, code: RoundCode, bound: Sequence[Tensor], opening: bool) -> None:
+        half = self._half
+        self._half = 1 - half
+        if code.stage:
+            self._take(self._readers[half], plan)
+            self._readers[half] = ()
+            for view, position in code.stage:
+                view.copy_(bound[position])
+        for post in code.posts:
+            post()
+        self._take(code.waits, plan)
+        if opening:
+            self._compare(plan)
+        if code.stage:
+            self._readers[half] = code.readers
+        if code.steps:
+            _apply(plan, code.steps, bound)
+        for free in code.frees:
+            free()
+
+    def _take(self, tokens: tuple[Peer, ...], plan: Plan) -> None:
+        for token, peer in tokens:
+            if not token.acquire(False):
+                self.link.wait(token, peer, plan.doing)
+
+    def _compare(self, plan: Plan) -> None:
+        sequence, mine = self.sequence, plan.record.fingerprint
+        for head in self._heads[sequence & 1]:
+            if head[1] != mine or head[0] != sequence:
+                raise self._mismatch(plan)
+
+    def _mismatch(self, plan: Plan) -> MismatchError:
+        link = self.link
+        calls = "; ".join(f"{link.who([r])}: {link.lines[r].text(self.sequence)}" for r in range(link.size))
+        return MismatchError(
+            f"{link.here(plan.doing)}: the ranks made different calls as call {self.sequence} of this group. "
+            f"{calls}. Nothing was written, and the group can be used."
+        )
+
+
+def _whole(plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    return tensors_of(plan.slots, plan.sizes.op, inputs, outputs)
+
+
+def _rows(plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """For every slot of this rank, all its elements in one row; scratch has a row of one window."""
+    tensors = iter(tensors_of(plan.slots, plan.sizes.op, inputs, outputs))
+    return [plan.scratch[s] if s[0] == "tmp" else _row(plan, s, next(tensors)) for s in plan.slots]
+
+
+def _row(plan: Plan, slot: Slot, tensor: Tensor) -> Tensor:
+    begin = slot[1] * plan.sizes.stride if slot[0] == "data" else 0
+    return tensor.view(-1)[begin : begin + plan.sizes.of(plan.link.rank, slot)]
+
+
+def _cut(plan: Plan, rows: Sequence[Tensor], begin: int) -> list[Tensor]:
+    """The part of every row that lies in the window; scratch is as long as what passes through it."""
+    rank = plan.link.rank
+    ends = [plan.length(rank, slot, begin) for slot in plan.slots]
+    starts = [0 if slot[0] == "tmp" else begin for slot in plan.slots]
+    return [row[start : start + end] for row, start, end in zip(rows, starts, ends, strict=True)]
+
+
+def _apply(plan: Plan, steps: tuple[Step, ...], bound: Sequence[Tensor]) -> None:
+    reduction = plan.reduction
+    for kind, at, first, second in steps:
+        if kind == COPY:
+            bound[at].copy_(_source(first, bound))
+        elif kind == REDUCE:
+            assert reduction is not None
+            reduction.into(bound[at], _source(first, bound))
+        elif kind == COMBINE:
+            assert reduction is not None
+            reduction.combine(_source(first, bound), _source(second, bound), out=bound[at])
+        else:
+            _apply_wide(plan, at, first, bound)
+
+
+def _source(source: Tensor | int, bound: Sequence[Tensor]) -> Tensor:
+    return bound[source] if isinstance(source, int) else source
+
+
+def _apply_wide(plan: Plan, at: int, sources: Sequence[Tensor | int], bound: Sequence[Tensor]) -> None:
+    """Reduce half-precision operands in float32, rounding once."""
+    assert plan.reduction is not None
+    total = _source(sources[0], bound).to(float32)
+    for source in sources[1:]:
+        plan.reduction.into(total, _source(source, bound).to(float32))
+    bound[at].copy_(total)

@@ -1,0 +1,224 @@
+"""Plan: one rank's part of a schedule, made ready for tensors of one dtype and shape. Made once, run often.
+
+All the thinking is here: which slots a rank lays out on its stage and where, whom it tells, whom it waits
+for, what it then copies or reduces from whose stage. What is left for the executor is a few short loops
+over views that already exist. Large tensors go through the stage in windows: the whole schedule runs for
+one window after the other, so that a window is still in the cache when the peers read it.
+
+Round rules (`schedules.schedule`): reads come before writes. Whatever a peer reads is on the stage before
+anything is written; whatever a rank reads of its own and overwrites in the same round is staged too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchdist_ref.backends.operands import IN_PLACE, Sizes
+from torchdist_ref.backends.reductions import WIDENED, Reduction
+from torchdist_ref.schedules.schedule import Move, Schedule, Slot
+from torchdist_ref.transports.base import Link, Token
+from torchdist_ref.transports.board import Record
+
+ALIGN = 64
+COPY, REDUCE, COMBINE, WIDE = range(4)
+
+Peer = tuple[Token, int]
+Step = tuple[int, int, Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCode:
+    """What a rank does in one round of one window.
+
+    Attributes:
+        stage: (view of the stage, position of the slot) to lay out.
+        posts: Tokens to give once that is done.
+        waits: (token, peer) to take before reading.
+        steps: (kind, position of the slot written, first source, second source). A source is a view of a
+            stage, or the position of a slot of this rank.
+        frees: Tokens to give once everything is read.
+        readers: (token, peer) to take before this half of the stage is used again.
+    """
+
+    stage: tuple[tuple[Tensor, int], ...]
+    posts: tuple[Callable[[], Any], ...]
+    waits: tuple[Peer, ...]
+    steps: tuple[Step, ...]
+    frees: tuple[Callable[[], Any], ...]
+    readers: tuple[Peer, ...]
+
+
+@dataclass(eq=False)
+class Plan:
+    """A call on tensors of one kind, planned for one rank of one link.
+
+    Attributes:
+        link: Where it runs.
+        record: What is announced to the peers.
+        schedule: The algorithm.
+        sizes: Elements of every slot.
+        dtype: Of all tensors.
+        shape: Of every tensor of the call, or None where they differ.
+        reduction: How to reduce; None where nothing is.
+        divide: Divide the result by this (an average); 0 for not at all.
+    """
+
+    link: Link
+    record: Record
+    schedule: Schedule
+    sizes: Sizes
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None
+    reduction: Reduction | None
+    divide: int = 0
+    _code: dict[tuple[Any, ...], tuple[RoundCode, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def doing(self) -> str:
+        """The call in words, for messages."""
+        return self.record.text.decode(errors="replace")
+
+    @cached_property
+    def rounds(self) -> tuple[tuple[Move, ...], ...]:
+        """The schedule's rounds, without the moves that carry nothing for tensors of this size."""
+        return tuple(tuple(m for m in moves if self._carries(m)) for moves in self.schedule.rounds)
+
+    @property
+    def _carries_data(self) -> bool:
+        return self.schedule.chunks > 0
+
+    def _carries(self, move: Move) -> bool:
+        return not self._carries_data or self.sizes.of(move.src, move.read) > 0
+
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots of this rank that the schedule touches; a position is an index into this."""
+        mine = {slot for moves in self.rounds for move in moves for slot in self._mine(move)}
+        return tuple(sorted(mine))
+
+    def _mine(self, move: Move) -> Iterable[Slot]:
+        rank = self.link.rank
+        return [s for r, s in ((move.src, move.read), (move.dst, move.write)) if r == rank]
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether every slot is a whole tensor that goes through the stage at once: nothing is sliced then."""
+        uncut = self.sizes.op not in IN_PLACE or self.sizes.chunks == 1
+        return uncut and self.shape is not None and len(self.windows) == 1 and not self.scratch
+
+    @cached_property
+    def results(self) -> tuple[int, ...]:
+        """Positions of the slots that hold the result on this rank."""
+        return tuple(i for i, (buffer, _) in enumerate(self.slots) if buffer in ("data", "out"))
+
+    @cached_property
+    def staged(self) -> tuple[dict[int, tuple[Slot, ...]], ...]:
+        """For each round and rank: the slots that are laid out on its stage, in order."""
+        return tuple(_staged(moves) for moves in self.rounds)
+
+    @cached_property
+    def window(self) -> int:
+        """Elements of a slot that go through the stage at once."""
+        most = max((len(slots) for by_rank in self.staged for slots in by_rank.values()), default=1)
+        room = self.link.layout.half // max(1, most) // ALIGN * ALIGN // self.dtype.itemsize
+        return max(1, min(room, self.sizes.largest))
+
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """Where in a slot each window begins."""
+        return tuple(range(0, self.sizes.largest, self.window)) or (0,)
+
+    @cached_property
+    def scratch(self) -> dict[Slot, Tensor]:
+        """Memory for the schedule's `tmp` slots, one window each."""
+        return {s: torch.empty(self.window, dtype=self.dtype) for s in self.slots if s[0] == "tmp"}
+
+    def length(self, rank: int, slot: Slot, begin: int) -> int:
+        """Elements of `slot` on `rank` that lie in the window that begins there."""
+        return max(0, min(self.window, self.sizes.of(rank, slot) - begin))
+
+    def code(self, begin: int, half: int) -> tuple[RoundCode, ...]:
+        """What to do for the window that begins at element `begin`, the stage's turn being `half`."""
+        inner = begin > 0 and begin + self.window <= self._smallest
+        key = ("inner" if inner else begin, half)
+        code = self._code.get(key)
+        if code is None:
+            code = self._code[key] = tuple(
+                self._round(number, begin, (half + number) & 1) for number in range(len(self.rounds))
+            )
+        return code
+
+    @cached_property
+    def _smallest(self) -> int:
+        return min((self.sizes.of(m.src, m.read) for moves in self.rounds for m in moves), default=0)
+
+    def _round(self, number: int, begin: int, half: int) -> RoundCode:
+        link, rank, moves = self.link, self.link.rank, self.rounds[number]
+        opening = number == 0 and begin == 0
+        sources = _unique(m.src for m in moves if m.dst == rank and m.src != rank)
+        targets = _unique(m.dst for m in moves if m.src == rank and m.dst != rank)
+        mine = [s for s in self.staged[number].get(rank, ()) if self.length(rank, s, begin) and self._carries_data]
+        return RoundCode(
+            stage=tuple((self._view(number, rank, slot, begin, half), self.slots.index(slot)) for slot in mine),
+            posts=tuple(link.full_to[p].release for p in (link.peers if opening else targets)),
+            waits=tuple((link.full_from[p], p) for p in (link.peers if opening else sources)),
+            steps=tuple(self._steps(number, begin, half)),
+            frees=tuple(link.free_to[p].release for p in sources if self._carries_data),
+            readers=tuple((link.free_from[p], p) for p in targets if self._carries_data),
+        )
+
+    def _view(self, number: int, rank: int, slot: Slot, begin: int, half: int) -> Tensor:
+        """A slot of some rank as it lies on that rank's stage in this round."""
+        stride = -(-self.window * self.dtype.itemsize // ALIGN) * ALIGN
+        offset = self.link.layout.stage(rank, half) + self.staged[number][rank].index(slot) * stride
+        count = self.length(rank, slot, begin)
+        view = torch.frombuffer(self.link.memory.buffer, dtype=self.dtype, count=count, offset=offset)
+        return view.view(self.shape) if self.whole else view
+
+    def _steps(self, number: int, begin: int, half: int) -> Iterable[Step]:
+        mine = [m for m in self.rounds[number] if m.dst == self.link.rank]
+        for slot in _unique(m.write for m in mine):
+            arriving = [m for m in mine if m.write == slot]
+            if self._carries_data and self.length(self.link.rank, slot, begin):
+                sources = [self._source(number, m, begin, half) for m in arriving]
+                yield from self._write(self.slots.index(slot), arriving, sources)
+
+    def _source(self, number: int, move: Move, begin: int, half: int) -> Any:
+        if move.src == self.link.rank and move.read not in self.staged[number].get(move.src, ()):
+            return self.slots.index(move.read)
+        return self._view(number, move.src, move.read, begin, half)
+
+    def _write(self, at: int, moves: Sequence[Move], sources: list[Any]) -> Iterable[Step]:
+        """The steps that bring several arrivals into one slot, in listed order."""
+        last = max((i for i, m in enumerate(moves) if not m.reduce), default=-1)
+        moves, sources = moves[max(0, last) :], sources[max(0, last) :]
+        start = [] if last >= 0 else [at]
+        reduces = sum(m.reduce for m in moves)
+        if reduces > 1 and self.dtype in WIDENED:
+            yield WIDE, at, tuple(start + sources), None
+        elif last >= 0 and reduces:
+            yield COMBINE, at, sources[0], sources[1]
+            yield from ((REDUCE, at, source, None) for source in sources[2:])
+        else:
+            kind = COPY if last >= 0 else REDUCE
+            yield from ((kind, at, source, None) for source in sources)
+
+
+def _staged(moves: Sequence[Move]) -> dict[int, tuple[Slot, ...]]:
+    """Slots that a peer reads, and own slots that are both read and overwritten in the round."""
+    written = {(m.dst, m.write) for m in moves}
+    staged: dict[int, dict[Slot, None]] = {}
+    for move in moves:
+        if move.src != move.dst or (move.src, move.read) in written:
+            staged.setdefault(move.src, {})[move.read] = None
+    return {rank: tuple(slots) for rank, slots in staged.items()}
+
+
+def _unique(items: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(items))

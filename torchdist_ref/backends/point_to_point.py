@@ -1,0 +1,228 @@
+"""Point to point: which message is whose, by source and tag.
+
+Sends to one rank go one after the other; sends to different ranks don't wait for each other. Receives are
+posted; one thread at a time (any that waits, else a thread of the group) takes what arrives and hands each
+message to the first posted receive that it fits. A message that nobody has posted for is kept until
+somebody does. So tags match in any order, and `recv` takes from any rank.
+
+Don't add bytes or windows here: how a message travels is `transports.mailbox`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+from torchdist_ref.backends.progress import Lane
+from torchdist_ref.calls import Recv, Send, fingerprint
+from torchdist_ref.errors import DistError, MismatchError, RankStalledError
+from torchdist_ref.transports.base import Link
+from torchdist_ref.transports.board import Record
+from torchdist_ref.transports.liveness import SLICE
+from torchdist_ref.transports.mailbox import Envelope, Mailbox
+
+
+def record_of(tensor: Tensor) -> Record:
+    """What sender and receiver must agree on: dtype and number of elements."""
+    text = f"a message of {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
+    return Record(fingerprint(text), text.encode())
+
+
+@dataclass(eq=False)
+class Posted:
+    """A receive that waits for its message."""
+
+    call: Recv
+    tensor: Tensor
+    deadline: float
+    record: Record = field(init=False)
+    source: int = -1
+    error: BaseException | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.record = record_of(self.tensor)
+
+    def fits(self, source: int, tag: int) -> bool:
+        """Whether a message of this source and tag is for this receive."""
+        return self.call.src in (None, source) and self.call.tag == tag
+
+    def end(self, source: int, error: BaseException | None = None) -> None:
+        """The message is in the tensor, or will never be."""
+        self.source, self.error = source, error
+        self.ended.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A message that came before its receive was posted."""
+
+    source: int
+    envelope: Envelope
+    data: Tensor
+
+
+class Outbox:
+    """This rank's sends, in order for each destination."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._boxes = {peer: Mailbox(link, link.rank, peer) for peer in link.peers}
+        self._locks = {peer: threading.Lock() for peer in link.peers}
+        self.lanes = {peer: Lane(f"{link.name} to {peer}") for peer in link.peers}
+
+    def send(self, call: Send, tensor: Tensor) -> None:
+        """Deliver now. Raises what the mailbox raises; a half-sent message ends the pair."""
+        with self._locks[call.dst]:
+            self._boxes[call.dst].send(call.tag, record_of(tensor), tensor)
+
+
+class Inbox:
+    """This rank's posted receives and kept messages."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._boxes = {peer: Mailbox(link, peer, link.rank) for peer in link.peers}
+        self._bell = link.memory.token(link.layout, "bell", link.rank, link.rank)
+        self._posted: list[Posted] = []
+        self._kept: list[Kept] = []
+        self._state = threading.Lock()
+        self._taking = threading.Lock()
+
+    def keep(self, tag: int, tensor: Tensor) -> None:
+        """A message from this rank to itself."""
+        copy = tensor.detach().clone().view(-1)
+        self._arrived(Kept(self._link.rank, Envelope(tag, record_of(tensor), copy.nbytes), copy.view(torch.uint8)))
+
+    def post(self, receive: Posted) -> None:
+        """Give it a kept message, or let it wait for one."""
+        with self._state:
+            kept = next((k for k in self._kept if receive.fits(k.source, k.envelope.tag)), None)
+            if kept is None:
+                self._posted.append(receive)
+                return
+            self._kept.remove(kept)
+        self._hand(receive, kept)
+
+    def _arrived(self, kept: Kept) -> None:
+        with self._state:
+            receive = self._match(kept.source, kept.envelope.tag)
+            if receive is None:
+                self._kept.append(kept)
+                return
+        self._hand(receive, kept)
+
+    def _match(self, source: int, tag: int) -> Posted | None:
+        receive = next((p for p in self._posted if p.fits(source, tag)), None)
+        if receive is not None:
+            self._posted.remove(receive)
+        return receive
+
+    def _hand(self, receive: Posted, kept: Kept) -> None:
+        if receive.record != kept.envelope.record:
+            receive.end(kept.source, self._misfit(receive, kept.source, kept.envelope))
+            return
+        receive.tensor.view(-1).copy_(kept.data.view(receive.tensor.dtype))
+        receive.end(kept.source)
+
+    def finish(self, receive: Posted) -> None:
+        """Wait for a posted receive, taking what arrives for anybody meanwhile.
+
+        Raises:
+            MismatchError: The message was of another size or dtype; the sender knows too.
+            RankStalledError: Nothing came in time.
+            DistBackendError: The sender died, left or gave up.
+        """
+        try:
+            while not receive.ended.is_set():
+                if self._taking.acquire(timeout=SLICE):
+                    try:
+                        self._take_until(receive)
+                    finally:
+                        self._taking.release()
+        finally:
+            with self._state:
+                self._posted = [p for p in self._posted if p is not receive]
+        if receive.error is not None:
+            raise receive.error
+
+    def _take_until(self, receive: Posted) -> None:
+        self._scan()
+        while not receive.ended.is_set():
+            if self._rang():
+                self._scan()
+            else:
+                self._fail_hopeless()
+
+    def _rang(self) -> bool:
+        for _ in range(self._link.spins):
+            if self._bell.acquire(False):
+                return True
+        return self._bell.acquire(True, SLICE)
+
+    def _scan(self) -> None:
+        with self._state:
+            wanted = {p.call.src for p in self._posted}
+        for peer in self._link.peers if None in wanted else wanted:
+            if peer in self._boxes and self._boxes[peer].offer.acquire(False):
+                self._accept(peer, self._boxes[peer])
+
+    def _accept(self, peer: int, box: Mailbox) -> None:
+        envelope = box.look()
+        with self._state:
+            receive = self._match(peer, envelope.tag)
+        if receive is None:
+            data = torch.empty(envelope.nbytes, dtype=torch.uint8)
+            box.take(data, f"a message with tag {envelope.tag}")
+            self._arrived(Kept(peer, envelope, data))
+        elif receive.record != envelope.record:
+            box.refuse(f"{receive.call} of {receive.record.text.decode()}")
+            receive.end(peer, self._misfit(receive, peer, envelope))
+        else:
+            self._receive(receive, peer, box)
+
+    def _receive(self, receive: Posted, peer: int, box: Mailbox) -> None:
+        try:
+            box.take(receive.tensor, str(receive.call))
+        except DistError as error:
+            receive.end(peer, error)
+        except BaseException as error:
+            receive.end(peer, error)
+            raise
+        else:
+            receive.end(peer)
+
+    def _misfit(self, receive: Posted, source: int, envelope: Envelope) -> MismatchError:
+        link = self._link
+        return MismatchError(
+            f"{link.here(str(receive.call))}: expects {receive.record.text.decode()}, but {link.who([source])} sent "
+            f"{envelope.record.text.decode()} with tag {envelope.tag}. Nothing was written."
+        )
+
+    def _fail_hopeless(self) -> None:
+        """End the receives whose message can't come any more, or did not come in time."""
+        with self._state:
+            posted = list(self._posted)
+        for receive in posted:
+            error = self._hopeless(receive)
+            if error is not None:
+                self._scan()
+                if not receive.ended.is_set():
+                    receive.end(-1, error)
+
+    def _hopeless(self, receive: Posted) -> BaseException | None:
+        link, doing = self._link, str(receive.call)
+        sources: Sequence[int] = link.peers if receive.call.src is None else (receive.call.src,)
+        troubles = [link.trouble(source, doing) for source in sources if source != link.rank]
+        if troubles and all(troubles):
+            return troubles[0]
+        if monotonic() < receive.deadline:
+            return None
+        if receive.call.src is not None:
+            return link.stalled(receive.call.src, doing, link.timeout)
+        return RankStalledError(f"{link.here(doing)}: no rank sent with tag {receive.call.tag} within {link.timeout:g} s.")

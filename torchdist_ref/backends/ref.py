@@ -1,0 +1,173 @@
+"""Ref: the engine that this project is about. Schedules, run on a link.
+
+`submit` is the whole of it: a call that waits and has nothing before it runs on the spot; everything else
+goes through the group's order. Planning, running, and matching messages have files of their own
+(`planner`, `executor`, `point_to_point`). Don't add algorithms (schedules) or ways to move bytes (transports).
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from time import monotonic, perf_counter
+
+from torch import Tensor
+
+from torchdist_ref.backends.base import Backend, Membership
+from torchdist_ref.backends.executor import Executor
+from torchdist_ref.backends.planner import Planner
+from torchdist_ref.backends.point_to_point import Inbox, Outbox, Posted
+from torchdist_ref.backends.progress import Lane, Order
+from torchdist_ref.calls import Call, Recv, Send
+from torchdist_ref.errors import GroupAbortedError, UnsupportedError
+from torchdist_ref.trace import Recorder
+from torchdist_ref.transports import connect
+from torchdist_ref.work import Done, Work
+
+Tensors = Sequence[Tensor]
+_DONE = Done()
+
+
+class Ref(Backend):
+    """Collectives on CPU tensors of any strides, between threads or processes of one host."""
+
+    name = "ref"
+
+    def __init__(self, membership: Membership) -> None:
+        m = membership
+        self.link = connect(m.store, m.rank, m.members, m.name, m.timeout)
+        self.recorder = Recorder()
+        self._timeout = m.timeout
+        self._planner = Planner(self.link)
+        self._executor = Executor(self.link)
+        self._outbox = Outbox(self.link)
+        self._inbox = Inbox(self.link)
+        self._receives = Lane(f"{m.name} receives")
+        self._order = Order(m.name)
+
+    def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
+        """See `Backend.submit`."""
+        if self.link.broken is not None:
+            self.link.check_usable(call.op)
+        if isinstance(call, Send):
+            return self._send(call, _plain(inputs[0], call), wait)
+        if isinstance(call, Recv):
+            return self._recv(call, outputs[0], wait)
+        if wait and self._order.try_now():
+            try:
+                self._run(call, inputs, outputs)
+            finally:
+                self._order.done()
+            return _DONE
+        work = self._work(call, outputs)
+        self._order.later(lambda: _settle(work, lambda: self._run(call, inputs, outputs)))
+        if wait:
+            work.wait()
+        return work
+
+    def _run(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
+        start, number = perf_counter(), self._executor.sequence
+        error = ""
+        try:
+            self._collect(call, inputs, outputs)
+        except BaseException as failure:
+            error = type(failure).__name__
+            raise
+        finally:
+            nbytes = sum(t.nbytes for t in outputs or inputs)
+            self.recorder.add(number, call, nbytes, start, error)
+
+    def _collect(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
+        for tensor in outputs:
+            if tensor.requires_grad or tensor.device.type != "cpu" or not tensor.is_contiguous():
+                return self._collect_staged(call, inputs, outputs)
+        for tensor in inputs:
+            if tensor.device.type != "cpu" or not tensor.is_contiguous():
+                return self._collect_staged(call, inputs, outputs)
+        self._executor.run(self._planner.plan(call, inputs, outputs), inputs, outputs)
+
+    def _collect_staged(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
+        """Strided tensors go through contiguous copies, so that nothing outside a view is ever written."""
+        plain = {id(t): _plain(t, call) for t in [*inputs, *outputs]}
+        into = [plain[id(t)] for t in outputs]
+        sources = [plain[id(t)] for t in inputs]
+        self._executor.run(self._planner.plan(call, sources, into), sources, into)
+        for tensor, result in zip(outputs, into, strict=True):
+            if result.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(result)
+
+    def _work(self, call: Call, outputs: Tensors) -> Work:
+        context = contextvars.copy_context()
+        return Work(call.op, outputs, lambda job: self._order.callbacks.put(lambda: context.run(job)))
+
+    def _send(self, call: Send, tensor: Tensor, wait: bool) -> Work:
+        if call.dst == self.link.rank:
+            self._inbox.keep(call.tag, tensor)
+            return Done("send", [])
+        lane = self._outbox.lanes[call.dst]
+        if wait and lane.idle:
+            self._timed(call, tensor, lambda: self._outbox.send(call, tensor))
+            return _DONE
+        work = self._work(call, [])
+        lane.put(lambda: _settle(work, lambda: self._timed(call, tensor, lambda: self._outbox.send(call, tensor))))
+        if wait:
+            work.wait()
+        return work
+
+    def _recv(self, call: Recv, tensor: Tensor, wait: bool) -> Work:
+        into = _plain(tensor, call)
+        receive = Posted(call, into, monotonic() + self._timeout)
+        self._inbox.post(receive)
+        work = self._work(call, [tensor])
+
+        def finish() -> None:
+            self._timed(call, tensor, lambda: self._inbox.finish(receive))
+            work.source = receive.source
+            if into.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(into)
+
+        if wait:
+            finish()
+            work.finish()
+        else:
+            self._receives.put(lambda: _settle(work, finish))
+        return work
+
+    def _timed(self, call: Call, tensor: Tensor, act: Callable[[], None]) -> None:
+        start, error = perf_counter(), ""
+        try:
+            act()
+        except BaseException as failure:
+            error = type(failure).__name__
+            raise
+        finally:
+            self.recorder.add(-1, call, tensor.nbytes, start, error)
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._order.close()
+        for lane in [self._receives, *self._outbox.lanes.values()]:
+            lane.close()
+        self.link.close()
+
+    def abort(self, reason: str) -> None:
+        """See `Backend.abort`."""
+        self.link.give_up(GroupAbortedError(reason), "abort")
+
+
+def _plain(tensor: Tensor, call: Call) -> Tensor:
+    if tensor.device.type != "cpu":
+        raise UnsupportedError(
+            f"{call.op}: backend 'ref' works on CPU tensors, and this one is on {tensor.device}. "
+            f"Use backend 'nccl' through torch, or move the tensor with .cpu()."
+        )
+    return tensor.detach().contiguous()
+
+
+def _settle(work: Work, act: Callable[[], None]) -> None:
+    try:
+        act()
+    except BaseException as error:
+        work.fail(error)
+    else:
+        work.finish()

@@ -1,0 +1,51 @@
+"""The front door: what users call. Checks and rank translation happen here, once; engines do the rest."""
+
+from __future__ import annotations
+
+from torch.distributed import ReduceOp
+
+from torchdist_ref.errors import adopt_torch
+from torchdist_ref.groups.collectives import all_reduce, barrier, broadcast, reduce
+from torchdist_ref.groups.gathering import all_gather, all_gather_into_tensor, all_to_all, gather, scatter
+from torchdist_ref.groups.group import GroupMember, ProcessGroup
+from torchdist_ref.groups.lifecycle import destroy_process_group, init_process_group, is_initialized, new_group
+from torchdist_ref.groups.point_to_point import irecv, isend, recv, send
+from torchdist_ref.groups.queries import (
+    get_backend, get_global_rank, get_group_rank, get_process_group_ranks, get_rank, get_world_size,
+)  # fmt: skip
+from torchdist_ref.groups.reduce_scattering import reduce_scatter, reduce_scatter_tensor
+from torchdist_ref.work import Work
+
+adopt_torch()
+
+__all__ = [
+    "GroupMember",
+    "ProcessGroup",
+    "ReduceOp",
+    "Work",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "destroy_process_group",
+    "gather",
+    "get_backend",
+    "get_global_rank",
+    "get_group_rank",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "irecv",
+    "is_initialized",
+    "isend",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+]

@@ -1,0 +1,131 @@
+"""What every collective asks of its arguments, said once: the group, tensors, lists, the reduction.
+
+A check here costs every call, so each is a few tests on values that are there anyway, and all words are
+made only when something is wrong. Don't add checks that need another rank: engines compare calls.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from torchdist_ref.calls import AllReduce, Reduce, ReduceScatter
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
+from torchdist_ref.groups.group import ProcessGroup
+from torchdist_ref.groups.world import default_group, resolve
+
+SUM = ReduceOp.SUM
+_WORDS = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "avg",
+    ReduceOp.PRODUCT: "product",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.BAND: "band",
+    ReduceOp.BOR: "bor",
+    ReduceOp.BXOR: "bxor",
+}
+ALL_REDUCE = {word: AllReduce(word) for word in _WORDS.values()}
+REDUCE_SCATTER = {word: ReduceScatter(word) for word in _WORDS.values()}
+
+
+def member_group(operation: str, group: ProcessGroup | int | None) -> ProcessGroup | None:
+    """The group to work on; None, with a warning, where this rank is not in it (torch's documented lenience)."""
+    found = resolve(group)
+    if found is None:
+        rank = default_group().rank()
+        warnings.warn(
+            f"Running {operation} on global rank {rank} which does not belong to the given group.", stacklevel=3
+        )
+    return found
+
+
+def word_of(op: Any, operation: str) -> str:
+    """The reduction that a `ReduceOp` means, as calls and engines name it."""
+    if op is SUM:
+        return "sum"
+    try:
+        return _WORDS[getattr(op, "op", op)]
+    except (KeyError, TypeError):
+        raise ArgumentTypeError(explain(operation, "op", "a ReduceOp (SUM, AVG, PRODUCT, MIN, ...)", op)) from None
+
+
+def reduce_call(root: int, op: Any) -> Reduce:
+    """The call for a reduction to one rank."""
+    return Reduce(root, word_of(op, "reduce"))
+
+
+def check_tensor(operation: str, argument: str, value: Any) -> None:
+    """Raise unless the value is a tensor."""
+    if not isinstance(value, Tensor):
+        raise ArgumentTypeError(
+            f"{operation}: Invalid function argument. Expected parameter `{argument}` of type torch.Tensor\n"
+            f"             but got {type(value)} instead."
+        )
+
+
+def check_tensors(operation: str, argument: str, value: Any, count: int | None = None) -> None:
+    """Raise unless the value is a list of tensors, of this length."""
+    if not isinstance(value, Sequence) or not all(isinstance(item, Tensor) for item in value):
+        raise ArgumentTypeError(
+            f"{operation}: Invalid function argument. Expected parameter `{argument}` of type List[torch.Tensor]\n"
+            f"             but got {type(value)} instead."
+        )
+    if count is not None and len(value) != count:
+        raise ArgumentError(explain(operation, argument, f"a list of {count} tensors, one a rank", len(value)))
+
+
+def check_one_dtype(operation: str, tensors: Sequence[Tensor]) -> None:
+    """Raise unless all tensors have one dtype."""
+    dtypes = {t.dtype for t in tensors}
+    if len(dtypes) > 1:
+        raise ArgumentError(
+            f"{operation}: Invalid usage of tensors with different dtypes, {' and '.join(sorted(map(str, dtypes)))}."
+        )
+
+
+def check_elements(operation: str, argument: str, tensor: Tensor, count: int, why: str) -> None:
+    """Raise unless a tensor has this many elements."""
+    if tensor.numel() != count:
+        raise ArgumentError(explain(operation, argument, f"{count} elements ({why})", list(tensor.shape)))
+
+
+def check_writable(operation: str, argument: str, tensor: Tensor) -> None:
+    """Raise if two elements of an output are one place in memory: no result could be written there."""
+    if 0 in tensor.stride() and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ArgumentError(explain(operation, argument, "a tensor whose elements don't overlap (use .clone())",
+                                    f"strides {tensor.stride()}"))  # fmt: skip
+
+
+def root_of(
+    group: ProcessGroup, operation: str, rank: int | None, group_rank: int | None, argument: str = "src"
+) -> int:
+    """The group rank that a pair of arguments like `src` and `group_src` means.
+
+    Raises:
+        ArgumentError: Both or neither given, or not in the group.
+    """
+    if rank is not None and group_rank is not None:
+        raise ArgumentError(f"{operation}: Can't specify both {argument} and group_{argument}.")
+    if group_rank is not None:
+        if not (isinstance(group_rank, int) and 0 <= group_rank < group.size()):
+            expected = f"a group rank from 0 to {group.size() - 1}"
+            raise ArgumentError(explain(operation, f"group_{argument}", expected, group_rank, rank=group.rank()))
+        return group_rank
+    if rank is None:
+        raise ArgumentError(f"{operation}: Must specify {argument} or group_{argument}.")
+    return group.position(rank, operation, argument)
+
+
+def rows(operation: str, argument: str, tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
+    """A tensor as one equal block for each rank."""
+    size = group.size()
+    if tensor.numel() % size:
+        expected = f"a tensor that divides into {size} equal blocks"
+        raise ArgumentError(explain(operation, argument, expected, list(tensor.shape), rank=group.rank()))
+    return tensor.view(size, -1).unbind() if tensor.is_contiguous() else torch.chunk(tensor, size)

@@ -1,0 +1,276 @@
+"""Collectives that move blocks: all_gather, gather, scatter, all_to_all.
+
+Lists have one tensor for each rank of the group; the functions on one tensor see it as equal blocks, one for
+each rank. Checks, ranks and calls as in `collectives`. Reductions to blocks are in `reduce_scattering`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from torchdist_ref.calls import AllGather, AllToAll, Gather, Scatter
+from torchdist_ref.errors import ArgumentError
+from torchdist_ref.groups.arguments import (
+    check_elements, check_one_dtype, check_tensor, check_tensors, member_group, root_of, rows,
+)  # fmt: skip
+from torchdist_ref.groups.collectives import submit
+from torchdist_ref.groups.group import ProcessGroup
+from torchdist_ref.work import Work
+
+_ALL_GATHER = AllGather()
+_ALL_TO_ALL = AllToAll()
+
+
+def all_gather(
+    tensor_list: list[Tensor], tensor: Tensor, group: ProcessGroup | int | None = None, async_op: bool = False
+) -> Work | None:
+    """Give every rank the tensors of all ranks.
+
+    Args:
+        tensor_list: Output: one tensor for each rank, in rank order; entry `r` has the shape of rank `r`'s
+            `tensor`. Shapes may differ from rank to rank (on ``ref``), but all ranks pass the same list of them.
+        tensor: Input: this rank's tensor.
+        group: Which ranks. Default: all.
+        async_op: Return at once with a Work to wait for.
+
+    Returns:
+        A `Work` if `async_op`, else None.
+
+    Raises:
+        ArgumentError: The list has the wrong length, or this rank's entry the wrong size, or dtypes differ.
+        ArgumentTypeError: Not tensors.
+        NotInitializedError: There is no group yet.
+        MismatchError: Ranks called different things. Nothing was written.
+        DistBackendError: A rank died, gave up, or did not come in time.
+
+    Example:
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     everybody = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
+        ...     dist.all_gather(everybody, torch.tensor([rank, 7 - rank]))
+        ...     return [tensor.tolist() for tensor in everybody]
+        >>> run(program, 2)
+        [[[0, 7], [1, 6]], [[0, 7], [1, 6]]]
+
+    The operation is MPI's ``MPI_Allgather``.
+    """
+    found = member_group("all_gather", group)
+    if found is None:
+        return None
+    check_tensors("all_gather", "tensor_list", tensor_list, found.size())
+    check_tensor("all_gather", "tensor", tensor)
+    check_one_dtype("all_gather", [*tensor_list, tensor])
+    why = "as the tensor that this rank gives"
+    check_elements("all_gather", f"tensor_list[{found.rank()}]", tensor_list[found.rank()], tensor.numel(), why)
+    return submit(found, _ALL_GATHER, (tensor,), tensor_list, async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup | int | None = None, async_op: bool = False
+) -> Work | None:
+    """Give every rank the tensors of all ranks, one after the other in one tensor.
+
+    Args:
+        output_tensor: Output, world size times as many elements as the input: rank 0's first.
+        input_tensor: Input: this rank's tensor; the same shape on all ranks. May be this rank's part of the output.
+        group: Which ranks. Default: all.
+        async_op: Return at once with a Work to wait for.
+
+    Returns:
+        A `Work` if `async_op`, else None.
+
+    Raises:
+        ArgumentError: The output has the wrong size, or dtypes differ.
+        ArgumentTypeError: Not tensors.
+        NotInitializedError: There is no group yet.
+        MismatchError: Ranks called different things. Nothing was written.
+        DistBackendError: A rank died, gave up, or did not come in time.
+
+    Example:
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     output = torch.zeros(4, dtype=torch.int64)
+        ...     dist.all_gather_into_tensor(output, torch.tensor([rank, 7 - rank]))
+        ...     return output.tolist()
+        >>> run(program, 2)
+        [[0, 7, 1, 6], [0, 7, 1, 6]]
+    """
+    operation = "all_gather_into_tensor"
+    found = member_group(operation, group)
+    if found is None:
+        return None
+    check_tensor(operation, "output_tensor", output_tensor)
+    check_tensor(operation, "input_tensor", input_tensor)
+    check_one_dtype(operation, [output_tensor, input_tensor])
+    wanted = input_tensor.numel() * found.size()
+    check_elements(operation, "output_tensor", output_tensor, wanted, "world size times the input")
+    return submit(found, _ALL_GATHER, (input_tensor,), rows(operation, "output_tensor", output_tensor, found), async_op)
+
+
+def gather(
+    tensor: Tensor,
+    gather_list: list[Tensor] | None = None,
+    dst: int | None = None,
+    group: ProcessGroup | int | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Give one rank the tensors of all ranks.
+
+    Args:
+        tensor: Input: this rank's tensor; the same shape on all ranks.
+        gather_list: Output, on the destination only: one tensor for each rank.
+        dst: The destination, as a global rank. Default: 0, if `group_dst` is not given.
+        group: Which ranks. Default: all.
+        async_op: Return at once with a Work to wait for.
+        group_dst: The destination, as a rank in the group.
+
+    Returns:
+        A `Work` if `async_op`, else None.
+
+    Raises:
+        ArgumentError: A list where none belongs or none where one does, wrong lengths, sizes or dtypes.
+        ArgumentTypeError: Not tensors.
+        NotInitializedError: There is no group yet.
+        MismatchError: Ranks called different things. Nothing was written.
+        DistBackendError: A rank died, gave up, or did not come in time.
+
+    Example:
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     everybody = [torch.zeros(1) for _ in range(3)] if rank == 0 else None
+        ...     dist.gather(torch.tensor([rank / 2]), everybody, dst=0)
+        ...     return everybody and [tensor.item() for tensor in everybody]
+        >>> run(program, 3)
+        [[0.0, 0.5, 1.0], None, None]
+
+    The operation is MPI's ``MPI_Gather``.
+    """
+    found = member_group("gather", group)
+    if found is None:
+        return None
+    check_tensor("gather", "tensor", tensor)
+    root = root_of(found, "gather", 0 if dst is None and group_dst is None else dst, group_dst, "dst")
+    outputs = _list_of_root("gather", "gather_list", gather_list, tensor, found, root)
+    return submit(found, Gather(root), (tensor,), outputs, async_op)
+
+
+def scatter(
+    tensor: Tensor,
+    scatter_list: list[Tensor] | None = None,
+    src: int | None = None,
+    group: ProcessGroup | int | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """Give every rank its tensor of a list that one rank has.
+
+    Args:
+        tensor: Output: this rank's tensor; the same shape on all ranks.
+        scatter_list: Input, on the source only: one tensor for each rank.
+        src: The source, as a global rank. Default: 0, if `group_src` is not given.
+        group: Which ranks. Default: all.
+        async_op: Return at once with a Work to wait for.
+        group_src: The source, as a rank in the group.
+
+    Returns:
+        A `Work` if `async_op`, else None.
+
+    Raises:
+        ArgumentError: A list where none belongs or none where one does, wrong lengths, sizes or dtypes.
+        ArgumentTypeError: Not tensors.
+        NotInitializedError: There is no group yet.
+        MismatchError: Ranks called different things. Nothing was written.
+        DistBackendError: A rank died, gave up, or did not come in time.
+
+    Example:
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     mine = torch.zeros(1)
+        ...     dist.scatter(mine, [torch.tensor([r * r + 0.5]) for r in range(3)] if rank == 1 else None, src=1)
+        ...     return mine.item()
+        >>> run(program, 3)
+        [0.5, 1.5, 4.5]
+
+    The operation is MPI's ``MPI_Scatter``.
+    """
+    found = member_group("scatter", group)
+    if found is None:
+        return None
+    check_tensor("scatter", "tensor", tensor)
+    root = root_of(found, "scatter", 0 if src is None and group_src is None else src, group_src)
+    inputs = _list_of_root("scatter", "scatter_list", scatter_list, tensor, found, root)
+    return submit(found, Scatter(root), inputs, (tensor,), async_op)
+
+
+def _list_of_root(
+    operation: str, argument: str, given: Sequence[Tensor] | None, tensor: Tensor, group: ProcessGroup, root: int
+) -> Sequence[Tensor]:
+    """The list that only the root has; empty elsewhere."""
+    if group.rank() != root:
+        if given:
+            raise ArgumentError(f"{operation}: Argument ``{argument}`` must NOT be specified on non-root ranks "
+                                f"(root is group rank {root}, this is {group.rank()}).")  # fmt: skip
+        return ()
+    if not given:
+        raise ArgumentError(f"{operation}: Argument ``{argument}`` must be specified on root rank {root}.")
+    check_tensors(operation, argument, given, group.size())
+    check_one_dtype(operation, [*given, tensor])
+    for index, item in enumerate(given):
+        check_elements(operation, f"{argument}[{index}]", item, tensor.numel(), "as tensor has")
+    return given
+
+
+def all_to_all(
+    output_tensor_list: list[Tensor],
+    input_tensor_list: list[Tensor],
+    group: ProcessGroup | int | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Every rank gives every rank a tensor.
+
+    Args:
+        output_tensor_list: Output: entry `s` becomes what rank `s` has for this rank.
+        input_tensor_list: Input: entry `d` goes to rank `d`. All tensors of the call have one size.
+        group: Which ranks. Default: all.
+        async_op: Return at once with a Work to wait for.
+
+    Returns:
+        A `Work` if `async_op`, else None.
+
+    Raises:
+        ArgumentError: Lists of the wrong length, different sizes or dtypes.
+        ArgumentTypeError: Not lists of tensors.
+        NotInitializedError: There is no group yet.
+        MismatchError: Ranks called different things. Nothing was written.
+        DistBackendError: A rank died, gave up, or did not come in time.
+
+    Example:
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     got = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
+        ...     dist.all_to_all(got, [torch.tensor([10 * rank + d]) for d in range(3)])
+        ...     return [tensor.item() for tensor in got]
+        >>> run(program, 3)
+        [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
+
+    The operation is MPI's ``MPI_Alltoall``.
+    """
+    found = member_group("all_to_all", group)
+    if found is None:
+        return None
+    check_tensors("all_to_all", "output_tensor_list", output_tensor_list, found.size())
+    check_tensors("all_to_all", "input_tensor_list", input_tensor_list, found.size())
+    check_one_dtype("all_to_all", [*output_tensor_list, *input_tensor_list])
+    count = input_tensor_list[0].numel()
+    for name, tensors in (("output_tensor_list", output_tensor_list), ("input_tensor_list", input_tensor_list)):
+        for index, item in enumerate(tensors):
+            check_elements("all_to_all", f"{name}[{index}]", item, count, "as input_tensor_list[0] has")
+    return submit(found, _ALL_TO_ALL, input_tensor_list, output_tensor_list, async_op)

@@ -1,0 +1,231 @@
+"""From nothing to a group of all ranks, from there to smaller groups, and back.
+
+Don't add ways to meet (rendezvous) or engines (backends): here they are only put together.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+from torchdist_ref.backends.base import Membership, create, default_name, names
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, MismatchError, NotInitializedError, explain
+from torchdist_ref.groups.group import GroupMember, ProcessGroup
+from torchdist_ref.groups.world import DEFAULT_TIMEOUT, World, current, default_group, resolve
+from torchdist_ref.rendezvous import rendezvous
+from torchdist_ref.stores import PrefixStore, Store
+
+log = logging.getLogger("torchdist_ref.groups")
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    pg_options: Any = None,
+    device_id: Any = None,
+) -> None:
+    """Meet all ranks and make the default group. Every rank calls this once; it returns when all are there.
+
+    Give either `store`, with `rank` and `world_size`, or `init_method` (by default ``env://``: the
+    environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as launchers set them).
+
+    Args:
+        backend: ``"ref"``, ``"gloo"`` or a registered name. None: ``TORCHDIST_REF_BACKEND``, else ``"ref"``
+            where all ranks share a host, else ``"gloo"``.
+        init_method: A URL that says how to meet: ``env://``, ``tcp://host:port``, ``file:///path``.
+        timeout: How long any wait takes at most. Default: 30 minutes.
+        world_size: How many ranks there are.
+        rank: Which one this is, from 0.
+        store: A store that all ranks share, in place of `init_method`.
+        group_name: A name for error messages. Default: ``"world"``.
+        pg_options: Accepted for torch's sake; no engine of this library takes options.
+        device_id: Accepted for torch's sake; only ``nccl`` would bind a device.
+
+    Raises:
+        ArgumentError: Initialised twice, an unknown backend, or arguments that contradict each other.
+        RendezvousError: The URL, the environment, the rank or the world size is wrong.
+        DistNetworkError: The meeting point cannot be reached.
+        RankStalledError: A rank did not come in time.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> dist.init_process_group("ref", store=dist.HashStore(), rank=0, world_size=1)
+        >>> dist.get_rank(), dist.get_world_size(), dist.get_backend()
+        (0, 1, 'ref')
+        >>> dist.destroy_process_group()
+    """
+    world = current()
+    if world.default is not None:
+        raise ArgumentError("init_process_group: trying to initialize the default process group twice!")
+    seconds = _seconds(timeout)
+    _check_backend(backend)
+    owned = store is None
+    if store is None:
+        store, rank, world_size = _meet(init_method, rank, world_size, seconds)
+    elif init_method is not None:
+        raise ArgumentError("init_process_group: give either 'store' or 'init_method', not both.")
+    _check_place(rank, world_size)
+    world.store, world.owns_store = store, owned
+    try:
+        world.default = _make(world, backend, group_name or "world", tuple(range(world_size)), rank, seconds)
+    except BaseException:
+        world.close()
+        raise
+
+
+def _check_backend(backend: str | None) -> None:
+    if backend is not None and not isinstance(backend, str):
+        raise ArgumentTypeError(explain("init_process_group", "backend", "a name", backend))
+    if backend is not None and backend.lower() not in names():
+        raise ArgumentError(explain("init_process_group", "backend", f"one of {', '.join(names())}", backend))
+
+
+def _seconds(timeout: timedelta | None) -> float:
+    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+    if not isinstance(timeout, timedelta):
+        raise ArgumentTypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}.")
+    if timeout <= timedelta(0):
+        raise ArgumentError(explain("init_process_group", "timeout", "more than zero", timeout))
+    return timeout.total_seconds()
+
+
+def _meet(init_method: str | None, rank: int, world_size: int, seconds: float) -> tuple[Store, int, int]:
+    iterator = rendezvous(init_method or "env://", rank, world_size, timeout=timedelta(seconds=min(seconds, 300.0)))
+    return next(iter(iterator))
+
+
+def _check_place(rank: int, world_size: int) -> None:
+    if world_size < 1:
+        raise ArgumentError(explain("init_process_group", "world_size", "at least 1 when a store is given", world_size))
+    if not 0 <= rank < world_size:
+        raise ArgumentError(explain("init_process_group", "rank", f"from 0 to {world_size - 1}", rank))
+
+
+def _make(
+    world: World, backend: str | None, name: str, members: tuple[int, ...], rank: int, seconds: float
+) -> ProcessGroup:
+    assert world.store is not None
+    store = PrefixStore(f"group/{world.made}", world.store)
+    world.made += 1
+    chosen = backend or _choose(store, rank, len(members))
+    engine = create(chosen, Membership(store, rank, members, name, seconds))
+    group = ProcessGroup(members, rank, engine, name, seconds, store)
+    world.groups.append(group)
+    return group
+
+
+def _choose(store: Store, rank: int, size: int) -> str:
+    chosen = os.environ.get("TORCHDIST_REF_BACKEND") or default_name(store, rank, size)
+    if rank == 0:
+        log.info("no backend named: using %r", chosen)
+    return chosen
+
+
+def is_initialized() -> bool:
+    """Whether the default group exists."""
+    return current().default is not None
+
+
+def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
+    """Leave a group, or all of them, and give back their memory, threads and descriptors.
+
+    Calls that other ranks still make on the group raise there. Tensors that lie in a group's memory live on.
+
+    Args:
+        group: The group to leave. None, or the default group: all groups, and the store if this library made it.
+
+    Raises:
+        NotInitializedError: There is no group.
+    """
+    world = current()
+    if world.default is None:
+        raise NotInitializedError("destroy_process_group: there is no group to destroy; init_process_group comes first.")
+    found = resolve(group)
+    if found is world.default:
+        world.close()
+    elif found is not None:
+        if found not in world.groups:
+            raise ArgumentError(f"destroy_process_group: group {found.name!r} was destroyed before.")
+        world.remove(found)
+
+
+def new_group(
+    ranks: Iterable[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+) -> ProcessGroup | int:
+    """Make a group of some ranks. Every rank of the default group calls this, members or not, in the same order.
+
+    Args:
+        ranks: Global ranks of the members, in any order: the group counts them ascending. None: all.
+        timeout: How long any wait takes at most. Default: 30 minutes.
+        backend: Default: the default group's.
+        pg_options: Accepted for torch's sake.
+        use_local_synchronization: Accepted for torch's sake: only the members ever wait here.
+        group_desc: A name for error messages.
+        device_id: Accepted for torch's sake.
+
+    Returns:
+        On members the group; on the others ``GroupMember.NON_GROUP_MEMBER``.
+
+    Raises:
+        ArgumentError: Ranks given twice or out of range.
+        MismatchError: Ranks called this with different members.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> from torchdist_ref.testing import fill, run
+        >>> def program(rank):
+        ...     evens = dist.new_group([0, 2])
+        ...     return dist.get_rank(evens)
+        >>> run(program, 3)
+        [0, -1, 1]
+    """
+    world, default = current(), default_group()
+    members = _members(ranks, default)
+    seconds = _seconds(timeout)
+    _agree(world, default, members)
+    name = group_desc or f"group {world.made}"
+    me = default.members[default.rank()]
+    if me not in members:
+        world.made += 1
+        return GroupMember.NON_GROUP_MEMBER
+    return _make(world, backend or default.backend.name, name, members, members.index(me), seconds)
+
+
+def _members(ranks: Iterable[int] | None, default: ProcessGroup) -> tuple[int, ...]:
+    if ranks is None:
+        return default.members
+    given = list(ranks)
+    for rank in given:
+        if not isinstance(rank, int) or rank not in default.members:
+            expected = f"global ranks from 0 to {default.size() - 1}"
+            raise ArgumentError(explain("new_group", "ranks", expected, given, rank=default.rank()))
+    if len(set(given)) != len(given):
+        raise ArgumentError(f"new_group: ranks list must not contain duplicate entries, got {given}.")
+    return tuple(sorted(given))
+
+
+def _agree(world: World, default: ProcessGroup, members: tuple[int, ...]) -> None:
+    """The first rank to come writes down the members; whoever comes with others is told."""
+    assert world.store is not None
+    mine = ",".join(map(str, members))
+    said = world.store.compare_set(f"members/{world.made}", "", mine).decode()
+    if said != mine:
+        world.made += 1
+        raise MismatchError(
+            f"new_group on rank {default.rank()}: this rank gives members [{mine}], another rank gave [{said}]. "
+            f"All ranks must make the same groups in the same order."
+        )

@@ -1,0 +1,135 @@
+"""The current world: which groups this rank has. Init, destroy, new_group.
+
+There is one world per process, as in torch: user code calls from plain threads, from completion callbacks
+and from autograd's threads, and all mean the same one. Only where ranks are threads (`testing`, notebooks)
+does a context variable override it. This and the table of engines are the package's only module state.
+
+Don't add collectives here, nor anything that an engine needs to know.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torchdist_ref.errors import ArgumentTypeError, NotInitializedError, explain
+from torchdist_ref.groups.group import GroupMember, ProcessGroup
+from torchdist_ref.stores import Store
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class World:
+    """What one rank knows about its groups.
+
+    Attributes:
+        default: The group of all ranks, once initialised.
+        store: What the ranks met through.
+        groups: All groups that this rank is in, oldest first.
+        made: How many groups were ever made; the same on all ranks, which names new ones.
+        owns_store: Whether this library made the store, and so closes it.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Be as new."""
+        self.default: ProcessGroup | None = None
+        self.store: Store | None = None
+        self.groups: list[ProcessGroup] = []
+        self.made = 0
+        self.owns_store = False
+
+    def remove(self, group: ProcessGroup) -> None:
+        """Leave one group."""
+        self.groups.remove(group)
+        group.backend.close()
+
+    def close(self) -> None:
+        """Leave all groups, the newest first, and the store if it is ours."""
+        for group in reversed(list(self.groups)):
+            self.remove(group)
+        store, owned = self.store, self.owns_store
+        self.forget()
+        close = getattr(store, "close", None)
+        if owned and close is not None:
+            close()
+
+
+_of_process = World()
+_of_context: contextvars.ContextVar[World | None] = contextvars.ContextVar("torchdist_ref_world", default=None)
+
+
+def current() -> World:
+    """The world that calls without a group mean."""
+    return _of_context.get() or _of_process
+
+
+@contextmanager
+def thread_rank() -> Iterator[World]:
+    """Give the current context a world of its own, for ranks that are threads.
+
+    >>> with thread_rank() as world:
+    ...     current() is world
+    True
+    """
+    world = World()
+    token = _of_context.set(world)
+    try:
+        yield world
+    finally:
+        world.close()
+        _of_context.reset(token)
+
+
+def abort(reason: str) -> None:
+    """Leave all groups of the current world at once: members that wait for this rank get an error.
+
+    Args:
+        reason: What they are told.
+    """
+    for group in current().groups:
+        group.backend.abort(reason)
+
+
+def default_group() -> ProcessGroup:
+    """The group of all ranks.
+
+    Raises:
+        NotInitializedError: There is none.
+    """
+    group = current().default
+    if group is None:
+        raise NotInitializedError(
+            "Default process group has not been initialized, please make sure to call init_process_group. "
+            "(No group exists in this process.)"
+        )
+    return group
+
+
+def resolve(group: ProcessGroup | int | None) -> ProcessGroup | None:
+    """The group that an argument means; None if this rank is not in it."""
+    if group is None:
+        return current().default or default_group()
+    if isinstance(group, ProcessGroup):
+        return group
+    return _not_a_member(group)
+
+
+def _not_a_member(group: object) -> None:
+    if group != GroupMember.NON_GROUP_MEMBER:
+        raise ArgumentTypeError(explain("process group", "group", "a group made by new_group, or None", group))
+
+
+def _after_fork() -> None:
+    # The child has no engine threads and must not use its parent's links.
+    _of_process.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(lambda: _of_process.close())

@@ -1,0 +1,128 @@
+"""Mailbox: how one message goes from one rank to one other.
+
+There is a mailbox for each ordered pair of ranks. The sender writes an envelope (tag, fingerprint, bytes)
+and the first window of the data, and offers it. The receiver looks at the envelope, and takes the message
+or refuses it; either way it replies, so that a send that returned was received, and a mismatch is an error
+on both sides. Long messages continue in windows through two halves in turn.
+
+Matching by tag is above (`backends.point_to_point`); a mailbox only knows the message at its head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchdist_ref.errors import MismatchError
+from torchdist_ref.transports.base import Link
+from torchdist_ref.transports.board import Record
+from torchdist_ref.transports.layout import ENVELOPE
+
+_TAG, _FINGERPRINT, _NBYTES, _VERDICT = range(4)
+_TEXT, _REPLY, _FIELD = 64, 512, 384
+TAKEN, REFUSED = 0, 1
+
+Views = Callable[[int, int], Tensor]
+
+
+class Envelope(NamedTuple):
+    """What a receiver sees before it takes a message."""
+
+    tag: int
+    record: Record
+    nbytes: int
+
+
+class Mailbox:
+    """The mailbox from `source` to `target`, as seen by one of the two."""
+
+    def __init__(self, link: Link, source: int, target: int) -> None:
+        self.link, self.source, self.target = link, source, target
+        self.peer = target if link.rank == source else source
+        memory, layout = link.memory, link.layout
+        begin = layout.envelope(source, target)
+        self._bytes = memory.bytes[begin : begin + ENVELOPE]
+        self._words = self._bytes[:64].cast("q")
+        self._halves = [layout.mailbox(source, target, half) for half in (0, 1)]
+        self.offer = memory.token(layout, "offer", source, target)
+        self._reply = memory.token(layout, "reply", target, source)
+        self._more = memory.token(layout, "more", source, target)
+        self._room = memory.token(layout, "room", target, source)
+        self.bell = memory.token(layout, "bell", target, target)
+
+    def send(self, tag: int, record: Record, tensor: Tensor, timeout: float | None = None) -> None:
+        """Deliver a contiguous tensor; back when the receiver has it.
+
+        Raises:
+            MismatchError: The receiver expected something else, and has not taken it.
+        """
+        doing = record.text.decode()
+        row = tensor.view(-1)
+        pieces = row.split(self._window(row)) if row.numel() else (row,)
+        self._words[_TAG], self._words[_FINGERPRINT] = tag, record.fingerprint
+        self._words[_NBYTES] = row.numel() * row.itemsize
+        self._put(_TEXT, record.text)
+        self._view(0, row.dtype, pieces[0].numel()).copy_(pieces[0])
+        self.offer.release()
+        self.bell.release()
+        self.link.wait(self._reply, self.peer, doing, timeout, alone=True)
+        if self._words[_VERDICT] == REFUSED:
+            raise MismatchError(
+                f"{self.link.here(doing)}: {self.link.who([self.peer])} expects something else: {self._get(_REPLY)}. "
+                f"Nothing was written."
+            )
+        self._send_rest(pieces, doing, timeout)
+
+    def _send_rest(self, pieces: tuple[Tensor, ...], doing: str, timeout: float | None) -> None:
+        for number, piece in enumerate(pieces[1:], 1):
+            if number > 1:
+                self.link.wait(self._room, self.peer, doing, timeout, alone=True)
+            self._view(number & 1, piece.dtype, piece.numel()).copy_(piece)
+            self._more.release()
+        if len(pieces) > 1:
+            self.link.wait(self._room, self.peer, doing, timeout, alone=True)
+
+    def look(self) -> Envelope:
+        """The envelope at the head; only after the offer's token was taken."""
+        record = Record(self._words[_FINGERPRINT], self._get(_TEXT).encode())
+        return Envelope(self._words[_TAG], record, self._words[_NBYTES])
+
+    def refuse(self, text: str) -> None:
+        """Tell the sender that its message does not fit what is expected here."""
+        self._put(_REPLY, text.encode())
+        self._words[_VERDICT] = REFUSED
+        self._reply.release()
+
+    def take(self, tensor: Tensor, doing: str, timeout: float | None = None) -> None:
+        """Receive the message at the head into a contiguous tensor of its size."""
+        row = tensor.view(-1)
+        pieces = row.split(self._window(row)) if row.numel() else (row,)
+        self._words[_VERDICT] = TAKEN
+        if len(pieces) > 1:
+            self._reply.release()
+        pieces[0].copy_(self._view(0, row.dtype, pieces[0].numel()))
+        for number, piece in enumerate(pieces[1:], 1):
+            self.link.wait(self._more, self.peer, doing, timeout, alone=True)
+            piece.copy_(self._view(number & 1, piece.dtype, piece.numel()))
+            self._room.release()
+        if len(pieces) == 1:
+            self._reply.release()
+
+    def _window(self, row: Tensor) -> int:
+        return self.link.layout.box // row.itemsize
+
+    def _view(self, half: int, dtype: torch.dtype, count: int) -> Tensor:
+        if count == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.link.memory.buffer, dtype=dtype, count=count, offset=self._halves[half])
+
+    def _put(self, at: int, text: bytes) -> None:
+        text = text[: _FIELD - 2]
+        self._bytes[at : at + 2 + len(text)] = len(text).to_bytes(2, "little") + text
+
+    def _get(self, at: int) -> str:
+        length = min(int.from_bytes(self._bytes[at : at + 2], "little"), _FIELD - 2)
+        return bytes(self._bytes[at + 2 : at + 2 + length]).decode(errors="replace")
