@@ -5,8 +5,9 @@ socket, and `PrefixStore` is a part of another store. This package knows nothing
 """
 
 from torchdist_ref.stores.base import Store
+from torchdist_ref.stores.file import FileStore
 from torchdist_ref.stores.hash import HashStore
 from torchdist_ref.stores.prefix import PrefixStore
 from torchdist_ref.stores.tcp import TCPStore
 
-__all__ = ["HashStore", "PrefixStore", "Store", "TCPStore"]
+__all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"]

@@ -36,7 +36,7 @@ def key_bytes(operation: str, key: Text, argument: str = "key") -> bytes:
     raise ArgumentTypeError(explain(operation, argument, "a str or bytes", key))
 
 
-def value_bytes(operation: str, value: Text, argument: str = "value") -> bytes:
+def value_bytes(operation: str, value: Any, argument: str = "value") -> bytes:
     """The value as bytes."""
     if isinstance(value, (str, bytes, bytearray)):
         return key_bytes(operation, value, argument)
@@ -56,7 +56,8 @@ def pair_list(operation: str, keys: Sequence[Text], values: Sequence[Text]) -> l
     _must_be_list(operation, "values", values)
     if len(names) != len(values):
         raise ArgumentError(explain(operation, "values", f"as long as keys ({len(names)})", len(values)))
-    return [(key, value_bytes(operation, value, f"values[{i}]")) for i, (key, value) in enumerate(zip(names, values))]
+    zipped = enumerate(zip(names, values, strict=True))
+    return [(key, value_bytes(operation, value, f"values[{i}]")) for i, (key, value) in zipped]
 
 
 def _must_be_list(operation: str, argument: str, given: Any) -> None:

@@ -155,7 +155,8 @@ def _open_listeners(addresses: list[Address], port: int) -> list[socket.socket]:
             listeners.append(_open_listener(family, (where[0], chosen, *where[2:])))
         except OSError as error:
             # The other family may be switched off on this machine, or (port chosen by the system) taken there.
-            if not listeners and (family, where) == addresses[-1] or port and error.errno == errno.EADDRINUSE:
+            none_left = not listeners and (family, where) == addresses[-1]
+            if none_left or (port and error.errno == errno.EADDRINUSE):
                 for listener in listeners:
                     listener.close()
                 raise

@@ -16,9 +16,14 @@ from torchdist_ref.stores.arguments import INT64, shown
 
 
 class Table:
-    """The keys, values and queues of one store."""
+    """The keys, values and queues of one store.
 
-    def __init__(self) -> None:
+    Args:
+        slash: what the store puts before users' keys; error messages leave it out.
+    """
+
+    def __init__(self, slash: bytes = b"") -> None:
+        self._slash = slash
         self.values: dict[bytes, bytes] = {}
         self.queues: dict[bytes, deque[bytes]] = {}
 
@@ -34,7 +39,8 @@ class Table:
         """Add to a counter, which is decimal text; a missing one counts as 0."""
         total = self.number(key) + amount
         if total not in INT64:
-            raise ArgumentError(explain("add", "amount", f"small enough for {shown([key])} to fit 64 bits", amount))
+            expected = f"small enough for {self._shown(key)} to fit 64 bits"
+            raise ArgumentError(explain("add", "amount", expected, amount))
         self.values[key] = str(total).encode()
         return total
 
@@ -45,7 +51,15 @@ class Table:
             return int(text)
         except ValueError:
             hint = f"It holds {text[:40]!r}; count under a key of its own."
-            raise ArgumentError(explain("add", "key", "one that holds a number", shown([key]), hint=hint)) from None
+            raise ArgumentError(
+                explain(
+                    "add",
+                    "key",
+                    "one that holds a number",
+                    key.removeprefix(self._slash).decode(errors="replace"),
+                    hint=hint,
+                )
+            ) from None
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
         """torch's rule: a missing key matches an empty `expected` only, and answers `expected` otherwise."""
@@ -80,3 +94,6 @@ class Table:
     def length(self, key: bytes) -> int:
         """How many values a queue holds."""
         return len(self.queues.get(key, ()))
+
+    def _shown(self, key: bytes) -> str:
+        return shown([key.removeprefix(self._slash)])

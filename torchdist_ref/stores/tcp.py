@@ -105,7 +105,7 @@ class TCPStore(Store):
         return self._pool.port
 
     @property
-    def libuvBackend(self) -> bool:  # noqa: N802 - torch's spelling
+    def libuvBackend(self) -> bool:
         """What was given as `use_libuv`."""
         return self._libuv
 
@@ -209,8 +209,8 @@ class TCPStore(Store):
 
     def _no_answer(self, operation: str, limit: float) -> StoreTimeoutError:
         return StoreTimeoutError(
-            f"{operation}: wait timeout after {limit * 1000:.0f}ms: the server of {self!r} does not answer at all. It may "
-            f"be stopped, overloaded or cut off from this machine; whether the operation was done is not known."
+            f"{operation}: wait timeout after {limit * 1000:.0f}ms: the server of {self!r} does not answer at all. It "
+            f"may be stopped, overloaded or cut off from this machine; whether the operation was done is not known."
         )
 
     def _join(self, world: int | None) -> None:
@@ -261,7 +261,8 @@ def _key(operation: str, key: Text) -> bytes:
     # Every user's key has a slash in front on the wire; the store's own keys have none.
     name = b"/" + key_bytes(operation, key)
     if len(name) > LONGEST_KEY:
-        raise ArgumentError(explain(operation, "key", f"at most {LONGEST_KEY - 1} bytes long", f"{len(name) - 1} bytes"))
+        expected, got = f"at most {LONGEST_KEY - 1} bytes long", f"{len(name) - 1} bytes"
+        raise ArgumentError(explain(operation, "key", expected, got))
     return name
 
 

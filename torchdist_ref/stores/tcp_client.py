@@ -15,15 +15,15 @@ What `get` or `barrier` mean belongs to `tcp`, the bytes to `tcp_wire`.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
 from torchdist_ref.errors import ArgumentError, DistNetworkError
 from torchdist_ref.stores import sockets
+from torchdist_ref.stores.channel import Channel, Lost
 from torchdist_ref.stores.tcp_parse import drive, read, read_answer
 from torchdist_ref.stores.tcp_wire import MAGIC, MARK, Op, Status, WireError, recognised, reply_shape, write_request
 from torchdist_ref.stores.waiting import Deadline
@@ -42,66 +42,9 @@ class TimedOut(Exception):
         self.missing, self.silent = missing, silent
 
 
-class Lost(Exception):
-    """The connection broke while an answer was due."""
-
-
 def grace(seconds: float) -> float:
     """How long after its time-out a call may still take to hear from the server."""
     return min(0.08 + 0.03 * seconds, 2.0)
-
-
-class Channel:
-    """A socket that sends and takes bytes before a deadline."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
-        self._buffer = bytearray()
-
-    def send(self, data: bytes, deadline: Deadline) -> None:
-        """Send everything, or raise Lost, or TimeoutError at the deadline."""
-        rest = memoryview(data)
-        while rest:
-            try:
-                rest = rest[self._sock.send(rest) :]
-            except BlockingIOError:
-                self._wait(select.POLLOUT, deadline)
-            except OSError as error:
-                raise Lost(str(error)) from error
-
-    def take(self, size: int, deadline: Deadline) -> bytes:
-        """Exactly `size` bytes, or Lost, or TimeoutError at the deadline."""
-        while len(self._buffer) < size:
-            self._wait(select.POLLIN, deadline)
-            try:
-                data = self._sock.recv(max(65536, min(size - len(self._buffer), 2**20)))
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise Lost(str(error)) from error
-            if not data:
-                raise Lost("the server closed the connection")
-            self._buffer += data
-        piece = bytes(self._buffer[:size])
-        del self._buffer[:size]
-        return piece
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._sock.close()
-
-    def abort(self) -> None:
-        """Wake the thread that waits on this socket; it finds the connection lost."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def _wait(self, event: int, deadline: Deadline) -> None:
-        self._poll.modify(self._sock, event)
-        while not self._poll.poll(deadline.slice() * 1000):
-            if deadline.passed():
-                raise TimeoutError
 
 
 class Conversation:
@@ -139,9 +82,9 @@ class Conversation:
             try:
                 self._open(deadline)
             except (OSError, Lost) as error:
-                if deadline.left() <= pause or self._server is not None:
+                if deadline.passed() or self._server is not None:
                     raise self._unreachable(error, deadline) from error
-                _sleep(Deadline(pause))
+                time.sleep(min(pause, deadline.left()))
                 pause = min(pause * 1.5, 0.25)
 
     def ask(self, op: Op, *fields: Any, seconds: float) -> tuple[Any, ...]:
@@ -274,8 +217,8 @@ class Conversation:
         where = f"{self.host}:{self.port}"
         if self._server is not None:
             return DistNetworkError(
-                f"TCPStore: the server at {where} is gone ({error}). The process that held it (rank 0, or the launcher) "
-                f"has ended or cannot be reached; its own log says why."
+                f"TCPStore: the server at {where} is gone ({error}). The process that held it (rank 0, or the "
+                f"launcher) has ended or cannot be reached; its own log says why."
             )
         if isinstance(error, socket.gaierror):
             return DistNetworkError(
@@ -289,13 +232,9 @@ class Conversation:
 
     def _broken(self, op: Op, lost: Lost) -> DistNetworkError:
         return DistNetworkError(
-            f"{op.name.lower()}: the connection to the store at {self.host}:{self.port} broke ({lost}); the operation may "
-            f"or may not have been done. The next call connects again."
+            f"{op.name.lower()}: the connection to the store at {self.host}:{self.port} broke ({lost}); the operation "
+            f"may or may not have been done. The next call connects again."
         )
-
-
-def _sleep(deadline: Deadline) -> None:
-    select.select([], [], [], deadline.left())
 
 
 def _opened(op: Op, fields: tuple[Any, ...], status: Status, body: bytes) -> tuple[Any, ...]:

@@ -28,6 +28,7 @@ from torchdist_ref.stores.tcp_wire import (
 T = TypeVar("T")
 Parse = Generator[int, bytes, T]
 
+
 def _read_u32() -> Parse[int]:
     return int(struct.unpack("<I", (yield 4))[0])
 

@@ -21,13 +21,13 @@ from typing import Any
 
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.stores.table import Table
+from torchdist_ref.stores.tcp_answers import ANSWERS
 from torchdist_ref.stores.tcp_wire import (
     MAGIC,
     Op,
     Request,
     Status,
     WireError,
-    recognised,
     reply_shape,
     write,
     write_answer,
@@ -79,7 +79,7 @@ class Service:
     """The keys of one store and everybody who waits for them."""
 
     def __init__(self) -> None:
-        self.table = Table()
+        self.table = Table(slash=b"/")
         self.identity = os.urandom(16)
         self._waiting: dict[bytes, dict[Waiter, None]] = {}
         self._sessions: dict[bytes, Session] = {}
@@ -258,48 +258,4 @@ WAITING: dict[Op, Callable[[Service, Peer, Request], Waiter]] = {
     Op.WAIT_POP: Service._wait_pop,
     Op.WAIT_NUMBER: Service._wait_number,
     Op.BARRIER: Service._barrier,
-}
-
-
-def _pong(table: Table, nonce: int) -> tuple[int]:
-    ours = recognised(nonce)
-    return (nonce if ours is None else ours,)
-
-
-def _set(table: Table, key: bytes, value: bytes) -> tuple[()]:
-    table.values[key] = value
-    return ()
-
-
-def _append(table: Table, key: bytes, value: bytes) -> tuple[()]:
-    table.append(key, value)
-    return ()
-
-
-def _multi_set(table: Table, pairs: list[tuple[bytes, bytes]]) -> tuple[()]:
-    table.values.update(pairs)
-    return ()
-
-
-def _push(table: Table, key: bytes, value: bytes) -> tuple[()]:
-    table.push(key, value)
-    return ()
-
-
-ANSWERS: dict[Op, Callable[..., tuple[Any, ...]]] = {
-    Op.PING: _pong,
-    Op.SET: _set,
-    Op.APPEND: _append,
-    Op.MULTI_SET: _multi_set,
-    Op.QUEUE_PUSH: _push,
-    Op.COMPARE_SET: lambda table, *fields: (table.compare_set(*fields),),
-    Op.GET: lambda table, key: (table.values.get(key, b""),),
-    Op.MULTI_GET: lambda table, keys: tuple(table.values.get(key, b"") for key in keys),
-    Op.ADD: lambda table, key, amount: (table.add(key, amount),),
-    Op.CHECK: lambda table, keys: (1 if table.missing(keys) else 0,),
-    Op.GETNUMKEYS: lambda table: (len(table.values),),
-    Op.DELETE_KEY: lambda table, key: (int(table.delete(key)),),
-    Op.QUEUE_POP: lambda table, key: ((table.length(key), table.pop(key)),),
-    Op.QUEUE_LEN: lambda table, key: (table.length(key),),
-    Op.LIST_KEYS: lambda table: (list(table.values),),
 }

@@ -1,0 +1,232 @@
+"""Rendezvous: from a URL or the environment to a store, a rank and a world size.
+
+``env://`` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as launchers set them; ``tcp://host:port`` and
+``file:///path`` take rank and world size from the arguments or the URL's query. Rank 0 starts the server of the
+store, all others connect to it (all of them connect if TORCHELASTIC_USE_AGENT_STORE is "True": the launcher then
+runs the server). What is wrong with the rank, the size, the port or a variable is said at once, before any wait.
+
+A new way to meet is a handler, registered with `register_rendezvous_handler`; only the three that torch has live here.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from torchdist_ref.errors import ArgumentTypeError, RendezvousError
+from torchdist_ref.stores import FileStore, Store, TCPStore
+
+Meeting = Iterator[tuple[Store, int, int]]
+Handler = Callable[..., Meeting]
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+WINDOWS_DRIVE = re.compile(r"^/?([A-Za-z]:)[/\\]")
+
+_handlers: dict[str, Handler] = {}
+
+__all__ = ["register_rendezvous_handler", "rendezvous"]
+
+
+def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
+    """Make `rendezvous` understand URLs of one more scheme.
+
+    Args:
+        scheme: what stands before ``://``.
+        handler: called with the URL (rank and world size in its query) and with the keyword arguments of
+            `rendezvous`; an iterator of (store, rank, world_size), usually a generator.
+
+    Raises:
+        RuntimeError: the scheme has a handler already.
+
+    >>> from torchdist_ref.stores import HashStore
+    >>> def alone(url, **options):
+    ...     yield HashStore(), 0, 1
+    >>> register_rendezvous_handler("alone", alone)
+    >>> next(rendezvous("alone://"))
+    (HashStore(), 0, 1)
+    """
+    if scheme in _handlers:
+        raise RuntimeError(f"Rendezvous handler for {scheme}:// already registered; choose another scheme.")
+    _handlers[scheme] = handler
+
+
+def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Meeting:
+    """Meet the other ranks.
+
+    Args:
+        url: ``env://``, ``tcp://host:port``, ``file:///path``, or a registered scheme.
+        rank: this process's rank; -1 if the URL or the environment says it.
+        world_size: how many ranks there are; -1 likewise.
+        options: handed to the handler; those here know `timeout` (a timedelta, 30 minutes unless set).
+
+    Returns:
+        An iterator whose first item is (store, rank, world_size).
+
+    Raises:
+        RendezvousError: rank, world size, URL or a variable is missing or wrong.
+        DistNetworkError: the port is in use, the name does not resolve, or rank 0 does not answer.
+        RuntimeError: nobody has registered that scheme.
+    """
+    _check_kinds(url, rank, world_size)
+    parts = urlsplit(url)
+    query = _query(parts)
+    if (rank != -1 or world_size != -1) and query.keys() & {"rank", "world_size"}:
+        raise RepeatedArgumentError(
+            f"The url: {url} has node-specific arguments(rank, world_size) already. Give them in one place only."
+        )
+    if parts.scheme not in _handlers:
+        known = ", ".join(f"{scheme}://" for scheme in sorted(_handlers))
+        raise RuntimeError(f"No rendezvous handler for {parts.scheme}:// (in {url!r}). There are: {known}.")
+    extra = {"rank": rank, "world_size": world_size}
+    full = _with_query(url, parts, {**query, **{name: str(value) for name, value in extra.items() if value != -1}})
+    return _handlers[parts.scheme](full, **options)
+
+
+class RepeatedArgumentError(RendezvousError, AssertionError):
+    """torch raises an AssertionError here."""
+
+
+def _check_kinds(url: str, rank: int, world_size: int) -> None:
+    if not isinstance(url, str):
+        raise UrlTypeError(f"rendezvous: `url` must be a string. {type(url)}: {url!r}")
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        try:
+            operator.index(value)
+        except TypeError:
+            raise UrlTypeError(f"rendezvous: `{name}` must be an integer. {value!r}") from None
+
+
+class UrlTypeError(ArgumentTypeError, RuntimeError):
+    """torch raises a RuntimeError here."""
+
+
+def _query(parts: SplitResult) -> dict[str, str]:
+    return dict(parse_qsl(parts.query, keep_blank_values=True))
+
+
+def _with_query(url: str, parts: SplitResult, query: Mapping[str, str]) -> str:
+    # Not urlunsplit: it drops the slashes of "env://" and of file URLs with no host.
+    bare = url.partition("#")[0].partition("?")[0]
+    text = "&".join(f"{name}={value}" for name, value in query.items())
+    return f"{bare}?{text}" if text else bare
+
+
+# What all handlers share
+
+
+def _wrong(scheme: str, problem: str) -> RendezvousError:
+    return RendezvousError(f"Error initializing torch.distributed using {scheme}:// rendezvous: {problem}")
+
+
+def _whole_number(scheme: str, name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise _wrong(scheme, f"{name} must be a whole number, got {text!r}") from None
+
+
+def _place(scheme: str, rank: int, world_size: int) -> tuple[int, int]:
+    if world_size < 1:
+        raise _wrong(scheme, f"world size must be 1 or more, got {world_size}")
+    if not 0 <= rank < world_size:
+        raise _wrong(
+            scheme, f"rank {rank} is out of range: with world size {world_size}, ranks are 0 to {world_size - 1}"
+        )
+    return rank, world_size
+
+
+def _place_from_query(scheme: str, query: Mapping[str, str]) -> tuple[int, int]:
+    if "rank" not in query:
+        raise _wrong(scheme, "rank parameter missing. Pass rank=, or add ?rank=...&world_size=... to the URL")
+    if "world_size" not in query:
+        raise _wrong(scheme, "world size parameter missing. Pass world_size=, or add &world_size=... to the URL")
+    rank, size = (_whole_number(scheme, f"{name} in the URL", query[name]) for name in ("rank", "world_size"))
+    return _place(scheme, rank, size)
+
+
+def _make_tcp_store(scheme: str, host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
+    if not 0 < port < 2**16:
+        hint = ". Port 0 would be chosen by the system, and the other ranks could not know it" if port == 0 else ""
+        raise _wrong(scheme, f"port must have value from 1 to 65535 but was {port}{hint}")
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return TCPStore(host, port, world_size, serves, timeout, multi_tenant=serves)
+
+
+# The handlers
+
+
+def _tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Meeting:
+    parts = urlsplit(url)
+    port = _port_of(parts)
+    if not parts.hostname:
+        raise _wrong("tcp", f"host name missing in {url!r}")
+    rank, world_size = _place_from_query("tcp", _query(parts))
+    yield _make_tcp_store("tcp", parts.hostname, port, rank, world_size, timeout), rank, world_size
+    raise RuntimeError("Unable to perform re-rendezvous using tcp:// method")
+
+
+def _port_of(parts: SplitResult) -> int:
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise _wrong("tcp", f"port in {parts.netloc!r} is wrong: {error}") from None
+    if port is None:
+        raise _wrong("tcp", f"port number missing in {parts.netloc!r}; write tcp://host:port")
+    return port
+
+
+def _env(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Meeting:
+    query = _query(urlsplit(url))
+    rank, world_size = (_from_query_or_env(query, name) for name in ("rank", "world_size"))
+    _place("env", rank, world_size)
+    host = _variable("MASTER_ADDR")
+    port = _whole_number("env", "environment variable MASTER_PORT", _variable("MASTER_PORT"))
+    yield _make_tcp_store("env", host, port, rank, world_size, timeout), rank, world_size
+    raise RuntimeError("Unable to perform re-rendezvous using env:// method")
+
+
+def _from_query_or_env(query: Mapping[str, str], name: str) -> int:
+    if name in query:
+        return _whole_number("env", name, query[name])
+    return _whole_number("env", f"environment variable {name.upper()}", _variable(name.upper()))
+
+
+def _variable(name: str) -> str:
+    value = os.environ.get(name)
+    if not value:
+        raise _wrong(
+            "env",
+            f"environment variable {name} expected, but not set. A launcher sets it (python -m torchdist_ref.launch "
+            f"--nproc-per-node N script.py); by hand, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+        )
+    return value
+
+
+def _file(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Meeting:
+    parts = urlsplit(url)
+    path = _path_of(parts)
+    if not path:
+        raise _wrong("file", f"path missing in {url!r}; write file:///path/to/a/new/file")
+    rank, world_size = _place_from_query("file", _query(parts))
+    store = FileStore(path, world_size)
+    store.set_timeout(timeout)
+    yield store, rank, world_size
+    raise RuntimeError("Unable to perform rerendezvous using file:// method")
+
+
+def _path_of(parts: SplitResult) -> str:
+    # A drive (file:///C:/tmp/f) loses the slash in front, a share (file://host/share/f) keeps its host.
+    path = unquote(parts.path)
+    if WINDOWS_DRIVE.match(path):
+        return path.removeprefix("/")
+    return f"//{parts.netloc}{path}" if parts.netloc not in ("", "localhost") else path
+
+
+register_rendezvous_handler("tcp", _tcp)
+register_rendezvous_handler("env", _env)
+register_rendezvous_handler("file", _file)

@@ -1,0 +1,291 @@
+"""FileStore: a store in a file that all ranks can reach, for machines that share a disk but no port.
+
+The file is a log that only grows: each record is a key and a value, each with a 32-bit length in front, and a
+record with a "-" before its key removes the key. Whoever writes holds the file's exclusive lock (flock), replays
+what others have added since he last looked, decides, and appends; whoever reads holds the shared lock. That is
+torch's format, so both can use one file. Two counters without a slash are the store's own: "refcount/" (objects
+that have the file open) and "cleanup/" (objects that have closed it); the last of `world_size` removes the file.
+
+Unlike torch's: a file that is no store's is an error at once, `delete_key` tells the truth, and locks are waited
+for only as long as the time-out. What the operations mean is in `table`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+from torchdist_ref.errors import ArgumentTypeError, DistStoreError, StoreTimeoutError, explain
+from torchdist_ref.stores.arguments import Text, integer, key_bytes, key_list, pair_list, value_bytes
+from torchdist_ref.stores.base import POLL, Store
+from torchdist_ref.stores.table import Table
+from torchdist_ref.stores.waiting import Deadline
+
+T = TypeVar("T")
+OPEN, CLOSED = b"refcount/", b"cleanup/"
+
+
+class Log:
+    """The file and what has been read of it so far."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.table = Table(slash=b"/")
+        self._seen: tuple[int, int] | None = None
+        self._offset = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def reading(self, deadline: Deadline) -> Iterator[Table]:
+        """The table as the file has it now; nobody writes meanwhile."""
+        with self._lock, self._opened(os.O_RDONLY, fcntl.LOCK_SH, deadline) as descriptor:
+            self._replay(descriptor)
+            yield self.table
+
+    def change(self, keys: Sequence[bytes], action: Callable[[Table], T], deadline: Deadline) -> T:
+        """Run an action that may change the values of `keys`, and write down what it made of them."""
+        with self._lock, self._opened(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX, deadline) as descriptor:
+            self._replay(descriptor)
+            before = [key in self.table.values for key in keys]
+            result = action(self.table)
+            records = [self._record(key, was) for key, was in zip(keys, before, strict=True)]
+            self._append(descriptor, b"".join(records))
+        return result
+
+    def _record(self, key: bytes, was_there: bool) -> bytes:
+        value = self.table.values.get(key)
+        if value is None and not was_there:
+            return b""
+        name = b"-" + key if value is None else key
+        return struct.pack(f"<I{len(name)}sI", len(name), name, len(value or b"")) + (value or b"")
+
+    def _append(self, descriptor: int, data: bytes) -> None:
+        rest = memoryview(data)
+        try:
+            os.lseek(descriptor, self._offset, os.SEEK_SET)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError as error:
+            # Half a record would spoil the file for all; and what was not written must not be believed.
+            os.ftruncate(descriptor, self._offset)
+            self._forget()
+            raise DistStoreError(f"FileStore: cannot write to {self.path!r}: {error.strerror}.") from error
+        self._offset += len(data)
+
+    def _forget(self) -> None:
+        self.table, self._offset = Table(slash=b"/"), 0
+
+    def _replay(self, descriptor: int) -> None:
+        state = os.fstat(descriptor)
+        here = (state.st_dev, state.st_ino)
+        if here != self._seen or state.st_size < self._offset:
+            self._seen = here
+            self._forget()
+        data = os.pread(descriptor, state.st_size - self._offset, self._offset) if state.st_size > self._offset else b""
+        place = 0
+        while place < len(data):
+            key, place = self._field(data, place)
+            value, place = self._field(data, place)
+            self._apply(key, value)
+        self._offset += place
+
+    def _field(self, data: bytes, place: int) -> tuple[bytes, int]:
+        start = place + 4
+        end = start + int.from_bytes(data[place:start], "little")
+        if len(data) < start or len(data) < end:
+            self._forget()
+            raise self._spoilt("a record in it reaches beyond its end")
+        return data[start:end], end
+
+    def _apply(self, key: bytes, value: bytes) -> None:
+        if key.startswith(b"-"):
+            self.table.values.pop(key[1:], None)
+        elif key.startswith(b"/") or key in (OPEN, CLOSED):
+            self.table.values[key] = value
+        else:
+            self._forget()
+            raise self._spoilt(f"it has a record {key[:40]!r}")
+
+    def _spoilt(self, why: str) -> DistStoreError:
+        return DistStoreError(
+            f"FileStore: {self.path!r} is not the file of a store, or is damaged: {why}. Remove it, or name another."
+        )
+
+    @contextmanager
+    def _opened(self, flags: int, lock: int, deadline: Deadline) -> Iterator[int]:
+        try:
+            descriptor = os.open(self.path, flags | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise self._cannot_open(error) from error
+        try:
+            self._take_lock(descriptor, lock, deadline)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _take_lock(self, descriptor: int, lock: int, deadline: Deadline) -> None:
+        pause = 0.0002
+        while True:
+            try:
+                return fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if deadline.passed():
+                    raise StoreTimeoutError(
+                        f"FileStore: the lock of {self.path!r} was not free within {deadline.seconds:g} s. A process "
+                        f"that uses the file may be stopped: see who with `fuser {self.path}`."
+                    ) from None
+            time.sleep(min(pause, deadline.left()))
+            pause = min(2 * pause, POLL)
+
+    def _cannot_open(self, error: OSError) -> DistStoreError:
+        if error.errno == errno.ENOENT:
+            folder = os.path.dirname(os.path.abspath(self.path))
+            problem = "the file is gone" if os.path.isdir(folder) else f"the directory {folder!r} does not exist"
+            return DistStoreError(f"FileStore: cannot open {self.path!r}: {problem}. All ranks must see the same path.")
+        return DistStoreError(f"FileStore: cannot open {self.path!r}: {error.strerror}.")
+
+
+class FileStore(Store):
+    """A store in a file that several processes share.
+
+    Args:
+        file_name: the path; the file is made if it is not there, its directory must be.
+        world_size: how many stores will use the file; the last of them to close removes it. -1: nobody does.
+
+    Raises:
+        DistStoreError: the file cannot be opened, or is no store's.
+
+    >>> import os, tempfile
+    >>> from torchdist_ref.stores import FileStore
+    >>> path = os.path.join(tempfile.mkdtemp(), "store")
+    >>> store = FileStore(path, 1)
+    >>> store.set("k", "v")
+    >>> store.get("k")
+    b'v'
+    >>> store.close()
+    >>> os.path.exists(path)
+    False
+    """
+
+    def __init__(self, file_name: str, world_size: int = -1) -> None:
+        if not isinstance(file_name, (str, bytes, os.PathLike)):
+            raise ArgumentTypeError(explain("FileStore", "file_name", "a path", file_name))
+        self._log = Log(os.fsdecode(file_name))
+        self._world = integer("FileStore", "world_size", world_size)
+        self._log.change([OPEN], lambda table: table.add(OPEN, 1), self._deadline("FileStore", None))
+        self._finalizer = weakref.finalize(self, _leave, self._log, self._world, os.getpid())
+
+    @property
+    def path(self) -> str:
+        """The file."""
+        return self._log.path
+
+    def close(self) -> None:
+        """Count this store out; the last of `world_size` removes the file. A collected store closes by itself."""
+        self._finalizer()
+
+    def set(self, key: Text, value: Text) -> None:
+        name, data = _key("set", key), value_bytes("set", value)
+        self._change("set", [name], lambda table: table.values.__setitem__(name, data))
+
+    def get(self, key: Text) -> bytes:
+        return self._get_all("get", [_key("get", key)])[0]
+
+    def add(self, key: Text, amount: int) -> int:
+        name, delta = _key("add", key), integer("add", "amount", amount)
+        return self._change("add", [name], lambda table: table.add(name, delta))
+
+    def check(self, keys: Sequence[Text]) -> bool:
+        names = _keys("check", keys)
+        with self._log.reading(self._deadline("check", None)) as table:
+            return not table.missing(names)
+
+    def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
+        self._until("wait", _keys("wait", keys), self._deadline("wait", timeout), lambda table: None)
+
+    def compare_set(self, key: Text, expected_value: Text, desired_value: Text) -> bytes:
+        name = _key("compare_set", key)
+        expected = value_bytes("compare_set", expected_value, "expected_value")
+        desired = value_bytes("compare_set", desired_value, "desired_value")
+        return self._change("compare_set", [name], lambda table: table.compare_set(name, expected, desired))
+
+    def delete_key(self, key: Text) -> bool:
+        name = _key("delete_key", key)
+        return self._change("delete_key", [name], lambda table: table.delete(name))
+
+    def num_keys(self) -> int:
+        with self._log.reading(self._deadline("num_keys", None)) as table:
+            return len(table.values)
+
+    def list_keys(self) -> list[str]:
+        with self._log.reading(self._deadline("list_keys", None)) as table:
+            return [key[1:].decode("utf-8", "surrogateescape") for key in table.values if key.startswith(b"/")]
+
+    def append(self, key: Text, value: Text) -> None:
+        name, data = _key("append", key), value_bytes("append", value)
+        self._change("append", [name], lambda table: table.append(name, data))
+
+    def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
+        return self._get_all("multi_get", _keys("multi_get", keys))
+
+    def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
+        pairs = [(b"/" + key, value) for key, value in pair_list("multi_set", keys, values)]
+        names = list(dict(pairs))
+        self._change("multi_set", names, lambda table: table.values.update(pairs))
+
+    def clone(self) -> FileStore:
+        other = FileStore(self.path, self._world)
+        other._timeout = self._timeout
+        return other
+
+    def __repr__(self) -> str:
+        return f"FileStore({self.path!r})"
+
+    def _change(self, operation: str, keys: Sequence[bytes], action: Callable[[Table], T]) -> T:
+        return self._log.change(keys, action, self._deadline(operation, None))
+
+    def _get_all(self, operation: str, names: list[bytes]) -> list[bytes]:
+        deadline = self._deadline(operation, None)
+        return self._until(operation, names, deadline, lambda table: [table.values[name] for name in names])
+
+    def _until(self, operation: str, names: list[bytes], deadline: Deadline, take: Callable[[Table], T]) -> T:
+        pause = 0.0005
+        while True:
+            with self._log.reading(deadline) as table:
+                missing = table.missing(names)
+                if not missing:
+                    return take(table)
+            if deadline.passed():
+                raise self._timed_out(operation, [name[1:] for name in missing], deadline)
+            time.sleep(min(pause, deadline.left()))
+            pause = min(1.5 * pause, POLL)
+
+
+def _leave(log: Log, world: int, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child's copy was never counted in
+    deadline = Deadline(1.0)
+    try:
+        users = log.change([OPEN], lambda table: table.add(OPEN, -1), deadline)
+        closed = log.change([CLOSED], lambda table: table.add(CLOSED, 1), deadline)
+        if users == 0 and 0 <= world <= closed:
+            os.unlink(log.path)
+    except (DistStoreError, OSError):
+        pass  # the file is gone, or of no use to anybody any more
+
+
+def _key(operation: str, key: Text) -> bytes:
+    return b"/" + key_bytes(operation, key)
+
+
+def _keys(operation: str, keys: Sequence[Text]) -> list[bytes]:
+    return [b"/" + key for key in key_list(operation, keys)]
