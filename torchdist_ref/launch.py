@@ -55,7 +55,7 @@ def _held_store(port: int) -> Iterator[int]:
     try:
         yield store.port
     finally:
-        del store
+        store.close()
 
 
 def _say(line: str) -> None:

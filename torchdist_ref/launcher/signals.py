@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-from collections.abc import Iterator
-
-_CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from collections.abc import Iterator, Sequence
 
 
 def _heard(signum: int, frame: object) -> None:
@@ -20,8 +18,11 @@ def _wanted(signum: signal.Signals) -> bool:
 
 
 @contextlib.contextmanager
-def caught_signals() -> Iterator[socket.socket]:
-    """Catch SIGINT, SIGTERM and SIGHUP for a while. Main thread only.
+def caught_signals(signals: Sequence[signal.Signals]) -> Iterator[socket.socket]:
+    """Catch some signals for a while. Main thread only.
+
+    Args:
+        signals: Which.
 
     Yields:
         A non-blocking socket that gives one byte for each signal: its number.
@@ -30,7 +31,7 @@ def caught_signals() -> Iterator[socket.socket]:
     reader.setblocking(False)
     writer.setblocking(False)
     former_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    former = {signum: signal.signal(signum, _heard) for signum in _CAUGHT if _wanted(signum)}
+    former = {signum: signal.signal(signum, _heard) for signum in signals if _wanted(signum)}
     try:
         yield reader
     finally:

@@ -22,6 +22,7 @@ from torchdist_ref.launcher.worker import Worker
 
 # How long to read on when all ranks have ended but something that they started still holds their output.
 _LINGER = 2.0
+_CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Supervisor:
@@ -61,7 +62,7 @@ class Supervisor:
             0 if all exited with 0; else the code of the first that did not, or 128 plus the number of the signal that
             ended it, or that was sent to us.
         """
-        with caught_signals() as signals, self._selector:
+        with caught_signals(_CAUGHT) as signals, self._selector:
             self._selector.register(signals, selectors.EVENT_READ, self._on_signal)
             try:
                 self._start()

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from torchdist_ref.launcher.lifelines import die_with_parent
-from torchdist_ref.testing._until_there import Store
+from torchdist_ref.stores import Store
 from torchdist_ref.testing import program
 from torchdist_ref.testing.outcomes import Outcome, RemoteError
 from torchdist_ref.testing.program import Program

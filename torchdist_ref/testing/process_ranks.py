@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 
 from torchdist_ref.launcher.lifelines import how_it_ended
-from torchdist_ref.testing._until_there import FileStore
+from torchdist_ref.stores import FileStore
 from torchdist_ref.testing.child import Papers, be_child
 from torchdist_ref.testing.outcomes import Outcome
 from torchdist_ref.testing.program import Program
@@ -66,7 +66,7 @@ class ProcessRanks:
         """Print what the ranks printed, in rank order, each line with its rank."""
         for rank, papers in enumerate(self._papers):
             for line in papers.printed().splitlines():
-                print(f"[rank {rank}] {line}")
+                sys.stdout.write(f"[rank {rank}] {line}\n")
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="torchdist_ref-")

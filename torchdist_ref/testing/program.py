@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torchdist_ref.testing._until_there import Store, groups, world
+from torchdist_ref import groups
+from torchdist_ref.groups import world
+from torchdist_ref.stores import Store
 
 # A collective that waits in vain should say so itself, before `run` loses patience and can only show a stack.
 _SOONER = 0.8

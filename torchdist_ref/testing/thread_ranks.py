@@ -16,7 +16,8 @@ import traceback
 from collections.abc import Iterable
 from types import FrameType, TracebackType
 
-from torchdist_ref.testing._until_there import HashStore, world
+from torchdist_ref.groups import world
+from torchdist_ref.stores import HashStore
 from torchdist_ref.testing import program
 from torchdist_ref.testing.outcomes import Outcome
 from torchdist_ref.testing.program import Program

@@ -1,0 +1,188 @@
+"""One request to some ranks, from the asking to the last answer.
+
+One loop hears six kinds of events: output, an answer, the end of a rank, the user's interrupt, a deadline, the end of the
+server. Interrupts are taken between events, never inside one: half a message read would be the last one understood.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from torchdist_ref.launcher.signals import caught_signals
+from torchdist_ref.notebook.cell import Failure
+from torchdist_ref.notebook.connection import Channel, RankServer
+from torchdist_ref.notebook.report import Report
+from torchdist_ref.notebook.turns import Turns
+from torchdist_ref.notebook.wire import Message, receive, send
+
+# How long an interrupted rank may take to come back: C code that waits does not hear the interrupt at once.
+_PATIENCE = 5.0
+
+
+class Conversation:
+    """Asks ranks something and listens until each has answered, died, or let the time pass.
+
+    Args:
+        server: The server that started the ranks.
+        channels: The ranks to ask.
+        turns: Takes what they print and show.
+        timeout: Seconds that they have; None is for ever.
+        grace: Seconds that the others have once one of them has failed.
+    """
+
+    def __init__(
+        self, server: RankServer, channels: Sequence[Channel], turns: Turns, timeout: float | None, grace: float
+    ) -> None:
+        self._server = server
+        self._channels = {channel.rank: channel for channel in channels}
+        self._turns = turns
+        self._timeout = timeout
+        self._grace = grace
+        self._waiting = set(self._channels)
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._report = Report(waited=timeout or 0.0)
+        self._selector = selectors.DefaultSelector()
+
+    def hold(self, request: Message) -> Report:
+        """Ask, and wait for what comes of it.
+
+        Args:
+            request: What to send to each rank.
+
+        Returns:
+            How each of them answered.
+        """
+        with self._selector, _interrupts() as interrupts:
+            for channel in self._channels.values():
+                self._hear(channel.messages, functools.partial(self._on_message, channel))
+                self._hear(channel.output, functools.partial(self._on_output, channel))
+            self._hear(self._server.control, self._on_server)
+            if interrupts is not None:
+                self._hear(interrupts, functools.partial(self._on_interrupt, interrupts))
+            for channel in self._channels.values():
+                # A rank that is gone is reported by the server.
+                with contextlib.suppress(ConnectionError):
+                    send(channel.messages, request)
+            self._listen()
+        return self._report
+
+    def _hear(self, source: socket.socket | int, do: Callable[[], None]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, do)
+
+    def _listen(self) -> None:
+        while self._waiting:
+            left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            for key, _ in self._selector.select(left):
+                # An earlier event of this round may have been a rank's last.
+                if key.fileobj in self._selector.get_map():
+                    key.data()
+            if self._deadline is not None and time.monotonic() >= self._deadline and self._waiting:
+                self._on_deadline()
+
+    def _on_output(self, channel: Channel) -> None:
+        if not self._pass_on(channel):
+            self._selector.unregister(channel.output)
+
+    def _pass_on(self, channel: Channel) -> bool:
+        """Pass on what can be read at once; False at the end of the pipe."""
+        try:
+            data = os.read(channel.output, 1 << 16)
+        except BlockingIOError:
+            return True
+        self._turns.text(channel.rank, data)
+        return bool(data) and (len(data) < 1 << 16 or self._pass_on(channel))
+
+    def _on_message(self, channel: Channel) -> None:
+        try:
+            kind, *content = receive(channel.messages)
+        except EOFError:
+            # Dead, or dying: how, the server knows.
+            self._selector.unregister(channel.messages)
+            return
+        # A rank speaks up only after it has written out what it printed before.
+        self._pass_on(channel)
+        if kind == "display":
+            self._turns.bundle(channel.rank, *content)
+        else:
+            self._on_answer(channel, *content)
+
+    def _on_answer(self, channel: Channel, failure: object, value: bytes | None) -> None:
+        if isinstance(failure, Failure):
+            self._report.failures[channel.rank] = failure
+            self._hurry(channel.rank)
+        else:
+            self._report.values[channel.rank] = value
+        self._finish(channel)
+
+    def _on_server(self) -> None:
+        try:
+            message = receive(self._server.control)
+        except EOFError:
+            # Ranks do not outlive their server: see `die_with_parent`.
+            for rank in list(self._waiting):
+                self._on_end(rank, -signal.SIGKILL)
+            return
+        if message[0] == "ended":
+            self._on_end(message[1], message[2])
+
+    def _on_end(self, rank: int, status: int) -> None:
+        self._report.died[rank] = status
+        if rank in self._waiting:
+            self._pass_on(self._channels[rank])
+            self._hurry(rank)
+            self._finish(self._channels[rank])
+
+    def _finish(self, channel: Channel) -> None:
+        self._waiting.discard(channel.rank)
+        for source in (channel.messages, channel.output):
+            if source in self._selector.get_map():
+                self._selector.unregister(source)
+        self._turns.done(channel.rank)
+
+    def _hurry(self, rank: int) -> None:
+        """The others may be waiting for a rank that failed, and would wait long."""
+        deadline = time.monotonic() + self._grace
+        if not self._report.late and not self._report.interrupted and deadline < (self._deadline or float("inf")):
+            self._deadline, self._report.after, self._report.waited = deadline, rank, self._grace
+
+    def _on_interrupt(self, interrupts: socket.socket) -> None:
+        interrupts.recv(64)
+        if self._report.interrupted:
+            self._give_up()
+        self._report.interrupted = True
+        self._interrupt()
+
+    def _on_deadline(self) -> None:
+        if self._report.late or self._report.interrupted:
+            self._give_up()
+        else:
+            self._report.late = set(self._waiting)
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        self._deadline = time.monotonic() + _PATIENCE
+        for rank in self._waiting:
+            self._server.signal(rank, signal.SIGINT)
+
+    def _give_up(self) -> None:
+        self._report.silent = set(self._waiting)
+        for rank in list(self._waiting):
+            self._finish(self._channels[rank])
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[socket.socket | None]:
+    """Catch the user's interrupt. Only the main thread of a process gets one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield None
+        return
+    with caught_signals([signal.SIGINT]) as signals:
+        yield signals
