@@ -2,14 +2,19 @@
 
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import pypandoc
+from sphinx.deprecation import RemovedInSphinx10Warning
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]
 # nbsphinx calls pandoc by name; the wheel brings it but does not put it on the path.
 os.environ["PATH"] = f"{Path(pypandoc.get_pandoc_path()).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+# sphinx-autodoc-typehints 3.6.1, the newest for Python 3.11, calls a method that Sphinx 10 will not have; both are pinned.
+warnings.filterwarnings("ignore", category=RemovedInSphinx10Warning)
 
 import torchdist_ref  # noqa: E402
 
@@ -30,10 +35,12 @@ extensions = [
     "sphinx_design",
     "offline_math",
     "foreign_names",
+    "own_names",
     "site_directives",
 ]
 exclude_patterns = ["_build", "_generated", "_inventories", "**.ipynb_checkpoints"]
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
+default_role = "quoted"
 nitpicky = True
 # A function in this file is a configuration value that Sphinx cannot keep between builds; it says so each time.
 suppress_warnings = ["config.cache"]

@@ -46,6 +46,8 @@ def execute(source: Path, target: Path) -> int:
         resources={"metadata": {"path": str(SOURCES)}},
         on_cell_start=lambda cell, cell_index: say(cell, cell_index) if cell_index in codes else None,
         record_timing=False,
+        # The kernel listens on this machine only, and would print a paragraph to say so.
+        extra_arguments=["--log-level=ERROR"],
     )
     client.execute()
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -58,7 +58,7 @@ PARTS = (
     Part("stores", "1 places", WORDS, torch=LATE),
     Part("rendezvous", "1 places", (*WORDS, "stores"), torch=LATE),
     Part("transports", "1 places", (*WORDS, "stores")),
-    Part("backends.base", "2 engines", (*WORDS, "stores")),
+    Part("backends.base", "2 engines", (*WORDS, "stores", "transports")),
     Part("backends", "2 engines", (*WORDS, "schedules", "stores", "rendezvous", "transports", "backends.base")),
     Part("debug", "2 engines", (*WORDS, "schedules", "stores", "rendezvous", "transports", "backends.base")),
     Part("groups", "3 front door", (*WORDS, "stores", "rendezvous", "backends.base", "debug")),
@@ -198,7 +198,7 @@ def edges() -> dict[str, set[str]]:
             found.setdefault(part.name, set())
     for item in imports():
         source, target = part_of(item.module), part_of(item.target)
-        if source and target and target is not source and item.target.startswith(PACKAGE):
+        if source and target and target is not source and item.target.startswith(PACKAGE) and target.name in found:
             found[source.name].add(target.name)
     return found
 
@@ -210,7 +210,7 @@ def size(name: str) -> tuple[int, int]:
 
 
 ROWS = ("4 training", "3 front door", "2 engines", "1 ideas", "0 words")
-WIDTH, BOX, GAP, ROW, LEFT = 1000, 46, 18, 104, 110
+WIDTH, BOX, GAP, ROW, LEFT = 760, 46, 14, 100, 100
 
 
 def svg() -> str:

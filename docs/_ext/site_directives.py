@@ -93,20 +93,26 @@ class AlgorithmsDirective(Directive):
     """List the algorithms of every operation with their cost."""
 
     def run(self) -> list[nodes.Node]:
-        """Build each schedule for 8 ranks and count."""
-        header = ("operation", "algorithm", "rounds", "messages", "most that one rank sends")
-        return [table(header, [cost(operation, name) for operation in OPERATIONS for name in catalogue.algorithms(operation)])]
+        """Take one table for each operation from the catalogue."""
+        return [node for operation in catalogue.operations() for node in listing(operation)]
 
 
-OPERATIONS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all", "barrier")
+HEADER = ("algorithm", "idea", "when", "rounds", "sent", "time", "from")
 
 
-def cost(operation: str, algorithm: str) -> tuple[str, ...]:
-    """Count rounds, messages and the busiest sender's slots of one schedule for 8 ranks."""
-    schedule = catalogue.build(operation, algorithm, 8)
-    moves = [move for moves in schedule.rounds for move in moves if move.src != move.dst]
-    busiest = max((sum(move.src == rank for move in moves) for rank in range(8)), default=0)
-    return operation, algorithm, str(len(schedule.rounds)), str(len(moves)), f"{busiest} slots"
+def listing(operation: str) -> list[nodes.Node]:
+    """Make the table of one operation."""
+    rows = [line(operation, algorithm) for algorithm in catalogue.algorithms(operation)]
+    return [nodes.rubric("", "", nodes.literal("", operation)), table(HEADER, rows)]
+
+
+def line(operation: str, algorithm: str) -> tuple[str, ...]:
+    """Say of one algorithm what the catalogue says, and count its rounds and what the busiest of 8 ranks sends."""
+    entry, schedule = catalogue.entry(operation, algorithm), catalogue.build(operation, algorithm, 8)
+    senders = [move.src for moves in schedule.rounds for move in moves if move.src != move.dst]
+    busiest = max((senders.count(rank) for rank in range(8)), default=0)
+    sent = f"{float(busiest * schedule.share):.3g} m" if schedule.share else f"{busiest} signals"
+    return algorithm, entry.summary, entry.when, str(len(schedule.rounds)), sent, entry.cost, entry.source
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

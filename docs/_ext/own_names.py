@@ -1,0 +1,61 @@
+"""References to our own names, as people write them in docstrings.
+
+A docstring says `Work` or ``Raises: ArgumentError``, not where the class lives. Two things make that enough: a name in single
+backquotes is looked up and becomes a link if a page documents it, else code; and a reference by a name's last part, or by the
+module it is defined in, leads to the place that documents it, if there is just one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from docutils import nodes
+from docutils.parsers.rst.states import Inliner
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+PACKAGE = "torchdist_ref"
+
+
+def quoted(
+    name: str, rawtext: str, text: str, lineno: int, inliner: Inliner, options: Any = None, content: Any = ()
+) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+    """Read a name in single backquotes."""
+    env = inliner.document.settings.env
+    literal = nodes.literal(text, text, classes=["xref", "py"])
+    reference = pending_xref("", literal, refdomain="py", reftype="obj", reftarget=text.removesuffix("()"), quoted=True)
+    reference["refdoc"] = env.docname
+    reference["py:module"] = env.ref_context.get("py:module")
+    reference["py:class"] = env.ref_context.get("py:class")
+    return [reference], []
+
+
+def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.Element) -> nodes.Element | None:
+    """Answer a reference to a name of ours that Sphinx did not find where it looked."""
+    if node.get("refdomain") != "py":
+        return None
+    found = candidates(env, node["reftarget"])
+    if len(found) == 1:
+        node["reftarget"] = found[0]
+        node["py:module"] = node["py:class"] = None
+        return env.domains["py"].resolve_xref(env, node["refdoc"], app.builder, "obj", found[0], node, contnode)
+    return contnode if node.get("quoted") else None
+
+
+def candidates(env: BuildEnvironment, target: str) -> list[str]:
+    """Return the documented names of ours that end like the target."""
+    if "." in target and not target.startswith(PACKAGE):
+        return []
+    last = target.rsplit(".", 1)[-1]
+    objects = env.domains["py"].objects  # type: ignore[attr-defined]
+    if f"{PACKAGE}.{last}" in objects:
+        return [f"{PACKAGE}.{last}"]
+    return [name for name in objects if name.endswith(f".{last}")]
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the role for single backquotes, and ask us first for what is missing."""
+    app.add_role("quoted", quoted)
+    app.connect("missing-reference", resolve, priority=300)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
