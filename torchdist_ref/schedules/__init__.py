@@ -20,6 +20,10 @@ from torchdist_ref.schedules.compose import (
     segmented,
     then,
 )
+from torchdist_ref.schedules.contract import Contract, contract
+from torchdist_ref.schedules.cost import Cost, cost
+from torchdist_ref.schedules.draw import draw
+from torchdist_ref.schedules.events import Event, Trace
 from torchdist_ref.schedules.schedule import (
     Copy,
     CopyReduce,
@@ -36,11 +40,18 @@ from torchdist_ref.schedules.schedule import (
     carry,
     project,
 )
+from torchdist_ref.schedules.simulate import Network, simulate
+from torchdist_ref.schedules.timeline import timeline
+from torchdist_ref.schedules.verify import Violation, verify, violations
 
 __all__ = [
+    "Contract",
     "Copy",
     "CopyReduce",
+    "Cost",
+    "Event",
     "Move",
+    "Network",
     "Recv",
     "RecvReduce",
     "Round",
@@ -49,12 +60,17 @@ __all__ = [
     "Send",
     "Slot",
     "Step",
+    "Trace",
+    "Violation",
     "algorithms",
     "alongside",
     "arriving",
     "build",
     "carry",
     "choose",
+    "contract",
+    "cost",
+    "draw",
     "each",
     "entry",
     "on_ranks",
@@ -66,5 +82,9 @@ __all__ = [
     "reversed_",
     "rooted",
     "segmented",
+    "simulate",
     "then",
+    "timeline",
+    "verify",
+    "violations",
 ]

@@ -14,11 +14,7 @@ from dataclasses import replace
 from itertools import chain
 
 from torchdist_ref.errors import ArgumentError, explain
-from torchdist_ref.schedules.schedule import Move, Round, Rounds, Schedule, Slot
-
-
-def _sampler(rounds: Sequence[Round]) -> Callable[[int], Round] | None:
-    return rounds.sample if isinstance(rounds, Rounds) else None
+from torchdist_ref.schedules.schedule import Move, Round, Rounds, Schedule, Slot, sampled
 
 
 def each(schedule: Schedule, change: Callable[[Move], Iterable[Move]], symmetric: bool = False) -> Schedule:
@@ -29,13 +25,16 @@ def each(schedule: Schedule, change: Callable[[Move], Iterable[Move]], symmetric
         change: called when the round is asked for.
         symmetric: ``change`` treats all ranks alike, so that one rank can go on standing for all.
     """
-    rounds, sample = schedule.rounds, _sampler(schedule.rounds) if symmetric else None
+    rounds = schedule.rounds
 
     def changed(moves: Round) -> Round:
         return tuple(chain.from_iterable(map(change, moves)))
 
-    lazy = Rounds(len(rounds), lambda i: changed(rounds[i]), None if sample is None else lambda i: changed(sample(i)))
-    return replace(schedule, rounds=lazy)
+    def sample(step: int) -> Round | None:
+        moves = sampled(rounds, step) if symmetric else None
+        return None if moves is None else changed(moves)
+
+    return replace(schedule, rounds=Rounds(len(rounds), lambda step: changed(rounds[step]), sample))
 
 
 def then(*schedules: Schedule, name: str = "") -> Schedule:
@@ -67,13 +66,7 @@ def _joined(parts: list[Sequence[Round]]) -> Rounds:
         part, i = places[step]
         return part[i]
 
-    def sample(step: int) -> Round:
-        part, i = places[step]
-        one = _sampler(part)
-        return one(i) if one else ()
-
-    symmetric = all(_sampler(part) or not len(part) for part in parts)
-    return Rounds(len(places), make, sample if symmetric else None)
+    return Rounds(len(places), make, lambda step: sampled(*places[step]))
 
 
 def reversed_(schedule: Schedule, reduce: bool = False, name: str = "") -> Schedule:
@@ -89,8 +82,8 @@ def reversed_(schedule: Schedule, reduce: bool = False, name: str = "") -> Sched
         A schedule whose round ``i`` is the turned round ``len - 1 - i``.
     """
     turned = each(schedule, lambda m: [Move(m.dst, m.src, m.write, m.read, reduce)], symmetric=True).rounds
-    last, sample = len(turned) - 1, _sampler(turned)
-    rounds = Rounds(last + 1, lambda i: turned[last - i], None if sample is None else lambda i: sample(last - i))
+    last = len(turned) - 1
+    rounds = Rounds(last + 1, lambda step: turned[last - step], lambda step: sampled(turned, last - step))
     return replace(schedule, name=name or f"{schedule.name} reversed", rounds=rounds)
 
 
@@ -135,6 +128,8 @@ def on_ranks(schedule: Schedule, ranks: Sequence[int], world: int) -> Schedule:
         ranks: ``ranks[i]`` plays rank ``i``.
         world: size of the larger world.
     """
+    if schedule.world == world and list(ranks) == list(range(world)):
+        return schedule
     moved = each(schedule, lambda m: [Move(ranks[m.src], ranks[m.dst], m.read, m.write, m.reduce)])
     return replace(moved, world=world)
 

@@ -42,18 +42,30 @@ def all_reduce(world: int) -> Schedule:
     return folded(then(halve, reversed_(halve), name="halving_doubling all_reduce"), world)
 
 
-def reduce(world: int, root: int = 0) -> Schedule:
-    """Halve, then only those arrows of the way back that lead to the root.
+def gather_in_place(core: int, root: int) -> Schedule:
+    """Of the way back only those arrows that lead to the root.
 
-    On the way back at distance ``d`` a rank's chunks are still on their way to the root only if it agrees with
-    the root in the bits below ``2 d``. A root outside the core hears from the rank it was folded into.
+    At distance ``d`` a rank's chunks are still on their way to the root only if it agrees with the root in the
+    bits below ``2 d``.
     """
+    steps = core.bit_length() - 1
+
+    def arrivals(step: int, rank: int) -> list[Move]:
+        partner = rank ^ 1 << step
+        _, chunks = kept(core, steps - 1 - step, partner)
+        leads = (rank ^ root) % (2 << step) == 0
+        return [carry(partner, rank, ("data", c)) for c in chunks] if leads else []
+
+    return Schedule("doubling gather in place", core, arriving(core, steps, arrivals), core)
+
+
+def reduce(world: int, root: int = 0) -> Schedule:
+    """Halve, then gather. A root outside the core hears from the rank that it was folded into."""
     core = core_size(world)
-    halve, target = reduce_scatter_in_place(core), root % core
-    collect = only(reversed_(halve), lambda m: (m.dst ^ target) & (2 * (m.src ^ m.dst) - 1) == 0)
-    inner = on_ranks(then(halve, collect), range(core), world)
-    last = only(reversed_(fold(world, core)), lambda m: m.dst == root)
-    parts = [fold(world, core), inner, *([last] if root >= core else [])]
+    inner = then(reduce_scatter_in_place(core), gather_in_place(core, root % core))
+    before = fold(world, core)
+    after = only(reversed_(before), lambda m: m.dst == root)
+    parts = [before, on_ranks(inner, range(core), world), *([after] if root >= core else [])]
     return then(*parts, name="halving_doubling reduce")
 
 

@@ -80,15 +80,15 @@ class Rounds(Sequence[Round]):
     Args:
         count: how many rounds.
         make: round number (from 0) -> the moves of that round.
-        sample: round number -> the moves on one side (arriving or leaving) of one rank, given only where
-            every rank does the same up to relabelling. Then one rank stands for all: `simulate` and `cost`
-            use that for large worlds.
+        sample: round number -> the moves on one side (arriving or leaving) of rank 0, if every rank does the
+            same in that round up to relabelling, else None (default: never). Where given, one rank stands for
+            all: `cost` uses that, and `simulate` for large worlds.
     """
 
     __slots__ = ("_count", "_make", "sample")
 
     def __init__(
-        self, count: int, make: Callable[[int], Round], sample: Callable[[int], Round] | None = None
+        self, count: int, make: Callable[[int], Round], sample: Callable[[int], Round | None] = lambda step: None
     ) -> None:
         self._count, self._make, self.sample = count, make, sample
 
@@ -132,7 +132,12 @@ def arriving(world: int, count: int, arrivals: Arrivals, symmetric: bool = False
     def make(step: int) -> Round:
         return tuple(move for rank in range(world) for move in arrivals(step, rank))
 
-    return Rounds(count, make, (lambda step: tuple(arrivals(step, 0))) if symmetric else None)
+    return Rounds(count, make, lambda step: tuple(arrivals(step, 0)) if symmetric else None)
+
+
+def sampled(rounds: Sequence[Round], step: int) -> Round | None:
+    """What `Rounds.sample` says of one round; None for rounds that are a plain tuple."""
+    return rounds.sample(step) if isinstance(rounds, Rounds) else None
 
 
 @dataclass(frozen=True)
