@@ -97,8 +97,8 @@ def seconds(operation: str, timeout: timedelta | float, argument: str = "timeout
     return value
 
 
-def shown(keys: Sequence[bytes | str], most: int = 4) -> str:
+def shown(keys: Sequence[Text], most: int = 4) -> str:
     """Keys as an error message shows them: quoted, and the first few only."""
-    texts = [repr(k if isinstance(k, str) else k.decode("utf-8", "backslashreplace"))[:100] for k in keys[:most]]
+    texts = [repr(k if isinstance(k, str) else bytes(k).decode("utf-8", "backslashreplace"))[:100] for k in keys[:most]]
     more = f" and {len(keys) - most} more" if len(keys) > most else ""
     return ", ".join(texts) + more

@@ -214,10 +214,9 @@ class Store:
     def _deadline(self, operation: str, timeout: timedelta | float | None) -> Deadline:
         return Deadline(seconds(operation, self.timeout if timeout is None else timeout))
 
-    def _timed_out(self, operation: str, keys: Sequence[bytes | Text], deadline: Deadline) -> StoreTimeoutError:
-        names = shown([key if isinstance(key, str) else bytes(key) for key in keys])
+    def _timed_out(self, operation: str, keys: Sequence[Text], deadline: Deadline) -> StoreTimeoutError:
         return StoreTimeoutError(
-            f"{operation}: wait timeout after {deadline.seconds * 1000:.0f}ms, keys: {names}, on {self!r}. "
+            f"{operation}: wait timeout after {deadline.seconds * 1000:.0f}ms, keys: {shown(keys)}, on {self!r}. "
             f"No rank has set that yet: see whether the rank that should is alive, or allow longer with set_timeout."
         )
 

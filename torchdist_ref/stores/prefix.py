@@ -120,9 +120,11 @@ class PrefixStore(Store):
     def __repr__(self) -> str:
         return f"PrefixStore({self._prefix!r}, {self._store!r})"
 
-    def _key(self, operation: str, key: Text) -> str:
-        return f"{self._prefix}/{key_text(operation, key)}"
+    def _key(self, operation: str, key: Text, argument: str = "key") -> str:
+        return f"{self._prefix}/{key_text(operation, key, argument)}"
 
     def _keys(self, operation: str, keys: Sequence[Text]) -> Sequence[Text]:
         # A bare string goes down as it is, so that the store underneath refuses it with its own words.
-        return keys if isinstance(keys, (str, bytes, bytearray)) else [self._key(operation, key) for key in keys]
+        if isinstance(keys, (str, bytes, bytearray)):
+            return keys
+        return [self._key(operation, key, f"keys[{i}]") for i, key in enumerate(keys)]

@@ -26,6 +26,7 @@ from torchdist_ref.stores.arguments import (
     key_text,
     pair_list,
     seconds,
+    shown,
     value_bytes,
     world_of,
 )
@@ -165,7 +166,7 @@ class TCPStore(Store):
             self._raw(Op.BARRIER, _key("barrier", key), world, seconds=deadline.seconds)
         except TimedOut as late:
             if late.silent:
-                raise self._no_answer("barrier", deadline.seconds) from None
+                raise self._no_answer("barrier", [key], deadline) from None
             raise self._too_few(key_text("barrier", key), self.add(key, 0), world, deadline) from None
 
     def queue_push(self, key: Text, value: Text) -> None:
@@ -199,18 +200,18 @@ class TCPStore(Store):
         try:
             return self._raw(op, *fields, seconds=limit)
         except TimedOut as late:
-            if late.silent:
-                raise self._no_answer(operation, limit) from None
-            raise self._timed_out(operation, _user_keys(late.missing, fields[0]), Deadline(limit)) from None
+            keys = _user_keys(late.missing, fields)
+            raise (self._no_answer if late.silent else self._timed_out)(operation, keys, Deadline(limit)) from None
 
     def _raw(self, op: Op, *fields: Any, seconds: float) -> tuple[Any, ...]:
         with self._pool.conversation() as talk:
             return talk.ask(op, *fields, seconds=seconds)
 
-    def _no_answer(self, operation: str, limit: float) -> StoreTimeoutError:
+    def _no_answer(self, operation: str, keys: Sequence[Text], deadline: Deadline) -> StoreTimeoutError:
         return StoreTimeoutError(
-            f"{operation}: wait timeout after {limit * 1000:.0f}ms: the server of {self!r} does not answer at all. It "
-            f"may be stopped, overloaded or cut off from this machine; whether the operation was done is not known."
+            f"{operation}: wait timeout after {deadline.seconds * 1000:.0f}ms, keys: {shown(list(keys))}, on {self!r}: "
+            f"the server does not answer at all. It may be stopped, overloaded or cut off from this machine; whether "
+            f"the operation was done is not known."
         )
 
     def _join(self, world: int | None) -> None:
@@ -279,6 +280,7 @@ def _value(operation: str, value: Text, argument: str = "value") -> bytes:
     return data
 
 
-def _user_keys(missing: list[bytes] | None, asked: Any) -> list[bytes]:
-    keys = missing or (asked if isinstance(asked, list) else [asked])
-    return [key.removeprefix(b"/") for key in keys]
+def _user_keys(missing: list[bytes] | None, asked: tuple[Any, ...]) -> list[bytes]:
+    first = asked[0] if asked else []
+    keys = missing or (first if isinstance(first, list) else [first])
+    return [(key[0] if isinstance(key, tuple) else key).removeprefix(b"/") for key in keys]

@@ -44,7 +44,7 @@ class TimedOut(Exception):
 
 def grace(seconds: float) -> float:
     """How long after its time-out a call may still take to hear from the server."""
-    return min(0.08 + 0.03 * seconds, 2.0)
+    return 0.09 + min(0.04 * seconds, 2.0)
 
 
 class Conversation:

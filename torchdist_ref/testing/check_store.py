@@ -7,8 +7,6 @@ all stores must hold it; sockets, files and torch's peers are tested beside thos
 
 from __future__ import annotations
 
-import functools
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,9 +14,10 @@ from typing import Any
 
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, QueueEmptyError, StoreTimeoutError
 from torchdist_ref.stores import Store
+from torchdist_ref.testing import check_store_together as together
+from torchdist_ref.testing.check_store_together import SHORT, raises
 
 MakeStore = Callable[[], Store]
-SHORT = timedelta(milliseconds=60)
 LONG = timedelta(seconds=20)
 
 
@@ -59,18 +58,6 @@ def _close(store: Store) -> None:
         close()
 
 
-def _raises(
-    kind: type[BaseException], call: Callable[..., Any], *args: Any, naming: str = "", sparing: str = "\0"
-) -> None:
-    try:
-        got = call(*args)
-    except kind as error:
-        assert naming in str(error), f"the message must name {naming!r}: {error}"
-        assert sparing not in str(error), f"the message must not name {sparing!r}: {error}"
-        return
-    raise AssertionError(f"{kind.__name__} expected, but the call returned {got!r}")
-
-
 def _values(store: Store) -> None:
     # What was set is what comes back, as bytes: text, bytes, nothing at all, and every byte there is.
     for value in ("v", b"v", "", "größer", bytes(range(256)), bytearray(b"ab")):
@@ -103,10 +90,10 @@ def _adding(store: Store) -> None:
     assert store.add("m", 1) == 42
     # What is no number is refused, and stays; so is a sum that does not fit in 64 bits.
     store.set("text", "12abc")
-    _raises(ArgumentError, store.add, "text", 1, naming="text")
+    raises(ArgumentError, store.add, "text", 1, naming="text")
     assert store.get("text") == b"12abc"
     store.set("full", str(2**63 - 1))
-    _raises(ArgumentError, store.add, "full", 1, naming="full")
+    raises(ArgumentError, store.add, "full", 1, naming="full")
     # A refusal does no harm to the store.
     assert store.add("n", 7) == 2**40
 
@@ -146,7 +133,7 @@ def _several(store: Store) -> None:
     assert store.multi_get([]) == []
     store.multi_set([], [])
     # Lists of different lengths are refused and nothing is stored.
-    _raises(ArgumentError, store.multi_set, ["p", "q"], ["1"], naming="values")
+    raises(ArgumentError, store.multi_set, ["p", "q"], ["1"], naming="values")
     assert not store.check(["p"])
 
 
@@ -163,143 +150,37 @@ def _timing_out(store: Store) -> None:
     store.set_timeout(SHORT)
     assert store.timeout == SHORT
     start = time.monotonic()
-    _raises(StoreTimeoutError, store.get, "absent", naming="get: wait timeout after 60ms, keys: ")
-    _raises(StoreTimeoutError, store.multi_get, ["there", "absent"], naming="absent'", sparing="there'")
-    _raises(StoreTimeoutError, store.wait, ["there", "absent"], naming="absent'", sparing="there'")
+    raises(StoreTimeoutError, store.get, "absent", naming="get: wait timeout after 60ms, keys: ")
+    raises(StoreTimeoutError, store.multi_get, ["there", "absent"], naming="absent'", sparing="there'")
+    raises(StoreTimeoutError, store.wait, ["there", "absent"], naming="absent'", sparing="there'")
     # A time-out given to `wait` wins over the store's.
     store.set_timeout(LONG)
-    _raises(StoreTimeoutError, store.wait, ["absent"], SHORT, naming="absent")
+    raises(StoreTimeoutError, store.wait, ["absent"], SHORT, naming="absent")
     assert 4 * 0.06 <= time.monotonic() - start < 3.0
     # Zero means to look once: what is there is found, what is not is reported.
     store.set_timeout(timedelta(0))
     assert store.get("there") == b"1"
-    _raises(StoreTimeoutError, store.get, "absent")
+    raises(StoreTimeoutError, store.get, "absent")
     # Nothing to wait for is there at once. After all this the store still works.
     store.wait([])
     store.set("absent", "2")
     assert store.get("absent") == b"2"
 
 
-def _waiting(store: Store) -> None:
-    # Whoever waits is woken by each way of making a key.
-    makers: list[Callable[[Store, str], Any]] = [
-        lambda other, key: other.set(key, "1"),
-        lambda other, key: other.add(key, 1),
-        lambda other, key: other.append(key, "1"),
-        lambda other, key: other.compare_set(key, "", "1"),
-        lambda other, key: other.multi_set([key, key + "'"], ["1", "1"]),
-    ]
-    for number, make in enumerate(makers):
-        key = f"late{number}"
-        got = _meanwhile(store, functools.partial(_get, key=key), functools.partial(make, store, key))
-        assert got == b"1"
-    # Waiting for several keys ends with the last of them, in whatever order they come.
-    values = _meanwhile(
-        store,
-        lambda other: other.multi_get(["one", "two", "three"]),
-        lambda: [store.set(key, key) for key in ("three", "one", "two")],
-    )
-    assert values == [b"one", b"two", b"three"]
-
-
-def _get(store: Store, key: str) -> bytes:
-    return store.get(key)
-
-
-def _meanwhile(store: Store, wait: Callable[[Store], Any], act: Callable[[], Any]) -> Any:
-    """Run `wait` on a clone in a thread, then `act` here; what `wait` returned."""
-    results: list[Any] = []
-    ready = threading.Event()
-
-    def body() -> None:
-        ready.set()
-        results.append(wait(store.clone()))
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    ready.wait()
-    act()
-    thread.join()
-    assert results, "the waiting thread failed"
-    return results[0]
-
-
-def _threads(store: Store) -> None:
-    # One store, many threads: sums are exact, appended pieces whole, exchanges have one winner.
-    wins: list[int] = []
-
-    def work(number: int) -> None:
-        for _ in range(20):
-            store.add("sum", number * number)
-        store.append("pieces", f"<{number}>")
-        if store.compare_set("winner", "", str(number)) == str(number).encode():
-            wins.append(number)
-
-    _all_at_once(work, 4)
-    assert store.add("sum", 0) == 20 * (0 + 1 + 4 + 9)
-    assert sorted(store.get("pieces").decode().strip("<>").split("><")) == ["0", "1", "2", "3"]
-    assert [str(number).encode() for number in wins] == [store.get("winner")]
-
-
-def _all_at_once(work: Callable[[int], None], count: int) -> None:
-    failures: list[BaseException] = []
-
-    def body(number: int) -> None:
-        try:
-            work(number)
-        except BaseException as error:  # shown by the thread that waits
-            failures.append(error)
-
-    threads = [threading.Thread(target=body, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-
-
-def _blocked_thread(store: Store) -> None:
-    # A thread that waits does not keep another from using the same object.
-    results: list[bytes] = []
-    thread = threading.Thread(target=lambda: results.append(store.get("gate")))
-    thread.start()
-    store.set("other", "1")
-    store.set("gate", "open")
-    thread.join()
-    assert results == [b"open"]
-
-
-def _barrier(store: Store) -> None:
-    # Nobody leaves before the last has come.
-    arrived: list[int] = []
-
-    def work(number: int) -> None:
-        arrived.append(number)
-        store.barrier("gate", 3)
-        assert len(arrived) == 3
-
-    _all_at_once(work, 3)
-    # Alone, it does not wait; too few, the error says how many came.
-    store.barrier("alone", 1)
-    _raises(StoreTimeoutError, store.barrier, "few", 2, SHORT, naming="1 of 2 came")
-    _raises(ArgumentError, store.barrier, "none", 0, naming="world_size")
-
-
 def _misuse(store: Store) -> None:
     # Keys and values of odd kinds, and bare strings for lists, name the operation and the argument.
     odd: Any
     for odd in (None, 1, 1.5, ["k"]):
-        _raises(ArgumentTypeError, store.set, odd, "v", naming="set: argument 'key'")
-        _raises(ArgumentTypeError, store.set, "k", odd, naming="set: argument 'value'")
-        _raises(ArgumentTypeError, store.get, odd, naming="get: argument 'key'")
-    _raises(ArgumentTypeError, store.add, "n", 1.5, naming="amount")  # type: ignore[arg-type]
-    _raises(ArgumentTypeError, store.add, "n", 2**63, naming="amount")
+        raises(ArgumentTypeError, store.set, odd, "v", naming="set: argument 'key'")
+        raises(ArgumentTypeError, store.set, "k", odd, naming="set: argument 'value'")
+        raises(ArgumentTypeError, store.get, odd, naming="get: argument 'key'")
+    raises(ArgumentTypeError, store.add, "n", 1.5, naming="amount")
+    raises(ArgumentTypeError, store.add, "n", 2**63, naming="amount")
     for many in (store.wait, store.check, store.multi_get):
-        _raises(ArgumentTypeError, many, "bare", naming="keys")
-        _raises(ArgumentTypeError, many, ["good", 7], naming="keys[1]")
-    _raises(ArgumentError, store.set_timeout, timedelta(seconds=-1), naming="timeout")
-    _raises(ArgumentTypeError, store.set_timeout, 5, naming="timeout")  # type: ignore[arg-type]
+        raises(ArgumentTypeError, many, "bare", naming="keys")
+        raises(ArgumentTypeError, many, ["good", 7], naming="keys[1]")
+    raises(ArgumentError, store.set_timeout, timedelta(seconds=-1), naming="timeout")
+    raises(ArgumentTypeError, store.set_timeout, 5, naming="timeout")
     # None of this left a trace.
     assert store.list_keys() == []
 
@@ -323,30 +204,15 @@ def _queues(store: Store) -> None:
     assert store.queue_len("q") == 0 and not store.check(["q"]) and store.queue_len("never") == 0
     assert store.delete_key("q") is False
     # Empty: at once without blocking, after the time-out with.
-    _raises(QueueEmptyError, store.queue_pop, "q", False, naming="queue is empty")
+    raises(QueueEmptyError, store.queue_pop, "q", False, naming="queue is empty")
     store.set_timeout(SHORT)
-    _raises(StoreTimeoutError, store.queue_pop, "q", naming="queue_pop")
-
-
-def _queue_shared(store: Store) -> None:
-    # Each value goes to exactly one of those who wait.
-    taken: list[bytes] = []
-
-    def work(number: int) -> None:
-        if number == 0:
-            for value in range(9):
-                store.queue_push("jobs", str(value * value))
-        else:
-            taken.extend(store.queue_pop("jobs") for _ in range(3))
-
-    _all_at_once(work, 4)
-    assert sorted(map(int, taken)) == [value * value for value in range(9)]
+    raises(StoreTimeoutError, store.queue_pop, "q", naming="queue_pop")
 
 
 def _lacks_queues(store: Store) -> None:
     # A store without queues says so, in torch's type, and names those that have them.
     for call in (lambda: store.queue_push("q", "v"), lambda: store.queue_pop("q"), lambda: store.queue_len("q")):
-        _raises(NotImplementedError, call, naming="TCPStore")
+        raises(NotImplementedError, call, naming="TCPStore")
 
 
 CLAUSES: list[Callable[[Store], None]] = [
@@ -359,11 +225,11 @@ CLAUSES: list[Callable[[Store], None]] = [
     _several,
     _appending,
     _timing_out,
-    _waiting,
-    _threads,
-    _blocked_thread,
-    _barrier,
+    together.waiting,
+    together.threads,
+    together.blocked_thread,
+    together.barrier,
     _misuse,
     _cloning,
 ]
-QUEUE_CLAUSES: list[Callable[[Store], None]] = [_queues, _queue_shared]
+QUEUE_CLAUSES: list[Callable[[Store], None]] = [_queues, together.queue_shared]
