@@ -14,11 +14,13 @@ from dataclasses import dataclass
 
 _DESCRIPTION = "Run a Python script as N ranks on this machine."
 _EPILOG = """\
-Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT in its environment,
-which is all that init_process_group() needs. Rank 0 reads the launcher's standard input, the others read nothing.
+Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT in its
+environment, which is all that init_process_group() needs. Rank 0 reads the launcher's standard input, the others
+read nothing.
 
-When a rank fails, the launcher says which and how, stops the others, and exits with that rank's code (128 + the number of
-the signal, where one killed it). Ctrl-C and SIGTERM go to every rank; a second one kills them. Wrong options exit with 2.
+When a rank fails, the launcher says which and how, stops the others, and exits with that rank's code (128 plus the
+number of the signal, where one killed it). Ctrl-C and SIGTERM go to every rank; a second one kills them. Wrong
+options exit with 2.
 
 example:
   python -m torchdist_ref.launch --nproc-per-node 4 hello.py --epochs 3
@@ -66,8 +68,9 @@ def parse(argv: Sequence[str]) -> Options:
     """
     parser = _parser()
     found = parser.parse_args(argv)
+    args = tuple(found.args)
     options = Options(
-        found.nproc_per_node, found.target, tuple(found.args), found.module, found.prefix, found.grace, found.master_port
+        found.nproc_per_node, found.target, args, found.module, found.prefix, found.grace, found.master_port
     )
     trouble = _module_trouble(options.target) if options.module else _script_trouble(options.target)
     if trouble:
@@ -87,8 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--nproc-per-node", "--nproc_per_node", type=_count, default=1, metavar="N", help="how many ranks (default: 1)")
     add("-m", "--module", action="store_true", help="the script is a module's name, as for python -m")
     add("--prefix", action="store_true", help="begin each line of output with the rank that wrote it")
-    add("--grace", type=_seconds, default=5.0, metavar="SECONDS", help="from SIGTERM to SIGKILL, when stopping (default: 5)")
-    add("--master-port", "--master_port", type=_port, default=0, metavar="PORT", help="the store's port (default: a free one)")
+    add("--grace", type=_seconds, default=5.0, metavar="SECONDS", help="from asking to stop to killing (default: 5)")
+    add("--master-port", "--master_port", type=_port, default=0, metavar="PORT", help="the store's; default: free")
     add("target", metavar="script", help="the script to run, or with -m the module")
     rest = add("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
     rest.required = False  # else a missing script is reported as two missing things

@@ -2,8 +2,8 @@
 
 `RankPool` is what is behind the magic words, and works without IPython. The ranks are processes that stay, with their
 variables, until they are stopped or the kernel ends. From the outside in: `magic` (the words), `pool` (what a user can
-ask), `conversation` (one request and its answers), `connection` and `server` (the process that starts ranks), `rank` and
-`cell` (the other side).
+ask), `conversation` (one request and its answers), `connection` and `server` (the process that starts ranks), `rank`
+and `cell` (the other side).
 """
 
 from typing import Any
@@ -23,4 +23,4 @@ def load_ipython_extension(shell: Any) -> None:
     """
     from torchdist_ref.notebook.magic import SpmdMagics
 
-    shell.register_magics(SpmdMagics(shell))
+    SpmdMagics(shell)

@@ -51,7 +51,7 @@ def run_cell(source: str, name: str, namespace: dict[str, Any], show: Callable[[
     """
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     # Not ast.parse, which would be a line in the traceback of every slip of the pen.
-    body = compile(source, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+    body: ast.Module = compile(source, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)  # type: ignore[assignment]
     last = body.body.pop() if body.body and isinstance(body.body[-1], ast.Expr) else None
     exec(compile(body, name, "exec", dont_inherit=True), namespace)
     if isinstance(last, ast.Expr):

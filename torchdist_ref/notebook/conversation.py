@@ -1,7 +1,7 @@
 """One request to some ranks, from the asking to the last answer.
 
-One loop hears six kinds of events: output, an answer, the end of a rank, the user's interrupt, a deadline, the end of the
-server. Interrupts are taken between events, never inside one: half a message read would be the last one understood.
+One loop hears six kinds of events: output, an answer, the end of a rank, the user's interrupt, a deadline, the end of
+the server. Interrupts are taken between events, never inside one: half a message read would be the last one understood.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
 """The magic words: ``%%spmd``, ``%spmd_get``, ``%spmd_put``, ``%spmd_stop``.
 
-They parse a line, call the pool, and print; whatever else a word should do belongs into `torchdist_ref.notebook.pool`, where
-it can be tested without a notebook.
+They read a line, call the pool, and print; whatever else a word should do belongs into `torchdist_ref.notebook.pool`,
+where it can be tested without a notebook.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
-from typing import Any
-
-from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
-from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
-from IPython.display import publish_display_data
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.notebook.connection import METHODS, RankServer
@@ -22,13 +20,6 @@ from torchdist_ref.notebook.turns import Item
 _DEFAULT_WORLD = 4
 
 
-def _rank_list(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be ranks with commas between them, such as 0,2, got {text!r}") from None
-
-
 class SpmdUsageError(ArgumentError):
     """A magic word was used wrongly. Unlike IPython's own UsageError it stops a notebook that runs by itself."""
 
@@ -36,59 +27,110 @@ class SpmdUsageError(ArgumentError):
         return [f"{type(self).__name__}: {self}"]
 
 
-@magics_class
-class SpmdMagics(Magics):
-    """Run cells on persistent ranks; ``%load_ext torchdist_ref.notebook`` makes the words known."""
+class _Line(argparse.ArgumentParser):
+    """The options of a magic word. A wrong one is an error of the cell, not the end of the kernel."""
+
+    def __init__(self, word: str, description: str) -> None:
+        super().__init__(prog=word, description=description, add_help=False, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise SpmdUsageError(f"{self.prog}: {message}\n{self.format_usage()}".rstrip())
+
+    def read(self, line: str) -> argparse.Namespace:
+        try:
+            words = shlex.split(line)
+        except ValueError as error:
+            self.error(str(error))
+        return self.parse_args(words)
+
+
+def _rank_list(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"must be ranks with commas between them, such as 0,2, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def _spmd_line() -> _Line:
+    line = _Line("%%spmd", "Run the cell on every rank, and show what each printed and the value of its last line.")
+    add = line.add_argument
+    add("-n", "--nproc", type=int, metavar="N", help="how many ranks to start (default: 4); later it may be left out")
+    add("--ranks", type=_rank_list, metavar="R,R", help="whose output to show (default: all); all of them run the cell")
+    add("--timeout", type=float, metavar="SECONDS", help="until ranks that are not through are interrupted and named")
+    add("--start", choices=METHODS, default="fork", help="how ranks start: forked with torch loaded, or afresh")
+    return line
+
+
+def _get_line() -> _Line:
+    line = _Line("%spmd_get", "Fetch a copy of a variable from a rank into this notebook.")
+    line.add_argument("name", help="a variable of the rank, or an expression in quotes")
+    line.add_argument("--rank", type=int, default=0, metavar="R", help="the rank that has it (default: 0)")
+    line.add_argument("--to", metavar="NAME", help="what to call it here (default: the same name)")
+    return line
+
+
+def _put_line() -> _Line:
+    line = _Line("%spmd_put", "Copy a variable of this notebook to every rank.")
+    line.add_argument("name", help="a variable of this notebook")
+    return line
+
+
+def _stop_line() -> _Line:
+    return _Line("%spmd_stop", "End the ranks and with them their variables; the next %%spmd starts new ones.")
+
+
+class SpmdMagics:
+    """The magic words, and the ranks that they speak of.
+
+    Args:
+        shell: The IPython shell that they are registered with.
+    """
 
     def __init__(self, shell: Any) -> None:
-        super().__init__(shell)
+        self._shell = shell
         self._server: RankServer | None = None
         self._pool: RankPool | None = None
+        for line, kind, do in (
+            (_spmd_line(), "cell", self.spmd),
+            (_get_line(), "line", self.get),
+            (_put_line(), "line", self.put),
+            (_stop_line(), "line", self.stop),
+        ):
+            shell.register_magic_function(_word(line, do), kind, line.prog.lstrip("%"))
 
-    @magic_arguments()
-    @argument("-n", "--nproc", type=int, help="how many ranks to start (default: 4); afterwards it may be left out")
-    @argument("--ranks", type=_rank_list, help="whose output to show, such as 0,2 (default: all); all run the cell")
-    @argument("--timeout", type=float, help="seconds until ranks that are not through are interrupted and named")
-    @argument("--start", choices=METHODS, default="fork", help="how ranks start: forked with torch loaded, or afresh")
-    @cell_magic("spmd")
-    def spmd(self, line: str, cell: str) -> None:
-        """Run the cell on every rank, and show what each of them printed and the value of its last line."""
-        options = parse_argstring(self.spmd, line)
-        shown = options.ranks
+    def spmd(self, options: argparse.Namespace, cell: str) -> None:
+        """Run a cell."""
         pool = self._pool_for(options.nproc, options.start)
-        if shown is not None and not set(shown) <= set(range(pool.world_size)):
+        shown = range(pool.world_size) if options.ranks is None else options.ranks
+        if not set(shown) <= set(range(pool.world_size)):
             raise SpmdUsageError(f"%%spmd --ranks: there are ranks 0 to {pool.world_size - 1}, got {shown}")
-        pool.run(cell, timeout=options.timeout, show=lambda rank, item: _show(rank, item, shown))
+        pool.run(cell, timeout=options.timeout, show=lambda rank, item: _show(rank, item) if rank in shown else None)
 
-    @magic_arguments()
-    @argument("name", help="a variable of the rank, or an expression without spaces")
-    @argument("--rank", type=int, default=0, help="the rank that has it (default: 0)")
-    @argument("--to", help="what to call it here (default: the same name)")
-    @line_magic("spmd_get")
-    def spmd_get(self, line: str) -> None:
-        """Fetch a copy of a variable from a rank into this notebook."""
-        options = parse_argstring(self.spmd_get, line)
+    def get(self, options: argparse.Namespace) -> None:
+        """Fetch a variable."""
         target = options.to or options.name
         if not target.isidentifier():
             raise SpmdUsageError(f"%spmd_get: {target!r} is no name for a variable; add --to NAME")
-        self.shell.user_ns[target] = self._running("%spmd_get").pull(options.name, options.rank)
+        self._shell.user_ns[target] = self._running("%spmd_get").pull(options.name, options.rank)
 
-    @magic_arguments()
-    @argument("name", help="a variable of this notebook")
-    @line_magic("spmd_put")
-    def spmd_put(self, line: str) -> None:
-        """Copy a variable of this notebook to every rank."""
-        options = parse_argstring(self.spmd_put, line)
-        if options.name not in self.shell.user_ns:
+    def put(self, options: argparse.Namespace) -> None:
+        """Copy a variable to the ranks."""
+        if options.name not in self._shell.user_ns:
             raise SpmdUsageError(f"%spmd_put: this notebook has no variable {options.name!r}")
-        self._running("%spmd_put").push(options.name, self.shell.user_ns[options.name])
+        self._running("%spmd_put").push(options.name, self._shell.user_ns[options.name])
 
-    @line_magic("spmd_stop")
-    def spmd_stop(self, line: str = "") -> None:
-        """End the ranks and their variables; the next %%spmd starts new ones."""
+    def stop(self, options: argparse.Namespace | None = None) -> None:
+        """End the ranks; the server stays, so that the next start is quick."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+    def close(self) -> None:
+        """End the ranks and the server."""
+        self.stop()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
     def _running(self, word: str) -> RankPool:
         if self._pool is None:
@@ -107,19 +149,27 @@ class SpmdMagics(Magics):
 
     def _server_for(self, method: str) -> RankServer:
         if self._server is not None and (self._server.method != method or not self._server.alive):
-            self._server.close()
-            self._server = None
+            self.close()
         if self._server is None:
             self._server = RankServer(method)
         return self._server
 
 
-def _show(rank: int, item: Item, shown: list[int] | None) -> None:
-    if shown is not None and rank not in shown:
-        return
+def _word(line: _Line, do: Callable[..., None]) -> Callable[..., None]:
+    def word(text: str, *cell: str) -> None:
+        do(line.read(text), *cell)
+
+    # What the notebook shows for ``%%spmd?``.
+    word.__doc__ = line.format_help()
+    return word
+
+
+def _show(rank: int, item: Item) -> None:
     rich = not isinstance(item, str) and len(item) > 1
     text = "" if rich else item if isinstance(item, str) else item["text/plain"]
     for line in text.split("\n"):
         sys.stdout.write(f"[rank {rank}] {line}".rstrip(" ") + "\n")
     if rich:
-        publish_display_data(item)
+        from IPython import display
+
+        display.display(item, raw=True)  # type: ignore[no-untyped-call]

@@ -60,7 +60,8 @@ class Report:
             lines.append(f"interrupted by you: {names(self._broken_off())}")
         elif self.late - self.silent:
             since = "" if self.after is None else f" after rank {self.after} had ended"
-            lines.append(f"{names(self.late - self.silent)} did not answer within {self.waited:g} s{since}: interrupted")
+            late = names(self.late - self.silent)
+            lines.append(f"{late} did not answer within {self.waited:g} s{since}: interrupted")
         if self.silent:
             lines.append(f"{names(self.silent)} did not answer the interrupt. {_STUCK}")
         return "\n".join(lines)

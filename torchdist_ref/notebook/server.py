@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from torchdist_ref.launcher.lifelines import die_with_parent, wait_without_reaping
@@ -59,7 +59,7 @@ def _preload() -> None:
     for name in PRELOAD:
         importlib.import_module(name)
     if sys.modules["torch"].cuda.is_initialized():
-        raise RuntimeError("importing the ranks' modules has started CUDA, which a fork would break: start with 'spawn'")
+        raise RuntimeError("importing what ranks need has started CUDA, which a fork would break: start with 'spawn'")
 
 
 class Server:
@@ -95,7 +95,7 @@ class Server:
         else:
             self._signal(rank, detail)
 
-    def _start(self, rank: int, environment: Mapping[str, str], descriptors: list[int]) -> None:
+    def _start(self, rank: int, environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
         start = self._fork if self._method == "fork" else _spawn
         pid = self._pids[rank] = start(descriptors, environment)
         with contextlib.suppress(OSError):
@@ -107,14 +107,14 @@ class Server:
         self._selector.register(watch, selectors.EVENT_READ, functools.partial(self._on_end, rank, pid, watch))
         send(self._control, ("started", rank, pid))
 
-    def _fork(self, descriptors: list[int], environment: Mapping[str, str]) -> int:
+    def _fork(self, descriptors: Sequence[int], environment: Mapping[str, str]) -> int:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             self._become_rank(parent, descriptors, environment)
         return pid
 
-    def _become_rank(self, parent: int, descriptors: list[int], environment: Mapping[str, str]) -> NoReturn:
+    def _become_rank(self, parent: int, descriptors: Sequence[int], environment: Mapping[str, str]) -> NoReturn:
         try:
             die_with_parent(parent)
             os.setpgid(0, 0)
@@ -123,7 +123,7 @@ class Server:
             self._control.detach()
             self._selector.close()
             _new_randomness()
-            rank_side.live(*descriptors, environment)
+            rank_side.live(descriptors[0], descriptors[1], environment)
         finally:
             # Never back into the server's loop.
             os._exit(1)
@@ -151,7 +151,7 @@ def _new_randomness() -> None:
         numpy.random.seed()
 
 
-def _spawn(descriptors: list[int], environment: Mapping[str, str]) -> int:
+def _spawn(descriptors: Sequence[int], environment: Mapping[str, str]) -> int:
     code = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
         "import json, os; from torchdist_ref.notebook.rank import live\n"

@@ -5,8 +5,8 @@ that a wrong collective cannot hide behind. The ``check_`` modules beside them p
 contract. Everything here may import the rest of the package; nothing in the rest of the package imports this.
 """
 
-from torchdist_ref.testing.fill import fill
+from torchdist_ref.testing.filling import fill
 from torchdist_ref.testing.outcomes import Outcome, RankError, RankTimeoutError, RemoteError
-from torchdist_ref.testing.run import run
+from torchdist_ref.testing.running import run
 
 __all__ = ["Outcome", "RankError", "RankTimeoutError", "RemoteError", "fill", "run"]

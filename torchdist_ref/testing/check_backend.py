@@ -212,14 +212,14 @@ def passes_messages(rank: int, size: int) -> None:
 
 
 def _message(rank: int, source: int, target: int, count: int) -> None:
-    if source == target:
-        return
-    if rank == source:
-        dist.send(fill(10 * source + target, (count,)), target)
-    if rank == target:
+    # The tag keeps messages of other pairs away from a receive that takes any sender.
+    tag = 100 * source + target
+    if source != target and rank == source:
+        dist.send(fill(tag, (count,)), target, tag=tag)
+    if source != target and rank == target:
         tensor = torch.empty(count)
-        assert dist.recv(tensor, source if count % 2 else None) == source
-        same(tensor, fill(10 * source + target, (count,)))
+        assert dist.recv(tensor, source if count % 2 else None, tag=tag) == source
+        same(tensor, fill(tag, (count,)))
 
 
 def matches_tags_in_any_order(rank: int, size: int) -> None:

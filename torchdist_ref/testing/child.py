@@ -17,6 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -78,7 +79,7 @@ def be_child(rank: int, task: Program, store: Callable[[], Store], papers: Paper
     status = 1
     try:
         _settle(papers, parent)
-        papers.result.write(_pack(rank, task, store))
+        papers.result.write(_pack(task(rank, store)))
         papers.result.flush()
         status = 0
     finally:
@@ -105,29 +106,35 @@ def _settle(papers: Papers, parent: int) -> None:
     torch.set_num_threads(1)
 
 
-def _pack(rank: int, task: Program, store: Callable[[], Store]) -> bytes:
-    try:
-        return _pack_value(rank, task(rank, store()))
-    except BaseException as error:
-        return _pack_error(rank, error)
+def _pack(outcome: Outcome) -> bytes:
+    if outcome.error is None:
+        try:
+            return pickle.dumps(outcome)
+        except Exception as error:
+            outcome = replace(outcome, value=None, error=_unsendable(outcome.value, error))
+    assert outcome.error is not None
+    return pickle.dumps(replace(outcome, error=_sendable(outcome.rank, outcome.error)))
 
 
-def _pack_value(rank: int, value: Any) -> bytes:
-    try:
-        return pickle.dumps(Outcome(rank, value))
-    except Exception as error:
-        kind = type(value).__name__
-        raise RemoteError(
-            f"the function returned a {kind} that cannot be sent from the rank's process: {error}. "
-            "Return tensors, numbers, strings or lists of them, or run with ranks='threads'."
-        ) from None
+def _unsendable(value: Any, error: Exception) -> RemoteError:
+    return RemoteError(
+        f"the function returned a {type(value).__name__} that cannot be sent from the rank's process: {error}. "
+        "Return tensors, numbers, strings or lists of them, or run with ranks='threads'."
+    )
 
 
-def _pack_error(rank: int, error: BaseException) -> bytes:
-    trace = "".join(traceback.format_exception(error))
+def _sendable(rank: int, error: BaseException) -> BaseException:
+    trace = traceback.TracebackException.from_exception(error)
+    trace.stack = traceback.StackSummary.from_list(_user_frames(trace.stack))
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
         error = RemoteError(f"{type(error).__name__}: {error}")
-    error.add_note(f"\nOn rank {rank}:\n{trace}")
-    return pickle.dumps(Outcome(rank, error=error))
+    # The traceback itself stays behind with its frames; this is what it looked like.
+    error.add_note(f"\nOn rank {rank}:\n{''.join(trace.format())}")
+    return error
+
+
+def _user_frames(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    ours = [place for place, frame in enumerate(frames) if frame.filename == program.__file__]
+    return frames[ours[0] + 1 if ours else 0 :]

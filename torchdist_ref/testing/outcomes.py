@@ -6,8 +6,9 @@ How ranks are started and stopped is not here: see `thread_ranks` and `process_r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from textwrap import indent
 from typing import Any
 
@@ -60,12 +61,14 @@ class Outcome:
         value: What the function returned there.
         error: What it raised instead, or None.
         died: How the process ended, in words, where it ended without either.
+        when: Since when that was certain, in seconds of the system's monotonic clock, which all processes share.
     """
 
     rank: int
     value: Any = None
     error: BaseException | None = None
     died: str = ""
+    when: float = field(default_factory=time.monotonic)
 
     @property
     def failed(self) -> bool:
@@ -99,15 +102,15 @@ def _others(outcomes: Mapping[int, Outcome], stuck: Mapping[int, str], without: 
 
 def _first_failure(outcomes: Mapping[int, Outcome]) -> Outcome | None:
     failed = [outcome for outcome in outcomes.values() if outcome.failed]
-    # Deaths come first because the survivors' errors follow from them; else the order of arrival decides.
-    return min(failed, key=lambda outcome: (not outcome.died, outcome.follows), default=None)
+    # Deaths come first, because the survivors' errors follow from them but are known sooner.
+    return min(failed, key=lambda outcome: (not outcome.died, outcome.follows, outcome.when), default=None)
 
 
 def verdict(outcomes: Mapping[int, Outcome], stuck: Mapping[int, str], world_size: int, timeout: float) -> list[Any]:
     """Give the values in rank order, or raise the error that names the rank to look at.
 
     Args:
-        outcomes: The ranks that ended, in the order in which they did.
+        outcomes: The ranks that ended.
         stuck: The others, each with the text that shows where it was.
         world_size: The number of ranks.
         timeout: The seconds that they had.

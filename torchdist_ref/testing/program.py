@@ -13,6 +13,7 @@ from typing import Any
 from torchdist_ref import groups
 from torchdist_ref.groups import world
 from torchdist_ref.stores import Store
+from torchdist_ref.testing.outcomes import Outcome
 
 # A collective that waits in vain should say so itself, before `run` loses patience and can only show a stack.
 _SOONER = 0.8
@@ -29,19 +30,20 @@ class Program:
     timeout: float
     init: bool
 
-    def __call__(self, rank: int, store: Store) -> Any:
+    def __call__(self, rank: int, make_store: Callable[[], Store]) -> Outcome:
         """Be one rank from beginning to end."""
         try:
             if self.init:
-                self._join(rank, store)
+                self._join(rank, make_store())
             value = self.fn(rank, *self.args)
+            if groups.is_initialized():
+                groups.destroy_process_group()
         except BaseException as error:
+            outcome = Outcome(rank, error=error)
             # The others may be waiting for this rank, which will not come.
-            world.abort(f"rank {rank} failed with {type(error).__name__}: {error}")
-            raise
-        if groups.is_initialized():
-            groups.destroy_process_group()
-        return value
+            world.abort(f"rank {rank} {outcome}")
+            return outcome
+        return Outcome(rank, value)
 
     def _join(self, rank: int, store: Store) -> None:
         timeout = timedelta(seconds=self.timeout * _SOONER)

@@ -64,8 +64,9 @@ class ThreadRanks:
     def _be(self, rank: int) -> None:
         try:
             with world.thread_rank():
-                outcome = Outcome(rank, self._task(rank, self._store))
+                outcome = self._task(rank, lambda: self._store)
         except BaseException as error:
+            # In joining or leaving the world, not in the function.
             outcome = Outcome(rank, error=error)
         self.outcomes.put(outcome)
 

@@ -20,7 +20,7 @@ _SHUFFLE = (6, 13, 1, 10, 15, 4, 8, 3, 11, 0, 14, 7, 2, 9, 5, 12)
 
 
 def _hash(positions: torch.Tensor, block: int) -> torch.Tensor:
-    mixed = (positions + 1) * _STEP + block * _BLOCK
+    mixed = (positions + 1) * _STEP + (block * _BLOCK) % 2**63
     mixed = (mixed ^ (mixed >> 31)) * _MIX
     return mixed ^ (mixed >> 29)
 
