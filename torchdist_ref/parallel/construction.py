@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchdist_ref import groups
 from torchdist_ref.errors import ArgumentError, DistError, UnsupportedError, explain
 from torchdist_ref.parallel.options import Entry
 
@@ -84,9 +85,9 @@ def check_batch_norm(module: nn.Module, device: torch.device) -> None:
 
 
 def choose_group(process_group: Any, device_mesh: Any) -> Any:
-    """The group that one of the two arguments names; None is the default group."""
+    """The group that one of the two arguments names; without either, the default group of this moment."""
     if device_mesh is None:
-        return process_group
+        return groups.world.default_group() if process_group is None else process_group
     if process_group is not None:
         raise ArgumentError(f"{OPERATION}: pass process_group or device_mesh, not both.")
     if device_mesh.ndim != 1:

@@ -59,6 +59,10 @@ class Peers:
         future: Future[list[torch.Tensor]] = self.api.all_reduce(tensor, group=self.group, async_op=True).get_future()
         return future
 
+    def sum_now(self, tensor: torch.Tensor) -> None:
+        """Add up ``tensor`` over all ranks, in place."""
+        self.api.all_reduce(tensor, group=self.group)
+
     def gather(self, tensor: torch.Tensor) -> tuple[list[torch.Tensor], Future[Any]]:
         """Begin to collect every rank's ``tensor``: where they arrive, in rank order, and when they are there."""
         everyone = [torch.empty_like(tensor) for _ in range(self.size)]

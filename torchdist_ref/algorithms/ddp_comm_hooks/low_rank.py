@@ -1,0 +1,116 @@
+"""The linear algebra of PowerSGD: how a bucket divides into matrices, and orthonormal columns.
+
+`Plan` is computed once per bucket: which parameters are matrices worth compressing, and where their
+parts lie in flat memory. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+# Smallest norm that a column is divided by: what is smaller counts as zero, and stays zero.
+TINY = {torch.float16: 6e-5}
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One compressed parameter: its place in the bucket, and M (n × m) ≈ P (n × r) Qᵀ (r × m)."""
+
+    start: int
+    n: int
+    m: int
+    r: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """M, as a view of a bucket's flat memory."""
+        return flat[self.start : self.start + self.n * self.m].view(self.n, self.m)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What of a bucket is compressed (`matrices`), and which ranges travel as they are (`rest`)."""
+
+    matrices: tuple[Matrix, ...]
+    rest: tuple[tuple[int, int], ...]
+
+    @property
+    def rest_size(self) -> int:
+        """How many elements travel uncompressed."""
+        return sum(stop - start for start, stop in self.rest)
+
+    def ps(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The left factors, as views of flat memory."""
+        return _rows([(matrix.n, matrix.r) for matrix in self.matrices], flat)
+
+    def qs(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The right factors, as views of flat memory."""
+        return _rows([(matrix.m, matrix.r) for matrix in self.matrices], flat)
+
+    def sizes(self) -> tuple[int, int]:
+        """Elements of all left and of all right factors."""
+        return sum(x.n * x.r for x in self.matrices), sum(x.m * x.r for x in self.matrices)
+
+
+def _rows(shapes: Sequence[tuple[int, int]], flat: torch.Tensor) -> list[torch.Tensor]:
+    pieces = torch.split(flat, [n * r for n, r in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def plan(gradients: Sequence[torch.Tensor], rank_for: Callable[[int, int], int]) -> Plan:
+    """Divide a bucket.
+
+    Args:
+        gradients: The bucket's gradients, in the order in which they lie in its buffer.
+        rank_for: The rank r for an n × m matrix; 0 leaves it uncompressed.
+
+    >>> plan([torch.empty(3), torch.empty(8, 2, 4)], lambda n, m: 1)
+    Plan(matrices=(Matrix(start=3, n=8, m=8, r=1),), rest=((0, 3),))
+    """
+    matrices, rest, start = [], [], 0
+    for gradient in gradients:
+        n = _leading(gradient)
+        m = gradient.numel() // n if n else 0
+        r = rank_for(n, m) if gradient.dim() > 1 else 0
+        if r:
+            matrices.append(Matrix(start, n, m, r))
+        else:
+            rest.append((start, start + gradient.numel()))
+        start += gradient.numel()
+    return Plan(tuple(matrices), tuple(rest))
+
+
+def _leading(gradient: torch.Tensor) -> int:
+    """Rows of the matrix, as it lies in memory: the size of the dimension with the longest stride."""
+    if gradient.dim() == 0:
+        return 1
+    return gradient.size(max(range(gradient.dim()), key=lambda d: (gradient.stride(d), -d)))
+
+
+def orthonormalize(matrices: Sequence[torch.Tensor], epsilon: float = 0.0) -> None:
+    """Make the columns of each matrix orthonormal, in place; a zero column stays zero.
+
+    Up to two columns, and in half precision, by Gram-Schmidt; else by QR decomposition, which is faster and
+    more exact. Both span the same spaces.
+
+    Args:
+        matrices: With at least as many rows as columns.
+        epsilon: Added to every norm before it divides. Default 0.
+    """
+    for matrix in matrices:
+        if matrix.size(1) <= 2 or matrix.dtype in (torch.float16, torch.bfloat16):
+            _gram_schmidt(matrix, epsilon)
+        else:
+            matrix.copy_(torch.linalg.qr(matrix).Q)
+
+
+def _gram_schmidt(matrix: torch.Tensor, epsilon: float) -> None:
+    smallest = TINY.get(matrix.dtype, torch.finfo(matrix.dtype).tiny)
+    for i in range(matrix.size(1)):
+        column = matrix[:, i : i + 1]
+        column /= torch.linalg.vector_norm(column).add_(epsilon).clamp_min_(smallest)
+        rest = matrix[:, i + 1 :]
+        if rest.size(1):
+            rest -= column * (column * rest).sum(0, keepdim=True)
