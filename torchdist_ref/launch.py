@@ -31,8 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, or that of the first rank that failed.
 
     Example:
-        >>> main(["--nproc-per-node", "2", "-m", "this"])  # doctest: +SKIP
-        0
+        >>> import subprocess, sys
+        >>> command = [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node", "2", "-m", "this"]
+        >>> subprocess.run(command, capture_output=True, text=True).stdout.count("Simple is better than complex.")
+        2
     """
     options = parse(sys.argv[1:] if argv is None else argv)
     try:

@@ -6,10 +6,13 @@ parent, ``kill -9`` included, leaves ranks behind. What to do about an ended ran
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
 # Looked up before any fork: a child of a process with threads should do as little as possible.
@@ -29,6 +32,25 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
         _PRCTL(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+@contextlib.contextmanager
+def interrupts_later() -> Iterator[None]:
+    """Hold back Ctrl-C until the block is done: the hooks that Python runs around a fork would swallow it.
+
+    Only the main thread of a process gets interrupts; elsewhere nothing needs to be held back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard: list[int] = []
+    former = signal.signal(signal.SIGINT, lambda signum, frame: heard.append(signum))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+    if heard:
+        signal.raise_signal(signal.SIGINT)
 
 
 def wait_without_reaping(pid: int) -> int:

@@ -93,8 +93,8 @@ def _settle(papers: Papers, parent: int) -> None:
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     die_with_parent(parent)
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     faulthandler.enable(papers.dump, all_threads=True)
     for descriptor in (1, 2):

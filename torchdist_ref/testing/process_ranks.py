@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 
-from torchdist_ref.launcher.lifelines import how_it_ended
+from torchdist_ref.launcher.lifelines import how_it_ended, interrupts_later, wait_without_reaping
 from torchdist_ref.stores import FileStore
 from torchdist_ref.testing.child import Papers, be_child
 from torchdist_ref.testing.outcomes import Outcome
@@ -73,8 +73,9 @@ class ProcessRanks:
         self._papers = [Papers() for _ in range(self._program.world_size)]
         sys.stdout.flush()
         sys.stderr.flush()
-        for rank in range(self._program.world_size):
-            self._pids.append(self._fork(rank))
+        with interrupts_later():
+            for rank in range(self._program.world_size):
+                self._pids.append(self._fork(rank))
         self._watchers = [threading.Thread(target=self._watch, args=(rank,)) for rank in range(len(self._pids))]
         for watcher in self._watchers:
             watcher.start()
@@ -94,7 +95,7 @@ class ProcessRanks:
         return FileStore(os.path.join(self._folder, "store"), self._program.world_size)
 
     def _watch(self, rank: int) -> None:
-        status = _wait_for(self._pids[rank])
+        status = wait_without_reaping(self._pids[rank])
         papers = self._papers[rank]
         outcome = papers.outcome(rank) if status == 0 else None
         self.outcomes.put(outcome or Outcome(rank, died=_epitaph(status, papers.stack())))
@@ -115,13 +116,6 @@ class ProcessRanks:
         for papers in self._papers:
             papers.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _wait_for(pid: int) -> int:
-    """Wait without reaping, so that nobody else gets the number while it may still be signalled."""
-    info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert info is not None
-    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
 
 def _epitaph(status: int, stack: str) -> str:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import torchdist_ref.groups as dist
-from torchdist_ref.testing.fill import fill
-from torchdist_ref.testing.run import run
+from torchdist_ref.testing.filling import fill
+from torchdist_ref.testing.running import run
 
 # Empty, one element, a matrix, odd sizes, and one that needs several windows of a stage.
 SHAPES: tuple[tuple[int, ...], ...] = ((0,), (), (1,), (2, 3), (257,), (3, 5, 7), (400_003,))
@@ -34,6 +34,7 @@ def check_backend(name: str, world_size: int, ranks: str = "threads", timeout: f
         RankError: A clause does not hold; the cause names it.
 
     Example:
+        >>> from torchdist_ref.testing.backend_contract import check_backend
         >>> check_backend("ref", 2)
     """
     run(_all_clauses, world_size, backend=name, ranks=ranks, timeout=timeout)

@@ -1,0 +1,256 @@
+"""run: what comes back from the ranks, and what is said when one of them fails, dies or hangs.
+
+Nothing is left behind by any of these tests: the fixture of tests/conftest.py looks.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchdist_ref.groups as dist
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, GroupAbortedError, RankDiedError
+from torchdist_ref.testing import RankError, RankTimeoutError, RemoteError, fill, run
+
+both = pytest.mark.parametrize("ranks", ["threads", "processes"])
+
+
+@both
+def test_results_come_in_rank_order(ranks: str) -> None:
+    local = [7]
+    assert run(lambda rank, a, b: (rank**2, a, b, local), 3, "x", None, ranks=ranks, init=False) == [
+        (rank**2, "x", None, local) for rank in range(3)
+    ]
+
+
+@both
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+def test_each_rank_is_in_an_initialised_group(ranks: str, backend: str) -> None:
+    def program(rank: int) -> tuple[Any, ...]:
+        tensor = fill(rank, (5,), torch.int64)
+        dist.all_reduce(tensor)
+        return dist.get_rank(), dist.get_world_size(), dist.get_backend(), tensor.tolist()
+
+    total = sum(fill(rank, (5,), torch.int64) for rank in range(3))
+    assert isinstance(total, torch.Tensor)
+    assert run(program, 3, backend=backend, ranks=ranks) == [(rank, 3, backend, total.tolist()) for rank in range(3)]
+    assert not dist.is_initialized()
+
+
+@both
+def test_without_init_there_is_no_group(ranks: str) -> None:
+    assert run(lambda rank: dist.is_initialized(), 2, ranks=ranks, init=False) == [False, False]
+
+
+@both
+def test_tensors_come_back(ranks: str) -> None:
+    for rank, tensor in enumerate(run(lambda rank: fill(rank, (300, 300)), 2, ranks=ranks, init=False)):
+        assert torch.equal(tensor, fill(rank, (300, 300)))
+
+
+def test_processes_have_their_own_memory_and_one_thread() -> None:
+    seen: list[int] = []
+
+    def program(rank: int) -> tuple[int, int, int]:
+        seen.append(rank)
+        return os.getpid(), torch.get_num_threads(), len(seen)
+
+    results = run(program, 2, ranks="processes", init=False)
+    assert len({pid for pid, _, _ in results} | {os.getpid()}) == 3
+    assert [rest for _, *rest in results] == [[1, 1], [1, 1]]
+    assert seen == []
+
+
+@both
+def test_a_failure_names_its_rank_and_keeps_its_cause(ranks: str) -> None:
+    def program(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("boom")
+        dist.barrier()
+
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"^rank 1 of 3 failed with ValueError: boom\n  rank 0 failed.*\n  rank 2") as caught:
+        run(program, 3, ranks=ranks, timeout=20.0)
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert all(isinstance(caught.value.outcomes[rank].error, GroupAbortedError | RankDiedError) for rank in (0, 2))
+    # The others heard of it and did not wait for their deadline.
+    assert time.monotonic() - began < 3
+
+
+def test_a_failure_in_a_process_shows_where_it_was() -> None:
+    def program(rank: int) -> None:
+        raise KeyError("lost")
+
+    with pytest.raises(RankError) as caught:
+        run(program, 1, ranks="processes", init=False)
+    assert caught.value.__cause__ is not None
+    [note] = caught.value.__cause__.__notes__
+    assert "On rank 0:\nTraceback (most recent call last):\n" in note
+    assert 'raise KeyError("lost")' in note and "child.py" not in note
+
+
+def test_the_first_failure_is_the_one_that_others_follow_from() -> None:
+    first = threading.Event()
+
+    def program(rank: int) -> None:
+        if rank == 0:
+            first.wait()
+            raise GroupAbortedError("rank 1 gave up")
+        try:
+            raise ValueError("the cause")
+        finally:
+            first.set()
+
+    with pytest.raises(RankError, match="rank 1 of 2 failed with ValueError: the cause"):
+        run(program, 2, init=False)
+
+
+def test_a_death_is_named_by_its_signal() -> None:
+    def program(rank: int) -> int:
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rank
+
+    with pytest.raises(RankError, match=r"^rank 2 of 3 was killed by SIGKILL\n  rank 0 returned\n  rank 1 returned$") as caught:
+        run(program, 3, ranks="processes", init=False)
+    assert caught.value.rank == 2 and caught.value.__cause__ is None
+
+
+def test_a_crash_shows_its_stack() -> None:
+    def crash(rank: int) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    with pytest.raises(RankError, match=r"killed by SIGSEGV, at:\n(.*\n)*.*test_running.py.* in crash"):
+        run(crash, 1, ranks="processes", init=False)
+
+
+def test_leaving_without_a_word_is_named_too() -> None:
+    with pytest.raises(RankError, match="rank 0 of 1 exited with code 5"):
+        run(lambda rank: os._exit(5), 1, ranks="processes", init=False)
+
+
+def test_processes_that_hang_are_named_and_shown() -> None:
+    def wait_for_ever(rank: int) -> int:
+        while rank != 0:
+            signal.pause()
+        return rank
+
+    with pytest.raises(RankTimeoutError, match=r"^ranks 1, 2 of 3 did not finish within 0.3 s\n  rank 0 returned\n") as caught:
+        run(wait_for_ever, 3, ranks="processes", init=False, timeout=0.3)
+    assert str(caught.value).count("in wait_for_ever") == 2
+    assert isinstance(caught.value, TimeoutError) and caught.value.rank == 1
+
+
+def test_threads_that_hang_are_named_and_shown() -> None:
+    gate = threading.Event()
+
+    def wait_for_ever(rank: int) -> int:
+        return rank if rank == 0 else gate.wait()
+
+    with pytest.raises(RankTimeoutError, match=r"^rank 1 of 2 did not finish within 0.2 s\n(.*\n)*.*gate.wait\(\)"):
+        run(wait_for_ever, 2, init=False, timeout=0.2)
+    gate.set()
+
+
+def test_hanging_threads_are_asked_to_stop_through_their_group() -> None:
+    heard = threading.Event()
+
+    def program(rank: int) -> None:
+        try:
+            if rank == 0:
+                dist.recv(torch.zeros(1), src=1)
+            else:
+                heard.wait()
+        finally:
+            heard.set()
+
+    with pytest.raises(RankError):
+        run(program, 2, timeout=1.0)
+    assert heard.is_set()
+
+
+def test_a_result_that_cannot_travel_is_said_clearly() -> None:
+    with pytest.raises(RankError, match="rank 0 of 1 failed with RemoteError: the function returned a function that"):
+        run(lambda rank: lambda: rank, 1, ranks="processes", init=False)
+
+
+def test_an_exception_that_cannot_travel_comes_as_text() -> None:
+    def program(rank: int) -> None:
+        class Private(Exception):
+            pass
+
+        raise Private("hidden")
+
+    with pytest.raises(RankError, match="RemoteError: Private: hidden") as caught:
+        run(program, 1, ranks="processes", init=False)
+    assert isinstance(caught.value.__cause__, RemoteError)
+
+
+def test_what_processes_print_comes_in_rank_order(capsys: pytest.CaptureFixture[str]) -> None:
+    def program(rank: int) -> None:
+        print("python", rank)
+        subprocess.run(["echo", f"child {rank}"], check=True)
+        print("error", rank, file=sys.stderr)
+
+    run(program, 2, ranks="processes", init=False)
+    assert capsys.readouterr().out.splitlines() == [
+        f"[rank {rank}] {word} {rank}" for rank in (0, 1) for word in ("python", "child", "error")
+    ]
+
+
+def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    parent = os.getpid()
+
+    def program(rank: int) -> None:
+        if rank == 0:
+            os.kill(parent, signal.SIGINT)
+        while True:
+            signal.pause()
+
+    with pytest.raises(KeyboardInterrupt):
+        run(program, 3, ranks="processes", init=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_rank_started_goes_with_it(tmp_path: Path) -> None:
+    def program(rank: int) -> int:
+        return subprocess.Popen(["sleep", "1000"]).pid
+
+    [pid] = run(program, 1, ranks="processes", init=False)
+    state = Path(f"/proc/{pid}/stat")
+    # Killed; whoever inherits orphans here may take its time to bury it.
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def test_the_error_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(RankError("rank 3 failed", 3)))
+    assert (str(error), error.rank) == ("rank 3 failed", 3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "words"),
+    [
+        ({"fn": 3}, ArgumentTypeError, "argument 'fn' must be callable, got 3"),
+        ({"world_size": 0}, ArgumentError, "argument 'world_size' must be a number of ranks, at least 1, got 0"),
+        ({"world_size": "2"}, ArgumentError, "argument 'world_size' must be a number of ranks"),
+        ({"ranks": "fibres"}, ArgumentError, "argument 'ranks' must be 'threads' or 'processes', got 'fibres'"),
+        ({"timeout": 0}, ArgumentError, "argument 'timeout' must be a positive number of seconds, got 0"),
+    ],
+)
+def test_wrong_arguments_are_named(wrong: dict[str, Any], kind: type[Exception], words: str) -> None:
+    right: dict[str, Any] = {"fn": int, "world_size": 1}
+    with pytest.raises(kind, match=words):
+        run(**(right | wrong))
