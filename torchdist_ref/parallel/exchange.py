@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.futures import Future
@@ -36,7 +36,7 @@ class Mean:
 
 def average(state: Mean, bucket: GradBucket) -> Future[torch.Tensor]:
     """The hook that DDP begins with. Divides first, so that the sum of half-precision gradients doesn't overflow."""
-    work = groups.all_reduce(bucket.buffer().div_(state.divisor), group=state.group, async_op=True)
+    work: Any = groups.all_reduce(bucket.buffer().div_(state.divisor), group=state.group, async_op=True)
     average: Future[torch.Tensor] = work.get_future().then(_only)
     return average
 
@@ -70,8 +70,7 @@ class Exchange:
         if not isinstance(future, AnyFuture):
             expected = "It has to return a torch.futures.Future whose value is one tensor, as long as bucket.buffer()."
             raise ArgumentTypeError(f"{self.where(bucket)} returned {type(future).__name__}. {expected}")
-        started: Future[torch.Tensor] = future
-        return started
+        return cast("Future[torch.Tensor]", future)
 
     def finish(self, bucket: GradBucket, future: Future[torch.Tensor], length: int) -> torch.Tensor:
         """Wait for the Future and return its tensor, which has to have ``length`` elements."""

@@ -6,7 +6,7 @@ Only reads the graph. What to do about a parameter that takes no part is decided
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,16 @@ def accumulator(parameter: torch.Tensor) -> Node:
     tensor itself would miss that case. The node lives as long as someone holds it.
     """
     return get_gradient_edge(parameter).node
+
+
+def when_done(node: Any, hook: Callable[[Any, Any], None]) -> None:
+    """Call ``hook(inputs, gradients)`` whenever backward has run ``node``."""
+    node.register_hook(hook)
+
+
+def when_reached(tensor: Any, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call ``hook(gradient)`` when backward has computed the gradient of ``tensor``."""
+    tensor.register_hook(hook)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

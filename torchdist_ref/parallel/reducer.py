@@ -64,7 +64,7 @@ class Reducer:
         self._nodes = [graph.accumulator(parameter) for parameter in self.parameters]
         reference = weakref.ref(self)
         for index, node in enumerate(self._nodes):
-            _register(node, _notifier(reference, index))
+            graph.when_done(node, _notifier(reference, index))
 
     # ---- before forward
 
@@ -119,7 +119,7 @@ class Reducer:
                 self._absent = [i for i, node in enumerate(self._nodes) if node not in nodes]
             for tensor in tensors:
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(_starter(weakref.ref(self)))
+                    graph.when_reached(tensor, _starter(weakref.ref(self)))
 
     def _check_finished(self) -> None:
         if self._armed and self._begun and not self._failed:
@@ -263,10 +263,6 @@ class Reducer:
         self.iteration += 1
         self._armed = self._begun = self._failed = False
         self._used = bytearray(len(self.entries))
-
-
-def _register(node: Any, hook: Callable[..., None]) -> None:
-    node.register_hook(hook)
 
 
 def _notifier(reference: weakref.ref[Reducer], index: int) -> Callable[..., None]:

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed
+from torch._C._distributed_c10d import GradBucket as TorchBucket
 from torch.futures import Future
 
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, explain
 from torchdist_ref.parallel.bucket import GradBucket
 
 OPERATION = "register_comm_hook"
-BUCKETS = (inspect.Parameter.empty, GradBucket, torch.distributed.GradBucket)
+BUCKETS = (inspect.Parameter.empty, GradBucket, TorchBucket)
 RESULTS = (inspect.Signature.empty, Future, Future[torch.Tensor])
 
 

@@ -38,7 +38,7 @@ def average(parameter: torch.Tensor, name: str, group: Any, divisor: float) -> t
 def _sparse_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor:
     gradient = parameter.grad
     if gradient is None:
-        return torch.sparse_coo_tensor(size=parameter.shape, dtype=parameter.dtype, device=parameter.device).coalesce()
+        return torch.zeros_like(parameter, layout=torch.sparse_coo).coalesce()
     if not gradient.is_sparse:
         raise DistError(
             f"DistributedDataParallel: parameter {name!r} of an embedding with sparse=True got a dense gradient. "

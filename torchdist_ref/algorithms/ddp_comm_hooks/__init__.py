@@ -1,1 +1,92 @@
-"""Communication hooks: what happens to a bucket of gradients between backward and the optimizer."""
+"""Communication hooks: what happens to a bucket of gradients between backward and the optimizer.
+
+A hook is a function ``hook(state, bucket) -> torch.futures.Future[torch.Tensor]``, registered with
+``DistributedDataParallel.register_comm_hook``. This module also names them, for programs that choose
+one by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from torchdist_ref.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
+from torchdist_ref.errors import ArgumentTypeError, explain
+
+__all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
+
+Hook = Callable[..., Any]
+
+
+class Registrar:
+    """Registers one hook on a model; for PowerSGD the state that is passed is the group, and a rank comes with it."""
+
+    def __init__(self, comm_hook: Hook, rank: int = 0) -> None:
+        self.comm_hook = comm_hook
+        self.rank = rank
+
+    def __call__(self, model: Any, state: Any = None, start_powerSGD_iter: int = 1_000) -> None:
+        """Register the hook.
+
+        Args:
+            model: A DistributedDataParallel of ours or of torch's.
+            state: The process group, or None for the default group.
+            start_powerSGD_iter: For PowerSGD, the step at which compression begins. Default 1000.
+        """
+        if self.rank:
+            state = powerSGD_hook.PowerSGDState(state, self.rank, start_powerSGD_iter)
+        model.register_comm_hook(state, self.comm_hook)
+
+
+class DDPCommHookType(Enum):
+    """The hooks by name; the value of each registers it: ``DDPCommHookType.NOOP.value(model=model, state=None)``.
+
+    Example:
+        >>> from torchdist_ref.algorithms.ddp_comm_hooks import DDPCommHookType
+        >>> DDPCommHookType["FP16_COMPRESS"].value.comm_hook.__name__
+        'fp16_compress_hook'
+    """
+
+    ALLREDUCE = Registrar(default_hooks.allreduce_hook)
+    FP16_COMPRESS = Registrar(default_hooks.fp16_compress_hook)
+    BF16_COMPRESS = Registrar(default_hooks.bf16_compress_hook)
+    QUANTIZE_PER_TENSOR = Registrar(quantization_hooks.quantization_pertensor_hook)
+    QUANTIZE_PER_CHANNEL = Registrar(quantization_hooks.quantization_perchannel_hook)
+    POWER_SGD = Registrar(powerSGD_hook.powerSGD_hook, 1)
+    POWER_SGD_RANK2 = Registrar(powerSGD_hook.powerSGD_hook, 2)
+    BATCHED_POWER_SGD = Registrar(powerSGD_hook.batched_powerSGD_hook, 1)
+    BATCHED_POWER_SGD_RANK2 = Registrar(powerSGD_hook.batched_powerSGD_hook, 2)
+    NOOP = Registrar(debugging_hooks.noop_hook)
+
+
+def register_ddp_comm_hook(comm_hook_type: Any, model: Any, state: Any = None) -> None:
+    """Register one of the named hooks.
+
+    Args:
+        comm_hook_type: Which; a member of `DDPCommHookType`.
+        model: A DistributedDataParallel of ours or of torch's.
+        state: The process group, or None for the default group.
+
+    Raises:
+        ArgumentTypeError: ``comm_hook_type`` is not one of the names.
+
+    Example:
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     model = dist.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+        ...     register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, model)
+        ...     model(torch.tensor([[4.0 * rank]])).sum().backward()
+        ...     return model.module.weight.grad.item()
+        >>> run(program, 2)
+        [2.0, 2.0]
+    """
+    if not isinstance(comm_hook_type, DDPCommHookType):
+        hint = "A function goes to model.register_comm_hook(state, hook)."
+        expected = "a member of DDPCommHookType"
+        raise ArgumentTypeError(
+            explain("register_ddp_comm_hook", "comm_hook_type", expected, comm_hook_type, hint=hint)
+        )
+    comm_hook_type.value(model=model, state=state)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed
+from torch._C._distributed_c10d import GradBucket as TorchBucket
 from torch.futures import Future
 
 from torchdist_ref import groups
@@ -32,7 +33,7 @@ def comm_hook(hook: HookType) -> HookType:
 def uses_torch(group: Any, bucket: Any) -> bool:
     """Whether torch's own engine is meant: by the group, or, where that is None, by the bucket."""
     if group is None:
-        return isinstance(bucket, torch.distributed.GradBucket)
+        return isinstance(bucket, TorchBucket)
     return isinstance(group, torch.distributed.ProcessGroup)
 
 

@@ -168,7 +168,7 @@ def _summed(tensor: torch.Tensor, dtype: torch.dtype | None) -> Rounds:
 
 
 def _with_error(state: PowerSGDState, index: int, out: torch.Tensor, layout: Plan) -> torch.Tensor:
-    """The flat memory in which the matrices M lie: with error feedback, E + gradient, and E is what will be left there."""
+    """Flat memory that holds the matrices M: the gradients, or with error feedback E, to which they are added."""
     if not state.use_error_feedback:
         return out
     error = state.error_dict.get(index)

@@ -56,8 +56,8 @@ class PowerSGDState:
 
     Args:
         process_group: The group over which gradients are averaged; None for the default group.
-        matrix_approximation_rank: Columns of the factors P and Q. More: better gradients, more bytes. Powers of two from
-            1 to 4 are usual. Default 1.
+        matrix_approximation_rank: Columns of the factors P and Q. More: better gradients, more bytes. Usual are 1, 2
+            and 4. Default 1.
         start_powerSGD_iter: Steps of plain averaging before compression begins, because early gradients matter most and
             DDP rebuilds its buckets after the first step. At least 2 with error feedback or warm start. Default 1000.
         min_compression_rate: A matrix is compressed only if that divides its size by more than this. Default 2.
@@ -99,8 +99,8 @@ class PowerSGDState:
     ) -> None:
         if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
             hint = "DDP rebuilds its buckets after the first step, and what is remembered would not fit them."
-            expected = "at least 2 with use_error_feedback or warm_start"
-            raise ArgumentError(explain("PowerSGDState", "start_powerSGD_iter", expected, start_powerSGD_iter, hint=hint))
+            name, expected = "start_powerSGD_iter", "at least 2 with use_error_feedback or warm_start"
+            raise ArgumentError(explain("PowerSGDState", name, expected, start_powerSGD_iter, hint=hint))
         self.process_group = process_group
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter

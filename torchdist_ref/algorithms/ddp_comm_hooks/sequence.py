@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
+from typing import cast
 
 import torch
 from torch.futures import Future
@@ -59,9 +60,9 @@ class Line:
         Returns:
             A Future of what the generator returns, or of what it raises.
         """
-        cuda = device is not None and device.type == "cuda"
-        future: Future[torch.Tensor] = Future(devices=[device] if cuda else None)
-        stream = torch.cuda.current_stream(device) if cuda else None
+        devices: list[int | str | torch.device] = [device] if device is not None and device.type == "cuda" else []
+        future: Future[torch.Tensor] = Future(devices=devices)
+        stream = torch.cuda.current_stream(device) if devices else None
         context = contextvars.copy_context()
         self._put(lambda: context.run(_run, rounds, peers, future, stream))
         return future
@@ -89,7 +90,7 @@ def _run(rounds: Rounds, peers: Peers, future: Future[torch.Tensor], stream: tor
         with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
             future.set_result(_to_the_end(rounds, peers))
     except Exception as error:
-        future.set_exception(error)
+        cast("Future[Exception]", future).set_exception(error)
 
 
 def _to_the_end(rounds: Rounds, peers: Peers) -> torch.Tensor:

@@ -1,0 +1,116 @@
+"""Eight bits a number: each rank rounds its gradients to 256 levels, sends those, and all ranks add up what they get.
+
+Levels are affine: a number x travels as round(x / scale) + zero, with scale and zero chosen so that the
+range of the tensor (and 0) fits into 0 … 255. A sum of quantized numbers would need other levels, so
+ranks gather instead of reducing: what travels grows with the number of ranks, and for more than eight of them it is
+more than without the hook.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from torchdist_ref.algorithms.ddp_comm_hooks.peers import Peers, comm_hook
+from torchdist_ref.parallel.bucket import GradBucket
+
+__all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
+
+LEVELS = 255
+SMALLEST_SCALE = torch.finfo(torch.float32).eps
+
+
+@comm_hook
+def quantization_pertensor_hook(process_group: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average gradients that travel as 8-bit integers, with one scale for the whole bucket.
+
+    Args:
+        process_group: The group over which to average, or None for the default group.
+        bucket: The gradients.
+
+    Returns:
+        A Future of the average, with an error of at most half a level of each rank.
+
+    Example:
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.algorithms.ddp_comm_hooks.quantization_hooks import quantization_pertensor_hook
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     bucket = dist.GradBucket(buffer=torch.tensor([0.0, 100.0 + 10 * rank, 255.0]))
+        ...     return quantization_pertensor_hook(None, bucket).wait().tolist()
+        >>> run(program, 2)
+        [[0.0, 105.0, 255.0], [0.0, 105.0, 255.0]]
+    """
+    return _average(process_group, bucket, max(1, bucket.buffer().numel()))
+
+
+@comm_hook
+def quantization_perchannel_hook(
+    process_group: Any, bucket: GradBucket, bucket_size: int = 512
+) -> Future[torch.Tensor]:
+    """Average gradients that travel as 8-bit integers, with a scale for every ``bucket_size`` of them.
+
+    Finer than `quantization_pertensor_hook` where a bucket holds gradients of very different size.
+
+    Args:
+        process_group: The group over which to average, or None for the default group.
+        bucket: The gradients.
+        bucket_size: Elements that share a scale. Default 512.
+
+    Returns:
+        A Future of the average, with an error of at most half a level of each rank.
+
+    Example:
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.algorithms.ddp_comm_hooks.quantization_hooks import quantization_perchannel_hook
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     bucket = dist.GradBucket(buffer=torch.tensor([0.0, 255.0, 0.0, 0.00255 * (1 + rank)]))
+        ...     return [round(x, 5) for x in quantization_perchannel_hook(None, bucket, 2).wait().tolist()]
+        >>> run(program, 2)
+        [[0.0, 255.0, 0.0, 0.00383], [0.0, 255.0, 0.0, 0.00383]]
+    """
+    return _average(process_group, bucket, bucket_size)
+
+
+def _average(process_group: Any, bucket: GradBucket, width: int) -> Future[torch.Tensor]:
+    """Gather every rank's levels and what they mean, in one message; add up, divide."""
+    peers = Peers(process_group, bucket)
+    buffer = bucket.buffer()
+    mine = pack(rows(buffer, width))
+    everyone, gathered = peers.gather(mine)
+
+    def add_up(future: Future[Any]) -> torch.Tensor:
+        future.wait()
+        total = torch.stack([unpack(one, width) for one in everyone]).sum(0)
+        return (total.flatten()[: buffer.numel()] / peers.size).to(buffer.dtype)
+
+    return gathered.then(add_up)
+
+
+def rows(buffer: torch.Tensor, width: int) -> torch.Tensor:
+    """The numbers as rows of ``width`` that each get a scale; the last one filled up with zeros."""
+    missing = -buffer.numel() % width
+    return torch.nn.functional.pad(buffer.detach().float(), (0, missing)).view(-1, width)
+
+
+def pack(matrix: torch.Tensor) -> torch.Tensor:
+    """Levels, scales and zeros of a matrix, row by row, as one run of bytes.
+
+    >>> unpack(pack(torch.tensor([[0.0, 1.0, 255.0]])), 3)
+    tensor([[  0.,   1., 255.]])
+    """
+    low, high = matrix.amin(1).clamp_max(0), matrix.amax(1).clamp_min(0)
+    scale = ((high - low) / LEVELS).clamp_min(SMALLEST_SCALE)
+    zero = torch.round(-low / scale).clamp_(0, LEVELS)
+    levels = torch.round(matrix / scale[:, None]).add_(zero[:, None]).clamp_(0, LEVELS).to(torch.uint8)
+    return torch.cat([torch.stack([scale, zero]).view(torch.uint8).flatten(), levels.flatten()])
+
+
+def unpack(packed: torch.Tensor, width: int) -> torch.Tensor:
+    """The matrix that `pack` packed, rounded to its levels."""
+    count = packed.numel() // (width + 8)
+    meaning = packed[: 8 * count].clone().view(torch.float32).view(2, count, 1)
+    return (packed[8 * count :].view(count, width).float() - meaning[1]) * meaning[0]
