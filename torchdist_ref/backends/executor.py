@@ -30,6 +30,7 @@ class Executor:
         self.sequence = 0
         self._half = 0
         self._readers: list[tuple[Peer, ...]] = [(), ()]
+        self._staged_last = -1
         self._heads = tuple(tuple(link.lines[p].heads[parity] for p in link.peers) for parity in (0, 1))
 
     def run(self, plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -75,8 +76,7 @@ class Executor:
         half = self._half
         self._half = 1 - half
         if code.stage:
-            self._take(self._readers[half], plan)
-            self._readers[half] = ()
+            self._make_room(half, plan)
             for view, position in code.stage:
                 view.copy_(bound[position])
         for post in code.posts:
@@ -90,6 +90,19 @@ class Executor:
             _apply(plan, code.steps, bound)
         for free in code.frees:
             free()
+
+    def _make_room(self, half: int, plan: Plan) -> None:
+        """Wait until nobody reads this half any more.
+
+        Free tokens don't say which half they are for; they come in the order of the stagings. So where a
+        round without staging made the turns uneven, the other half's readers are waited for first.
+        """
+        if self._staged_last == half:
+            self._take(self._readers[1 - half], plan)
+            self._readers[1 - half] = ()
+        self._take(self._readers[half], plan)
+        self._readers[half] = ()
+        self._staged_last = half
 
     def _take(self, tokens: tuple[Peer, ...], plan: Plan) -> None:
         for token, peer in tokens:

@@ -53,18 +53,19 @@ class Planner:
 
     def _make(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Plan:
         if call.op == "barrier":
-            return self._assemble(call, None, [])
+            return self._assemble(call, None, [], False)
         tensors = [*inputs, *outputs]
         if len({t.dtype for t in tensors}) > 1:
             raise ArgumentError(f"{call.op}: all tensors need one dtype, got {sorted({str(t.dtype) for t in tensors})}.")
-        return self._assemble(call, tensors[0], self._blocks(call.op, inputs, outputs))
+        alike = len({t.shape for t in tensors}) == 1
+        return self._assemble(call, tensors[0], self._blocks(call.op, inputs, outputs), alike)
 
     def _blocks(self, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Shape]:
         """Shapes of the call's blocks: one where they are all alike."""
         shapes = [tuple(t.shape) for t in (inputs if op in _BLOCKS_IN_INPUTS else outputs)]
         return shapes[:1] if len(set(shapes)) == 1 else shapes
 
-    def _assemble(self, call: Call, like: Tensor | None, shapes: list[Shape]) -> Plan:
+    def _assemble(self, call: Call, like: Tensor | None, shapes: list[Shape], alike: bool) -> Plan:
         dtype = torch.uint8 if like is None else like.dtype
         blocks = tuple(torch.Size(shape).numel() for shape in shapes)
         text = signature(call, str(dtype).removeprefix("torch."), shapes)
@@ -76,7 +77,7 @@ class Planner:
             schedule=schedule,
             sizes=Sizes(call.op, blocks or (0,), schedule.chunks),
             dtype=dtype,
-            shape=shapes[0] if len(shapes) == 1 else None,
+            shape=shapes[0] if alike else None,
             reduction=None if name is None else reduction(name, dtype, call.op),
             divide=self._link.size if name == "avg" else 0,
         )

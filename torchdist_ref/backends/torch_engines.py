@@ -106,7 +106,7 @@ class Gloo(Backend):
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""
         start = perf_counter()
-        plain = {id(t): t.detach().contiguous() for t in [*inputs, *outputs]}
+        plain = {id(t): t.detach().contiguous().view(-1) for t in [*inputs, *outputs]}
         into = [plain[id(t)] for t in outputs]
         try:
             theirs = self._start(call, [plain[id(t)] for t in inputs], into)
@@ -154,11 +154,11 @@ class Gloo(Backend):
             case Barrier():
                 return engine.barrier(options.BarrierOptions())
             case Send():
-                return engine.send(inputs, call.dst, call.tag)
+                return engine.send(_message(inputs), call.dst, call.tag)
             case Recv(src=None):
-                return engine.recv_anysource(outputs, call.tag)
+                return engine.recv_anysource(_message(outputs), call.tag)
             case Recv():
-                return engine.recv(outputs, call.src, call.tag)
+                return engine.recv(_message(outputs), call.src, call.tag)
         raise UnsupportedError(f"{call.op}: Gloo has no such operation.")
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class TorchWork(Work):
     def _deliver(self, error: BaseException | None) -> None:
         for tensor, result in zip(self.outputs, self._into, strict=True):
             if error is None and result.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(result)
+                tensor.detach().copy_(result.view(tensor.shape))
         self.source = _source(self._theirs)
         translated = self._finished(error)
         self.finish() if translated is None else self.fail(translated)
@@ -217,6 +217,11 @@ class TorchWork(Work):
         if not self._event.is_set():
             self._theirs.get_future().add_done_callback(lambda _: self.is_completed())
         return future
+
+
+def _message(tensors: list[Tensor]) -> list[Tensor]:
+    """Gloo refuses messages of no bytes, so they travel as one."""
+    return [tensor if tensor.numel() else torch.zeros(1, dtype=torch.uint8) for tensor in tensors]
 
 
 def _source(theirs: Any) -> int:

@@ -1,0 +1,87 @@
+"""The oracle: torch's own Gloo, run on the same ranks with the same data, must give what `ref` gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as oracle
+from torch import Tensor
+
+import torchdist_ref as dist
+from torchdist_ref.testing import fill, run
+
+SHAPES = [(0,), (), (5,), (3, 4), (1031,), (150_001,)]
+DTYPES = [torch.int64, torch.int32, torch.uint8, torch.float32, torch.float64]
+Call = Callable[..., object]
+
+
+def rounding(dtype: torch.dtype) -> float:
+    return {torch.float32: 1e-6, torch.float64: 1e-14}.get(dtype, 0.0)
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Floats that round when they are added; whole numbers otherwise."""
+    data = fill(rank, shape, dtype)
+    return data / 7 + data * data * 1e-3 if dtype.is_floating_point else data
+
+
+def agree(ours: Tensor, theirs: Tensor, name: str) -> None:
+    scale = theirs.abs().max().item() if theirs.numel() and theirs.dtype.is_floating_point else 1.0
+    tolerance = rounding(ours.dtype) * scale
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance, msg=lambda m: f"{name} {ours.shape}: {m}")
+
+
+def in_place(name: str, call: Callable[..., object], rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    ours, theirs = values(rank, shape, dtype), values(rank, shape, dtype)
+    call(dist, ours)
+    call(oracle, theirs)
+    agree(ours, theirs, name)
+
+
+def program(rank: int, size: int, path: str) -> None:
+    store = oracle.FileStore(path, size)
+    oracle.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    try:
+        for shape in SHAPES:
+            for dtype in DTYPES:
+                compare(rank, size, shape, dtype)
+    finally:
+        oracle.destroy_process_group()
+
+
+def compare(rank: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    ops = ["SUM", "PRODUCT", "MIN", "MAX"] + ([] if dtype.is_floating_point else ["BAND", "BOR", "BXOR"])
+    ops += ["AVG"] if dtype.is_floating_point else []
+    for op in ops:
+        reduction = getattr(oracle.ReduceOp, op)
+        in_place(f"all_reduce {op} {dtype}", lambda d, t, r=reduction: d.all_reduce(t, r), rank, shape, dtype)
+    for root in {0, size - 1}:
+        in_place(f"broadcast {root}", lambda d, t, r=root: d.broadcast(t, r), rank, shape, dtype)
+    compare_blocks(rank, size, shape, dtype)
+
+
+def compare_blocks(rank: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    gathered = {}
+    scattered = {}
+    exchanged = {}
+    for name, d in (("ours", dist), ("theirs", oracle)):
+        gathered[name] = [torch.zeros(shape, dtype=dtype) for _ in range(size)]
+        d.all_gather(gathered[name], values(rank, shape, dtype))
+        scattered[name] = torch.zeros(shape, dtype=dtype)
+        d.reduce_scatter(scattered[name], [values(rank + 7 * block, shape, dtype) for block in range(size)])
+        exchanged[name] = [torch.zeros(shape, dtype=dtype) for _ in range(size)]
+        d.all_to_all(exchanged[name], [values(rank + 5 * target, shape, dtype) for target in range(size)])
+    agree(scattered["ours"], scattered["theirs"], "reduce_scatter")
+    for r in range(size):
+        agree(gathered["ours"][r], gathered["theirs"][r], "all_gather")
+        agree(exchanged["ours"][r], exchanged["theirs"][r], "all_to_all")
+
+
+# Over a second: some five hundred collectives on each of two engines, with more ranks than cores.
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ref_equals_torchs_gloo(world_size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("oracle") / "store"
+    run(program, world_size, world_size, str(path), ranks="processes", timeout=90.0)
