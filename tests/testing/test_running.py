@@ -80,7 +80,8 @@ def test_a_failure_names_its_rank_and_keeps_its_cause(ranks: str) -> None:
         dist.barrier()
 
     began = time.monotonic()
-    with pytest.raises(RankError, match=r"^rank 1 of 3 failed with ValueError: boom\n  rank 0 failed.*\n  rank 2") as caught:
+    words = r"^rank 1 of 3 failed with ValueError: boom\n  rank 0 failed.*\n  rank 2"
+    with pytest.raises(RankError, match=words) as caught:
         run(program, 3, ranks=ranks, timeout=20.0)
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, ValueError)
@@ -123,7 +124,8 @@ def test_a_death_is_named_by_its_signal() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return rank
 
-    with pytest.raises(RankError, match=r"^rank 2 of 3 was killed by SIGKILL\n  rank 0 returned\n  rank 1 returned$") as caught:
+    words = r"^rank 2 of 3 was killed by SIGKILL\n  rank 0 returned\n  rank 1 returned$"
+    with pytest.raises(RankError, match=words) as caught:
         run(program, 3, ranks="processes", init=False)
     assert caught.value.rank == 2 and caught.value.__cause__ is None
 
@@ -147,13 +149,15 @@ def test_processes_that_hang_are_named_and_shown() -> None:
             signal.pause()
         return rank
 
-    with pytest.raises(RankTimeoutError, match=r"^ranks 1, 2 of 3 did not finish within 0.3 s\n  rank 0 returned\n") as caught:
+    words = r"^ranks 1, 2 of 3 did not finish within 0.3 s\n  rank 0 returned\n"
+    with pytest.raises(RankTimeoutError, match=words) as caught:
         run(wait_for_ever, 3, ranks="processes", init=False, timeout=0.3)
     assert str(caught.value).count("in wait_for_ever") == 2
     assert isinstance(caught.value, TimeoutError) and caught.value.rank == 1
 
 
-def test_threads_that_hang_are_named_and_shown() -> None:
+def test_threads_that_hang_are_named_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchdist_ref.testing.thread_ranks._PATIENCE", 0.1)
     gate = threading.Event()
 
     def wait_for_ever(rank: int) -> int:

@@ -1,0 +1,261 @@
+"""The launcher: ranks know who they are, lines stay whole, one failure ends all, and nothing is left behind.
+
+Most scripts here do without torch, so that a test takes a tenth of a second. Where a script waits, it waits for ever:
+that the test ends shows that it was stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+WAIT = "import signal\nwhile True: signal.pause()\n"
+WHO = "import os, sys\nrank = int(os.environ['RANK'])\n"
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "torchdist_ref.launch", *options]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    """Run a script to its end under the launcher."""
+
+    def run(script: str, *options: str, args: tuple[str, ...] = (), feed: str = "") -> subprocess.CompletedProcess[str]:
+        (tmp_path / "script.py").write_text(script)
+        return subprocess.run(
+            command(*options, "script.py", *args),
+            cwd=tmp_path, env=environment(), input=feed, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+
+    return run
+
+
+@contextlib.contextmanager
+def running(folder: Path, first: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A launcher whose two ranks have done what comes first, said their process ids, and wait; and the ranks."""
+    (folder / "script.py").write_text(f"import os, signal, sys\n{first}\nprint(os.getpid(), flush=True)\n{WAIT}")
+    process = subprocess.Popen(
+        command("--nproc-per-node", "2", *options, "script.py"),
+        cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout
+    try:
+        yield process, [int(process.stdout.readline()) for _ in range(2)]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether all of them end soon. Orphans may wait long for their burial, but a pidfd tells of the end itself."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            ended, _, _ = select.select([descriptor], [], [], 5)
+            os.close(descriptor)
+            if not ended:
+                return False
+    return True
+
+
+def test_ranks_know_who_they_are(launch: Launch) -> None:
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR OMP_NUM_THREADS".split()
+    result = launch(f"import os; print(*[os.environ[name] for name in {names}])", "--nproc-per-node", "3")
+    assert sorted(result.stdout.splitlines()) == [f"{rank} {rank} 3 3 0 127.0.0.1 1" for rank in range(3)]
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_ranks_meet_through_the_launchers_store(launch: Launch) -> None:
+    script = """
+from torchdist_ref.rendezvous import rendezvous
+store, rank, world = next(rendezvous("env://"))
+store.set(f"square {rank}", str((rank + 2) ** 2))
+print(rank, world, [int(store.get(f"square {other}")) for other in range(world)])
+"""
+    result = launch(script, "--nproc_per_node=3")
+    assert sorted(result.stdout.splitlines()) == [f"{rank} 3 [4, 9, 16]" for rank in range(3)], result.stderr
+
+
+def test_a_collective_under_the_launcher(launch: Launch) -> None:
+    # Slow, two seconds or more: both ranks import torch.
+    script = """
+import torchdist_ref as dist
+from torchdist_ref.testing import fill
+dist.init_process_group("ref")
+tensor = fill(dist.get_rank(), (4,))
+dist.all_reduce(tensor)
+print(tensor.equal(fill(0, (4,)) + fill(1, (4,))))
+dist.destroy_process_group()
+"""
+    result = launch(script, "--nproc-per-node", "2")
+    assert (result.stdout, result.returncode) == ("True\nTrue\n", 0), result.stderr
+
+
+def test_the_script_gets_its_arguments(launch: Launch) -> None:
+    script = "import sys; print(sys.argv[1:], __name__)"
+    result = launch(script, args=("--nproc-per-node", "9", "-m", "--", "x y"))
+    assert result.stdout == "['--nproc-per-node', '9', '-m', '--', 'x y'] __main__\n"
+
+
+def test_a_module_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "inner.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    result = subprocess.run(
+        command("-m", "pack.inner", "--flag"), cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert result.stdout == "__main__ ['--flag']\n", result.stderr
+
+
+def test_lines_of_different_ranks_stay_whole_and_in_order(launch: Launch) -> None:
+    script = WHO + "for i in range(3000): print(rank, i, str(rank) * 50)"
+    lines = launch(script, "--nproc-per-node", "3").stdout.splitlines()
+    for rank in range(3):
+        mine = [line for line in lines if line.startswith(str(rank))]
+        assert mine == [f"{rank} {i} {str(rank) * 50}" for i in range(3000)]
+    assert len(lines) == 9000
+
+
+def test_a_line_tells_its_rank_when_asked(launch: Launch) -> None:
+    script = WHO + "print('out', end=''); print('error', file=sys.stderr)"
+    result = launch(script, "--nproc-per-node", "2", "--prefix")
+    assert sorted(result.stdout.splitlines()) == ["[rank 0] out", "[rank 1] out"]
+    assert sorted(result.stderr.splitlines()) == ["[rank 0] error", "[rank 1] error"]
+
+
+def test_rank_0_reads_the_launchers_input(launch: Launch) -> None:
+    result = launch(WHO + "print(rank, repr(sys.stdin.read()))", "--nproc-per-node", "2", feed="words")
+    assert sorted(result.stdout.splitlines()) == ["0 'words'", "1 ''"]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        ("sys.exit(7)", 7, "exited with code 7"),
+        ("raise ValueError('boom')", 1, "exited with code 1"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+    ],
+)
+def test_one_failure_is_named_and_ends_all(launch: Launch, end: str, code: int, words: str) -> None:
+    result = launch(f"{WHO}if rank == 1: {end}\n{WAIT}", "--nproc-per-node", "3")
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("torchdist_ref.launch: rank 1 (process ")
+    assert last.endswith(f") {words}; stopping ranks 0, 2")
+    assert result.returncode == code
+
+
+def test_a_rank_that_will_not_stop_is_killed(launch: Launch) -> None:
+    ready = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(f'ready {rank}', 'w')\n"
+    await_other = "import time\nwhile not os.path.exists('ready 0'): time.sleep(0.01)\nsys.exit(3)\n"
+    script = f"{WHO}if rank == 0:\n  {ready.replace(chr(10), chr(10) + '  ')}\nelse:\n  "
+    result = launch(script + await_other.replace("\n", "\n  ") + "\n" + WAIT, "--nproc-per-node", "2", "--grace", "0.2")
+    assert "rank 1" in result.stderr and "stopping rank 0\n" in result.stderr
+    assert "torchdist_ref.launch: rank 0 did not stop within 0.2 s: killing\n" in result.stderr
+    assert result.returncode == 3
+
+
+@pytest.mark.parametrize(("signum", "words"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "")])
+def test_a_signal_goes_to_every_rank(tmp_path: Path, signum: signal.Signals, words: str) -> None:
+    with running(tmp_path, "") as (launcher, ranks):
+        launcher.send_signal(signum)
+        _, errors = launcher.communicate(timeout=20)
+        assert launcher.returncode == 128 + signum
+        assert f"got {signum.name}: passing it on to ranks 0, 1" in errors
+        assert errors.count(words) >= 2
+        assert gone(ranks)
+
+
+def test_ranks_that_end_well_after_a_signal_do_not_hide_it(tmp_path: Path) -> None:
+    with running(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))") as (launcher, _):
+        launcher.terminate()
+        assert launcher.wait(20) == 143
+
+
+def test_a_second_signal_kills(tmp_path: Path) -> None:
+    first = "signal.signal(signal.SIGINT, lambda *_: print('heard', flush=True))"
+    with running(tmp_path, first, "--grace", "1000") as (launcher, ranks):
+        assert launcher.stdout
+        launcher.send_signal(signal.SIGINT)
+        assert [launcher.stdout.readline() for _ in range(2)] == ["heard\n"] * 2
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(20) == 130
+        assert gone(ranks)
+
+
+def test_ranks_go_with_a_killed_launcher(tmp_path: Path) -> None:
+    with running(tmp_path, "") as (launcher, ranks):
+        launcher.kill()
+        assert gone(ranks)
+
+
+def test_what_a_rank_started_goes_with_it(launch: Launch) -> None:
+    script = "import subprocess; print(subprocess.Popen(['sleep', '1000'], stdout=-3, stderr=-3).pid)"
+    result = launch(script, "--nproc-per-node", "2")
+    pids = [int(line) for line in result.stdout.splitlines()]
+    assert result.returncode == 0 and len(pids) == 2
+    assert gone(pids)
+
+
+def test_it_ends_quietly_when_nobody_reads(tmp_path: Path) -> None:
+    first = "def talk(*_):\n  while True: print('word')\nsignal.signal(signal.SIGUSR1, talk)"
+    with running(tmp_path, first) as (launcher, ranks):
+        assert launcher.stdout and launcher.stderr
+        launcher.stdout.close()
+        for rank in ranks:
+            os.kill(rank, signal.SIGUSR1)
+        assert launcher.wait(20) == 128 + signal.SIGPIPE
+        assert launcher.stderr.read() == ""
+        assert gone(ranks)
+        launcher.stdout = None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--nproc-per-node", "0", "x.py"], "must be a whole number of ranks, at least 1, got '0'"),
+        (["--nproc-per-node", "-2", "x.py"], "must be a whole number of ranks, at least 1, got '-2'"),
+        (["--nproc-per-node", "two", "x.py"], "must be a whole number of ranks, at least 1, got 'two'"),
+        (["--grace", "-1", "x.py"], "must be a number of seconds, 0 or more, got '-1'"),
+        (["--grace", "nan", "x.py"], "must be a number of seconds, 0 or more, got 'nan'"),
+        (["--master-port", "70000", "x.py"], "must be a port number from 0 to 65535 (0: any free one), got '70000'"),
+        (["missing.py"], "there is no script 'missing.py' in "),
+        (["."], "the script '.' is a folder without a __main__.py"),
+        (["-m", "missing.inner"], "there is no module 'missing.inner' on the path"),
+        ([], "the following arguments are required: script\n"),
+    ],
+)
+def test_wrong_options_are_named(tmp_path: Path, options: list[str], words: str) -> None:
+    result = subprocess.run(command(*options), cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert words in result.stderr
+    assert result.returncode == 2
+
+
+def test_a_port_in_use_is_named(launch: Launch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = launch("print('never')", "--master-port", str(port))
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr.startswith("torchdist_ref.launch: ") and str(port) in result.stderr
+
+
+def test_it_never_imports_torch(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("")
+    code = "import sys; from torchdist_ref.launch import main; main(['script.py']); print('torch' in sys.modules)"
+    python = [sys.executable, "-c", code]
+    result = subprocess.run(python, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert result.stdout == "False\n", result.stderr
