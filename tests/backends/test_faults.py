@@ -1,0 +1,210 @@
+"""Death, stall, mismatch, giving up: every rank gets an error, in time, that says whom to look at."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+
+import torchdist_ref as dist
+from torchdist_ref.testing import RankError, fill, run
+
+# A loose bound: the goal of 100 ms is measured by the benchmark; a test on a busy machine must not be a timer.
+SOON = 2.0
+
+
+def failing(call: Callable[[], object]) -> tuple[str, str, float]:
+    """The type and text of the error that a call ends with, and after how long."""
+    start = time.monotonic()
+    try:
+        call()
+    except dist.DistError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "no error", time.monotonic() - start
+
+
+def all_reduce() -> None:
+    dist.all_reduce(torch.ones(100_000))
+
+
+def receive() -> None:
+    dist.recv(torch.ones(3), src=1)
+
+
+CALLS = {"all_reduce": all_reduce, "barrier": dist.barrier, "recv": receive}
+
+
+def survive(rank: int, name: str, victim: int) -> tuple[str, str, float]:
+    dist.barrier()
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return failing(CALLS[name])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("name", ["all_reduce", "barrier"])
+def test_every_survivor_names_the_dead_rank(name: str, victim: int) -> None:
+    with pytest.raises(RankError, match=f"rank {victim} of 3 was killed by SIGKILL") as caught:
+        run(survive, 3, name, victim, ranks="processes")
+    survivors = [outcome.value for rank, outcome in caught.value.outcomes.items() if rank != victim]
+    assert len(survivors) == 2
+    for kind, text, seconds in survivors:
+        assert kind == "RankDiedError", text
+        assert f"rank {victim} died" in text and f"{name}(" in text and "group 'world'" in text
+        assert seconds < SOON
+
+
+def test_a_receive_names_the_dead_sender() -> None:
+    with pytest.raises(RankError) as caught:
+        run(survive, 2, "recv", 1, ranks="processes")
+    kind, text, seconds = caught.value.outcomes[0].value
+    assert (kind, "rank 1 died" in text) == ("RankDiedError", True), text
+    assert seconds < SOON
+
+
+def ignore_a_death_elsewhere(rank: int) -> list[float]:
+    """Ranks 0 and 1 exchange messages after rank 2 has died: that is none of their business."""
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tensor = fill(0, (5,)) if rank == 0 else torch.zeros(5)
+    dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
+    return tensor.tolist()
+
+
+def test_messages_between_the_living_go_on() -> None:
+    with pytest.raises(RankError) as caught:
+        run(ignore_a_death_elsewhere, 3, ranks="processes")
+    assert caught.value.outcomes[1].value == fill(0, (5,)).tolist()
+
+
+def call_differently(rank: int, variant: str) -> tuple[str, str, float, list[float], list[float]]:
+    tensor = fill(rank, (6,))
+    calls = {
+        "op": lambda: dist.all_reduce(tensor) if rank else dist.broadcast(tensor, 0),
+        "root": lambda: dist.broadcast(tensor, rank),
+        "reduction": lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM),
+        "shape": lambda: dist.all_reduce(tensor.view(2, 3) if rank else tensor.view(3, 2)),
+        "size": lambda: dist.all_reduce(tensor[:4] if rank else tensor),
+        "dtype": lambda: dist.all_reduce(tensor.view(torch.int32) if rank else tensor),
+        "large": lambda: dist.all_reduce(torch.ones(500_000) if rank else tensor),
+    }
+    kind, text, seconds = failing(calls[variant])
+    after = fill(rank, (6,))
+    dist.all_reduce(after)
+    return kind, text, seconds, tensor.tolist(), after.tolist()
+
+
+VARIANTS = ["op", "root", "reduction", "shape", "size", "dtype", "large"]
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_mismatch_raises_on_both_sides_and_writes_nothing(variant: str, ranks: str) -> None:
+    size = 3
+    for rank, result in enumerate(run(call_differently, size, variant, ranks=ranks)):
+        kind, text, seconds, tensor, after = result
+        assert kind == "MismatchError", text
+        assert "rank 0: " in text and "rank 1: " in text
+        assert seconds < SOON
+        assert tensor == fill(rank, (6,)).tolist(), "a mismatched call must not write"
+        assert after == sum(fill(r, (6,)) for r in range(size)).tolist(), "the group must stay usable"
+
+
+def misfit(rank: int) -> tuple[str, str, list[float]]:
+    tensor = fill(3, (6,)) if rank == 0 else torch.zeros(8)
+    outcome = failing(lambda: dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0))
+    again = fill(4, (6,)) if rank == 0 else torch.zeros(6)
+    dist.send(again, 1) if rank == 0 else dist.recv(again, 0)
+    return outcome[0], outcome[1], [*tensor.tolist(), *again.tolist()]
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_a_message_of_the_wrong_size_raises_on_both_sides(ranks: str) -> None:
+    sent, received = run(misfit, 2, ranks=ranks)
+    assert (sent[0], received[0]) == ("MismatchError", "MismatchError"), (sent, received)
+    assert "6 x float32" in received[1] and "8 x float32" in received[1] and "8 x float32" in sent[1]
+    assert received[2] == [0.0] * 8 + fill(4, (6,)).tolist()
+
+
+def stall(rank: int) -> tuple[str, str, float]:
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=0.3))
+    dist.barrier(group)
+    released = dist.new_group([0, 1, 2])
+    if rank == 1:
+        dist.barrier(released)
+        return "", "", 0.0
+    outcome = failing(lambda: dist.all_reduce(torch.ones(5), group=group))
+    dist.barrier(released)
+    return outcome
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_a_rank_that_does_not_come_is_named_at_the_deadline(ranks: str) -> None:
+    results = run(stall, 3, ranks=ranks)
+    kinds = {results[0][0], results[2][0]}
+    # Whoever reaches the deadline first says so to the other.
+    assert kinds <= {"RankStalledError", "GroupAbortedError"} and "RankStalledError" in kinds
+    for rank in (0, 2):
+        text = results[rank][1]
+        assert "rank 1 did not come within 0.3 s" in text, text
+        assert "finished call 0, barrier(), and has made no other" in text
+        assert 0.2 < results[rank][2] < 0.3 + SOON
+
+
+def interrupted(rank: int) -> tuple[str, str, float]:
+    if rank == 0:
+        # The alarm comes while the rank is blocked; a timer thread, since a test must not sleep.
+        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        start = time.monotonic()
+        try:
+            dist.barrier()
+        except KeyboardInterrupt:
+            return "KeyboardInterrupt", "", time.monotonic() - start
+        return "", "", 0.0
+    outcome = failing(lambda: dist.recv(torch.ones(1), src=0))
+    return outcome
+
+
+def test_ctrl_c_ends_a_blocked_call_and_the_others_learn_why() -> None:
+    first, second = run(interrupted, 2, ranks="processes")
+    assert first[0] == "KeyboardInterrupt" and first[2] < 0.1 + SOON
+    assert second[0] == "GroupAbortedError" and "KeyboardInterrupt in barrier" in second[1], second
+
+
+def use_after_failure(rank: int) -> tuple[str, str, float]:
+    group = dist.new_group(timeout=timedelta(seconds=0.2))
+    if rank == 0:
+        failing(lambda: dist.barrier(group))
+        return failing(lambda: dist.all_reduce(torch.ones(1), group=group))
+    return "", "", 0.0
+
+
+def test_a_group_that_failed_says_so_at_once() -> None:
+    kind, text, seconds = run(use_after_failure, 2)[0]
+    assert kind == "GroupAbortedError" and "ended with an earlier failure" in text
+    assert seconds < 0.2
+
+
+def leave_early(rank: int) -> tuple[str, str, float]:
+    group = dist.new_group()
+    dist.barrier(group)
+    if rank == 1:
+        dist.destroy_process_group(group)
+        dist.barrier()
+        return "", "", 0.0
+    outcome = failing(lambda: dist.barrier(group))
+    dist.barrier()
+    return outcome
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_a_group_that_another_rank_destroyed_says_so(ranks: str) -> None:
+    kind, text, _ = run(leave_early, 2, ranks=ranks)[0]
+    assert kind == "GroupAbortedError" and "rank 1 destroyed the group" in text, text

@@ -1,0 +1,85 @@
+"""Nothing is left: no descriptor, no thread, no shared memory, however often groups come and go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchdist_ref as dist
+from torchdist_ref.testing import RankError, fill, run
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def shared_files() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def use_a_group(rank: int, size: int) -> None:
+    group = dist.new_group()
+    tensor = fill(rank, (50,))
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None
+    work.get_future().then(lambda future: future.value()).wait()
+    assert torch.equal(tensor, sum(fill(r, (50,)) for r in range(size)))
+    dist.destroy_process_group(group)
+
+
+def cycles(rank: int, size: int) -> tuple[int, list[str]]:
+    use_a_group(rank, size)
+    before = open_files()
+    for _ in range(40):
+        use_a_group(rank, size)
+    names = [thread.name for thread in threading.enumerate() if "progress" in thread.name or "callbacks" in thread.name]
+    return open_files() - before, names
+
+
+def test_groups_that_were_destroyed_leave_no_descriptor_and_no_thread() -> None:
+    for more, threads in run(cycles, 2, 2, ranks="processes"):
+        assert more <= 0
+        assert threads == []
+
+
+def die_together(rank: int) -> None:
+    dist.all_reduce(torch.ones(10_000))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_no_shared_memory_outlives_ranks_that_are_all_killed() -> None:
+    before = shared_files()
+    with pytest.raises(RankError):
+        run(die_together, 3, ranks="processes")
+    assert shared_files() - before == set()
+
+
+def keep_a_result(rank: int) -> list[float]:
+    output = torch.zeros(2, 8)
+    dist.all_gather_into_tensor(output, fill(rank, (8,)))
+    dist.destroy_process_group()
+    return output.sum(0).tolist()
+
+
+def test_results_outlive_the_group() -> None:
+    wanted = (fill(0, (8,)) + fill(1, (8,))).tolist()
+    assert run(keep_a_result, 2, ranks="processes") == [wanted, wanted]
+
+
+def mapped() -> int:
+    return sum("memfd:torchdist_ref" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def count_mappings(rank: int) -> int:
+    before = mapped()
+    use_a_group(rank, 2)
+    return mapped() - before
+
+
+def test_the_mapping_goes_with_the_group() -> None:
+    assert run(count_mappings, 2, ranks="processes") == [0, 0]
