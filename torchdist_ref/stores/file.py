@@ -148,6 +148,7 @@ class Log:
 
     def _cannot_open(self, error: OSError) -> DistStoreError:
         if error.errno == errno.ENOENT:
+            self._forget()
             folder = os.path.dirname(os.path.abspath(self.path))
             problem = "the file is gone" if os.path.isdir(folder) else f"the directory {folder!r} does not exist"
             return DistStoreError(f"FileStore: cannot open {self.path!r}: {problem}. All ranks must see the same path.")

@@ -43,8 +43,7 @@ def resolve(host: str, port: int, deadline: Deadline) -> list[Address]:
     """The addresses of a name, found before the deadline.
 
     Raises:
-        OSError: the name has no address.
-        TimeoutError: the resolver did not answer in time.
+        socket.gaierror: the name has no address, or the resolver did not answer in time.
     """
     if is_loopback(host) or host.replace(".", "").isdigit():
         return look_up(host, port)
@@ -54,7 +53,7 @@ def resolve(host: str, port: int, deadline: Deadline) -> list[Address]:
     threading.Thread(target=_look_up_into, args=(box, done, host, port), daemon=True).start()
     while not done.wait(deadline.slice()):
         if deadline.passed():
-            raise TimeoutError(f"the resolver did not answer for {host!r}")
+            raise socket.gaierror(socket.EAI_AGAIN, "the resolver did not answer in time")
     if isinstance(box[0], OSError):
         raise box[0]
     return box[0]
@@ -66,7 +65,7 @@ def _look_up_into(box: list[list[Address] | OSError], done: threading.Event, hos
     except OSError as error:
         box.append(error)
     except UnicodeError as error:
-        box.append(OSError(f"{host!r} is no name: {error}"))
+        box.append(socket.gaierror(socket.EAI_NONAME, f"no name: {error}"))
     done.set()
 
 
@@ -103,18 +102,19 @@ def _finish_connecting(connection: socket.socket, code: int, deadline: Deadline)
         raise OSError(code, errno.errorcode.get(code, str(code)))
 
 
-def listen(host: str, port: int) -> list[socket.socket]:
+def listen(host: str, port: int, deadline: Deadline) -> list[socket.socket]:
     """Listening sockets, non-blocking, all on one port, on the addresses that the host stands for.
 
     Args:
         host: whom to be reachable for.
         port: 0 lets the system choose.
+        deadline: for looking up the host.
 
     Raises:
         DistNetworkError: the port is taken, or the name has no address.
     """
     try:
-        addresses = _addresses_to_listen_on(host, port)
+        addresses = _addresses_to_listen_on(host, port, deadline)
         return _open_listeners(addresses, port)
     except OSError as error:
         raise _cannot_listen(host, port, error) from error
@@ -128,8 +128,8 @@ def adopt(descriptor: int) -> list[socket.socket]:
     return [listener]
 
 
-def _addresses_to_listen_on(host: str, port: int) -> list[Address]:
-    found = look_up(host, port)
+def _addresses_to_listen_on(host: str, port: int, deadline: Deadline) -> list[Address]:
+    found = resolve(host, port, deadline)
     outside = not is_loopback(host) and any(is_loopback(str(where[0])) for _, where in found)
     if outside or not any(_is_local(address) for address in found):
         logger.warning("store: %r is no address of this machine alone; listening on all interfaces", host)

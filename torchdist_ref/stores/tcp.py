@@ -86,7 +86,7 @@ class TCPStore(Store):
         self._host, self._libuv = _checked_host(host_name), bool(use_libuv)
         world = None if world_size is None or world_size == -1 else world_of("TCPStore", world_size)
         wanted = _checked_port(port)
-        self._server = _serve(self._host, wanted, multi_tenant, master_listen_fd) if is_master else None
+        self._server = self._serve(wanted, multi_tenant, master_listen_fd) if is_master else None
         self._pool = Pool(self._host, self._server.port if self._server else wanted)
         self._finalizer = weakref.finalize(self, self._pool.close)
         try:
@@ -103,7 +103,7 @@ class TCPStore(Store):
     @property
     def port(self) -> int:
         """The server's port; on the master the one really used."""
-        return self._pool.port
+        return self._pool.server.port
 
     @property
     def libuvBackend(self) -> bool:
@@ -193,7 +193,7 @@ class TCPStore(Store):
         return other
 
     def __repr__(self) -> str:
-        return f"TCPStore({self._host}:{self.port}{', master' if self._server else ''})"
+        return f"TCPStore({self._pool.server}{', master' if self._server else ''})"
 
     def _ask(self, operation: str, op: Op, *fields: Any, timeout: timedelta | None = None) -> tuple[Any, ...]:
         limit = seconds(operation, self._timeout if timeout is None else timeout)
@@ -214,6 +214,15 @@ class TCPStore(Store):
             f"the operation was done is not known."
         )
 
+    def _serve(self, port: int, shared: bool, descriptor: int | None) -> TCPServer:
+        with _tenants_lock:
+            server = _tenants.get(port) if shared else None
+            if server is None:
+                server = TCPServer(self._host, port, descriptor, self._timeout.total_seconds())
+            if shared:
+                _tenants[server.port] = server
+        return server
+
     def _join(self, world: int | None) -> None:
         deadline = self._deadline("TCPStore", None)
         with self._pool.conversation() as talk:
@@ -233,16 +242,6 @@ class TCPStore(Store):
                 f"TCPStore: Timed out after {deadline.seconds:g} seconds waiting for clients. {joined}/{world} clients "
                 f"joined, on {self!r}. See whether all ranks were started, with this address and world size."
             ) from None
-
-
-def _serve(host: str, port: int, shared: bool, descriptor: int | None) -> TCPServer:
-    with _tenants_lock:
-        server = _tenants.get(port) if shared else None
-        if server is None:
-            server = TCPServer(host, port, descriptor)
-        if shared:
-            _tenants[server.port] = server
-    return server
 
 
 def _checked_host(host: str) -> str:

@@ -19,6 +19,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torchdist_ref.errors import ArgumentError, DistNetworkError
@@ -47,14 +48,26 @@ def grace(seconds: float) -> float:
     return 0.09 + min(0.04 * seconds, 2.0)
 
 
+@dataclass
+class Server:
+    """Whom a client talks to, and what it has learnt of him: all conversations of one store share this."""
+
+    host: str
+    port: int
+    met: bool = False
+    identity: bytes | None = None
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
 class Conversation:
     """One client's talk with one server, over as many connections as it takes."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self.host, self.port = host, port
+    def __init__(self, server: Server) -> None:
+        self.server = server
         self.ours = False
         self.name = os.urandom(16)
-        self._server: bytes | None = None
         self._channel: Channel | None = None
         self._number = 0
         self._aborted = False
@@ -82,7 +95,9 @@ class Conversation:
             try:
                 self._open(deadline)
             except (OSError, Lost) as error:
-                if deadline.passed() or self._server is not None:
+                if isinstance(error, TimeoutError) and self.server.met:
+                    raise  # it was there and is silent now: that is a time-out, not a lost server
+                if deadline.passed() or self.server.met:
                     raise self._unreachable(error, deadline) from error
                 time.sleep(min(pause, deadline.left()))
                 pause = min(pause * 1.5, 0.25)
@@ -118,7 +133,7 @@ class Conversation:
     # Opening
 
     def _open(self, deadline: Deadline) -> None:
-        addresses = sockets.resolve(self.host, self.port, deadline)
+        addresses = sockets.resolve(self.server.host, self.server.port, deadline)
         for index, address in enumerate(addresses):
             try:
                 share = Deadline(deadline.left() / (len(addresses) - index))
@@ -132,7 +147,7 @@ class Conversation:
         except BaseException:
             channel.close()
             raise
-        self._channel = channel
+        self._channel, self.server.met = channel, True
 
     def _greet(self, channel: Channel, deadline: Deadline) -> None:
         # VALIDATE and PING go in one write: torch's server drops a client whose first bytes come apart.
@@ -143,7 +158,7 @@ class Conversation:
         self.ours = echo == recognised(nonce)
         if not self.ours and echo != nonce:
             raise DistNetworkError(
-                f"TCPStore: what answers at {self.host}:{self.port} is no store (a PING came back as {echo:#x} instead "
+                f"TCPStore: what answers at {self.server} is no store (a PING came back as {echo:#x} instead "
                 f"of {nonce:#x}). Another service may hold the port: check MASTER_ADDR and MASTER_PORT."
             )
         if self.ours:
@@ -151,13 +166,13 @@ class Conversation:
 
     def _introduce(self, channel: Channel, deadline: Deadline) -> None:
         channel.send(write_request(Op.HELLO, self.name), deadline)
-        [server] = drive(read("r"), lambda size: channel.take(size, deadline))
-        if self._server not in (None, server):
+        [identity] = drive(read("r"), lambda size: channel.take(size, deadline))
+        if self.server.identity not in (None, identity):
             raise DistNetworkError(
-                f"TCPStore: the server at {self.host}:{self.port} has been restarted since this client connected, and "
+                f"TCPStore: the server at {self.server} has been restarted since this client connected, and "
                 f"the keys of before are gone. Make a new store, and initialise the process group again."
             )
-        self._server = server
+        self.server.identity = identity
 
     # One question
 
@@ -214,16 +229,16 @@ class Conversation:
     # Words for failure
 
     def _unreachable(self, error: Exception, deadline: Deadline) -> DistNetworkError:
-        where = f"{self.host}:{self.port}"
-        if self._server is not None:
+        where = self.server
+        if self.server.met:
             return DistNetworkError(
                 f"TCPStore: the server at {where} is gone ({error}). The process that held it (rank 0, or the "
                 f"launcher) has ended or cannot be reached; its own log says why."
             )
         if isinstance(error, socket.gaierror):
             return DistNetworkError(
-                f"TCPStore: the host name {self.host!r} did not resolve to an address within {deadline.seconds:g} s "
-                f"({error.strerror}). Check MASTER_ADDR, or use an IP address."
+                f"TCPStore: the host name {self.server.host!r} did not resolve to an address within "
+                f"{deadline.seconds:g} s ({error.strerror}). Check MASTER_ADDR, or use an IP address."
             )
         return DistNetworkError(
             f"TCPStore: no connection to {where} within {deadline.seconds:g} s ({error}). See whether rank 0, which "
@@ -232,7 +247,7 @@ class Conversation:
 
     def _broken(self, op: Op, lost: Lost) -> DistNetworkError:
         return DistNetworkError(
-            f"{op.name.lower()}: the connection to the store at {self.host}:{self.port} broke ({lost}); the operation "
+            f"{op.name.lower()}: the connection to the store at {self.server} broke ({lost}); the operation "
             f"may or may not have been done. The next call connects again."
         )
 

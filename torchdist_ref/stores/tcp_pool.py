@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torchdist_ref.errors import DistNetworkError
-from torchdist_ref.stores.tcp_client import Conversation
+from torchdist_ref.stores.tcp_client import Conversation, Server
 
 
 class Pool:
     """Conversations of one process with one server."""
 
     def __init__(self, host: str, port: int) -> None:
-        self.host, self.port = host, port
+        self.server = Server(host, port)
         self._idle: list[Conversation] = []
         self._busy: set[Conversation] = set()
         self._owner = os.getpid()
@@ -46,13 +46,13 @@ class Pool:
 
     def _take(self) -> Conversation:
         if self._closed:
-            raise DistNetworkError(f"TCPStore: this store ({self.host}:{self.port}) has been closed; make a new one.")
+            raise DistNetworkError(f"TCPStore: this store ({self.server}) has been closed; make a new one.")
         if self._owner != os.getpid():
             self._leave_to_parent()
         try:
             return self._idle.pop()
         except IndexError:
-            return Conversation(self.host, self.port)
+            return Conversation(self.server)
 
     def _put_back(self, talk: Conversation) -> None:
         if self._closed:

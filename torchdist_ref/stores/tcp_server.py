@@ -12,6 +12,7 @@ import weakref
 
 from torchdist_ref.stores.sockets import adopt, listen
 from torchdist_ref.stores.tcp_loop import Loop
+from torchdist_ref.stores.waiting import Deadline
 
 
 class TCPServer:
@@ -21,10 +22,11 @@ class TCPServer:
         host: the address to listen on, or a name for it.
         port: 0 lets the system choose; `port` then tells which.
         descriptor: a listening socket to take over instead.
+        timeout: seconds in which the host's name must be found.
     """
 
-    def __init__(self, host: str, port: int, descriptor: int | None = None) -> None:
-        listeners = listen(host, port) if descriptor is None else adopt(descriptor)
+    def __init__(self, host: str, port: int, descriptor: int | None = None, timeout: float = 300.0) -> None:
+        listeners = listen(host, port, Deadline(timeout)) if descriptor is None else adopt(descriptor)
         self.port: int = listeners[0].getsockname()[1]
         self.owner = os.getpid()
         loop = Loop(listeners)

@@ -1,0 +1,197 @@
+"""FileStore: the contract, torch's file format both ways, several processes, and files that are no store's."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+import time
+from datetime import timedelta
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch.distributed
+
+from tests.stores.store_helpers import in_child
+from tests.stores.store_model import machine
+from torchdist_ref.errors import DistStoreError, StoreTimeoutError
+from torchdist_ref.stores import FileStore
+from torchdist_ref.testing.check_store import check_store
+
+numbers = count()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stores")
+
+
+@pytest.fixture
+def path(folder: Path) -> str:
+    return str(folder / f"store{next(numbers)}")
+
+
+def test_holds_the_contract(folder: Path) -> None:
+    check_store(lambda: FileStore(str(folder / f"store{next(numbers)}")))
+
+
+def test_random_programs_match_a_dictionary(folder: Path) -> None:
+    machine(lambda: FileStore(str(folder / f"store{next(numbers)}"), 1), queues=False).TestCase().runTest()
+
+
+def test_the_bytes_are_torchs(path: str) -> None:
+    store = FileStore(path, 2)
+    store.set("k", "v")
+    store.delete_key("k")
+    assert store.delete_key("k") is False
+
+    def record(key: bytes, value: bytes) -> bytes:
+        return struct.pack("<I", len(key)) + key + struct.pack("<I", len(value)) + value
+
+    assert Path(path).read_bytes() == record(b"refcount/", b"1") + record(b"/k", b"v") + record(b"-/k", b"")
+
+
+def test_torch_reads_our_file_and_we_read_torchs(path: str) -> None:
+    ours, theirs = FileStore(path, 2), torch.distributed.FileStore(path, 2)
+    theirs.set_timeout(timedelta(seconds=10))
+    for number, key in enumerate(["k", "", "a/b", "-/x", "ü"]):
+        ours.set(key, str(number * number))
+        assert theirs.get(key) == str(number * number).encode()
+        theirs.set(key, b"\x00back")
+        assert ours.get(key) == b"\x00back"
+    assert [ours.add("n", 3), theirs.add("n", 4), ours.add("n", -9)] == [3, 7, -2]
+    assert ours.compare_set("k", "wrong", "x") == theirs.compare_set("k", "wrong", "x") == b"\x00back"
+    theirs.delete_key("k")
+    assert not ours.check(["k"]) and ours.num_keys() == theirs.num_keys()
+    ours.delete_key("a/b")
+    assert not theirs.check(["a/b"])
+    ours.multi_set(["p", "q"], ["1", "2"])
+    assert theirs.multi_get(["p", "q"]) == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("ours_last", [True, False])
+def test_the_last_of_the_world_removes_the_file_with_torch_among_them(path: str, ours_last: bool) -> None:
+    ours, theirs = FileStore(path, 2), torch.distributed.FileStore(path, 2)
+    if ours_last:
+        del theirs
+        assert os.path.exists(path)
+        ours.close()
+    else:
+        ours.close()
+        assert os.path.exists(path)
+        del theirs
+    assert not os.path.exists(path)
+
+
+def test_a_collected_store_counts_itself_out(path: str) -> None:
+    store = FileStore(path, 1)
+    store.set("k", "v")
+    del store
+    assert not os.path.exists(path)
+
+
+def test_without_a_world_size_the_file_stays(path: str) -> None:
+    FileStore(path).close()
+    assert os.path.exists(path)
+
+
+def add_many(pipe: Connection, path: str, amount: int) -> None:
+    store = FileStore(path)
+    for _ in range(25):
+        store.add("sum", amount)
+    store.append("done", f"<{amount}>")
+    pipe.send(store.get("sum"))
+
+
+def test_processes_add_up_exactly(path: str) -> None:
+    store = FileStore(path)
+    with in_child(add_many, path, 3) as (one, _), in_child(add_many, path, 1000) as (two, _):
+        one.recv()
+        two.recv()
+    assert store.add("sum", 0) == 25 * 1003
+    assert sorted(store.get("done").decode().strip("<>").split("><")) == ["1000", "3"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"hello world, no store",
+        b"\xff" * 64,
+        b"\x00\x00\x00\x00",
+        struct.pack("<I", 2) + b"/k" + b"\x01\x00",
+        os.urandom(999),
+    ],
+    ids=["text", "huge length", "nothing", "cut off", "random"],
+)
+def test_a_file_that_is_no_store_is_an_error_at_once(path: str, content: bytes) -> None:
+    Path(path).write_bytes(content)
+    start = time.monotonic()
+    with pytest.raises(DistStoreError, match="is not the file of a store, or is damaged"):
+        FileStore(path, 2)
+    assert time.monotonic() - start < 1.0
+    assert Path(path).read_bytes() == content
+
+
+def test_a_missing_directory_and_a_directory_are_errors_at_once(folder: Path) -> None:
+    with pytest.raises(DistStoreError, match=r"the directory '.*nowhere' does not exist"):
+        FileStore(str(folder / "nowhere" / "store"))
+    with pytest.raises(DistStoreError, match="Is a directory"):
+        FileStore(str(folder))
+    with pytest.raises(TypeError, match="file_name"):
+        FileStore(7)  # type: ignore[arg-type]
+
+
+def test_a_file_that_vanished_or_was_replaced(path: str) -> None:
+    store = FileStore(path)
+    store.set("k", "old")
+    os.unlink(path)
+    with pytest.raises(DistStoreError, match="the file is gone"):
+        store.get("k")
+    FileStore(path).set("k", "new")
+    assert store.get("k") == b"new"
+
+
+def test_a_lock_that_somebody_holds_is_waited_for_only_so_long(path: str) -> None:
+    store = FileStore(path)
+    store.set_timeout(timedelta(milliseconds=80))
+    with open(path) as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        start = time.monotonic()
+        with pytest.raises(StoreTimeoutError, match=r"the lock of .* was not free within 0.08 s"):
+            store.set("k", "v")
+        assert time.monotonic() - start < 0.5
+        fcntl.flock(holder, fcntl.LOCK_UN)
+    store.set("k", "v")
+    assert store.get("k") == b"v"
+
+
+def test_half_a_record_is_never_left_behind(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = FileStore(path), FileStore(path)
+    store.set("k", "v")
+    size = os.path.getsize(path)
+    real, calls = os.write, count()
+
+    def fills_up(descriptor: int, data: memoryview) -> int:
+        if next(calls):
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data[:3])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", fills_up)
+        with pytest.raises(DistStoreError, match="No space left on device"):
+            store.set("k", "lost")
+    assert os.path.getsize(path) == size
+    assert store.get("k") == other.get("k") == b"v"
+
+
+def test_a_waiter_in_another_object_is_woken(path: str) -> None:
+    store, results = FileStore(path), []
+    other = store.clone()
+    thread = threading.Thread(target=lambda: results.append(other.get("late")))
+    thread.start()
+    store.set("late", "1")
+    thread.join()
+    assert results == [b"1"]

@@ -1,0 +1,86 @@
+"""HashStore: the contract, random programs, and what threads see."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+
+from tests.stores.store_model import machine
+from torchdist_ref.stores import HashStore, Store
+from torchdist_ref.testing.check_store import check_store
+
+TestModel = machine(HashStore).TestCase
+
+
+def test_holds_the_contract() -> None:
+    check_store(HashStore)
+
+
+def test_a_woken_reader_gets_the_value_although_it_is_deleted_at_once() -> None:
+    store, results = HashStore(), []
+    thread = threading.Thread(target=lambda: results.append(store.get("k")))
+    with store._changed:
+        thread.start()
+    store.set("k", "v")
+    thread.join()
+    assert store.delete_key("k") and results == [b"v"]
+
+
+def test_ctrl_c_ends_a_wait_at_once() -> None:
+    store, hit = HashStore(), []
+
+    def interrupt() -> None:
+        store.get("go")
+        hit.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        store.set("go", "1")
+        store.get("never")
+    assert time.monotonic() - hit[0] < 0.5
+    thread.join()
+
+
+def test_a_store_of_ones_own_needs_seven_operations_only() -> None:
+    class Own(Store):
+        """Basic operations handed on; all others come from Store."""
+
+        def __init__(self) -> None:
+            self.inner = HashStore()
+            for name in ("set", "get", "add", "check", "compare_set", "delete_key", "num_keys"):
+                setattr(self, name, getattr(self.inner, name))
+
+    store = Own()
+    store.multi_set(["a", "b"], ["1", "2"])
+    store.append("a", "x")
+    store.append("new", "y")
+    assert store.multi_get(["a", "b", "new"]) == [b"1x", b"2", b"y"]
+    store.wait(["a", "b"])
+    store.barrier("alone", 1)
+    with pytest.raises(RuntimeError, match=r"wait: wait timeout after 30ms, keys: 'c', on"):
+        store.wait(["a", "c"], timedelta(milliseconds=30))
+    with pytest.raises(RuntimeError, match="1 of 2 came"):
+        store.barrier("two", 2, timedelta(milliseconds=30))
+    with pytest.raises(NotImplementedError, match="Own has no such operation"):
+        store.queue_push("q", "v")
+    assert store.has_extended_api() is False
+
+
+def test_several_appenders_on_the_generic_append_lose_nothing() -> None:
+    class Own(HashStore):
+        append = Store.append
+
+    store = Own()
+    threads = [threading.Thread(target=store.append, args=("k", letter)) for letter in "abcdef"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(store.get("k").decode()) == list("abcdef")

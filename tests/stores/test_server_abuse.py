@@ -1,0 +1,242 @@
+"""The server under abuse: junk, huge lengths, half handshakes, idlers, hoarders. Others are served meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import resource
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.stores.store_helpers import in_child
+from torchdist_ref.stores import TCPStore, tcp_loop
+from torchdist_ref.stores.tcp_loop import BUDGET
+from torchdist_ref.stores.tcp_wire import LONGEST_MESSAGE, MAGIC, MARK, Op, write_request
+
+HOST = "127.0.0.1"
+GREETING = write_request(Op.VALIDATE, MAGIC)
+MB = 2**20
+
+
+@pytest.fixture
+def master() -> Iterator[TCPStore]:
+    store = TCPStore(HOST, 0, is_master=True)
+    yield store
+    _serves_a_newcomer_at_once(store)
+    store.close()
+
+
+def _serves_a_newcomer_at_once(master: TCPStore) -> None:
+    start = time.monotonic()
+    newcomer = TCPStore(HOST, master.port)
+    newcomer.set("newcomer", "1")
+    assert newcomer.get("newcomer") == b"1"
+    newcomer.close()
+    assert time.monotonic() - start < 0.5
+
+
+def dial(master: TCPStore, first: bytes = b"") -> socket.socket:
+    connection = socket.create_connection((HOST, master.port), timeout=20)
+    connection.sendall(first)
+    return connection
+
+
+def closed_by_server(connection: socket.socket) -> bool:
+    """Wait until the server closes the connection."""
+    try:
+        while connection.recv(65536):
+            pass
+    except ConnectionError:
+        pass
+    connection.close()
+    return True
+
+
+def _loop(master: TCPStore) -> tcp_loop.Loop:
+    [loop] = [
+        each
+        for each in _loops()
+        if each.listeners[0].fileno() != -1 and each.listeners[0].getsockname()[1] == master.port
+    ]
+    return loop
+
+
+def _loops() -> list[tcp_loop.Loop]:
+    from torchdist_ref.stores import tcp_server
+
+    return list(tcp_server._loops)
+
+
+JUNK = [
+    b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),
+    b"SSH-2.0-OpenSSH_9.6\r\n",
+    b"\xff" * 4096,
+    bytes(4096),
+    GREETING + GREETING,
+    GREETING + b"\x77",
+    GREETING + bytes([Op.TRACKED]) + struct.pack("<Q", 5) + write_request(Op.ADD, b"/n", 1),
+    write_request(Op.SET, b"/k", b"intruder"),
+]
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=range(len(JUNK)))
+def test_junk_is_cut_off(master: TCPStore, junk: bytes) -> None:
+    assert closed_by_server(dial(master, junk))
+    assert not master.check(["k"])
+
+
+@pytest.mark.parametrize("length", [2**64 - 1, 2**63 - 1, 2**63, 2**40, 2**32])
+def test_huge_lengths_are_cut_off_wherever_they_stand(master: TCPStore, length: int) -> None:
+    huge = struct.pack("<Q", length)
+    starts = [bytes([op]) for op in (Op.SET, Op.GET, Op.WAIT, Op.MULTI_SET, Op.ADD, Op.HELLO, Op.WAIT_GET)]
+    starts.append(bytes([Op.SET]) + struct.pack("<Q", 1) + b"k")
+    for start in starts:
+        assert closed_by_server(dial(master, GREETING + start + huge))
+
+
+def test_mutated_sessions_harm_nobody(master: TCPStore) -> None:
+    honest = GREETING + write_request(Op.PING, MARK | 5) + write_request(Op.HELLO, b"x" * 16)
+    honest += write_request(Op.SET, b"/a", b"1", number=1) + write_request(Op.WAIT_GET, [b"/a"], number=2)
+    dice = random.Random(7)
+    master.set("precious", "1")
+    for _ in range(300):
+        data = bytearray(honest)
+        for _ in range(dice.randint(1, 4)):
+            data[dice.randrange(5, len(data))] = dice.randrange(256)
+        with contextlib.suppress(ConnectionError):
+            dial(master, bytes(data[: dice.randrange(len(data) + 1)])).close()
+    assert master.get("precious") == b"1"
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+def test_an_honest_session_may_come_in_pieces(master: TCPStore, cut: int) -> None:
+    session = GREETING + write_request(Op.PING, 77)
+    connection = dial(master)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for piece in (session[:cut], session[cut : cut + 3], session[cut + 3 :]):
+        connection.sendall(piece)
+        master.num_keys()  # the server has had a turn in between
+    assert connection.recv(4) == struct.pack("<I", 77)
+    connection.close()
+
+
+def test_half_handshakes_are_cut_when_their_time_is_over(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_loop, "HANDSHAKE_LIMIT", 0.3)
+    welcome = dial(master, GREETING)
+    start = time.monotonic()
+    strangers = [dial(master, GREETING[: number % 5]) for number in range(100)]
+    trickler = dial(master, GREETING[:1])
+    master.set("k", "v")
+    assert all(closed_by_server(each) for each in [*strangers, trickler])
+    assert 0.25 < time.monotonic() - start < 3.0
+    # Who has introduced himself may be silent as long as he likes.
+    welcome.sendall(write_request(Op.PING, 9))
+    assert welcome.recv(4) == struct.pack("<I", 9)
+    welcome.close()
+
+
+def test_many_idle_connections_hold_nobody_up(master: TCPStore) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = min(400, (soft - 200) // 2)
+    idle = [dial(master, GREETING) for _ in range(count)]
+    _serves_a_newcomer_at_once(master)
+    for connection in idle:
+        connection.close()
+    assert hard >= soft
+
+
+def test_a_client_that_never_reads_gets_no_more_than_his_share(master: TCPStore) -> None:
+    big = bytes(range(256)) * 4096
+    master.set("big", big)
+    glutton = dial(master, GREETING)
+    glutton.setblocking(False)
+    sent = 0
+    limit = time.monotonic() + 2
+    with contextlib.suppress(BlockingIOError):
+        while time.monotonic() < limit:
+            sent += glutton.send(write_request(Op.GET, b"/big") * 1000)
+    loop = _loop(master)
+    assert master.get("big") == big
+    waiting = sum(len(piece) for each in loop.connections for piece in each.outbox)
+    assert waiting <= 2 * len(big)
+    glutton.close()
+
+
+def test_unfinished_values_hold_a_bounded_amount_and_are_cut(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_loop, "HANDSHAKE_LIMIT", 0.5)
+    loop, peak, process = _loop(master), 0, psutil.Process()
+    start = GREETING + bytes([Op.SET]) + struct.pack("<Q", 2) + b"/x" + struct.pack("<Q", 7 * MB)
+    before = process.memory_info().rss
+    hoarders = [dial(master, start) for _ in range(40)]
+    pushers = [threading.Thread(target=_push, args=(each, 6 * MB)) for each in hoarders]
+    for thread in pushers:
+        thread.start()
+    while any(thread.is_alive() for thread in pushers):
+        peak = max(peak, sum(each.decoder.held for each in list(loop.connections)))
+        _serves_a_newcomer_at_once(master)
+    assert all(closed_by_server(each) for each in hoarders[: len(hoarders) // 2])
+    assert 0 < peak <= BUDGET + LONGEST_MESSAGE + 40 * tcp_loop.SMALL
+    assert process.memory_info().rss - before < 64 * MB
+    for each in hoarders:
+        each.close()
+    master.set("honest", bytes(7 * MB))
+    assert len(master.get("honest")) == 7 * MB
+
+
+def _push(connection: socket.socket, size: int) -> None:
+    with contextlib.suppress(OSError):
+        connection.sendall(bytes(size))
+
+
+def test_large_honest_values_from_many_clients_all_arrive(master: TCPStore) -> None:
+    def work(number: int) -> None:
+        client = TCPStore(HOST, master.port)
+        client.set(f"v{number}", bytes([number]) * (3 * MB))
+        client.close()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [master.get(f"v{number}") == bytes([number]) * (3 * MB) for number in range(6)] == [True] * 6
+
+
+def test_resets_half_way_leave_nothing(master: TCPStore) -> None:
+    for number in range(200):
+        connection = dial(master, (GREETING + write_request(Op.WAIT, [b"/never"]))[: 5 + number % 30])
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+    loop = _loop(master)
+    limit = time.monotonic() + 10
+    while len(loop.connections) > 1 and time.monotonic() < limit:
+        master.num_keys()
+    assert len(loop.connections) == 1 and loop.service._waiting == {}
+
+
+def few_descriptors(pipe: object) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))
+    store = TCPStore(HOST, 0, is_master=True)
+    pipe.send(store.port)  # type: ignore[attr-defined]
+    pipe.recv()  # type: ignore[attr-defined]
+
+
+def test_a_server_out_of_descriptors_gives_up_strangers_first() -> None:
+    with in_child(few_descriptors) as (pipe, _):
+        port = pipe.recv()
+        regular = TCPStore(HOST, port)
+        strangers = [socket.create_connection((HOST, port)) for _ in range(200)]
+        regular.set("k", "v")
+        newcomer = TCPStore(HOST, port)
+        assert newcomer.get("k") == b"v"
+        for each in strangers:
+            each.close()
+        regular.close()
+        newcomer.close()

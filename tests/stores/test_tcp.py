@@ -1,0 +1,464 @@
+"""TCPStore: the contract, torch at either end of the wire, lost and silent servers, forks, threads, leaving nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed
+
+from tests.stores.store_helpers import Wire, in_child, server, torch_tcp
+from tests.stores.store_model import machine
+from torchdist_ref.errors import ArgumentError, DistNetworkError, StoreTimeoutError
+from torchdist_ref.stores import TCPStore, sockets
+from torchdist_ref.testing.check_store import check_store
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def master() -> Iterator[TCPStore]:
+    store = TCPStore(HOST, 0, is_master=True)
+    yield store
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def our_port() -> Iterator[int]:
+    with server() as (port, _):
+        yield port
+
+
+@pytest.fixture(scope="module")
+def their_port() -> Iterator[int]:
+    with server(torch_tcp) as (port, _):
+        yield port
+
+
+class Emptied:
+    """A store client that starts as if on an empty store, and closes nothing but itself."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        for key in store.list_keys():
+            store.delete_key(key)
+        for key in ("a", "b", "", "a/b", "ключ"):
+            while store.queue_len(key):
+                store.queue_pop(key)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def test_holds_the_contract() -> None:
+    check_store(lambda: TCPStore(HOST, 0, is_master=True))
+
+
+def test_our_client_on_our_server_matches_a_dictionary(our_port: int) -> None:
+    machine(lambda: Emptied(TCPStore(HOST, our_port))).TestCase().runTest()
+
+
+def test_our_client_on_torchs_server_matches_a_dictionary(their_port: int) -> None:
+    machine(lambda: Emptied(TCPStore(HOST, their_port)), strict=False).TestCase().runTest()
+
+
+def test_torchs_client_on_our_server_matches_a_dictionary(our_port: int) -> None:
+    machine(lambda: Emptied(torch_tcp(HOST, our_port)), strict=False).TestCase().runTest()
+
+
+@pytest.mark.parametrize("ours_serves", [True, False])
+def test_torchs_and_our_clients_wake_each_other(our_port: int, their_port: int, ours_serves: bool) -> None:
+    port = our_port if ours_serves else their_port
+    ours, theirs = TCPStore(HOST, port), torch_tcp(HOST, port)
+    got: list[Any] = []
+    for waits, acts in ((ours, theirs), (theirs, ours)):
+        key = f"late/{len(got)}"
+        thread = threading.Thread(target=lambda waits=waits, key=key: got.append(waits.get(key)))
+        thread.start()
+        acts.set(key, "1")
+        thread.join()
+        thread = threading.Thread(target=lambda waits=waits, key=key: waits.barrier(key + "barrier", 2))
+        thread.start()
+        acts.barrier(key + "barrier", 2)
+        thread.join()
+        thread = threading.Thread(target=lambda waits=waits, key=key: got.append(waits.queue_pop(key + "queue")))
+        thread.start()
+        acts.queue_push(key + "queue", "job")
+        thread.join()
+    assert got == [b"1", b"job"] * 2
+    ours.close()
+
+
+@pytest.mark.parametrize("ours_serves", [True, False])
+def test_a_time_out_leaves_either_client_usable(our_port: int, their_port: int, ours_serves: bool) -> None:
+    port = our_port if ours_serves else their_port
+    for store in (TCPStore(HOST, port), torch_tcp(HOST, port)):
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"wait timeout after 70ms, keys: .*never"):
+            store.wait(["never"], timedelta(milliseconds=70))
+        with pytest.raises(RuntimeError, match="barrier timeout after 70ms"):
+            store.barrier(f"few{ours_serves}{type(store).__module__}", 2, timedelta(milliseconds=70))
+        assert 0.14 <= time.monotonic() - start < 1.5
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+        if isinstance(store, TCPStore):
+            store.close()
+
+
+def join_as_worker(pipe: Connection, kind: Any, port: int) -> None:
+    store = kind(HOST, port, 3)
+    pipe.send(store.get("from master"))
+
+
+def test_the_master_waits_for_torchs_and_our_workers() -> None:
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
+    with in_child(join_as_worker, TCPStore, port) as (one, _), in_child(join_as_worker, torch_tcp, port) as (two, _):
+        master = TCPStore(HOST, port, 3, True, timedelta(seconds=20), master_listen_fd=listener.detach())
+        master.set("from master", "hello")
+        assert one.recv() == two.recv() == b"hello"
+        assert master.num_keys() == 2 and master.list_keys() == ["from master"]
+    master.close()
+
+
+def test_workers_that_do_not_come_are_counted() -> None:
+    start = time.monotonic()
+    with pytest.raises(
+        StoreTimeoutError, match=r"Timed out after 0\.2 seconds waiting for clients\. 1/3 clients joined"
+    ):
+        TCPStore(HOST, 0, 3, True, timedelta(seconds=0.2))
+    assert 0.2 <= time.monotonic() - start < 0.5
+
+
+def test_get_is_one_round_trip_and_set_waits_for_its_answer(our_port: int) -> None:
+    with Wire(our_port) as wire:
+        store = TCPStore(HOST, wire.port)
+        for operation in (lambda: store.set("k", "v"), lambda: store.get("k"), lambda: store.add("n", 1)):
+            before = wire.requests
+            operation()
+            assert wire.requests == before + 1
+        store.close()
+
+
+# Lost connections
+
+
+def test_an_add_whose_answer_is_lost_counts_once(our_port: int) -> None:
+    with Wire(our_port) as wire:
+        store = TCPStore(HOST, wire.port)
+        before = store.add("once", 0)
+        for amount in (1, 10, 100):
+            wire.cut_answers = 1
+            before += amount
+            assert store.add("once", amount) == before
+        store.queue_push("q", "item")
+        wire.cut_answers = 1
+        assert store.queue_pop("q") == b"item"
+        wire.cut_answers = 1
+        store.append("text", "a")
+        assert store.get("text") == b"a"
+        assert wire.connections == 6
+        store.close()
+
+
+def test_a_waiting_client_survives_a_cut_connection(our_port: int) -> None:
+    with Wire(our_port) as wire:
+        store, direct = TCPStore(HOST, wire.port), TCPStore(HOST, our_port)
+        got: list[bytes] = []
+        thread = threading.Thread(target=lambda: got.append(store.get("after the cut")))
+        before = wire.requests
+        thread.start()
+        _until(lambda: wire.requests > before)
+        wire.cut()
+        _until(lambda: wire.connections == 2)
+        direct.set("after the cut", "1")
+        thread.join()
+        assert got == [b"1"]
+        store.close()
+        direct.close()
+
+
+def _until(condition: Any) -> None:
+    limit = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < limit
+        threading.Event().wait(0.001)
+
+
+def test_at_torchs_server_only_harmless_questions_are_asked_again(their_port: int) -> None:
+    with Wire(their_port) as wire:
+        store = TCPStore(HOST, wire.port)
+        store.set("k", "v")
+        wire.cut()
+        assert store.get("k") == b"v"
+        wire.cut_answers = 1
+        with pytest.raises(DistNetworkError, match=r"add: the connection .* broke .* may or may not have been done"):
+            store.add("maybe", 1)
+        assert store.add("sure", 1) == 1
+        store.close()
+
+
+def test_a_killed_server_is_noticed_at_once() -> None:
+    with server() as (port, process):
+        store = TCPStore(HOST, port)
+        failed: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                store.get("never")
+            except DistNetworkError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        store.set("k", "v")
+        start = time.monotonic()
+        process.kill()
+        thread.join()
+        with pytest.raises(DistNetworkError, match=rf"the server at 127.0.0.1:{port} is gone"):
+            store.get("k")
+        assert time.monotonic() - start < 1.0 and len(failed) == 1
+        store.close()
+
+
+def test_a_new_server_at_the_old_port_is_not_taken_for_the_old() -> None:
+    first = TCPStore(HOST, 0, is_master=True)
+    client = TCPStore(HOST, first.port)
+    client.set("k", "v")
+    first.close()
+    second = TCPStore(HOST, first.port, is_master=True)
+    with pytest.raises(DistNetworkError, match="has been restarted"):
+        client.get("k")
+    client.close()
+    second.close()
+
+
+@pytest.mark.parametrize("kind", [TCPStore, torch_tcp], ids=["ours", "torch's"])
+def test_a_stopped_server_costs_no_more_than_the_time_out(kind: Any) -> None:
+    with server(kind) as (port, process):
+        store = TCPStore(HOST, port, timeout=timedelta(seconds=0.4))
+        process_view = psutil.Process(process.pid)
+        process_view.suspend()
+        for call in (lambda: store.get("k"), lambda: store.set("k", "v"), lambda: store.add("n", 1)):
+            start = time.monotonic()
+            with pytest.raises(StoreTimeoutError, match="the server does not answer at all"):
+                call()
+            assert 0.4 <= time.monotonic() - start < 0.4 * 1.05 + 0.1 + 0.2  # 0.2 for this machine
+        process_view.resume()
+        store.set("k", "back")
+        assert store.get("k") == b"back"
+        store.close()
+
+
+def test_a_black_hole_costs_no_more_than_the_time_out() -> None:
+    with socket.create_server((HOST, 0), backlog=1) as deaf:
+        start = time.monotonic()
+        with pytest.raises(DistNetworkError, match=r"no connection to 127.0.0.1:\d+ within 0.3 s"):
+            TCPStore(HOST, deaf.getsockname()[1], timeout=timedelta(seconds=0.3))
+        assert time.monotonic() - start < 0.6
+
+
+def test_nobody_listening_costs_no_more_than_the_time_out() -> None:
+    with socket.socket() as reserved:
+        reserved.bind((HOST, 0))
+        start = time.monotonic()
+        with pytest.raises(DistNetworkError, match=r"ECONNREFUSED.* See whether rank 0"):
+            TCPStore(HOST, reserved.getsockname()[1], timeout=timedelta(seconds=0.3))
+        assert 0.3 <= time.monotonic() - start < 0.6
+
+
+def test_a_name_that_does_not_resolve_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(host: str, port: int) -> list[sockets.Address]:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(sockets, "look_up", unknown)
+    for is_master in (False, True):
+        with pytest.raises(DistNetworkError, match=r"'node0' did not resolve to an address.*Name or service not known"):
+            TCPStore("node0", 29500, is_master=is_master, timeout=timedelta(seconds=0.1))
+
+
+def test_a_silent_resolver_costs_no_more_than_the_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(sockets, "look_up", lambda host, port: over.wait() and [])
+    start = time.monotonic()
+    with pytest.raises(DistNetworkError, match=r"'node0' did not resolve .*the resolver did not answer in time"):
+        TCPStore("node0", 29500, timeout=timedelta(seconds=0.2))
+    assert 0.2 <= time.monotonic() - start < 0.5
+    over.set()
+
+
+def test_another_service_at_the_port_is_said_so() -> None:
+    def answer() -> None:
+        connection = listener.accept()[0]
+        connection.recv(100)
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+        connection.close()
+
+    with socket.create_server((HOST, 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(DistNetworkError, match=r"what answers at .* is no store"):
+            TCPStore(HOST, listener.getsockname()[1], timeout=timedelta(seconds=5))
+        thread.join()
+
+
+def test_ctrl_c_ends_a_wait_at_once_and_the_store_stays_usable(master: TCPStore) -> None:
+    hit: list[float] = []
+
+    def interrupt() -> None:
+        master.get("go")
+        hit.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        master.set("go", "1")
+        master.get("never")
+    assert time.monotonic() - hit[0] < 0.5
+    thread.join()
+    assert master.get("go") == b"1"
+
+
+# Ports, processes and what stays behind
+
+
+def test_a_port_in_use_names_it_and_what_to_do(master: TCPStore) -> None:
+    with pytest.raises(
+        DistNetworkError, match=rf"cannot listen on 127.0.0.1:{master.port}: Address already in use.*choose"
+    ):
+        TCPStore(HOST, master.port, is_master=True)
+
+
+def test_masters_of_one_process_may_share_a_server() -> None:
+    first = TCPStore(HOST, 0, is_master=True, multi_tenant=True)
+    second = TCPStore(HOST, first.port, is_master=True, multi_tenant=True)
+    second.set("k", "v")
+    first.close()
+    assert second.get("k") == b"v"
+    second.close()
+    with pytest.raises(OSError):
+        socket.create_connection((HOST, second.port)).close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_loopback_stays_loopback(host: str) -> None:
+    store = TCPStore(host, 0, is_master=True)
+    here = psutil.Process().net_connections("tcp")
+    listening = {each.laddr.ip for each in here if each.status == "LISTEN" and each.laddr.port == store.port}
+    assert listening and listening <= {"127.0.0.1", "::1"}
+    store.close()
+
+
+def test_closing_leaves_no_thread_no_descriptor_and_no_port() -> None:
+    me = psutil.Process()
+    TCPStore(HOST, 0, is_master=True).close()
+    gc.collect()
+    before = me.num_fds(), me.num_threads()
+    for collected in (False, True):
+        store = TCPStore(HOST, 0, is_master=True)
+        other = TCPStore(HOST, store.port)
+        other.set("k", "v")
+        port = store.port
+        if not collected:
+            other.close()
+            store.close()
+            with pytest.raises(DistNetworkError, match="has been closed"):
+                other.get("k")
+        del store, other
+        gc.collect()
+        _until(lambda: (me.num_fds(), me.num_threads()) == before)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((HOST, port))
+
+
+def test_close_ends_the_calls_of_other_threads(our_port: int) -> None:
+    with Wire(our_port) as wire:
+        store = TCPStore(HOST, wire.port)
+        before, failed = wire.requests, []
+
+        def wait() -> None:
+            try:
+                store.get("never")
+            except DistNetworkError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        _until(lambda: wire.requests > before)
+        store.close()
+        thread.join()
+        assert len(failed) == 1
+
+
+def use_inherited(pipe: Connection, store: TCPStore) -> None:
+    pipe.send([store.add("n", 1) for _ in range(50)])
+    store.close()
+
+
+def test_a_forked_child_speaks_on_connections_of_its_own(master: TCPStore) -> None:
+    client = TCPStore(HOST, master.port)
+    client.set("k", "v")
+    with in_child(use_inherited, client) as (pipe, process):
+        ours = [client.add("n", 1) for _ in range(50)]
+        theirs = pipe.recv()
+        process.join()
+    assert sorted(ours + theirs) == list(range(1, 101))
+    assert client.get("k") == b"v"
+    client.close()
+
+
+def hold(pipe: Connection) -> None:
+    pipe.send("here")
+    pipe.recv()
+
+
+def test_a_forked_child_does_not_keep_the_masters_port() -> None:
+    store = TCPStore(HOST, 0, is_master=True)
+    with in_child(hold) as (pipe, _):
+        assert pipe.recv() == "here"
+        store.close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((HOST, store.port))
+
+
+# Misuse
+
+
+def test_constructor_arguments() -> None:
+    for port in (-1, 70000, "29500", None):
+        with pytest.raises(TypeError, match="TCPStore: argument 'port'"):
+            TCPStore(HOST, port)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="host_name"):
+        TCPStore(None, 29500)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="world_size"):
+        TCPStore(HOST, 0, 0, True)
+    with pytest.raises(ValueError, match="timeout"):
+        TCPStore(HOST, 0, is_master=True, timeout=timedelta(seconds=-1))
+
+
+def test_keys_and_values_beyond_the_limits_are_refused_here(master: TCPStore) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"set: argument 'value' must be at most 8388608 bytes long, got '8388609 bytes'"
+    ):
+        master.set("k", bytes(8 * 2**20 + 1))
+    with pytest.raises(ArgumentError, match="argument 'key' must be at most 8191 bytes long"):
+        master.get("k" * 8192)
+    master.set("k" * 8191, bytes(8 * 2**20))
+    assert master.get("k" * 8191) == bytes(8 * 2**20)
+
+
+def test_properties(master: TCPStore) -> None:
+    assert (master.host, master.libuvBackend, master.has_extended_api()) == (HOST, True, True)
+    assert repr(master) == f"TCPStore(127.0.0.1:{master.port}, master)"
+    assert torch.distributed.TCPStore(HOST, master.port).port == master.port

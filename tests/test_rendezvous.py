@@ -1,0 +1,254 @@
+"""Rendezvous: who meets, through what, and what is said at once when it can't work."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed
+
+from tests.stores.store_helpers import in_child, server
+from torchdist_ref.errors import ArgumentError, DistNetworkError, RendezvousError
+from torchdist_ref.rendezvous import register_rendezvous_handler, rendezvous
+from torchdist_ref.stores import FileStore, HashStore, Store, TCPStore
+
+# As in torch, the package's `rendezvous` is the function, and hides the module of that name.
+module = importlib.import_module("torchdist_ref.rendezvous")
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+QUICK = timedelta(seconds=0.3)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody listens on, and that nobody else gets meanwhile."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
+
+
+def place(pipe: Connection, meet: Any, url: str, rank: int, world_size: int) -> None:
+    """Meet, leave a word for the next rank and wait for the one before; send back who we are."""
+    store, rank, world_size = next(meet(url, rank, world_size, timeout=timedelta(seconds=20)))
+    store.set(f"from {rank}", str(rank * rank + 1))
+    pipe.send((type(store).__module__, rank, world_size, store.get(f"from {(rank + 1) % world_size}")))
+    pipe.recv()
+
+
+def place_by_environment(pipe: Connection, meet: Any, settings: dict[str, str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        place(pipe, meet, "env://", -1, -1)
+
+
+def settings_of(rank: int, port: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+@pytest.mark.parametrize("theirs", [(), (1,), (0, 2)], ids=["ours", "torch's among ours", "ours among torch's"])
+@pytest.mark.parametrize("scheme", ["env", "tcp"])
+def test_three_ranks_meet_torchs_among_them(port: int, scheme: str, theirs: tuple[int, ...]) -> None:
+    def arguments(rank: int) -> tuple[Any, ...]:
+        meet = torch.distributed.rendezvous if rank in theirs else rendezvous
+        if scheme == "env":
+            return place_by_environment, meet, settings_of(rank, port)
+        return place, meet, f"tcp://127.0.0.1:{port}", rank, 3
+
+    with in_child(*arguments(0)) as (a, _), in_child(*arguments(1)) as (b, _), in_child(*arguments(2)) as (c, _):
+        found = [pipe.recv() for pipe in (a, b, c)]
+    assert [each[1:] for each in found] == [(0, 3, b"2"), (1, 3, b"5"), (2, 3, b"1")]
+    assert [each[0].startswith("torchdist_ref") for each in found] == [rank not in theirs for rank in range(3)]
+
+
+def test_ranks_meet_in_a_file_torchs_among_them(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/meeting%20place"
+    with in_child(place, rendezvous, url, 0, 2) as (a, _), in_child(place, rendezvous, url, 1, 2) as (b, _):
+        assert [pipe.recv()[1:] for pipe in (a, b)] == [(0, 2, b"2"), (1, 2, b"1")]
+    url = f"file://{tmp_path}/other"
+    with (
+        in_child(place, rendezvous, url, 0, 2) as (a, _),
+        in_child(place, torch.distributed.rendezvous, url, 1, 2) as (b, _),
+    ):
+        assert [pipe.recv()[1:] for pipe in (a, b)] == [(0, 2, b"2"), (1, 2, b"1")]
+    assert (tmp_path / "meeting place").exists()
+
+
+def test_rank_and_size_may_stand_in_the_query(port: int) -> None:
+    store, rank, world_size = next(rendezvous(f"tcp://127.0.0.1:{port}?rank=0&world_size=1"))
+    assert isinstance(store, TCPStore) and (rank, world_size, store.port) == (0, 1, port)
+    assert store.timeout == timedelta(minutes=30)
+    store.close()
+
+
+def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    for name, value in settings_of(2, port).items():
+        monkeypatch.setenv(name, value)
+    store, rank, world_size = next(rendezvous("env://", 0, 1))
+    assert (rank, world_size) == (0, 1)
+    store.close()  # type: ignore[attr-defined]
+
+
+def test_with_the_launchers_store_rank_0_is_a_client_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with server() as (port, _):
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2))
+        assert repr(store) == f"TCPStore(127.0.0.1:{port})"
+        assert store.num_keys() == 1
+        store.close()  # type: ignore[attr-defined]
+
+
+def test_a_second_meeting_is_refused(port: int, tmp_path: Path) -> None:
+    for url in (f"tcp://127.0.0.1:{port}", f"file://{tmp_path}/meeting"):
+        meetings = rendezvous(url, 0, 1)
+        store = next(meetings)[0]
+        with pytest.raises(RuntimeError, match=r"Unable to perform re-?rendezvous using"):
+            next(meetings)
+        store.close()  # type: ignore[attr-defined]
+
+
+# What is wrong is said at once, in torch's words and more
+
+
+def refused(url: str, rank: Any = -1, world_size: Any = -1, kind: Any = RendezvousError) -> str:
+    start = time.monotonic()
+    with pytest.raises(kind) as caught:
+        next(rendezvous(url, rank, world_size, timeout=timedelta(seconds=20)))
+    assert time.monotonic() - start < 1.0
+    return str(caught.value)
+
+
+def test_missing_variables_are_named_in_torchs_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = "Error initializing torch.distributed using env:// rendezvous: environment variable"
+    for name, value in settings_of(0, 29500).items():
+        assert refused("env://").startswith(f"{start} {name} expected, but not set")
+        monkeypatch.setenv(name, "")
+        assert f"{name} expected, but not set" in refused("env://")
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["abc", "1.5", "0x10"])
+def test_a_malformed_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    for variable, good in {**settings_of(0, 29500), name: value}.items():
+        monkeypatch.setenv(variable, good)
+    assert f"environment variable {name} must be a whole number, got {value!r}" in refused("env://")
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(3, 3), (-1, 3), (5, 1)])
+def test_a_rank_out_of_range_is_found_at_once(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
+    said = f"rank {rank} is out of range: with world size {world_size}, ranks are 0 to {world_size - 1}"
+    query = f"?rank={rank}&world_size={world_size}"
+    for variable, value in {**settings_of(rank, 29500), "WORLD_SIZE": str(world_size)}.items():
+        monkeypatch.setenv(variable, value)
+    for url in ("env://", f"tcp://127.0.0.1:29500{query}", f"file:///tmp/never{query}"):
+        assert said in refused(url)
+
+
+@pytest.mark.parametrize("world_size", [0, -2])
+def test_a_world_without_ranks_is_refused(world_size: int) -> None:
+    assert f"world size must be 1 or more, got {world_size}" in refused("tcp://127.0.0.1:29500", 0, world_size)
+
+
+@pytest.mark.parametrize(
+    ("url", "rank", "world_size", "said"),
+    [
+        ("tcp://127.0.0.1", 0, 1, "using tcp:// rendezvous: port number missing"),
+        ("tcp://:29500", 0, 1, "host name missing"),
+        ("tcp://127.0.0.1:29500", -1, 1, "using tcp:// rendezvous: rank parameter missing"),
+        ("tcp://127.0.0.1:29500", 0, -1, "using tcp:// rendezvous: world size parameter missing"),
+        ("tcp://127.0.0.1:29500?rank=x&world_size=1", -1, -1, "rank in the URL must be a whole number, got 'x'"),
+        ("tcp://127.0.0.1:0", 0, 1, "port must have value from 1 to 65535 but was 0"),
+        ("tcp://127.0.0.1:99999", 0, 1, "port in '127.0.0.1:99999' is wrong"),
+        ("file://", 0, 1, "using file:// rendezvous: path missing"),
+        ("file:///tmp/never", -1, 1, "using file:// rendezvous: rank parameter missing"),
+        ("file:///tmp/never", 0, -1, "using file:// rendezvous: world size parameter missing"),
+    ],
+)
+def test_what_the_url_lacks(url: str, rank: int, world_size: int, said: str) -> None:
+    assert said in refused(url, rank, world_size)
+
+
+def test_torchs_kinds_of_error_are_kept() -> None:
+    text = refused("tcp://127.0.0.1:29500?rank=0", 0, 1, kind=AssertionError)
+    assert "has node-specific arguments(rank, world_size) already." in text
+    assert "No rendezvous handler for foo://" in refused("foo://x", 0, 1, kind=RuntimeError)
+    assert "`url` must be a string" in refused(7, kind=RuntimeError)  # type: ignore[arg-type]
+    assert "`rank` must be an integer" in refused("env://", "0", kind=RuntimeError)
+    assert "`world_size` must be an integer" in refused("env://", 0, 1.5, kind=RuntimeError)
+    assert issubclass(RendezvousError, ArgumentError) and issubclass(RendezvousError, ValueError)
+
+
+def test_a_port_in_use_names_host_and_port(port: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        assert f"cannot listen on 127.0.0.1:{number}" in refused(f"tcp://127.0.0.1:{number}", 0, 1, DistNetworkError)
+
+
+def test_nobody_to_meet_costs_no_more_than_the_time_out(port: int) -> None:
+    start = time.monotonic()
+    with pytest.raises(DistNetworkError, match=rf"no connection to 127.0.0.1:{port} within 0.3 s"):
+        next(rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=QUICK))
+    with pytest.raises(RuntimeError, match="1/2 clients joined"):
+        next(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=QUICK))
+    assert 0.6 <= time.monotonic() - start < 1.2
+
+
+# Handlers of one's own, and files named the Windows way
+
+
+def test_a_handler_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_handlers", dict(module._handlers))
+    seen: list[Any] = []
+
+    def handler(url: str, **options: Any) -> Iterator[tuple[Store, int, int]]:
+        seen.append((url, options))
+        for turn in itertools.count():
+            yield HashStore(), turn, 9
+
+    register_rendezvous_handler("own", handler)
+    meetings = rendezvous("own://place?colour=red", 4, 9, timeout=QUICK)
+    assert [next(meetings)[1:] for _ in range(2)] == [(0, 9), (1, 9)]
+    assert seen == [("own://place?colour=red&rank=4&world_size=9", {"timeout": QUICK})]
+    with pytest.raises(RuntimeError, match="own:// already registered"):
+        register_rendezvous_handler("own", handler)
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("file:///c:/tmp/meeting", "c:/tmp/meeting"),
+        ("file:///D:\\tmp\\meeting", "D:\\tmp\\meeting"),
+        ("file://machine/share/meeting", "//machine/share/meeting"),
+        ("file:////machine/share/meeting", "//machine/share/meeting"),
+        ("file://localhost/tmp/meeting", "/tmp/meeting"),
+        ("file:///tmp/a%20b", "/tmp/a b"),
+    ],
+)
+def test_forms_of_file_names(monkeypatch: pytest.MonkeyPatch, url: str, path: str) -> None:
+    asked: list[tuple[str, int]] = []
+
+    class Noted(HashStore):
+        def __init__(self, name: str, world_size: int) -> None:
+            super().__init__()
+            asked.append((name, world_size))
+
+    monkeypatch.setattr(module, "FileStore", Noted)
+    store, rank, world_size = next(rendezvous(url, 1, 2, timeout=QUICK))
+    assert asked == [(path, 2)] and (rank, world_size) == (1, 2) and store.timeout == QUICK
+    assert FileStore is not Noted
