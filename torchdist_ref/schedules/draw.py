@@ -1,8 +1,8 @@
 """A schedule as a picture: ranks side by side, rounds from top to bottom, an arrow for everything that moves.
 
 Blue arrows replace what was there, orange ones (marked ``+``) are reduced into it; a dot is local work. All moves
-of a round with the same two ends are one arrow; its label says which slots. Where labels would cover each other
-they are left to the tooltips. What does not fit is left out, and the picture says so.
+of a round with the same two ends are one arrow. Which slots arrive stands below its head, where no two labels
+can meet; the tooltip lists every move. What does not fit is left out, and the picture says so.
 
 Do not add here: times. A trace draws those (`timeline`).
 """
@@ -15,7 +15,7 @@ from torchdist_ref.schedules import svg
 from torchdist_ref.schedules.messages import Message, messages
 from torchdist_ref.schedules.schedule import Schedule
 
-COLUMN, BAND, LEFT, TOP = 110.0, 84.0, 76.0, 58.0
+COLUMN, BAND, ARROW, LEFT, TOP = 112.0, 100.0, 60.0, 76.0, 58.0
 MOST_RANKS, MOST_ROUNDS = 32, 40
 
 
@@ -36,7 +36,7 @@ def draw(schedule: Schedule) -> str:
     ranks, rounds = min(schedule.world, MOST_RANKS), min(len(schedule.rounds), MOST_ROUNDS)
     height = TOP + BAND * max(rounds, 1) + 34
     parts = [svg.text(LEFT - 40, 20, schedule.name, anchor="start", font_weight="bold")]
-    parts += [line for rank in range(ranks) for line in _column(rank, height)]
+    parts += [svg.text(_x(rank), TOP - 14, f"rank {rank}") for rank in range(ranks)]
     for step in range(rounds):
         parts += _band(step, messages(schedule.rounds[step]), ranks)
     parts.append(svg.text(LEFT - 40, height - 8, _omitted(schedule, ranks, rounds), anchor="start"))
@@ -48,42 +48,40 @@ def _x(rank: int) -> float:
     return LEFT + COLUMN * (rank + 0.35)
 
 
-def _column(rank: int, height: float) -> Iterator[str]:
-    yield svg.text(_x(rank), TOP - 14, f"rank {rank}")
-    yield svg.element(
-        "line", x1=_x(rank), y1=TOP - 6, x2=_x(rank), y2=height - 26, stroke=svg.GREY, stroke_width=0.6
-    )
-
-
 def _band(step: int, found: Sequence[Message], ranks: int) -> Iterator[str]:
     top = TOP + BAND * step
-    yield svg.text(LEFT - 40, top + BAND / 2, f"round {step + 1}", anchor="start")
+    yield svg.text(LEFT - 40, top + 32, f"round {step + 1}", anchor="start")
     yield svg.element(
         "line", x1=LEFT - 40, y1=top + BAND - 4, x2=_x(ranks - 1) + 40, y2=top + BAND - 4,
         stroke=svg.GREY, stroke_width=0.5, stroke_dasharray="2 4",
     )  # fmt: skip
-    labelled = sum(part.src != part.dst for part in found) <= ranks + 1
-    for part in found:
-        if max(part.src, part.dst) < ranks:
-            yield from _arrow(part, top, labelled)
+    for x in map(_x, range(ranks)):
+        yield svg.element("line", x1=x, y1=top - 2, x2=x, y2=top + ARROW, stroke=svg.GREY, stroke_width=0.6)
+    shown = [part for part in found if max(part.src, part.dst) < ranks]
+    yield from (_arrow(part, top) for part in shown)
+    for rank in range(ranks):
+        yield from _labels([part for part in shown if part.dst == rank], top + ARROW)
 
 
-def _arrow(part: Message, top: float, labelled: bool) -> Iterator[str]:
-    tooltip = "\n".join(map(str, part.moves))
-    colour = svg.ORANGE if part.reduced else svg.BLUE
+def _arrow(part: Message, top: float) -> str:
+    tooltip, colour = "\n".join(map(str, part.moves)), svg.ORANGE if part.reduced else svg.BLUE
     if part.src == part.dst:
-        yield svg.element("circle", svg.tip(tooltip), cx=_x(part.dst), cy=top + BAND - 12, r=4, fill=colour)
+        return svg.element("circle", svg.tip(tooltip), cx=_x(part.dst), cy=top + ARROW - 4, r=4, fill=colour)
+    return svg.arrow(_x(part.src), top + 4, _x(part.dst), top + ARROW, colour, tooltip)
+
+
+def _labels(parts: Sequence[Message], y: float) -> Iterator[str]:
+    """What arrives on one rank: two lines, or how many messages there are."""
+    if len(parts) > 2:
+        yield svg.text(_x(parts[0].dst), y + 13, f"{len(parts)} messages")
         return
-    x1, x2, y1, y2 = _x(part.src), _x(part.dst), top + 6, top + BAND - 12
-    yield svg.arrow(x1, y1, x2, y2, colour, tooltip)
-    if labelled:
-        # A third of the way from the sender, so that labels of arrows that cross do not meet in the middle.
-        x, y = x1 + (x2 - x1) / 3, y1 + (y2 - y1) / 3
-        yield svg.text(x + 4, y - 3, _short(part.label), anchor="start" if x2 > x1 else "end", fill=colour)
+    for line, part in enumerate(parts, 1):
+        colour = svg.ORANGE if part.reduced else svg.BLUE
+        yield svg.text(_x(part.dst), y + 13 * line, _short(part.label), fill=colour)
 
 
 def _short(label: str) -> str:
-    return label if len(label) <= 22 else label[:20] + "…"
+    return label if len(label) <= 16 else label[:15] + "…"
 
 
 def _omitted(schedule: Schedule, ranks: int, rounds: int) -> str:

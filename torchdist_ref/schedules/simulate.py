@@ -85,7 +85,8 @@ class _Clock:
         """Move the bytes; give the time at which they are there."""
         src, dst = message.src, message.dst
         if src == dst:
-            return self.ready[dst]
+            # Listed order: local work waits for what is listed before it, which may be what it adds to.
+            return self.receiving[dst]
         if self.hosts[src] == self.hosts[dst]:
             start = max(self.ready[src], self.receiving[dst])
             end = start + self.network.local_alpha + nbytes * self.network.local_beta

@@ -68,7 +68,8 @@ def _bar(event: Event, total: float) -> str:
 def _axis(total: float, y: float) -> Iterator[str]:
     yield svg.element("line", x1=LEFT, y1=y, x2=LEFT + WIDTH, y2=y, stroke=svg.GREY)
     for quarter in range(5):
-        yield svg.text(LEFT + WIDTH * quarter / 4, y + 14, duration(total * quarter / 4))
+        anchor = "end" if quarter == 4 else "middle"
+        yield svg.text(LEFT + WIDTH * quarter / 4, y + 14, duration(total * quarter / 4), anchor)
 
 
 def _note(trace: Trace, rows: int, events: int) -> str:
@@ -78,7 +79,7 @@ def _note(trace: Trace, rows: int, events: int) -> str:
     if events > MOST_EVENTS:
         left_out.append(f"the first {MOST_EVENTS} of {events} events")
     words = [trace.note, f"shown: {' and '.join(left_out)}" if left_out else ""]
-    return " · ".join(word for word in ["rows: send, receive (blue), reduce (orange)", *words] if word)
+    return " · ".join(word for word in ["grey: send · blue: receive · orange: reduce", *words] if word)
 
 
 def _description(trace: Trace) -> str:

@@ -1,0 +1,83 @@
+"""The choice of an algorithm: pure, always one that exists, and cut where the table says."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from torchdist_ref.errors import ArgumentError
+from torchdist_ref.schedules import algorithms, build, choose, operations, overrides, verify
+
+KIB = 1024
+SIZES = (0, 1, 4 * KIB, 32 * KIB, 32 * KIB + 1, 100 * KIB, 1 << 20, (1 << 20) + 1, 1 << 30)
+
+
+@pytest.mark.parametrize("op", operations())
+def test_every_choice_can_be_built_and_is_right(op: str) -> None:
+    chosen = set()
+    for world, nbytes, transport in itertools.product((1, 2, 3, 8), SIZES, ("shared_memory", "tcp")):
+        for hosts in (None, (0,) * world, tuple(range(world)), tuple(r // 2 for r in range(world))):
+            name = choose(op, world, nbytes, hosts=hosts, transport=transport)
+            assert name in algorithms(op) and name == choose(op, world, nbytes, hosts=hosts, transport=transport)
+            chosen.add((name, world, hosts))
+    for name, world, hosts in chosen:
+        verify(build(op, name, world, hosts=hosts), op)
+
+
+@pytest.mark.parametrize("op", operations())
+def test_on_shared_memory_everything_is_direct_but_large_reductions(op: str) -> None:
+    large = "two_shot" if op in ("all_reduce", "reduce") else "direct"
+    for world in (2, 4, 64):
+        names = [choose(op, world, size) for size in (0, 32 * KIB, 32 * KIB + 1, 1 << 30)]
+        assert names == ["direct", "direct", large, large]
+    assert choose(op, 1, 1 << 30) == "direct"
+
+
+@pytest.mark.parametrize(
+    ("op", "nbytes", "name"),
+    [
+        ("all_reduce", 64 * KIB, "recursive_doubling"), ("all_reduce", 64 * KIB + 1, "halving_doubling"),
+        ("all_reduce", 1024 * KIB, "halving_doubling"), ("all_reduce", 1024 * KIB + 1, "ring"),
+        ("reduce", 1, "tree"), ("reduce", 1 << 20, "halving_doubling"),
+        ("broadcast", 1, "tree"), ("broadcast", 1 << 20, "scatter_all_gather"),
+        ("all_gather", 512 * KIB, "bruck"), ("all_gather", 1 << 20, "ring"),
+        ("reduce_scatter", 1, "recursive_halving"), ("reduce_scatter", 1 << 20, "pairwise"),
+        ("all_to_all", 16 * KIB, "bruck"), ("all_to_all", 16 * KIB + 1, "pairwise"),
+        ("gather", 1, "tree"), ("scatter", 1 << 30, "tree"), ("barrier", 0, "dissemination"), ("send", 1, "direct"),
+    ],
+)  # fmt: skip
+def test_between_hosts_the_classic_cut_offs_hold(op: str, nbytes: int, name: str) -> None:
+    assert choose(op, 16, nbytes, transport="tcp") == name
+    assert choose(op, 16, nbytes, hosts=tuple(range(16))) == name
+
+
+def test_several_ranks_on_several_hosts_are_a_hierarchy() -> None:
+    for op in operations():
+        name = choose(op, 4, 1024, hosts=(0, 0, 1, 1), transport="tcp")
+        assert name == ("direct" if op == "send" else "hierarchical")
+
+
+def test_overrides_are_parsed() -> None:
+    assert overrides("") == overrides(" , ") == {}
+    assert overrides("all_reduce = ring,broadcast=tree,") == {"all_reduce": "ring", "broadcast": "tree"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ring", "'TORCHDIST_REF_ALGORITHM' must be op=algorithm with op one of all_reduce, .*, got 'ring'"),
+        ("allreduce=ring", "must be op=algorithm with op one of all_reduce"),
+        ("all_reduce=bruck", "must be all_reduce= one of direct, two_shot, .*, got 'all_reduce=bruck'"),
+    ],
+)
+def test_overrides_say_what_they_do_not_understand(text: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        overrides(text)
+
+
+def test_unknown_operations_and_transports_are_named() -> None:
+    with pytest.raises(ArgumentError, match="'op' must be one of all_reduce"):
+        choose("reduce_all", 4, 1)
+    with pytest.raises(ArgumentError, match="'transport' must be 'shared_memory' or 'tcp', got 'udp'"):
+        choose("all_reduce", 4, 1, transport="udp")

@@ -1,0 +1,220 @@
+"""What schedules cost: counted against closed forms, and clocked against the formulas that the catalogue prints."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from itertools import pairwise
+from math import ceil, log2
+
+import pytest
+
+from torchdist_ref.errors import ArgumentError
+from torchdist_ref.schedules import (
+    Event,
+    Move,
+    Network,
+    Schedule,
+    algorithms,
+    build,
+    carry,
+    cost,
+    entry,
+    operations,
+    simulate,
+)
+from torchdist_ref.schedules.chain import PIECES
+
+ALL = [(op, name) for op in operations() for name in algorithms(op)]
+FLAT = [(op, name) for op, name in ALL if name != "hierarchical"]
+M = 3 * 5 * 7 * 1024
+A, B, G = 5e-6, 1e-9, 0.4e-9
+DATA = ("data", 0)
+
+# (op, algorithm) -> steps, most bytes sent and received by a rank, most reduced, in whole buffers; n a power of two.
+CLOSED = {
+    ("all_reduce", "direct"): "1, n-1, n-1, n-1",
+    ("all_reduce", "two_shot"): "2, 2*(n-1)/n, 2*(n-1)/n, (n-1)/n",
+    ("all_reduce", "recursive_doubling"): "lg(n), lg(n), lg(n), lg(n)",
+    ("all_reduce", "halving_doubling"): "2*lg(n), 2*(n-1)/n, 2*(n-1)/n, (n-1)/n",
+    ("all_reduce", "ring"): "2*(n-1), 2*(n-1)/n, 2*(n-1)/n, (n-1)/n",
+    ("all_reduce", "tree"): "2*lg(n), lg(n), lg(n), lg(n)",
+    ("all_reduce", "chain"): "2*(n+6), 2 if n > 2 else 1, 2 if n > 2 else 1, 1",
+    ("reduce", "direct"): "1, 1, n-1, n-1",
+    ("reduce", "two_shot"): "2, 1, 2*(n-1)/n, (n-1)/n",
+    ("reduce", "tree"): "lg(n), 1, lg(n), lg(n)",
+    ("reduce", "halving_doubling"): "2*lg(n), (n-1)/n + 1/2, 2*(n-1)/n, (n-1)/n",
+    ("reduce", "ring"): "n, 1, 2*(n-1)/n, (n-1)/n",
+    ("reduce", "chain"): "n+6, 1, 1, 1",
+    ("broadcast", "direct"): "1, n-1, 1, 0",
+    ("broadcast", "tree"): "lg(n), lg(n), 1, 0",
+    ("broadcast", "scatter_all_gather"): "lg(n) + n-1, 2*(n-1)/n, (n-1)/n + 1/2, 0",
+    ("broadcast", "chain"): "n+6, 1, 1, 0",
+    ("all_gather", "direct"): "1, (n-1)/n, (n-1)/n, 0",
+    ("all_gather", "recursive_doubling"): "lg(n), (n-1)/n, (n-1)/n, 0",
+    ("all_gather", "bruck"): "lg(n), (n-1)/n, (n-1)/n, 0",
+    ("all_gather", "ring"): "n-1, (n-1)/n, (n-1)/n, 0",
+    ("gather", "direct"): "1, 1/n, (n-1)/n, 0",
+    ("gather", "tree"): "lg(n), 1/2, (n-1)/n, 0",
+    ("scatter", "direct"): "1, (n-1)/n, 1/n, 0",
+    ("scatter", "tree"): "lg(n), (n-1)/n, 1/2, 0",
+    ("reduce_scatter", "direct"): "1, (n-1)/n, (n-1)/n, (n-1)/n",
+    ("reduce_scatter", "recursive_halving"): "lg(n), (n-1)/n, (n-1)/n, (n-1)/n",
+    ("reduce_scatter", "pairwise"): "n-1, (n-1)/n, (n-1)/n, (n-1)/n",
+    ("reduce_scatter", "ring"): "n-1, (n-1)/n, (n-1)/n, (n-1)/n",
+    ("all_to_all", "direct"): "1, (n-1)/n, (n-1)/n, 0",
+    ("all_to_all", "bruck"): "lg(n), lg(n)/2, lg(n)/2, 0",
+    ("all_to_all", "pairwise"): "n-1, (n-1)/n, (n-1)/n, 0",
+    ("barrier", "direct"): "1, 0, 0, 0",
+    ("barrier", "dissemination"): "lg(n), 0, 0, 0",
+    ("barrier", "tree"): "2*lg(n), 0, 0, 0",
+    ("send", "direct"): "1, 1, 1, 0",
+}
+
+
+def lg(n: object) -> int:
+    return ceil(log2(int(n)))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("world", [2, 4, 8, 16])
+@pytest.mark.parametrize(("op", "name"), FLAT)
+def test_counted_costs_equal_closed_forms(op: str, name: str, world: int) -> None:
+    found = cost(build(op, name, world))
+    wanted = eval(CLOSED[op, name], {"n": Fraction(world), "lg": lg})
+    assert (found.steps, found.sent, found.received, found.reduced) == tuple(map(Fraction, wanted))
+
+
+def test_steps_for_other_worlds() -> None:
+    for world in (3, 5, 6, 7, 13):
+        assert cost(build("broadcast", "tree", world)).steps == lg(world)
+        assert cost(build("all_gather", "bruck", world)).steps == lg(world)
+        assert cost(build("barrier", "dissemination", world)).steps == lg(world)
+        assert cost(build("all_reduce", "recursive_doubling", world)).steps == int(log2(world)) + 2
+        assert cost(build("all_reduce", "ring", world)).total == 2 * (world - 1)
+        assert cost(build("all_to_all", "pairwise", world)).messages == world * (world - 1)
+
+
+def formula(text: str, n: int) -> float:
+    """The time that a cost of the catalogue stands for: letters and brackets that stand together are multiplied."""
+    tokens = re.findall(r"\d+|lg|[abgmn]|[-+/()]", text)
+    joined = ""
+    for before, token in zip(["", *tokens], tokens, strict=False):
+        juxtaposed = (before.isalnum() or before == ")") and before != "lg" and (token.isalnum() or token == "(")
+        joined += ("*" if juxtaposed else "") + token
+    return eval(joined, {"n": n, "m": M, "a": A, "b": B, "g": G, "lg": lg})
+
+
+def network_of(name: str, world: int) -> Network:
+    """Direct algorithms are for one host, where readers do not keep the owner busy; others for a flat network."""
+    if name in ("direct", "two_shot"):
+        return Network(99.0, 99.0, G, hosts=(0,) * world, local_alpha=A, local_beta=B)
+    return Network(A, B, G)
+
+
+def test_formulas_are_read_as_people_read_them() -> None:
+    assert formula("2(n-1)a + 2(n-1)/n mb", 4) == pytest.approx(6 * A + 1.5 * M * B)
+    assert formula("lg(n) (a + mb/2)", 5) == pytest.approx(3 * (A + M * B / 2))
+
+
+@pytest.mark.parametrize("world", [2, 4, 8, 16])
+@pytest.mark.parametrize(("op", "name"), FLAT)
+def test_clocked_times_equal_the_formulas_of_the_catalogue(op: str, name: str, world: int) -> None:
+    found = simulate(build(op, name, world), M, network_of(name, world)).total
+    # Only from three ranks on does anybody add its own value, as one reduction more, after the last arrival.
+    early = M * G if (op, name, world) == ("all_reduce", "direct", 2) else 0.0
+    assert found + early == pytest.approx(formula(entry(op, name).cost, world), rel=1e-9)
+
+
+@pytest.mark.parametrize("world", [3, 5, 6, 7, 12])
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [(op, name) for op, name in FLAT if name in ("ring", "pairwise", "chain", "dissemination") and op != "all_reduce"]
+    + [("all_reduce", "ring"), ("all_reduce", "two_shot"), ("all_gather", "bruck"), ("broadcast", "tree")],
+)
+def test_some_formulas_hold_for_every_world(op: str, name: str, world: int) -> None:
+    found = simulate(build(op, name, world), M, network_of(name, world)).total
+    assert found == pytest.approx(formula(entry(op, name).cost, world), rel=1e-9)
+
+
+@pytest.mark.parametrize(("op", "name"), FLAT)
+def test_one_rank_can_stand_for_all(op: str, name: str) -> None:
+    for world in (2, 5, 8):
+        schedule = build(op, name, world)
+        short = simulate(schedule, M, Network(A, B, G), representative=True)
+        assert short.total == pytest.approx(simulate(schedule, M, Network(A, B, G)).total, rel=1e-9)
+
+
+def test_events_say_who_when_what() -> None:
+    trace = simulate(build("all_reduce", "direct", 2), 8, Network(alpha=1.0, beta=0.5, gamma=0.25))
+    assert trace.total == 1 + 4 + 2 and len(trace) == 6
+    assert trace[:3] == [
+        Event(1, "send", 0.0, 5.0, 0, 8.0, "data[0] +"),
+        Event(0, "recv", 0.0, 5.0, 1, 8.0, "data[0] +"),
+        Event(0, "reduce", 5.0, 7.0, 1, 8.0, "data[0] +"),
+    ]
+
+
+def test_a_rank_sends_one_message_at_a_time() -> None:
+    for op in ("all_to_all", "broadcast", "all_reduce"):
+        sends = [e for e in simulate(build(op, "direct", 6), M) if e.kind == "send"]
+        for rank in range(6):
+            mine = sorted((e.start, e.end) for e in sends if e.rank == rank)
+            assert all(first[1] <= second[0] for first, second in pairwise(mine))
+
+
+def test_ranks_of_a_host_share_its_network_card() -> None:
+    crossing = tuple(carry(rank, rank + 2, DATA) for rank in range(2))
+    network = Network(alpha=1.0, beta=0.5, gamma=0.0, hosts=(0, 0, 1, 1))
+    assert simulate(Schedule("two streams", 4, (crossing,)), 8, network).total == 1 + 2 * 4
+    apart = Network(alpha=1.0, beta=0.5, gamma=0.0)
+    assert simulate(Schedule("two streams", 4, (crossing,)), 8, apart).total == 1 + 4
+
+
+def test_within_a_host_readers_do_not_wait_for_each_other() -> None:
+    network = Network(hosts=(0,) * 9, local_alpha=1.0, local_beta=0.5)
+    assert simulate(build("broadcast", "direct", 9), 8, network).total == 1 + 4
+    assert simulate(build("gather", "direct", 9), 9 * 8, network).total == 8 * (1 + 4)
+
+
+def test_hierarchy_pays_between_hosts() -> None:
+    hosts = tuple(rank // 8 for rank in range(32))
+    network = Network(hosts=hosts)
+    flat = {"all_reduce": "ring", "reduce": "direct", "broadcast": "direct", "barrier": "tree", "all_gather": "bruck"}
+    for op, name in {**flat, "all_to_all": "pairwise"}.items():
+        clever = simulate(build(op, "hierarchical", 32, hosts=hosts), 4096, network).total
+        assert clever < simulate(build(op, name, 32), 4096, network).total
+
+
+def test_local_work_takes_no_message() -> None:
+    local = Schedule("local", 1, ((Move(0, 0, DATA, ("tmp", 0)),), (Move(0, 0, ("tmp", 0), DATA, True),)))
+    trace = simulate(local, 8, Network(alpha=1.0, beta=1.0, gamma=0.25))
+    assert [(e.kind, e.start, e.end) for e in trace] == [("copy", 0.0, 0.0), ("reduce", 0.0, 2.0)]
+
+
+def test_a_wrong_number_of_hosts_is_named() -> None:
+    with pytest.raises(ArgumentError, match=r"'network.hosts' must be one host for each of 4 ranks, got \(0, 1\)"):
+        simulate(build("all_reduce", "ring", 4), 1, Network(hosts=(0, 1)))
+
+
+HUGE = 16_384
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [("all_reduce", "halving_doubling"), ("all_reduce", "ring"), ("all_reduce", "recursive_doubling"),
+     ("broadcast", "tree"), ("reduce", "tree"), ("all_to_all", "bruck"), ("barrier", "dissemination")],
+)  # fmt: skip
+def test_16384_ranks_are_clocked_and_equal_the_formula(op: str, name: str) -> None:
+    found = simulate(build(op, name, HUGE), M, Network(A, B, G)).total
+    assert found == pytest.approx(formula(entry(op, name).cost, HUGE), rel=1e-6)
+
+
+@pytest.mark.long
+def test_16384_ranks_one_by_one() -> None:
+    """Every rank's own clock, without letting one stand for all: about 700,000 events."""
+    trace = simulate(build("all_reduce", "recursive_doubling", HUGE), M, Network(A, B, G), representative=False)
+    assert len(trace) == 3 * 14 * HUGE and trace.total == pytest.approx(14 * (A + M * B + M * G))
+
+
+def test_the_chain_has_as_many_pieces_as_the_catalogue_says() -> None:
+    assert PIECES == 8

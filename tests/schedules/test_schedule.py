@@ -1,0 +1,240 @@
+"""Schedules as values: laziness, text, projection, and the functions that make new ones from old ones."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+import pytest
+
+from torchdist_ref.errors import ArgumentError
+from torchdist_ref.schedules import (
+    Copy,
+    CopyReduce,
+    Move,
+    Recv,
+    RecvReduce,
+    Rounds,
+    Schedule,
+    Send,
+    algorithms,
+    alongside,
+    build,
+    carry,
+    entry,
+    on_ranks,
+    only,
+    operations,
+    project,
+    renamed,
+    reversed_,
+    rooted,
+    segmented,
+    then,
+    verify,
+)
+from torchdist_ref.schedules.cost import cost
+
+ALL = [(op, name) for op in operations() for name in algorithms(op)]
+DATA = ("data", 0)
+
+
+def fill(rank: int, slot: tuple[str, int]) -> int:
+    """Whole numbers that are linear neither in the rank nor in the position."""
+    return (rank * rank + 3) * (slot[1] + 2) ** 3 + 17 * rank + slot[1]
+
+
+def test_rounds_are_made_when_looked_at() -> None:
+    asked = []
+    rounds = Rounds(1_000_000, lambda step: asked.append(step) or (carry(step % 2, (step + 1) % 2, DATA),))
+    assert len(rounds) == 1_000_000 and asked == []
+    assert rounds[-1] == (carry(1, 0, DATA),) and rounds[2:4] == (rounds[0], rounds[1])
+    assert asked == [999_999, 2, 3, 0, 1]
+    with pytest.raises(IndexError):
+        rounds[1_000_000]
+
+
+def test_schedules_are_equal_if_their_rounds_are() -> None:
+    lazy = build("all_reduce", "ring", 3)
+    eager = Schedule(lazy.name, 3, tuple(lazy.rounds), lazy.chunks)
+    assert lazy == eager and hash(lazy) == hash(eager)
+    assert lazy != Schedule(lazy.name, 3, tuple(lazy.rounds)[:-1], lazy.chunks)
+    assert build("all_reduce", "ring", 3) is lazy
+
+
+def test_text_has_one_line_per_arrow() -> None:
+    assert str(build("reduce_scatter", "ring", 2)).splitlines() == [
+        "ring reduce_scatter: 2 ranks, 2 chunks, 1 rounds",
+        "round 1: 1.in[0] -> 0.out[0]",
+        "round 1: 0.in[0] -> 0.out[0] +",
+        "round 1: 0.in[1] -> 1.out[0]",
+        "round 1: 1.in[1] -> 1.out[0] +",
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_one_shot_all_reduce_computes_the_same_expression_on_every_rank(world: int) -> None:
+    for rank in range(world):
+        moves = [m for moves in build("all_reduce", "direct", world).rounds for m in moves if m.dst == rank]
+        order = [m.src for m in moves]
+        if rank < 2:
+            assert order == [r for r in range(world) if r != rank] and all(m.reduce for m in moves)
+        else:
+            assert order == list(range(world)) and [m.reduce for m in moves] == [r > 0 for r in range(world)]
+
+
+def run_projected(schedule: Schedule, start: dict[tuple[int, tuple[str, int]], int]) -> dict:
+    """Every rank runs only its own steps; what is sent goes through one queue per pair of ranks."""
+    state = dict(start)
+    plans = [project(schedule, rank) for rank in range(schedule.world)]
+    for step in range(len(schedule.rounds)):
+        old, queues = dict(state), defaultdict(deque)
+        for rank, plan in enumerate(plans):
+            for move in plan[step]:
+                if isinstance(move, Send):
+                    queues[rank, move.dst].append(old[rank, move.read])
+        for rank, plan in enumerate(plans):
+            for move in plan[step]:
+                match move:
+                    case Recv(src, write):
+                        state[rank, write] = queues[src, rank].popleft()
+                    case RecvReduce(src, write):
+                        state[rank, write] += queues[src, rank].popleft()
+                    case Copy(read, write):
+                        state[rank, write] = old[rank, read]
+                    case CopyReduce(read, write):
+                        state[rank, write] += old[rank, read]
+        assert not any(queues.values())
+    return state
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("name", algorithms("all_reduce"))
+def test_projected_steps_give_the_sums(name: str, world: int) -> None:
+    schedule = build("all_reduce", name, world)
+    slots = [(rank, ("data", c)) for rank in range(world) for c in range(schedule.chunks)]
+    state = run_projected(schedule, {(rank, slot): fill(rank, slot) for rank, slot in slots})
+    for rank, slot in slots:
+        assert state[rank, slot] == sum(fill(r, slot) for r in range(world))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("name", algorithms("all_to_all"))
+def test_projected_steps_transpose_the_blocks(name: str, world: int) -> None:
+    ranks = range(world)
+    hosts = tuple(r % 2 for r in ranks)
+    start = {(r, ("in", d)): fill(r, ("in", d)) for r in ranks for d in ranks}
+    state = run_projected(build("all_to_all", name, world, hosts=hosts), start)
+    assert {(r, s): state[r, ("out", s)] for r in ranks for s in ranks} == {
+        (r, s): fill(s, ("in", r)) for r in ranks for s in ranks
+    }
+
+
+def test_projection_keeps_the_listed_order() -> None:
+    assert project(build("all_reduce", "direct", 3), 2) == (
+        (Send(0, DATA), Send(1, DATA), Recv(0, DATA), RecvReduce(1, DATA), CopyReduce(DATA, DATA)),
+    )
+    assert project(build("all_gather", "ring", 2), 1)[0] == (
+        Send(0, ("in", 0)), Copy(("in", 0), ("out", 1)), Recv(0, ("out", 0)),
+    )  # fmt: skip
+
+
+def test_a_reduce_scatter_backwards_is_an_all_gather() -> None:
+    half = build("all_reduce", "ring", 5).rounds[:4]
+    turned = reversed_(Schedule("x", 5, half, 5))
+    assert turned.rounds[0] == tuple(Move(m.dst, m.src, m.write, m.read) for m in half[3])
+    verify(then(Schedule("x", 5, half, 5), turned), "all_reduce")
+
+
+def test_a_broadcast_backwards_is_a_reduce() -> None:
+    for name in algorithms("broadcast"):
+        turned = reversed_(build("broadcast", name, 6, root=4), reduce=True)
+        if name != "scatter_all_gather":
+            verify(turned, "reduce", root=4)
+
+
+def test_segments_run_one_after_the_other() -> None:
+    whole = build("broadcast", "tree", 4)
+    pieces = segmented(whole, 3)
+    assert (len(pieces.rounds), pieces.chunks) == (len(whole.rounds) + 2, 3)
+    assert [m.read[1] for m in pieces.rounds[2]] == [1, 1, 2]
+    verify(pieces, "broadcast")
+    at_once = segmented(build("all_reduce", "ring", 4), 2, stagger=0)
+    assert (len(at_once.rounds), at_once.chunks) == (6, 8)
+    verify(at_once, "all_reduce")
+    with pytest.raises(ArgumentError, match="'pieces' must be at least 1, got 0"):
+        segmented(whole, 0)
+
+
+def test_parts_on_some_ranks_run_side_by_side() -> None:
+    pairs = [on_ranks(build("all_reduce", "direct", 2), ranks, 4) for ranks in ((0, 3), (2, 1))]
+    both = alongside(*pairs)
+    assert both.world == 4 and sorted((m.src, m.dst) for m in both.rounds[0]) == [(0, 3), (1, 2), (2, 1), (3, 0)]
+    across = alongside(*(on_ranks(build("all_reduce", "direct", 2), ranks, 4) for ranks in ((0, 2), (1, 3))))
+    verify(then(both, across), "all_reduce")
+
+
+def test_other_roots_buffers_and_selections() -> None:
+    verify(rooted(build("broadcast", "tree", 5), 3), "broadcast", root=3)
+    flipped = renamed(build("send", "direct", 2), {"in": "out", "out": "tmp"})
+    assert flipped.rounds[0] == (Move(0, 1, ("out", 0), ("tmp", 0)),)
+    assert only(build("broadcast", "direct", 4), lambda m: m.dst == 2).rounds[0] == (carry(0, 2, DATA),)
+
+
+def test_composition_says_what_does_not_fit() -> None:
+    with pytest.raises(ArgumentError, match="of 4 ranks and 4 chunks, got '5 and 5'"):
+        then(build("all_reduce", "ring", 4), build("all_reduce", "ring", 5))
+    with pytest.raises(ArgumentError, match="'rank' must be a rank from 0 to 3, got 4"):
+        project(build("all_reduce", "ring", 4), 4)
+    with pytest.raises(ArgumentError, match="'world' must be at least 1, got 0"):
+        Schedule("none", 0, ())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("all_reduc", "ring", 4), "'op' must be one of all_reduce, reduce"),
+        (("all_reduce", "rings", 4), "all_reduce: argument 'algorithm' must be one of direct, two_shot"),
+        (("all_reduce", "ring", 0), "'world' must be at least 1, got 0"),
+        (("reduce", "tree", 4, 4), "'root' must be a rank from 0 to 3, got 4"),
+    ],
+)
+def test_build_says_what_it_cannot_build(arguments: tuple, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        build(*arguments)
+
+
+def test_build_wants_a_host_for_each_rank() -> None:
+    with pytest.raises(ArgumentError, match="one host for each of 4 ranks"):
+        build("all_reduce", "hierarchical", 4, hosts=(0, 1))
+
+
+def test_every_entry_of_the_catalogue_is_complete() -> None:
+    assert len(ALL) == len(set(ALL)) == 45
+    for op, name in ALL:
+        row = entry(op, name)
+        assert all((row.summary, row.when, row.cost, row.source)), row
+        assert build(op, name, 5).name == f"{name} {op}"
+
+
+@pytest.mark.parametrize(("op", "name"), ALL)
+def test_ranks_do_the_same_where_a_schedule_says_so(op: str, name: str) -> None:
+    """The sample must be one side of rank 0, and every rank must receive and send messages of the same sizes."""
+    for world in range(2, 10):
+        rounds = build(op, name, world).rounds
+        for step in range(len(rounds)) if isinstance(rounds, Rounds) else ():
+            sample = rounds.sample(step)
+            if sample is not None:
+                moves = rounds[step]
+                arriving = [tuple(m for m in moves if m.dst == rank) for rank in range(world)]
+                leaving = [tuple(m for m in moves if m.src == rank) for rank in range(world)]
+                assert sample in (arriving[0], leaving[0])
+                for side in (arriving, leaving):
+                    profiles = {tuple(sorted((m.src == m.dst, m.reduce) for m in moves)) for moves in side}
+                    assert len(profiles) == 1
+
+
+def test_counting_by_one_rank_equals_counting_all() -> None:
+    for op, name in ALL:
+        for world in (1, 2, 5, 8):
+            lazy = build(op, name, world)
+            assert cost(lazy) == cost(Schedule(lazy.name, world, tuple(lazy.rounds), lazy.chunks)), (op, name, world)
