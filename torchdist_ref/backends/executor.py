@@ -57,7 +57,7 @@ class Executor:
 
     def _windows(self, plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         if plan.whole:
-            self._rounds(plan, 0, _whole(plan, inputs, outputs))
+            self._rounds(plan, 0, outputs if plan.in_place else tensors_of(plan.picks, inputs, outputs))
             return
         rows = _rows(plan, inputs, outputs)
         for begin in plan.windows:
@@ -76,15 +76,19 @@ class Executor:
         half = self._half
         self._half = 1 - half
         if code.stage:
-            self._make_room(half, plan)
+            if self._readers[0] or self._readers[1]:
+                self._make_room(half, plan)
+            self._staged_last = half
             for view, position in code.stage:
                 view.copy_(bound[position])
         for post in code.posts:
             post()
-        self._take(code.waits, plan)
+        for token, peer in code.waits:
+            if not token.acquire(False):
+                self.link.wait(token, peer, plan.doing)
         if opening:
             self._compare(plan)
-        if code.stage:
+        if code.readers:
             self._readers[half] = code.readers
         if code.steps:
             _apply(plan, code.steps, bound)
@@ -102,7 +106,6 @@ class Executor:
             self._readers[1 - half] = ()
         self._take(self._readers[half], plan)
         self._readers[half] = ()
-        self._staged_last = half
 
     def _take(self, tokens: tuple[Peer, ...], plan: Plan) -> None:
         for token, peer in tokens:
@@ -124,13 +127,9 @@ class Executor:
         )
 
 
-def _whole(plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    return tensors_of(plan.slots, plan.sizes.op, inputs, outputs)
-
-
 def _rows(plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
     """For every slot of this rank, all its elements in one row; scratch has a row of one window."""
-    tensors = iter(tensors_of(plan.slots, plan.sizes.op, inputs, outputs))
+    tensors = iter(tensors_of(plan.picks, inputs, outputs))
     return [plan.scratch[s] if s[0] == "tmp" else _row(plan, s, next(tensors)) for s in plan.slots]
 
 

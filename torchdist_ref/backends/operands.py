@@ -61,7 +61,11 @@ class Sizes:
         return self.stride if self.op in IN_PLACE else max(self.blocks, default=0)
 
 
-def tensors_of(slots: Sequence[Slot], op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The whole tensor behind each slot; `tmp` and chunks get theirs from the plan."""
-    lists = {"data": outputs, "in": inputs, "out": outputs}
-    return [lists[buffer][0 if op in IN_PLACE else index] for buffer, index in slots if buffer != "tmp"]
+def picks_of(slots: Sequence[Slot], op: str) -> tuple[tuple[bool, int], ...]:
+    """For each slot but scratch: whether its tensor is an output, and which one."""
+    return tuple((b != "in", 0 if op in IN_PLACE else index) for b, index in slots if b != "tmp")
+
+
+def tensors_of(picks: Sequence[tuple[bool, int]], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The whole tensor behind each slot; scratch has none."""
+    return [(outputs if output else inputs)[index] for output, index in picks]

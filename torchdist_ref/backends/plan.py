@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.operands import IN_PLACE, Sizes
+from torchdist_ref.backends.operands import IN_PLACE, Sizes, picks_of
 from torchdist_ref.backends.reductions import WIDENED, Reduction
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
 from torchdist_ref.transports.base import Link, Token
@@ -77,7 +77,7 @@ class Plan:
     shape: tuple[int, ...] | None
     reduction: Reduction | None
     divide: int = 0
-    _code: dict[tuple[Any, ...], tuple[RoundCode, ...]] = field(default_factory=dict)
+    _code: dict[Any, tuple[RoundCode, ...]] = field(default_factory=dict)
 
     @cached_property
     def doing(self) -> str:
@@ -109,8 +109,25 @@ class Plan:
     @cached_property
     def whole(self) -> bool:
         """Whether every slot is a whole tensor that goes through the stage at once: nothing is sliced then."""
+        if not self._carries_data:
+            return True
         uncut = self.sizes.op not in IN_PLACE or self.sizes.chunks == 1
         return uncut and self.shape is not None and len(self.windows) == 1 and not self.scratch
+
+    @cached_property
+    def picks(self) -> tuple[tuple[bool, int], ...]:
+        """Where the tensor of each slot comes from."""
+        return picks_of(self.slots, self.sizes.op)
+
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether the slots are just the call's one tensor."""
+        return self.picks == ((True, 0),)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the call's whole buffer, for the recorder."""
+        return sum(self.sizes.blocks) * self.dtype.itemsize
 
     @cached_property
     def results(self) -> tuple[int, ...]:
@@ -146,13 +163,22 @@ class Plan:
     def code(self, begin: int, half: int) -> tuple[RoundCode, ...]:
         """What to do for the window that begins at element `begin`, the stage's turn being `half`."""
         inner = begin > 0 and begin + self.window <= self._smallest
-        key = ("inner" if inner else begin, half)
+        key = half if begin == 0 else ("inner" if inner else begin, half)
         code = self._code.get(key)
         if code is None:
             code = self._code[key] = tuple(
                 self._round(number, begin, (half + number) & 1) for number in range(len(self.rounds))
             )
         return code
+
+    @cached_property
+    def _frees(self) -> bool:
+        """Whether readers must say that they are done.
+
+        In a call of one round they need not: who comes to the next call's opening has finished this one, and
+        this half of the stage is not laid out before the call after that.
+        """
+        return self._carries_data and (len(self.rounds) > 1 or len(self.windows) > 1)
 
     @cached_property
     def _smallest(self) -> int:
@@ -169,8 +195,8 @@ class Plan:
             posts=tuple(link.full_to[p].release for p in (link.peers if opening else targets)),
             waits=tuple((link.full_from[p], p) for p in (link.peers if opening else sources)),
             steps=tuple(self._steps(number, begin, half)),
-            frees=tuple(link.free_to[p].release for p in sources if self._carries_data),
-            readers=tuple((link.free_from[p], p) for p in targets if self._carries_data),
+            frees=tuple(link.free_to[p].release for p in sources if self._frees),
+            readers=tuple((link.free_from[p], p) for p in targets if self._frees),
         )
 
     def _view(self, number: int, rank: int, slot: Slot, begin: int, half: int) -> Tensor:

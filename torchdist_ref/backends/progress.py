@@ -73,9 +73,11 @@ class Order:
         self.callbacks = Lane(f"{name} callbacks")
 
     def try_now(self) -> bool:
-        """Whether the caller may run its call now; then it must call `done`."""
-        with self._state:
-            return self._queued == 0 and self._running.acquire(False)
+        """Whether the caller may run its call now; then it must call `done`.
+
+        No lock: a thread sees its own earlier `later`, and calls of several threads at once have no order.
+        """
+        return self._queued == 0 and self._running.acquire(False)
 
     def done(self) -> None:
         """The call that `try_now` allowed has ended."""

@@ -66,35 +66,33 @@ class Ref(Backend):
         return work
 
     def _run(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
-        start, number = perf_counter(), self._executor.sequence
-        error = ""
+        start, number, nbytes, error = perf_counter(), self._executor.sequence, 0, ""
         try:
-            self._collect(call, inputs, outputs)
+            nbytes = self._collect(call, inputs, outputs)
         except BaseException as failure:
             error = type(failure).__name__
             raise
         finally:
-            nbytes = sum(t.nbytes for t in outputs or inputs)
             self.recorder.add(number, call, nbytes, start, error)
 
-    def _collect(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
-        for tensor in outputs:
-            if tensor.requires_grad or tensor.device.type != "cpu" or not tensor.is_contiguous():
-                return self._collect_staged(call, inputs, outputs)
-        for tensor in inputs:
-            if tensor.device.type != "cpu" or not tensor.is_contiguous():
-                return self._collect_staged(call, inputs, outputs)
-        self._executor.run(self._planner.plan(call, inputs, outputs), inputs, outputs)
+    def _collect(self, call: Call, inputs: Tensors, outputs: Tensors) -> int:
+        if not _all_plain(outputs) or (inputs is not outputs and not _all_plain(inputs)):
+            return self._collect_staged(call, inputs, outputs)
+        plan = self._planner.plan(call, inputs, outputs)
+        self._executor.run(plan, inputs, outputs)
+        return plan.nbytes
 
-    def _collect_staged(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
+    def _collect_staged(self, call: Call, inputs: Tensors, outputs: Tensors) -> int:
         """Strided tensors go through contiguous copies, so that nothing outside a view is ever written."""
         plain = {id(t): _plain(t, call) for t in [*inputs, *outputs]}
         into = [plain[id(t)] for t in outputs]
         sources = [plain[id(t)] for t in inputs]
-        self._executor.run(self._planner.plan(call, sources, into), sources, into)
+        plan = self._planner.plan(call, sources, into)
+        self._executor.run(plan, sources, into)
         for tensor, result in zip(outputs, into, strict=True):
             if result.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(result)
+        return plan.nbytes
 
     def _work(self, call: Call, outputs: Tensors) -> Work:
         context = contextvars.copy_context()
@@ -153,6 +151,14 @@ class Ref(Backend):
     def abort(self, reason: str) -> None:
         """See `Backend.abort`."""
         self.link.give_up(GroupAbortedError(reason), "abort")
+
+
+def _all_plain(tensors: Tensors) -> bool:
+    """Whether an executor can work on these tensors as they are."""
+    for tensor in tensors:
+        if not tensor.is_contiguous() or not tensor.is_cpu or tensor.requires_grad:
+            return False
+    return True
 
 
 def _plain(tensor: Tensor, call: Call) -> Tensor:

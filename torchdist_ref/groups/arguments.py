@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,9 +56,12 @@ def word_of(op: Any, operation: str) -> str:
         raise ArgumentTypeError(explain(operation, "op", "a ReduceOp (SUM, AVG, PRODUCT, MIN, ...)", op)) from None
 
 
+_reduce = cache(Reduce)
+
+
 def reduce_call(root: int, op: Any) -> Reduce:
     """The call for a reduction to one rank."""
-    return Reduce(root, word_of(op, "reduce"))
+    return _reduce(root, word_of(op, "reduce"))
 
 
 def check_tensor(operation: str, argument: str, value: Any) -> None:
@@ -97,7 +101,7 @@ def check_elements(operation: str, argument: str, tensor: Tensor, count: int, wh
 
 def check_writable(operation: str, argument: str, tensor: Tensor) -> None:
     """Raise if two elements of an output are one place in memory: no result could be written there."""
-    if 0 in tensor.stride() and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+    if not tensor.is_contiguous() and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
         raise ArgumentError(explain(operation, argument, "a tensor whose elements don't overlap (use .clone())",
                                     f"strides {tensor.stride()}"))  # fmt: skip
 

@@ -11,6 +11,7 @@ all get a `MismatchError`, and no tensor is written.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,7 @@ from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.work import Work
 
 _BARRIER = Barrier()
+_broadcast = cache(Broadcast)
 
 
 def submit(
@@ -119,7 +121,7 @@ def broadcast(
     check_tensor("broadcast", "tensor", tensor)
     check_writable("broadcast", "tensor", tensor)
     root = root_of(found, "broadcast", src, group_src)
-    return submit(found, Broadcast(root), (tensor,), (tensor,), async_op)
+    return submit(found, _broadcast(root), (tensor,), (tensor,), async_op)
 
 
 def reduce(

@@ -7,6 +7,7 @@ each rank. Checks, ranks and calls as in `collectives`. Reductions to blocks are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from torch import Tensor
 
@@ -21,6 +22,8 @@ from torchdist_ref.work import Work
 
 _ALL_GATHER = AllGather()
 _ALL_TO_ALL = AllToAll()
+_gather = cache(Gather)
+_scatter = cache(Scatter)
 
 
 def all_gather(
@@ -157,7 +160,7 @@ def gather(
     check_tensor("gather", "tensor", tensor)
     root = root_of(found, "gather", 0 if dst is None and group_dst is None else dst, group_dst, "dst")
     outputs = _list_of_root("gather", "gather_list", gather_list, tensor, found, root)
-    return submit(found, Gather(root), (tensor,), outputs, async_op)
+    return submit(found, _gather(root), (tensor,), outputs, async_op)
 
 
 def scatter(
@@ -206,7 +209,7 @@ def scatter(
     check_tensor("scatter", "tensor", tensor)
     root = root_of(found, "scatter", 0 if src is None and group_src is None else src, group_src)
     inputs = _list_of_root("scatter", "scatter_list", scatter_list, tensor, found, root)
-    return submit(found, Scatter(root), inputs, (tensor,), async_op)
+    return submit(found, _scatter(root), inputs, (tensor,), async_op)
 
 
 def _list_of_root(

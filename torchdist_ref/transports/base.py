@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError
-from torchdist_ref.transports.board import ABSENT, GAVE_UP, LEFT, Line
+from torchdist_ref.transports.board import ABSENT, GAVE_UP, LEFT, PRESENT, Line
 from torchdist_ref.transports.layout import Layout
 from torchdist_ref.transports.liveness import SLICE
 
@@ -108,7 +108,8 @@ class Link:
 
     def trouble(self, only: int | None, doing: str) -> BaseException | None:
         """Why this group (or this one peer) cannot go on, as far as anybody knows; None where it can."""
-        dead = [r for r in self.alive.dead() if self.lines[r].status != LEFT and only in (None, r)]
+        # A rank that said why it went is not a victim, even if its process has ended since.
+        dead = [r for r in self.alive.dead() if self.lines[r].status == PRESENT and only in (None, r)]
         gave_up = [r for r in self.peers if self.lines[r].status == GAVE_UP and only in (None, r)]
         left = [r for r in self.peers if self.lines[r].status == LEFT and only in (None, r)]
         if dead:
