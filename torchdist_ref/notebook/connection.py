@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchdist_ref.errors import ArgumentError, DistError, explain
+from torchdist_ref.notebook.marks import MarkedOutput
 from torchdist_ref.notebook.wire import Message, receive, send
 
 METHODS = ("fork", "spawn")
@@ -31,18 +32,18 @@ class Channel:
         rank: Which one.
         pid: Its process id, 0 until the server has told.
         messages: The socket for requests and answers.
-        output: The descriptor to read its output from, without blocking.
+        output: What it prints.
     """
 
     rank: int
     pid: int
     messages: socket.socket
-    output: int
+    output: MarkedOutput
 
     def close(self) -> None:
         """Drop both ends, upon which an idle rank goes."""
         self.messages.close()
-        os.close(self.output)
+        self.output.close()
 
 
 class RankServer:
@@ -94,7 +95,7 @@ class RankServer:
         ours, theirs = socket.socketpair()
         output, their_output = os.pipe()
         os.set_blocking(output, False)
-        channel = Channel(rank, 0, ours, output)
+        channel = Channel(rank, 0, ours, MarkedOutput(output))
         try:
             send(self.control, ("start", rank, dict(environment)), [theirs.fileno(), their_output])
             channel.pid = self._await(f"could not start rank {rank}", "started")[2]

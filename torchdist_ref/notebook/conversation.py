@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import selectors
 import signal
 import socket
@@ -25,6 +24,8 @@ from torchdist_ref.notebook.wire import Message, receive, send
 
 # How long an interrupted rank may take to come back: C code that waits does not hear the interrupt at once.
 _PATIENCE = 5.0
+# Who interrupts again after so long means it; before, it may be a nervous finger.
+_IMPATIENCE = 1.0
 
 
 class Conversation:
@@ -49,6 +50,7 @@ class Conversation:
         self._waiting = set(self._channels)
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._report = Report(waited=timeout or 0.0)
+        self._interrupted_at = 0.0
         self._selector = selectors.DefaultSelector()
 
     def hold(self, request: Message) -> Report:
@@ -63,7 +65,8 @@ class Conversation:
         with self._selector, _interrupts() as interrupts:
             for channel in self._channels.values():
                 self._hear(channel.messages, functools.partial(self._on_message, channel))
-                self._hear(channel.output, functools.partial(self._on_output, channel))
+                self._hear(channel.output.descriptor, functools.partial(self._on_output, channel))
+                self._pass_on(channel)
             self._hear(self._server.control, self._on_server)
             if interrupts is not None:
                 self._hear(interrupts, functools.partial(self._on_interrupt, interrupts))
@@ -88,17 +91,12 @@ class Conversation:
                 self._on_deadline()
 
     def _on_output(self, channel: Channel) -> None:
-        if not self._pass_on(channel):
-            self._selector.unregister(channel.output)
+        if not channel.output.fill():
+            self._selector.unregister(channel.output.descriptor)
+        self._pass_on(channel)
 
-    def _pass_on(self, channel: Channel) -> bool:
-        """Pass on what can be read at once; False at the end of the pipe."""
-        try:
-            data = os.read(channel.output, 1 << 16)
-        except BlockingIOError:
-            return True
-        self._turns.text(channel.rank, data)
-        return bool(data) and (len(data) < 1 << 16 or self._pass_on(channel))
+    def _pass_on(self, channel: Channel) -> None:
+        self._turns.text(channel.rank, channel.output.take())
 
     def _on_message(self, channel: Channel) -> None:
         try:
@@ -107,10 +105,13 @@ class Conversation:
             # Dead, or dying: how, the server knows.
             self._selector.unregister(channel.messages)
             return
-        # A rank speaks up only after it has written out what it printed before.
-        self._pass_on(channel)
+        # The mark was written before the message was sent, so it is there to be read.
+        while not channel.output.at_mark and channel.output.fill():
+            self._pass_on(channel)
+        channel.output.pass_mark()
         if kind == "display":
             self._turns.bundle(channel.rank, *content)
+            self._pass_on(channel)
         else:
             self._on_answer(channel, *content)
 
@@ -136,13 +137,13 @@ class Conversation:
     def _on_end(self, rank: int, status: int) -> None:
         self._report.died[rank] = status
         if rank in self._waiting:
-            self._pass_on(self._channels[rank])
+            self._turns.text(rank, self._channels[rank].output.take_all())
             self._hurry(rank)
             self._finish(self._channels[rank])
 
     def _finish(self, channel: Channel) -> None:
         self._waiting.discard(channel.rank)
-        for source in (channel.messages, channel.output):
+        for source in (channel.messages, channel.output.descriptor):
             if source in self._selector.get_map():
                 self._selector.unregister(source)
         self._turns.done(channel.rank)
@@ -155,7 +156,7 @@ class Conversation:
 
     def _on_interrupt(self, interrupts: socket.socket) -> None:
         interrupts.recv(64)
-        if self._report.interrupted:
+        if self._report.interrupted and time.monotonic() > self._interrupted_at + _IMPATIENCE:
             self._give_up()
         self._report.interrupted = True
         self._interrupt()
@@ -168,7 +169,8 @@ class Conversation:
             self._interrupt()
 
     def _interrupt(self) -> None:
-        self._deadline = time.monotonic() + _PATIENCE
+        self._interrupted_at = time.monotonic()
+        self._deadline = self._interrupted_at + _PATIENCE
         for rank in self._waiting:
             self._server.signal(rank, signal.SIGINT)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from torchdist_ref.notebook.cell import Failure, failure, run_cell
+from torchdist_ref.notebook.marks import MARK
 from torchdist_ref.notebook.rich import bundle_of
 from torchdist_ref.notebook.wire import Message, receive, send
 
@@ -49,6 +50,11 @@ def _redirect(output: int) -> None:
     os.close(output)
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 class Rank:
@@ -103,14 +109,14 @@ class Rank:
             self._say(("display", bundle_of(value)))
 
     def _say(self, message: Message) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            # Before the message: the kernel empties the pipe when one comes, and so keeps the order.
-            stream.flush()
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            _write_all(1, MARK)
             send(self.channel, message)
         finally:
-            # Half a message would be the last that the kernel understands.
+            # Half a message, or a mark without one, would put out of step all that follows.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
     def _get(self, name: str) -> bytes:

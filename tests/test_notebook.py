@@ -1,0 +1,478 @@
+"""Ranks that stay: their output in order, their failures by name, and no rank left when the notebook goes.
+
+One rank server, with torch loaded, serves most tests; ranks are forked from it in a few milliseconds. Where a cell
+waits, it waits for ever: that the test ends shows that it was interrupted.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+import psutil
+import pytest
+import torch
+
+from torchdist_ref.errors import ArgumentError, DistError
+from torchdist_ref.notebook import CellError, CellInterrupted, PoolError, RankPool, RankServer
+from torchdist_ref.notebook.magic import SpmdMagics, SpmdUsageError
+from torchdist_ref.testing import fill
+
+ROOT = Path(__file__).parent.parent
+BEGIN = "import os, signal, sys\nrank = int(os.environ['RANK'])"
+WAIT = "while True: signal.pause()"
+Shown = list[tuple[int, Any]]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RankServer]:
+    server = RankServer()
+    yield server
+    process = psutil.Process(server.pid)
+    server.close()
+    assert not process.is_running()
+
+
+@pytest.fixture
+def pool(server: RankServer) -> Iterator[RankPool]:
+    with RankPool(3, server) as pool:
+        pool.run(BEGIN)
+        yield pool
+    assert psutil.Process(server.pid).children() == []
+
+
+def shown(pool: RankPool, source: str, **options: Any) -> Shown:
+    """What the ranks print and show, in the order in which it comes; values as their plain text."""
+    items: Shown = []
+    pool.run(source, show=lambda rank, item: items.append((rank, item)), **options)
+    return [(rank, item if isinstance(item, str) else item["text/plain"]) for rank, item in items]
+
+
+def failing(pool: RankPool, source: str, **options: Any) -> tuple[CellError, Shown]:
+    items: Shown = []
+    with pytest.raises(CellError) as caught:
+        pool.run(source, show=lambda rank, item: items.append((rank, item)), **options)
+    return caught.value, items
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether all of them end soon; orphans may wait long for their burial, so a zombie has ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            ended, _, _ = select.select([descriptor], [], [], 5)
+            os.close(descriptor)
+            if not ended:
+                return False
+    return True
+
+
+class TestCells:
+    def test_output_comes_in_rank_order(self, pool: RankPool) -> None:
+        source = "print('python', rank)\nos.system(f'echo child {rank}')\nprint('error', rank, file=sys.stderr)\n"
+        assert shown(pool, source + "rank**2") == [
+            (rank, text)
+            for rank in range(3)
+            for text in (f"python {rank}", f"child {rank}", f"error {rank}", str(rank**2))
+        ]
+
+    def test_the_first_rank_is_heard_live_and_the_others_in_their_turn(self, pool: RankPool) -> None:
+        heard: Shown = []
+
+        def listen(rank: int, item: Any) -> None:
+            heard.append((rank, item))
+            if item == "waiting":
+                # Rank 0 goes on only once we have heard it.
+                os.kill(pool.pids[0], signal.SIGUSR1)
+
+        pool.run("print('early') if rank else signal.signal(signal.SIGUSR1, lambda *_: None);", show=listen)
+        source = "if rank == 0:\n  print('waiting')\n  signal.pause()\nprint('done')"
+        pool.run(source, show=listen)
+        assert heard == [(1, "early"), (2, "early"), (0, "waiting"), (0, "done"), (1, "done"), (2, "done")]
+
+    def test_variables_stay_from_cell_to_cell(self, pool: RankPool) -> None:
+        pool.run("def square():\n    return rank**2 + offset\noffset = 10 * rank")
+        assert shown(pool, "square()") == [(0, "0"), (1, "11"), (2, "24")]
+
+    @pytest.mark.parametrize(
+        ("source", "value"),
+        [("1 + 1", "2"), ("1 + 1;", None), ("a = 1", None), ("None", None), ("", None), ("# only this", None),
+         ("'é'; 3 # end", "3"), ("if True:\n  5", None), ("_spam = 2\n_spam  ; # quiet", None)],
+    )  # fmt: skip
+    def test_the_value_of_the_last_line_is_shown(self, pool: RankPool, source: str, value: str | None) -> None:
+        assert shown(pool, source) == [(rank, value) for rank in range(3) if value is not None]
+
+    def test_much_output_and_lines_without_an_end(self, pool: RankPool) -> None:
+        [*_, (rank, text)] = shown(pool, "print('x' * 300_000, end='' if rank == 2 else None)")
+        assert (rank, text) == (2, "x" * 300_000)
+
+    def test_a_progress_bar_shows_its_last_state(self, pool: RankPool) -> None:
+        assert shown(pool, "if rank == 0: print('10 %\\r50 %\\r100 %')") == [(0, "100 %")]
+
+    def test_classes_of_a_cell_can_be_pickled(self, pool: RankPool) -> None:
+        pool.run("import pickle\nclass Point:\n    x = rank")
+        assert shown(pool, "pickle.loads(pickle.dumps(Point())).x") == [(0, "0"), (1, "1"), (2, "2")]
+
+    def test_ranks_meet_and_compute(self, pool: RankPool) -> None:
+        pool.run("import torchdist_ref as dist\nfrom torchdist_ref.testing import fill\ndist.init_process_group('ref')")
+        pool.run("tensor = fill(rank, (4,)); dist.all_reduce(tensor)")
+        total = fill(0, (4,)) + fill(1, (4,)) + fill(2, (4,))
+        assert all(torch.equal(pool.pull("tensor", rank), total) for rank in range(3))
+        # Once more: the store outlives the group.
+        pool.run("dist.destroy_process_group(); dist.init_process_group('gloo'); dist.all_reduce(tensor)")
+        assert torch.equal(pool.pull("tensor", 1), total * 3)
+        pool.run("dist.destroy_process_group()")
+
+    def test_each_rank_finds_what_the_launcher_gives(self, pool: RankPool) -> None:
+        names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
+        pool.push("names", names)
+        for rank in range(3):
+            values = [str(rank), str(rank), "3", "3", "127.0.0.1"]
+            assert pool.pull("[os.environ[name] for name in names]", rank) == values
+
+    def test_nothing_has_started_cuda(self, pool: RankPool) -> None:
+        assert shown(pool, "'torch' in sys.modules and sys.modules['torch'].cuda.is_initialized()") == [
+            (rank, "False") for rank in range(3)
+        ]
+
+    def test_ranks_draw_different_random_numbers_with_numpy(self, pool: RankPool) -> None:
+        pool.run("import numpy; drawn = numpy.random.rand()")
+        assert len({pool.pull("drawn", rank) for rank in range(3)}) == 3
+
+
+class TestRichValues:
+    def test_a_value_shows_itself(self, pool: RankPool) -> None:
+        pool.run("class Picture:\n  _repr_svg_ = lambda s: '<svg/>'\n  _repr_png_ = lambda s: b'png'\n"
+                 "  __repr__ = lambda s: 'a picture'\n  _repr_html_ = lambda s: None")  # fmt: skip
+        items: Shown = []
+        pool.run("Picture() if rank == 1 else None", show=lambda rank, item: items.append((rank, item)))
+        png = base64.b64encode(b"png").decode()
+        assert items == [(1, {"text/plain": "a picture", "image/svg+xml": "<svg/>", "image/png": png})]
+
+    def test_a_bundle_of_its_own(self, pool: RankPool) -> None:
+        items: Shown = []
+        source = "class Own:\n  def _repr_mimebundle_(s, include, exclude): return {'text/x': 'y'}, {}\nOwn()"
+        pool.run(source, show=lambda rank, item: items.append(item))
+        assert [item["text/x"] for item in items] == ["y"] * 3
+
+    def test_display_keeps_its_place_between_prints(self, pool: RankPool) -> None:
+        assert shown(pool, "if rank == 0:\n  print('a', end='')\n  display([1], 'b')\n  print('c')") == [
+            (0, "a"), (0, "[1]"), (0, "'b'"), (0, "c"),
+        ]  # fmt: skip
+
+    def test_figures_are_shown_and_closed_and_always_the_same(self, pool: RankPool) -> None:
+        # Slow, a second or two: one rank imports matplotlib.
+        pool.run("if rank == 0:\n  from matplotlib import pyplot as plt")
+        items: list[Any] = []
+        for ending in ("", "; plt.show(); print('after')"):
+            pool.run(f"if rank == 0: plt.plot([1, 4, 9]){ending}", show=lambda rank, item: items.append(item))
+        first, second, after = items
+        assert first["image/svg+xml"] == second["image/svg+xml"] and "<svg" in first["image/svg+xml"]
+        assert after == "after"
+        assert pool.pull("plt.get_fignums()") == []
+
+
+class TestFailures:
+    def test_one_rank_fails_and_the_others_are_kept(self, pool: RankPool) -> None:
+        source = "def divide():\n    return 1 / (rank - 1)\nprint('before')\ndivide()\nprint('after')"
+        error, items = failing(pool, source)
+        assert str(error) == "rank 1 failed with ZeroDivisionError: division by zero"
+        assert items == [(0, "before"), (0, "after"), (1, "before"), (2, "before"), (2, "after")]
+        assert error.report.failures.keys() == {1} and error.report.values.keys() == {0, 2}
+        [text] = error._render_traceback_()
+        assert text.splitlines()[:5] == [
+            "[rank 1] Traceback (most recent call last):",
+            '[rank 1]   File "<spmd cell 2>", line 4, in <module>',
+            "[rank 1]     divide()",
+            '[rank 1]   File "<spmd cell 2>", line 2, in divide',
+            "[rank 1]     return 1 / (rank - 1)",
+        ]
+        assert text.endswith("\nCellError: rank 1 failed with ZeroDivisionError: division by zero")
+        assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
+
+    def test_the_same_failure_is_shown_once(self, pool: RankPool) -> None:
+        error, _ = failing(pool, "1 +")
+        assert str(error).startswith("ranks 0, 1, 2 failed with SyntaxError: invalid syntax")
+        [text] = error._render_traceback_()
+        assert text.splitlines()[0] == '[ranks 0, 1, 2]   File "<spmd cell 2>", line 1'
+
+    def test_causes_are_shown_without_our_own_lines(self, pool: RankPool) -> None:
+        error, _ = failing(pool, "try:\n  {}['key']\nexcept KeyError as lost:\n  raise ValueError('no') from lost")
+        trace = error.report.failures[0].trace
+        assert "KeyError: 'key'" in trace and "ValueError: no" in trace
+        assert "torchdist_ref" not in trace
+
+    @pytest.mark.parametrize("source", ["sys.exit(3)", "raise KeyboardInterrupt", "exit(3)"])
+    def test_a_cell_cannot_end_its_rank(self, pool: RankPool, source: str) -> None:
+        failing(pool, source)
+        assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
+
+    def test_after_a_failure_the_others_are_not_waited_for_for_ever(self, pool: RankPool) -> None:
+        error, _ = failing(pool, f"if rank == 1: raise ValueError('boom')\n{WAIT}", grace=0.1)
+        assert str(error).splitlines() == [
+            "rank 1 failed with ValueError: boom",
+            "ranks 0, 2 did not answer within 0.1 s after rank 1 had ended: interrupted",
+        ]
+        assert "[ranks 0, 2]     while True: signal.pause()\n" in error.report.traces()
+        assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
+
+    def test_a_time_out_names_the_ranks_that_did_not_answer(self, pool: RankPool) -> None:
+        error, items = failing(pool, f"print('begun')\nif rank != 1:\n  {WAIT}", timeout=0.2)
+        assert str(error) == "ranks 0, 2 did not answer within 0.2 s: interrupted"
+        assert error.report.late == {0, 2} and error.report.silent == set()
+        assert items == [(0, "begun"), (1, "begun"), (2, "begun")]
+        assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
+
+    def test_ranks_that_ignore_an_interrupt_are_given_up(self, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("torchdist_ref.notebook.conversation._PATIENCE", 0.1)
+        source = f"if rank == 2:\n  signal.signal(signal.SIGINT, signal.SIG_IGN)\n  {WAIT}"
+        error, _ = failing(pool, source, timeout=0.1)
+        assert str(error).startswith("rank 2 did not answer the interrupt. Stop the ranks (%spmd_stop), which kills")
+        with pytest.raises(PoolError, match="rank 2 did not answer an earlier request: start them anew"):
+            pool.run("rank")
+
+    def test_a_dead_rank_is_named(self, server: RankServer, pool: RankPool) -> None:
+        error, items = failing(pool, "print('last words')\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+        assert str(error).startswith("rank 1 was killed by SIGKILL. Its variables are gone: stop the ranks (%spmd_stop")
+        assert items == [(rank, "last words") for rank in range(3)]
+        with pytest.raises(PoolError, match=r"rank 1 was killed by SIGKILL: start them anew \(%spmd_stop, then"):
+            pool.pull("rank", 0)
+        pool.close()
+        with RankPool(2, server) as anew:
+            assert shown(anew, "5") == [(0, "5"), (1, "5")]
+
+    def test_a_rank_that_died_between_cells_is_named(self, pool: RankPool) -> None:
+        os.kill(pool.pids[0], signal.SIGTERM)
+        assert gone(pool.pids[:1])
+        error, items = failing(pool, "rank")
+        assert "rank 0 was killed by SIGTERM" in str(error)
+        assert [rank for rank, _ in items] == [1, 2]
+
+    def test_ranks_go_with_their_server(self) -> None:
+        # Ranks that are started afresh, so that this server needs no torch.
+        server = RankServer("spawn")
+        with RankPool(2, server) as pool:
+            pids = pool.pids
+            os.kill(server.pid, signal.SIGKILL)
+            error, _ = failing(pool, "import signal\n" + WAIT)
+            assert "rank 0 was killed by SIGKILL" in str(error) and "rank 1 was killed by SIGKILL" in str(error)
+            assert gone(pids)
+        assert not server.alive
+        server.close()
+
+
+class TestInterrupt:
+    def test_it_reaches_every_rank_and_the_pool_lives(self, pool: RankPool) -> None:
+        items: Shown = []
+
+        def listen(rank: int, item: Any) -> None:
+            items.append((rank, item))
+            os.kill(os.getpid(), signal.SIGINT)
+
+        with pytest.raises(CellInterrupted, match=r"^interrupted by you: ranks 0, 1, 2$") as caught:
+            pool.run(f"x = rank\nprint('waiting')\n{WAIT}", show=listen)
+        assert isinstance(caught.value, KeyboardInterrupt)
+        # Rank 0 may still have been printing.
+        assert caught.value.report.traces().count("] KeyboardInterrupt\n") in (1, 2)
+        assert shown(pool, "x") == [(0, "0"), (1, "1"), (2, "2")]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def test_an_idle_rank_does_not_mind(self, pool: RankPool) -> None:
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGINT)
+        assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
+
+    def test_in_the_middle_of_much_output(self, pool: RankPool) -> None:
+        def listen(rank: int, item: Any) -> None:
+            if item in ("100", "101", "102") and rank == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        with pytest.raises(CellInterrupted):
+            pool.run("import itertools\nfor i in itertools.count():\n  print(i); display(i)", show=listen)
+        assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
+
+
+class TestVariables:
+    def test_from_a_rank(self, pool: RankPool) -> None:
+        pool.run("import torch; value = {'rank': rank, 'tensor': torch.arange(3) * rank}")
+        value = pool.pull("value", 2)
+        assert value["rank"] == 2 and value["tensor"].tolist() == [0, 2, 4]
+
+    def test_to_all_ranks(self, pool: RankPool) -> None:
+        pool.push("sent", {"tensor": fill(1, (3,)), "text": "x" * 2_000_000})
+        assert [pool.pull("sent['tensor'].tolist(), len(sent['text'])", rank) for rank in range(3)] == [
+            (fill(1, (3,)).tolist(), 2_000_000)
+        ] * 3
+
+    def test_what_cannot_be_fetched_is_said(self, pool: RankPool) -> None:
+        with pytest.raises(CellError, match="rank 0 failed with NameError: name 'nothing' is not defined"):
+            pool.pull("nothing")
+        with pytest.raises(CellError, match="rank 1 failed with PicklingError"):
+            pool.pull("lambda: 1", 1)
+        with pytest.raises(ArgumentError, match="pull: argument 'rank' must be a rank from 0 to 2, got 3"):
+            pool.pull("rank", 3)
+        with pytest.raises(ArgumentError, match="push: argument 'name' must be a variable's name, got 'a b'"):
+            pool.push("a b", 1)
+
+
+class TestLife:
+    @pytest.mark.parametrize("size", [0, -1, "2", 1.5])
+    def test_a_wrong_number_of_ranks(self, server: RankServer, size: Any) -> None:
+        with pytest.raises(ArgumentError, match="argument 'world_size' must be a number of ranks, at least 1"):
+            RankPool(size, server)
+
+    def test_a_wrong_way_to_start(self) -> None:
+        with pytest.raises(ArgumentError, match="argument 'method' must be 'fork' or 'spawn', got 'thread'"):
+            RankServer("thread")
+
+    def test_a_server_that_cannot_load_says_why(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "torch.py").write_text("raise ImportError('no torch today')")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        with pytest.raises(DistError, match=r"could not load what ranks need:\n(.*\n)*.*no torch today"):
+            RankServer()
+
+    def test_a_closed_pool_says_so(self, server: RankServer) -> None:
+        pool = RankPool(1, server)
+        pids = pool.pids
+        pool.close()
+        pool.close()
+        assert gone(pids)
+        with pytest.raises(PoolError, match="the ranks have been stopped"):
+            pool.run("1")
+
+    def test_closing_stops_a_running_rank_and_what_it_started(self, server: RankServer) -> None:
+        with RankPool(2, server) as pool:
+            pool.run("import subprocess; child = subprocess.Popen(['sleep', '1000'])")
+            pids = pool.pids + [pool.pull("child.pid", rank) for rank in range(2)]
+        assert gone(pids)
+
+    def test_ranks_can_be_started_afresh(self) -> None:
+        server = RankServer("spawn")
+        with RankPool(2, server) as pool:
+            assert shown(pool, BEGIN + "\n'torch' in sys.modules, rank") == [(0, "(False, 0)"), (1, "(False, 1)")]
+        server.close()
+
+    # Slow for "fork", a second or two: its server imports torch.
+    @pytest.mark.parametrize(
+        ("method", "end"),
+        [("fork", "os.kill(os.getpid(), 9)"), ("spawn", "os.kill(os.getpid(), 9)"), ("spawn", "raise SystemExit"),
+         ("spawn", "os._exit(0)")],
+    )  # fmt: skip
+    def test_no_rank_outlives_its_kernel(self, method: str, end: str) -> None:
+        script = (
+            "import os\nfrom torchdist_ref.notebook import RankPool, RankServer\n"
+            f"server = RankServer({method!r})\npool = RankPool(2, server)\n"
+            f"print(server.pid, *pool.pids, flush=True)\n{end}"
+        )
+        result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, timeout=60)
+        pids = [int(word) for word in result.stdout.split()]
+        assert len(pids) == 3 and gone(pids)
+
+
+class Shell:
+    """As much of IPython's shell as the magic words use."""
+
+    def __init__(self) -> None:
+        self.user_ns: dict[str, Any] = {}
+        self.words: dict[str, Any] = {}
+
+    def register_magic_function(self, function: Any, kind: str, name: str) -> None:
+        self.words[name] = function
+
+
+@pytest.fixture
+def words(server: RankServer) -> Iterator[Shell]:
+    shell = Shell()
+    magics = SpmdMagics(shell)
+    magics._server = server
+    yield shell
+    magics.stop()
+
+
+class TestWords:
+    def test_output_tells_its_rank(self, words: Shell, capsys: pytest.CaptureFixture[str]) -> None:
+        words.words["spmd"]("-n 2", BEGIN + "\nprint('a\\n\\nb'); rank")
+        lines = [f"[rank {rank}]{text}" for rank in (0, 1) for text in (" a", "", " b", f" {rank}")]
+        assert capsys.readouterr().out.splitlines() == lines
+        words.words["spmd"]("--ranks 1", "print(rank)")
+        assert capsys.readouterr().out == "[rank 1] 1\n"
+
+    def test_variables_come_and_go(self, words: Shell) -> None:
+        words.words["spmd"]("-n 2", BEGIN)
+        words.user_ns["sent"] = 20
+        words.words["spmd_put"]("sent")
+        words.words["spmd_get"]("'sent + rank' --rank 1 --to got")
+        assert words.user_ns["got"] == 21
+        words.words["spmd_stop"]("")
+        words.words["spmd"]("-n 1", "fresh = 'rank' not in globals()")
+        words.words["spmd_get"]("fresh")
+        assert words.user_ns["fresh"] is True
+
+    @pytest.mark.parametrize(
+        ("word", "line", "message"),
+        [
+            ("spmd", "-n two", "argument -n/--nproc: invalid int value: 'two'"),
+            ("spmd", "--ranks 0,x", "must be ranks with commas between them, such as 0,2, got '0,x'"),
+            ("spmd", "--ranks 0,7", "there are ranks 0 to 0, got [0, 7]"),
+            ("spmd", "-n 3", "%%spmd -n 3: 1 ranks are running. Leave out -n to use them, or end them with %spmd_stop"),
+            ("spmd", "'", "No closing quotation"),
+            ("spmd", "--fast", "unrecognized arguments: --fast"),
+            ("spmd_get", "a+b", "'a+b' is no name for a variable; add --to NAME"),
+            ("spmd_put", "nothing", "this notebook has no variable 'nothing'"),
+        ],
+    )
+    def test_wrong_options_are_named(self, words: Shell, word: str, line: str, message: str) -> None:
+        words.words["spmd"]("-n 1", "")
+        with pytest.raises(SpmdUsageError) as caught:
+            words.words[word](line, *(["1"] if word == "spmd" else []))
+        assert message in str(caught.value)
+
+    def test_before_there_are_ranks(self, words: Shell) -> None:
+        with pytest.raises(SpmdUsageError, match="there are no ranks yet; a %%spmd cell starts them"):
+            words.words["spmd_get"]("x")
+        words.words["spmd_stop"]("")
+
+    def test_the_words_explain_themselves(self, words: Shell) -> None:
+        assert all(option in words.words["spmd"].__doc__ for option in ("--nproc", "--ranks", "--timeout", "--start"))
+
+
+def test_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Slow, about five seconds: a kernel starts, and a rank server with torch.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    cells = [
+        "%load_ext torchdist_ref.notebook",
+        f"%%spmd -n 2\n{BEGIN}\nprint('hello')\nrank + 1",
+        "%%spmd --ranks 1\nclass Picture:\n  _repr_svg_ = lambda s: '<svg/>'\nPicture()",
+        "%%spmd\n1 / rank",
+        f"%%spmd --timeout 0.2\nif rank:\n  {WAIT}",
+        f"%%spmd\nx = 5 - rank\n{WAIT}",
+        "%spmd_get x --rank 1\nx",
+        "%spmd_get [os.getppid(),os.getpid()] --to pids\npids",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    # A cell that hangs is interrupted after so many seconds, as by the user.
+    settings = {"allow_errors": True, "interrupt_on_timeout": True, "resources": {"metadata": {"path": str(ROOT)}}}
+    client = nbclient.NotebookClient(notebook, timeout=60, **settings)
+    with client.setup_kernel():
+        for index, cell in enumerate(notebook.cells):
+            client.timeout = 1 if index == 5 else 60
+            client.execute_cell(cell, index)
+    _, hello, rich, error, late, interrupted, fetched, pids = [cell.outputs for cell in notebook.cells]
+    assert [output.text for output in hello] == ["[rank 0] hello\n[rank 0] 1\n[rank 1] hello\n[rank 1] 2\n"]
+    assert rich[0].text == "[rank 1]\n" and rich[1].data["image/svg+xml"] == "<svg/>"
+    assert [output.get("text") for output in error if "text" in output] == ["[rank 1] 1.0\n"]
+    assert error[-1].ename == "CellError" and "[rank 0]     1 / rank\n" in error[-1].traceback[0]
+    assert late[-1].evalue == "rank 1 did not answer within 0.2 s: interrupted"
+    assert interrupted[-1].evalue == "interrupted by you: ranks 0, 1"
+    assert fetched[0].data["text/plain"] == "4"
+    assert gone([int(word) for word in pids[0].data["text/plain"].strip("[]").split(",")])
