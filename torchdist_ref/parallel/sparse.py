@@ -31,8 +31,8 @@ def average(parameter: torch.Tensor, name: str, group: Any, divisor: float) -> t
     counts = _counts(mine, group)
     indices = _gathered(mine.indices().t().contiguous(), counts, group)
     values = _gathered(mine.values().contiguous(), counts, group)
-    total = torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values) / divisor, parameter.shape)
-    return total.coalesce()
+    parts = torch.cat(indices).t(), torch.cat(values) / divisor
+    return torch.sparse_coo_tensor(*parts, parameter.shape, check_invariants=False).coalesce()
 
 
 def _sparse_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor:

@@ -1,0 +1,56 @@
+"""Which gradients share a bucket: as torch decides it, for any sizes and dtypes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchdist_ref.parallel import bucketing
+
+TENSORS = st.lists(
+    st.builds(
+        lambda n, dtype: torch.empty(n, dtype=dtype),
+        st.integers(0, 40),
+        st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    ),
+    min_size=1,
+    max_size=20,
+)
+LIMITS = st.lists(st.integers(1, 200), min_size=1, max_size=3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(TENSORS, LIMITS)
+def test_the_first_buckets_are_torchs(tensors: list[torch.Tensor], limits: list[int]) -> None:
+    theirs, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, limits, [False] * len(tensors))
+    ours = bucketing.in_definition_order(tensors, limits, range(len(tensors)))
+    assert ours == list(reversed(theirs))
+
+
+@settings(max_examples=200, deadline=None)
+@given(TENSORS, LIMITS, st.randoms())
+def test_buckets_in_order_of_arrival_are_torchs(tensors: list[torch.Tensor], limits: list[int], random: object) -> None:
+    order = list(range(len(tensors)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    arrived = [tensors[i] for i in order]
+    theirs, _ = torch.distributed._compute_bucket_assignment_by_size(arrived, limits, [False] * len(tensors), order)
+    # torch leaves open in which order the last, unfilled bucket of each dtype comes.
+    assert sorted(bucketing.assign(tensors, limits, order)) == sorted(theirs)
+
+
+def test_every_parameter_is_in_one_bucket_of_its_kind() -> None:
+    tensors = [torch.empty(3, dtype=dtype) for dtype in (torch.float32, torch.float64) * 4]
+    buckets = bucketing.assign(tensors, (24,), range(8))
+    assert sorted(index for members in buckets for index in members) == list(range(8))
+    assert all(len({tensors[i].dtype for i in members}) == 1 for members in buckets)
+
+
+def test_caps() -> None:
+    mb = bucketing.MiB
+    assert bucketing.caps(None, None, final=True).initial == (mb, 25 * mb)
+    assert bucketing.caps(None, None, final=False).rebuilt == (mb, 25 * mb)
+    assert bucketing.caps(None, None, final=False).initial[0] > 2**60
+    assert bucketing.caps(3, None, final=True) == bucketing.Caps((3 * mb,), (3 * mb,))
+    assert bucketing.caps(0.5, [1, 2], final=False) == bucketing.Caps((mb, 2 * mb), (mb, 2 * mb))

@@ -1,0 +1,289 @@
+"""What goes wrong is said: with the parameter or hook, the bucket, the rank, and what to do. Nothing hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+import torchdist_ref as dist
+from tests.parallel.training import batch, build
+from torchdist_ref.testing import RankError, fill, run
+
+DDP = dist.DistributedDataParallel
+SMALL = 0.0005
+BACKENDS = pytest.mark.parametrize("backend", ["ref", "gloo"])
+
+
+def failure(fn: Callable[[int], Any], world: int = 2, **kw: Any) -> BaseException:
+    """What the first rank to fail raised."""
+    with pytest.raises(RankError) as caught:
+        run(fn, world, **kw)
+    assert caught.value.__cause__ is not None
+    return caught.value.__cause__
+
+
+def outcomes(fn: Callable[[int], Any], world: int = 2, **kw: Any) -> list[str]:
+    """What every rank raised."""
+
+    def guarded(rank: int) -> str:
+        try:
+            fn(rank)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    return run(guarded, world, **kw)
+
+
+# ---- construction
+
+
+@BACKENDS
+def test_ranks_with_different_parameters_are_told_which_and_where(backend: str) -> None:
+    def program(rank: int) -> None:
+        DDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5 if rank == 1 else 4)))
+
+    for rank, text in enumerate(outcomes(program, 3, backend=backend)):
+        assert "MismatchError: DistributedDataParallel: parameter 2 ('1.weight') differs between ranks" in text
+        assert "shape (4, 4), strides (4, 1) on ranks [0, 2]; " in text and "shape (5, 4)" in text
+        assert f"this is rank {rank}" in text
+
+
+@pytest.mark.parametrize(
+    ("odd", "fault"),
+    [
+        (lambda m: m.double(), "torch.float64 of shape"),
+        (lambda m: m.to(memory_format=torch.channels_last), r"strides (27, 1, 9, 3) on ranks [1]"),
+        (lambda m: nn.Sequential(m, nn.Linear(2, 2)), "parameter 2 (which this rank doesn't have) differs"),
+    ],
+    ids=["dtype", "layout", "number"],
+)
+def test_other_differences_between_ranks(odd: Callable[[nn.Module], nn.Module], fault: str) -> None:
+    def program(rank: int) -> None:
+        module = nn.Conv2d(3, 2, 3)
+        DDP(odd(module) if rank == 1 else module)
+
+    assert fault in outcomes(program)[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "kind", "fault"),
+    [
+        (lambda: nn.ReLU(), {}, dist.DistError, "no parameter that requires a gradient"),
+        (lambda: nn.LazyLinear(3), {}, dist.DistError, "parameter 'weight' has no shape yet"),
+        (lambda: nn.Linear(2, 2), {"device_ids": [0]}, dist.ArgumentError, "'device_ids' must be left out"),
+        (lambda: nn.Linear(2, 2), {"device_ids": [0, 1]}, dist.ArgumentError, "one device"),
+        (lambda: nn.SyncBatchNorm(3), {}, dist.ArgumentError, "works on accelerators only"),
+        (lambda: nn.Linear(2, 2), {"mixed_precision": object()}, dist.UnsupportedError, "autocast"),
+        (lambda: nn.Linear(2, 2), {"param_to_hook_all_reduce": 1}, dist.UnsupportedError, "ignore"),
+    ],
+)
+def test_modules_and_arguments_that_make_no_sense(
+    make: Callable[[], nn.Module], arguments: dict[str, Any], kind: type[Exception], fault: str
+) -> None:
+    error = failure(lambda rank: DDP(make(), **arguments), 1)
+    assert isinstance(error, kind) and fault in str(error)
+
+
+# ---- graphs
+
+
+class Part(nn.Module):
+    """Two layers; the second is used only if asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, both: bool = False) -> Tensor:
+        return self.spare(self.used(x)) if both else self.used(x)
+
+
+def test_an_unused_parameter_is_named_at_the_next_forward() -> None:
+    def program(rank: int) -> None:
+        ddp = DDP(Part())
+        ddp(fill(rank, (2, 3))).sum().backward()
+        ddp(fill(rank, (2, 3)))
+
+    for rank, text in enumerate(outcomes(program)):
+        assert f"on rank {rank}): no gradient arrived for 'spare.weight', 'spare.bias'" in text
+        assert "find_unused_parameters=True" in text
+
+
+def test_a_static_graph_that_changes_is_noticed() -> None:
+    def program(rank: int) -> None:
+        ddp = DDP(Part(), static_graph=True)
+        for both in (True, True, False, False):
+            ddp(fill(rank, (2, 3)), both).sum().backward()
+
+    assert all("static_graph=True promises" in text and "'spare.weight'" in text for text in outcomes(program))
+
+
+def test_a_parameter_used_by_two_backward_passes_of_one_iteration_is_named() -> None:
+    def program(rank: int) -> None:
+        ddp = DDP(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+        ddp(fill(rank, (2, 3)))
+        hidden = ddp.module[1](fill(rank, (2, 3)))
+        hidden.sum().backward()
+        ddp.module[1](fill(rank, (2, 3))).sum().backward()
+
+    assert all("' got its gradient twice" in text and "parameter '1." in text for text in outcomes(program))
+
+
+def test_a_sparse_layer_with_a_dense_gradient_is_named() -> None:
+    def program(rank: int) -> None:
+        words = nn.Embedding(5, 2, sparse=True)
+
+        class Tied(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.words = words
+
+            def forward(self, x: Tensor) -> Tensor:
+                return x @ self.words.weight
+
+        DDP(Tied())(torch.ones(1, 5)).sum().backward()
+
+    wanted = "'words.weight' of an embedding with sparse=True got a dense"
+    assert [wanted in text for text in outcomes(program)] == [True, True], outcomes(program)
+
+
+# ---- hooks
+
+
+def done(value: Any) -> Any:
+    future: Any = Future()
+    future.set_result(value)
+    return future
+
+
+def raising(state: Any, bucket: dist.GradBucket) -> Any:
+    if bucket.index() == 1:
+        raise KeyError("lost")
+    return done(bucket.buffer())
+
+
+def failing_later(state: Any, bucket: dist.GradBucket) -> Any:
+    return done(bucket.buffer()).then(lambda future: 1 // 0)
+
+
+WRONG: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "raises": (raising, dist.DistError, "hook 'raising', bucket 1, rank {} raised KeyError: 'lost'"),
+    "fails later": (failing_later, dist.DistError, "hook 'failing_later', bucket 0, rank {}: its Future ended with "),
+    "None": (lambda state, bucket: None, dist.ArgumentTypeError, "bucket 0, rank {} returned NoneType. It has to"),
+    "a tensor": (lambda state, bucket: bucket.buffer(), dist.ArgumentTypeError, "bucket 0, rank {} returned Tensor."),
+    "a list": (lambda state, bucket: done([bucket.buffer()]), dist.ArgumentTypeError, "rank {}: its Future holds list"),
+    "too short": (lambda state, bucket: done(torch.ones(3)), dist.DistError, "rank {}: its Future holds a tensor of 3"),
+}
+
+
+def backward(ddp: Any, rank: int) -> None:
+    inputs, _ = batch(rank, 0)
+    ddp(inputs).pow(2).mean().backward()
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_hook_that_does_wrong_is_named_with_bucket_and_rank(wrong: str) -> None:
+    hook, kind, fault = WRONG[wrong]
+
+    def program(rank: int) -> None:
+        ddp = DDP(build("mlp"), bucket_cap_mb=SMALL, find_unused_parameters=True)
+        ddp.register_comm_hook(None, hook)
+        backward(ddp, rank)
+
+    for rank, text in enumerate(outcomes(program)):
+        assert text.startswith(f"{kind.__name__}: DistributedDataParallel: communication hook")
+        assert fault.format(rank) in text
+
+
+@BACKENDS
+def test_a_future_that_nobody_completes_ends_within_the_groups_time_out(backend: str) -> None:
+    def program(rank: int) -> None:
+        ddp = DDP(build("mlp"))
+        ddp.register_comm_hook(None, lambda state, bucket: Future())
+        backward(ddp, rank)
+
+    start = time.monotonic()
+    # The time-out of the group is four fifths of this; it is what the test waits for.
+    error = failure(program, backend=backend, timeout=1.5)
+    assert isinstance(error, dist.RankStalledError) and "was not completed within 1.2 s" in str(error)
+    assert time.monotonic() - start < 4
+
+
+def test_after_a_hook_has_failed_the_next_iteration_begins_anew() -> None:
+    def program(rank: int) -> Any:
+        calls = []
+
+        def hook(state: Any, bucket: dist.GradBucket) -> Any:
+            calls.append(bucket.index())
+            if len(calls) == 1:
+                raise OSError("once")
+            return done(bucket.buffer())
+
+        ddp = DDP(build("mlp"))
+        ddp.register_comm_hook(None, hook)
+        with pytest.raises(dist.DistError, match="once"):
+            backward(ddp, rank)
+        backward(ddp, rank)
+        return calls
+
+    assert run(program, 2) == [[0, 0]] * 2
+
+
+class Callable2:
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> Any:
+        return done(bucket.buffer())
+
+
+def annotated(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    return done(bucket.buffer())
+
+
+def misled(state: Any, bucket: int) -> Any:
+    return bucket
+
+
+def misleading(state: Any, bucket: Any) -> list[int]:
+    return bucket
+
+
+@pytest.mark.parametrize("hook", [Callable2(), partial(annotated), annotated, Callable2().__call__])
+def test_hooks_of_every_callable_kind_are_taken(hook: Any) -> None:
+    def program(rank: int) -> float:
+        ddp = DDP(nn.Linear(1, 1, bias=False))
+        ddp.register_comm_hook(None, hook)
+        ddp(torch.tensor([[1.0 + rank]])).sum().backward()
+        return ddp.module.weight.grad.item()
+
+    assert run(program, 2) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("hook", "kind", "fault"),
+    [
+        (None, dist.ArgumentTypeError, "'hook' must be callable, got 'NoneType' (on rank 0)"),
+        (lambda bucket: bucket, dist.ArgumentTypeError, "callable with two arguments"),
+        (misled, dist.ArgumentError, "annotated to take a GradBucket, not int"),
+        (misleading, dist.ArgumentError, "annotated to return torch.futures.Future[torch.Tensor], not list[int]"),
+    ],
+)
+def test_hooks_that_cannot_work_are_refused_at_registration(hook: Any, kind: type[Exception], fault: str) -> None:
+    error = failure(lambda rank: DDP(nn.Linear(1, 1)).register_comm_hook(None, hook), 1)
+    assert isinstance(error, kind) and fault in str(error)
+
+
+def test_a_second_hook_is_refused() -> None:
+    def program(rank: int) -> None:
+        ddp = DDP(nn.Linear(1, 1))
+        ddp.register_comm_hook(None, annotated)
+        ddp.register_comm_hook(None, annotated)
+
+    error = failure(program, 1)
+    assert isinstance(error, RuntimeError) and "has a hook already, 'annotated' (on rank 0)" in str(error)
