@@ -212,6 +212,13 @@ class TestFailures:
         assert "KeyError: 'key'" in trace and "ValueError: no" in trace
         assert "torchdist_ref" not in trace
 
+    def test_of_the_library_only_the_last_line_is_shown(self, pool: RankPool) -> None:
+        error, _ = failing(pool, "import torchdist_ref as dist\nimport torch\ndist.all_reduce(torch.ones(1))")
+        assert str(error).startswith("ranks 0, 1, 2 failed with NotInitializedError: ")
+        lines = error.report.failures[0].trace.splitlines()
+        files = [line.split('"')[1] for line in lines if line.startswith("  File")]
+        assert files[0].startswith("<spmd cell") and len(files) == 2 and "torchdist_ref" in files[1]
+
     @pytest.mark.parametrize("source", ["sys.exit(3)", "raise KeyboardInterrupt", "exit(3)"])
     def test_a_cell_cannot_end_its_rank(self, pool: RankPool, source: str) -> None:
         failing(pool, source)

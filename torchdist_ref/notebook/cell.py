@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _HERE = os.path.dirname(__file__)
+_LIBRARY = os.path.dirname(_HERE) + os.sep
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Failure:
     Attributes:
         kind: The name of the exception's class.
         message: What it says.
-        trace: The traceback, without the frames of this package.
+        trace: The traceback, with no frame of this package but perhaps the last.
     """
 
     kind: str
@@ -80,9 +81,13 @@ def failure(error: BaseException) -> Failure:
 
 
 def _leave_out_ours(trace: traceback.TracebackException) -> None:
-    """Keep the frames of the cell and of what it calls, in the exception and in those that it came from."""
+    """Keep the frames of the cell and of what it calls, in the exception and in those that it came from.
+
+    Of the way through the library only its end is kept: the reader of a cell wants to see where the cell called it.
+    """
     frames = [frame for frame in trace.stack if os.path.dirname(frame.filename) != _HERE]
-    trace.stack = traceback.StackSummary.from_list(frames)
+    kept = [frame for frame in frames[:-1] if not frame.filename.startswith(_LIBRARY)] + frames[-1:]
+    trace.stack = traceback.StackSummary.from_list(kept)
     for earlier in (trace.__cause__, trace.__context__):
         if earlier is not None:
             _leave_out_ours(earlier)

@@ -1,0 +1,52 @@
+"""A pytest plugin: ``@pytest.mark.spmd(world_size=4)`` runs the body of a test on four ranks.
+
+Switch it on with ``pytest_plugins = ["torchdist_ref.testing.plugin"]`` in the top-level conftest.py, or with
+``pytest -p torchdist_ref.testing.plugin``. It is a door to `torchdist_ref.testing.run` and should stay no more than
+that.
+
+::
+
+    @pytest.mark.spmd(world_size=4, backend="gloo", ranks="processes")
+    def test_the_sum(rank):
+        tensor = fill(rank, (3,))
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, sum(fill(other, (3,)) for other in range(4)))
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from torchdist_ref.testing.running import run
+
+_MARK = (
+    "spmd(world_size, backend='ref', ranks='threads', timeout=30.0, init=True): "
+    "run the test on so many ranks; the arguments are those of torchdist_ref.testing.run"
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the mark known."""
+    config.addinivalue_line("markers", _MARK)
+
+
+@pytest.fixture
+def rank() -> int:
+    """The rank that runs the test: 0 but where the mark ``spmd`` starts several."""
+    return 0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Call a marked test on its ranks; fixtures are made once, before, and shared by thread ranks."""
+    mark = pyfuncitem.get_closest_marker("spmd")
+    if mark is None:
+        return None
+    wanted = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+
+    def body(rank: int) -> None:
+        own = {"rank": rank} if "rank" in wanted else {}
+        pyfuncitem.obj(**(wanted | own))
+
+    run(body, *mark.args, **mark.kwargs)
+    return True
