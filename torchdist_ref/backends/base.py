@@ -19,7 +19,7 @@ from torchdist_ref.calls import Call
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.stores import Store
 from torchdist_ref.trace import Recorder
-from torchdist_ref.transports import share_a_host
+from torchdist_ref.transports import refuse_to_meet, share_a_host
 from torchdist_ref.work import Work
 
 
@@ -118,6 +118,11 @@ def create(name: str, membership: Membership) -> Backend:
 def default_name(store: Store, rank: int, size: int) -> str:
     """The engine where nobody named one: a fact about all ranks, so that all choose alike."""
     return "ref" if share_a_host(store, rank, size) else "gloo"
+
+
+def decline(store: Store, rank: int, reason: str) -> None:
+    """Tell the ranks that make a group of this store, and count on this one, that it will not come."""
+    refuse_to_meet(store, rank, reason)
 
 
 def _load(path: str) -> Factory:

@@ -50,10 +50,11 @@ def word_of(op: Any, operation: str) -> str:
     """The reduction that a `ReduceOp` means, as calls and engines name it."""
     if op is SUM:
         return "sum"
-    try:
-        return _WORDS[getattr(op, "op", op)]
-    except (KeyError, TypeError):
-        raise ArgumentTypeError(explain(operation, "op", "a ReduceOp (SUM, AVG, PRODUCT, MIN, ...)", op)) from None
+    # An instance of ReduceOp holds its member in `op`; members equal plain numbers, which are no reductions.
+    member = getattr(op, "op", op)
+    if not isinstance(member, type(SUM)) or member not in _WORDS:
+        raise ArgumentTypeError(explain(operation, "op", "a ReduceOp (SUM, AVG, PRODUCT, MIN, ...)", op))
+    return _WORDS[member]
 
 
 _reduce = cache(Reduce)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-from torchdist_ref.backends.base import Membership, create, default_name, names
+from torchdist_ref.backends.base import Membership, create, decline, default_name, names
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, MismatchError, NotInitializedError, explain
 from torchdist_ref.groups.group import GroupMember, ProcessGroup
 from torchdist_ref.groups.world import DEFAULT_TIMEOUT, World, current, default_group, resolve
@@ -112,14 +112,19 @@ def _check_place(rank: int, world_size: int) -> None:
 def _make(
     world: World, backend: str | None, name: str, members: tuple[int, ...], rank: int, seconds: float
 ) -> ProcessGroup:
-    assert world.store is not None
-    store = PrefixStore(f"group/{world.made}", world.store)
+    store = _store_of(world)
     world.made += 1
     chosen = backend or _choose(store, rank, len(members))
     engine = create(chosen, Membership(store, rank, members, name, seconds))
     group = ProcessGroup(members, rank, engine, name, seconds, store)
     world.groups.append(group)
     return group
+
+
+def _store_of(world: World) -> PrefixStore:
+    """Where the members of the group that is made next meet."""
+    assert world.store is not None
+    return PrefixStore(f"group/{world.made}", world.store)
 
 
 def _choose(store: Store, rank: int, size: int) -> str:
@@ -224,8 +229,19 @@ def _agree(world: World, default: ProcessGroup, members: tuple[int, ...]) -> Non
     mine = ",".join(map(str, members))
     said = world.store.compare_set(f"members/{world.made}", "", mine).decode()
     if said != mine:
-        world.made += 1
-        raise MismatchError(
-            f"new_group on rank {default.rank()}: this rank gives members [{mine}], another rank gave [{said}]. "
-            f"All ranks must make the same groups in the same order."
-        )
+        raise _disagreement(world, default, mine, said)
+
+
+def _disagreement(world: World, default: ProcessGroup, mine: str, said: str) -> MismatchError:
+    """Tell those who wait for this rank, and give the error for this one."""
+    assert world.store is not None
+    me = default.members[default.rank()]
+    reason = (
+        f"new_group: rank {me} gives members [{mine}], another rank gave [{said}]. "
+        f"All ranks must make the same groups in the same order."
+    )
+    theirs = [int(member) for member in said.split(",")]
+    if me in theirs:
+        decline(_store_of(world), theirs.index(me), reason)
+    world.made += 1
+    return MismatchError(reason)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from torchdist_ref.errors import UnsupportedError
+from torchdist_ref.errors import MismatchError, UnsupportedError
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import shared_memory, threads
 from torchdist_ref.transports.base import Link
 
-__all__ = ["Link", "connect", "share_a_host"]
+__all__ = ["Link", "connect", "refuse_to_meet", "share_a_host"]
+
+
+_REFUSAL = b"!"
 
 
 def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
@@ -41,8 +44,16 @@ def share_a_host(store: Store, rank: int, size: int) -> bool:
     return len({host for host, _ in _places(PrefixStore("choice", store), rank, size)}) == 1
 
 
+def refuse_to_meet(store: Store, rank: int, reason: str) -> None:
+    """Tell the members that wait for this rank in `connect` that it will not come."""
+    PrefixStore("link", store).set(f"place/{rank}", _REFUSAL + reason.encode())
+
+
 def _places(store: Store, rank: int, size: int) -> list[tuple[bytes, bytes]]:
     """Host and process of every rank."""
     store.set(f"place/{rank}", f"{shared_memory.host_identity()}|{os.getpid()}".encode())
     answers = store.multi_get([f"place/{r}" for r in range(size)])
+    for answer in answers:
+        if answer.startswith(_REFUSAL):
+            raise MismatchError(answer.removeprefix(_REFUSAL).decode())
     return [(host, process) for host, _, process in (answer.rpartition(b"|") for answer in answers)]

@@ -2,7 +2,7 @@
 
 ::
 
-    | magic, token | board: one line of 1 KiB per rank | tokens: one cache line each | stages | boxes |
+    | magic, token | board: one line of 2 KiB per rank | tokens: one cache line each | stages | boxes |
 
 * The *board* holds, per rank: status, pid, the number of the last finished call, why it gave up, and the
   announcements (sequence number, fingerprint, text) of its last two calls.
@@ -25,12 +25,12 @@ CACHE_LINE = 64
 KINDS = ("full", "free", "offer", "reply", "more", "room", "bell")
 
 HEADER = PAGE
-BOARD_LINE = 1024
+BOARD_LINE = 2048
 ENVELOPE = 1024
 
 # Offsets in a board line.
 STATUS, DONE, PID, GAVE_UP_AT, HEADS, TEXTS, REASON = 0, 8, 16, 24, 64, 192, 704
-TEXT_BYTES, REASON_BYTES = 256, 320
+TEXT_BYTES, REASON_BYTES = 256, 1344
 
 
 def _up(nbytes: int) -> int:
