@@ -8,17 +8,20 @@ Usage: python docs/run_tutorials.py [NAME...], where NAME is a notebook's name w
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "tutorials"
 TARGETS = ROOT / "docs" / "tutorials"
-CELL_SECONDS = 300
+CELL_SECONDS = 120
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def main(names: list[str]) -> None:
@@ -27,7 +30,10 @@ def main(names: list[str]) -> None:
     for number, source in enumerate(sources, start=1):
         started = time.monotonic()
         print(f"  notebook {number} of {len(sources)}: {source.name}", flush=True)
-        cells = execute(source, TARGETS / source.name)
+        try:
+            cells = execute(source, TARGETS / source.name)
+        except CellExecutionError as error:
+            sys.exit(f"{source.name} failed:\n{COLOURS.sub('', str(error))}")
         print(f"  notebook {number} of {len(sources)}: {cells} cells in {time.monotonic() - started:.1f} s", flush=True)
 
 

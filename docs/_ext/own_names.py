@@ -15,6 +15,8 @@ from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
+from foreign_names import exists
+
 PACKAGE = "torchdist_ref"
 
 
@@ -40,7 +42,8 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: no
         node["reftarget"] = found[0]
         node["py:module"] = node["py:class"] = None
         return env.domains["py"].resolve_xref(env, node["refdoc"], app.builder, "obj", found[0], node, contnode)
-    return contnode if node.get("quoted") else None
+    # A name that the source has and no page documents, such as the type of an attribute, is code; what nobody has is an error.
+    return contnode if node.get("quoted") or (node["reftarget"].startswith(PACKAGE) and exists(node["reftarget"])) else None
 
 
 def candidates(env: BuildEnvironment, target: str) -> list[str]:

@@ -20,7 +20,7 @@ from docutils import nodes
 from docutils.parsers.rst import Directive, directives
 from sphinx.application import Sphinx
 
-from torchdist_ref.schedules import catalogue, draw
+from torchdist_ref import schedules
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> nodes.table:
@@ -53,11 +53,11 @@ class ScheduleDirective(Directive):
     def run(self) -> list[nodes.Node]:
         """Build the schedule, draw it, and write its steps below."""
         operation, algorithm, world, *root = self.arguments
-        schedule = catalogue.build(operation, algorithm, int(world), int(root[0]) if root else 0)
+        schedule = schedules.build(operation, algorithm, int(world), int(root[0]) if root else 0)
         caption = self.options.get("caption") or f"{operation} by {algorithm} over {world} ranks"
         steps = nodes.raw("", f'<details class="steps"><summary>The same steps as text</summary><pre>{text(schedule)}</pre></details>',
                           format="html")
-        return [picture(unique(draw.draw(schedule), f"{operation}-{algorithm}-{world}"), caption), steps]
+        return [picture(unique(schedules.draw(schedule), f"{operation}-{algorithm}-{world}"), caption), steps]
 
 
 def text(schedule: Any) -> str:
@@ -93,8 +93,8 @@ class AlgorithmsDirective(Directive):
     """List the algorithms of every operation with their cost."""
 
     def run(self) -> list[nodes.Node]:
-        """Take one table for each operation from the catalogue."""
-        return [node for operation in catalogue.operations() for node in listing(operation)]
+        """Take one table for each operation from the schedules."""
+        return [node for operation in schedules.operations() for node in listing(operation)]
 
 
 HEADER = ("algorithm", "idea", "when", "rounds", "sent", "time", "from")
@@ -102,13 +102,13 @@ HEADER = ("algorithm", "idea", "when", "rounds", "sent", "time", "from")
 
 def listing(operation: str) -> list[nodes.Node]:
     """Make the table of one operation."""
-    rows = [line(operation, algorithm) for algorithm in catalogue.algorithms(operation)]
+    rows = [line(operation, algorithm) for algorithm in schedules.algorithms(operation)]
     return [nodes.rubric("", "", nodes.literal("", operation)), table(HEADER, rows)]
 
 
 def line(operation: str, algorithm: str) -> tuple[str, ...]:
     """Say of one algorithm what the catalogue says, and count its rounds and what the busiest of 8 ranks sends."""
-    entry, schedule = catalogue.entry(operation, algorithm), catalogue.build(operation, algorithm, 8)
+    entry, schedule = schedules.entry(operation, algorithm), schedules.build(operation, algorithm, 8)
     senders = [move.src for moves in schedule.rounds for move in moves if move.src != move.dst]
     busiest = max((senders.count(rank) for rank in range(8)), default=0)
     sent = f"{float(busiest * schedule.share):.3g} m" if schedule.share else f"{busiest} signals"
