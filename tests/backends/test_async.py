@@ -1,0 +1,112 @@
+"""Calls that don't wait: their order, their futures, and callbacks that call."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch.futures import Future
+
+import torchdist_ref as dist
+from torchdist_ref.testing import fill, run
+
+
+def sum_of(size: int, shift: int, count: int) -> torch.Tensor:
+    return torch.stack([fill(r + shift, (count,)) for r in range(size)]).sum(0)
+
+
+def call_from_a_callback(rank: int, size: int) -> tuple[list[float], bool]:
+    """The callback waits on a new collective, which only works where it keeps nobody from making progress."""
+    first, second = fill(rank, (5,)), fill(rank + 4, (7,))
+    where: list[str] = []
+
+    def then(future: Future[list[torch.Tensor]]) -> torch.Tensor:
+        where.append(threading.current_thread().name)
+        dist.all_reduce(second)
+        return future.value()[0] + second.sum()
+
+    started = threading.Event()
+    # Something long before it, so that the future is not done yet when the callback is attached.
+    ahead = dist.all_reduce(torch.ones(2_000_000), async_op=True)
+    work = dist.all_reduce(first, async_op=True)
+    assert work is not None and ahead is not None
+    result = work.get_future().then(then).wait()
+    started.set()
+    ahead.wait()
+    wanted = sum_of(size, 0, 5) + sum_of(size, 4, 7).sum()
+    return result.tolist(), torch.equal(result, wanted) and "progress" not in where[0]
+
+
+def test_a_callback_may_wait_on_a_new_collective() -> None:
+    for ranks in ("threads", "processes"):
+        for values, right in run(call_from_a_callback, 2, 2, ranks=ranks):
+            assert right, values
+
+
+def mix(rank: int, size: int) -> bool:
+    """Sync calls after async ones: the second must see what the first has done."""
+    for step in range(30):
+        tensor = fill(rank + step, (20_000,))
+        work = dist.all_reduce(tensor, async_op=True)
+        dist.broadcast(tensor, step % size)
+        assert work is not None and work.is_completed()
+        if not torch.equal(tensor, sum_of(size, step, 20_000)):
+            return False
+    return True
+
+
+def test_a_sync_call_comes_after_the_async_ones_before_it() -> None:
+    for ranks in ("threads", "processes"):
+        assert run(mix, 2, 2, ranks=ranks) == [True, True]
+
+
+def from_a_plain_thread(rank: int) -> list[float]:
+    """A thread that the user starts means the same world, as autograd's threads do."""
+    tensor = fill(rank, (3,))
+    thread = threading.Thread(target=dist.all_reduce, args=(tensor,))
+    thread.start()
+    thread.join()
+    return tensor.tolist()
+
+
+def test_a_plain_thread_uses_the_process_world() -> None:
+    assert run(from_a_plain_thread, 2, ranks="processes") == [sum_of(2, 0, 3).tolist()] * 2
+
+
+def two_groups(rank: int) -> bool:
+    """Two threads, each with a group of its own, at once."""
+    groups = [dist.new_group(), dist.new_group()]
+    tensors = [fill(rank + shift, (1000,)) for shift in (0, 5)]
+
+    def work(index: int) -> None:
+        for _ in range(20):
+            dist.all_reduce(tensors[index], dist.ReduceOp.MAX, groups[index])
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wanted = [torch.maximum(fill(shift, (1000,)), fill(1 + shift, (1000,))) for shift in (0, 5)]
+    return all(torch.equal(a, b) for a, b in zip(tensors, wanted, strict=True))
+
+
+def test_groups_work_side_by_side_from_several_threads() -> None:
+    assert run(two_groups, 2, ranks="processes") == [True, True]
+
+
+def fail_later(rank: int) -> str:
+    tensor = torch.ones(5 + rank)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    try:
+        work.wait()
+    except dist.MismatchError as error:
+        assert work.exception() is error and not work.is_success()
+        future = work.get_future()
+        return type(error).__name__ + ("" if future.done() else " but the future is not done")
+    return "nothing"
+
+
+def test_an_async_call_raises_where_it_is_waited_for() -> None:
+    assert run(fail_later, 2) == ["MismatchError"] * 2

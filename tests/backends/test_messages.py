@@ -1,0 +1,72 @@
+"""Messages go to the receive that asked for them, and to no other."""
+
+from __future__ import annotations
+
+import torch
+
+import torchdist_ref as dist
+from torchdist_ref.testing import fill, run
+
+
+def ask_in_the_other_order(rank: int) -> list[float]:
+    """Ranks 1 and 2 have both offered before rank 0 asks, first for the message of rank 2."""
+    if rank:
+        work = dist.isend(fill(rank, (4,)), 0)
+        dist.barrier()
+        assert work is not None and work.wait()
+        return []
+    dist.barrier()
+    tensors = {source: torch.zeros(4) for source in (2, 1)}
+    for source, tensor in tensors.items():
+        assert dist.recv(tensor, source) == source
+    return [*tensors[1].tolist(), *tensors[2].tolist()]
+
+
+def test_a_receive_takes_only_from_its_source() -> None:
+    wanted = [*fill(1, (4,)).tolist(), *fill(2, (4,)).tolist()]
+    for ranks in ("threads", "processes"):
+        assert run(ask_in_the_other_order, 3, ranks=ranks)[0] == wanted
+
+
+def receive_twice_at_once(rank: int) -> list[float]:
+    """Two receives are posted; the message of the second comes first."""
+    if rank == 1:
+        for tag in (6, 5):
+            dist.send(fill(tag, (3,)), 0, tag=tag)
+        return []
+    tensors = [torch.zeros(3), torch.zeros(3)]
+    works = [dist.irecv(tensor, 1, tag=tag) for tensor, tag in zip(tensors, (5, 6), strict=True)]
+    assert all(work is not None and work.wait() for work in works)
+    return [*tensors[0].tolist(), *tensors[1].tolist()]
+
+
+def test_posted_receives_are_served_in_the_order_of_arrival() -> None:
+    wanted = [*fill(5, (3,)).tolist(), *fill(6, (3,)).tolist()]
+    for ranks in ("threads", "processes"):
+        assert run(receive_twice_at_once, 2, ranks=ranks)[0] == wanted
+
+
+def to_oneself(rank: int) -> list[float]:
+    work = dist.isend(fill(rank, (5,)), rank, tag=4)
+    tensor = torch.zeros(5)
+    dist.recv(tensor, rank, tag=4)
+    assert work is not None and work.wait()
+    return tensor.tolist()
+
+
+def test_a_rank_may_write_to_itself() -> None:
+    assert run(to_oneself, 2) == [fill(r, (5,)).tolist() for r in range(2)]
+
+
+def exchange(rank: int) -> list[float]:
+    """Everybody sends to everybody before anybody receives: no order of waiting may matter."""
+    sends = [dist.isend(fill(10 * rank + d, (70_000,)), d) for d in range(3) if d != rank]
+    got = {source: torch.zeros(70_000) for source in range(3) if source != rank}
+    receives = [dist.irecv(tensor, source) for source, tensor in got.items()]
+    assert all(work is not None and work.wait() for work in [*sends, *receives])
+    return [float(torch.equal(tensor, fill(10 * source + rank, (70_000,)))) for source, tensor in got.items()]
+
+
+def test_everybody_may_send_first() -> None:
+    for ranks in ("threads", "processes"):
+        assert run(exchange, 3, ranks=ranks) == [[1.0, 1.0]] * 3

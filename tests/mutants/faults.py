@@ -1,0 +1,99 @@
+"""The planted faults: what a hand might get wrong, one line each, and which tests must notice.
+
+A fault is a piece of a file and what stands there instead. The piece must occur exactly once, so that a
+change of the library that moves it is noticed. Name the tests that ought to see it, the quickest first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One planted fault.
+
+    Attributes:
+        name: What is wrong, in words.
+        file: Where, from the package's folder.
+        old: What stands there.
+        new: What is put in its place.
+        tests: Arguments for pytest: the tests that must fail.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+ENGINE = "tests/backends/test_every_algorithm.py -k direct-3"
+CONTRACT = "tests/backends/test_conformance.py -k ref-threads-3"
+FAULTS = "tests/backends/test_faults.py"
+SCHEDULES = "tests/schedules"
+
+PLANTED = (
+    Fault("the opening does not wait for the other ranks", "backends/executor.py",
+          "if not token.acquire(False):\n                self.link.wait(token, peer, plan.doing)",
+          "token.acquire(False)", "tests/backends/test_every_algorithm.py -k barrier"),
+    Fault("an average is not divided", "backends/planner.py",
+          'self._link.size if name == "avg" else 0', "0", CONTRACT),
+    Fault("an average is divided once more", "backends/planner.py",
+          'self._link.size if name == "avg" else 0', 'self._link.size**2 if name == "avg" else 0', CONTRACT),
+    Fault("the roots of schedules are all rank 0", "backends/planner.py",
+          'getattr(call, "root", 0))', "0)", CONTRACT),
+    Fault("the last chunk of a tensor is lost", "backends/operands.py",
+          "return max(0, min(self.stride, self.blocks[0] - index * self.stride))",
+          "return self.stride if (index + 1) * self.stride <= self.blocks[0] else 0", CONTRACT),
+    Fault("the last window of a tensor is lost", "backends/plan.py",
+          "return tuple(range(0, self.sizes.largest, self.window)) or (0,)",
+          "return tuple(range(0, self.sizes.largest - self.window + 1, self.window)) or (0,)", CONTRACT),
+    Fault("ranks don't compare their calls", "backends/executor.py",
+          "if head[1] != mine or head[0] != sequence:", "if False:", f"{FAULTS} -k mismatch"),
+    Fault("a mismatch ends the group", "backends/executor.py",
+          "except MismatchError:\n            self._end()\n            raise\n        except BaseException",
+          "except BaseException", f"{FAULTS} -k mismatch"),
+    Fault("a stage is laid out again while it is read", "backends/executor.py",
+          "            if self._readers[0] or self._readers[1]:\n                self._make_room(half, plan)\n", "",
+          "tests/backends/test_every_algorithm.py"),
+    Fault("readers of the other half are forgotten", "backends/executor.py",
+          "if self._staged_last == half:", "if False:",
+          "tests/backends/test_every_algorithm.py -k ring"),
+    Fault("the second operand of a fused step is the first", "backends/plan.py",
+          "yield COMBINE, at, sources[0], sources[1]", "yield COMBINE, at, sources[0], sources[0]",
+          "tests/backends/test_every_algorithm.py -k direct"),
+    Fault("a strided result is not copied back", "backends/ref.py",
+          "tensor.detach().copy_(result)\n        return", "pass\n        return", CONTRACT),
+    Fault("maximum is minimum", "backends/reductions.py",
+          '"max": Reduction(_into(torch.maximum), torch.maximum)', '"max": Reduction(_into(torch.minimum), torch.minimum)',
+          CONTRACT),
+    Fault("tags are ignored", "backends/point_to_point.py",
+          "return self.call.src in (None, source) and self.call.tag == tag", "return self.call.src in (None, source)",
+          "tests/backends/test_conformance.py -k ref-threads-2"),
+    Fault("messages of any sender are taken", "backends/point_to_point.py",
+          "return self.call.src in (None, source) and self.call.tag == tag", "return self.call.tag == tag",
+          "tests/backends/test_messages.py"),
+    Fault("a message of another size is taken", "backends/point_to_point.py",
+          "elif receive.record != envelope.record:", "elif False:", f"{FAULTS} -k wrong_size"),
+    Fault("long messages lose their later windows", "transports/mailbox.py",
+          "self._send_rest(pieces, doing, timeout)", "None", CONTRACT),
+    Fault("a dead rank is not noticed", "transports/base.py",
+          "if dead:", "if False:", f"{FAULTS} -k dead"),
+    Fault("a rank that gave up is not noticed", "transports/base.py",
+          "if gave_up:", "if False:", f"{FAULTS} -k ctrl_c"),
+    Fault("waits have no deadline", "transports/base.py",
+          "if trouble is None and monotonic() >= deadline:", "if False:", f"{FAULTS} -k deadline"),
+    Fault("group ranks are taken for global ranks", "groups/group.py",
+          "found = self._position.get(rank)", "found = rank if rank in self._position else None", CONTRACT),
+    Fault("a group's ranks are not in ascending order", "groups/lifecycle.py",
+          "return tuple(sorted(given))", "return tuple(given)", "tests/groups"),
+    Fault("a sync call overtakes queued ones", "backends/progress.py",
+          "return self._queued == 0 and self._running.acquire(False)", "return self._running.acquire(False)",
+          "tests/backends/test_async.py"),
+    Fault("callbacks run on the progress thread", "backends/ref.py",
+          "lambda job: self._order.callbacks.put(lambda: context.run(job))", "lambda job: context.run(job)",
+          "tests/backends/test_async.py"),
+    Fault("threads are all one rank", "groups/world.py",
+          "return _of_context.get() or _of_process", "return _of_process", ENGINE),
+)  # fmt: skip
