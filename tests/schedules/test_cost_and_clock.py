@@ -209,6 +209,15 @@ def test_16384_ranks_are_clocked_and_equal_the_formula(op: str, name: str) -> No
     assert found == pytest.approx(formula(entry(op, name).cost, HUGE), rel=1e-6)
 
 
+def test_16384_ranks_on_2048_hosts() -> None:
+    hosts = tuple(rank // 8 for rank in range(HUGE))
+    network = Network(A, B, G, hosts, local_alpha=A / 10, local_beta=B / 10)
+    read, reduced = (A + M * B) / 10, M * G
+    assert read < reduced, "so that a leader reads the next tensor while it reduces one"
+    found = simulate(build("all_reduce", "hierarchical", HUGE, hosts=hosts), M, network).total
+    assert found == pytest.approx(read + 7 * reduced + 11 * (A + M * B + M * G) + read, rel=1e-9)
+
+
 @pytest.mark.long
 def test_16384_ranks_one_by_one() -> None:
     """Every rank's own clock, without letting one stand for all: about 700,000 events."""

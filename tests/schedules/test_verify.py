@@ -46,6 +46,13 @@ def test_every_root_of_a_small_world() -> None:
             verify(build(op, name, 7, root, hosts=(0, 1, 0, 2, 1, 0, 2)), op, root)
 
 
+def test_very_many_hosts_swap_whole_tensors() -> None:
+    hosts = tuple(rank % 70 for rank in range(100))
+    schedule = build("all_reduce", "hierarchical", 100, hosts=hosts)
+    assert schedule.chunks == 1
+    verify(schedule, "all_reduce")
+
+
 def refused(op: str, *rounds: tuple[Move, ...], world: int = 2, root: int = 0) -> str:
     with pytest.raises(ArgumentError) as caught:
         verify(Schedule("draft", world, rounds), op, root)

@@ -54,7 +54,7 @@ class Entry:
         when: when it is the right one.
         cost: time on an alpha-beta-gamma network, as text.
         source: paper or program that it comes from.
-        equal_blocks: all blocks must have the same size (blocks of several owners share scratch).
+        equal_blocks: all blocks must have the same size (ranks forward blocks whose size they are not told).
     """
 
     op: str

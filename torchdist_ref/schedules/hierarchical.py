@@ -2,7 +2,7 @@
 
 One rank per host, its leader, speaks for the others. Within a host ranks read each other's memory, so that the
 direct algorithms serve there; between the leaders the classic ones do. The root, if there is one, is its
-host's leader. In `block` form (operations with blocks) see `hierarchical_blocks`.
+host's leader. Operations on blocks are in `hierarchical_blocks`.
 
 With ``h`` hosts: steps of the outer algorithm on ``h`` ranks, plus one or two rounds within the hosts.
 Source: Karonis et al., "Exploiting hierarchy in parallel computer networks", 2000; MPICH's and NCCL's trees.
@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchdist_ref.schedules import direct, dissemination, halving, tree
+from torchdist_ref.schedules import direct, dissemination, doubling, halving, tree
 from torchdist_ref.schedules.compose import alongside, on_ranks, reversed_, segmented, then
 from torchdist_ref.schedules.schedule import Schedule, carry
 
 Hosts = tuple[int, ...]
+MOST_CHUNKS = 64
 
 
 def teams(hosts: Hosts, root: int = 0) -> list[list[int]]:
@@ -42,9 +43,14 @@ def _between(groups: list[list[int]], world: int, outer: Schedule) -> Schedule:
 
 
 def all_reduce(hosts: Hosts) -> Schedule:
-    """Reduce to the leaders, halving-doubling between them, broadcast from them."""
+    """Reduce to the leaders, halving-doubling between them, broadcast from them.
+
+    Halving-doubling divides the tensor by the number of leaders, within the hosts too. With very many of them
+    the schedule would have more arrows than anybody can store, so that then they swap whole tensors.
+    """
     world, groups = len(hosts), teams(hosts)
-    outer = _between(groups, world, halving.all_reduce(len(groups)))
+    swap = halving if len(groups) <= MOST_CHUNKS else doubling
+    outer = _between(groups, world, swap.all_reduce(len(groups)))
     up, down = (_within(groups, world, make, outer.chunks) for make in (direct.reduce, direct.broadcast))
     return then(up, outer, down, name="hierarchical all_reduce")
 

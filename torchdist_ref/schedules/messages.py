@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from torchdist_ref.schedules.schedule import Move, Slot
+from torchdist_ref.schedules.schedule import Move, Slot, slot_name
 
 
 @dataclass(slots=True)
@@ -31,6 +31,9 @@ class Message:
     @property
     def label(self) -> str:
         """What is carried, for people: ``data[0-3] +`` for four neighbouring slots that are reduced."""
+        if len(self.moves) == 1:  # by far the most frequent case, and simulations of many ranks need it fast
+            only = self.moves[0]
+            return slot_name(only.read) + (" +" if only.reduce else "")
         plain = ", ".join(slot_ranges(m.read for m in self.moves if not m.reduce))
         reduced = ", ".join(slot_ranges(m.read for m in self.moves if m.reduce))
         return ", ".join(part for part in (plain, reduced and f"{reduced} +") if part)
