@@ -78,8 +78,9 @@ def _check(
     for step in range(steps):
         buckets = [_bucket(rank, step, index) for index in range(len(BUCKETS))]
         futures = [_launch(hook, state, bucket, step) for bucket in buckets]
-        for index, future in enumerate(futures):
-            value = _value(future, buckets[index], step)
+        # All are awaited first: a hook may still communicate for a later bucket, and our calls would come between.
+        values = [_value(future, bucket, step) for future, bucket in zip(futures, buckets, strict=True)]
+        for index, value in enumerate(values):
             if tolerance is not None:
                 _check_average(value, step, index, tolerance)
             if alike:

@@ -1,0 +1,296 @@
+"""PowerSGD against the paper's counts, singular values, torch's hook, and itself after a pickle."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import torchdist_ref as dist
+from tests.parallel.training import train
+from torchdist_ref.algorithms.ddp_comm_hooks import low_rank
+from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_state import SeedStream
+from torchdist_ref.testing import fill, run
+from torchdist_ref.testing.hook_contract import check_hook
+
+DDP = dist.DistributedDataParallel
+
+
+def started(rank: int = 1, **kw: Any) -> PowerSGDState:
+    """A state whose first step compresses already."""
+    state = PowerSGDState(None, rank, 2, **kw)
+    state.iter = 2
+    return state
+
+
+def resnet18_shapes() -> list[tuple[int, ...]]:
+    """The parameters of ResNet-18 for 32 x 32 images: 11,173,962 of them."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 3, 3), (64,), (64,)]
+    before = 64
+    for width in (64, 128, 256, 512):
+        for block in range(2):
+            shapes += [(width, before, 3, 3), (width,), (width,), (width, width, 3, 3), (width,), (width,)]
+            if block == 0 and width != 64:
+                shapes += [(width, before, 1, 1), (width,), (width,)]
+            before = width
+    return [*shapes, (10, 512), (10,)]
+
+
+@pytest.mark.parametrize(("rank", "rate"), [(1, 243.3), (2, 135.8), (4, 72.1)])
+def test_compression_of_resnet_18_is_the_papers(rank: int, rate: float) -> None:
+    # Vogels et al. 2019, table 3: 1023 MB become 4, 8 and 14. Every weight is compressed, so no least rate applies.
+    gradients = [torch.empty(shape, device="meta") for shape in resnet18_shapes()]
+    state = PowerSGDState(None, rank, 2)
+    layout = low_rank.plan(gradients, state.rank_for)
+    before = sum(gradient.numel() for gradient in gradients)
+    assert before == 11_173_962
+    assert round(before / (sum(layout.sizes()) + layout.rest_size), 1) == rate
+
+
+SPECTRA = {"1/i": lambda i: 1 / i, "1/i^2": lambda i: i**-2, "0.5^i": lambda i: 0.5 ** (i - 1)}
+BEST = {
+    "1/i": {1: 0.6250, 2: 0.4881, 4: 0.3640, 8: 0.2631},
+    "1/i^2": {1: 0.2758, 2: 0.1353, 4: 0.0574, 8: 0.0223},
+    "0.5^i": {1: 0.5000, 2: 0.2500, 4: 0.0625, 8: 0.0039},
+}
+
+
+def matrix(spectrum: str, seed: int = 0) -> Tensor:
+    """A 512 x 256 matrix with given singular values."""
+    generator = torch.Generator().manual_seed(seed)
+    left, right = (torch.linalg.qr(torch.randn(n, 256, generator=generator)).Q for n in (512, 256))
+    return left * SPECTRA[spectrum](torch.arange(1.0, 257)) @ right.t()
+
+
+def constant_gradient(spectrum: str, rank: int, steps: int, **kw: Any) -> list[Tensor]:
+    """What comes back at each step when every gradient is the same matrix."""
+    gradient = matrix(spectrum)
+
+    def program(_: int) -> list[Tensor]:
+        state = started(rank, **kw)
+        found = []
+        for _ in range(steps):
+            bucket = dist.GradBucket(buffer=gradient.flatten().clone(), gradients=[gradient])
+            found.append(powerSGD_hook(state, bucket).wait().view(512, 256).clone())
+        return found
+
+    return run(program, 1)[0]
+
+
+def error(found: Tensor, spectrum: str) -> float:
+    exact = matrix(spectrum)
+    return float((found - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 8])
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_with_warm_start_it_converges_to_the_best_approximation(spectrum: str, rank: int) -> None:
+    best = float(torch.linalg.svdvals(matrix(spectrum))[rank:].norm() / matrix(spectrum).norm())
+    assert round(best, 4) == pytest.approx(BEST[spectrum][rank], abs=1e-4)
+    last = constant_gradient(spectrum, rank, 20, use_error_feedback=False)[-1]
+    assert error(last, spectrum) == pytest.approx(best, abs=2e-4)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_with_error_feedback_the_second_error_equals_the_first_and_means_converge(rank: int) -> None:
+    found = constant_gradient("1/i", rank, 20)
+    assert error(found[1], "1/i") == pytest.approx(error(found[0], "1/i"), rel=1e-5)
+    means = [error(torch.stack(found[:n]).mean(0), "1/i") for n in (1, 5, 20)]
+    assert means[0] > means[1] > means[2] and means[2] < BEST["1/i"][rank]
+
+
+def test_without_warm_start_each_step_is_as_bad_as_the_first() -> None:
+    errors = [error(f, "1/i") for f in constant_gradient("1/i", 4, 8, use_error_feedback=False, warm_start=False)]
+    assert min(errors) > 1.1 * BEST["1/i"][4] and len({round(e, 5) for e in errors}) == 8
+
+
+class Given(nn.Module):
+    """Parameters whose gradients are what forward is called with."""
+
+    SHAPES = ((64, 32), (64,), (32, 16, 3, 3), (), (40, 40), (5,))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in self.SHAPES)
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return torch.stack([(w * g).sum() for w, g in zip(self.weights, gradients, strict=True)]).sum()
+
+
+def sequence(ddp: Any, rank: int, steps: int, first: int = 0) -> Tensor:
+    """The exchanged gradients of each step, for a fixed sequence that differs between ranks."""
+    found = []
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        common = torch.Generator().manual_seed(5)
+        gradients = [
+            torch.randn(s, generator=common) + 0.1 * torch.randn(s, generator=generator) for s in Given.SHAPES
+        ]
+        ddp.zero_grad()
+        ddp(gradients).backward()
+        found.append(torch.cat([p.grad.flatten() for p in ddp.parameters()]))
+    return torch.stack(found)
+
+
+WAYS: list[dict[str, Any]] = [{}, {"use_error_feedback": False}, {"warm_start": False}, {"random_seed": 9}]
+
+
+def beside_torch(rank: int, world: int, r: int, path: str) -> list[tuple[Tensor, Tensor, Any, Any]]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    found = []
+    for kw in WAYS:
+        # torch fails on a parameter without dimensions, so here it has one.
+        theirs, state = TorchDDP(_without_scalars()), torchs.PowerSGDState(None, r, 2, **kw)
+        theirs.register_comm_hook(state, torchs.powerSGD_hook)
+        ours, mine = DDP(_without_scalars()), PowerSGDState(None, r, 2, **kw)
+        ours.register_comm_hook(mine, powerSGD_hook)
+        gradients = sequence(theirs, rank, 20), sequence(ours, rank, 20)
+        found.append((*gradients, state.compression_stats(), mine.compression_stats()))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def _without_scalars() -> nn.Module:
+    model = Given()
+    model.weights[3] = nn.Parameter(torch.zeros(1))
+    return model
+
+
+@pytest.mark.parametrize("r", [1, 2, 4])
+def test_twenty_steps_are_torchs_within_a_millionth(r: int, tmp_path: Path) -> None:
+    for outcomes in run(beside_torch, 2, 2, r, str(tmp_path / "meet"), ranks="processes"):
+        for kw, (wanted, found, theirs, ours) in zip(WAYS, outcomes, strict=True):
+            apart = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
+            assert apart.max() < 1e-6, kw
+            assert ours == theirs, kw
+
+
+def several(rank: int, hook: Any, slow: int, **kw: Any) -> tuple[Tensor, int]:
+    ddp = DDP(Given(), bucket_cap_mb=0.006, gradient_as_bucket_view=True)
+    ddp.register_comm_hook(PowerSGDState(None, 2, 2, **kw), hook)
+    if rank == slow:
+        # This rank reaches its buckets while the others' callbacks are long under way.
+        for parameter in ddp.parameters():
+            parameter.register_hook(lambda gradient: gradient + torch.ones(400, 400).matrix_power(8).isnan().any())
+    return sequence(ddp, rank, 6), len(ddp.reducer.buckets)
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+def test_with_several_buckets_all_ranks_get_the_same_bits(backend: str, hook: Any, slow: int) -> None:
+    everyone = run(lambda rank: several(rank, hook, slow), 3, backend=backend)
+    assert everyone[0][1] >= 3
+    assert all(torch.equal(found, everyone[0][0]) for found, _ in everyone)
+    # Means come near the average, as error feedback promises; two plain steps are exact.
+    exact = torch.stack([run(lambda _, r=r: sequence(Given(), r, 6), 1, init=False)[0] for r in range(3)]).mean(0)
+    torch.testing.assert_close(everyone[0][0][:2], exact[:2], rtol=1e-5, atol=1e-5)
+    assert (everyone[0][0] - exact).mean(0).norm() < exact.mean(0).norm()
+
+
+def resumed(rank: int) -> tuple[Tensor, Tensor]:
+    """Steps 3 to 8 in one go, and with a pickle after step 5."""
+    found = []
+    for pause in (False, True):
+        state = PowerSGDState(None, 2, 2)
+        ddp = DDP(Given(), bucket_cap_mb=0.006)
+        ddp.register_comm_hook(state, powerSGD_hook)
+        first = sequence(ddp, rank, 5)
+        if pause:
+            again: PowerSGDState = pickle.loads(pickle.dumps(state))
+            ddp.reducer.exchange.state = again
+        found.append(torch.cat([first, sequence(ddp, rank, 3, first=5)]))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_pickled_state_goes_on_with_the_same_numbers(world: int) -> None:
+    for straight, paused in run(resumed, world):
+        assert torch.equal(straight, paused)
+
+
+def test_zero_gradients_stay_zero() -> None:
+    def program(rank: int) -> Any:
+        state = started(2)
+        gradients = [torch.zeros(16, 16), fill(rank, (16, 16))]
+        bucket = dist.GradBucket(buffer=torch.cat([g.flatten() for g in gradients]), gradients=gradients)
+        powerSGD_hook(state, bucket).wait()
+        return bucket.gradients()
+
+    for zero, other in run(program, 2):
+        assert not zero.any() and torch.isfinite(other).all() and other.any()
+
+
+def test_channels_last_weights_are_compressed_as_they_lie() -> None:
+    def program(rank: int) -> Any:
+        column, row = fill(0, (8,)), fill(1, (4, 3, 3))
+        weight = torch.einsum("a,bcd->abcd", column, row).to(memory_format=torch.channels_last)
+        bucket = dist.GradBucket(buffer=weight.permute(0, 2, 3, 1).flatten(), gradients=[weight])
+        powerSGD_hook(started(), bucket).wait()
+        return bucket.gradients()[0], weight
+
+    for found, exact in run(program, 2):
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_a_bucket_that_has_changed_is_not_mixed_with_its_memory() -> None:
+    def program(rank: int) -> Any:
+        state = started()
+        for n in (16, 24):
+            gradient = torch.outer(fill(rank, (n,)), fill(3, (n,)))
+            bucket = dist.GradBucket(buffer=gradient.flatten().clone(), gradients=[gradient])
+            found = powerSGD_hook(state, bucket).wait()
+        return found, gradient
+
+    (found, first), (_, second) = run(program, 2)
+    torch.testing.assert_close(found.view(24, 24), (first + second) / 2, rtol=1e-4, atol=1e-4)
+
+
+def test_numbers_from_the_seed_are_numpys() -> None:
+    # numpy.random.RandomState(7).randint(1_000_000_000), five times.
+    stream = SeedStream(7)
+    wanted = [327741615, 976413892, 128500249, 296233462, 809211459]
+    assert [stream.randint(1_000_000_000) for _ in range(5)] == wanted
+
+
+def test_orthonormal_columns() -> None:
+    for columns in (1, 2, 5):
+        one = torch.randn(30, columns, generator=torch.Generator().manual_seed(columns))
+        low_rank.orthonormalize([one])
+        torch.testing.assert_close(one.t() @ one, torch.eye(columns), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kw", [{"use_error_feedback": True}, {"use_error_feedback": False, "warm_start": True}])
+def test_memory_of_the_first_iteration_is_refused(kw: dict[str, Any]) -> None:
+    with pytest.raises(dist.ArgumentError, match="'start_powerSGD_iter' must be at least 2"):
+        PowerSGDState(None, start_powerSGD_iter=1, **kw)
+
+
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
+def test_the_contract_holds_with_full_rank(hook: Any) -> None:
+    # At full rank nothing is lost but rounding: P spans what the matrix spans.
+    check_hook(hook, lambda: started(64, min_compression_rate=0.1), tolerance=1e-4)
+
+
+def test_a_model_learns_with_it() -> None:
+    def program(rank: int) -> Any:
+        def wrap(model: nn.Module, **kw: Any) -> Any:
+            ddp = DDP(model, **kw)
+            ddp.register_comm_hook(PowerSGDState(None, 1, 2), powerSGD_hook)
+            return ddp
+
+        losses, states, ddp = train(wrap, "mlp", rank, 30, bucket_cap_mb=0.004)
+        return losses, states, ddp.reducer.exchange.state.compression_stats()[0]
+
+    (losses, first, rate), (_, second, _) = run(program, 2)
+    assert torch.equal(first, second) and rate > 5
+    assert losses[-10:].mean() < losses[:10].mean()
