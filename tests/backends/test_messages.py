@@ -28,6 +28,26 @@ def test_a_receive_takes_only_from_its_source() -> None:
         assert run(ask_in_the_other_order, 3, ranks=ranks)[0] == wanted
 
 
+def post_for_two_sources(rank: int) -> list[float]:
+    """Receives from ranks 1 and 2 are posted; rank 2 sends first, with the same tag."""
+    tensors = {source: torch.zeros(4) for source in (1, 2)}
+    works = [dist.irecv(tensor, source) for source, tensor in tensors.items()] if rank == 0 else []
+    dist.barrier()
+    if rank == 2:
+        dist.send(fill(2, (4,)), 0)
+    dist.barrier()
+    if rank == 1:
+        dist.send(fill(1, (4,)), 0)
+    assert all(work is not None and work.wait() for work in works)
+    return [*tensors[1].tolist(), *tensors[2].tolist()]
+
+
+def test_a_message_goes_to_the_receive_that_named_its_source() -> None:
+    wanted = [*fill(1, (4,)).tolist(), *fill(2, (4,)).tolist()]
+    for ranks in ("threads", "processes"):
+        assert run(post_for_two_sources, 3, ranks=ranks)[0] == wanted
+
+
 def receive_twice_at_once(rank: int) -> list[float]:
     """Two receives are posted; the message of the second comes first."""
     if rank == 1:
