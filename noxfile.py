@@ -1,9 +1,9 @@
 """Every task of the project, each of which sets up all it needs: `nox -l` lists them.
 
-One virtual environment, `.nox/shared`, serves all sessions: torch alone takes 1.4 GB (CPU) or 5 GB (CUDA), and a second copy
-would buy nothing, since the versions are pinned in one place (the extras in pyproject.toml). It is made by the first
-session that runs and reused until pyproject.toml changes. Only `package` makes environments of its own, to see the
-project the way a user's pip sees it.
+One virtual environment, `.nox/shared`, serves all sessions: torch alone takes 1.4 GB (CPU) or 5 GB (CUDA), and a
+second copy would buy nothing, since the versions are pinned in one place (the extras in pyproject.toml). It is made
+by the first session that runs and reused until pyproject.toml changes. Only `package` makes environments of its own,
+to see the project the way a user's pip sees it.
 
 What does not belong here: the work itself. A session installs, says what it is about to do, and calls one command.
 """
@@ -57,7 +57,9 @@ def step(session: nox.Session, number: int, of: int, what: str) -> Iterator[None
 
 def pip(session: nox.Session, *args: str, python: str = PYTHON) -> None:
     """Run pip so that only errors are printed: its remarks on indexes and caches would bury the progress lines."""
-    session.run(python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", *args, external=True, silent=False)
+    session.run(
+        python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", *args, external=True, silent=False
+    )
 
 
 def fingerprint() -> str:
@@ -83,9 +85,10 @@ def set_up(session: nox.Session, of: int) -> None:
 
 
 def call(session: nox.Session, *args: str) -> None:
-    """Run a command of the shared environment, one thread a rank, with every tool's scratch files out of the user's home."""
+    """Run a command of the shared environment, one thread a rank, and keep its scratch files out of the user's home."""
     with tempfile.TemporaryDirectory(prefix="torchdist_ref-") as scratch:
-        places = {name: scratch for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "MPLCONFIGDIR")}
+        homes = ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "MPLCONFIGDIR")
+        places = dict.fromkeys(homes, scratch)
         path = f"{SHARED / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
         session.run(PYTHON, *args, env={**places, "OMP_NUM_THREADS": "1", "PATH": path}, external=True)
 

@@ -1,4 +1,4 @@
-"""How Sphinx builds the site. Everything on it comes from this folder, tutorials/ and the library; nothing from a network."""
+"""How Sphinx builds the site, from this folder, tutorials/ and the library; nothing comes from a network."""
 
 import os
 import sys
@@ -13,7 +13,8 @@ sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]
 # nbsphinx calls pandoc by name; the wheel brings it but does not put it on the path.
 os.environ["PATH"] = f"{Path(pypandoc.get_pandoc_path()).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
-# sphinx-autodoc-typehints 3.6.1, the newest for Python 3.11, calls a method that Sphinx 10 will not have; both are pinned.
+# sphinx-autodoc-typehints 3.6.1, the newest for Python 3.11, calls a method that Sphinx 10 will not have; both are
+# pinned.
 warnings.filterwarnings("ignore", category=RemovedInSphinx10Warning)
 
 import torchdist_ref  # noqa: E402

@@ -1,9 +1,10 @@
 """Execute every notebook of tutorials/ and put the copies, with their outputs, where Sphinx looks for pages.
 
-The notebooks in tutorials/ hold no outputs: what the site shows is what came out when the site was built. A cell that fails
-stops the build, unless it carries the tag `raises-exception` because the failure is what it wants to show.
+The notebooks in tutorials/ hold no outputs: what the site shows is what came out when the site was built. A cell that
+fails stops the build, unless it carries the tag `raises-exception` because the failure is what it wants to show.
 
-Usage: python docs/run_tutorials.py [NAME...], where NAME is a notebook's name without its ending; all of them if none is given.
+Usage: python docs/run_tutorials.py [NAME...], where NAME is a notebook's name without its ending; all of them if none
+is given.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The layer rule: calls go down as values, completions come up as Work, and nothing below imports anything above.
 
-The table of who may import whom is in docs/_ext/layers.py, from which the page "Design" takes its table and its diagram.
+The table of who may import whom is in docs/_ext/layers.py, from which the page "Design" takes its table and its
+diagram.
 """
 
 import subprocess
@@ -16,15 +17,23 @@ def test_every_import_goes_where_the_table_allows() -> None:
 
 
 def test_every_module_has_a_place_in_the_table() -> None:
-    homeless = [module for path in layers.files() if (module := layers.module_name(path)) != layers.PACKAGE
-                and layers.part_of(module) is None]
+    homeless = [
+        module
+        for path in layers.files()
+        if (module := layers.module_name(path)) != layers.PACKAGE and layers.part_of(module) is None
+    ]
     assert not homeless, f"add {homeless} to PARTS in docs/_ext/layers.py"
 
 
 def test_nothing_in_the_package_imports_what_is_beside_it() -> None:
-    from_beside = [str(found) for found in layers.imports()
-                   if (target := layers.part_of(found.target)) and found.target.startswith(layers.PACKAGE)
-                   and target.name in layers.BESIDE and part_name(found.module) not in layers.BESIDE]
+    from_beside = [
+        str(found)
+        for found in layers.imports()
+        if (target := layers.part_of(found.target))
+        and found.target.startswith(layers.PACKAGE)
+        and target.name in layers.BESIDE
+        and part_name(found.module) not in layers.BESIDE
+    ]
     assert not from_beside
 
 
@@ -54,7 +63,11 @@ def test_the_rule_notices(module: str, target: str, late: bool, fault: str) -> N
 
 def test_relative_imports_and_late_imports_are_read() -> None:
     tree = layers.ast.parse("from ..stores import base\ndef f():\n    import torch.futures\n")
-    found = [(target, late) for node, late in layers.walk(tree) for target in layers.targets("torchdist_ref.groups.world", False, node)]
+    found = [
+        (target, late)
+        for node, late in layers.walk(tree)
+        for target in layers.targets("torchdist_ref.groups.world", False, node)
+    ]
     assert found == [("torchdist_ref.stores.base", False), ("torch.futures", True)]
 
 

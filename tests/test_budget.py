@@ -31,7 +31,12 @@ def functions() -> dict[str, int]:
 def test_functions_are_short() -> None:
     lengths = functions()
     values = sorted(lengths.values())
-    figures = {"functions": len(values), "median": median(values), "90 %": quantiles(values, n=10)[-1], "longest": values[-1]}
+    figures = {
+        "functions": len(values),
+        "median": median(values),
+        "90 %": quantiles(values, n=10)[-1],
+        "longest": values[-1],
+    }
     print(figures)
     too_long = {name: lines for name, lines in lengths.items() if lines > LONGEST}
     assert not too_long
@@ -41,7 +46,13 @@ def test_functions_are_short() -> None:
 
 def test_files_are_short() -> None:
     lengths = {layers.module_name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in layers.files()}
-    print({"files": len(lengths), "lines": sum(lengths.values()), "longest": max(lengths.items(), key=lambda item: item[1])})
+    print(
+        {
+            "files": len(lengths),
+            "lines": sum(lengths.values()),
+            "longest": max(lengths.items(), key=lambda item: item[1]),
+        }
+    )
     assert not {name: lines for name, lines in lengths.items() if lines > FILE}
 
 
@@ -53,6 +64,10 @@ def test_docstrings_are_not_counted() -> None:
 
 
 def test_every_file_says_what_it_is_for() -> None:
-    silent = [layers.module_name(path) for path in layers.files()
-              if path.read_text(encoding="utf-8").strip() and not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))]
+    silent = [
+        layers.module_name(path)
+        for path in layers.files()
+        if path.read_text(encoding="utf-8").strip()
+        and not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
     assert not silent

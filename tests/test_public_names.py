@@ -1,4 +1,5 @@
-"""The public surface is deliberate: every name is listed, in order, documented, annotated, and on a page of the site."""
+"""The public surface is deliberate: every name is listed, in order, documented, annotated, and on a page of the
+site."""
 
 import importlib
 import inspect
@@ -13,8 +14,11 @@ import pytest
 import torchdist_ref
 from tests.docs import pages
 
-MODULES = [module for path in layers.files() if path.name != "__main__.py"
-           and not (module := layers.module_name(path)).split(".")[-1].startswith("_")]
+MODULES = [
+    module
+    for path in layers.files()
+    if path.name != "__main__.py" and not (module := layers.module_name(path)).split(".")[-1].startswith("_")
+]
 SURFACE = (
     "torchdist_ref",
     "torchdist_ref.algorithms.ddp_comm_hooks.default_hooks",
@@ -62,16 +66,23 @@ def test_a_wrong_name_is_an_attribute_error_that_names_it() -> None:
 def test_every_public_name_says_what_it_is(name: str) -> None:
     module = importlib.import_module(name)
     silent = [own for own, value in names(module) if ours(value) and not inspect.getdoc(value)]
-    silent += [f"{own}.{method}" for own, value in names(module) if ours(value) and inspect.isclass(value)
-               for method, function in vars(value).items()
-               if inspect.isfunction(function) and not method.startswith("_") and not inspect.getdoc(getattr(value, method))]
+    silent += [
+        f"{own}.{method}"
+        for own, value in names(module)
+        if ours(value) and inspect.isclass(value)
+        for method, function in vars(value).items()
+        if inspect.isfunction(function) and not method.startswith("_") and not inspect.getdoc(getattr(value, method))
+    ]
     assert not silent
 
 
 @pytest.mark.parametrize("name", SURFACE)
 def test_every_public_name_is_annotated(name: str) -> None:
-    bare = [own for own, value in names(importlib.import_module(name))
-            if ours(value) and inspect.isfunction(value) and not annotated(value)]
+    bare = [
+        own
+        for own, value in names(importlib.import_module(name))
+        if ours(value) and inspect.isfunction(value) and not annotated(value)
+    ]
     assert not bare
 
 

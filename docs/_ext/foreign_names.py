@@ -1,8 +1,8 @@
 """References to other people's names, resolved without a network.
 
-Python's names link to its documentation through the inventory in docs/_inventories. For torch there is no inventory to keep
-here, so a reference to torch is checked instead of linked: a name that torch really has is shown as code, and one that it
-does not have stays a broken reference, which fails the build.
+Python's names link to its documentation through the inventory in docs/_inventories. For torch there is no inventory
+to keep here, so a reference to torch is checked instead of linked: a name that torch really has is shown as code, and
+one that it does not have stays a broken reference, which fails the build.
 """
 
 from __future__ import annotations

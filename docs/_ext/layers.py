@@ -1,7 +1,7 @@
 """The layers of the package: the table of who may import whom, what the source really imports, and the picture of both.
 
-One table, read by three: tests/test_architecture.py holds the source to it, the page "Design" shows it, and the diagram on
-that page is drawn from the imports found. So the picture cannot say what the code does not do.
+One table, read by three: tests/test_architecture.py holds the source to it, the page "Design" shows it, and the
+diagram on that page is drawn from the imports found. So the picture cannot say what the code does not do.
 
 To add a module to the package, add it to PARTS (the test fails until then). This module reads files and returns values;
 anything that knows Sphinx is in site_directives.py.
@@ -162,7 +162,9 @@ def violation(found: Import) -> str:
     """Say what is wrong with one import, or nothing."""
     part = part_of(found.module)
     if part is None:
-        return "" if found.module == PACKAGE else f"{found.module} is in no part: add it to PARTS in docs/_ext/layers.py"
+        return (
+            "" if found.module == PACKAGE else f"{found.module} is in no part: add it to PARTS in docs/_ext/layers.py"
+        )
     if found.target.split(".")[0] == PACKAGE:
         return wrong_part(part, found)
     if found.target.split(".")[0] == "torch":
@@ -220,9 +222,10 @@ def svg() -> str:
     lines = "".join(arrow(boxes[a], boxes[b]) for a, many in edges().items() for b in sorted(many) if drawn(a, b))
     return (
         f'<svg class="layers" viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="layers-title" '
-        'xmlns="http://www.w3.org/2000/svg"><title id="layers-title">The layers of torchdist_ref and the imports between '
-        'them; the table below says the same in words</title><defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" '
-        'markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0 8 4 0 8z" fill="currentColor"/></marker></defs>'
+        'xmlns="http://www.w3.org/2000/svg"><title id="layers-title">The layers of torchdist_ref and the imports '
+        "between them; the table below says the same in words</title>"
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        '<path d="M0 0 8 4 0 8z" fill="currentColor"/></marker></defs>'
         f"{labels(boxes)}{lines}{''.join(box(name, *boxes[name]) for name in boxes)}</svg>"
     )
 
@@ -235,8 +238,14 @@ def row_of(part: Part) -> int:
 def place() -> dict[str, tuple[float, float, float]]:
     """Return x, y and width of each box. Side-car and test tools stand beside the layers, so they are not drawn."""
     existing = edges()
-    rows = [[part.name for part in PARTS if part.layer in ROWS + ("1 places",) and row_of(part) == row and part.name in existing]
-            for row in range(len(ROWS))]
+    rows = [
+        [
+            part.name
+            for part in PARTS
+            if part.layer in ROWS + ("1 places",) and row_of(part) == row and part.name in existing
+        ]
+        for row in range(len(ROWS))
+    ]
     boxes = {}
     for number, names in enumerate(rows):
         width = (WIDTH - LEFT - GAP * len(names)) / max(len(names), 3)
@@ -260,7 +269,8 @@ def arrow(source: tuple[float, float, float], target: tuple[float, float, float]
         return f'<path d="M{a:.0f} {y:.0f}L{b:.0f} {y:.0f}" class="import" marker-end="url(#tip)"/>'
     a, b, top, bottom = x1 + w1 / 2, x2 + w2 / 2, y1 + BOX, y2 - 2
     middle = (top + bottom) / 2
-    return f'<path d="M{a:.0f} {top:.0f}C{a:.0f} {middle:.0f} {b:.0f} {middle:.0f} {b:.0f} {bottom:.0f}" class="import" marker-end="url(#tip)"/>'
+    curve = f"M{a:.0f} {top:.0f}C{a:.0f} {middle:.0f} {b:.0f} {middle:.0f} {b:.0f} {bottom:.0f}"
+    return f'<path d="{curve}" class="import" marker-end="url(#tip)"/>'
 
 
 def box(name: str, x: float, y: float, width: float) -> str:
@@ -279,7 +289,8 @@ def labels(boxes: dict[str, tuple[float, float, float]]) -> str:
     heights = {row_of(BY_NAME[name]): y for name, (_, y, _) in boxes.items()}
     names = {3: "1 ideas, places"}
     return "".join(
-        f'<text x="0" y="{y + 28:.0f}" class="layer">{names.get(row, ROWS[row])}</text>' for row, y in sorted(heights.items())
+        f'<text x="0" y="{y + 28:.0f}" class="layer">{names.get(row, ROWS[row])}</text>'
+        for row, y in sorted(heights.items())
     )
 
 
@@ -287,7 +298,13 @@ def table() -> list[tuple[str, str, str, str, str]]:
     """Return the rows of the table: part, layer, what it may import, what it imports today, torch."""
     today = edges()
     return [
-        (part.name, part.layer, ", ".join(part.may) or "nothing of ours", ", ".join(sorted(today[part.name])) or "nothing of ours",
-         part.torch)
-        for part in PARTS if part.name in today
+        (
+            part.name,
+            part.layer,
+            ", ".join(part.may) or "nothing of ours",
+            ", ".join(sorted(today[part.name])) or "nothing of ours",
+            part.torch,
+        )
+        for part in PARTS
+        if part.name in today
     ]

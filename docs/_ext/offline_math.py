@@ -1,7 +1,7 @@
 """Formulas as MathML, made when the site is built: no script, no font and no server is needed to read them.
 
-Sphinx's own renderers fetch a script from a server or need a LaTeX installation; browsers have read MathML by themselves
-for years. Turned on by `html_math_renderer = "mathml"`.
+Sphinx's own renderers fetch a script from a server or need a LaTeX installation; browsers have read MathML by
+themselves for years. Turned on by `html_math_renderer = "mathml"`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from sphinx.writers.html5 import HTML5Translator
 
 def inline(self: HTML5Translator, node: nodes.math) -> None:
     """Render a formula in a line of text."""
-    self.body.append(f'<span class="math">{convert(node.astext(), display="inline")}</span>')
+    self.body.append(f'<span class="formula">{convert(node.astext(), display="inline")}</span>')
     raise nodes.SkipNode
 
 
 def block(self: HTML5Translator, node: nodes.math_block) -> None:
     """Render a formula on a line of its own."""
-    self.body.append(f'<div class="math" tabindex="0">{convert(node.astext(), display="block")}</div>')
+    self.body.append(f'<div class="formula" tabindex="0">{convert(node.astext(), display="block")}</div>')
     raise nodes.SkipNode
 
 

@@ -1,8 +1,8 @@
 """References to our own names, as people write them in docstrings.
 
-A docstring says `Work` or ``Raises: ArgumentError``, not where the class lives. Two things make that enough: a name in single
-backquotes is looked up and becomes a link if a page documents it, else code; and a reference by a name's last part, or by the
-module it is defined in, leads to the place that documents it, if there is just one.
+A docstring says `Work` or ``Raises: ArgumentError``, not where the class lives. Two things make that enough: a name
+in single backquotes is looked up and becomes a link if a page documents it, else code; and a reference by a name's
+last part, or by the module it is defined in, leads to the place that documents it, if there is just one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def quoted(
 ) -> tuple[list[nodes.Node], list[nodes.system_message]]:
     """Read a name in single backquotes."""
     env = inliner.document.settings.env
-    literal = nodes.literal(text, text, classes=["xref", "py"])
+    literal = nodes.literal(text, text)
     reference = pending_xref("", literal, refdomain="py", reftype="obj", reftarget=text.removesuffix("()"), quoted=True)
     reference["refdoc"] = env.docname
     reference["py:module"] = env.ref_context.get("py:module")
@@ -37,13 +37,20 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: no
     """Answer a reference to a name of ours that Sphinx did not find where it looked."""
     if node.get("refdomain") != "py":
         return None
-    found = candidates(env, node["reftarget"])
+    found = [] if node.get("quoted") and is_argument(node["reftarget"]) else candidates(env, node["reftarget"])
     if len(found) == 1:
         node["reftarget"] = found[0]
         node["py:module"] = node["py:class"] = None
         return env.domains["py"].resolve_xref(env, node["refdoc"], app.builder, "obj", found[0], node, contnode)
-    # A name that the source has and no page documents, such as the type of an attribute, is code; what nobody has is an error.
-    return contnode if node.get("quoted") or (node["reftarget"].startswith(PACKAGE) and exists(node["reftarget"])) else None
+    # A name that the source has and no page documents, such as the type of an attribute, is code; what nobody has
+    # is an error.
+    internal = node["reftarget"].startswith(PACKAGE) and exists(node["reftarget"])
+    return contnode if node.get("quoted") or internal else None
+
+
+def is_argument(name: str) -> bool:
+    """Whether a quoted name is more likely an argument than one of our functions: one lower-case word."""
+    return name.islower() and "." not in name and "_" not in name
 
 
 def candidates(env: BuildEnvironment, target: str) -> list[str]:

@@ -23,13 +23,13 @@ from sphinx.application import Sphinx
 from torchdist_ref import schedules
 
 
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> nodes.table:
-    """Build a table node; text in it is plain."""
+def table(kind: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> nodes.table:
+    """Build a table node; text in it is plain, the kind is for the style sheet."""
     group = nodes.tgroup(cols=len(header))
     group += [nodes.colspec(colwidth=1) for _ in header]
     group += nodes.thead("", row(header))
     group += nodes.tbody("", *[row(cells) for cells in rows])
-    return nodes.table("", group, classes=["own-table"])
+    return nodes.table("", group, classes=["own-table", kind])
 
 
 def row(cells: tuple[str, ...]) -> nodes.row:
@@ -55,8 +55,11 @@ class ScheduleDirective(Directive):
         operation, algorithm, world, *root = self.arguments
         schedule = schedules.build(operation, algorithm, int(world), int(root[0]) if root else 0)
         caption = self.options.get("caption") or f"{operation} by {algorithm} over {world} ranks"
-        steps = nodes.raw("", f'<details class="steps"><summary>The same steps as text</summary><pre>{text(schedule)}</pre></details>',
-                          format="html")
+        steps = nodes.raw(
+            "",
+            f'<details class="steps"><summary>The same steps as text</summary><pre>{text(schedule)}</pre></details>',
+            format="html",
+        )
         return [picture(unique(schedules.draw(schedule), f"{operation}-{algorithm}-{world}"), caption), steps]
 
 
@@ -77,7 +80,9 @@ class LayersDirective(Directive):
 
     def run(self) -> list[nodes.Node]:
         """Read the source and draw it."""
-        return [picture(layers.svg(), "Arrows are imports that exist in the source; every part may also import the words.")]
+        return [
+            picture(layers.svg(), "Arrows are imports that exist in the source; every part may also import the words.")
+        ]
 
 
 class LayerTableDirective(Directive):
@@ -86,7 +91,7 @@ class LayerTableDirective(Directive):
     def run(self) -> list[nodes.Node]:
         """Read the table and the source."""
         header = ("part", "layer", "may import", "imports today", "torch")
-        return [table(header, list(layers.table()))]
+        return [table("layer-table", header, list(layers.table()))]
 
 
 class AlgorithmsDirective(Directive):
@@ -97,13 +102,13 @@ class AlgorithmsDirective(Directive):
         return [node for operation in schedules.operations() for node in listing(operation)]
 
 
-HEADER = ("algorithm", "idea", "when", "rounds", "sent", "time", "from")
+HEADER = ("algorithm", "what it does", "rounds", "sent", "time")
 
 
 def listing(operation: str) -> list[nodes.Node]:
     """Make the table of one operation."""
     rows = [line(operation, algorithm) for algorithm in schedules.algorithms(operation)]
-    return [nodes.rubric("", "", nodes.literal("", operation)), table(HEADER, rows)]
+    return [nodes.rubric("", "", nodes.literal("", operation)), table("algorithms", HEADER, rows)]
 
 
 def line(operation: str, algorithm: str) -> tuple[str, ...]:
@@ -112,7 +117,8 @@ def line(operation: str, algorithm: str) -> tuple[str, ...]:
     senders = [move.src for moves in schedule.rounds for move in moves if move.src != move.dst]
     busiest = max((senders.count(rank) for rank in range(8)), default=0)
     sent = f"{float(busiest * schedule.share):.3g} m" if schedule.share else f"{busiest} signals"
-    return algorithm, entry.summary, entry.when, str(len(schedule.rounds)), sent, entry.cost, entry.source
+    idea = f"{entry.summary}; for: {entry.when} ({entry.source})"
+    return algorithm, idea, str(len(schedule.rounds)), sent, entry.cost
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

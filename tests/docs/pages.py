@@ -1,7 +1,8 @@
 """Reads the examples out of the pages, so that tests can run what readers see.
 
-In Markdown, the python blocks of a page are one program, in order; an ``output`` block shows what the block before it prints.
-A block that is not meant to run has another language (``text``, ``sh``). In RST and docstrings, examples are ``>>>`` sessions.
+In Markdown, the python blocks of a page are one program, in order; an ``output`` block shows what the block before it
+prints. A block that is not meant to run has another language (``text``, ``sh``). In RST and docstrings, examples are
+``>>>`` sessions.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class Block:
 def blocks(path: Path) -> list[Block]:
     """Return the fenced blocks of a Markdown page, in order."""
     page = path.read_text(encoding="utf-8")
-    return [Block(found["language"], found["text"], page.count("\n", 0, found.start()) + 2) for found in FENCE.finditer(page)]
+    return [
+        Block(found["language"], found["text"], page.count("\n", 0, found.start()) + 2)
+        for found in FENCE.finditer(page)
+    ]
 
 
 def markdown_pages() -> Iterator[Path]:
@@ -50,7 +54,9 @@ def run_page(path: Path) -> int:
             printed = run_block(path, block, names)
             following = found[index + 1] if index + 1 < len(found) else None
             if following and following.language == "output":
-                assert printed == following.text, f"{path.name}:{following.line} shows\n{following.text}\nbut it prints\n{printed}"
+                assert printed == following.text, (
+                    f"{path.name}:{following.line} shows\n{following.text}\nbut it prints\n{printed}"
+                )
     return sum(block.language == "python" for block in found)
 
 

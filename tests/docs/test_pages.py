@@ -45,5 +45,9 @@ def test_a_wrong_output_is_noticed(tmp_path: Path) -> None:
 
 
 def test_no_page_has_python_that_nobody_runs() -> None:
-    unread = [str(path) for path in pages.DOCS.rglob("*.rst") if re.search(r"^\.\. code(-block)?:: python", path.read_text(), re.M)]
+    unread = [
+        str(path)
+        for path in pages.DOCS.rglob("*.rst")
+        if re.search(r"^\.\. code(-block)?:: python", path.read_text(), re.M)
+    ]
     assert not unread, "in RST, examples are >>> sessions, so that they run"

@@ -106,4 +106,6 @@ def test_the_notebooks_hold_no_outputs() -> None:
     for path in (pages.ROOT / "tutorials").glob("*.ipynb"):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         assert [cell.get("outputs") for cell in cells if cell["cell_type"] == "code" and cell["outputs"]] == []
-        assert [cell["execution_count"] for cell in cells if cell["cell_type"] == "code" and cell["execution_count"]] == []
+        assert [
+            cell["execution_count"] for cell in cells if cell["cell_type"] == "code" and cell["execution_count"]
+        ] == []
