@@ -7,6 +7,7 @@ last part, or by the module it is defined in, leads to the place that documents 
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from docutils import nodes
@@ -64,8 +65,15 @@ def candidates(env: BuildEnvironment, target: str) -> list[str]:
     return [name for name in objects if name.endswith(f".{last}")]
 
 
+def source_of(app: Sphinx, module: str, attribute: str) -> str | None:
+    """Say where an alias of a built-in type is written: here, though its module claims to be `builtins`."""
+    value = getattr(importlib.import_module(module), attribute.split(".")[0], None)
+    return module if getattr(value, "__module__", "") == "builtins" else None
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the role for single backquotes, and ask us first for what is missing."""
     app.add_role("quoted", quoted)
     app.connect("missing-reference", resolve, priority=300)
+    app.connect("viewcode-follow-imported", source_of)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,118 @@
+"""The built site is whole: no warning, no dead link, nothing fetched from elsewhere, a text beside every drawing.
+
+Builds it once, with the notebooks as they are (running them is what `nox -s docs` does); that takes about 10 seconds.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tests.docs import pages
+
+FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
+ELSEWHERE = re.compile(r"^(https?:)?//")
+
+
+class Page(HTMLParser):
+    """What a page links to, fetches and calls itself."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.fetched: list[str] = []
+        self.anchors: set[str] = set()
+        self.headings: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.anchors.add(given.get("id", ""))
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        if tag in FETCHED and given.get(FETCHED[tag]) and given.get("rel") not in ("canonical", "search"):
+            self.fetched.append(given[FETCHED[tag]])
+        if tag in ("h1", "h2", "h3", "h4"):
+            self.headings.append(tag)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site outside the project, so that nothing of an earlier build is left in it."""
+    root = tmp_path_factory.mktemp("site")
+    leave_out = shutil.ignore_patterns("_build", "_generated", "__pycache__")
+    for folder in ("docs", "torchdist_ref", "tutorials"):
+        shutil.copytree(pages.ROOT / folder, root / folder, ignore=leave_out)
+    for file in ("README.md", "CHANGELOG.md"):
+        shutil.copy(pages.ROOT / file, root)
+    for notebook in (root / "tutorials").glob("*.ipynb"):
+        shutil.copy(notebook, root / "docs" / "tutorials")
+    command = [sys.executable, "-m", "sphinx", "-q", "-n", "-W", "--keep-going", "docs", "html"]
+    answer = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=110)
+    assert answer.returncode == 0, answer.stderr[-5000:]
+    return root / "html"
+
+
+@pytest.fixture(scope="module")
+def parsed(site: Path) -> dict[Path, Page]:
+    """Read all pages that were written for readers."""
+    return {path: Page(path) for path in site.rglob("*.html") if "_static" not in path.parts}
+
+
+def test_there_is_a_page_for_each_source(site: Path) -> None:
+    sources = [path.relative_to(pages.DOCS) for end in ("md", "rst") for path in pages.DOCS.rglob(f"*.{end}")]
+    missing = [
+        str(path) for path in sources if path.parts[0][0] != "_" and not (site / path.with_suffix(".html")).exists()
+    ]
+    assert len(sources) > 20 and not missing
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path, parsed: dict[Path, Page]) -> None:
+    fetched = {(path.name, address) for path, page in parsed.items() for address in page.fetched}
+    imported = {
+        (style.name, address)
+        for style in site.rglob("*.css")
+        for address in re.findall(r"(?:@import|url\()\s*[\"']?([^\"')]+)", style.read_text(encoding="utf-8"))
+    }
+    assert fetched
+    assert not [item for item in fetched | imported if ELSEWHERE.match(item[1])]
+
+
+def test_every_link_inside_leads_to_a_page_and_a_place_on_it(site: Path, parsed: dict[Path, Page]) -> None:
+    dead = [f"{path.relative_to(site)}: {link}" for path, page in parsed.items() for link in page.links
+            if not leads_somewhere(path, link, parsed)]  # fmt: skip
+    assert not dead
+
+
+def leads_somewhere(path: Path, link: str, parsed: dict[Path, Page]) -> bool:
+    parts = urlsplit(link)
+    if parts.scheme or parts.netloc:
+        return True
+    target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+    if not target.exists():
+        return False
+    return not parts.fragment or target not in parsed or unquote(parts.fragment) in parsed[target].anchors
+
+
+def test_every_page_has_one_title(parsed: dict[Path, Page]) -> None:
+    wrong = [path.name for path, page in parsed.items() if page.headings.count("h1") != 1]
+    assert sorted(set(wrong) - {"genindex.html", "py-modindex.html", "search.html"}) == []
+
+
+def test_every_drawing_says_in_words_what_it_shows(site: Path) -> None:
+    for name in ("index", "design", "explanation/schedules"):
+        text = (site / f"{name}.html").read_text(encoding="utf-8")
+        drawings = re.findall(r'<div class="drawing".*?</svg>', text, re.DOTALL)
+        assert drawings
+        assert all("<title" in drawing or "aria-label" in drawing for drawing in drawings)
+
+
+def test_formulas_are_rendered(site: Path) -> None:
+    text = (site / "explanation" / "schedules.html").read_text(encoding="utf-8")
+    assert text.count("<math") >= 6
+    assert "\\alpha" not in text
