@@ -75,13 +75,14 @@ class Wire:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self._threads[0].join()
         self.cut()
         for thread in self._threads:
             thread.join()
 
     def cut(self) -> None:
         """Cut all connections as they are."""
-        for end in self._open:
+        for end in list(self._open):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 

@@ -175,7 +175,8 @@ def test_unfinished_values_hold_a_bounded_amount_and_are_cut(master: TCPStore, m
     start = GREETING + bytes([Op.SET]) + struct.pack("<Q", 2) + b"/x" + struct.pack("<Q", 7 * MB)
     before = process.memory_info().rss
     hoarders = [dial(master, start) for _ in range(40)]
-    pushers = [threading.Thread(target=_push, args=(each, 6 * MB)) for each in hoarders]
+    unfinished = bytes(6 * MB)
+    pushers = [threading.Thread(target=_push, args=(each, unfinished)) for each in hoarders]
     for thread in pushers:
         thread.start()
     while any(thread.is_alive() for thread in pushers):
@@ -190,9 +191,9 @@ def test_unfinished_values_hold_a_bounded_amount_and_are_cut(master: TCPStore, m
     assert len(master.get("honest")) == 7 * MB
 
 
-def _push(connection: socket.socket, size: int) -> None:
+def _push(connection: socket.socket, data: bytes) -> None:
     with contextlib.suppress(OSError):
-        connection.sendall(bytes(size))
+        connection.sendall(data)
 
 
 def test_large_honest_values_from_many_clients_all_arrive(master: TCPStore) -> None:

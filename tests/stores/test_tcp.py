@@ -462,3 +462,30 @@ def test_properties(master: TCPStore) -> None:
     assert (master.host, master.libuvBackend, master.has_extended_api()) == (HOST, True, True)
     assert repr(master) == f"TCPStore(127.0.0.1:{master.port}, master)"
     assert torch.distributed.TCPStore(HOST, master.port).port == master.port
+
+
+def gloo_rank(pipe: Connection, kind: Any, port: int, rank: int) -> None:
+    store = kind(HOST, port, timeout=timedelta(seconds=20))
+    if isinstance(store, TCPStore):
+        store = ForTorch(store)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    tensor = torch.tensor([rank * rank + position**2 + 1 for position in range(5)])
+    torch.distributed.all_reduce(tensor)
+    torch.distributed.destroy_process_group()
+    pipe.send(tensor.tolist())
+
+
+class ForTorch(torch.distributed.Store):
+    """As much of our store as torch's Gloo asks of one."""
+
+    def __init__(self, inner: TCPStore) -> None:
+        super().__init__()
+        for name in ("set", "get", "add", "wait", "check"):
+            setattr(self, name, getattr(inner, name))
+
+
+@pytest.mark.parametrize("kinds", [(torch_tcp, torch_tcp), (torch_tcp, TCPStore)], ids=["torch's clients", "and ours"])
+def test_torchs_gloo_starts_over_our_server(kinds: tuple[Any, Any]) -> None:
+    with server() as (port, _):
+        with in_child(gloo_rank, kinds[0], port, 0) as (one, _), in_child(gloo_rank, kinds[1], port, 1) as (two, _):
+            assert one.recv() == two.recv() == [1 + 2 * position**2 + 2 for position in range(5)]

@@ -97,7 +97,9 @@ class Conversation:
             except (OSError, Lost) as error:
                 if isinstance(error, TimeoutError) and self.server.met:
                     raise  # it was there and is silent now: that is a time-out, not a lost server
-                if deadline.passed() or self.server.met:
+                # A server that was there and refuses now has ended; one that cuts the line again may yet listen.
+                patient = not self.server.met or (isinstance(error, Lost) and pause < 0.1)
+                if deadline.passed() or not patient:
                     raise self._unreachable(error, deadline) from error
                 time.sleep(min(pause, deadline.left()))
                 pause = min(pause * 1.5, 0.25)
