@@ -31,6 +31,7 @@ from torchdist_ref.testing import fill
 ROOT = Path(__file__).parent.parent
 BEGIN = "import os, signal, sys\nrank = int(os.environ['RANK'])"
 WAIT = "while True: signal.pause()"
+AWAIT_USER = "signal.sigwait({signal.SIGUSR1})"
 Shown = list[tuple[int, Any]]
 
 
@@ -95,8 +96,8 @@ class TestCells:
                 # Rank 0 goes on only once we have heard it.
                 os.kill(pool.pids[0], signal.SIGUSR1)
 
-        pool.run("print('early') if rank else signal.signal(signal.SIGUSR1, lambda *_: None);", show=listen)
-        source = "if rank == 0:\n  print('waiting')\n  signal.pause()\nprint('done')"
+        pool.run("print('early') if rank else signal.pthread_sigmask(0, [signal.SIGUSR1]);", show=listen)
+        source = f"if rank == 0:\n  print('waiting')\n  {AWAIT_USER}\nprint('done')"
         pool.run(source, show=listen)
         assert heard == [(1, "early"), (2, "early"), (0, "waiting"), (0, "done"), (1, "done"), (2, "done")]
 
@@ -286,13 +287,21 @@ class TestInterrupt:
             items.append((rank, item))
             os.kill(os.getpid(), signal.SIGINT)
 
+        pool.run("x = rank")
         with pytest.raises(CellInterrupted, match=r"^interrupted by you: ranks 0, 1, 2$") as caught:
-            pool.run(f"x = rank\nprint('waiting')\n{WAIT}", show=listen)
+            pool.run(f"print('waiting')\n{WAIT}", show=listen)
         assert isinstance(caught.value, KeyboardInterrupt)
         # Rank 0 may still have been printing.
         assert caught.value.report.traces().count("] KeyboardInterrupt\n") in (1, 2)
         assert shown(pool, "x") == [(0, "0"), (1, "1"), (2, "2")]
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def test_a_cell_may_answer_it_itself(self, server: RankServer) -> None:
+        source = f"import signal\ntry:\n  print('waiting')\n  {WAIT}\nexcept KeyboardInterrupt:\n  x = 5"
+        with RankPool(1, server) as pool:
+            with pytest.raises(CellInterrupted, match=r"^interrupted by you: no rank was still running$"):
+                pool.run(source, show=lambda rank, item: os.kill(os.getpid(), signal.SIGINT))
+            assert shown(pool, "x") == [(0, "5")]
 
     def test_an_idle_rank_does_not_mind(self, pool: RankPool) -> None:
         for pid in pool.pids:

@@ -119,7 +119,8 @@ class RankServer:
             self.signal(channel.rank, signal.SIGKILL)
         with contextlib.suppress(EOFError):
             while left and select.select([self.control], [], [], _PATIENCE)[0]:
-                left.discard(receive(self.control)[1])
+                kind, rank, _ = receive(self.control)
+                left -= {rank} if kind == "ended" else set()
 
     def close(self) -> None:
         """End it, and with it every rank that it started."""

@@ -24,6 +24,8 @@ from torchdist_ref.notebook.wire import Message, receive, send
 
 # How long an interrupted rank may take to come back: C code that waits does not hear the interrupt at once.
 _PATIENCE = 5.0
+_AGAIN = 0.5
+_NEVER = float("inf")
 # Who interrupts again after so long means it; before, it may be a nervous finger.
 _IMPATIENCE = 1.0
 
@@ -48,7 +50,10 @@ class Conversation:
         self._timeout = timeout
         self._grace = grace
         self._waiting = set(self._channels)
-        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._begun: set[int] = set()
+        self._signals_under_way = 0
+        self._deadline = _NEVER if timeout is None else time.monotonic() + timeout
+        self._again_at = _NEVER
         self._report = Report(waited=timeout or 0.0)
         self._interrupted_at = 0.0
         self._selector = selectors.DefaultSelector()
@@ -81,14 +86,22 @@ class Conversation:
         self._selector.register(source, selectors.EVENT_READ, do)
 
     def _listen(self) -> None:
-        while self._waiting:
-            left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-            for key, _ in self._selector.select(left):
+        # A signal that is late would hit the next cell.
+        while self._waiting or self._signals_under_way:
+            for key, _ in self._selector.select(self._seconds_left()):
                 # An earlier event of this round may have been a rank's last.
                 if key.fileobj in self._selector.get_map():
                     key.data()
-            if self._deadline is not None and time.monotonic() >= self._deadline and self._waiting:
+            now = time.monotonic()
+            if now >= self._again_at:
+                self._again_at = _NEVER
+                self._signal(self._waiting & self._begun)
+            if now >= self._deadline and self._waiting:
                 self._on_deadline()
+
+    def _seconds_left(self) -> float | None:
+        next_time = min(self._deadline, self._again_at)
+        return None if next_time == _NEVER else max(0.0, next_time - time.monotonic())
 
     def _on_output(self, channel: Channel) -> None:
         if not channel.output.fill():
@@ -109,11 +122,19 @@ class Conversation:
         while not channel.output.at_mark and channel.output.fill():
             self._pass_on(channel)
         channel.output.pass_mark()
+        if kind == "done":
+            self._on_answer(channel, *content)
+            return
         if kind == "display":
             self._turns.bundle(channel.rank, *content)
-            self._pass_on(channel)
         else:
-            self._on_answer(channel, *content)
+            self._on_begun(channel.rank)
+        self._pass_on(channel)
+
+    def _on_begun(self, rank: int) -> None:
+        self._begun.add(rank)
+        if self._interrupted_at:
+            self._signal({rank})
 
     def _on_answer(self, channel: Channel, failure: object, value: bytes | None) -> None:
         if isinstance(failure, Failure):
@@ -128,11 +149,15 @@ class Conversation:
             message = receive(self._server.control)
         except EOFError:
             # Ranks do not outlive their server: see `die_with_parent`.
+            self._selector.unregister(self._server.control)
+            self._signals_under_way = 0
             for rank in list(self._waiting):
                 self._on_end(rank, -signal.SIGKILL)
             return
         if message[0] == "ended":
             self._on_end(message[1], message[2])
+        elif message[0] == "signalled":
+            self._signals_under_way -= 1
 
     def _on_end(self, rank: int, status: int) -> None:
         self._report.died[rank] = status
@@ -151,7 +176,7 @@ class Conversation:
     def _hurry(self, rank: int) -> None:
         """The others may be waiting for a rank that failed, and would wait long."""
         deadline = time.monotonic() + self._grace
-        if not self._report.late and not self._report.interrupted and deadline < (self._deadline or float("inf")):
+        if not self._report.late and not self._report.interrupted and deadline < self._deadline:
             self._deadline, self._report.after, self._report.waited = deadline, rank, self._grace
 
     def _on_interrupt(self, interrupts: socket.socket) -> None:
@@ -171,7 +196,14 @@ class Conversation:
     def _interrupt(self) -> None:
         self._interrupted_at = time.monotonic()
         self._deadline = self._interrupted_at + _PATIENCE
-        for rank in self._waiting:
+        # A signal may come between a rank's last look for signals and its falling asleep: then only the next wakes it.
+        self._again_at = self._interrupted_at + _AGAIN
+        # A rank that has not begun yet would not hear it: it is signalled as soon as it has.
+        self._signal(self._waiting & self._begun)
+
+    def _signal(self, ranks: set[int]) -> None:
+        for rank in ranks:
+            self._signals_under_way += 1
             self._server.signal(rank, signal.SIGINT)
 
     def _give_up(self) -> None:

@@ -12,6 +12,7 @@ import pickle
 import signal
 import socket
 import sys
+import time
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -21,6 +22,8 @@ from torchdist_ref.notebook.marks import MARK
 from torchdist_ref.notebook.rich import bundle_of
 from torchdist_ref.notebook.wire import Message, receive, send
 
+# Seconds within which two signals are one interrupt.
+_ONE_INTERRUPT = 2.0
 FIGURES = "torchdist_ref.notebook.figures"
 
 
@@ -63,6 +66,7 @@ class Rank:
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
         self._running = False
+        self._interrupted_at = 0.0
         main = types.ModuleType("__main__")
         sys.modules["__main__"] = main
         self._namespace = main.__dict__
@@ -71,8 +75,10 @@ class Rank:
 
     def on_interrupt(self, signum: int, frame: object) -> None:
         """Break off the running cell."""
-        if self._running:
-            self._running = False
+        now = time.monotonic()
+        # The kernel sends it twice, in case that the first came just before the cell began to wait.
+        if self._running and now > self._interrupted_at + _ONE_INTERRUPT:
+            self._interrupted_at = now
             raise KeyboardInterrupt
 
     def answer(self, message: Message) -> None:
@@ -84,7 +90,10 @@ class Rank:
 
     def _attempt(self, do: Callable[..., Any], arguments: list[Any]) -> tuple[Failure | None, bytes | None]:
         try:
+            self._interrupted_at = 0.0
             self._running = True
+            # From now on an interrupt is heard.
+            self._say(("begun",))
             value = do(*arguments)
             self._running = False
             return None, value

@@ -57,7 +57,7 @@ class Report:
         lines = [f"{names([rank])} {how_it_ended(status)}. {_AGAIN}" for rank, status in sorted(self.died.items())]
         lines += [f"{names(ranks)} failed with {what}" for what, ranks in self._by_failure().items()]
         if self.interrupted:
-            lines.append(f"interrupted by you: {names(self._broken_off())}")
+            lines.append(f"interrupted by you: {names(self._broken_off()) or 'no rank was still running'}")
         elif self.late - self.silent:
             since = "" if self.after is None else f" after rank {self.after} had ended"
             late = names(self.late - self.silent)
@@ -123,8 +123,8 @@ class CellInterrupted(_Reported, KeyboardInterrupt):
 def names(ranks: Iterable[int]) -> str:
     """Name ranks in a sentence.
 
-    >>> names([2]), names({3, 0, 1})
-    ('rank 2', 'ranks 0, 1, 3')
+    >>> names([2]), names({3, 0, 1}), names([])
+    ('rank 2', 'ranks 0, 1, 3', '')
     """
     listed = [str(rank) for rank in sorted(ranks)]
-    return f"rank{'s' * (len(listed) != 1)} {', '.join(listed)}"
+    return f"rank{'s' * (len(listed) > 1)} {', '.join(listed)}" if listed else ""

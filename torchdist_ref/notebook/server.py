@@ -94,6 +94,7 @@ class Server:
             self._start(rank, detail, descriptors)
         else:
             self._signal(rank, detail)
+            send(self._control, ("signalled", rank, detail))
 
     def _start(self, rank: int, environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
         start = self._fork if self._method == "fork" else _spawn

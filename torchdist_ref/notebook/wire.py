@@ -5,9 +5,10 @@ its kind. What kinds there are, and who sends them:
 
 ====================  =========================================================================
 kernel → server       ``start`` rank, environment (with two descriptors) · ``signal`` rank, number
-server → kernel       ``ready`` · ``failed`` why · ``started`` rank, process id · ``ended`` rank, status
+server → kernel       ``ready`` · ``failed`` why · ``started`` rank, process id · ``signalled`` rank, number ·
+                      ``ended`` rank, status
 kernel → rank         ``run`` source, file name · ``get`` name · ``put`` name, pickle
-rank → kernel         ``display`` MIME bundle · ``done`` failure or None, value or None
+rank → kernel         ``begun`` · ``display`` MIME bundle · ``done`` failure or None, value or None
 ====================  =========================================================================
 
 A rank's output does not come this way but through a pipe, so that what C code and subprocesses print comes too.
