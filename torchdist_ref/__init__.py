@@ -18,10 +18,13 @@ if TYPE_CHECKING:
         RendezvousError, StoreTimeoutError, UnsupportedError,
     )  # fmt: skip
     from torchdist_ref.groups import (
-        GroupMember, ProcessGroup, ReduceOp, Work, all_gather, all_gather_into_tensor, all_reduce, all_to_all,
-        barrier, broadcast, destroy_process_group, gather, get_backend, get_global_rank, get_group_rank,
-        get_process_group_ranks, get_rank, get_world_size, init_process_group, irecv, is_initialized, isend,
-        new_group, recv, reduce, reduce_scatter, reduce_scatter_tensor, scatter, send,
+        Backend, GroupMember, ProcessGroup, ReduceOp, Work, all_gather, all_gather_into_tensor, all_reduce,
+        all_to_all, barrier, broadcast, destroy_process_group, gather, get_backend,
+        get_default_backend_for_device, get_global_rank, get_group_rank, get_node_local_rank, get_pg_count,
+        get_process_group_ranks, get_rank, get_world_size, init_process_group, irecv, is_available,
+        is_backend_available, is_gloo_available, is_initialized, is_mpi_available, is_nccl_available,
+        is_torchelastic_launched, is_ucc_available, is_xccl_available, isend, new_group, recv, reduce,
+        reduce_op, reduce_scatter, reduce_scatter_tensor, scatter, send, supports_complex,
     )  # fmt: skip
     from torchdist_ref.parallel import DistributedDataParallel, GradBucket
     from torchdist_ref.rendezvous import register_rendezvous_handler, rendezvous
@@ -34,10 +37,12 @@ _HOMES = {
         "StoreTimeoutError UnsupportedError"
     ),
     "torchdist_ref.groups": (
-        "GroupMember ProcessGroup ReduceOp Work all_gather all_gather_into_tensor all_reduce all_to_all barrier "
-        "broadcast destroy_process_group gather get_backend get_global_rank get_group_rank get_process_group_ranks "
-        "get_rank get_world_size init_process_group irecv is_initialized isend new_group recv reduce reduce_scatter "
-        "reduce_scatter_tensor scatter send"
+        "Backend GroupMember ProcessGroup ReduceOp Work all_gather all_gather_into_tensor all_reduce all_to_all "
+        "barrier broadcast destroy_process_group gather get_backend get_default_backend_for_device get_global_rank "
+        "get_group_rank get_node_local_rank get_pg_count get_process_group_ranks get_rank get_world_size "
+        "init_process_group irecv is_available is_backend_available is_gloo_available is_initialized "
+        "is_mpi_available is_nccl_available is_torchelastic_launched is_ucc_available is_xccl_available isend "
+        "new_group recv reduce reduce_op reduce_scatter reduce_scatter_tensor scatter send supports_complex"
     ),
     "torchdist_ref.parallel": "DistributedDataParallel GradBucket",
     "torchdist_ref.rendezvous": "register_rendezvous_handler rendezvous",

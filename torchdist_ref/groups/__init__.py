@@ -5,6 +5,12 @@ from __future__ import annotations
 from torch.distributed import ReduceOp
 
 from torchdist_ref.errors import adopt_torch
+from torchdist_ref.groups.availability import (
+    get_default_backend_for_device, get_node_local_rank, get_pg_count, is_available, is_backend_available,
+    is_gloo_available, is_mpi_available, is_nccl_available, is_torchelastic_launched, is_ucc_available,
+    is_xccl_available,
+)  # fmt: skip
+from torchdist_ref.groups.backend_names import Backend
 from torchdist_ref.groups.collectives import all_reduce, barrier, broadcast, reduce
 from torchdist_ref.groups.gathering import all_gather, all_gather_into_tensor, all_to_all, gather, scatter
 from torchdist_ref.groups.group import GroupMember, ProcessGroup
@@ -13,12 +19,14 @@ from torchdist_ref.groups.point_to_point import irecv, isend, recv, send
 from torchdist_ref.groups.queries import (
     get_backend, get_global_rank, get_group_rank, get_process_group_ranks, get_rank, get_world_size,
 )  # fmt: skip
+from torchdist_ref.groups.reduce_ops import reduce_op, supports_complex
 from torchdist_ref.groups.reduce_scattering import reduce_scatter, reduce_scatter_tensor
 from torchdist_ref.work import Work
 
 adopt_torch()
 
 __all__ = [
+    "Backend",
     "GroupMember",
     "ProcessGroup",
     "ReduceOp",
@@ -32,20 +40,33 @@ __all__ = [
     "destroy_process_group",
     "gather",
     "get_backend",
+    "get_default_backend_for_device",
     "get_global_rank",
     "get_group_rank",
+    "get_node_local_rank",
+    "get_pg_count",
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
     "init_process_group",
     "irecv",
+    "is_available",
+    "is_backend_available",
+    "is_gloo_available",
     "is_initialized",
+    "is_mpi_available",
+    "is_nccl_available",
+    "is_torchelastic_launched",
+    "is_ucc_available",
+    "is_xccl_available",
     "isend",
     "new_group",
     "recv",
     "reduce",
+    "reduce_op",
     "reduce_scatter",
     "reduce_scatter_tensor",
     "scatter",
     "send",
+    "supports_complex",
 ]

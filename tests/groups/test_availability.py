@@ -1,0 +1,153 @@
+"""What can be used here, by name; engines of one's own; numbers that launchers leave in the environment."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as theirs
+
+import torchdist_ref as dist
+from torchdist_ref.backends import base
+from torchdist_ref.backends.ref import Ref
+from torchdist_ref.testing import fill, run
+
+
+def test_the_names_of_engines_are_torchs_words() -> None:
+    for name in ("GLOO", "NCCL", "MPI", "UCC", "XCCL", "FAKE", "UNDEFINED"):
+        assert getattr(dist.Backend, name) == getattr(theirs.Backend, name)
+    assert dist.Backend("GlOo") == theirs.Backend("GlOo") == "gloo"
+    assert dist.Backend("Somebodys") == theirs.Backend("Somebodys") == "somebodys"
+    assert isinstance(dist.Backend("ref"), str) and dist.Backend.REF == "ref"
+
+
+@pytest.mark.parametrize("name", ["gloo", "nccl", "mpi", "ucc", "xccl"])
+def test_availability_says_what_init_can_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = getattr(dist, f"is_{name}_available")
+    assert asked() == dist.is_backend_available(name.upper())
+    if name not in base.names():
+        assert not asked()
+        monkeypatch.setitem(base._engines, name, "somewhere")
+        installed = {"gloo": theirs.is_gloo_available(), "nccl": theirs.is_nccl_available(), "ucc": True, "xccl": True}
+        assert name == "mpi" or asked() == installed[name]
+
+
+def test_engines_by_device_must_all_be_there() -> None:
+    assert dist.is_available() and dist.is_gloo_available()
+    assert dist.is_backend_available("cpu:gloo") and dist.is_backend_available("cpu:ref,cuda:gloo")
+    assert not dist.is_backend_available("cpu:gloo,cuda:smoke")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:3", torch.device("cpu"), "xpu", "mps"])
+def test_default_engines_are_torchs(device: str | torch.device) -> None:
+    assert dist.get_default_backend_for_device(device) == theirs.get_default_backend_for_device(device)
+
+
+def test_a_device_without_an_engine_is_named() -> None:
+    with pytest.raises(ValueError, match=r"'device'.*cpu, cuda.*'meta'.*not registered"):
+        dist.get_default_backend_for_device("meta")
+
+
+def counted(calls: list[tuple[object, ...]], *arguments: Any) -> Ref:
+    calls.append(arguments)
+    store, rank, size, timeout = arguments
+    return Ref(base.Membership(store, rank, tuple(range(size)), "mine", timeout.total_seconds()))
+
+
+def total(rank: int) -> list[float]:
+    tensor = fill(rank, (5,))
+    dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def test_an_engine_of_ones_own_carries_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(base, "_engines", dict(base._engines))
+    dist.Backend.register_backend("OurOwn", lambda *arguments: counted(calls, *arguments), devices=["fpga"])
+    try:
+        assert run(total, 2, backend="OUROWN") == [(fill(0, (5,)) + fill(1, (5,))).tolist()] * 2
+        assert sorted(str(call[1:3]) for call in calls) == ["(0, 2)", "(1, 2)"]
+        assert all(isinstance(call[3], timedelta) for call in calls)
+        assert dist.Backend.OUROWN == "ourown"  # type: ignore[attr-defined]
+        assert dist.Backend.default_device_backend_map.pop("fpga") == "ourown"
+    finally:
+        del dist.Backend.OUROWN  # type: ignore[attr-defined]
+
+
+def test_what_is_no_engine_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_engines", dict(base._engines))
+    dist.Backend.register_backend("gloo", lambda membership, options: "an engine", extended_api=True)
+    with pytest.raises(TypeError, match=r"'func'.*backends.base.Backend, got 'an engine' \(on rank 0\).*'gloo'"):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert not dist.is_initialized()
+
+
+MISUSE: list[tuple[Any, type[Exception], str]] = [
+    (lambda: dist.Backend(3), ValueError, "Backend.*'name'.*got 3"),  # type: ignore[arg-type]
+    (lambda: dist.Backend.register_backend(3, total), TypeError, "'name'.*got 3"),  # type: ignore[arg-type]
+    (lambda: dist.Backend.register_backend("a", 4), TypeError, "'func'.*callable, got 4"),  # type: ignore[arg-type]
+    (lambda: dist.is_backend_available(None), TypeError, "'backend'.*None"),  # type: ignore[arg-type]
+    (lambda: dist.supports_complex("sum"), TypeError, "supports_complex.*'op'.*'sum'"),
+    (lambda: dist.reduce_op.MEAN, AttributeError, "'MEAN'.*SUM"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "words"), MISUSE, ids=[case[2] for case in MISUSE])
+def test_misuse_is_answered(call: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def test_the_local_rank_is_the_launchers_then_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert dist.get_node_local_rank(7) == theirs.get_node_local_rank(7) == 3
+    monkeypatch.setenv("LOCAL_RANK", "third")
+    with pytest.raises(ValueError, match=r"'LOCAL_RANK'.*'third'"):
+        dist.get_node_local_rank()
+    monkeypatch.delenv("LOCAL_RANK")
+    assert dist.get_node_local_rank(7) == 7
+    with pytest.raises(RuntimeError, match=r"LOCAL_RANK is not in the environment.*fallback_rank"):
+        dist.get_node_local_rank()
+
+
+def test_elastic_launchers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert not dist.is_torchelastic_launched() and "TORCHELASTIC_RUN_ID" not in os.environ
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    assert dist.is_torchelastic_launched() and theirs.is_torchelastic_launched()
+
+
+def counts(rank: int, path: str, size: int) -> tuple[list[int], list[int]]:
+    theirs.init_process_group("gloo", store=theirs.FileStore(path, size), rank=rank, world_size=size)
+    found: tuple[list[int], list[int]] = ([], [])
+    for mine, library in zip(found, (dist, theirs), strict=True):
+        mine.append(library.get_pg_count())
+        library.new_group([0])
+        group = library.new_group()
+        library.destroy_process_group(group)
+        mine.append(library.get_pg_count())
+    theirs.destroy_process_group()
+    dist.destroy_process_group()
+    found[0].append(dist.get_pg_count())
+    found[1].append(theirs.get_pg_count())
+    return found
+
+
+def test_groups_are_counted_as_torch_counts_them(tmp_path: Any) -> None:
+    for ours, oracle in run(counts, 2, str(tmp_path / "store"), 2, ranks="processes"):
+        assert ours == oracle == [1, 3, 0]
+
+
+def test_reductions_of_complex_numbers_are_torchs_list() -> None:
+    for name, member in theirs.ReduceOp.RedOpType.__members__.items():
+        assert dist.supports_complex(member) == theirs.supports_complex(member), name
+    assert dist.supports_complex(dist.ReduceOp(dist.ReduceOp.SUM))
+
+
+def test_the_old_name_of_reductions_works_and_warns() -> None:
+    with pytest.warns(FutureWarning, match="reduce_op is deprecated"):
+        assert dist.reduce_op.PRODUCT is dist.ReduceOp.PRODUCT
+    assert dist.reduce_op.__members__ == theirs.ReduceOp.RedOpType.__members__
