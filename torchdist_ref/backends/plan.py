@@ -22,8 +22,9 @@ from torch import Tensor
 from torchdist_ref.backends.operands import IN_PLACE, Sizes, picks_of
 from torchdist_ref.backends.reductions import WIDENED, Reduction
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
-from torchdist_ref.transports.base import Link, Token
+from torchdist_ref.transports.base import Link, Range, Token
 from torchdist_ref.transports.board import Record
+from torchdist_ref.transports.layout import ANNOUNCEMENT
 
 ALIGN = 64
 COPY, REDUCE, COMBINE, WIDE = range(4)
@@ -189,22 +190,35 @@ class Plan:
         opening = number == 0 and begin == 0
         sources = _unique(m.src for m in moves if m.dst == rank and m.src != rank)
         targets = _unique(m.dst for m in moves if m.src == rank and m.dst != rank)
+        told = link.peers if opening else targets
         mine = [s for s in self.staged[number].get(rank, ()) if self.length(rank, s, begin) and self._carries_data]
         return RoundCode(
             stage=tuple((self._view(number, rank, slot, begin, half), self.slots.index(slot)) for slot in mine),
-            posts=tuple(link.full_to[p].release for p in (link.peers if opening else targets)),
+            posts=tuple(link.giver("full", p, self._shown(number, p, begin, half, opening)) for p in told),
             waits=tuple((link.full_from[p], p) for p in (link.peers if opening else sources)),
             steps=tuple(self._steps(number, begin, half)),
-            frees=tuple(link.free_to[p].release for p in sources if self._frees),
+            frees=tuple(link.giver("free", p) for p in sources if self._frees),
             readers=tuple((link.free_from[p], p) for p in targets if self._frees),
         )
 
-    def _view(self, number: int, rank: int, slot: Slot, begin: int, half: int) -> Tensor:
-        """A slot of some rank as it lies on that rank's stage in this round."""
+    def _shown(self, number: int, peer: int, begin: int, half: int, opening: bool) -> list[Range]:
+        """What a peer gets to see with its token: the slots that it reads, and in an opening the announcement."""
+        link = self.link
+        line = [(link.layout.board(link.rank), ANNOUNCEMENT)] if opening else []
+        moves = [m for m in self.rounds[number] if (m.src, m.dst) == (link.rank, peer) and self._carries_data]
+        return line + [self._range(number, link.rank, slot, begin, half) for slot in _unique(m.read for m in moves)]
+
+    def _range(self, number: int, rank: int, slot: Slot, begin: int, half: int) -> Range:
+        """Where a slot of some rank lies on that rank's stage in this round, and how many bytes it has there."""
         stride = -(-self.window * self.dtype.itemsize // ALIGN) * ALIGN
         offset = self.link.layout.stage(rank, half) + self.staged[number][rank].index(slot) * stride
-        count = self.length(rank, slot, begin)
-        view = torch.frombuffer(self.link.memory.buffer, dtype=self.dtype, count=count, offset=offset)
+        return offset, self.length(rank, slot, begin) * self.dtype.itemsize
+
+    def _view(self, number: int, rank: int, slot: Slot, begin: int, half: int) -> Tensor:
+        """A slot of some rank as it lies on that rank's stage in this round."""
+        offset, nbytes = self._range(number, rank, slot, begin, half)
+        count = nbytes // self.dtype.itemsize
+        view = torch.frombuffer(self.link.memory.buffer_of(rank), dtype=self.dtype, count=count, offset=offset)
         return view.view(self.shape) if self.whole else view
 
     def _steps(self, number: int, begin: int, half: int) -> Iterable[Step]:

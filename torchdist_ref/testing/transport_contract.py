@@ -16,6 +16,7 @@ from torchdist_ref.testing.filling import fill
 from torchdist_ref.testing.running import run
 from torchdist_ref.transports.base import Link
 from torchdist_ref.transports.board import Record
+from torchdist_ref.transports.layout import BOARD_LINE
 from torchdist_ref.transports.mailbox import Mailbox
 
 Connect = Callable[[Store, int, Sequence[int], str, float], Link]
@@ -53,8 +54,11 @@ def check_transport(connect: Connect, size: int = 3) -> None:
 
 
 def _meet(link: Link) -> None:
+    """Meet, and show what lies at the beginning of both halves of the stage."""
+    shown = [(link.layout.board(link.rank), BOARD_LINE)]
+    shown += [(link.layout.stage(link.rank, half), 4 * 500) for half in (0, 1)]
     for peer in link.peers:
-        link.full_to[peer].release()
+        link.giver("full", peer, shown)()
     for peer in link.peers:
         link.wait(link.full_from[peer], peer, "meet")
 
@@ -63,7 +67,7 @@ def tokens_count(link: Link) -> None:
     """As many tokens come out as went in, from each rank separately."""
     for peer in link.peers:
         for _ in range(link.rank + 2):
-            link.full_to[peer].release()
+            link.giver("full", peer)()
     for peer in link.peers:
         for _ in range(peer + 2):
             link.wait(link.full_from[peer], peer, "count")
@@ -84,7 +88,7 @@ def stages_are_seen_after_a_token(link: Link) -> None:
 
 def _stage(link: Link, rank: int, half: int) -> torch.Tensor:
     offset = link.layout.stage(rank, half)
-    return torch.frombuffer(link.memory.buffer, dtype=torch.float32, count=500, offset=offset)
+    return torch.frombuffer(link.memory.buffer_of(rank), dtype=torch.float32, count=500, offset=offset)
 
 
 def boards_show_calls(link: Link) -> None:

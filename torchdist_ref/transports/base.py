@@ -12,13 +12,13 @@ rank, then block in slices (see `liveness`). Don't add algorithms here: they are
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, Protocol
 
 from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError
 from torchdist_ref.transports.board import ABSENT, GAVE_UP, LEFT, PRESENT, Line
-from torchdist_ref.transports.layout import Layout
+from torchdist_ref.transports.layout import BOARD_LINE, Layout
 from torchdist_ref.transports.liveness import SLICE
 
 
@@ -42,15 +42,45 @@ class Liveness(Protocol):
         """Let go."""
 
 
+Range = tuple[int, int]
+"""(offset, bytes) in a segment."""
+
+
 class Memory(Protocol):
-    """What a link stands on: bytes that all ranks see, and tokens between them."""
+    """What a link stands on: a segment that all ranks see (or a copy of it that is kept up), and tokens."""
 
     kind: str
-    buffer: Any
-    bytes: memoryview
+
+    def buffer_of(self, rank: int) -> Any:
+        """Where the parts of the segment that belong to `rank` are, for `torch.frombuffer`."""
+
+    def bytes_of(self, rank: int) -> memoryview:
+        """The same as bytes."""
 
     def token(self, layout: Layout, kind: str, source: int, target: int) -> Token:
         """The token of this kind from `source` to `target`, the same for both."""
+
+    def giver(self, token: Token, kind: str, target: int, owner: int, ranges: Sequence[Range]) -> Callable[[], Any]:
+        """What to call so that `target` gets a token and then sees these ranges of what belongs to `owner`."""
+
+
+class OneMemory:
+    """The part that is alike where all ranks have one segment in common: everything is where everything is."""
+
+    buffer: Any
+    bytes: memoryview
+
+    def buffer_of(self, rank: int) -> Any:
+        """See `Memory`."""
+        return self.buffer
+
+    def bytes_of(self, rank: int) -> memoryview:
+        """See `Memory`."""
+        return self.bytes
+
+    def giver(self, token: Token, kind: str, target: int, owner: int, ranges: Sequence[Range]) -> Callable[[], Any]:
+        """See `Memory`. The target sees everything already: the token is all that it needs."""
+        return token.release
 
 
 class Link:
@@ -70,16 +100,24 @@ class Link:
         self.memory, self.layout, self.rank, self.members, self.name = memory, layout, rank, tuple(members), name
         self.size = layout.size
         self.timeout = timeout
-        self.lines = tuple(Line(memory.bytes, layout, r) for r in range(self.size))
+        self.lines = tuple(Line(memory.bytes_of(r), layout, r) for r in range(self.size))
         self.line = self.lines[rank]
         self.peers = tuple(r for r in range(self.size) if r != rank)
-        self.full_to = {p: memory.token(layout, "full", rank, p) for p in self.peers}
+        self._given: dict[tuple[str, int], Token] = {}
         self.full_from = {p: memory.token(layout, "full", p, rank) for p in self.peers}
-        self.free_to = {p: memory.token(layout, "free", rank, p) for p in self.peers}
         self.free_from = {p: memory.token(layout, "free", p, rank) for p in self.peers}
         self.spins = 400 if self.size <= len(os.sched_getaffinity(0)) else 0
         self.alive: Liveness
         self.broken: BaseException | None = None
+
+    def giver(self, kind: str, peer: int, ranges: Sequence[Range] = (), owner: int | None = None) -> Callable[[], Any]:
+        """What to call so that `peer` gets a token of this kind, and sees these ranges: this rank's, if not said."""
+        token = self._given.get((kind, peer))
+        if token is None:
+            # A rank has one bell, whoever rings it.
+            source = peer if kind == "bell" else self.rank
+            token = self._given[kind, peer] = self.memory.token(self.layout, kind, source, peer)
+        return self.memory.giver(token, kind, peer, self.rank if owner is None else owner, ranges)
 
     def wait(self, token: Token, peer: int, doing: str, timeout: float | None = None, alone: bool = False) -> None:
         """Take a token from `peer`, or raise the reason why it will not come.
@@ -149,6 +187,19 @@ class Link:
         if self.broken is None:
             self.broken = error
             self.line.give_up(f"{type(error).__name__} in {doing}: {error}")
+            self.show_line()
+
+    def show_line(self) -> None:
+        """Let the peers that can't look for themselves see this rank's board line."""
+        for peer in self.peers:
+            self.giver("line", peer, [(self.layout.board(self.rank), BOARD_LINE)])()
+
+    def meet(self, doing: str) -> None:
+        """Wait until all ranks are here, and see their board lines."""
+        for peer in self.peers:
+            self.giver("full", peer, [(self.layout.board(self.rank), BOARD_LINE)])()
+        for peer in self.peers:
+            self.wait(self.full_from[peer], peer, doing)
 
     def check_usable(self, doing: str) -> None:
         """Raise if an earlier call ended this group."""
@@ -162,5 +213,6 @@ class Link:
         """Leave the group. The memory goes with the last tensor that lies in it."""
         if self.line.status != GAVE_UP:
             self.line.status = LEFT
+            self.show_line()
         self.broken = GroupAbortedError(f"group {self.name!r} was destroyed on {self.who([self.rank])}")
         self.alive.close()

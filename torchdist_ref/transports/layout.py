@@ -22,7 +22,8 @@ CACHE_LINE = 64
 
 # full: "my stage holds this round's data"; free: "I have read it". offer, reply: the two halves of a
 # point-to-point handshake; more, room: its later windows. bell (on the diagonal): "some offer is there".
-KINDS = ("full", "free", "offer", "reply", "more", "room", "bell")
+# line: nobody waits for it; it only says that a board line has changed.
+KINDS = ("full", "free", "offer", "reply", "more", "room", "bell", "line")
 
 HEADER = PAGE
 BOARD_LINE = 2048
@@ -30,6 +31,8 @@ ENVELOPE = 1024
 
 # Offsets in a board line.
 STATUS, DONE, PID, GAVE_UP_AT, HEADS, TEXTS, REASON = 0, 8, 16, 24, 64, 192, 704
+# What of a line changes in every call: everything before the reason.
+ANNOUNCEMENT = REASON
 TEXT_BYTES, REASON_BYTES = 256, 1344
 
 

@@ -10,23 +10,20 @@ Matching by tag is above (`backends.point_to_point`); a mailbox only knows the m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchdist_ref.errors import MismatchError
-from torchdist_ref.transports.base import Link
+from torchdist_ref.transports.base import Link, Range
 from torchdist_ref.transports.board import Record
 from torchdist_ref.transports.layout import ENVELOPE
 
 _TAG, _FINGERPRINT, _NBYTES, _VERDICT = range(4)
 _TEXT, _REPLY, _FIELD = 64, 512, 384
 TAKEN, REFUSED = 0, 1
-
-Views = Callable[[int, int], Tensor]
-
 
 class Envelope(NamedTuple):
     """What a receiver sees before it takes a message."""
@@ -43,15 +40,16 @@ class Mailbox:
         self.link, self.source, self.target = link, source, target
         self.peer = target if link.rank == source else source
         memory, layout = link.memory, link.layout
-        begin = layout.envelope(source, target)
-        self._bytes = memory.bytes[begin : begin + ENVELOPE]
+        self._begin = begin = layout.envelope(source, target)
+        # A mailbox belongs to its sender; the receiver has the same bytes, or a copy that is kept up.
+        self._buffer = memory.buffer_of(source)
+        self._bytes = memory.bytes_of(source)[begin : begin + ENVELOPE]
         self._words = self._bytes[:64].cast("q")
         self._halves = [layout.mailbox(source, target, half) for half in (0, 1)]
         self.offer = memory.token(layout, "offer", source, target)
         self._reply = memory.token(layout, "reply", target, source)
         self._more = memory.token(layout, "more", source, target)
         self._room = memory.token(layout, "room", target, source)
-        self.bell = memory.token(layout, "bell", target, target)
 
     def send(self, tag: int, record: Record, tensor: Tensor, timeout: float | None = None) -> None:
         """Deliver a contiguous tensor; back when the receiver has it.
@@ -66,8 +64,8 @@ class Mailbox:
         self._words[_NBYTES] = row.numel() * row.itemsize
         self._put(_TEXT, record.text)
         self._view(0, row.dtype, pieces[0].numel()).copy_(pieces[0])
-        self.offer.release()
-        self.bell.release()
+        self._give("offer", [(self._begin, ENVELOPE), self._range(0, pieces[0])])
+        self._give("bell")
         self.link.wait(self._reply, self.peer, doing, timeout, alone=True)
         if self._words[_VERDICT] == REFUSED:
             raise MismatchError(
@@ -81,7 +79,7 @@ class Mailbox:
             if number > 1:
                 self.link.wait(self._room, self.peer, doing, timeout, alone=True)
             self._view(number & 1, piece.dtype, piece.numel()).copy_(piece)
-            self._more.release()
+            self._give("more", [self._range(number & 1, piece)])
         if len(pieces) > 1:
             self.link.wait(self._room, self.peer, doing, timeout, alone=True)
 
@@ -94,7 +92,7 @@ class Mailbox:
         """Tell the sender that its message does not fit what is expected here."""
         self._put(_REPLY, text.encode())
         self._words[_VERDICT] = REFUSED
-        self._reply.release()
+        self._give("reply", [(self._begin, ENVELOPE)])
 
     def take(self, tensor: Tensor, doing: str, timeout: float | None = None) -> None:
         """Receive the message at the head into a contiguous tensor of its size."""
@@ -102,14 +100,20 @@ class Mailbox:
         pieces = row.split(self._window(row)) if row.numel() else (row,)
         self._words[_VERDICT] = TAKEN
         if len(pieces) > 1:
-            self._reply.release()
+            self._give("reply", [(self._begin, 64)])
         pieces[0].copy_(self._view(0, row.dtype, pieces[0].numel()))
         for number, piece in enumerate(pieces[1:], 1):
             self.link.wait(self._more, self.peer, doing, timeout, alone=True)
             piece.copy_(self._view(number & 1, piece.dtype, piece.numel()))
-            self._room.release()
+            self._give("room")
         if len(pieces) == 1:
-            self._reply.release()
+            self._give("reply", [(self._begin, 64)])
+
+    def _give(self, kind: str, ranges: Sequence[Range] = ()) -> None:
+        self.link.giver(kind, self.peer, ranges, owner=self.source)()
+
+    def _range(self, half: int, piece: Tensor) -> Range:
+        return self._halves[half], piece.numel() * piece.itemsize
 
     def _window(self, row: Tensor) -> int:
         return self.link.layout.box // row.itemsize
@@ -117,7 +121,7 @@ class Mailbox:
     def _view(self, half: int, dtype: torch.dtype, count: int) -> Tensor:
         if count == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self.link.memory.buffer, dtype=dtype, count=count, offset=self._halves[half])
+        return torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=self._halves[half])
 
     def _put(self, at: int, text: bytes) -> None:
         text = text[: _FIELD - 2]

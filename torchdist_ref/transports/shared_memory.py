@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 from torchdist_ref.errors import DistBackendError, UnsupportedError
 from torchdist_ref.stores import Store
-from torchdist_ref.transports.base import Link, Token
+from torchdist_ref.transports.base import Link, OneMemory, Token
 from torchdist_ref.transports.layout import KINDS, Layout
 from torchdist_ref.transports.liveness import Peers
 
@@ -33,7 +33,7 @@ _MOST = 2**31 - 1
 _MARK = 16
 
 
-class SharedMemory:
+class SharedMemory(OneMemory):
     """A mapped segment and the semaphores in it."""
 
     kind = "shared_memory"
@@ -93,7 +93,7 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
     link = Link(memory, layout, rank, members, name, timeout)
     link.line.arrive(os.getpid())
     link.alive = Peers({})
-    _meet(link)
+    link.meet("init_process_group")
     link.alive = Peers({peer: link.lines[peer].pid for peer in link.peers})
     return link
 
@@ -127,13 +127,6 @@ def _open(store: Store, layout: Layout, rank: int) -> SharedMemory:
         raise DistBackendError(f"shared memory: descriptor {number} of process {pid} is not the group's segment.")
     store.set(f"mapped/{rank}", b"")
     return memory
-
-
-def _meet(link: Link) -> None:
-    for peer in link.peers:
-        link.full_to[peer].release()
-    for peer in link.peers:
-        link.wait(link.full_from[peer], peer, "init_process_group")
 
 
 def host_identity() -> str:

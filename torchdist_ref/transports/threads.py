@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from weakref import WeakValueDictionary
 
 from torchdist_ref.stores import Store
-from torchdist_ref.transports.base import Link, Token
+from torchdist_ref.transports.base import Link, OneMemory, Token
 from torchdist_ref.transports.layout import Layout
 from torchdist_ref.transports.liveness import NoPeers
 
@@ -48,7 +48,7 @@ class Permits:
         return True
 
 
-class PrivateMemory:
+class PrivateMemory(OneMemory):
     """The segment of a group of threads. Pages that nobody touches cost nothing here either."""
 
     kind = "threads"
@@ -75,10 +75,7 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
     link.spins = 0
     link.alive = NoPeers()
     link.line.arrive(os.getpid())
-    for peer in link.peers:
-        link.full_to[peer].release()
-    for peer in link.peers:
-        link.wait(link.full_from[peer], peer, "init_process_group")
+    link.meet("init_process_group")
     return link
 
 
