@@ -41,8 +41,6 @@ def train(rank: int, prepare: Prepare, epochs: int) -> tuple[torch.Tensor, int]:
     model = dist.DistributedDataParallel(names["make_model"]())
     with prepare(rank, model):
         names["train"](model, slice(rank, None, RANKS), epochs=epochs)
-    group = dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
     return names["weights"](model), model_reductions(model)
 
 
