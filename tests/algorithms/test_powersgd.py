@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import torchdist_ref as dist
 from tests.parallel.training import train
 from torchdist_ref.algorithms.ddp_comm_hooks import low_rank
+from torchdist_ref.algorithms.ddp_comm_hooks import powerSGD_hook as module
+from torchdist_ref.algorithms.ddp_comm_hooks.layer_ranks import LayerRanks, ranks_for_bytes, ranks_for_error
 from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_state import SeedStream
 from torchdist_ref.testing import fill, run
@@ -49,7 +51,7 @@ def test_compression_of_resnet_18_is_the_papers(rank: int, rate: float) -> None:
     # Vogels et al. 2019, table 3: 1023 MB become 4, 8 and 14. Every weight is compressed, so no least rate applies.
     gradients = [torch.empty(shape, device="meta") for shape in resnet18_shapes()]
     state = PowerSGDState(None, rank, 2)
-    layout = low_rank.plan(gradients, state.rank_for)
+    layout = low_rank.plan(gradients, [state.ranks_for(gradient) for gradient in gradients])
     before = sum(gradient.numel() for gradient in gradients)
     assert before == 11_173_962
     assert round(before / (sum(layout.sizes()) + layout.rest_size), 1) == rate
@@ -294,3 +296,74 @@ def test_a_model_learns_with_it() -> None:
     (losses, first, rate), (_, second, _) = run(program, 2)
     assert torch.equal(first, second) and rate > 5
     assert losses[-10:].mean() < losses[:10].mean()
+
+
+# ---- what torch does not have
+
+
+def by_hand(state: PowerSGDState, gradients: list[Tensor], steps: int, parameters: list[Any] = []) -> tuple[Any, Any]:  # noqa: B006
+    """What comes back after some steps of one rank, and the tensors that would have travelled in the last."""
+    for _ in range(steps):
+        buffer = torch.cat([g.flatten() for g in gradients])
+        bucket = dist.GradBucket(buffer=buffer, gradients=gradients, parameters=parameters)
+        travelling = list(module._rounds(state, bucket, module._layout(state, bucket), 1))
+    return bucket.gradients(), travelling
+
+
+def test_factors_in_bfloat16_halve_the_bytes_and_keep_vectors_exact() -> None:
+    gradients = [matrix("1/i"), fill(0, (300,)) / 3]
+    (exact, _), full = by_hand(started(4, use_error_feedback=False), gradients, 12)
+    (found, vector), half = by_hand(started(4, use_error_feedback=False, factor_dtype=torch.bfloat16), gradients, 12)
+    assert sum(t.nbytes for t in full) == 4 * ((512 + 256) * 4 + 300)
+    assert sum(t.nbytes for t in half) == 2 * (512 + 256) * 4 + 4 * 300
+    assert torch.equal(vector, gradients[1])
+    assert error(found, "1/i") < 1.02 * error(exact, "1/i")
+
+
+def test_factors_in_bfloat16_agree_between_ranks() -> None:
+    everyone = run(lambda rank: several(rank, powerSGD_hook, 1, factor_dtype=torch.bfloat16)[0], 2)
+    assert torch.equal(everyone[0], everyone[1])
+
+
+def layers() -> list[nn.Parameter]:
+    """Three layers of one size, with gradients of very different spectra."""
+    found = []
+    for spectrum in SPECTRA:
+        parameter = nn.Parameter(torch.zeros(512, 256))
+        parameter.grad = matrix(spectrum)
+        found.append(parameter)
+    return found
+
+
+def total_error(parameters: list[nn.Parameter], **kw: Any) -> tuple[float, int, list[float]]:
+    """Error of the whole after warming up, bytes of a step, and each layer's error."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    found, travelling = by_hand(started(use_error_feedback=False, **kw), gradients, 15, parameters)
+    apart = [float((f - g).norm() / g.norm()) for f, g in zip(found, gradients, strict=True)]
+    whole = torch.stack([(f - g).norm() for f, g in zip(found, gradients, strict=True)]).norm()
+    return float(whole / torch.stack([g.norm() for g in gradients]).norm()), sum(t.nbytes for t in travelling), apart
+
+
+def test_a_budget_of_bytes_buys_less_error_than_one_rank_for_all() -> None:
+    parameters = layers()
+    uniform, spent, _ = total_error(parameters, rank=4)
+    budgeted, also_spent, _ = total_error(parameters, rank_rule=ranks_for_bytes(parameters, spent))
+    assert also_spent <= spent
+    assert budgeted < 0.9 * uniform
+
+
+def test_a_budget_of_error_is_kept_by_every_layer() -> None:
+    parameters = layers()
+    rule = ranks_for_error(parameters, 0.3)
+    _, spent, apart = total_error(parameters, rank_rule=rule)
+    assert all(error < 0.3 * 1.01 for error in apart)
+    assert len({rule(p) for p in parameters}) == 3
+    # One rank for all that keeps the same bound costs more.
+    assert spent < total_error(parameters, rank=max(rule(p) for p in parameters))[1]
+
+
+def test_a_layer_without_a_rank_is_not_compressed() -> None:
+    parameters = layers()
+    rule = LayerRanks([(parameters[0], 2)])
+    _, _, apart = total_error(parameters, rank_rule=rule)
+    assert apart[0] > 0.1 and apart[1:] == [0.0, 0.0]

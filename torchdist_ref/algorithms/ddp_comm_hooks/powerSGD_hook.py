@@ -15,6 +15,7 @@ averaged exactly, in the same message as P.
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
 
 import torch
 from torch.futures import Future
@@ -123,7 +124,7 @@ def _layout(state: PowerSGDState, bucket: GradBucket) -> Plan:
         return known[1]
     if known is not None:
         state.forget(bucket.index())
-    layout = plan(gradients, state.rank_for)
+    layout = plan(gradients, [state.ranks_for(parameter) for parameter in bucket.parameters() or gradients])
     state.plans[bucket.index()] = key, layout
     return layout
 
@@ -140,7 +141,7 @@ def _rounds(state: PowerSGDState, bucket: GradBucket, layout: Plan, world: int) 
     for M, P, Q in zip(Ms, Ps, Qs, strict=True):
         torch.mm(M, Q, out=P)
     _load(first, out, layout)
-    yield from _summed(first, state.factor_dtype)
+    yield from _first_round(first, layout.rest_size, state.factor_dtype)
     _unload(first[: layout.rest_size].div_(world), out, layout)
     orthonormalize(Ps, state.orthogonalization_epsilon)
 
@@ -160,11 +161,21 @@ def _rounds(state: PowerSGDState, bucket: GradBucket, layout: Plan, world: int) 
     return out
 
 
-def _summed(tensor: torch.Tensor, dtype: torch.dtype | None) -> Rounds:
+def _first_round(first: torch.Tensor, rest_size: int, dtype: torch.dtype | None) -> Generator[torch.Tensor, None, None]:
+    """Sum vectors and P in one message; if P travels in another dtype, in two, so that vectors stay exact."""
+    if dtype is None:
+        yield first
+    else:
+        yield first[:rest_size]
+        yield from _summed(first[rest_size:], dtype)
+
+
+def _summed(tensor: torch.Tensor, dtype: torch.dtype | None) -> Generator[torch.Tensor, None, None]:
     """Have ``tensor`` summed over the ranks, if asked in a dtype of fewer bytes."""
     travelling = tensor if dtype is None else tensor.to(dtype)
     yield travelling
-    return tensor if travelling is tensor else tensor.copy_(travelling)
+    if travelling is not tensor:
+        tensor.copy_(travelling)
 
 
 def _with_error(state: PowerSGDState, index: int, out: torch.Tensor, layout: Plan) -> torch.Tensor:

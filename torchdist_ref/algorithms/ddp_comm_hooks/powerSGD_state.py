@@ -20,7 +20,7 @@ __all__ = ["PowerSGDState"]
 
 logger = logging.getLogger("torchdist_ref.algorithms")
 
-RankRule = Callable[[int, int], int]
+RankRule = Callable[[torch.Tensor], int]
 
 
 class SeedStream:
@@ -70,8 +70,8 @@ class PowerSGDState:
         batch_tensors_with_same_shape: Without effect here: equal shapes cost no extra calls.
         factor_dtype: Dtype in which the factors travel, say ``torch.bfloat16`` for half the bytes. Default None: the
             gradients' own.
-        rank_rule: Called with the rows and columns of each matrix; returns the rank to use in place of
-            ``matrix_approximation_rank``, 0 for no compression. See `rank_for_error` and `rank_for_bytes`.
+        rank_rule: Called with each parameter; returns the rank to use in place of ``matrix_approximation_rank``, 0 for
+            no compression. Has to answer alike on all ranks. See `layer_ranks`. Not part of a pickle. Default None.
 
     Raises:
         ArgumentError: ``start_powerSGD_iter`` is too small.
@@ -122,16 +122,22 @@ class PowerSGDState:
         self.total_numel_after_compression = 0
         self._begin()
 
+    NOT_SAVED = ("line", "plans", "process_group", "rank_rule")
+
     def _begin(self) -> None:
         """What is not worth keeping in a pickle: it is made again when needed."""
         self.line = Line()
         self.plans: dict[int, tuple[Any, Plan]] = {}
 
-    def rank_for(self, n: int, m: int) -> int:
-        """The rank with which an n × m matrix is compressed; 0 if that saves too little."""
-        wanted = self.matrix_approximation_rank if self.rank_rule is None else self.rank_rule(n, m)
-        r = min(n, m, wanted)
-        return r if (n + m) * r * self.min_compression_rate < n * m else 0
+    def ranks_for(self, parameter: torch.Tensor) -> Callable[[int, int], int]:
+        """The rank with which a parameter is compressed, given its matrix's size; 0 if that saves too little."""
+        wanted = self.matrix_approximation_rank if self.rank_rule is None else self.rank_rule(parameter)
+
+        def rank_for(n: int, m: int) -> int:
+            r = min(n, m, wanted)
+            return r if (n + m) * r * self.min_compression_rate < n * m else 0
+
+        return rank_for
 
     def maybe_increase_iter(self, bucket: Any) -> None:
         """Count a step when its last bucket is done."""
@@ -163,13 +169,13 @@ class PowerSGDState:
             memory.pop(index, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {k: v for k, v in vars(self).items() if k not in ("process_group", "line", "plans")}
+        kept = {k: v for k, v in vars(self).items() if k not in self.NOT_SAVED}
         for name in ("error_dict", "p_memory_dict", "q_memory_dict"):
             kept[name] = {index: tensor.clone() for index, tensor in kept[name].items()}
-        logger.warning("PowerSGDState: the process group is not part of a saved state.")
+        logger.warning("PowerSGDState: the process group and the rank rule are not part of a saved state.")
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         logger.warning("PowerSGDState: loaded with the default group; set process_group if another one is meant.")
-        self.__dict__.update(state, process_group=None)
+        self.__dict__.update(state, process_group=None, rank_rule=None)
         self._begin()
