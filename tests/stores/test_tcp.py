@@ -150,6 +150,25 @@ def test_get_is_one_round_trip_and_set_waits_for_its_answer(our_port: int) -> No
         store.close()
 
 
+def test_small_messages_are_not_held_back(master: TCPStore) -> None:
+    master.set("k", "v")
+    mine = [each for each in _sockets() if _is_of(each, master.port)]
+    assert len(mine) == 2
+    assert all(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in mine)
+
+
+def _sockets() -> list[socket.socket]:
+    return [each for each in gc.get_objects() if type(each) is socket.socket and each.fileno() != -1]
+
+
+def _is_of(sock: socket.socket, port: int) -> bool:
+    """Whether it is one end of a connection with that port."""
+    try:
+        return port in (sock.getsockname()[1], sock.getpeername()[1])
+    except (OSError, IndexError):
+        return False
+
+
 # Lost connections
 
 

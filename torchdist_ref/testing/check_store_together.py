@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -50,6 +51,19 @@ def waiting(store: Store) -> None:
         lambda: _set_in_turn(store, ["three", "one", "two"]),
     )
     assert values == [b"one", b"two", b"three"]
+    # Several who wait for different keys, and for the same one, are all woken: by the keys, not by their time-outs.
+    got: list[bytes] = []
+    start = time.monotonic()
+
+    def work(number: int) -> None:
+        if number < 4:
+            got.append(store.get(f"mine{number // 2}"))
+        else:
+            _set_in_turn(store, ["mine1", "mine0"])
+
+    _all_at_once(work, 5)
+    assert sorted(got) == [b"mine0", b"mine0", b"mine1", b"mine1"]
+    assert time.monotonic() - start < store.timeout.total_seconds() / 2
 
 
 def _set_in_turn(store: Store, keys: list[str]) -> None:
