@@ -7,6 +7,7 @@ Add a public name in the module that defines it, and a line to the table here; n
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
         RendezvousError, StoreTimeoutError, UnsupportedError,
     )  # fmt: skip
     from torchdist_ref.groups import (
-        Backend, GroupMember, ProcessGroup, ReduceOp, Work, all_gather, all_gather_into_tensor, all_reduce,
-        all_to_all, barrier, broadcast, destroy_process_group, gather, get_backend,
-        get_default_backend_for_device, get_global_rank, get_group_rank, get_node_local_rank, get_pg_count,
-        get_process_group_ranks, get_rank, get_world_size, init_process_group, irecv, is_available,
-        is_backend_available, is_gloo_available, is_initialized, is_mpi_available, is_nccl_available,
-        is_torchelastic_launched, is_ucc_available, is_xccl_available, isend, new_group, recv, reduce,
-        reduce_op, reduce_scatter, reduce_scatter_tensor, scatter, send, supports_complex,
+        Backend, GroupMember, ProcessGroup, ReduceOp, Work, all_gather, all_gather_into_tensor,
+        all_gather_object, all_reduce, all_to_all, barrier, broadcast, broadcast_object_list,
+        destroy_process_group, gather, gather_object, get_backend, get_default_backend_for_device,
+        get_global_rank, get_group_rank, get_node_local_rank, get_pg_count, get_process_group_ranks, get_rank,
+        get_world_size, init_process_group, irecv, is_available, is_backend_available, is_gloo_available,
+        is_initialized, is_mpi_available, is_nccl_available, is_torchelastic_launched, is_ucc_available,
+        is_xccl_available, isend, new_group, recv, recv_object_list, reduce, reduce_op, reduce_scatter,
+        reduce_scatter_tensor, scatter, scatter_object_list, send, send_object_list, supports_complex,
     )  # fmt: skip
     from torchdist_ref.parallel import DistributedDataParallel, GradBucket
     from torchdist_ref.rendezvous import register_rendezvous_handler, rendezvous
@@ -37,12 +39,14 @@ _HOMES = {
         "StoreTimeoutError UnsupportedError"
     ),
     "torchdist_ref.groups": (
-        "Backend GroupMember ProcessGroup ReduceOp Work all_gather all_gather_into_tensor all_reduce all_to_all "
-        "barrier broadcast destroy_process_group gather get_backend get_default_backend_for_device get_global_rank "
-        "get_group_rank get_node_local_rank get_pg_count get_process_group_ranks get_rank get_world_size "
-        "init_process_group irecv is_available is_backend_available is_gloo_available is_initialized "
-        "is_mpi_available is_nccl_available is_torchelastic_launched is_ucc_available is_xccl_available isend "
-        "new_group recv reduce reduce_op reduce_scatter reduce_scatter_tensor scatter send supports_complex"
+        "Backend GroupMember ProcessGroup ReduceOp Work all_gather all_gather_into_tensor all_gather_object "
+        "all_reduce all_to_all barrier broadcast broadcast_object_list destroy_process_group gather gather_object "
+        "get_backend get_default_backend_for_device get_global_rank get_group_rank get_node_local_rank "
+        "get_pg_count get_process_group_ranks get_rank get_world_size init_process_group irecv is_available "
+        "is_backend_available is_gloo_available is_initialized is_mpi_available is_nccl_available "
+        "is_torchelastic_launched is_ucc_available is_xccl_available isend new_group recv recv_object_list reduce "
+        "reduce_op reduce_scatter reduce_scatter_tensor scatter scatter_object_list send send_object_list "
+        "supports_complex"
     ),
     "torchdist_ref.parallel": "DistributedDataParallel GradBucket",
     "torchdist_ref.rendezvous": "register_rendezvous_handler rendezvous",
@@ -59,8 +63,20 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'torchdist_ref' has no attribute {name!r}")
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
+    _tell_torch()
     return value
 
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
+
+
+def _tell_torch() -> None:
+    """Register `ref` with torch where torch is there: a checkout that is not installed has no entry point."""
+    if "torch" in sys.modules:
+        from torchdist_ref import _autoload
+
+        _autoload.register()
+
+
+_tell_torch()

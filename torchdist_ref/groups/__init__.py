@@ -15,6 +15,8 @@ from torchdist_ref.groups.collectives import all_reduce, barrier, broadcast, red
 from torchdist_ref.groups.gathering import all_gather, all_gather_into_tensor, all_to_all, gather, scatter
 from torchdist_ref.groups.group import GroupMember, ProcessGroup
 from torchdist_ref.groups.lifecycle import destroy_process_group, init_process_group, is_initialized, new_group
+from torchdist_ref.groups.object_messages import recv_object_list, send_object_list
+from torchdist_ref.groups.objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
 from torchdist_ref.groups.point_to_point import irecv, isend, recv, send
 from torchdist_ref.groups.queries import (
     get_backend, get_global_rank, get_group_rank, get_process_group_ranks, get_rank, get_world_size,
@@ -33,12 +35,15 @@ __all__ = [
     "Work",
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_object",
     "all_reduce",
     "all_to_all",
     "barrier",
     "broadcast",
+    "broadcast_object_list",
     "destroy_process_group",
     "gather",
+    "gather_object",
     "get_backend",
     "get_default_backend_for_device",
     "get_global_rank",
@@ -62,11 +67,14 @@ __all__ = [
     "isend",
     "new_group",
     "recv",
+    "recv_object_list",
     "reduce",
     "reduce_op",
     "reduce_scatter",
     "reduce_scatter_tensor",
     "scatter",
+    "scatter_object_list",
     "send",
+    "send_object_list",
     "supports_complex",
 ]
