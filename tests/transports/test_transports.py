@@ -1,22 +1,36 @@
-"""Both transports keep one contract, and say clearly where they can't work."""
+"""All transports keep one contract, and say clearly where they can't work."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 import torchdist_ref as dist
 from torchdist_ref.errors import UnsupportedError
-from torchdist_ref.stores import HashStore
+from torchdist_ref.stores import HashStore, Store
 from torchdist_ref.testing import RankError, run
 from torchdist_ref.testing.transport_contract import Connect, check_transport
-from torchdist_ref.transports import layout, shared_memory, threads
+from torchdist_ref.transports import Link, layout, shared_memory, tcp, threads
 
 
-@pytest.mark.parametrize("connect", [threads.connect, shared_memory.connect], ids=["threads", "shared_memory"])
+def each_on_a_host(store: Store, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
+    return tcp.connect(store, rank, members, name, timeout, members)
+
+
+def first_alone(store: Store, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
+    return tcp.connect(store, rank, members, name, timeout, [min(r, 1) for r in range(len(members))])
+
+
+TRANSPORTS = {
+    "threads": threads.connect, "shared_memory": shared_memory.connect, "tcp": each_on_a_host, "mixed": first_alone,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("connect", TRANSPORTS.values(), ids=TRANSPORTS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_transport_keeps_the_contract(connect: Connect, size: int) -> None:
     check_transport(connect, size)
@@ -37,19 +51,6 @@ def test_the_parts_of_a_segment_do_not_overlap() -> None:
     assert parts[-1][0] + parts[-1][1] <= plan.nbytes
 
 
-
-
-def test_ranks_on_several_hosts_are_told_what_to_use(tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = str(tmp_path_factory.mktemp("meet") / "file")
-
-    def program(rank: int) -> str:
-        os.environ["TORCHDIST_REF_HOST_ID"] = f"host {rank}"
-        with pytest.raises(UnsupportedError) as caught:
-            dist.init_process_group("ref", store=dist.FileStore(path, 2), rank=rank, world_size=2)
-        return str(caught.value)
-
-    for text in run(program, 2, ranks="processes", init=False):
-        assert "(rank 1)" in text and "use backend 'gloo'" in text
 
 
 def test_the_default_engine_is_gloo_where_ranks_share_no_memory(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -1,19 +1,21 @@
-"""Places where ranks meet: threads of one process, or processes of one host in shared memory."""
+"""Places where ranks meet: threads of one process, processes of one host, hosts on a network."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 
-from torchdist_ref.errors import MismatchError, UnsupportedError
+from torchdist_ref.errors import MismatchError
 from torchdist_ref.stores import PrefixStore, Store
-from torchdist_ref.transports import shared_memory, threads
+from torchdist_ref.transports import shared_memory, tcp, threads
 from torchdist_ref.transports.base import Link
 
 __all__ = ["Link", "connect", "refuse_to_meet", "share_a_host"]
 
 
 _REFUSAL = b"!"
+log = logging.getLogger("torchdist_ref.transports")
 
 
 def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
@@ -23,7 +25,9 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
     processes are one, shared memory where the hosts are one.
 
     Raises:
-        UnsupportedError: The ranks are on several hosts.
+        UnsupportedError: Shared memory is not available on this platform.
+        DistNetworkError: Ranks of several hosts can't reach each other.
+        RankStalledError: A rank did not come in time.
     """
     meeting = PrefixStore("link", store)
     places = _places(meeting, rank, len(members))
@@ -31,11 +35,9 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
         return threads.connect(meeting, rank, members, name, timeout)
     hosts = [host for host, _ in places]
     if len(set(hosts)) > 1:
-        apart = ", ".join(f"rank {r}" for r, host in enumerate(hosts) if host != hosts[0])
-        raise UnsupportedError(
-            f"init_process_group: group {name!r} has ranks that can't share memory with rank 0 ({apart}): "
-            f"other hosts, containers or users. Backend 'ref' needs one host; use backend 'gloo'."
-        )
+        if rank == 0:
+            log.info("group %r spans %d hosts: shared memory within each, TCP between them", name, len(set(hosts)))
+        return tcp.connect(meeting, rank, members, name, timeout, hosts)
     return shared_memory.connect(meeting, rank, members, name, timeout)
 
 

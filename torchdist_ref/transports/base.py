@@ -205,7 +205,7 @@ class Link:
         """Raise if an earlier call ended this group."""
         if self.broken is not None:
             raise GroupAbortedError(
-                f"{self.here(doing)}: the group ended with an earlier failure ({self.broken}). "
+                f"{self.here(doing)}: the group ended with an earlier failure ({self.broken!r}). "
                 f"Destroy it and make a new one."
             ) from self.broken
 

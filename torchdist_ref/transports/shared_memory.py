@@ -20,7 +20,7 @@ import mmap
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torchdist_ref.errors import DistBackendError, UnsupportedError
 from torchdist_ref.stores import Store
@@ -89,7 +89,7 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
     if reason := available():
         raise UnsupportedError(f"{reason}. Use backend 'gloo', or ranks as threads.")
     layout = Layout(len(members))
-    memory = _create(store, layout) if rank == 0 else _open(store, layout, rank)
+    memory = attach(store, layout, rank) if rank else create(store, layout, range(1, layout.size))
     link = Link(memory, layout, rank, members, name, timeout)
     link.line.arrive(os.getpid())
     link.alive = Peers({})
@@ -98,7 +98,8 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
     return link
 
 
-def _create(store: Store, layout: Layout) -> SharedMemory:
+def create(store: Store, layout: Layout, others: Iterable[int]) -> SharedMemory:
+    """Make the segment of this host, and wait until the others have mapped it."""
     fd = os.memfd_create("torchdist_ref", os.MFD_CLOEXEC)
     os.ftruncate(fd, layout.nbytes)
     memory = SharedMemory(fd, layout.nbytes)
@@ -107,12 +108,17 @@ def _create(store: Store, layout: Layout) -> SharedMemory:
     memory.lay_tokens(layout)
     store.set("segment", f"{os.getpid()} {fd} {mark.hex()}".encode())
     # The others open the descriptor under /proc, so it stays open until they are all here.
-    store.wait([f"mapped/{r}" for r in range(1, layout.size)])
+    store.wait([f"mapped/{r}" for r in others])
     os.close(fd)
     return memory
 
 
-def _open(store: Store, layout: Layout, rank: int) -> SharedMemory:
+def attach(store: Store, layout: Layout, rank: int) -> SharedMemory:
+    """Map the segment that another process of this host has made.
+
+    Raises:
+        UnsupportedError: That process is out of sight.
+    """
     pid, number, mark = store.get("segment").decode().split()
     try:
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)

@@ -1,0 +1,128 @@
+"""Ranks of several hosts: one machine plays them all, by ``TORCHDIST_REF_HOST_ID``, over real sockets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+import torchdist_ref as dist
+from torchdist_ref.errors import DistNetworkError
+from torchdist_ref.stores import HashStore
+from torchdist_ref.testing import RankError, fill, run
+from torchdist_ref.testing.backend_contract import CLAUSES
+from torchdist_ref.transports.addresses import interface_address
+from torchdist_ref.transports.connection import inside
+
+SOON = 2.0
+
+
+def join(rank: int, hosts: str, path: str, interface: str = "") -> None:
+    os.environ["TORCHDIST_REF_HOST_ID"] = hosts[rank]
+    if interface:
+        os.environ["TORCHDIST_REF_SOCKET_IFNAME"] = interface
+    store = dist.FileStore(path, len(hosts))
+    dist.init_process_group("ref", store=store, rank=rank, world_size=len(hosts), timeout=timedelta(seconds=20))
+
+
+def whole_contract(rank: int, hosts: str, path: str) -> None:
+    join(rank, hosts, path)
+    for clause in CLAUSES:
+        clause(rank, len(hosts))
+    dist.destroy_process_group()
+
+
+# Over a second: the whole contract of an engine, over sockets, with more ranks than cores.
+@pytest.mark.parametrize("hosts", ["ab", "aab", "abab"])
+def test_ref_keeps_the_contract_between_hosts(hosts: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = str(tmp_path_factory.mktemp("meet") / "store")
+    run(whole_contract, len(hosts), hosts, path, ranks="processes", init=False, timeout=60.0)
+
+
+def die_or_tell(rank: int, hosts: str, path: str, victim: int) -> tuple[str, str, float]:
+    join(rank, hosts, path)
+    dist.barrier()
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(10))
+    except dist.DistError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_death_is_known_on_other_hosts(victim: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = str(tmp_path_factory.mktemp("meet") / "store")
+    with pytest.raises(RankError) as caught:
+        run(die_or_tell, 3, "aab", path, victim, ranks="processes", init=False)
+    for rank, outcome in caught.value.outcomes.items():
+        if rank != victim:
+            kind, text, seconds = outcome.value
+            assert kind in ("RankDiedError", "GroupAbortedError") and f"rank {victim} died" in text, text
+            assert seconds < SOON
+
+
+def differ(rank: int, path: str) -> tuple[str, list[float]]:
+    join(rank, "ab", path)
+    tensor = fill(rank, (4 + rank,))
+    try:
+        dist.all_reduce(tensor)
+    except dist.MismatchError as error:
+        text = str(error)
+    else:
+        text = ""
+    again = fill(rank, (3,))
+    dist.all_reduce(again)
+    dist.destroy_process_group()
+    return text, again.tolist()
+
+
+def test_a_mismatch_between_hosts_names_both_calls(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = str(tmp_path_factory.mktemp("meet") / "store")
+    for text, again in run(differ, 2, path, ranks="processes", init=False):
+        assert "rank 0: all_reduce" in text and "[4]" in text and "rank 1: all_reduce" in text and "[5]" in text
+        assert again == (fill(0, (3,)) + fill(1, (3,))).tolist()
+
+
+def exchange_much(rank: int, path: str, interface: str) -> bool:
+    """More than the kernel buffers, from both sides at once."""
+    join(rank, "ab", path, interface)
+    tensor = fill(rank, (3_000_000,))
+    dist.all_reduce(tensor)
+    other = torch.empty(2_000_000)
+    sending = dist.isend(fill(rank + 2, (2_000_000,)), 1 - rank)
+    dist.recv(other, 1 - rank)
+    assert sending is not None and sending.wait()
+    dist.destroy_process_group()
+    return torch.equal(tensor, fill(0, (3_000_000,)) + fill(1, (3_000_000,))) and torch.equal(
+        other, fill(3 - rank, (2_000_000,))
+    )
+
+
+def test_large_tensors_pass_both_ways_at_once_on_a_named_interface(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = str(tmp_path_factory.mktemp("meet") / "store")
+    assert run(exchange_much, 2, path, "none,lo", ranks="processes", init=False) == [True, True]
+
+
+def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDIST_REF_SOCKET_IFNAME", "eth77")
+    with pytest.raises(DistNetworkError, match="TORCHDIST_REF_SOCKET_IFNAME=eth77.*it has .*'lo'"):
+        interface_address(HashStore())
+
+
+def test_a_store_without_a_host_means_the_loopback() -> None:
+    assert interface_address(HashStore()) == (socket.AF_INET, "127.0.0.1")
+
+
+def test_a_peer_may_write_only_its_own_part() -> None:
+    inside([(10, 5), (100, 1)], [(8, 8), (100, 4)])
+    for wrong in [(7, 2), (10, 7), (200, 1), (2**63, 8)]:
+        with pytest.raises(DistNetworkError, match="not its part"):
+            inside([wrong], [(8, 8), (100, 4)])

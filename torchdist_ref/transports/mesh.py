@@ -1,0 +1,158 @@
+"""Mesh: this rank's connections to the ranks of other hosts, and the tokens that come through them.
+
+There is no thread: whoever waits for a token reads all sockets meanwhile (`pump`), one waiter at a time. So a
+token costs no hand-over between threads, and nothing is read while nobody waits; the kernel's buffers hold it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any
+
+from torchdist_ref.errors import DistNetworkError
+from torchdist_ref.transports.base import Range, Token
+from torchdist_ref.transports.connection import Connection, Frame, inside, pack
+from torchdist_ref.transports.layout import BOARD_LINE, ENVELOPE, KINDS, Layout
+
+# How long a waiter looks at the sockets before it looks again at tokens that don't come through them.
+GLANCE = 0.0005
+
+
+class Mesh:
+    """Connections by rank, and counters of tokens by kind and source.
+
+    Attributes:
+        gone: Ranks whose connection has ended.
+    """
+
+    def __init__(self, rank: int, layout: Layout, bytes_of: Callable[[int], memoryview]) -> None:
+        self.rank, self.layout, self._bytes_of = rank, layout, bytes_of
+        self.connections: dict[int, Connection] = {}
+        self.gone: set[int] = set()
+        self.counts: defaultdict[tuple[str, int], int] = defaultdict(int)
+        self.ring: Callable[[], Any] = lambda: None
+        self._poll = select.poll()
+        self._by_fd: dict[int, int] = {}
+        self._reading = threading.Lock()
+        self._sending: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+
+    def add(self, peer: int, sock: Any) -> None:
+        """Use this socket for that peer."""
+        connection = Connection(sock, lambda frame: self._target(peer, frame), lambda frame: self._arrived(peer, frame))
+        self.connections[peer] = connection
+        self._by_fd[connection.fileno()] = peer
+        self._poll.register(connection.fileno(), select.POLLIN)
+
+    def _target(self, peer: int, frame: Frame) -> list[memoryview]:
+        """Where a peer's bytes go: into its own part, or as a reply into an envelope of ours."""
+        layout = self.layout
+        if frame.owner == peer:
+            boxes = layout.mailbox(peer, self.rank, 1) + layout.box - layout.envelope(peer, self.rank)
+            allowed = [(layout.board(peer), BOARD_LINE), (layout.stage(peer, 0), 2 * layout.half)]
+            allowed.append((layout.envelope(peer, self.rank), boxes))
+        else:
+            allowed = [(layout.envelope(self.rank, peer), ENVELOPE)]
+        inside(frame.ranges, allowed)
+        memory = self._bytes_of(frame.owner)
+        return [memory[begin : begin + size] for begin, size in frame.ranges]
+
+    def _arrived(self, peer: int, frame: Frame) -> None:
+        kind = KINDS[frame.kind]
+        if kind == "bell":
+            self.ring()
+        else:
+            self.counts[kind, peer] += 1
+
+    def send(self, peer: int, kind: str, owner: int, ranges: Sequence[Range]) -> None:
+        """Show a peer these ranges and give it a token. A peer that is gone gets nothing: waits will say so."""
+        if peer in self.gone:
+            return
+        memory = self._bytes_of(owner)
+        head = pack(Frame(KINDS.index(kind), owner, tuple(ranges)))
+        parts = [head, *(memory[begin : begin + size] for begin, size in ranges)]
+        with self._sending[peer]:
+            try:
+                self.connections[peer].send(parts, lambda: self._while_full(peer))
+            except OSError:
+                self.gone.add(peer)
+
+    def _while_full(self, peer: int) -> None:
+        self.pump(0.0)
+        select.select([], [self.connections[peer]], [], GLANCE)
+
+    def pump(self, seconds: float) -> None:
+        """Read what comes within this time, unless somebody else is reading."""
+        if not (self._reading.acquire(timeout=seconds) if seconds > 0 else self._reading.acquire(False)):
+            return
+        try:
+            for fd, _ in self._poll.poll(seconds * 1000):
+                self._read(fd)
+        finally:
+            self._reading.release()
+
+    def _read(self, fd: int) -> None:
+        peer = self._by_fd[fd]
+        if not self.connections[peer].receive():
+            self._poll.unregister(fd)
+            self.gone.add(peer)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for connection in self.connections.values():
+            connection.close()
+
+
+class Incoming:
+    """A token that a peer gives through the mesh."""
+
+    def __init__(self, mesh: Mesh, kind: str, source: int) -> None:
+        self._mesh, self._key = mesh, (kind, source)
+        self._lock = threading.Lock()
+
+    def release(self) -> None:
+        """Not for this end."""
+        raise DistNetworkError("a token that comes through a socket is given at the other end.")
+
+    def _take(self) -> bool:
+        with self._lock:
+            counts = self._mesh.counts
+            if counts[self._key] == 0:
+                return False
+            counts[self._key] -= 1
+            return True
+
+    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
+        """Take one; reads the sockets while there is none."""
+        if self._take():
+            return True
+        return _pumping(self._mesh, self._take, block, timeout)
+
+
+class Pumped:
+    """A token of this host, whose waiter reads the sockets meanwhile, so that no distant sender is held up."""
+
+    def __init__(self, mesh: Mesh, token: Token) -> None:
+        self._mesh, self._token = mesh, token
+        self.release = token.release
+
+    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
+        """Take one."""
+        if self._token.acquire(False):
+            return True
+        return _pumping(self._mesh, lambda: self._token.acquire(False), block, timeout)
+
+
+def _pumping(mesh: Mesh, take: Callable[[], bool], block: bool, timeout: float | None) -> bool:
+    end = monotonic() + (timeout or 0.0) if block else 0.0
+    while True:
+        mesh.pump(GLANCE if block else 0.0)
+        if take():
+            return True
+        if not block or (timeout is not None and monotonic() >= end):
+            return False
+        os.sched_yield()
