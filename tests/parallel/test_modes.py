@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -358,6 +360,41 @@ def test_state_dicts_go_both_ways_between_torchs_ddp_and_ours() -> None:
 
     keys = ["module." + key for key in build("convnet").state_dict()]
     assert run(program, 2) == [(keys, 2.0)] * 2
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda ddp: pickle.loads(pickle.dumps(ddp))], ids=["copy", "pickle"])
+def test_a_copy_is_a_ddp_of_its_own(way: Callable[[Any], Any]) -> None:
+    def program(rank: int) -> Any:
+        ddp = DDP(build("mlp"), bucket_cap_mb=SMALL, gradient_as_bucket_view=True)
+        quadratic(ddp, rank).backward()
+        other = way(ddp)
+        for _ in range(2):
+            other.zero_grad()
+            quadratic(other, rank).backward()
+        return grads(ddp.module), grads(other.module), len(other.reducer.buckets)
+
+    for one, other, buckets in run(program, 2):
+        check([one, other], expected(lambda: build("mlp"), 2, quadratic))
+        assert buckets >= 1
+
+
+# torch's compiler looks at .grad of whatever a function is called with.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_modules_and_compiled_ddp() -> None:
+    def program(rank: int) -> Any:
+        inside = DDP(torch.compile(build("mlp"), backend="eager"), bucket_cap_mb=SMALL)
+        outside = DDP(build("mlp"), bucket_cap_mb=SMALL)
+        around = torch.compile(outside, backend="eager")
+        for _ in range(3):
+            inside.zero_grad()
+            outside.zero_grad()
+            quadratic(inside, rank).backward()
+            quadratic(around, rank).backward()
+        return grads(inside.module), grads(outside.module)
+
+    # The compiler keeps state of the process, so these ranks are processes.
+    everyone = run(program, 2, ranks="processes")
+    check([one for both in everyone for one in both], expected(lambda: build("mlp"), 2, quadratic))
 
 
 def test_parameters_and_buffers_begin_as_rank_0s() -> None:

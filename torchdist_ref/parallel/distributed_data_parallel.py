@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from torchdist_ref import groups
-from torchdist_ref.algorithms.join import Join, Joinable, JoinHook
+from torchdist_ref.algorithms.join import Join
 from torchdist_ref.parallel import agreement, bucketing, construction, joining, registration
+from torchdist_ref.parallel.compiling import untraced
 from torchdist_ref.parallel.exchange import Exchange
 from torchdist_ref.parallel.options import Options
 from torchdist_ref.parallel.reducer import Reducer
@@ -24,7 +25,7 @@ from torchdist_ref.parallel.reducer import Reducer
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(nn.Module, joining.UnevenInputs):
     """A module whose gradients are averaged over the ranks of a group while backward runs.
 
     Every rank builds the same module and wraps it; at construction all ranks take rank 0's parameters
@@ -100,7 +101,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        Joinable.__init__(self)
+        joining.UnevenInputs.__init__(self)
         construction.refuse(delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision)
         self.process_group = construction.choose_group(process_group, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -118,7 +119,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.require_backward_grad_sync = self.require_forward_param_sync = True
-        self._divide_by_initial_world_size = True
         self._hook_name: str | None = None
         self._options = Options(
             bucketing.caps(bucket_cap_mb, bucket_cap_mb_list, find_unused_parameters and not static_graph),
@@ -154,6 +154,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._after(output)
         return output
 
+    @untraced
     def _before(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._count_ranks()
         if torch.is_grad_enabled():
@@ -173,6 +174,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if work is not None and not self._divide_by_initial_world_size:
             self.reducer.mean.divisor = float(work.get_future().wait()[0])
 
+    @untraced
     def _after(self, output: Any) -> None:
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.require_forward_param_sync = True
@@ -262,35 +264,19 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.reducer.exchange = Exchange(hook, state, self.process_group)
         self._hook_name = self.reducer.exchange.name
 
-    # ---- uneven inputs
+    # ---- copies
 
-    def join(
-        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
-    ) -> Join:
-        """Context for a training loop in which ranks have different numbers of inputs; see `Join`.
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what belongs to this process; hooks are registered anew."""
+        return {key: value for key, value in self.__dict__.items() if key not in ("process_group", "reducer", "_pack")}
 
-        Args:
-            divide_by_initial_world_size: Divide by the number of all ranks to the end, so that every input weighs the
-                same; False divides by the number of ranks that still have inputs. Default True.
-            enable: False makes the context do nothing. Default True.
-            throw_on_early_termination: Raise on all ranks when one runs out. Default False.
-        """
-        divide = divide_by_initial_world_size
-        return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide)
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What shadows this module on a rank without inputs; takes ``divide_by_initial_world_size``."""
-        return joining.Shadow(self, kwargs.get("divide_by_initial_world_size", True))
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the parameters."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The group over which gradients are averaged."""
-        return self.process_group
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy works on the default group; nothing is communicated."""
+        nn.Module.__setstate__(self, state)
+        self.process_group = construction.choose_group(None, None)
+        self._entries = construction.entries(self.module, self.parameters_to_ignore)
+        self._hook_name = None
+        self._build()
 
 
 def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:

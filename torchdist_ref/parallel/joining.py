@@ -6,12 +6,12 @@ what this file shadows, so a collective added there needs its counterpart here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from torchdist_ref import groups
-from torchdist_ref.algorithms.join import JoinHook
+from torchdist_ref.algorithms.join import Join, Joinable, JoinHook
 from torchdist_ref.parallel import agreement
 
 if TYPE_CHECKING:
@@ -51,6 +51,61 @@ class Shadow(JoinHook):
         ddp = self.ddp
         ddp.reducer.mean.divisor = groups.get_world_size(ddp.process_group)
         agreement.share(ddp._states(ddp.broadcast_buffers), ddp.process_group, common_rank(ddp, is_last_joiner))
+
+
+class UnevenInputs(Joinable):
+    """The part of DDP that lets ranks have different numbers of inputs."""
+
+    device: torch.device
+    process_group: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._divide_by_initial_world_size = True
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Join:
+        """Context for a training loop in which ranks have different numbers of inputs; see `Join`.
+
+        Args:
+            divide_by_initial_world_size: Divide by the number of all ranks to the end, so that every input weighs the
+                same; False divides by the number of ranks that still have inputs. Default True.
+            enable: False makes the context do nothing. Default True.
+            throw_on_early_termination: Raise on all ranks when one runs out. Default False.
+
+        Returns:
+            The context manager.
+
+        Example:
+            >>> import torch, torchdist_ref as dist
+            >>> from torchdist_ref.testing import run
+            >>> def program(rank):
+            ...     model = dist.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+            ...     with model.join():
+            ...         for _ in range(1 + rank):
+            ...             model.zero_grad()
+            ...             model(torch.tensor([[4.0]])).sum().backward()
+            ...     return model.module.weight.grad.item()
+            >>> run(program, 2)[1]
+            2.0
+        """
+        divide = divide_by_initial_world_size
+        return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What shadows this module on a rank without inputs; takes ``divide_by_initial_world_size``."""
+        return Shadow(cast("DistributedDataParallel", self), kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the parameters."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group over which gradients are averaged."""
+        return self.process_group
 
 
 def common_rank(ddp: DistributedDataParallel, candidate: bool) -> int:
