@@ -1,0 +1,80 @@
+"""A Work as torch wants one: a class of torch's, in whose future lies the list of outputs, over ours.
+
+C++ sees `wait` and `get_future` only, and passes a time-out of zero for "none"; Python callers see the rest. torch
+hands out one Work for several calls where it coalesces them, so this one stands for a list of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+import torch.distributed as c10d
+from torch import Tensor
+from torch.futures import Future, collect_all
+
+from torchdist_ref.work import Work
+
+
+class RefWork(c10d.Work):
+    """The handle of one call of torch's.
+
+    Args:
+        works: Ours, in the order of the calls.
+        outputs: The tensors that they write, all of them.
+        seconds: How long a wait takes at most, from now; None: as the group says.
+    """
+
+    def __init__(self, works: Sequence[Work], outputs: Sequence[Tensor], seconds: float | None) -> None:
+        super().__init__()
+        self._works, self._outputs = works, list(outputs)
+        self._deadline = None if seconds is None else monotonic() + seconds
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until all calls are done; raises what the first of them failed with."""
+        for work in self._works:
+            work.wait(timeout or self._left())
+        return True
+
+    def _left(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline - monotonic())
+
+    synchronize = block_current_stream = wait  # type: ignore[assignment]
+
+    def get_future(self) -> Future[Any]:
+        """A future of the list of output tensors."""
+        if len(self._works) == 1:
+            return self._works[0].get_future()
+        outputs = self._outputs
+
+        def value(futures: Future[list[Future[Any]]]) -> list[Tensor]:
+            for future in futures.value():
+                future.value()
+            return outputs
+
+        return collect_all([work.get_future() for work in self._works]).then(value)
+
+    def is_completed(self) -> bool:
+        """Whether all calls have ended, well or badly."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all calls have ended well."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """What the first call that failed has failed with."""
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[Tensor]:
+        """The output tensors, once all calls are done."""
+        self.wait()
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """For a receive from any rank: the group rank that sent. Else -1."""
+        return self._works[-1].source_rank()
+
+    _source_rank = source_rank
