@@ -71,6 +71,7 @@ PARTS = (
     Part("pipeline", "4 training", (*DOOR, "schedules")),
     Part("launch", "side-car", ("errors", "stores", "rendezvous", "launcher"), torch=LATE),
     Part("launcher", "side-car", ("errors", "stores", "rendezvous"), torch=LATE),
+    Part("_autoload", "side-car", ("backends",), torch=LATE),
     Part("elastic", "side-car", ("errors", "stores", "rendezvous"), torch=LATE),
     Part("testing", "beside", (ALL,)),
     Part("benchmark", "beside", (ALL,)),
