@@ -166,6 +166,7 @@ def giving_up_reaches_all(link: Link) -> None:
     if link.rank == 0:
         link.give_up(ValueError("lost interest"), "a call")
         return
+    link.line.announce(0, Record(1, b"patient wait"))
     try:
         link.wait(link.full_from[0], 0, "patient wait")
     except GroupAbortedError as error:
@@ -180,6 +181,7 @@ def leaving_reaches_all(link: Link) -> None:
     if link.rank == 0:
         link.close()
         return
+    link.line.announce(0, Record(1, b"patient wait"))
     try:
         link.wait(link.full_from[0], 0, "patient wait")
     except GroupAbortedError as error:
@@ -188,7 +190,25 @@ def leaving_reaches_all(link: Link) -> None:
         raise AssertionError("the wait returned")
 
 
+def a_rank_that_has_finished_may_leave(link: Link) -> None:
+    """A wait goes on when a rank ends that has finished the call; another rank's token may still come."""
+    _meet(link)
+    link.line.announce(0, Record(1, b"last call"))
+    last = link.size - 1
+    if link.rank == 0:
+        link.line.done = 0
+        link.close()
+    elif link.rank == last:
+        link.line.done = 0
+        for peer in range(1, last):
+            link.giver("full", peer)()
+    else:
+        link.wait(link.full_from[last], last, "last call", timeout=5.0)
+        assert link.trouble(None, "last call") is None
+
+
 CLAUSES: tuple[Callable[[Link], None], ...] = (
     tokens_count, stages_are_seen_after_a_token, boards_show_calls, messages_arrive_whole, refusals_reach_the_sender,
     waits_end_at_the_deadline, giving_up_reaches_all, leaving_reaches_all,
+    a_rank_that_has_finished_may_leave,
 )  # fmt: skip

@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError
-from torchdist_ref.transports.board import ABSENT, GAVE_UP, LEFT, PRESENT, Line
+from torchdist_ref.transports.board import ABSENT, GAVE_UP, LEFT, MET, PRESENT, Line
 from torchdist_ref.transports.layout import BOARD_LINE, Layout
 from torchdist_ref.transports.liveness import SLICE
 
@@ -146,10 +146,12 @@ class Link:
 
     def trouble(self, only: int | None, doing: str) -> BaseException | None:
         """Why this group (or this one peer) cannot go on, as far as anybody knows; None where it can."""
+        concerned = [r for r in self.peers if (self._owes(r) if only is None else r == only)]
+        gone = self.alive.dead()
         # A rank that said why it went is not a victim, even if its process has ended since.
-        dead = [r for r in self.alive.dead() if self.lines[r].status == PRESENT and only in (None, r)]
-        gave_up = [r for r in self.peers if self.lines[r].status == GAVE_UP and only in (None, r)]
-        left = [r for r in self.peers if self.lines[r].status == LEFT and only in (None, r)]
+        dead = [r for r in gone if r in concerned and self.lines[r].status == PRESENT]
+        gave_up = [r for r in concerned if self.lines[r].status == GAVE_UP]
+        left = [r for r in concerned if self.lines[r].status == LEFT]
         if dead:
             return RankDiedError(f"{self.here(doing)}: {self.who(dead)} died. {self._advice}")
         if gave_up:
@@ -159,6 +161,10 @@ class Link:
             last = self.lines[left[0]].doing()
             return GroupAbortedError(f"{self.here(doing)}: {self.who(left)} destroyed the group; it {last}.")
         return None
+
+    def _owes(self, rank: int) -> bool:
+        """Whether a rank has not finished the call that this rank is in. Who has may end as it likes."""
+        return self.lines[rank].done < self.line.announced
 
     _advice = "The call may have happened on some ranks. Destroy the group and start again from a checkpoint."
 
@@ -200,6 +206,7 @@ class Link:
             self.giver("full", peer, [(self.layout.board(self.rank), BOARD_LINE)])()
         for peer in self.peers:
             self.wait(self.full_from[peer], peer, doing)
+        self.line.done = MET
 
     def check_usable(self, doing: str) -> None:
         """Raise if an earlier call ended this group."""

@@ -15,6 +15,8 @@ from torchdist_ref.transports.layout import (
 )  # fmt: skip
 
 ABSENT, PRESENT, LEFT, GAVE_UP = range(4)
+# Calls count from 0. Meeting is what comes before the first: a rank that has met has finished number -1.
+MEETING, MET = -2, -1
 
 
 class Record(NamedTuple):
@@ -72,14 +74,14 @@ class Line:
     def arrive(self, pid: int) -> None:
         """This rank is here; nothing announced, nothing finished."""
         for head in self.heads:
-            head[0] = -1
-        self.words[DONE // 8] = -1
+            head[0] = MET
+        self.words[DONE // 8] = MEETING
         self.words[PID // 8] = pid
         self.status = PRESENT
 
     @property
     def done(self) -> int:
-        """The number of the last finished call, -1 before the first."""
+        """The number of the last finished call; MET or MEETING before the first."""
         return self.words[DONE // 8]
 
     @done.setter
