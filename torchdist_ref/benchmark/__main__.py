@@ -1,0 +1,45 @@
+"""The command line: which benchmark, and what becomes of errors. Each benchmark is a file of its own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from torchdist_ref.benchmark import collectives
+from torchdist_ref.errors import ArgumentError, DistError
+from torchdist_ref.testing import RankError
+
+_COMMANDS = {
+    "collectives": (collectives, "time of each operation, by size, on each engine (this one if none is named)"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not given or (given[0] not in _COMMANDS and given[0] not in ("-h", "--help")):
+        given.insert(0, "collectives")
+    options = _parser().parse_args(given)
+    try:
+        return int(_COMMANDS[options.benchmark][0].main(options))
+    except (ArgumentError, DistError, RankError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m torchdist_ref.benchmark", description=__doc__)
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    for name, (module, words) in _COMMANDS.items():
+        command = commands.add_parser(name, help=words, description=module.__doc__)
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.arguments(command)
+        command.add_argument("--json", metavar="FILE", help="write all samples, with the machine, versions and date")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Engines by the names that ``--backends`` takes, each as an API and a group that the public functions are called on.
+
+``ref``, ``gloo`` and whatever else is registered go through this library's groups; ``torch:gloo`` is torch's own
+``torch.distributed``, untouched. Another way to run ranks (under ``mpiexec``, say) is not an engine: see `crew`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as theirs
+
+from torchdist_ref import groups
+from torchdist_ref.backends.base import names
+from torchdist_ref.benchmark.crew import Place
+from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
+from torchdist_ref.stores import FileStore
+
+PATIENCE = timedelta(minutes=5)
+_TORCH = "torch:"
+_NEEDS = {"mpi": "mpi4py"}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A contestant: the functions to call, and the group to call them on.
+
+    Attributes:
+        name: As in ``--backends``.
+        api: A module with `all_reduce` and so on.
+        group: What to pass as `group`.
+    """
+
+    name: str
+    api: Any
+    group: Any
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """An engine that was asked for and could not be made, and why."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} is left out: {self.reason}"
+
+
+def split(asked: Sequence[str]) -> tuple[list[str], list[LeftOut]]:
+    """Of the names asked for, those that may run here, and those that surely can't.
+
+    Raises:
+        ArgumentError: A name that nobody knows.
+
+    >>> split(["ref", "torch:gloo"])
+    (['ref', 'torch:gloo'], [])
+    """
+    out = [LeftOut(name, reason) for name in dict.fromkeys(asked) if (reason := _missing(name))]
+    return [name for name in dict.fromkeys(asked) if name not in {each.name for each in out}], out
+
+
+def _missing(name: str) -> str:
+    if name == "torch:gloo":
+        return "" if theirs.is_available() and theirs.is_gloo_available() else "this torch was built without Gloo"
+    package = _NEEDS.get(name)
+    if package and importlib.util.find_spec(package) is None:
+        return f"needs the package {package}: pip install 'torchdist_ref[{name}]'"
+    if name in names():
+        return ""
+    if package:
+        return "this version of torchdist_ref has no such engine yet"
+    expected = f"among {', '.join([*names(), *_NEEDS, 'torch:gloo'])}"
+    raise ArgumentError(explain("benchmark", "--backends", expected, name))
+
+
+def join(asked: Sequence[str], place: Place) -> list[Engine]:
+    """Make a group on every engine, on a forked rank. All stay alive until `leave`.
+
+    Returns:
+        The engines that could be made on every rank. Of each other, rank 0 reports a `LeftOut`.
+    """
+    ours = sorted((name for name in asked if not name.startswith(_TORCH)), key=lambda name: name in _NEEDS)
+    return [engine for name in asked if (engine := _attempt(name, place, ours[:1] == [name]))]
+
+
+def _attempt(name: str, place: Place, default: bool) -> Engine | None:
+    engine, reason = None, ""
+    try:
+        engine = _join_torch(name, place) if name.startswith(_TORCH) else _join_ours(name, place, default)
+    except (ImportError, UnsupportedError) as error:
+        reason = str(error)
+    reasons = [f"rank {rank}: {text}" for rank, text in enumerate(place.exchange(reason)) if text]
+    if reasons:
+        place.report(LeftOut(name, reasons[0]))
+    return None if reasons else engine
+
+
+def _join_ours(name: str, place: Place, default: bool) -> Engine:
+    if not default:
+        return Engine(name, groups, groups.new_group(backend=name, timeout=PATIENCE))
+    store = FileStore(os.path.join(place.folder, "ours"), place.world)
+    groups.init_process_group(name, store=store, rank=place.rank, world_size=place.world, timeout=PATIENCE)
+    return Engine(name, groups, None)
+
+
+def _join_torch(name: str, place: Place) -> Engine:
+    path = os.path.join(place.folder, "theirs")
+    store = theirs.FileStore(path, place.world)  # type: ignore[attr-defined]
+    engine = name.removeprefix(_TORCH)
+    theirs.init_process_group(engine, store=store, rank=place.rank, world_size=place.world, timeout=PATIENCE)
+    return Engine(name, theirs, None)
+
+
+def leave() -> None:
+    """End what `join` began."""
+    if groups.is_initialized():
+        groups.destroy_process_group()
+    if theirs.is_initialized():
+        with suppress(RuntimeError):
+            theirs.destroy_process_group()

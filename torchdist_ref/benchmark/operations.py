@@ -1,0 +1,233 @@
+"""What is measured: for each operation its buffers, the call through the public functions, the result, the factor.
+
+Sizes are those of nccl-tests: the whole buffer of one rank, so what each rank ends with in an all_gather, and what it
+starts with in a reduce_scatter. The bus factors are nccl-tests' too (its document PERFORMANCE.md): the algorithm
+bandwidth (size by time) times the factor can be compared with a link's peak, whatever the number of ranks.
+
+One row of the table at the end is one operation. How it is timed is elsewhere, and so is what it must cost (`limit`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchdist_ref.testing import fill
+
+ROOT = 0
+# A prime, so that no two chunks of a repeated pattern are alike.
+_PERIOD = 65_521
+
+Action = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """One rank's tensors for one operation.
+
+    Attributes:
+        rank: This rank.
+        world: How many ranks.
+        whole: Elements of the whole buffer.
+        source: What is read. In calls that work in place, the same tensor as `result`.
+        result: What is written.
+    """
+
+    rank: int
+    world: int
+    whole: int
+    source: Tensor
+    result: Tensor
+
+    def parts(self, tensor: Tensor) -> list[Tensor]:
+        """A whole buffer as one view a rank; nothing of an empty one."""
+        return list(tensor.view(self.world, -1).unbind()) if tensor.numel() else []
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One row of the benchmark.
+
+    Attributes:
+        name: As schedules and reports know it.
+        factor: From algorithm to bus bandwidth, for a number of ranks.
+        blocks: Of the `world` blocks of the whole buffer, how many a rank has in (source, result).
+        bind: From an API (ours or torch's), a group and buffers to the call that is timed.
+        expected: From all ranks' sources, the right result on a rank; None where it has none.
+        in_place: Whether source and result are one tensor.
+        splits: Whether the whole buffer consists of one block a rank.
+        messages: How many times the operation happens, one after the other, in one timed call.
+    """
+
+    name: str
+    factor: Callable[[int], float]
+    blocks: Callable[[int, int], tuple[int, int]]
+    bind: Callable[[Any, Any, Buffers], Action]
+    expected: Callable[[list[Tensor], int, int], Tensor | None]
+    in_place: bool = False
+    splits: bool = False
+    messages: int = 1
+
+    @property
+    def sized(self) -> bool:
+        """Whether there are bytes to move."""
+        return self.name != "barrier"
+
+    def whole(self, nbytes: int, world: int, dtype: torch.dtype) -> int:
+        """Elements of the whole buffer: what fits in so many bytes, but at least one for each block.
+
+        >>> [OPERATIONS[name].whole(1030, 3, torch.float32) for name in ("all_reduce", "all_gather", "barrier")]
+        [257, 255, 0]
+        """
+        if not self.sized:
+            return 0
+        grain = world if self.splits else 1
+        return max(1, nbytes // dtype.itemsize // grain) * grain
+
+    def buffers(self, rank: int, world: int, nbytes: int, dtype: torch.dtype) -> Buffers:
+        """New tensors for one rank, zero everywhere."""
+        whole = self.whole(nbytes, world, dtype)
+        reads, writes = (torch.zeros(_elements(n, whole, world), dtype=dtype) for n in self.blocks(rank, world))
+        return Buffers(rank, world, whole, writes if self.in_place else reads, writes)
+
+    def load(self, buffers: Buffers) -> None:
+        """Put this rank's data where the operation reads, and what is certainly wrong where it only writes."""
+        buffers.result.fill_(99)
+        buffers.source.copy_(pattern(buffers.rank, buffers.source.numel(), buffers.source.dtype))
+
+    def answer(self, buffers: Buffers) -> Tensor | None:
+        """The right result on this rank."""
+        world, side = buffers.world, 1 if self.in_place else 0
+        counts = [_elements(self.blocks(r, world)[side], buffers.whole, world) for r in range(world)]
+        data = [pattern(r, count, buffers.result.dtype) for r, count in enumerate(counts)]
+        return self.expected(data, buffers.rank, world)
+
+
+def _elements(blocks: int, whole: int, world: int) -> int:
+    return whole if blocks == world else whole // world * blocks
+
+
+def pattern(rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Data as from `torchdist_ref.testing.fill`, repeated after a prime number of elements, so that it is made fast."""
+    base = fill(rank, (min(count, _PERIOD),), dtype)
+    return base if count <= _PERIOD else base.repeat(-(-count // _PERIOD))[:count]
+
+
+def _sum(data: list[Tensor]) -> Tensor:
+    total = data[0].clone()
+    for tensor in data[1:]:
+        total += tensor
+    return total
+
+
+def _part(tensor: Tensor, rank: int, world: int) -> Tensor:
+    return tensor.view(world, -1)[rank]
+
+
+def _newest(api: Any, *names: str) -> Any:
+    """The first of several names that an API has: torch renames functions and warns of the old names."""
+    return next(getattr(api, name) for name in names if hasattr(api, name))
+
+
+def _all_gather(api: Any, group: Any, b: Buffers) -> Action:
+    return partial(_newest(api, "all_gather_single", "all_gather_into_tensor"), b.result, b.source, group=group)
+
+
+def _reduce_scatter(api: Any, group: Any, b: Buffers) -> Action:
+    return partial(_newest(api, "reduce_scatter_single", "reduce_scatter_tensor"), b.result, b.source, group=group)
+
+
+def _all_to_all(api: Any, group: Any, b: Buffers) -> Action:
+    return partial(api.all_to_all, b.parts(b.result), b.parts(b.source), group=group)
+
+
+def _gather(api: Any, group: Any, b: Buffers) -> Action:
+    return partial(api.gather, b.source, b.parts(b.result) or None, dst=ROOT, group=group)
+
+
+def _scatter(api: Any, group: Any, b: Buffers) -> Action:
+    return partial(api.scatter, b.result, b.parts(b.source) or None, src=ROOT, group=group)
+
+
+def partner(rank: int, world: int) -> int | None:
+    """Who plays with whom in send and receive: even ranks with the next one; the last of an odd number rests.
+
+    >>> [partner(rank, 3) for rank in range(3)]
+    [1, 0, None]
+    """
+    other = rank ^ 1
+    return other if other < world else None
+
+
+def _sendrecv(api: Any, group: Any, b: Buffers) -> Action:
+    other = partner(b.rank, b.world)
+    if other is None:
+        return lambda: None
+    send, recv = partial(api.send, b.source, other, group=group), partial(api.recv, b.result, other, group=group)
+    first, second = (send, recv) if b.rank < other else (recv, send)
+
+    def there_and_back() -> None:
+        first()
+        second()
+
+    return there_and_back
+
+
+def _received(data: list[Tensor], rank: int, world: int) -> Tensor | None:
+    other = partner(rank, world)
+    return None if other is None else data[other]
+
+
+def _share(world: int) -> float:
+    return (world - 1) / world
+
+
+_TABLE = (
+    Operation(
+        "all_reduce", lambda n: 2 * _share(n), lambda r, n: (0, n),
+        lambda api, group, b: partial(api.all_reduce, b.result, group=group),
+        lambda data, r, n: _sum(data), in_place=True,
+    ),
+    Operation(
+        "reduce", lambda n: 1.0, lambda r, n: (0, n),
+        lambda api, group, b: partial(api.reduce, b.result, ROOT, group=group),
+        lambda data, r, n: _sum(data) if r == ROOT else None, in_place=True,
+    ),
+    Operation(
+        "broadcast", lambda n: 1.0, lambda r, n: (0, n),
+        lambda api, group, b: partial(api.broadcast, b.result, ROOT, group=group),
+        lambda data, r, n: data[ROOT], in_place=True,
+    ),
+    Operation(
+        "all_gather", _share, lambda r, n: (1, n), _all_gather,
+        lambda data, r, n: torch.cat(data), splits=True,
+    ),
+    Operation(
+        "reduce_scatter", _share, lambda r, n: (n, 1), _reduce_scatter,
+        lambda data, r, n: _part(_sum(data), r, n), splits=True,
+    ),
+    Operation(
+        "all_to_all", _share, lambda r, n: (n, n), _all_to_all,
+        lambda data, r, n: torch.cat([_part(given, r, n) for given in data]), splits=True,
+    ),
+    Operation(
+        "gather", _share, lambda r, n: (1, n if r == ROOT else 0), _gather,
+        lambda data, r, n: torch.cat(data) if r == ROOT else None, splits=True,
+    ),
+    Operation(
+        "scatter", _share, lambda r, n: (n if r == ROOT else 0, 1), _scatter,
+        lambda data, r, n: _part(data[ROOT], r, n), splits=True,
+    ),
+    Operation("sendrecv", lambda n: 1.0, lambda r, n: (n, n), _sendrecv, _received, messages=2),
+    Operation(
+        "barrier", lambda n: 0.0, lambda r, n: (0, 0),
+        lambda api, group, b: partial(api.barrier, group=group),
+        lambda data, r, n: None, in_place=True,
+    ),
+)  # fmt: skip
+OPERATIONS = {operation.name: operation for operation in _TABLE}
