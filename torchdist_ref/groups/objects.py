@@ -1,8 +1,8 @@
 """Collectives on Python objects: a header that all ranks read, then the pickled bytes.
 
 Every function is two collectives on tensors: numbers first, from which all ranks learn how much comes and whether
-anybody has an error; then the bytes, filled up to one width. Pickling and errors are in `parcels`; messages from one
-rank to one other in `object_messages`.
+anybody has an error; then the bytes, filled up to one width. Pickling and errors are in `parcels`, the moves in
+`object_moves`; messages from one rank to one other in `object_messages`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from torchdist_ref.calls import AllGather, Broadcast, Gather, Scatter
 from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.groups.arguments import member_group, root_of
-from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.group import ProcessGroup
-from torchdist_ref.groups.parcels import Parcel, Room, carried, pack, reraise, sorry, unpack
+from torchdist_ref.groups.object_moves import all_gathered, broadcasted, gathered, headers_of, me, scattered
+from torchdist_ref.groups.parcels import Parcel, pack, sorry, unpack
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | int | None = None) -> None:
@@ -49,11 +47,11 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | in
     found = member_group("all_gather_object", group)
     if found is None:
         return
-    parcel = pack("all_gather_object", obj, _me(found))
-    parts = _all_gathered(found, parcel, _headers(found, parcel))
+    parcel = pack("all_gather_object", obj, me(found))
+    parts = all_gathered(found, parcel, headers_of(found, parcel))
     if len(object_list) < found.size():
         expected = f"a list of at least {found.size()} entries, one a rank"
-        raise IndexError(explain("all_gather_object", "object_list", expected, len(object_list), rank=_me(found)))
+        raise IndexError(explain("all_gather_object", "object_list", expected, len(object_list), rank=me(found)))
     for rank, part in enumerate(parts):
         object_list[rank] = unpack(part, "all_gather_object", found.members[rank])
 
@@ -97,11 +95,11 @@ def gather_object(
         return
     root = root_of(found, "gather_object", 0 if dst is None and group_dst is None else dst, group_dst, "dst")
     wrong = _gather_list_error(found, root, object_gather_list)
-    parcel = pack("gather_object", obj, _me(found)) if wrong is None else sorry(wrong)
-    headers = _headers(found, parcel)
+    parcel = pack("gather_object", obj, me(found)) if wrong is None else sorry(wrong)
+    headers = headers_of(found, parcel)
     if any(kind for _, kind, _ in headers):
-        _all_gathered(found, parcel, headers)
-    parts = _gathered(found, root, parcel, max(size for size, _, _ in headers))
+        all_gathered(found, parcel, headers)
+    parts = gathered(found, root, parcel, max(size for size, _, _ in headers))
     if object_gather_list is not None:
         for rank, part in enumerate(parts):
             object_gather_list[rank] = unpack(part, "gather_object", found.members[rank])
@@ -117,7 +115,7 @@ def _gather_list_error(group: ProcessGroup, root: int, given: list[Any] | None) 
         return ArgumentError(text)
     if len(given) < group.size():
         expected = f"a list of at least {group.size()} entries, one a rank"
-        return ArgumentError(explain("gather_object", "object_gather_list", expected, len(given), rank=_me(group)))
+        return ArgumentError(explain("gather_object", "object_gather_list", expected, len(given), rank=me(group)))
     return None
 
 
@@ -161,10 +159,10 @@ def broadcast_object_list(
     if found is None:
         return
     root = root_of(found, operation, src, group_src)
-    own = pack(operation, list(object_list), _me(found), len(object_list)) if found.rank() == root else None
-    room, count = _broadcast(found, root, own, device)
+    own = pack(operation, list(object_list), me(found), len(object_list)) if found.rank() == root else None
+    room, count = broadcasted(found, root, own, device)
     if own is None:
-        replace(object_list, unpack(room.data, operation, found.members[root]), count, operation, _me(found))
+        replace(object_list, unpack(room.data, operation, found.members[root]), count, operation, me(found))
 
 
 def replace(target: list[Any], objects: list[Any], count: int, operation: str, rank: int) -> None:
@@ -216,10 +214,10 @@ def scatter_object_list(
         return
     root = root_of(found, operation, 0 if src is None and group_src is None else src, group_src)
     parcels = _parcels(found, scatter_object_input_list) if found.rank() == root else []
-    room = _scattered(found, root, parcels)
+    room = scattered(found, root, parcels)
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise ArgumentError(f"{operation}: Expected argument scatter_object_output_list to be a list of size at "
-                            f"least 1, got {scatter_object_output_list!r} (on rank {_me(found)}).")  # fmt: skip
+                            f"least 1, got {scatter_object_output_list!r} (on rank {me(found)}).")  # fmt: skip
     scatter_object_output_list[0] = unpack(room.data, operation, found.members[root])
 
 
@@ -228,79 +226,7 @@ def _parcels(group: ProcessGroup, objects: list[Any] | None) -> list[Parcel]:
     if objects is None or len(objects) != group.size():
         got = None if objects is None else len(objects)
         expected = f"a list of {group.size()} objects, one a rank, on the source"
-        text = explain("scatter_object_list", "scatter_object_input_list", expected, got, rank=_me(group))
+        text = explain("scatter_object_list", "scatter_object_input_list", expected, got, rank=me(group))
         return [sorry(ArgumentError(text))]
-    parcels = [pack("scatter_object_list", value, _me(group)) for value in objects]
+    parcels = [pack("scatter_object_list", value, me(group)) for value in objects]
     return next(([parcel] for parcel in parcels if parcel.error is not None), parcels)
-
-
-def _scattered(group: ProcessGroup, root: int, parcels: list[Parcel]) -> Room:
-    """This rank's bytes of those that the source has."""
-    header = torch.zeros(3, dtype=torch.int64)
-    if parcels:
-        header = parcels[0].header()
-        header[0] = max(len(parcel.data) for parcel in parcels)
-    _do(group, Broadcast(root), [header], [header])
-    if header[1]:
-        _broadcast(group, root, parcels[0] if parcels else None, None)
-    width = int(header[0])
-    room = Room(width)
-    _do(group, Scatter(root), [parcel.tensor(width) for parcel in parcels], [room.tensor])
-    return room
-
-
-def _me(group: ProcessGroup) -> int:
-    return group.members[group.rank()]
-
-
-def _do(
-    group: ProcessGroup, call: Any, inputs: list[Tensor], outputs: list[Tensor], device: torch.device | None = None
-) -> None:
-    """One collective on whichever device the engine works."""
-    count = len(inputs)
-    shared = outputs is inputs or (outputs and inputs and outputs[0] is inputs[0])
-    tensors = inputs if shared else [*inputs, *outputs]
-    carried(tensors, group, device, lambda *there: submit(
-        group, call, there[:count], there if shared else there[count:], False))  # fmt: skip
-
-
-def _headers(group: ProcessGroup, parcel: Parcel) -> list[list[int]]:
-    """Size, kind of error and count of every rank."""
-    headers = [torch.zeros(3, dtype=torch.int64) for _ in range(group.size())]
-    _do(group, AllGather(), [parcel.header()], headers)
-    return [header.tolist() for header in headers]
-
-
-def _all_gathered(group: ProcessGroup, parcel: Parcel, headers: list[list[int]]) -> list[memoryview]:
-    """Everybody's bytes; raises on all ranks what any rank has to complain of."""
-    width = max(size for size, _, _ in headers)
-    room = Room(width * group.size())
-    _do(group, AllGather(), [parcel.tensor(width)], list(room.tensor.view(group.size(), width).unbind()))
-    parts = room.parts(group.size())
-    for rank, (size, kind, _) in enumerate(headers):
-        if kind:
-            reraise(kind, bytes(parts[rank][:size]), parcel.error if rank == group.rank() else None)
-    return parts
-
-
-def _gathered(group: ProcessGroup, root: int, parcel: Parcel, width: int) -> list[memoryview]:
-    """On the root, everybody's bytes."""
-    here = group.rank() == root
-    room = Room(width * group.size() if here else 1)
-    outputs = list(room.tensor.view(group.size(), width).unbind()) if here else []
-    _do(group, Gather(root), [parcel.tensor(width)], outputs)
-    return room.parts(group.size()) if here else []
-
-
-def _broadcast(group: ProcessGroup, root: int, own: Parcel | None, device: torch.device | None) -> tuple[Room, int]:
-    """The source's bytes and how many objects they hold; raises on all ranks what the source has to complain of."""
-    header = own.header() if own is not None else torch.zeros(3, dtype=torch.int64)
-    _do(group, Broadcast(root), [header], [header], device)
-    size, kind, count = header.tolist()
-    room = Room(size)
-    if own is not None:
-        room.tensor.copy_(own.tensor())
-    _do(group, Broadcast(root), [room.tensor], [room.tensor], device)
-    if kind:
-        reraise(kind, room.data, own.error if own is not None else None)
-    return room, count

@@ -58,7 +58,8 @@ def send(
     call = _send_call("send", tensor, dst, found, tag, group_dst)
     if call.dst == found.rank():
         raise ArgumentError(
-            "send: Invalid destination rank: destination rank should not be the same as the rank of the current process."
+            "send: Invalid destination rank: destination rank should not be the same as the rank of the current "
+            "process. Use isend, or keep the tensor."
         )
     found.backend.submit(call, (tensor,), (), True)
 

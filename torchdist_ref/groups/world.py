@@ -118,10 +118,11 @@ def resolve(group: ProcessGroup | int | None) -> ProcessGroup | None:
         return current().default or default_group()
     if isinstance(group, ProcessGroup):
         return group
-    return _not_a_member(group)
+    _check_not_a_member(group)
+    return None
 
 
-def _not_a_member(group: object) -> None:
+def _check_not_a_member(group: object) -> None:
     if group != GroupMember.NON_GROUP_MEMBER:
         raise ArgumentTypeError(explain("process group", "group", "a group made by new_group, or None", group))
 
