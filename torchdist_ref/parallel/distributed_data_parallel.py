@@ -18,7 +18,7 @@ from torchdist_ref import groups
 from torchdist_ref.algorithms.join import Join
 from torchdist_ref.parallel import agreement, bucketing, construction, joining, registration
 from torchdist_ref.parallel.compiling import untraced
-from torchdist_ref.parallel.exchange import Exchange
+from torchdist_ref.parallel.exchange import Hooked
 from torchdist_ref.parallel.options import Options
 from torchdist_ref.parallel.reducer import Reducer
 
@@ -172,7 +172,7 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs):
         """Inside `join`: learn how many ranks still have inputs."""
         work = Join.notify_join_context(self)
         if work is not None and not self._divide_by_initial_world_size:
-            self.reducer.mean.divisor = float(work.get_future().wait()[0])
+            self.reducer.average.divisor = float(work.result()[0])
 
     @untraced
     def _after(self, output: Any) -> None:
@@ -261,8 +261,8 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs):
         rank = groups.get_rank(self.process_group)
         registration.check_free(self._hook_name, rank)
         registration.check_hook(hook, rank)
-        self.reducer.exchange = Exchange(hook, state, self.process_group)
-        self._hook_name = self.reducer.exchange.name
+        self.reducer.exchange = hooked = Hooked(hook, state, self.process_group)
+        self._hook_name = hooked.name
 
     # ---- copies
 

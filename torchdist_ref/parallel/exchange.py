@@ -1,17 +1,16 @@
 """One bucket through one hook: call it, wait for its Future, and let nothing that it does hang or crash the step.
 
-`Exchange` keeps the hook and its state. Whatever goes wrong is told with the hook's name, the bucket
-and the rank, because a hook is user code that runs deep inside backward. It neither knows where the
-bucket came from nor where its result goes.
+`Averaging` is what DDP does without a hook, `Hooked` calls one. Whatever goes wrong is told with the
+hook's name, the bucket and the rank, because a hook is user code that runs deep inside backward. Neither
+knows where the bucket came from, nor where its result goes.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.futures import Future
@@ -26,26 +25,42 @@ AnyFuture = torch._C.Future
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 
 
-@dataclass
-class Mean:
-    """The state of the hook that DDP begins with: by what the sum over the group is divided."""
+class Exchange(Protocol):
+    """How a bucket gets its new contents. The reducer starts buckets in order, and finishes them in order."""
 
-    group: Any
-    divisor: float
+    def start(self, bucket: GradBucket) -> Any:
+        """Begin; what is returned is handed to `finish`."""
 
-
-def average(state: Mean, bucket: GradBucket) -> Future[torch.Tensor]:
-    """The hook that DDP begins with. Divides first, so that the sum of half-precision gradients doesn't overflow."""
-    work: Any = groups.all_reduce(bucket.buffer().div_(state.divisor), group=state.group, async_op=True)
-    average: Future[torch.Tensor] = work.get_future().then(_only)
-    return average
+    def finish(self, bucket: GradBucket, started: Any, length: int) -> torch.Tensor:
+        """Wait for the new contents, ``length`` elements."""
 
 
-def _only(future: Future[list[torch.Tensor]]) -> torch.Tensor:
-    return future.value()[0]
+class Averaging:
+    """What DDP does without a hook: add up, divided by the number of ranks.
+
+    Waits on the call itself, which is shorter than by way of a Future. Divides first, so that a sum of half-precision
+    gradients doesn't overflow.
+
+    Args:
+        group: The group that DDP was given.
+        divisor: By what the sum is divided.
+    """
+
+    def __init__(self, group: Any, divisor: float) -> None:
+        self.group = group
+        self.divisor = divisor
+
+    def start(self, bucket: GradBucket) -> Any:
+        """Divide, and begin to add up."""
+        return groups.all_reduce(bucket.buffer().div_(self.divisor), group=self.group, async_op=True)
+
+    def finish(self, bucket: GradBucket, started: Any, length: int) -> torch.Tensor:
+        """Wait for the sum, as long as the group's time-out allows."""
+        started.wait()
+        return bucket.buffer()
 
 
-class Exchange:
+class Hooked:
     """A hook, its state, and the group whose time-out bounds the wait.
 
     Args:

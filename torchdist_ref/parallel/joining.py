@@ -49,7 +49,7 @@ class Shadow(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Everybody takes the model of a rank that worked to the end."""
         ddp = self.ddp
-        ddp.reducer.mean.divisor = groups.get_world_size(ddp.process_group)
+        ddp.reducer.average.divisor = groups.get_world_size(ddp.process_group)
         agreement.share(ddp._states(ddp.broadcast_buffers), ddp.process_group, common_rank(ddp, is_last_joiner))
 
 

@@ -26,7 +26,7 @@ from torch.autograd import Variable
 from torchdist_ref import groups
 from torchdist_ref.errors import DistError
 from torchdist_ref.parallel import agreement, bucketing, faults, graph, sparse
-from torchdist_ref.parallel.exchange import Exchange, Mean, average
+from torchdist_ref.parallel.exchange import Averaging, Exchange
 from torchdist_ref.parallel.options import Entry, Options
 from torchdist_ref.parallel.storage import Bucket, allocate
 
@@ -46,8 +46,8 @@ class Reducer:
         self.entries = entries
         self.group = group
         self.options = options
-        self.mean = Mean(group, groups.get_world_size(group))
-        self.exchange = Exchange(average, self.mean, group)
+        self.average = Averaging(group, groups.get_world_size(group))
+        self.exchange: Exchange = self.average
         self.parameters = [entry.parameter for entry in entries]
         self.dense = [i for i, entry in enumerate(entries) if not entry.sparse]
         self.sparse = [i for i, entry in enumerate(entries) if entry.sparse]
@@ -183,7 +183,7 @@ class Reducer:
         if self.options.skip_unused and all(member in self._absent for member in bucket.members):
             return
         self._failed = True
-        bucket.future = self.exchange.start(bucket.offer())
+        bucket.started = self.exchange.start(bucket.offer())
         self._failed = False
 
     def _all_ready(self) -> None:
@@ -224,14 +224,14 @@ class Reducer:
         self._end()
 
     def _collect(self, bucket: Bucket) -> torch.Tensor | None:
-        if bucket.future is None or bucket.sent is None:
+        if bucket.started is None or bucket.sent is None:
             return None
-        return self.exchange.finish(bucket.sent, bucket.future, bucket.length)
+        return self.exchange.finish(bucket.sent, bucket.started, bucket.length)
 
     def _exchange_sparse(self, index: int) -> None:
         if index not in self._unused_everywhere:
             entry = self.entries[index]
-            entry.parameter.grad = sparse.average(entry.parameter, entry.name, self.group, self.mean.divisor)
+            entry.parameter.grad = sparse.average(entry.parameter, entry.name, self.group, self.average.divisor)
 
     def _survey_use(self) -> None:
         """Learn which parameters no rank has used: their gradients are left as they are."""
@@ -246,7 +246,7 @@ class Reducer:
         """Answer the collectives of one backward pass of the other ranks, contributing zeros."""
         with torch.no_grad():
             for bucket in self.buckets:
-                bucket.future = self.exchange.start(bucket.shadow())
+                bucket.started = self.exchange.start(bucket.shadow())
             for bucket in self.buckets:
                 self._collect(bucket)
             self._survey_use()

@@ -9,9 +9,9 @@ goes, and in which order, is decided in `reducer`.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from typing import Any
 
 import torch
-from torch.futures import Future
 
 from torchdist_ref.parallel.bucket import GradBucket, split
 
@@ -40,13 +40,13 @@ class Bucket:
         self.buffer = torch.zeros(self.length, dtype=first.dtype, device=first.device)
         self.views = split(self.buffer, parameters)
         self.waiting = len(members)
-        self.future: Future[torch.Tensor] | None = None
+        self.started: Any = None
         self.sent: GradBucket | None = None
 
     def reset(self) -> None:
         """Await every gradient again."""
         self.waiting = len(self.members)
-        self.future = self.sent = None
+        self.started = self.sent = None
 
     def take(self, place: int) -> None:
         """Bring the gradient that autograd left at one parameter into the buffer; zeros where it left none."""
