@@ -19,7 +19,7 @@ from tests.stores.store_helpers import in_child
 from tests.stores.store_model import machine
 from torchdist_ref.errors import DistStoreError, StoreTimeoutError
 from torchdist_ref.stores import FileStore
-from torchdist_ref.testing.check_store import check_store
+from torchdist_ref.testing.store_contract import check_store
 
 numbers = count()
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.stores.store_model import machine
 from torchdist_ref.stores import HashStore, Store
-from torchdist_ref.testing.check_store import check_store
+from torchdist_ref.testing.store_contract import check_store
 
 TestModel = machine(HashStore).TestCase
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed
 
 from torchdist_ref.stores import HashStore, PrefixStore, TCPStore
-from torchdist_ref.testing.check_store import check_store
+from torchdist_ref.testing.store_contract import check_store
 
 
 def test_holds_the_contract_over_a_hash_store() -> None:

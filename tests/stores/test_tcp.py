@@ -21,7 +21,7 @@ from tests.stores.store_helpers import Wire, in_child, server, torch_tcp
 from tests.stores.store_model import machine
 from torchdist_ref.errors import ArgumentError, DistNetworkError, StoreTimeoutError
 from torchdist_ref.stores import TCPStore, sockets
-from torchdist_ref.testing.check_store import check_store
+from torchdist_ref.testing.store_contract import check_store
 
 HOST = "127.0.0.1"
 

@@ -219,7 +219,7 @@ class Plan:
         offset, nbytes = self._range(number, rank, slot, begin, half)
         count = nbytes // self.dtype.itemsize
         view = torch.frombuffer(self.link.memory.buffer_of(rank), dtype=self.dtype, count=count, offset=offset)
-        return view.view(self.shape) if self.whole else view
+        return view.view(self.shape) if self.whole and self.shape is not None else view
 
     def _steps(self, number: int, begin: int, half: int) -> Iterable[Step]:
         mine = [m for m in self.rounds[number] if m.dst == self.link.rank]

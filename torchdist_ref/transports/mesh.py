@@ -74,7 +74,7 @@ class Mesh:
             return
         memory = self._bytes_of(owner)
         head = pack(Frame(KINDS.index(kind), owner, tuple(ranges)))
-        parts = [head, *(memory[begin : begin + size] for begin, size in ranges)]
+        parts: list[memoryview | bytes] = [head, *(memory[begin : begin + size] for begin, size in ranges)]
         with self._sending[peer]:
             try:
                 self.connections[peer].send(parts, lambda: self._while_full(peer))

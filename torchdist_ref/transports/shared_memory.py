@@ -54,7 +54,7 @@ class SharedMemory(OneMemory):
     def token(self, layout: Layout, kind: str, source: int, target: int) -> Token:
         """The semaphore at its place in the map. It has no name, so nothing is opened and nothing is closed."""
         address = self._base + layout.token(kind, source, target)
-        return _multiprocessing.SemLock._rebuild(address, _SEMAPHORE, _MOST, None)  # type: ignore[attr-defined,no-any-return]
+        return _multiprocessing.SemLock._rebuild(address, _SEMAPHORE, _MOST, None)  # type: ignore[no-any-return]
 
 
 def _check(result: int) -> None:

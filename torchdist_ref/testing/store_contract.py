@@ -14,8 +14,8 @@ from typing import Any
 
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, QueueEmptyError, StoreTimeoutError
 from torchdist_ref.stores import Store
-from torchdist_ref.testing import check_store_together as together
-from torchdist_ref.testing.check_store_together import SHORT, raises
+from torchdist_ref.testing import store_contract_together as together
+from torchdist_ref.testing.store_contract_together import SHORT, raises
 
 MakeStore = Callable[[], Store]
 LONG = timedelta(seconds=20)

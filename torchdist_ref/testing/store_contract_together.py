@@ -42,8 +42,8 @@ def waiting(store: Store) -> None:
     ]
     for number, make in enumerate(makers):
         key = f"late{number}"
-        got = _meanwhile(store, functools.partial(_get, key=key), functools.partial(make, store, key))
-        assert got == b"1"
+        seen = _meanwhile(store, functools.partial(_get, key=key), functools.partial(make, store, key))
+        assert seen == b"1"
     # Waiting for several keys ends with the last of them, in whatever order they come.
     values = _meanwhile(
         store,
