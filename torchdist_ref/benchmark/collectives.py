@@ -151,9 +151,9 @@ class _Case:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
     parser.add_argument("--ops", default=",".join(OPERATIONS), help="operations (default: all)", metavar=_LIST)
-    parser.add_argument("--sizes", default="4,1K,64K,1M,16M", help="bytes of the whole buffer (%(default)s)", metavar=_LIST)
+    parser.add_argument("--sizes", default="4,1K,64K,1M,16M", metavar=_LIST, help="bytes of the whole buffer")
     parser.add_argument(
-        "--backends", default="ref,gloo", help="ref, gloo, mpi, or torch:gloo for torch's own (%(default)s)", metavar=_LIST
+        "--backends", default="ref,gloo", metavar=_LIST, help="ref, gloo, mpi; torch:gloo is torch's own (%(default)s)"
     )
     parser.add_argument("--world", type=int, default=2, metavar="N", help="ranks (%(default)s)")
     parser.add_argument("--repetitions", type=int, default=9, metavar="N", help="rounds (%(default)s)")
