@@ -1,0 +1,155 @@
+"""torch's own users of process groups on `ref`: the same values as on Gloo over three steps, and `ref` did the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as c10d
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.backends.inside_torch import compared
+from torchdist_ref.testing import fill
+
+# The older names of functional collectives are the ones that torch 2.11 has too.
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+
+STEPS = 3
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(7, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3))
+
+
+def train(net: nn.Module, rank: int, steps: int = STEPS) -> list[Tensor]:
+    """The gradients of each step and the weights after the last; sharded ones are put together."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    history = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        net(fill(rank + 3 * step, (6, 7)) / 4).square().mean().backward()
+        history += [whole(parameter.grad) for parameter in net.parameters()]
+        optimizer.step()
+    return history + [whole(parameter) for parameter in net.parameters()]
+
+
+def whole(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def ddp(rank: int, size: int) -> list[Tensor]:
+    # Four buckets, from the second step on.
+    return train(DistributedDataParallel(model(), bucket_cap_mb=0.001), rank)
+
+
+def ddp_with_half_precision(rank: int, size: int) -> list[Tensor]:
+    net = DistributedDataParallel(model())
+    net.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return train(net, rank)
+
+
+def power_sgd(rank: int, size: int) -> list[Tensor]:
+    net = DistributedDataParallel(model())
+    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
+    net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return train(net, rank, 5)
+
+
+def fsdp(rank: int, size: int) -> list[Tensor]:
+    net = model()
+    mesh = init_device_mesh("cpu", (size,))
+    for layer in (net[0], net[2]):
+        fully_shard(layer, mesh=mesh)
+    return train(fully_shard(net, mesh=mesh), rank)
+
+
+def dtensor(rank: int, size: int) -> list[Tensor]:
+    """Sharded along either dimension, unevenly too, summed, multiplied, moved from one placement to another."""
+    mesh = init_device_mesh("cpu", (size,))
+    results = []
+    for step in range(STEPS):
+        a = distribute_tensor(fill(step, (5, 6)), mesh, [Shard(0)])
+        b = distribute_tensor(fill(step + 1, (6, 4)), mesh, [Replicate()])
+        product = a @ b
+        pending = DTensor.from_local(fill(rank + step, (4, 4)), mesh, [Partial()])
+        averaged = DTensor.from_local(fill(rank + step, (4, 4)), mesh, [Partial("avg")])
+        results += [product.full_tensor(), product.redistribute(mesh, [Shard(1)]).to_local(), product.sum().full_tensor()]
+        results += [pending.redistribute(mesh, [Shard(0)]).to_local(), averaged.redistribute(mesh, [Shard(0)]).to_local()]
+        results += [pending.full_tensor(), distribute_tensor(fill(rank, (3, 2)), mesh, [Replicate()]).to_local()]
+    return results
+
+
+def functional_collectives(rank: int, size: int) -> list[Tensor]:
+    group = c10d.group.WORLD
+    results = []
+    for step in range(STEPS):
+        tensor = fill(rank + step, (2 * size, 3))
+        given, taken = [rank + to + 1 for to in range(size)], [rank + source + 1 for source in range(size)]
+        results += [
+            functional.all_reduce(tensor, "avg", group),
+            functional.all_gather_tensor(tensor, 1, group),
+            functional.reduce_scatter_tensor(tensor, "sum", 0, group),
+            functional.broadcast(tensor, size - 1, group),
+            functional.all_to_all_single(fill(rank, (sum(given), 2)), taken, given, group),
+            *functional.all_reduce_coalesced([tensor, tensor + 1], "max", group),
+            *functional.all_gather_into_tensor_coalesced([tensor, tensor[0]], group),
+            *functional.reduce_scatter_tensor_coalesced([tensor, tensor + 1], "sum", [0, 0], group),
+        ]
+    return [result.clone() for result in results]
+
+
+def compiled(rank: int, size: int) -> list[Tensor]:
+    def step(tensor: Tensor) -> Tensor:
+        total = functional.all_reduce(tensor * 2, "sum", c10d.group.WORLD)
+        return total + functional.all_gather_tensor(tensor, 0, c10d.group.WORLD).sum()
+
+    program = torch.compile(step, backend="aot_eager", fullgraph=True)
+    return [program(fill(rank + shift, (4, 3))).clone() for shift in range(STEPS)]
+
+
+def compiled_in_place(rank: int, size: int) -> list[Tensor]:
+    def step(tensor: Tensor) -> Tensor:
+        doubled = tensor * 2
+        c10d.all_reduce(doubled, c10d.ReduceOp.MAX)
+        return doubled + 1
+
+    program = torch.compile(step, backend="aot_eager")
+    return [program(fill(rank + shift, (4, 3))) for shift in range(STEPS)]
+
+
+# What the recorder must have seen at least once.
+USERS: dict[Callable[[int, int], list[Tensor]], set[str]] = {
+    ddp: {"all_reduce", "broadcast", "all_gather"},
+    ddp_with_half_precision: {"all_reduce"},
+    power_sgd: {"all_reduce"},
+    fsdp: {"all_gather", "reduce_scatter"},
+    dtensor: {"all_gather", "all_reduce", "reduce_scatter", "scatter", "broadcast"},
+    functional_collectives: {"all_gather", "all_reduce", "reduce_scatter", "broadcast", "all_to_all"},
+    compiled: {"all_gather", "all_reduce"},
+    compiled_in_place: {"all_reduce"},
+}
+
+# Sums of three half-precision numbers depend on the order.
+APART = {ddp_with_half_precision: 1e-2}
+
+
+# Over a second: two groups, on two engines, in more processes than there are cores; dynamo is slow to start.
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("user", USERS, ids=lambda user: user.__name__)
+def test_on_ref_torch_computes_what_it_does_on_gloo(user: Any, size: int, tmp_path: Path) -> None:
+    for ours, theirs, seen in compared(user, size, str(tmp_path / "meet")):
+        assert len(ours) == len(theirs) >= STEPS
+        for got, wanted in zip(ours, theirs, strict=True):
+            tolerance = APART.get(user, 1e-5)
+            torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance / 10)
+        assert USERS[user] <= seen.keys(), seen
