@@ -81,11 +81,12 @@ def dtensor(rank: int, size: int) -> list[Tensor]:
         a = distribute_tensor(fill(step, (5, 6)), mesh, [Shard(0)])
         b = distribute_tensor(fill(step + 1, (6, 4)), mesh, [Replicate()])
         product = a @ b
-        pending = DTensor.from_local(fill(rank + step, (4, 4)), mesh, [Partial()])
-        averaged = DTensor.from_local(fill(rank + step, (4, 4)), mesh, [Partial("avg")])
-        results += [product.full_tensor(), product.redistribute(mesh, [Shard(1)]).to_local(), product.sum().full_tensor()]
-        results += [pending.redistribute(mesh, [Shard(0)]).to_local(), averaged.redistribute(mesh, [Shard(0)]).to_local()]
-        results += [pending.full_tensor(), distribute_tensor(fill(rank, (3, 2)), mesh, [Replicate()]).to_local()]
+        results += [product.full_tensor(), product.sum().full_tensor()]
+        results += [product.redistribute(mesh, [Shard(1)]).to_local()]
+        for placement in (Partial(), Partial("avg")):
+            pending = DTensor.from_local(fill(rank + step, (4, 4)), mesh, [placement])
+            results += [pending.redistribute(mesh, [Shard(0)]).to_local(), pending.full_tensor()]
+        results += [distribute_tensor(fill(rank, (3, 2)), mesh, [Replicate()]).to_local()]
     return results
 
 

@@ -1,0 +1,97 @@
+"""torch learns of `ref`: through the entry point, by the import, or at the first use; and never fails by it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch.distributed as c10d
+
+import torchdist_ref
+
+PACKAGE = Path(torchdist_ref.__file__).parent
+ASK = "import torch, sys; print(hasattr(torch.distributed.Backend, 'REF'), 'torchdist_ref.groups' in sys.modules)"
+
+
+def answer(program: str, path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a fresh interpreter that finds packages in `path` first."""
+    env = {**os.environ, "PYTHONPATH": str(path), **environment}
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env, cwd=path)
+
+
+def installed(path: Path) -> Path:
+    """A folder as an installation leaves it: the package, and the metadata with the entry point of pyproject.toml."""
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    lines = [f"{name} = {value}" for name, value in project["entry-points"]["torch.backends"].items()]
+    metadata = path / "torchdist_ref-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torchdist_ref\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text("\n".join(["[torch.backends]", *lines, ""]))
+    shutil.copytree(PACKAGE, path / "torchdist_ref", ignore=shutil.ignore_patterns("__pycache__"))
+    return path
+
+
+# These are over a second: each starts an interpreter that imports torch.
+def test_importing_torch_registers_ref_and_loads_nothing_else(tmp_path: Path) -> None:
+    result = answer(ASK, installed(tmp_path))
+    assert (result.stdout, result.stderr) == ("True False\n", "")
+
+
+def test_the_import_registers_ref_where_torch_is_there_before(tmp_path: Path) -> None:
+    program = "import torch, torchdist_ref; print(torch.distributed.Backend.REF)"
+    assert answer(program, PACKAGE.parent, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout == "ref\n"
+
+
+def test_the_first_use_registers_ref_where_torch_comes_later() -> None:
+    program = "import torchdist_ref, torch; torchdist_ref.all_reduce; print(torch.distributed.Backend.REF)"
+    assert answer(program, PACKAGE.parent, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout == "ref\n"
+
+
+GROUP = """
+import torch
+try:
+    torch.distributed.init_process_group('ref', store=torch.distributed.HashStore(), rank=0, world_size=1)
+    tensor = torch.ones(2)
+    torch.distributed.all_reduce(tensor)
+    print(tensor.tolist(), torch.distributed.get_backend())
+    torch.distributed.destroy_process_group()
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_a_group_on_ref_without_the_import(tmp_path: Path) -> None:
+    assert answer(GROUP, installed(tmp_path)).stdout == "[1.0, 1.0] ref\n"
+
+
+@pytest.mark.parametrize("broken", ["calls.py", "backends/ref.py", "backends/into_torch.py"])
+def test_a_broken_installation_breaks_the_group_and_not_torch(broken: str, tmp_path: Path) -> None:
+    (installed(tmp_path) / "torchdist_ref" / broken).write_text("this is no Python")
+    result = answer(GROUP, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "torchdist_ref can't be loaded" in result.stdout and "Install it anew" in result.stdout
+
+
+def test_a_torch_that_refuses_is_only_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torchdist_ref import _autoload
+
+    def refuse(*_: object, **__: object) -> None:
+        raise TypeError("another signature")
+
+    monkeypatch.delattr(c10d.Backend, "REF")
+    monkeypatch.setattr(c10d.Backend, "register_backend", refuse)
+    _autoload.register()
+    assert "another signature" in caplog.text
+
+
+def test_torchs_own_defaults_stay_what_they_are() -> None:
+    torchdist_ref.all_reduce  # noqa: B018
+    assert c10d.Backend.default_device_backend_map["cpu"] == "gloo"
+    assert c10d.Backend.backend_capability["ref"] == ["cpu"]
