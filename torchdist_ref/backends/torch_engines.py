@@ -215,7 +215,8 @@ class TorchWork(Work):
         """See `Work.get_future`; settled from torch's own future."""
         future = super().get_future()
         if not self._event.is_set():
-            self._theirs.get_future().add_done_callback(lambda _: self.is_completed())
+            # torch completes its future before its work, so the callback may ask only the future.
+            self._theirs.get_future().add_done_callback(lambda done: self._settled_by(done.value))
         return future
 
 
