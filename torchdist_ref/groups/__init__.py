@@ -11,10 +11,15 @@ from torchdist_ref.groups.availability import (
     is_xccl_available,
 )  # fmt: skip
 from torchdist_ref.groups.backend_names import Backend
+from torchdist_ref.groups.batches import P2POp, batch_isend_irecv
+from torchdist_ref.groups.coalesced import all_gather_coalesced, all_reduce_coalesced
 from torchdist_ref.groups.collectives import all_reduce, barrier, broadcast, reduce
+from torchdist_ref.groups.exchanges import all_to_all_single
 from torchdist_ref.groups.gathering import all_gather, all_gather_into_tensor, all_to_all, gather, scatter
 from torchdist_ref.groups.group import GroupMember, ProcessGroup
 from torchdist_ref.groups.lifecycle import destroy_process_group, init_process_group, is_initialized, new_group
+from torchdist_ref.groups.multigpu import all_reduce_multigpu, broadcast_multigpu, reduce_multigpu
+from torchdist_ref.groups.multigpu_blocks import all_gather_multigpu, reduce_scatter_multigpu
 from torchdist_ref.groups.object_messages import recv_object_list, send_object_list
 from torchdist_ref.groups.objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
 from torchdist_ref.groups.point_to_point import irecv, isend, recv, send
@@ -23,6 +28,7 @@ from torchdist_ref.groups.queries import (
 )  # fmt: skip
 from torchdist_ref.groups.reduce_ops import reduce_op, supports_complex
 from torchdist_ref.groups.reduce_scattering import reduce_scatter, reduce_scatter_tensor
+from torchdist_ref.groups.singles import all_gather_single, reduce_scatter_single
 from torchdist_ref.work import Work
 
 adopt_torch()
@@ -30,16 +36,25 @@ adopt_torch()
 __all__ = [
     "Backend",
     "GroupMember",
+    "P2POp",
     "ProcessGroup",
     "ReduceOp",
     "Work",
     "all_gather",
+    "all_gather_coalesced",
     "all_gather_into_tensor",
+    "all_gather_multigpu",
     "all_gather_object",
+    "all_gather_single",
     "all_reduce",
+    "all_reduce_coalesced",
+    "all_reduce_multigpu",
     "all_to_all",
+    "all_to_all_single",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
+    "broadcast_multigpu",
     "broadcast_object_list",
     "destroy_process_group",
     "gather",
@@ -69,8 +84,11 @@ __all__ = [
     "recv",
     "recv_object_list",
     "reduce",
+    "reduce_multigpu",
     "reduce_op",
     "reduce_scatter",
+    "reduce_scatter_multigpu",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
     "scatter",
     "scatter_object_list",

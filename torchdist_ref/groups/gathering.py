@@ -18,6 +18,7 @@ from torchdist_ref.groups.arguments import (
 )  # fmt: skip
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.group import ProcessGroup
+from torchdist_ref.groups.joined import in_one
 from torchdist_ref.work import Work
 
 _ALL_GATHER = AllGather()
@@ -102,16 +103,21 @@ def all_gather_into_tensor(
         >>> run(program, 2)
         [[0, 7, 1, 6], [0, 7, 1, 6]]
     """
-    operation = "all_gather_into_tensor"
-    found = member_group(operation, group)
-    if found is None:
-        return None
-    check_tensor(operation, "output_tensor", output_tensor)
-    check_tensor(operation, "input_tensor", input_tensor)
-    check_one_dtype(operation, [output_tensor, input_tensor])
-    wanted = input_tensor.numel() * found.size()
-    check_elements(operation, "output_tensor", output_tensor, wanted, "world size times the input")
-    return submit(found, _ALL_GATHER, (input_tensor,), rows(operation, "output_tensor", output_tensor, found), async_op)
+    found = member_group("all_gather_into_tensor", group)
+    return (
+        None if found is None else gather_into("all_gather_into_tensor", output_tensor, input_tensor, found, async_op)
+    )
+
+
+def gather_into(operation: str, output: Tensor, input: Tensor, group: ProcessGroup, async_op: bool) -> Work | None:
+    """What `all_gather_into_tensor` does, under either of its names."""
+    check_tensor(operation, "output_tensor", output)
+    check_tensor(operation, "input_tensor", input)
+    check_one_dtype(operation, [output, input])
+    wanted = input.numel() * group.size()
+    check_elements(operation, "output_tensor", output, wanted, "world size times the input")
+    blocks = rows(operation, "output_tensor", output, group)
+    return in_one(operation, output, submit(group, _ALL_GATHER, (input,), blocks, async_op))
 
 
 def gather(

@@ -99,13 +99,17 @@ def reduce_scatter_tensor(
         >>> run(program, 2)
         [[1, 3], [5, 7]]
     """
-    operation = "reduce_scatter_tensor"
-    found = member_group(operation, group)
-    if found is None:
-        return None
+    found = member_group("reduce_scatter_tensor", group)
+    return None if found is None else scatter_from("reduce_scatter_tensor", output, input, op, found, async_op)
+
+
+def scatter_from(
+    operation: str, output: Tensor, input: Tensor, op: Any, group: ProcessGroup, async_op: bool
+) -> Work | None:
+    """What `reduce_scatter_tensor` does, under either of its names."""
     check_tensor(operation, "output", output)
     check_tensor(operation, "input", input)
     check_one_dtype(operation, [output, input])
-    check_elements(operation, "input", input, output.numel() * found.size(), "world size times the output")
+    check_elements(operation, "input", input, output.numel() * group.size(), "world size times the output")
     call = REDUCE_SCATTER[word_of(op, operation)]
-    return submit(found, call, rows(operation, "input", input, found), (output,), async_op)
+    return submit(group, call, rows(operation, "input", input, group), (output,), async_op)

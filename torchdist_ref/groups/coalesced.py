@@ -1,0 +1,135 @@
+"""Collectives on several tensors at once: every tensor is a call of its own, and the caller waits once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.futures import Future
+
+from torchdist_ref.calls import AllGather
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
+from torchdist_ref.groups.arguments import (
+    ALL_REDUCE, SUM, check_elements, check_one_dtype, check_tensors, check_writable, member_group, word_of,
+)  # fmt: skip
+from torchdist_ref.groups.collectives import submit
+from torchdist_ref.groups.group import ProcessGroup
+from torchdist_ref.groups.joined import joined
+from torchdist_ref.work import Work
+
+_ALL_GATHER = AllGather()
+
+
+def all_reduce_coalesced(
+    tensors: Tensor | list[Tensor], op: Any = SUM, group: ProcessGroup | int | None = None, async_op: bool = False
+) -> Future[Any] | None:
+    """Reduce each tensor of a list over all ranks, in place.
+
+    Args:
+        tensors: Input and output: on all ranks the same shapes, of one dtype. A single tensor is a list of one.
+        op: How to reduce. Default: the sum.
+        group: Which ranks. Default: all.
+        async_op: Return at once with a Future to wait for.
+
+    Returns:
+        With `async_op` a `torch.futures.Future` (as in torch, and unlike the other collectives), whose value is
+        the list of tensors; else None.
+
+    Raises:
+        ArgumentError: Dtypes differ, or the reduction makes no sense for them.
+        ArgumentTypeError: Not tensors, or not a ReduceOp.
+        NotInitializedError: There is no group yet.
+        MismatchError: Ranks called different things.
+        DistBackendError: A rank died, gave up, or did not come in time.
+
+    Example:
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     tensors = [torch.tensor([rank]), torch.tensor([1, rank * rank])]
+        ...     dist.all_reduce_coalesced(tensors)
+        ...     return [tensor.tolist() for tensor in tensors]
+        >>> run(program, 3)[0]
+        [[3], [3, 5]]
+    """
+    operation = "all_reduce_coalesced"
+    given = [tensors] if isinstance(tensors, Tensor) else tensors
+    check_tensors(operation, "tensors", given)
+    check_one_dtype(operation, given)
+    found = member_group(operation, group)
+    if found is None:
+        return None
+    call = ALL_REDUCE[word_of(op, operation)]
+    for index, tensor in enumerate(given):
+        check_writable(operation, f"tensors[{index}]", tensor)
+    parts = [submit(found, call, (tensor,), (tensor,), True) for tensor in given]
+    return _future(joined(operation, given, parts, async_op))
+
+
+def all_gather_coalesced(
+    output_tensor_lists: list[list[Tensor]],
+    input_tensor_list: list[Tensor],
+    group: ProcessGroup | int | None = None,
+    async_op: bool = False,
+) -> Future[Any] | None:
+    """Give every rank the lists of tensors of all ranks.
+
+    Args:
+        output_tensor_lists: Output: list `r` becomes the tensors of rank `r`.
+        input_tensor_list: Input: this rank's tensors; on all ranks the same shapes, of one dtype.
+        group: Which ranks. Default: all.
+        async_op: Return at once with a Future to wait for.
+
+    Returns:
+        With `async_op` a `torch.futures.Future` (as in torch, and unlike the other collectives), whose value is
+        the list of lists; else None.
+
+    Raises:
+        ArgumentError: Lists of the wrong length, tensors of the wrong size, or dtypes that differ.
+        ArgumentTypeError: Not lists of tensors.
+        NotInitializedError: There is no group yet.
+        MismatchError: Ranks called different things.
+        DistBackendError: A rank died, gave up, or did not come in time.
+
+    Example:
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     mine = [torch.tensor([rank]), torch.tensor([5, rank])]
+        ...     everybody = [[torch.zeros_like(tensor) for tensor in mine] for _ in range(2)]
+        ...     dist.all_gather_coalesced(everybody, mine)
+        ...     return [[tensor.tolist() for tensor in tensors] for tensors in everybody]
+        >>> run(program, 2)[0]
+        [[[0], [5, 0]], [[1], [5, 1]]]
+    """
+    found = member_group("all_gather_coalesced", group)
+    if found is None:
+        return None
+    _check_gathered(output_tensor_lists, input_tensor_list, found)
+    parts = [
+        submit(found, _ALL_GATHER, (tensor,), [outputs[index] for outputs in output_tensor_lists], True)
+        for index, tensor in enumerate(input_tensor_list)
+    ]
+    return _future(joined("all_gather_coalesced", output_tensor_lists, parts, async_op))
+
+
+def _future(work: Work | None) -> Future[Any] | None:
+    return None if work is None else work.get_future()
+
+
+def _check_gathered(lists: Any, inputs: Sequence[Tensor], group: ProcessGroup) -> None:
+    operation = "all_gather_coalesced"
+    check_tensors(operation, "input_tensor_list", inputs)
+    if not isinstance(lists, Sequence):
+        raise ArgumentTypeError(explain(operation, "output_tensor_lists", "a list of lists of tensors", lists))
+    if len(lists) != group.size():
+        expected = f"a list of {group.size()} lists, one a rank"
+        raise ArgumentError(explain(operation, "output_tensor_lists", expected, len(lists)))
+    for rank, outputs in enumerate(lists):
+        check_tensors(operation, f"output_tensor_lists[{rank}]", outputs, len(inputs))
+        check_one_dtype(operation, [*inputs, *outputs])
+        for index, output in enumerate(outputs):
+            name = f"output_tensor_lists[{rank}][{index}]"
+            check_writable(operation, name, output)
+            check_elements(operation, name, output, inputs[index].numel(), f"as input_tensor_list[{index}] has")

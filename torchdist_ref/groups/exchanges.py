@@ -1,0 +1,123 @@
+"""all_to_all_single: blocks of one tensor to all ranks, equal or not.
+
+Equal blocks are one call of the engine. Unequal ones are messages between pairs, because a rank knows only its own
+sizes; then sender and receiver compare theirs, pair by pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torchdist_ref.calls import AllToAll, Recv, Send
+from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.groups.arguments import (
+    check_elements, check_one_dtype, check_tensor, check_writable, member_group, rows,
+)  # fmt: skip
+from torchdist_ref.groups.collectives import submit
+from torchdist_ref.groups.group import ProcessGroup
+from torchdist_ref.groups.joined import in_one, joined
+from torchdist_ref.work import Work
+
+_ALL_TO_ALL = AllToAll()
+# Messages of this tag are the library's own; they pass each other in order, as all messages of one pair and tag do.
+TAG = 2**30
+_NAME = "all_to_all_single"
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: ProcessGroup | int | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Every rank gives every rank a block of its tensor.
+
+    Args:
+        output: Output: the blocks that the ranks have for this one, in rank order, along the first dimension.
+        input: Input: block `d` goes to rank `d`. It must not overlap the output.
+        output_split_sizes: How many rows of the output come from each rank. Default: equally many.
+        input_split_sizes: How many rows of the input go to each rank. Default: equally many. All ranks give
+            sizes, or none does.
+        group: Which ranks. Default: all.
+        async_op: Return at once with a Work to wait for.
+
+    Returns:
+        A `Work` if `async_op`, else None.
+
+    Raises:
+        ArgumentError: Sizes that don't fit the tensors or the number of ranks, or dtypes that differ.
+        ArgumentTypeError: Not tensors.
+        NotInitializedError: There is no group yet.
+        MismatchError: A rank sends another number of rows than this one expects. That block was not written.
+        DistBackendError: A rank died, gave up, or did not come in time.
+
+    Example:
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     output = torch.zeros(2 * rank + 2, dtype=torch.int64)
+        ...     rows = [rank + 1, rank + 1]
+        ...     dist.all_to_all_single(output, torch.arange(3) + 10 * rank, rows, [1, 2])
+        ...     return output.tolist()
+        >>> run(program, 2)
+        [[0, 10], [1, 2, 11, 12]]
+
+    The operation is MPI's ``MPI_Alltoallv``.
+    """
+    found = member_group(_NAME, group)
+    if found is None:
+        return None
+    check_tensor(_NAME, "output", output)
+    check_tensor(_NAME, "input", input)
+    check_writable(_NAME, "output", output)
+    check_one_dtype(_NAME, [output, input])
+    outputs = _blocks("output", output, output_split_sizes, found)
+    inputs = _blocks("input", input, input_split_sizes, found)
+    if not output_split_sizes and not input_split_sizes:
+        check_elements(_NAME, "output", output, input.numel(), "as the input has")
+        return in_one(_NAME, output, submit(found, _ALL_TO_ALL, inputs, outputs, async_op))
+    return _between_pairs(found, output, inputs, outputs, async_op)
+
+
+def _blocks(name: str, tensor: Tensor, sizes: Sequence[int] | None, group: ProcessGroup) -> Sequence[Tensor]:
+    length = tensor.shape[0] if tensor.dim() else 1
+    if not sizes:
+        if length % group.size():
+            _wrong(name, f"a tensor whose first dimension divides by {group.size()}", list(tensor.shape), group)
+        return rows(_NAME, name, tensor.detach(), group)
+    _check_sizes(f"{name}_split_sizes", sizes, length, group)
+    blocks: Sequence[Tensor] = (tensor if tensor.dim() else tensor.view(1)).detach().split(list(sizes))
+    return blocks
+
+
+def _check_sizes(name: str, sizes: Any, length: int, group: ProcessGroup) -> None:
+    if not isinstance(sizes, Sequence) or not all(isinstance(size, int) and size >= 0 for size in sizes):
+        _wrong(name, "a list of numbers of rows, from 0 up", sizes, group)
+    if len(sizes) != group.size():
+        _wrong(name, f"one number for each of {group.size()} ranks", sizes, group)
+    if sum(sizes) != length:
+        _wrong(name, f"numbers that add up to the tensor's {length} rows", sizes, group)
+
+
+def _wrong(argument: str, expected: str, got: Any, group: ProcessGroup) -> None:
+    raise ArgumentError(explain(_NAME, argument, expected, got, rank=group.members[group.rank()]))
+
+
+def _between_pairs(
+    group: ProcessGroup, output: Tensor, inputs: Sequence[Tensor], outputs: Sequence[Tensor], async_op: bool
+) -> Work | None:
+    me, size, submit_to = group.rank(), group.size(), group.backend.submit
+    check_elements(_NAME, f"output_split_sizes[{me}]", outputs[me], inputs[me].numel(), "what this rank keeps")
+    outputs[me].copy_(inputs[me])
+    parts = []
+    for step in range(1, size):
+        # In step s everybody sends to the rank s further on, so no rank is waited for by two at once.
+        source, target = (me - step) % size, (me + step) % size
+        parts.append(submit_to(Recv(source, TAG), (), (outputs[source],), False))
+        parts.append(submit_to(Send(target, TAG), (inputs[target],), (), False))
+    return joined(_NAME, [output], parts, async_op)
