@@ -21,7 +21,8 @@ ASK = "import torch, sys; print(hasattr(torch.distributed.Backend, 'REF'), 'torc
 def answer(program: str, path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a program in a fresh interpreter that finds packages in `path` first."""
     env = {**os.environ, "PYTHONPATH": str(path), **environment}
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env, cwd=path)
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, cwd=path)
 
 
 def installed(path: Path) -> Path:

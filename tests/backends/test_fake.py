@@ -1,0 +1,100 @@
+"""The engine that is none: it records, and its values follow its one rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import torchdist_ref as dist
+from torchdist_ref.groups.world import default_group, thread_rank
+from torchdist_ref.testing import fill
+
+SIZE, RANK = 8, 3
+
+
+@pytest.fixture(autouse=True)
+def playing_one_rank() -> Iterator[None]:
+    with thread_rank():
+        dist.init_process_group("fake", store=dist.HashStore(), rank=RANK, world_size=SIZE)
+        yield
+
+
+def recorded(group: Any = None) -> list[str]:
+    return [str(event.call) for event in (group or default_group()).recorder]
+
+
+REDUCED = {
+    "SUM": lambda t: t * SIZE, "AVG": lambda t: t, "MIN": lambda t: t, "MAX": lambda t: t, "PRODUCT": lambda t: t**SIZE,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", REDUCED)
+def test_reductions_are_over_copies_of_this_rank(op: str) -> None:
+    data, scattered = fill(0, (4, 2), torch.float64), torch.zeros(3, dtype=torch.float64)
+    tensor, blocks = data.clone(), [fill(block, (3,), torch.float64) for block in range(SIZE)]
+    dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
+    assert torch.equal(tensor, REDUCED[op](data))
+    dist.reduce_scatter(scattered, blocks, getattr(dist.ReduceOp, op))
+    assert torch.equal(scattered, REDUCED[op](blocks[RANK]))
+
+
+def test_blocks_of_others_are_this_ranks() -> None:
+    row, received = torch.zeros(SIZE, 5), [torch.zeros(2) for _ in range(SIZE)]
+    dist.all_gather_into_tensor(row, fill(RANK, (5,)))
+    assert torch.equal(row, fill(RANK, (5,)).expand(SIZE, 5))
+    dist.all_to_all(received, [fill(to, (2,)) for to in range(SIZE)])
+    assert all(torch.equal(block, fill(RANK, (2,))) for block in received)
+    mine = torch.zeros(2)
+    dist.scatter(mine, [fill(to, (2,)) for to in range(SIZE)], src=RANK)
+    assert torch.equal(mine, fill(RANK, (2,)))
+
+
+def test_what_only_others_know_stays_as_it_was() -> None:
+    for call in (lambda t: dist.broadcast(t, 1), lambda t: dist.scatter(t, None, 1), lambda t: dist.recv(t, 1)):
+        tensor = fill(5, (3,))
+        call(tensor)
+        assert torch.equal(tensor, fill(5, (3,)))
+    assert dist.recv(torch.zeros(1), 6) == 6
+
+
+def test_calls_are_recorded_with_their_bytes_in_order() -> None:
+    work = dist.all_reduce(torch.zeros(5), dist.ReduceOp.MAX, async_op=True)
+    dist.barrier()
+    dist.send(torch.zeros(2), 7, tag=4)
+    assert work is not None and work.wait() and work.is_completed()
+    assert recorded() == ["all_reduce(reduction=max, factor=None)", "barrier()", "send(dst=7, tag=4)"]
+    events = list(default_group().recorder)
+    assert [event.nbytes for event in events] == [20, 0, 8]
+    assert [event.sequence for event in events] == [0, 1, -1]
+
+
+def test_groups_count_their_own_ranks_and_calls() -> None:
+    group = dist.new_group([1, 3, 6])
+    tensor = fill(1, (2,))
+    dist.all_reduce(tensor, group=group)
+    assert dist.get_rank(group) == 1 and torch.equal(tensor, fill(1, (2,)) * 3)
+    dist.broadcast(tensor, 6, group)
+    assert recorded(group)[1] == "broadcast(root=2)" and recorded() == []
+    assert dist.new_group([0, 1]) == dist.GroupMember.NON_GROUP_MEMBER
+
+
+def test_a_reduction_that_makes_no_sense_is_still_an_error() -> None:
+    with pytest.raises(dist.ArgumentError, match="BAND"):
+        dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
+    assert recorded() == []
+
+
+def test_a_training_step_is_the_one_of_a_single_process() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    wrapped = dist.DistributedDataParallel(model)
+    wrapped(fill(RANK, (3, 4))).square().sum().backward()
+    assert model.weight.grad is not None
+    gradient = model.weight.grad.clone()
+    model.zero_grad()
+    model(fill(RANK, (3, 4))).square().sum().backward()
+    torch.testing.assert_close(gradient, model.weight.grad)
+    assert any(call.startswith("all_reduce") for call in recorded())

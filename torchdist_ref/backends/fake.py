@@ -1,0 +1,97 @@
+"""Fake: one process plays one rank of many, alone, and every call is written down.
+
+For tests of code that calls collectives: does it call the right ones, in the right order, at world size 512?
+The rule for values: each call ends as if every other rank had passed what this one passed. So a sum is the
+tensor times the world size, an average the tensor itself, and every block of a gather is this rank's. What only
+another rank could know (a received message, what another root scatters) stays as it was. Nothing ever waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+
+from torch import Tensor
+
+from torchdist_ref.backends.base import Backend, Membership
+from torchdist_ref.backends.reductions import reduction
+from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Call, Gather, Recv, Reduce, ReduceScatter, Scatter, Send
+from torchdist_ref.trace import Recorder
+from torchdist_ref.work import Done, Work
+
+Tensors = Sequence[Tensor]
+
+
+class Fake(Backend):
+    """No engine at all: the calls are in `recorder`.
+
+    >>> import torch, torchdist_ref as dist
+    >>> dist.init_process_group("fake", store=dist.HashStore(), rank=3, world_size=8)
+    >>> tensor = torch.ones(2)
+    >>> dist.all_reduce(tensor)
+    >>> tensor.tolist(), dist.get_rank(), dist.get_world_size()
+    ([8.0, 8.0], 3, 8)
+    >>> group = dist.new_group([1, 3, 5])
+    >>> dist.broadcast(tensor, src=5, group=group)
+    >>> [str(event.call) for event in group.recorder]
+    ['broadcast(root=2)']
+    >>> dist.destroy_process_group()
+    """
+
+    name = "fake"
+
+    def __init__(self, membership: Membership) -> None:
+        self.recorder = Recorder()
+        self._rank, self._size = membership.rank, membership.size
+        self._sequence = 0
+
+    def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
+        """See `Backend.submit`. Always finished on return."""
+        start = perf_counter()
+        self._play(call, [tensor.detach() for tensor in inputs], [tensor.detach() for tensor in outputs])
+        nbytes = max((tensor.nbytes for tensor in (*inputs, *outputs)), default=0)
+        self.recorder.add(self._number(call), call, nbytes, start)
+        work = Done(call.op, outputs)
+        if isinstance(call, Recv):
+            work.source = self._rank if call.src is None else call.src
+        return work
+
+    def _number(self, call: Call) -> int:
+        if isinstance(call, Send | Recv):
+            return -1
+        number, self._sequence = self._sequence, self._sequence + 1
+        return number
+
+    def _play(self, call: Call, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        match call:
+            case AllReduce() | Reduce():
+                self._reduce(call, inputs[0], outputs[0])
+            case ReduceScatter():
+                self._reduce(call, inputs[self._rank], outputs[0])
+            case AllGather() | Gather():
+                for output in outputs:
+                    _copy(inputs[0], output)
+            case AllToAll():
+                for output in outputs:
+                    _copy(inputs[self._rank], output)
+            case Scatter() if inputs:
+                _copy(inputs[self._rank], outputs[0])
+
+    def _reduce(self, call: AllReduce | Reduce | ReduceScatter, source: Tensor, target: Tensor) -> None:
+        operation = reduction(call.reduction, source.dtype, call.op)
+        total = source.clone()
+        for _ in range(self._size - 1):
+            operation.into(total, source)
+        _copy(total / self._size if call.reduction == "avg" else total, target)
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+
+    def abort(self, reason: str) -> None:
+        """See `Backend.abort`."""
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """Blocks of other ranks may be of other sizes: then their values are unknown."""
+    if source.numel() == target.numel():
+        target.copy_(source.reshape(target.shape))
