@@ -15,9 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
-from tests.parallel.training import train
+from tests.parallel.training import forked, train
 from torchdist_ref.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
-from torchdist_ref.testing import run
 
 DDP = dist.DistributedDataParallel
 Setup = tuple[Callable[[], Any], Any]
@@ -83,7 +82,7 @@ def test_a_hook_does_the_same_on_either_ddp(name: str, world: int, tmp_path: Pat
     # torch's PowerSGD works with one bucket only; ours is tried with more below.
     cap = 25 if name == "powerSGD" else 0.004
     arguments = (world, name, cap, str(tmp_path / "meet"))
-    for home, abroad, guest in run(crosswise, world, *arguments, backend="gloo", ranks="processes"):
+    for home, abroad, guest in forked(crosswise, world, *arguments, backend="gloo"):
         tolerance = APART.get(name, 1e-5)
         torch.testing.assert_close(abroad, home, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(guest, home, rtol=tolerance, atol=tolerance)
@@ -97,6 +96,6 @@ def powersgd_on_torchs_ddp(rank: int, world: int, path: str) -> torch.Tensor:
 
 
 def test_our_powersgd_works_with_several_buckets_on_torchs_ddp(tmp_path: Path) -> None:
-    everyone = run(powersgd_on_torchs_ddp, 3, 3, str(tmp_path / "meet"), init=False, ranks="processes")
+    everyone = forked(powersgd_on_torchs_ddp, 3, 3, str(tmp_path / "meet"), init=False)
     assert all(torch.equal(states, everyone[0]) for states in everyone)
     assert torch.isfinite(everyone[0]).all()

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
-from tests.parallel.training import train
+from tests.parallel.training import forked, train
 from torchdist_ref.algorithms.ddp_comm_hooks import low_rank
 from torchdist_ref.algorithms.ddp_comm_hooks import powerSGD_hook as module
 from torchdist_ref.algorithms.ddp_comm_hooks.layer_ranks import LayerRanks, ranks_for_bytes, ranks_for_error
@@ -169,7 +169,7 @@ def _without_scalars() -> nn.Module:
 
 @pytest.mark.parametrize("r", [1, 2, 4])
 def test_twenty_steps_are_torchs_within_a_millionth(r: int, tmp_path: Path) -> None:
-    for outcomes in run(beside_torch, 2, 2, r, str(tmp_path / "meet"), ranks="processes"):
+    for outcomes in forked(beside_torch, 2, 2, r, str(tmp_path / "meet")):
         for kw, (wanted, found, theirs, ours) in zip(WAYS, outcomes, strict=True):
             apart = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
             assert apart.max() < 1e-6, kw

@@ -11,8 +11,7 @@ import torch.distributed
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
-from tests.parallel.training import MODELS, train
-from torchdist_ref.testing import run
+from tests.parallel.training import MODELS, forked, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
 SMALL = 0.004
@@ -45,7 +44,7 @@ def beside(rank: int, world: int, name: str, ways: dict[str, dict[str, Any]], st
 def test_fifty_steps_on_two_ranks_are_torchs_bit_for_bit(name: str, backend: str, tmp_path: Path) -> None:
     # Two ranks add two numbers: there is one order only, so bits are equal. 50 steps of two models: some 2 s.
     ways = {"plain": WAYS["plain"], "views": WAYS["views"]}
-    for outcomes in run(beside, 2, 2, name, ways, 50, str(tmp_path / "meet"), backend=backend, ranks="processes"):
+    for outcomes in forked(beside, 2, 2, name, ways, 50, str(tmp_path / "meet"), backend=backend):
         for same, apart, buckets, _ in outcomes:
             assert same, f"{apart:.3g} apart"
             assert buckets >= 2
@@ -53,7 +52,7 @@ def test_fifty_steps_on_two_ranks_are_torchs_bit_for_bit(name: str, backend: str
 
 @pytest.mark.parametrize("name", ["mlp", "convnet"])
 def test_every_way_gives_what_torch_gives(name: str, tmp_path: Path) -> None:
-    for outcomes in run(beside, 2, 2, name, WAYS, 6, str(tmp_path / "meet"), backend="ref", ranks="processes"):
+    for outcomes in forked(beside, 2, 2, name, WAYS, 6, str(tmp_path / "meet"), backend="ref"):
         for way, (same, apart, buckets, _) in zip(WAYS, outcomes, strict=True):
             assert same, f"{way}: {apart:.3g} apart"
             assert buckets >= 2, way
@@ -63,7 +62,7 @@ def test_every_way_gives_what_torch_gives(name: str, tmp_path: Path) -> None:
 def test_three_ranks_agree_with_torch_within_rounding_and_with_each_other_exactly(
     backend: str, tmp_path: Path
 ) -> None:
-    everyone = run(beside, 3, 3, "mlp", WAYS, 6, str(tmp_path / "meet"), backend=backend, ranks="processes")
+    everyone = forked(beside, 3, 3, "mlp", WAYS, 6, str(tmp_path / "meet"), backend=backend)
     for outcomes in everyone:
         for way, (_, apart, _, states), (_, _, _, first) in zip(WAYS, outcomes, everyone[0], strict=True):
             # A third is not exact, and three numbers can be added in several orders: a few units in the last place.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
-from tests.parallel.training import batch, build, update
+from tests.parallel.training import batch, build, forked, update
 from torchdist_ref.algorithms.join import Join
 from torchdist_ref.testing import run
 
@@ -46,7 +46,7 @@ def both(rank: int, world: int, path: str, name: str, divide: bool, kw: dict[str
     [("mlp", {}), ("convnet", {"gradient_as_bucket_view": True}), ("mlp", {"find_unused_parameters": True})],
 )
 def test_uneven_inputs_end_as_with_torch(name: str, kw: dict[str, Any], divide: bool, tmp_path: Path) -> None:
-    outcomes = run(both, 3, 3, str(tmp_path / "meet"), name, divide, kw, ranks="processes")
+    outcomes = forked(both, 3, 3, str(tmp_path / "meet"), name, divide, kw)
     for theirs, ours in outcomes:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
         assert torch.equal(ours, outcomes[0][1])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torchdist_ref as dist
-from tests.parallel.training import batch, build
+from tests.parallel.training import batch, build, forked
 from torchdist_ref.testing import fill, run
 
 DDP = dist.DistributedDataParallel
@@ -393,7 +393,7 @@ def test_compiled_modules_and_compiled_ddp() -> None:
         return grads(inside.module), grads(outside.module)
 
     # The compiler keeps state of the process, so these ranks are processes.
-    everyone = run(program, 2, ranks="processes")
+    everyone = forked(program, 2)
     check([one for both in everyone for one in both], expected(lambda: build("mlp"), 2, quadratic))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchdist_ref.testing import run
+
 # torch's DDP imports this when it is first built, which takes seconds: once here, not in every forked rank.
 import torch._dynamo  # isort: skip
+
+
+def forked(fn: Callable[..., Any], world: int, *args: Any, **kw: Any) -> list[Any]:
+    """Run on processes, which must not inherit garbage: torch's engines, when collected, wait for their threads."""
+    gc.collect()
+    return run(fn, world, *args, ranks="processes", **kw)
 
 
 def mlp() -> nn.Module:
