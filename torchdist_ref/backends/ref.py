@@ -29,7 +29,7 @@ _DONE = Done()
 
 
 class Ref(Backend):
-    """Collectives on CPU tensors of any strides, between threads or processes of one host."""
+    """Collectives on CPU tensors of any strides, between threads, processes of one host, and hosts."""
 
     name = "ref"
 
