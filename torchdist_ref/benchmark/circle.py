@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from time import monotonic, sleep
 from typing import TypeVar
 
 T = TypeVar("T")
 _LINE = 64
 _WORD = 8
+_EASE = 0.002
 _PATIENT, _CROWDED = 20_000, 50
 
 
@@ -51,6 +54,17 @@ class Circle:
                 spins -= 1
                 if spins < 0:
                     os.sched_yield()
+
+    def linger(self, rank: int, ranks: Sequence[int], seconds: float) -> bool:
+        """Wait at ease until these ranks do too, so long at most; whether they came. For use when others are gone."""
+        self._turn += 1
+        self._words[self._places[rank]] = self._turn
+        end = monotonic() + seconds
+        while any(self._words[self._places[other]] < self._turn for other in ranks):
+            if monotonic() > end:
+                return False
+            sleep(_EASE)
+        return True
 
     def exchange(self, rank: int, value: T) -> list[T]:
         """Give every rank every rank's value, in rank order. Blocks, so it leaves the processors alone."""

@@ -8,6 +8,7 @@ the file is the command around it.
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -67,6 +68,8 @@ class Settings:
 def measure(place: Place, settings: Settings, stages: limit.Stages) -> None:
     """What each rank does. Reports the names of operations, and rows."""
     contestants = engines.join(settings.backends, place)
+    # What was there before the fork is nobody's garbage, and looking at it would copy it.
+    gc.freeze()
     try:
         for operation, size in settings.cases():
             place.report(operation.name)

@@ -87,10 +87,10 @@ class Stages:
 
 def bind(operation: Operation, buffers: Buffers, stages: Stages) -> Action:
     """The bound as a call that can be timed."""
-    kernels = list(_kernels(operation.name, buffers, stages))
+    todo = list(kernels(operation.name, buffers, stages))
 
     def run() -> None:
-        for kernel, *operands in kernels:
+        for kernel, *operands in todo:
             kernel(*operands)
 
     return run
@@ -108,7 +108,8 @@ def _sum(target: Tensor, source: Tensor, own: Tensor) -> Any:
     return torch.add(own, source, out=target)
 
 
-def _kernels(op: str, b: Buffers, stages: Stages) -> Iterator[tuple[Any, ...]]:
+def kernels(op: str, b: Buffers, stages: Stages) -> Iterator[tuple[Any, ...]]:
+    """The work on a rank's tensors, in order: (kernel, tensor written, tensors read)."""
     steps = work(op, b.rank, b.world)
     block = -(-b.whole // b.world)
     # All blocks that are laid out in one round share the window, as they share an engine's stage.

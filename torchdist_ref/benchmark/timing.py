@@ -109,7 +109,6 @@ def own_time() -> float:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Keep Python's garbage collector out of what is timed."""
-    gc.collect()
     gc.disable()
     try:
         yield

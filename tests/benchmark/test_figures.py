@@ -1,0 +1,171 @@
+"""The benchmark's figures against the documents that define them, and its tables and reports as readers see them."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchdist_ref.benchmark import limit, plot, report, table
+from torchdist_ref.benchmark.faults import BUSY
+from torchdist_ref.benchmark.faults import Result as FaultResult
+from torchdist_ref.benchmark.operations import OPERATIONS
+from torchdist_ref.benchmark.progress import Progress
+from torchdist_ref.benchmark.results import LIMIT, Row
+from torchdist_ref.benchmark.timing import Strangers, busy, calls_for, durations
+from torchdist_ref.benchmark.units import parse_size, show_size
+from torchdist_ref.errors import ArgumentError
+
+# nccl-tests, doc/PERFORMANCE.md, for 4 ranks.
+BUS_FACTORS = {
+    "all_reduce": 1.5, "reduce": 1.0, "broadcast": 1.0, "all_gather": 0.75, "reduce_scatter": 0.75,
+    "all_to_all": 0.75, "gather": 0.75, "scatter": 0.75, "sendrecv": 1.0,
+}  # fmt: skip
+
+
+def least(op: str, n: int) -> set[tuple[float, float]]:
+    """The formulas of staging: (copied, added) on the busiest and, where it differs, on the other ranks."""
+    return {
+        "all_reduce": {((2 * n - 1) / n, (n - 1) / n)},
+        "reduce": {(2 * (n - 1) / n, (n - 1) / n), (1.0, (n - 1) / n)},
+        "broadcast": {(1.0, 0.0)},
+        "all_gather": {((n + 1) / n, 0.0)},
+        "reduce_scatter": {((n - 1) / n, (n - 1) / n)},
+        "all_to_all": {((2 * n - 1) / n, 0.0)},
+        "gather": {(1.0, 0.0), (1 / n, 0.0)},
+        "scatter": {(1.0, 0.0), (1 / n, 0.0)},
+        "sendrecv": {(2.0, 0.0)},
+        "barrier": {(0.0, 0.0)},
+    }[op]
+
+
+def row(op: str = "all_reduce", size: int = 1 << 20, disturbed: tuple[bool, ...] = (False,) * 3) -> Row:
+    samples = {"ref": [100e-6, 200e-6, 110e-6], "gloo": [900e-6, 1000e-6, 1100e-6], LIMIT: [80e-6, 80e-6, 100e-6]}
+    return Row(op, size, 4, samples, dict.fromkeys(samples, 5), disturbed, {})
+
+
+@pytest.mark.parametrize("op", BUS_FACTORS)
+def test_bus_factors_are_those_of_nccl_tests(op: str) -> None:
+    assert OPERATIONS[op].factor(4) == BUS_FACTORS[op]
+    assert row(op).bus_bandwidth("ref") == pytest.approx((1 << 20) / 110e-6 * BUS_FACTORS[op])
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_the_limit_costs_what_the_formula_says(op: str, world: int) -> None:
+    found = {tuple(round(part, 9) for part in limit.cost(op, rank, world)) for rank in range(world)}
+    expected = {(1.0, 0.0), (0.0, 1.0)} if (op, world) == ("reduce", 2) else least(op, world)
+    assert found == {tuple(round(part, 9) for part in parts) for parts in expected}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("op", [op for op in OPERATIONS if op != "barrier"])
+def test_the_limit_moves_as_many_bytes_as_it_costs(op: str, world: int) -> None:
+    stages = limit.Stages(world, window=4096)
+    for rank in range(world):
+        buffers = OPERATIONS[op].buffers(rank, world, 48 * 1024, torch.float32)
+        written = [operands[0].nbytes for _, *operands in limit.kernels(op, buffers, stages)]
+        assert sum(written) == pytest.approx(sum(limit.cost(op, rank, world)) * 48 * 1024)
+        assert max(written) <= 4096
+        limit.bind(OPERATIONS[op], buffers, stages)()
+
+
+def test_the_limit_copes_with_what_does_not_divide() -> None:
+    stages = limit.Stages(2, window=4096)
+    buffers = OPERATIONS["all_reduce"].buffers(0, 2, 4, torch.float32)
+    assert len(list(limit.kernels("all_reduce", buffers, stages))) == 4
+
+
+def test_a_call_lasts_from_the_last_start_to_the_last_end() -> None:
+    assert durations([[(0.0, 5.0), (6.0, 7.0)], [(1.0, 4.0), (6.5, 9.5)]]) == [4.0, 3.0]
+    assert durations([[(0.0, 8.0)], [(0.0, 6.0)]], parts=4) == [2.0]
+    assert calls_for([3e-3, 1e-3, 2e-3], 0.05) == 25
+
+
+def test_ratios_compare_the_same_round_and_leave_out_disturbed_ones() -> None:
+    assert row().ratio("gloo", "ref") == pytest.approx(9.0)
+    assert row(disturbed=(True, False, True)).noisy
+    quiet = row(disturbed=(True, False, False))
+    assert not quiet.noisy
+    assert quiet.seconds("ref") == pytest.approx(155e-6)
+    assert quiet.ratio("gloo", "ref") == pytest.approx(7.5)
+
+
+def test_others_are_seen_in_the_busy_time_that_is_not_ours() -> None:
+    stat = "cpu 1 1 1 1\ncpu0 10 1 5 999 888 2 3 4 0 0\ncpu1 100 0 0 5 0 0 0 0 0 0\nintr 5"
+    assert busy(stat, {0}, 100) == 0.25
+    assert busy(stat, {0, 1}, 100) == 1.25
+    assert Strangers().disturbed(own=-60.0)
+    assert not Strangers().disturbed(own=60.0)
+
+
+def test_the_table_shows_engines_side_by_side() -> None:
+    noisy = row("barrier", 0, (True, True, False))
+    without = Row(noisy.op, 0, 4, {"ref": noisy.samples["ref"]}, {"ref": 5}, noisy.disturbed, {"gloo": "has none"})
+    assert table.collectives([row(), without], ["ref", "gloo"], "gloo") == (
+        "op           size  limit us  ref us  GB/s   bus  x gloo  / limit  gloo us  GB/s   bus  / limit\n"
+        "all_reduce  1 MiB      80.0     110  9.53  14.3    9.00     1.25    1,000  1.05  1.57     11.2\n"
+        "barrier         -         -    110~     -     -       -        -        -     -     -        -"
+    )
+
+
+def test_a_report_says_where_when_and_with_what(tmp_path: Path) -> None:
+    report.write(str(tmp_path / "out.json"), report.report("collectives", {"world": 4}, row().as_json(), ["a note"]))
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["schema"] == 1 and found["benchmark"] == "collectives" and found["notes"] == ["a note"]
+    assert found["versions"]["torch"] == torch.__version__
+    assert {"processor", "processors_for_us", "memory_kib", "load_average"} <= set(found["machine"])
+    entry = next(entry for entry in found["results"] if entry["backend"] == "ref")
+    assert entry["samples_seconds"] == [100e-6, 200e-6, 110e-6]
+    assert entry["times_longer_than"]["gloo"] == pytest.approx(1 / 9)
+    assert entry["disturbed"] == [False] * 3 and entry["size_bytes"] == 1 << 20
+
+
+def test_the_same_figures_draw_the_same_plot(tmp_path: Path) -> None:
+    rows = [row(size=1 << power) for power in (10, 20)] + [row("barrier", 0)]
+    drawn = []
+    for name in ("a.svg", "b.svg"):
+        plot.draw(str(tmp_path / name), rows, ["ref", "gloo"])
+        drawn.append((tmp_path / name).read_text())
+    assert drawn[0] == drawn[1]
+    assert all(text in drawn[0] for text in ("all_reduce, 4 ranks", "gloo", "1 MiB", LIMIT))
+    assert "barrier" not in drawn[0]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_bar_and_a_file_gets_lines() -> None:
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        bar = Progress(4, stream)
+        bar.heading("reduce")
+        bar.advance("4 B")
+        bar.heading("reduce")
+        bar.advance("1 KiB")
+        bar.clear()
+    assert file.getvalue() == "reduce ...\n"
+    assert " 50% reduce 1 KiB" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_the_distribution_of_faults_counts_what_never_came() -> None:
+    result = FaultResult(BUSY, "barrier", "ref", [0.02, None, 0.04, 0.03])
+    assert result.cells() == [BUSY, "barrier", "ref", "30.0", "40.0", "40.0", "1 of 4"]
+    assert FaultResult(BUSY, "barrier", "ref", [None]).cells()[3:] == ["-", "-", "-", "1 of 1"]
+
+
+@pytest.mark.parametrize("text", ["", "0", "4X", "K", "-1", "1.5M"])
+def test_a_wrong_size_is_named(text: str) -> None:
+    with pytest.raises(ArgumentError, match="--sizes"):
+        parse_size(text)
+
+
+def test_sizes_read_as_they_are_shown() -> None:
+    for size in (4, 1000, 1024, 3 << 20, 1 << 30):
+        assert parse_size(show_size(size)) == size

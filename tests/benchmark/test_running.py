@@ -1,0 +1,156 @@
+"""The benchmark run for real, on few ranks and as briefly as it goes. What it measures is not judged here.
+
+Each run forks ranks and starts engines, which takes some tenths of a second.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchdist_ref import groups
+from torchdist_ref.benchmark import engines
+from torchdist_ref.benchmark.__main__ import main
+from torchdist_ref.benchmark.collectives import Settings, _Case
+from torchdist_ref.benchmark.crew import Place, go
+from torchdist_ref.benchmark.fault_trials import death, interrupt, mismatches
+from torchdist_ref.benchmark.operations import OPERATIONS, Buffers
+from torchdist_ref.errors import ArgumentError
+from torchdist_ref.testing import RankError, run
+
+BRIEF = ["--repetitions", "2", "--seconds", "0.001"]
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text())["results"]
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("op", [op for op in OPERATIONS if op != "barrier"])
+def test_every_operation_has_the_answer_that_the_engine_gives(op: str, world: int) -> None:
+    def program(rank: int) -> tuple[list[float], list[float] | None]:
+        operation = OPERATIONS[op]
+        buffers = operation.buffers(rank, world, 24 * world, torch.float32)
+        operation.load(buffers)
+        operation.bind(groups, None, buffers)()
+        answer = operation.answer(buffers)
+        return buffers.result.tolist(), None if answer is None else answer.tolist()
+
+    pairs = [(got, answer) for got, answer in run(program, world) if answer is not None]
+    assert pairs and all(len(got) >= 6 and got == answer for got, answer in pairs)
+
+
+@pytest.mark.parametrize("op", [op for op in OPERATIONS if op != "barrier"])
+def test_an_engine_that_does_nothing_is_wrong(op: str) -> None:
+    operation = OPERATIONS[op]
+    buffers: Buffers = operation.buffers(1, 2, 64, torch.float32)
+    if (answer := operation.answer(buffers)) is None:
+        buffers = operation.buffers(0, 2, 64, torch.float32)
+        answer = operation.answer(buffers)
+    operation.load(buffers)
+    assert answer is not None and not torch.equal(buffers.result, answer)
+
+
+def test_engines_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "out.json", tmp_path / "out.svg"
+    ops = ["--ops", "all_reduce,sendrecv,barrier", "--sizes", "4,64K"]
+    assert main([*ops, *BRIEF, "--backends", "ref,gloo", "--json", str(out), "--plot", str(picture)]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "all_reduce ...\nsendrecv ...\nbarrier ...\n"
+    assert printed.out.count("x gloo") == 3 and "64 KiB" in printed.out
+    entries = results(out)
+    assert len(entries) == 2 * 2 * 3 + 2
+    assert {entry["backend"] for entry in entries} == {"ref", "gloo", "limit"}
+    assert all(len(entry["samples_seconds"]) == 2 and entry["seconds"] > 0 for entry in entries)
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_torch_itself_back_to_back_on_integers(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    named = ["--backends", "torch:gloo,ref", "--against", "torch:gloo", "--dtype", "int32"]
+    assert main(["--ops", "all_gather", "--sizes", "1K", "--loop", *BRIEF, *named, "--json", str(out)]) == 0
+    assert [entry["backend"] for entry in results(out)] == ["torch:gloo", "ref", "limit"]
+    assert json.loads(out.read_text())["settings"]["loop"] is True
+
+
+def test_an_engine_that_cannot_be_made_is_left_out_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(engines._NEEDS, "mpi", "no_such_package")
+    assert main(["--ops", "barrier", *BRIEF, "--backends", "ref,mpi"]) == 0
+    printed = capsys.readouterr().out
+    assert "mpi is left out: needs the package no_such_package" in printed
+    assert "barrier" in printed
+
+
+def test_a_wrong_result_stops_it() -> None:
+    def program(place: Place) -> None:
+        case = _Case(place, Settings(("broadcast",), (64,), ("ref",)), OPERATIONS["broadcast"], 64)
+        case._check("careless", lambda: None)
+
+    with pytest.raises(RankError, match=r"broadcast of 64 B on 'careless' is wrong on rank 1: element 0 of 16"):
+        go(program, 2, lambda event: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--ops", "all_reduse"], "--ops"),
+        (["--backends", "glue"], "--backends"),
+        (["--sizes", "many"], "--sizes"),
+        (["--dtype", "nonsense"], "--dtype"),
+        (["--world", "1"], "--world"),
+        (["--against", "gloo", "--backends", "ref"], "--against"),
+        (["store", "--clients", "0"], "--clients"),
+        (["faults", "--ops", "gossip"], "--ops"),
+    ],
+)
+def test_wrong_options_are_named(options: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options) == 1
+    assert named in capsys.readouterr().err
+
+
+def test_an_unknown_backend_is_an_argument_error() -> None:
+    with pytest.raises(ArgumentError, match="glue"):
+        engines.split(["ref", "glue"])
+
+
+def test_stores_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert main(["store", "--clients", "1,2", "--repetitions", "1", "--seconds", "0.01", "--json", str(out)]) == 0
+    assert "rate / torch" in capsys.readouterr().out
+    entries = results(out)
+    assert [(e["operation"], e["clients"]) for e in entries] == [
+        (operation, clients) for clients in (1, 2) for operation in ("set", "get", "add", "barrier")
+    ]
+    assert all(samples[0] > 0 for entry in entries for samples in entry["samples"].values())
+
+
+def test_starting_side_by_side(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    brief = ["--backends", "ref,gloo", "--worlds", "2", "--repetitions", "1"]
+    assert main(["start", *brief, "--json", str(out)]) == 0
+    (entry,) = results(out)
+    assert all(entry["samples"]["init and destroy"][n][0] > entry["samples"]["init"][n][0] for n in ("ref", "gloo"))
+
+
+def test_faults_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert main(["faults", "--ops", "recv", "--backends", "ref", "--trials", "1", "--json", str(out)]) == 0
+    assert "worst ms" in capsys.readouterr().out
+    assert [len(entry["seconds"]) for entry in results(out)] == [2, 20, 20, 20, 20, 1]
+    assert all(entry["late"] == 0 for entry in results(out))
+
+
+def test_a_death_among_busy_ranks_reaches_every_survivor() -> None:
+    assert len([seconds for seconds in death("ref", "all_reduce", 1024, 3, True, 7) if seconds is not None]) == 2
+
+
+def test_mismatches_and_interrupts_end_in_errors() -> None:
+    assert len(mismatches("ref", "root", 2, 3)) == 6
+    assert interrupt("ref", "barrier", 0) is not None
