@@ -111,7 +111,7 @@ class Gloo(Backend):
         try:
             theirs = self._start(call, [plain[id(t)] for t in inputs], into)
         except (RuntimeError, ValueError) as error:
-            raise self._translated(call, error) from error
+            raise _translated(call, self._here(), error) from error
         work = TorchWork(call.op, outputs, theirs, into, self._finisher(call, outputs, start))
         if wait:
             work.wait()
@@ -120,15 +120,15 @@ class Gloo(Backend):
     def _finisher(self, call: Call, outputs: Tensors, start: float) -> Callable[[BaseException | None], Any]:
         number, self._sequence = self._sequence, self._sequence + 1
         nbytes = sum(t.nbytes for t in outputs)
+        # The function must not hold the engine: it may be dropped last on a thread of Gloo's, which would then
+        # have to wait for itself to end.
+        recorder, here = self.recorder, self._here()
 
         def finished(error: BaseException | None) -> BaseException | None:
-            self.recorder.add(number, call, nbytes, start, type(error).__name__ if error else "")
-            return None if error is None else self._translated(call, error)
+            recorder.add(number, call, nbytes, start, type(error).__name__ if error else "")
+            return None if error is None else _translated(call, here, error)
 
         return finished
-
-    def _translated(self, call: Call, error: BaseException) -> DistBackendError:
-        return DistBackendError(f"{call} {self._here()} failed in Gloo: {error}")
 
     def _start(self, call: Call, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
         engine = self._engine
@@ -223,6 +223,10 @@ class TorchWork(Work):
 def _message(tensors: list[Tensor]) -> list[Tensor]:
     """Gloo refuses messages of no bytes, so they travel as one."""
     return [tensor if tensor.numel() else torch.zeros(1, dtype=torch.uint8) for tensor in tensors]
+
+
+def _translated(call: Call, here: str, error: BaseException) -> DistBackendError:
+    return DistBackendError(f"{call} {here} failed in Gloo: {error}")
 
 
 def _source(theirs: Any) -> int:
