@@ -16,7 +16,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "tutorials"
@@ -35,6 +35,9 @@ def main(names: list[str]) -> None:
             cells = execute(source, TARGETS / source.name)
         except CellExecutionError as error:
             sys.exit(f"{source.name} failed:\n{COLOURS.sub('', str(error))}")
+        except (DeadKernelError, AssertionError, KeyboardInterrupt):
+            # nbclient answers Ctrl-C by ending the kernel, and then stumbles over its own clean-up.
+            sys.exit(f"{source.name}: interrupted, or its kernel died; its ranks went with it")
         print(f"  notebook {number} of {len(sources)}: {cells} cells in {time.monotonic() - started:.1f} s", flush=True)
 
 
