@@ -57,7 +57,7 @@ def execute(source: Path, target: Path) -> int:
         on_cell_start=lambda cell, cell_index: say(cell, cell_index) if cell_index in codes else None,
         record_timing=False,
         # The kernel listens on this machine only, and would print a paragraph to say so.
-        extra_arguments=["--log-level=ERROR"],
+        extra_arguments=["--log-level=CRITICAL"],
     )
     client.execute()
     target.parent.mkdir(parents=True, exist_ok=True)
