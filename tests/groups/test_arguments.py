@@ -152,3 +152,16 @@ def test_cuda_tensors_are_refused_by_name() -> None:
             dist.all_reduce(torch.ones(3, device="meta"))
 
     run(program, 1)
+
+
+def use_after_destroy(rank: int) -> str:
+    group = dist.new_group()
+    dist.destroy_process_group(group)
+    with pytest.raises(dist.GroupAbortedError, match="all_reduce.*destroyed") as caught:
+        dist.all_reduce(torch.ones(2), group=group)
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+def test_a_destroyed_group_says_that_it_is_destroyed(backend: str) -> None:
+    assert run(use_after_destroy, 2, backend=backend) == ["GroupAbortedError"] * 2

@@ -23,7 +23,7 @@ from torchdist_ref.backends.base import Backend, Membership
 from torchdist_ref.calls import (
     AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Gather, Recv, Reduce, ReduceScatter, Scatter, Send,
 )  # fmt: skip
-from torchdist_ref.errors import DistBackendError, UnsupportedError
+from torchdist_ref.errors import DistBackendError, GroupAbortedError, UnsupportedError
 from torchdist_ref.stores import Store
 from torchdist_ref.trace import Recorder
 from torchdist_ref.work import Done, Work
@@ -88,7 +88,7 @@ class Gloo(Backend):
         # C++ keeps no reference to a Python store.
         self._store = StoreForTorch(m.store)
         try:
-            self._engine = c10d.ProcessGroupGloo(self._store, m.rank, m.size, timedelta(seconds=m.timeout))
+            self._engine: Any = c10d.ProcessGroupGloo(self._store, m.rank, m.size, timedelta(seconds=m.timeout))
         except RuntimeError as error:
             raise DistBackendError(f"init_process_group: Gloo could not connect {self._here()}: {error}") from error
         self._all_connected()
@@ -106,6 +106,8 @@ class Gloo(Backend):
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""
         start = perf_counter()
+        if self._engine is None:
+            raise GroupAbortedError(f"{call} {self._here()}: the group was destroyed on this rank.")
         plain = {id(t): t.detach().contiguous().view(-1) for t in [*inputs, *outputs]}
         into = [plain[id(t)] for t in outputs]
         try:
@@ -162,12 +164,15 @@ class Gloo(Backend):
         raise UnsupportedError(f"{call.op}: Gloo has no such operation.")
 
     def close(self) -> None:
-        """See `Backend.close`."""
-        self._engine.shutdown()
+        """See `Backend.close`. The engine's threads end here and now, not when garbage happens to be collected."""
+        if self._engine is not None:
+            self._engine.shutdown()
+        self._engine = None
 
     def abort(self, reason: str) -> None:
         """See `Backend.abort`."""
-        self._engine.abort()
+        if self._engine is not None:
+            self._engine.abort()
 
 
 class TorchWork(Work):
