@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.distributed import ReduceOp
 
+from torchdist_ref.debug.levels import DebugLevel, get_debug_level, set_debug_level, set_debug_level_from_env
 from torchdist_ref.errors import adopt_torch
 from torchdist_ref.groups.availability import (
     get_default_backend_for_device, get_node_local_rank, get_pg_count, is_available, is_backend_available,
@@ -18,6 +19,7 @@ from torchdist_ref.groups.exchanges import all_to_all_single
 from torchdist_ref.groups.gathering import all_gather, all_gather_into_tensor, all_to_all, gather, scatter
 from torchdist_ref.groups.group import GroupMember, ProcessGroup
 from torchdist_ref.groups.lifecycle import destroy_process_group, init_process_group, is_initialized, new_group
+from torchdist_ref.groups.monitoring import monitored_barrier
 from torchdist_ref.groups.multigpu import all_reduce_multigpu, broadcast_multigpu, reduce_multigpu
 from torchdist_ref.groups.multigpu_blocks import all_gather_multigpu, reduce_scatter_multigpu
 from torchdist_ref.groups.object_messages import recv_object_list, send_object_list
@@ -29,12 +31,15 @@ from torchdist_ref.groups.queries import (
 from torchdist_ref.groups.reduce_ops import reduce_op, supports_complex
 from torchdist_ref.groups.reduce_scattering import reduce_scatter, reduce_scatter_tensor
 from torchdist_ref.groups.singles import all_gather_single, reduce_scatter_single
+from torchdist_ref.groups.splitting import split_group
+from torchdist_ref.groups.subgroups import new_subgroups, new_subgroups_by_enumeration
 from torchdist_ref.work import Work
 
 adopt_torch()
 
 __all__ = [
     "Backend",
+    "DebugLevel",
     "GroupMember",
     "P2POp",
     "ProcessGroup",
@@ -60,6 +65,7 @@ __all__ = [
     "gather",
     "gather_object",
     "get_backend",
+    "get_debug_level",
     "get_default_backend_for_device",
     "get_global_rank",
     "get_group_rank",
@@ -80,7 +86,10 @@ __all__ = [
     "is_ucc_available",
     "is_xccl_available",
     "isend",
+    "monitored_barrier",
     "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
     "recv",
     "recv_object_list",
     "reduce",
@@ -94,5 +103,8 @@ __all__ = [
     "scatter_object_list",
     "send",
     "send_object_list",
+    "set_debug_level",
+    "set_debug_level_from_env",
+    "split_group",
     "supports_complex",
 ]

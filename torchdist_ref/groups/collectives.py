@@ -11,6 +11,7 @@ all get a `MismatchError`, and no tensor is written.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -174,7 +175,10 @@ def reduce(
 
 
 def barrier(
-    group: ProcessGroup | int | None = None, async_op: bool = False, device_ids: list[int] | None = None
+    group: ProcessGroup | int | None = None,
+    async_op: bool = False,
+    device_ids: list[int] | None = None,
+    timeout: timedelta | None = None,
 ) -> Work | None:
     """Wait until every rank of the group has called this.
 
@@ -182,6 +186,7 @@ def barrier(
         group: Which ranks. Default: all.
         async_op: Return at once with a Work to wait for.
         device_ids: Accepted for torch's sake; only ``nccl`` would use it.
+        timeout: How long to wait here at most, if not `async_op`. Default: the group's time-out.
 
     Returns:
         A `Work` if `async_op`, else None.
@@ -205,4 +210,9 @@ def barrier(
     The operation is MPI's ``MPI_Barrier``.
     """
     found = member_group("barrier", group)
-    return None if found is None else submit(found, _BARRIER, (), (), async_op)
+    if found is None:
+        return None
+    if async_op or timeout is None:
+        return submit(found, _BARRIER, (), (), async_op)
+    found.backend.submit(_BARRIER, (), (), False).wait(timeout)
+    return None

@@ -65,7 +65,7 @@ def init_process_group(
     world = current()
     if world.default is not None:
         raise ArgumentError("init_process_group: trying to initialize the default process group twice!")
-    seconds = _seconds(timeout)
+    seconds = seconds_of(timeout)
     _check_backend(backend)
     owned = store is None
     if store is None:
@@ -88,7 +88,8 @@ def _check_backend(backend: str | None) -> None:
         raise ArgumentError(explain("init_process_group", "backend", f"one of {', '.join(names())}", backend))
 
 
-def _seconds(timeout: timedelta | None) -> float:
+def seconds_of(timeout: timedelta | None) -> float:
+    """The time-out that a caller gave, in seconds, or the default."""
     timeout = DEFAULT_TIMEOUT if timeout is None else timeout
     if not isinstance(timeout, timedelta):
         raise ArgumentTypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}.")
@@ -152,7 +153,9 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
     """
     world = current()
     if world.default is None:
-        raise NotInitializedError("destroy_process_group: there is no group to destroy; init_process_group comes first.")
+        raise NotInitializedError(
+            "destroy_process_group: there is no group to destroy; init_process_group comes first."
+        )
     found = resolve(group)
     if found is world.default:
         world.close()
@@ -170,17 +173,19 @@ def new_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
     device_id: Any = None,
+    sort_ranks: bool = True,
 ) -> ProcessGroup | int:
     """Make a group of some ranks. Every rank of the default group calls this, members or not, in the same order.
 
     Args:
-        ranks: Global ranks of the members, in any order: the group counts them ascending. None: all.
+        ranks: Global ranks of the members, in any order. None: all.
         timeout: How long any wait takes at most. Default: 30 minutes.
         backend: Default: the default group's.
         pg_options: Accepted for torch's sake.
         use_local_synchronization: Accepted for torch's sake: only the members ever wait here.
         group_desc: A name for error messages.
         device_id: Accepted for torch's sake.
+        sort_ranks: Whether the group counts its members in ascending order, or as `ranks` lists them.
 
     Returns:
         On members the group; on the others ``GroupMember.NON_GROUP_MEMBER``.
@@ -199,8 +204,8 @@ def new_group(
         [0, -1, 1]
     """
     world, default = current(), default_group()
-    members = _members(ranks, default)
-    seconds = _seconds(timeout)
+    members = _members(ranks, default, sort_ranks)
+    seconds = seconds_of(timeout)
     _agree(world, default, members)
     name = group_desc or f"group {world.made}"
     me = default.members[default.rank()]
@@ -210,7 +215,7 @@ def new_group(
     return _make(world, backend or default.backend.name, name, members, members.index(me), seconds)
 
 
-def _members(ranks: Iterable[int] | None, default: ProcessGroup) -> tuple[int, ...]:
+def _members(ranks: Iterable[int] | None, default: ProcessGroup, in_order: bool) -> tuple[int, ...]:
     if ranks is None:
         return default.members
     given = list(ranks)
@@ -220,7 +225,7 @@ def _members(ranks: Iterable[int] | None, default: ProcessGroup) -> tuple[int, .
             raise ArgumentError(explain("new_group", "ranks", expected, given, rank=default.rank()))
     if len(set(given)) != len(given):
         raise ArgumentError(f"new_group: ranks list must not contain duplicate entries, got {given}.")
-    return tuple(sorted(given))
+    return tuple(sorted(given) if in_order else given)
 
 
 def _agree(world: World, default: ProcessGroup, members: tuple[int, ...]) -> None:
