@@ -13,8 +13,10 @@ from __future__ import annotations
 import operator
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
@@ -230,3 +232,12 @@ def _path_of(parts: SplitResult) -> str:
 register_rendezvous_handler("tcp", _tcp)
 register_rendezvous_handler("env", _env)
 register_rendezvous_handler("file", _file)
+
+
+class _Callable(ModuleType):
+    """This module, called: `torchdist_ref.rendezvous` is both, and means the function to users of torch."""
+
+    __call__ = staticmethod(rendezvous)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -151,3 +151,25 @@ def test_the_old_name_of_reductions_works_and_warns() -> None:
     with pytest.warns(FutureWarning, match="reduce_op is deprecated"):
         assert dist.reduce_op.PRODUCT is dist.ReduceOp.PRODUCT
     assert dist.reduce_op.__members__ == theirs.ReduceOp.RedOpType.__members__
+
+
+def worlds(rank: int, path: str) -> list[bool]:
+    theirs.init_process_group("gloo", store=theirs.FileStore(path, 2), rank=rank, world_size=2)
+    found = []
+    for library in (dist, theirs):
+        everybody = library.new_group()
+        found += [library.group.WORLD is library.GroupMember.WORLD, everybody is not library.group.WORLD]
+        found.append(library.get_process_group_ranks(library.group.WORLD) == [0, 1])
+    theirs.destroy_process_group()
+    dist.destroy_process_group()
+    return [*found, dist.group.WORLD is None, theirs.group.WORLD is None]
+
+
+def test_the_world_is_a_handle_as_in_torch(tmp_path: Any) -> None:
+    assert run(worlds, 2, str(tmp_path / "store"), ranks="processes") == [[True] * 8] * 2
+    assert dist.default_pg_timeout == theirs.default_pg_timeout == timedelta(minutes=30)
+
+
+def test_rendezvous_can_be_called_whatever_was_imported_first(tmp_path: Any) -> None:
+    store, rank, size = next(iter(dist.rendezvous(f"file://{tmp_path}/meet?rank=0&world_size=1")))
+    assert (rank, size) == (0, 1) and isinstance(store, dist.Store)

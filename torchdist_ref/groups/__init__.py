@@ -33,6 +33,7 @@ from torchdist_ref.groups.reduce_scattering import reduce_scatter, reduce_scatte
 from torchdist_ref.groups.singles import all_gather_single, reduce_scatter_single
 from torchdist_ref.groups.splitting import split_group
 from torchdist_ref.groups.subgroups import new_subgroups, new_subgroups_by_enumeration
+from torchdist_ref.groups.world import default_pg_timeout
 from torchdist_ref.work import Work
 
 adopt_torch()
@@ -61,6 +62,7 @@ __all__ = [
     "broadcast",
     "broadcast_multigpu",
     "broadcast_object_list",
+    "default_pg_timeout",
     "destroy_process_group",
     "gather",
     "gather_object",

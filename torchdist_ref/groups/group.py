@@ -65,10 +65,22 @@ class ProcessGroup:
         return f"<ProcessGroup {self.name!r} on {self.backend.name}: rank {self._rank} of {self.size()}>"
 
 
-class GroupMember:
+class HasWorld(type):
+    """Gives a class the attribute `WORLD`, whose value changes with init and destroy."""
+
+    @property
+    def WORLD(cls) -> ProcessGroup | None:
+        # The world knows groups, so it can't be imported where groups are defined.
+        from torchdist_ref.groups.world import current
+
+        return current().default
+
+
+class GroupMember(metaclass=HasWorld):
     """Names for two handles that users pass and compare.
 
     Attributes:
+        WORLD: The group of all ranks; None before `init_process_group`.
         NON_GROUP_MEMBER: What `new_group` returns on ranks that are not in the new group.
     """
 

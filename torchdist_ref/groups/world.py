@@ -20,7 +20,7 @@ from torchdist_ref.errors import ArgumentTypeError, NotInitializedError, explain
 from torchdist_ref.groups.group import GroupMember, ProcessGroup
 from torchdist_ref.stores import Store
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
+default_pg_timeout = DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class World:

@@ -1,0 +1,141 @@
+"""What torch 2.13's top level has beside what ours has, as data and as a page.
+
+The signatures of torch 2.13 are kept in torch_2_13.json, so that they can be compared under any torch.
+`python -m tests.groups.surface_table` writes that file (under torch 2.13) and the page docs/reference/surface_table.md;
+a test holds both to what is written here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as theirs
+from torch.distributed import distributed_c10d
+
+import torchdist_ref as dist
+
+HERE = Path(__file__).parent
+SNAPSHOT = HERE / "torch_2_13.json"
+PAGE = HERE.parents[1] / "docs" / "reference" / "surface_table.md"
+VERSION = "2.13"
+Signature = list[list[str | None]]
+
+# Where ours takes other parameters than torch's, and why.
+DIFFERENT = {
+    "init_process_group": "torch's last parameter, `_ranks`, is private to torch.",
+    "rendezvous": "Further keyword arguments are collected under another name, which no caller sees.",
+}
+
+OPTIONS = "An argument of methods of torch's C++ groups. Calls are plain values here; see the page Design."
+INSIDE = "Not documented by torch; it serves torch's own modules."
+# Names of torch's top level that this library does without, and why.
+ABSENT = {
+    **{
+        f"{name}Options": OPTIONS
+        for name in (
+            "AllToAll", "Allreduce", "AllreduceCoalesced", "Barrier", "Broadcast", "Gather", "Reduce", "ReduceScatter",
+            "Scatter",
+        )
+    },
+    "BackendConfig": "Engines by device type. A group has one engine here.",
+    "BuiltinCommHookType": "Hooks in C++. `register_comm_hook` takes the Python ones, which do the same.",
+    "DeviceMesh": "Not there yet. `new_subgroups` and `split_group` make the groups of a mesh.",
+    "GroupName": INSIDE,
+    "Logger": "torch's C++ statistics of its DDP. A group's `recorder` has the calls.",
+    "ProcessGroupGloo": "torch's class works as before beside this library; by name, its engine is `\"gloo\"`.",
+    "RankType": INSIDE,
+    "Reducer": "torch's DDP in C++. `torchdist_ref.parallel` has a reducer in Python.",
+    "breakpoint": "Stops one rank in a debugger while the others wait. Thread ranks can be stopped with Python's own.",
+    "get_backend_config": "Engines by device type. A group has one engine here; `get_backend` names it.",
+    "init_device_mesh": "Not there yet; see `DeviceMesh`.",
+    "record_comm": INSIDE,
+    "shrink_group": "NCCL only in torch. `split_group` makes a group of the ranks that stay.",
+}  # fmt: skip
+# Names that ours has beside torch's.
+OWN = {
+    "DistributedDataParallel": "torch has it in `torch.nn.parallel`.",
+    **dict.fromkeys(
+        ["all_gather_multigpu", "all_reduce_multigpu", "broadcast_multigpu", "reduce_multigpu",
+         "reduce_scatter_multigpu"],
+        "torch had it until version 2.1.",
+    ),
+    **dict.fromkeys(
+        ["ArgumentError", "ArgumentTypeError", "GroupAbortedError", "MismatchError", "NotInitializedError",
+         "RankDiedError", "RankStalledError", "RendezvousError", "StoreTimeoutError", "UnsupportedError"],
+        "A subclass of the type that torch raises; see the page Errors.",
+    ),
+}  # fmt: skip
+# Modules and helpers that torch's package shows at its top level without meaning them.
+NOT_MEANT = {"timedelta", "log"}
+
+
+def signature(value: Any) -> Signature | None:
+    """Return name, kind and default of each parameter; None where Python can't know them."""
+    try:
+        parameters = inspect.signature(value).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    return [[p.name, p.kind.name, None if p.default is p.empty else repr(p.default)] for p in parameters]
+
+
+def torchs_names() -> dict[str, Signature | None]:
+    """Return the public names of the installed torch's top level, with the signatures of functions and classes."""
+    names = {name for name in {*dir(theirs), *distributed_c10d.__all__} if not name.startswith("_")} - NOT_MEANT
+    values = {name: getattr(theirs, name, getattr(distributed_c10d, name, None)) for name in sorted(names)}
+    with warnings.catch_warnings():
+        # Only looking at torch's reduce_op makes it warn.
+        warnings.simplefilter("ignore", FutureWarning)
+        return {name: signature(value) for name, value in values.items() if not inspect.ismodule(value)}
+
+
+def known() -> dict[str, Signature | None]:
+    """Return torch 2.13's names and signatures, as kept."""
+    kept: dict[str, Signature | None] = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
+    return kept
+
+
+def differences() -> dict[str, tuple[Signature, Signature | None]]:
+    """Return, for names that both have, the signatures of torch's and ours where they differ."""
+    found = {}
+    for name, theirs_is in known().items():
+        if name in dist.__all__ and theirs_is is not None:
+            ours = signature(getattr(dist, name))
+            if ours != theirs_is:
+                found[name] = (theirs_is, ours)
+    return found
+
+
+def page() -> str:
+    """Return the page that shows the table."""
+    same = [name for name in known() if name in dist.__all__ and name not in DIFFERENT]
+    rows = [(f"`{name}`", "as torch's", "") for name in same]
+    rows += [(f"`{name}`", "other parameters", why) for name, why in DIFFERENT.items()]
+    rows += [(f"`{name}`", "absent", why) for name, why in ABSENT.items()]
+    rows += [(f"`{name}`", "ours only", why) for name, why in OWN.items()]
+    lines = [f"| {name} | {state} | {why} |" for name, state, why in sorted(rows)]
+    return "\n".join([HEAD.strip(), "", "| name | here | why |", "| --- | --- | --- |", *lines, ""])
+
+
+HEAD = """
+# Names beside torch's
+
+Every public name at the top level of `torch.distributed` in torch 2.13, and what this library has for it. *As torch's*
+means the same parameters with the same names, kinds and defaults, wherever Python can tell them of torch's. A test
+compares them one by one, and this page is written from the test's own table.
+"""
+
+
+def main() -> None:
+    """Write the page, and the signatures if this is the right torch."""
+    if torch.__version__.startswith(VERSION):
+        SNAPSHOT.write_text(json.dumps(torchs_names(), indent=0) + "\n", encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

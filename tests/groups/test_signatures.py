@@ -1,0 +1,51 @@
+"""Names, parameters, kinds and defaults are torch 2.13's, but for the differences that the table gives reasons for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchdist_ref as dist
+from tests.groups import surface_table as table
+
+SHARED = sorted(name for name, known in table.known().items() if known is not None and name in dist.__all__)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_parameters_are_torchs_or_the_table_says_why_not(name: str) -> None:
+    if name in table.DIFFERENT:
+        assert name in table.differences(), f"{name} is as torch's now: take it out of DIFFERENT"
+    else:
+        assert table.signature(getattr(dist, name)) == table.known()[name]
+
+
+def test_every_name_of_torch_is_here_or_has_a_reason_not_to_be() -> None:
+    absent = sorted(set(table.known()) - set(dist.__all__))
+    assert absent == sorted(table.ABSENT)
+
+
+def test_every_name_of_ours_is_torchs_or_has_a_reason_to_be() -> None:
+    assert sorted(set(dist.__all__) - set(table.known())) == sorted(table.OWN)
+
+
+def test_the_page_shows_the_table() -> None:
+    again = "run `python -m tests.groups.surface_table`"
+    assert table.PAGE.read_text(encoding="utf-8") == table.page(), again
+
+
+def test_the_kept_signatures_are_the_installed_torchs_if_it_is_that_version() -> None:
+    installed = table.torchs_names()
+    assert {"all_reduce", "new_group", "Work"} <= set(installed) & set(table.known())
+    if torch.__version__.startswith(table.VERSION):
+        # CUDA builds have further names; those that are kept must be as they are kept.
+        assert {name: installed.get(name) for name in table.known()} == table.known()
+
+
+def test_a_difference_would_be_noticed() -> None:
+    def all_reduce(tensor: object, op: object = None, group: object = None) -> None:
+        """Lack a parameter and have another default."""
+
+    kept = table.known()["all_reduce"]
+    assert kept is not None and len(kept) == 4
+    assert table.signature(all_reduce) != kept
+    assert table.signature(dist.all_reduce) == kept
