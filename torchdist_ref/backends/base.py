@@ -90,6 +90,8 @@ Factory = Callable[[Membership], Backend]
 _engines: dict[str, Factory | str] = {
     "ref": "torchdist_ref.backends.ref:Ref",
     "gloo": "torchdist_ref.backends.torch_engines:Gloo",
+    "mpi": "torchdist_ref.backends.mpi:Mpi",
+    "fake": "torchdist_ref.backends.fake:Fake",
 }
 
 

@@ -1,0 +1,126 @@
+"""What one rank does under mpiexec: ``python mpi_ranks.py CHECK FOLDER``. Run by test_mpi."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+import torchdist_ref as dist
+from torchdist_ref.calls import AllToAll
+from torchdist_ref.groups.world import default_group
+from torchdist_ref.testing import fill
+from torchdist_ref.testing.backend_contract import CLAUSES, same
+
+
+def contract(rank: int, size: int) -> None:
+    for clause in CLAUSES:
+        clause(rank, size)
+
+
+def other_types(rank: int, size: int) -> None:
+    """Numbers that MPI does not have are reduced as other numbers; bytes are moved whatever they are."""
+    for dtype in (torch.float16, torch.bfloat16, torch.int16, torch.uint16, torch.complex64, torch.int8):
+        tensor = fill(rank, (9,), dtype)
+        dist.all_reduce(tensor)
+        total = fill(0, (9,), dtype).to(torch.complex64 if dtype.is_complex else torch.float32)
+        for other in range(1, size):
+            total = total + fill(other, (9,), dtype).to(total.dtype)
+        same(tensor, total.to(dtype))
+    for op, combine in (("SUM", torch.any), ("MIN", torch.all)):
+        truth = torch.tensor([rank == 0, True, False])
+        dist.all_reduce(truth, getattr(dist.ReduceOp, op))
+        same(truth, combine(torch.tensor([[r == 0, True, False] for r in range(size)]), 0))
+    eighth = fill(rank, (5,)).to(torch.float8_e4m3fn)
+    dist.broadcast(eighth, size - 1)
+    same(eighth.float(), fill(size - 1, (5,)).to(torch.float8_e4m3fn).float())
+
+
+def unequal_blocks(rank: int, size: int) -> None:
+    outputs = [torch.zeros(r + 1) for r in range(size)]
+    dist.all_gather(outputs, fill(rank, (rank + 1,)))
+    for r, output in enumerate(outputs):
+        same(output, fill(r, (r + 1,)))
+    outputs = [torch.zeros(source * rank) for source in range(size)]
+    # At the engine: the door asks for equal blocks.
+    inputs = [fill(10 * rank + to, (rank * to,)) for to in range(size)]
+    default_group().backend.submit(AllToAll(), inputs, outputs, True)
+    for source, output in enumerate(outputs):
+        same(output, fill(10 * source + rank, (source * rank,)))
+
+
+def callbacks(rank: int, size: int) -> None:
+    """A callback waits for the future of a new call; a call that nobody waits for ends too."""
+
+    def then(future: Any) -> torch.Tensor:
+        work = dist.all_reduce(future.value()[0], async_op=True)
+        assert work is not None
+        return work.get_future().wait()[0]
+
+    work = dist.all_reduce(fill(rank, (4,)), async_op=True)
+    assert work is not None
+    same(work.get_future().then(then).wait(), size * torch.stack([fill(r, (4,)) for r in range(size)]).sum(0))
+    seen = [str(event.call) for event in default_group().recorder]
+    assert seen == ["all_reduce(reduction=sum, factor=None)"] * 2, seen
+    dist.isend(fill(rank, (100_000,)), (rank + 1) % size)
+    tensor = torch.zeros(100_000)
+    assert dist.recv(tensor, (rank - 1) % size) == (rank - 1) % size
+    same(tensor, fill((rank - 1) % size, (100_000,)))
+    own = torch.zeros(70_000)
+    dist.isend(fill(rank, (70_000,)), rank, tag=3)
+    dist.recv(own, rank, tag=3)
+    same(own, fill(rank, (70_000,)))
+
+
+def expect(kind: type[BaseException], words: str, call: Any) -> None:
+    try:
+        call()
+    except kind as error:
+        assert words in str(error), str(error)
+    else:
+        raise AssertionError(f"{kind.__name__} expected")
+
+
+def faults(rank: int, size: int) -> None:
+    one, group = torch.ones(1), dist.new_group(timeout=timedelta(seconds=0.3))
+    if rank == 0:
+        dist.send(torch.ones(2), 1)
+        expect(dist.RankStalledError, "not done within 0.3 s", lambda: dist.all_reduce(one, group=group))
+    if rank == 1:
+        expect(dist.MismatchError, "8 bytes", lambda: dist.recv(torch.zeros(5), 0))
+    expect(dist.UnsupportedError, "float8", lambda: dist.all_reduce(one.to(torch.float8_e5m2)))
+    expect(dist.ArgumentError, "BAND", lambda: dist.all_reduce(one, dist.ReduceOp.BAND))
+    dist.barrier()
+    broken: Any = dist.new_group()
+    if rank == 0:
+        broken.backend.abort("out of memory")
+    else:
+        expect(dist.GroupAbortedError, "rank 0 gave up: out of memory", lambda: dist.barrier(broken))
+    dist.barrier()
+
+
+CHECKS = {check.__name__: check for check in (contract, other_types, unequal_blocks, callbacks, faults)}
+
+
+def main(check: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    # Our ranks count the other way round than MPI's: the engine must not take one for the other.
+    place = size - 1 - rank
+    timeout = timedelta(seconds=20)
+    dist.init_process_group("mpi", init_method=f"file://{folder}/meet", rank=place, world_size=size, timeout=timeout)
+    try:
+        CHECKS[check](place, size)
+        print(f"rank {place} of {size}: {check} holds", flush=True)
+        dist.destroy_process_group()
+    except BaseException as error:
+        # The others wait for this rank in calls that MPI alone can end.
+        print(f"rank {place} of {size}: {error!r}", flush=True)
+        MPI.COMM_WORLD.Abort(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
