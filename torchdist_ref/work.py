@@ -17,6 +17,7 @@ from typing import Any
 from torch.futures import Future
 
 from torchdist_ref.errors import RankStalledError
+from torchdist_ref.numbers import CallFuture, Scope
 
 Runner = Callable[[Callable[[], None]], None]
 
@@ -35,11 +36,14 @@ class Work:
     (True, True, None)
     """
 
-    def __init__(self, name: str, outputs: Sequence[Any], callbacks: Runner | None = None) -> None:
+    def __init__(
+        self, name: str, outputs: Sequence[Any], callbacks: Runner | None = None, scope: Scope | None = None
+    ) -> None:
         self.name = name
         self.outputs = outputs
         self.source = -1
         self._run_callbacks = callbacks
+        self._scope = scope
         self._error: BaseException | None = None
         self._event = threading.Event()
         self._lock = threading.Lock()
@@ -98,7 +102,7 @@ class Work:
         with self._lock:
             future = self._future
             if future is None:
-                future = self._future = Future()
+                future = self._future = Future() if self._scope is None else CallFuture(self._scope)
                 settled = self._event.is_set()
             else:
                 settled = False

@@ -24,7 +24,7 @@ LATE = "only inside functions"
 FUTURES = "torch.futures only"
 YES = "yes"
 
-WORDS = ("errors", "calls", "work", "trace")
+WORDS = ("errors", "calls", "numbers", "work", "trace")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ ALL = "everything"
 PARTS = (
     Part("errors", "0 words", torch=LATE),
     Part("calls", "0 words", ("errors",), torch=NEVER),
-    Part("work", "0 words", ("errors",), torch=FUTURES),
+    Part("numbers", "0 words", ("errors",), torch=FUTURES),
+    Part("work", "0 words", ("errors", "numbers"), torch=FUTURES),
     Part("trace", "0 words", ("errors", "calls"), torch=NEVER),
     Part("schedules", "1 ideas", WORDS, torch=NEVER, banned=("os",)),
     Part("stores", "1 places", WORDS, torch=LATE),

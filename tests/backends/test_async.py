@@ -110,3 +110,60 @@ def fail_later(rank: int) -> str:
 
 def test_an_async_call_raises_where_it_is_waited_for() -> None:
     assert run(fail_later, 2) == ["MismatchError"] * 2
+
+
+def cross(rank: int, size: int) -> bool:
+    """On rank 0 the program's next call comes before the callback's, on the others after it: they meet by number."""
+    right = True
+    for step in range(20):
+        first, inner, last = fill(rank + step, (4,)), fill(rank + step + 1, (5,)), fill(rank + step + 2, (6,))
+
+        def then(future: Future[list[torch.Tensor]], inner: torch.Tensor = inner) -> torch.Tensor:
+            work = dist.all_reduce(inner, async_op=True)
+            assert work is not None
+            return work.get_future().wait()[0]
+
+        work = dist.all_reduce(first, async_op=True)
+        assert work is not None
+        result = work.get_future().then(then)
+        if (rank + step) % 2:
+            result.wait()
+        dist.all_reduce(last)
+        right &= torch.equal(result.wait(), sum_of(size, step + 1, 5)) and torch.equal(last, sum_of(size, step + 2, 6))
+    return right
+
+
+def test_calls_of_callbacks_meet_by_number_and_not_by_arrival() -> None:
+    for ranks in ("threads", "processes"):
+        assert run(cross, 3, 3, ranks=ranks) == [True] * 3
+
+
+def chain(rank: int, size: int) -> bool:
+    """Several futures in flight, each with a chain of callbacks that make calls, as gradient compression does."""
+    tensors = [fill(rank + i, (50 + i,)) for i in range(5)]
+    seconds = [fill(rank + i + 1, (7,)) for i in range(5)]
+    thirds = [fill(rank + i + 2, (9,)) for i in range(5)]
+
+    def reduce_more(tensor: torch.Tensor) -> torch.Tensor:
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        return work.get_future().wait()[0]
+
+    results = []
+    for tensor, second, third in zip(tensors, seconds, thirds, strict=True):
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        future = work.get_future()
+        if rank:
+            # Done already on this rank, so its callbacks run on the program's thread.
+            work.wait()
+        following = future.then(lambda _, tensor=second: reduce_more(tensor))
+        results.append(following.then(lambda _, tensor=third: reduce_more(tensor)))
+    return all(torch.equal(r.wait(), sum_of(size, i + 2, 9)) for i, r in enumerate(results)) and all(
+        torch.equal(t, sum_of(size, i + 1, 7)) for i, t in enumerate(seconds)
+    )
+
+
+def test_chains_of_callbacks_keep_their_order_on_any_thread() -> None:
+    for ranks in ("threads", "processes"):
+        assert run(chain, 3, 3, ranks=ranks) == [True] * 3

@@ -17,7 +17,9 @@ from torch import Tensor, float32
 
 from torchdist_ref.backends.operands import tensors_of
 from torchdist_ref.backends.plan import COMBINE, COPY, REDUCE, Peer, Plan, RoundCode, Step
+from torchdist_ref.backends.progress import OutOfTurnError
 from torchdist_ref.errors import MismatchError
+from torchdist_ref.numbers import Number
 from torchdist_ref.schedules.schedule import Slot
 from torchdist_ref.transports.base import Link
 
@@ -28,22 +30,25 @@ class Executor:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.sequence = 0
+        self._number: Number = (0, 0)
         self._half = 0
         self._readers: list[tuple[Peer, ...]] = [(), ()]
         self._staged_last = -1
         self._heads = tuple(tuple(link.lines[p].heads[parity] for p in link.peers) for parity in (0, 1))
 
-    def run(self, plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def run(self, plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor], number: Number) -> None:
         """Carry out a call on tensors that are contiguous and of the plan's kind.
 
         Raises:
+            OutOfTurnError: Another call comes first, which another rank has begun. Nothing was written.
             MismatchError: Some rank announced another call. Nothing was written; the link can be used.
             DistBackendError: A rank died, gave up or did not come; the link cannot be used any more.
         """
-        self.link.line.announce(self.sequence, plan.record)
+        self._number = number
+        self.link.line.announce(self.sequence, plan.record, number)
         try:
             self._windows(plan, inputs, outputs)
-        except MismatchError:
+        except (MismatchError, OutOfTurnError):
             self._end()
             raise
         except BaseException as error:
@@ -113,10 +118,16 @@ class Executor:
                 self.link.wait(token, peer, plan.doing)
 
     def _compare(self, plan: Plan) -> None:
-        sequence, mine = self.sequence, plan.record.fingerprint
-        for head in self._heads[sequence & 1]:
-            if head[1] != mine or head[0] != sequence:
-                raise self._mismatch(plan)
+        (main, path), mine = self._number, plan.record.fingerprint
+        for head in self._heads[self.sequence & 1]:
+            if head[1] != mine or head[2] != main or head[3] != path:
+                raise self._difference(plan)
+
+    def _difference(self, plan: Plan) -> MismatchError | OutOfTurnError:
+        """Ranks at different calls begin with the smallest number; at one call they must mean the same."""
+        heads = [line.heads[self.sequence & 1] for line in self.link.lines]
+        numbers = {(head[2], head[3]) for head in heads}
+        return self._mismatch(plan) if len(numbers) == 1 else OutOfTurnError(min(numbers))
 
     def _mismatch(self, plan: Plan) -> MismatchError:
         link = self.link

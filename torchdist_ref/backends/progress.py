@@ -1,9 +1,9 @@
-"""Order: calls of a group run one after the other, in the order in which this rank made them.
+"""Order: calls of a group run one after the other, in one order on all ranks.
 
 A call that may block its caller runs right there, on the caller's thread, if nothing is before it. Any
-other call goes to the group's progress thread, which is started by the first of them. Completed futures
-run their callbacks on a second thread, so that a callback may wait on a new collective: the progress
-thread is free to carry it out. Both threads end with the group. Don't add knowledge of calls here.
+other call goes to the group's progress thread, which is started by the first of them and ends with the
+group. Completed futures run their callbacks elsewhere (`callbacks`), so that a callback may wait on a new
+collective: the progress thread is free to carry it out. Don't add knowledge of calls here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ import logging
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from time import monotonic
+
+from torchdist_ref.numbers import Number
+from torchdist_ref.transports.liveness import SLICE
 
 log = logging.getLogger("torchdist_ref.backends")
 
@@ -62,15 +66,39 @@ class Lane:
             thread.join(timeout)
 
 
-class Order:
-    """Decides for each call where it runs: here and now, or after the others."""
+class OutOfTurnError(Exception):
+    """Not for users: the ranks are at different calls, and this one has to come first on all of them."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, number: Number) -> None:
+        super().__init__(f"call number {number} comes first")
+        self.number = number
+
+
+class Turn:
+    """A call that waits to be carried out, by the progress thread or by whoever must let it go first."""
+
+    def __init__(self, number: Number, job: Job) -> None:
+        self.number, self.job = number, job
+
+
+class Order:
+    """Decides for each call when it runs: here and now, after the others, or before the one that is running.
+
+    Ranks may come to calls in different orders where callbacks make some of them. They notice when they open a call,
+    and then all carry out the one with the smallest number, as soon as they have made it themselves.
+
+    Args:
+        name: The group's, for the names of threads.
+        patience: Called while a rank waits to make a call that another has begun; raises when it is in vain.
+    """
+
+    def __init__(self, name: str, patience: Callable[[Number, float], None]) -> None:
+        self._waiting: dict[Number, Turn] = {}
         self._queued = 0
-        self._state = threading.Lock()
+        self._made = threading.Condition()
         self._running = threading.Lock()
+        self._patience = patience
         self.progress = Lane(f"{name} progress")
-        self.callbacks = Lane(f"{name} callbacks")
 
     def try_now(self) -> bool:
         """Whether the caller may run its call now; then it must call `done`.
@@ -83,21 +111,43 @@ class Order:
         """The call that `try_now` allowed has ended."""
         self._running.release()
 
-    def later(self, job: Job) -> None:
-        """Run this on the progress thread, after all earlier calls."""
-        with self._state:
-            self._queued += 1
-            self.progress.put(lambda: self._run(job))
+    def carry_out(self, number: Number, job: Job) -> None:
+        """Run a call; where the ranks are at different ones, run those first that come first."""
+        while True:
+            try:
+                return job()
+            except OutOfTurnError as turn:
+                if turn.number != number:
+                    self._let_first(turn.number)
 
-    def _run(self, job: Job) -> None:
+    def _let_first(self, number: Number) -> None:
+        since = monotonic()
+        with self._made:
+            while number not in self._waiting:
+                self._made.wait(SLICE)
+                self._patience(number, monotonic() - since)
+            turn = self._waiting.pop(number)
+        self.carry_out(number, turn.job)
+
+    def later(self, number: Number, job: Job) -> None:
+        """Run this on the progress thread, after all earlier calls."""
+        with self._made:
+            self._queued += 1
+            self._waiting[number] = Turn(number, job)
+            self.progress.put(lambda: self._next(number))
+            self._made.notify_all()
+
+    def _next(self, number: Number) -> None:
         try:
             with self._running:
-                job()
+                with self._made:
+                    turn = self._waiting.pop(number, None)
+                if turn is not None:
+                    self.carry_out(number, turn.job)
         finally:
-            with self._state:
+            with self._made:
                 self._queued -= 1
 
     def close(self) -> None:
-        """End both threads."""
+        """End the progress thread."""
         self.progress.close()
-        self.callbacks.close()

@@ -7,25 +7,29 @@ goes through the group's order. Planning, running, and matching messages have fi
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter
 
 from torch import Tensor
 
 from torchdist_ref.backends.base import Backend, Membership
+from torchdist_ref.backends.callbacks import Callbacks
 from torchdist_ref.backends.executor import Executor
+from torchdist_ref.backends.plan import Plan
 from torchdist_ref.backends.planner import Planner
 from torchdist_ref.backends.point_to_point import Inbox, Outbox, Posted
-from torchdist_ref.backends.progress import Lane, Order
+from torchdist_ref.backends.progress import Lane, Order, OutOfTurnError
 from torchdist_ref.calls import Call, Recv, Send
 from torchdist_ref.errors import GroupAbortedError, UnsupportedError
+from torchdist_ref.numbers import Number, Numbers
 from torchdist_ref.trace import Recorder
 from torchdist_ref.transports import connect
 from torchdist_ref.work import Done, Work
 
 Tensors = Sequence[Tensor]
 _DONE = Done()
+# Messages have no place among the numbers of a group's collectives.
+POINT_TO_POINT: Number = (-1, 0)
 
 
 class Ref(Backend):
@@ -43,7 +47,9 @@ class Ref(Backend):
         self._outbox = Outbox(self.link)
         self._inbox = Inbox(self.link)
         self._receives = Lane(f"{m.name} receives")
-        self._order = Order(m.name)
+        self._numbers = Numbers(m.name)
+        self._order = Order(m.name, self.link.be_patient)
+        self._callbacks = Callbacks(m.name)
 
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""
@@ -53,50 +59,49 @@ class Ref(Backend):
             return self._send(call, _plain(inputs[0], call), wait)
         if isinstance(call, Recv):
             return self._recv(call, outputs[0], wait)
+        plan = self._planner.plan(call, inputs, outputs)
+        number = self._numbers.next()
         if wait and self._order.try_now():
             try:
-                self._run(call, inputs, outputs)
+                self._order.carry_out(number, lambda: self._run(plan, call, inputs, outputs, number))
             finally:
                 self._order.done()
             return _DONE
-        work = self._work(call, outputs)
-        self._order.later(lambda: _settle(work, lambda: self._run(call, inputs, outputs)))
+        work = self._work(call, outputs, number)
+        self._order.later(number, lambda: _settle(work, lambda: self._run(plan, call, inputs, outputs, number)))
         if wait:
             work.wait()
         return work
 
-    def _run(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
-        start, number, nbytes, error = perf_counter(), self._executor.sequence, 0, ""
+    def _run(self, plan: Plan, call: Call, inputs: Tensors, outputs: Tensors, number: Number) -> None:
+        start = perf_counter()
         try:
-            nbytes = self._collect(call, inputs, outputs)
-        except BaseException as failure:
-            error = type(failure).__name__
+            self._collect(plan, call, inputs, outputs, number)
+        except OutOfTurnError:
             raise
-        finally:
-            self.recorder.add(number, call, nbytes, start, error)
+        except BaseException as failure:
+            self.recorder.add(number[0], call, plan.nbytes, start, type(failure).__name__)
+            raise
+        self.recorder.add(number[0], call, plan.nbytes, start)
 
-    def _collect(self, call: Call, inputs: Tensors, outputs: Tensors) -> int:
-        if not _all_plain(outputs) or (inputs is not outputs and not _all_plain(inputs)):
-            return self._collect_staged(call, inputs, outputs)
-        plan = self._planner.plan(call, inputs, outputs)
-        self._executor.run(plan, inputs, outputs)
-        return plan.nbytes
+    def _collect(self, plan: Plan, call: Call, inputs: Tensors, outputs: Tensors, number: Number) -> None:
+        if _all_plain(outputs) and (inputs is outputs or _all_plain(inputs)):
+            self._executor.run(plan, inputs, outputs, number)
+        else:
+            self._collect_staged(plan, call, inputs, outputs, number)
 
-    def _collect_staged(self, call: Call, inputs: Tensors, outputs: Tensors) -> int:
+    def _collect_staged(self, plan: Plan, call: Call, inputs: Tensors, outputs: Tensors, number: Number) -> None:
         """Strided tensors go through contiguous copies, so that nothing outside a view is ever written."""
         plain = {id(t): _plain(t, call) for t in [*inputs, *outputs]}
         into = [plain[id(t)] for t in outputs]
         sources = [plain[id(t)] for t in inputs]
-        plan = self._planner.plan(call, sources, into)
-        self._executor.run(plan, sources, into)
+        self._executor.run(plan, sources, into, number)
         for tensor, result in zip(outputs, into, strict=True):
             if result.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(result)
-        return plan.nbytes
 
-    def _work(self, call: Call, outputs: Tensors) -> Work:
-        context = contextvars.copy_context()
-        return Work(call.op, outputs, lambda job: self._order.callbacks.put(lambda: context.run(job)))
+    def _work(self, call: Call, outputs: Tensors, number: Number) -> Work:
+        return Work(call.op, outputs, self._callbacks.runner(), self._numbers.scope(number))
 
     def _send(self, call: Send, tensor: Tensor, wait: bool) -> Work:
         if call.dst == self.link.rank:
@@ -106,7 +111,7 @@ class Ref(Backend):
         if wait and lane.idle:
             self._timed(call, tensor, lambda: self._outbox.send(call, tensor))
             return _DONE
-        work = self._work(call, [])
+        work = self._work(call, [], POINT_TO_POINT)
         lane.put(lambda: _settle(work, lambda: self._timed(call, tensor, lambda: self._outbox.send(call, tensor))))
         if wait:
             work.wait()
@@ -116,7 +121,7 @@ class Ref(Backend):
         into = _plain(tensor, call)
         receive = Posted(call, into, monotonic() + self._timeout)
         self._inbox.post(receive)
-        work = self._work(call, [tensor])
+        work = self._work(call, [tensor], POINT_TO_POINT)
 
         def finish() -> None:
             self._timed(call, tensor, lambda: self._inbox.finish(receive))
@@ -139,11 +144,12 @@ class Ref(Backend):
             error = type(failure).__name__
             raise
         finally:
-            self.recorder.add(-1, call, tensor.nbytes, start, error)
+            self.recorder.add(POINT_TO_POINT[0], call, tensor.nbytes, start, error)
 
     def close(self) -> None:
         """See `Backend.close`."""
         self._order.close()
+        self._callbacks.close()
         for lane in [self._receives, *self._outbox.lanes.values()]:
             lane.close()
         self.link.close()
@@ -173,6 +179,8 @@ def _plain(tensor: Tensor, call: Call) -> Tensor:
 def _settle(work: Work, act: Callable[[], None]) -> None:
     try:
         act()
+    except OutOfTurnError:
+        raise
     except BaseException as error:
         work.fail(error)
     else:

@@ -208,6 +208,16 @@ class Link:
             self.wait(self.full_from[peer], peer, doing)
         self.line.done = MET
 
+    def be_patient(self, number: tuple[int, int], waited: float) -> None:
+        """Another rank has begun a call that this one has not made: wait for it, but not for ever, nor in vain."""
+        doing = f"call number {number[0]}.{number[1]}, which another rank has begun and this one has not made"
+        error = self.trouble(None, doing)
+        if error is None and waited > self.timeout:
+            error = self.stalled(0, doing, self.timeout)
+        if error is not None:
+            self.give_up(error, doing)
+            raise error
+
     def check_usable(self, doing: str) -> None:
         """Raise if an earlier call ended this group."""
         if self.broken is not None:

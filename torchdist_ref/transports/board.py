@@ -33,16 +33,23 @@ class Line:
         begin = layout.board(rank)
         self.words = memory[begin : begin + BOARD_LINE].cast("q")
         self._bytes = memory[begin : begin + BOARD_LINE]
-        self.heads = tuple(self.words[at : at + 2] for at in (HEADS // 8, HEADS // 8 + 8))
+        self.heads = tuple(self.words[at : at + 4] for at in (HEADS // 8, HEADS // 8 + 8))
         self._texts = tuple(self._bytes[at : at + TEXT_BYTES] for at in (TEXTS, TEXTS + TEXT_BYTES))
         self._shown: list[Record | None] = [None, None]
 
-    def announce(self, sequence: int, record: Record) -> None:
-        """Say which call comes next. The text is written only where it changed: most loops repeat two calls."""
+    def announce(self, sequence: int, record: Record, number: tuple[int, int] = (0, 0)) -> None:
+        """Say which call comes next. The text is written only where it changed: most loops repeat two calls.
+
+        Args:
+            sequence: How many calls were announced before.
+            record: What the call is.
+            number: Which call it is (see `numbers`); ranks may come to calls in different orders.
+        """
         parity = sequence & 1
         head = self.heads[parity]
         head[0] = sequence
         head[1] = record.fingerprint
+        head[2], head[3] = number
         if self._shown[parity] is not record:
             self._shown[parity] = record
             _put(self._texts[parity], record.text)
