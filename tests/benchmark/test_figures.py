@@ -64,7 +64,7 @@ def test_the_limit_costs_what_the_formula_says(op: str, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("op", [op for op in OPERATIONS if op != "barrier"])
 def test_the_limit_moves_as_many_bytes_as_it_costs(op: str, world: int) -> None:
-    stages = limit.Stages(world, window=4096)
+    stages = limit.Stages(bytearray(world * 4096), window=4096)
     for rank in range(world):
         buffers = OPERATIONS[op].buffers(rank, world, 48 * 1024, torch.float32)
         written = [operands[0].nbytes for _, *operands in limit.kernels(op, buffers, stages)]
@@ -74,7 +74,7 @@ def test_the_limit_moves_as_many_bytes_as_it_costs(op: str, world: int) -> None:
 
 
 def test_the_limit_copes_with_what_does_not_divide() -> None:
-    stages = limit.Stages(2, window=4096)
+    stages = limit.Stages(bytearray(2 * 4096), window=4096)
     buffers = OPERATIONS["all_reduce"].buffers(0, 2, 4, torch.float32)
     assert len(list(limit.kernels("all_reduce", buffers, stages))) == 4
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from time import monotonic, sleep
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+Exchange = Callable[[Any], list[Any]]
 _LINE = 64
 _WORD = 8
 _EASE = 0.002
@@ -25,24 +25,30 @@ _PATIENT, _CROWDED = 20_000, 50
 
 
 class Circle:
-    """Neutral ground for `world` ranks.
+    """Neutral ground for `world` ranks, and some memory that they share.
 
     Args:
         world: How many ranks will stand in it.
+        extra: Bytes of `memory` to make.
+        found: For ranks that are not forked (see `mpi_crew`): their memory, and what exchanges values.
+
+    Attributes:
+        memory: What all ranks see and use as they like, page-aligned.
 
     >>> circle = Circle(1)
     >>> circle.line_up(0), circle.exchange(0, "alone"), circle.close()
     (None, ['alone'], None)
     """
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, extra: int = 0, found: tuple[mmap.mmap, Exchange] | None = None) -> None:
         self.world = world
-        self._memory = mmap.mmap(-1, max(1, world) * _LINE)
-        self._words = memoryview(self._memory).cast("q")
+        whole = memoryview(found[0] if found else mmap.mmap(-1, segment(world, extra)))
+        self._exchange = found[1] if found else None
+        self._ends = [] if found else [Pipe() for _ in range(world - 1)]
+        self._words, self.memory = whole[: segment(world, 0)].cast("q"), whole[segment(world, 0) :]
         self._places = [rank * _LINE // _WORD for rank in range(world)]
         self._turn = 0
         self._spins = _PATIENT if world <= len(os.sched_getaffinity(0)) else _CROWDED
-        self._ends = [Pipe() for _ in range(world - 1)]
 
     def line_up(self, rank: int) -> None:
         """Come back when all ranks have called this as often as this one: on a core each, within a microsecond."""
@@ -68,6 +74,8 @@ class Circle:
 
     def exchange(self, rank: int, value: T) -> list[T]:
         """Give every rank every rank's value, in rank order. Blocks, so it leaves the processors alone."""
+        if self._exchange:
+            return self._exchange(value)
         if rank:
             end = self._ends[rank - 1][1]
             end.send(value)
@@ -79,9 +87,17 @@ class Circle:
         return values
 
     def close(self) -> None:
-        """Let go of the memory and the pipes."""
-        ends: list[Connection] = [end for pair in self._ends for end in pair]
-        for end in ends:
+        """Let go of the pipes. The memory goes with the last tensor that lies in it."""
+        for end in (end for pair in self._ends for end in pair):
             end.close()
         self._words.release()
-        self._memory.close()
+        self.memory.release()
+
+
+def segment(world: int, extra: int) -> int:
+    """Bytes of a circle's memory: a cache line for each rank, up to a whole page, and what is asked for besides.
+
+    >>> segment(2, 100)
+    4196
+    """
+    return -(-world * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE + extra

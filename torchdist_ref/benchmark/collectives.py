@@ -11,12 +11,13 @@ import argparse
 import gc
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
-from torchdist_ref.benchmark import engines, limit, plot, report, table
+from torchdist_ref.benchmark import engines, limit, mpi_crew, plot, report, table
 from torchdist_ref.benchmark.crew import Place, go
 from torchdist_ref.benchmark.operations import OPERATIONS, Action, Buffers, Operation
 from torchdist_ref.benchmark.progress import Progress
@@ -65,8 +66,9 @@ class Settings:
         return [(op, size) for op in found for size in (self.sizes if op.sized else (0,))]
 
 
-def measure(place: Place, settings: Settings, stages: limit.Stages) -> None:
+def measure(place: Place, settings: Settings) -> None:
     """What each rank does. Reports the names of operations, and rows."""
+    stages = limit.Stages(place.circle.memory, settings.window)
     contestants = engines.join(settings.backends, place)
     # What was there before the fork is nobody's garbage, and looking at it would copy it.
     gc.freeze()
@@ -178,8 +180,8 @@ def main(options: argparse.Namespace) -> int:
     for each in left_out:
         show.hear(each)
     try:
-        stages = limit.Stages(settings.world, settings.window)
-        go(lambda place: measure(place, settings, stages), settings.world, show.hear)
+        start = mpi_crew.go if engines.MPI in settings.backends else go
+        start(partial(measure, settings=settings), settings.world, show.hear, extra=settings.world * settings.window)
     finally:
         show.finish()
         _keep(options, settings, show.rows, show.notes)

@@ -1,8 +1,8 @@
 """Crew: forked ranks that tell the parent what they find while they run.
 
 The ranks come from `torchdist_ref.testing.run`, which sees to it that none outlives the benchmark, Ctrl-C included.
-Rank 0 reports: whatever it puts on the line the parent hears at once. Ranks that came about in another way, under
-``mpiexec`` for instance, would be another function here with the same arguments.
+Rank 0 reports: whatever it puts on the line the parent hears at once. Ranks that ``mpiexec`` has to start are in
+`mpi_crew`; the program does not know the difference.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -38,7 +39,7 @@ class Place:
     world: int
     circle: Circle
     folder: str
-    _line: Connection
+    _line: Connection | None
 
     def line_up(self) -> None:
         """Wait at the start line."""
@@ -50,12 +51,12 @@ class Place:
 
     def report(self, event: object, whoever: bool = False) -> None:
         """Tell the parent something. Only rank 0 is heard, unless a rank says that it wants to be, whoever it is."""
-        if self.rank == 0 or whoever:
+        if self._line is not None and (self.rank == 0 or whoever):
             self._line.send(event)
 
 
 def go(
-    program: Callable[[Place], T], world: int, hear: Callable[[Any], None], timeout: float = _DAY
+    program: Callable[[Place], T], world: int, hear: Callable[[Any], None], timeout: float = _DAY, extra: int = 0
 ) -> list[T]:
     """Run a program on forked ranks.
 
@@ -64,6 +65,7 @@ def go(
         world: How many ranks.
         hear: Called here with each thing that rank 0 reports, in order, on another thread.
         timeout: Seconds until the ranks are stopped.
+        extra: Bytes of memory to share, as `Place.circle.memory`.
 
     Returns:
         What each rank's program returned.
@@ -71,21 +73,30 @@ def go(
     Raises:
         RankError: A rank failed.
     """
-    ear, line = Pipe(duplex=False)
-    listener = threading.Thread(target=_listen, args=(ear, hear), name="benchmark listener")
-    with tempfile.TemporaryDirectory(prefix="torchdist_ref-") as folder:
-        circle = Circle(world)
-        listener.start()
+    circle = Circle(world, extra)
+    with listening(hear) as line, tempfile.TemporaryDirectory(prefix="torchdist_ref-") as folder:
         try:
             return run(
                 lambda rank: program(Place(rank, world, circle, folder, line)),
                 world, ranks="processes", init=False, timeout=timeout,
             )  # fmt: skip
         finally:
-            line.send(None)
-            listener.join()
-            for thing in (line, ear, circle):
-                thing.close()
+            circle.close()
+
+
+@contextmanager
+def listening(hear: Callable[[Any], None]) -> Iterator[Connection]:
+    """A line to this process: whatever is sent on it is heard, until the block ends."""
+    ear, line = Pipe(duplex=False)
+    listener = threading.Thread(target=_listen, args=(ear, hear), name="benchmark listener")
+    listener.start()
+    try:
+        yield line
+    finally:
+        line.send(None)
+        listener.join()
+        line.close()
+        ear.close()
 
 
 def _listen(ear: Connection, hear: Callable[[Any], None]) -> None:

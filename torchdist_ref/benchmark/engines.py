@@ -1,13 +1,15 @@
 """Engines by the names that ``--backends`` takes, each as an API and a group that the public functions are called on.
 
 ``ref``, ``gloo`` and whatever else is registered go through this library's groups; ``torch:gloo`` is torch's own
-``torch.distributed``, untouched. Another way to run ranks (under ``mpiexec``, say) is not an engine: see `crew`.
+``torch.distributed``, untouched. How ranks come about is not here: see `crew`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +26,8 @@ from torchdist_ref.stores import FileStore
 
 PATIENCE = timedelta(minutes=5)
 _TORCH = "torch:"
-_NEEDS = {"mpi": "mpi4py"}
+MPI = "mpi"
+_NEEDS = {MPI: "mpi4py"}
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,20 @@ def _missing(name: str) -> str:
     package = _NEEDS.get(name)
     if package and importlib.util.find_spec(package) is None:
         return f"needs the package {package}: pip install 'torchdist_ref[{name}]'"
+    if name == MPI and not mpiexec():
+        return "no mpiexec was found, which has to start the ranks"
     if name in names():
         return ""
     if package:
         return "this version of torchdist_ref has no such engine yet"
     expected = f"among {', '.join([*names(), *_NEEDS, 'torch:gloo'])}"
     raise ArgumentError(explain("benchmark", "--backends", expected, name))
+
+
+def mpiexec() -> str:
+    """Where MPI's launcher is: beside this Python, as pip installs it, or on the path. Empty where it is not."""
+    beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
+    return beside if os.access(beside, os.X_OK) else shutil.which("mpiexec") or ""
 
 
 def join(asked: Sequence[str], place: Place) -> list[Engine]:

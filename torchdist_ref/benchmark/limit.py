@@ -8,7 +8,6 @@ contestant. Below some 64 KiB the bound shows what a call of torch from Python c
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -73,11 +72,10 @@ _ADDS = ("add", "add_each", "sum")
 
 
 class Stages:
-    """Shared memory with a stage for every rank. Made before the ranks are forked."""
+    """A stage for every rank, in memory that all share: `world` times `window` bytes of it."""
 
-    def __init__(self, world: int, window: int = WINDOW) -> None:
-        self.world, self.window = world, window
-        self.memory = mmap.mmap(-1, world * window)
+    def __init__(self, memory: Any, window: int = WINDOW) -> None:
+        self.window, self.memory = window, memory
 
     def slot(self, rank: int, number: int, size: int, count: int, dtype: torch.dtype) -> Tensor:
         """`count` elements of the stage of a rank, in its slot of this number, where slots have `size` elements."""
