@@ -81,11 +81,26 @@ def test_torch_itself_back_to_back_on_integers(tmp_path: Path) -> None:
 def test_an_engine_that_cannot_be_made_is_left_out_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(engines._NEEDS, "mpi", "no_such_package")
+    monkeypatch.setitem(engines.UNDER_MPIEXEC, "mpi", "no_such_package")
     assert main(["--ops", "barrier", *BRIEF, "--backends", "ref,mpi"]) == 0
     printed = capsys.readouterr().out
     assert "mpi is left out: needs the package no_such_package" in printed
     assert "barrier" in printed
+
+
+def test_mpi_takes_its_turns_under_mpiexec(tmp_path: Path) -> None:
+    # mpiexec starts Pythons of its own, which import torch: seconds, once. Without MPI, ref runs alone and is told why.
+    names, left_out = engines.split(["ref", "mpi4py"])
+    assert names == ["ref", "mpi4py"] or "mpi4py is left out" in str(left_out[0])
+    out = tmp_path / "out.json"
+    assert main(["--sizes", "64", *BRIEF, "--backends", "ref,mpi4py", "--json", str(out)]) == 0
+    found = {(entry["op"], entry["backend"]) for entry in results(out)}
+    assert found >= {(op, name) for op in OPERATIONS for name in names}
+
+
+def test_mpi_is_left_out_where_ranks_are_forked() -> None:
+    names, left_out = engines.split(["ref", "mpi4py"], forked=True)
+    assert names == ["ref"] and "mpi4py" in str(left_out[0])
 
 
 def test_a_wrong_result_stops_it() -> None:

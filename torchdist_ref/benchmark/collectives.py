@@ -158,7 +158,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", default=",".join(OPERATIONS), help="operations (default: all)", metavar=_LIST)
     parser.add_argument("--sizes", default="4,1K,64K,1M,16M", metavar=_LIST, help="bytes of the whole buffer")
     parser.add_argument(
-        "--backends", default="ref,gloo", metavar=_LIST, help="ref, gloo, mpi; torch:gloo is torch's own (%(default)s)"
+        "--backends", default="ref,gloo", metavar=_LIST, help="ref, gloo, mpi, torch:gloo, mpi4py (%(default)s)"
     )
     parser.add_argument("--world", type=int, default=2, metavar="N", help="ranks (%(default)s)")
     parser.add_argument("--repetitions", type=int, default=9, metavar="N", help="rounds (%(default)s)")
@@ -180,7 +180,7 @@ def main(options: argparse.Namespace) -> int:
     for each in left_out:
         show.hear(each)
     try:
-        start = mpi_crew.go if engines.MPI in settings.backends else go
+        start = mpi_crew.go if engines.UNDER_MPIEXEC.keys() & set(settings.backends) else go
         start(partial(measure, settings=settings), settings.world, show.hear, extra=settings.world * settings.window)
     finally:
         show.finish()

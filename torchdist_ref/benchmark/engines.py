@@ -1,7 +1,7 @@
 """Engines by the names that ``--backends`` takes, each as an API and a group that the public functions are called on.
 
-``ref``, ``gloo`` and whatever else is registered go through this library's groups; ``torch:gloo`` is torch's own
-``torch.distributed``, untouched. How ranks come about is not here: see `crew`.
+``ref``, ``gloo``, ``mpi`` and whatever else is registered go through this library's groups; ``torch:gloo`` is torch's
+own ``torch.distributed``, untouched, and ``mpi4py`` is MPI without us. How ranks come about is not here: see `crew`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ import torch.distributed as theirs
 from torchdist_ref import groups
 from torchdist_ref.backends.base import names
 from torchdist_ref.benchmark.crew import Place
+from torchdist_ref.benchmark.mpi_direct import Direct
 from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
 from torchdist_ref.stores import FileStore
 
 PATIENCE = timedelta(minutes=5)
 _TORCH = "torch:"
-MPI = "mpi"
-_NEEDS = {MPI: "mpi4py"}
+MPI, DIRECT = "mpi", "mpi4py"
+# Engines whose ranks `mpiexec` must start, and the package that they need.
+UNDER_MPIEXEC = {MPI: "mpi4py", DIRECT: "mpi4py"}
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,12 @@ class LeftOut:
         return f"{self.name} is left out: {self.reason}"
 
 
-def split(asked: Sequence[str]) -> tuple[list[str], list[LeftOut]]:
+def split(asked: Sequence[str], forked: bool = False) -> tuple[list[str], list[LeftOut]]:
     """Of the names asked for, those that may run here, and those that surely can't.
+
+    Args:
+        asked: Names as in ``--backends``.
+        forked: Whether ranks are forked in any case, so that those of MPI can't be had.
 
     Raises:
         ArgumentError: A name that nobody knows.
@@ -65,23 +71,25 @@ def split(asked: Sequence[str]) -> tuple[list[str], list[LeftOut]]:
     >>> split(["ref", "torch:gloo"])
     (['ref', 'torch:gloo'], [])
     """
-    out = [LeftOut(name, reason) for name in dict.fromkeys(asked) if (reason := _missing(name))]
+    out = [LeftOut(name, reason) for name in dict.fromkeys(asked) if (reason := _missing(name, forked))]
     return [name for name in dict.fromkeys(asked) if name not in {each.name for each in out}], out
 
 
-def _missing(name: str) -> str:
+def _missing(name: str, forked: bool) -> str:
     if name == "torch:gloo":
         return "" if theirs.is_available() and theirs.is_gloo_available() else "this torch was built without Gloo"
-    package = _NEEDS.get(name)
+    package = UNDER_MPIEXEC.get(name)
     if package and importlib.util.find_spec(package) is None:
-        return f"needs the package {package}: pip install 'torchdist_ref[{name}]'"
-    if name == MPI and not mpiexec():
+        return f"needs the package {package}: pip install 'torchdist_ref[mpi]'"
+    if package and forked:
+        return "this benchmark forks its ranks, and MPI's are started by mpiexec"
+    if package and not mpiexec():
         return "no mpiexec was found, which has to start the ranks"
-    if name in names():
+    if name in (*names(), DIRECT):
         return ""
     if package:
         return "this version of torchdist_ref has no such engine yet"
-    expected = f"among {', '.join([*names(), *_NEEDS, 'torch:gloo'])}"
+    expected = f"among {', '.join(dict.fromkeys([*names(), *UNDER_MPIEXEC, 'torch:gloo']))}"
     raise ArgumentError(explain("benchmark", "--backends", expected, name))
 
 
@@ -97,14 +105,15 @@ def join(asked: Sequence[str], place: Place) -> list[Engine]:
     Returns:
         The engines that could be made on every rank. Of each other, rank 0 reports a `LeftOut`.
     """
-    ours = sorted((name for name in asked if not name.startswith(_TORCH)), key=lambda name: name in _NEEDS)
+    foreign = [name for name in asked if name.startswith(_TORCH) or name == DIRECT]
+    ours = sorted(set(asked) - set(foreign), key=lambda name: (name in UNDER_MPIEXEC, asked.index(name)))
     return [engine for name in asked if (engine := _attempt(name, place, ours[:1] == [name]))]
 
 
 def _attempt(name: str, place: Place, default: bool) -> Engine | None:
     engine, reason = None, ""
     try:
-        engine = _join_torch(name, place) if name.startswith(_TORCH) else _join_ours(name, place, default)
+        engine = _join_foreign(name, place) or _join_ours(name, place, default)
     except (ImportError, UnsupportedError) as error:
         reason = str(error)
     reasons = [f"rank {rank}: {text}" for rank, text in enumerate(place.exchange(reason)) if text]
@@ -121,11 +130,16 @@ def _join_ours(name: str, place: Place, default: bool) -> Engine:
     return Engine(name, groups, None)
 
 
-def _join_torch(name: str, place: Place) -> Engine:
+def _join_foreign(name: str, place: Place) -> Engine | None:
+    if name == DIRECT:
+        return Engine(name, Direct(), None)
+    if not name.startswith(_TORCH):
+        return None
     path = os.path.join(place.folder, "theirs")
     store = theirs.FileStore(path, place.world)  # type: ignore[attr-defined]
-    engine = name.removeprefix(_TORCH)
-    theirs.init_process_group(engine, store=store, rank=place.rank, world_size=place.world, timeout=PATIENCE)
+    theirs.init_process_group(
+        name.removeprefix(_TORCH), store=store, rank=place.rank, world_size=place.world, timeout=PATIENCE
+    )
     return Engine(name, theirs, None)
 
 

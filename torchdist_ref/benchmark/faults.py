@@ -115,7 +115,7 @@ def main(options: argparse.Namespace) -> int:
     ops = options.ops.split(",")
     if unknown := [op for op in ops if op not in OPERATIONS and op != RECV]:
         raise ArgumentError(explain("benchmark faults", "--ops", f"among {', '.join([*OPERATIONS, RECV])}", unknown[0]))
-    names, left_out = engines.split(options.backends.split(","))
+    names, left_out = engines.split(options.backends.split(","), forked=True)
     for each in left_out:
         print(each)
     results = _run(_trials(ops, names), options)

@@ -100,7 +100,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Measure and print."""
-    names, left_out = engines.split(options.backends.split(","))
+    names, left_out = engines.split(options.backends.split(","), forked=True)
     for each in left_out:
         print(each)
     worlds = tuple(int(world) for world in options.worlds.split(","))
