@@ -28,6 +28,7 @@ Signature = list[list[str | None]]
 # Where ours takes other parameters than torch's, and why.
 DIFFERENT = {
     "init_process_group": "torch's last parameter, `_ranks`, is private to torch.",
+    "DeviceMesh": "torch's further parameters, which begin with an underscore, are private to torch.",
     "rendezvous": "Further keyword arguments are collected under another name, which no caller sees.",
 }
 
@@ -44,7 +45,6 @@ ABSENT = {
     },
     "BackendConfig": "Engines by device type. A group has one engine here.",
     "BuiltinCommHookType": "Hooks in C++. `register_comm_hook` takes the Python ones, which do the same.",
-    "DeviceMesh": "Not there yet. `new_subgroups` and `split_group` make the groups of a mesh.",
     "GroupName": INSIDE,
     "Logger": "torch's C++ statistics of its DDP. A group's `recorder` has the calls.",
     "ProcessGroupGloo": "torch's class works as before beside this library; by name, its engine is `\"gloo\"`.",
@@ -52,7 +52,6 @@ ABSENT = {
     "Reducer": "torch's DDP in C++. `torchdist_ref.parallel` has a reducer in Python.",
     "breakpoint": "Stops one rank in a debugger while the others wait. Thread ranks can be stopped with Python's own.",
     "get_backend_config": "Engines by device type. A group has one engine here; `get_backend` names it.",
-    "init_device_mesh": "Not there yet; see `DeviceMesh`.",
     "record_comm": INSIDE,
     "shrink_group": "NCCL only in torch. `split_group` makes a group of the ranks that stay.",
 }  # fmt: skip
@@ -112,8 +111,8 @@ def differences() -> dict[str, tuple[Signature, Signature | None]]:
 
 def page() -> str:
     """Return the page that shows the table."""
-    same = [name for name in known() if name in dist.__all__ and name not in DIFFERENT]
-    rows = [(f"`{name}`", "as torch's", "") for name in same]
+    shared = {name: theirs_is for name, theirs_is in known().items() if name in dist.__all__ and name not in DIFFERENT}
+    rows = [(f"`{name}`", "same name" if theirs_is is None else "as torch's", "") for name, theirs_is in shared.items()]
     rows += [(f"`{name}`", "other parameters", why) for name, why in DIFFERENT.items()]
     rows += [(f"`{name}`", "absent", why) for name, why in ABSENT.items()]
     rows += [(f"`{name}`", "ours only", why) for name, why in OWN.items()]
@@ -125,8 +124,8 @@ HEAD = """
 # Names beside torch's
 
 Every public name at the top level of `torch.distributed` in torch 2.13, and what this library has for it. *As torch's*
-means the same parameters with the same names, kinds and defaults, wherever Python can tell them of torch's. A test
-compares them one by one, and this page is written from the test's own table.
+means the same parameters with the same names, kinds and defaults; *same name*, that torch's is in C++ and shows no
+parameters. A test compares them one by one, and this page is written from the test's own table.
 """
 
 

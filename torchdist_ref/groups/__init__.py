@@ -19,6 +19,7 @@ from torchdist_ref.groups.exchanges import all_to_all_single
 from torchdist_ref.groups.gathering import all_gather, all_gather_into_tensor, all_to_all, gather, scatter
 from torchdist_ref.groups.group import GroupMember, ProcessGroup
 from torchdist_ref.groups.lifecycle import destroy_process_group, init_process_group, is_initialized, new_group
+from torchdist_ref.groups.mesh import DeviceMesh, init_device_mesh
 from torchdist_ref.groups.monitoring import monitored_barrier
 from torchdist_ref.groups.multigpu import all_reduce_multigpu, broadcast_multigpu, reduce_multigpu
 from torchdist_ref.groups.multigpu_blocks import all_gather_multigpu, reduce_scatter_multigpu
@@ -41,6 +42,7 @@ adopt_torch()
 __all__ = [
     "Backend",
     "DebugLevel",
+    "DeviceMesh",
     "GroupMember",
     "P2POp",
     "ProcessGroup",
@@ -76,6 +78,7 @@ __all__ = [
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
+    "init_device_mesh",
     "init_process_group",
     "irecv",
     "is_available",

@@ -1,0 +1,131 @@
+"""DeviceMesh: coordinates and groups are torch's on the same ranks; its groups carry calls; mistakes are named."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as theirs
+
+import torchdist_ref as dist
+from torchdist_ref.testing import fill, run
+
+
+def meshes(library: Any, rank: int) -> list[Any]:
+    """Return what a rank sees of several meshes of a library."""
+    grid = library.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    line = library.init_device_mesh("cpu", (4,))
+    cube = library.init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
+    part = library.DeviceMesh("cpu", [[3, 1]], mesh_dim_names=("x", "y"))
+    column = library.DeviceMesh.from_group(grid.get_group("replica"), "cpu", mesh_dim_names=("replica",))
+    both = library.DeviceMesh.from_group(
+        [grid.get_group(0), grid.get_group(1)], "cpu", torch.arange(4).view(2, 2), mesh_dim_names=("replica", "shard")
+    )
+    found = []
+    for mesh in (grid, line, cube, part, grid["replica"], grid["shard"], cube["a", "c"], column, both):
+        seen = [mesh.mesh.tolist(), str(mesh.mesh.dtype), mesh.device_type, mesh.mesh_dim_names, mesh.ndim]
+        seen += [tuple(mesh.shape), mesh.size(), mesh.size(0), mesh.get_rank(), mesh.get_coordinate()]
+        if mesh.get_coordinate() is not None:
+            seen += [[library.get_process_group_ranks(group) for group in mesh.get_all_groups()]]
+            seen += [[mesh.get_local_rank(dimension) for dimension in range(mesh.ndim)]]
+        found.append(seen)
+    again = library.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    found.append([again == grid, hash(again) == hash(grid), again == line, grid == both, line.get_local_rank()])
+    found.append([grid["replica", "shard"] == grid, line.get_group() is library.group.WORLD])
+    return found
+
+
+def beside_torch(rank: int, path: str) -> tuple[list[Any], list[Any]]:
+    theirs.init_process_group("gloo", store=theirs.FileStore(path, 4), rank=rank, world_size=4)
+    try:
+        return meshes(dist, rank), meshes(theirs, rank)
+    finally:
+        theirs.destroy_process_group()
+
+
+def test_torch_sees_the_same_meshes(tmp_path: Path) -> None:
+    for ours, oracle in run(beside_torch, 4, str(tmp_path / "store"), ranks="processes"):
+        for mine, other in zip(ours, oracle, strict=True):
+            assert mine == other
+
+
+def sums(rank: int) -> tuple[list[float], list[float]]:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"), backend_override={"shard": "gloo"})
+    assert [dist.get_backend(group) for group in mesh.get_all_groups()] == ["ref", "gloo"]
+    tensors = fill(rank, (3,)), fill(rank, (3,))
+    dist.all_reduce(tensors[0], group=mesh.get_group("replica"))
+    dist.all_reduce(tensors[1], group=mesh["shard"].get_group())
+    return tensors[0].tolist(), tensors[1].tolist()
+
+
+def test_groups_of_a_mesh_carry_calls_along_their_line() -> None:
+    every = [fill(rank, (3,)) for rank in range(4)]
+    for rank, found in enumerate(run(sums, 4)):
+        column, row = every[rank % 2] + every[rank % 2 + 2], every[rank // 2 * 2] + every[rank // 2 * 2 + 1]
+        assert found == (column.tolist(), row.tolist())
+
+
+def test_a_mesh_initialises_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+
+    def program(rank: int) -> list[int]:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        found = dist.get_process_group_ranks(mesh.get_group())
+        dist.destroy_process_group()
+        return found
+
+    assert run(program, 1, init=False) == [[0]]
+
+
+def outside(rank: int) -> str:
+    mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
+    if rank == 0:
+        return "inside" if mesh.get_local_rank() == 0 else "lost"
+    assert mesh.get_coordinate() is None
+    with pytest.raises(RuntimeError, match="not in this mesh") as caught:
+        mesh.get_group()
+    return str(caught.value)
+
+
+def test_a_rank_outside_is_told_so() -> None:
+    assert run(outside, 2) == ["inside", "DeviceMesh: rank 1 is not in this mesh of ranks [0]."]
+
+
+def grid() -> dist.DeviceMesh:
+    return dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+
+
+MISUSE: list[tuple[str, Any, type[Exception], str]] = [
+    ("too large", lambda: dist.init_device_mesh("cpu", (2, 2)), RuntimeError, "'mesh'.*0 to 1.*[[0, 1], [2, 3]]"),
+    ("rank twice", lambda: dist.DeviceMesh("cpu", [0, 0]), RuntimeError, "'mesh'.*at most once"),
+    ("no ranks", lambda: dist.DeviceMesh("cpu"), RuntimeError, "'mesh'.*got None"),
+    ("numbered device", lambda: dist.init_device_mesh("cuda:0", (2,)), RuntimeError, "'device_type'.*'cuda:0'"),
+    ("a name missing", lambda: dist.DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("a",)), RuntimeError, "2 names"),
+    ("a name twice", lambda: dist.DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("a", "a")), RuntimeError, "none twice"),
+    ("unknown name", lambda: grid()["c"], KeyError, "one of the names.*'a', 'b'.*'c'"),
+    ("names out of order", lambda: grid()["b", "a"], KeyError, "in the order of"),
+    ("nameless slice", lambda: dist.init_device_mesh("cpu", (2,))["a"], RuntimeError, "without mesh_dim_names"),
+    ("no dimension", lambda: grid().get_group(), RuntimeError, "get_group: give 'mesh_dim'.*2 dimensions"),
+    ("unknown dimension", lambda: grid().get_local_rank("c"), KeyError, "'mesh_dim'.*'c'"),
+    ("unknown override", lambda: dist.init_device_mesh("cpu", (2,), backend_override={3: "gloo"}), RuntimeError, "{3:"),
+    ("odd group", lambda: dist.DeviceMesh.from_group(grid().get_group("a"), "cpu", [0, 1]), RuntimeError, "'group'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "words"), [case[1:] for case in MISUSE], ids=[case[0] for case in MISUSE])
+def test_misuse_is_answered(call: Any, kind: type[Exception], words: str) -> None:
+    def program(rank: int) -> float:
+        with pytest.raises(kind) as caught:
+            call()
+        assert all(word in str(caught.value) for word in words.split(".*")), str(caught.value)
+        tensor = torch.tensor([rank + 1.0])
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    assert run(program, 2) == [3.0, 3.0]
