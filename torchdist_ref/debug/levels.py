@@ -1,7 +1,7 @@
 """The debug level: how much trouble the library takes to notice mistakes, and where it is set.
 
 It is a fact about the process, as in torch, so it is module state: one variable, read from TORCH_DISTRIBUTED_DEBUG
-when first asked for. What a level does is decided by who asks for it.
+when first asked for. What a level does is decided by who asks for it: `checked` does.
 """
 
 from __future__ import annotations

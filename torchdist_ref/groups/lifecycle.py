@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from torchdist_ref.backends.base import Membership, create, decline, default_name, names
+from torchdist_ref.debug.checked import as_asked
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, MismatchError, NotInitializedError, explain
 from torchdist_ref.groups.group import GroupMember, ProcessGroup
 from torchdist_ref.groups.world import DEFAULT_TIMEOUT, World, current, default_group, resolve
@@ -116,7 +117,8 @@ def _make(
     store = _store_of(world)
     world.made += 1
     chosen = backend or _choose(store, rank, len(members))
-    engine = create(chosen, Membership(store, rank, members, name, seconds))
+    membership = Membership(store, rank, members, name, seconds)
+    engine = as_asked(create(chosen, membership), membership)
     group = ProcessGroup(members, rank, engine, name, seconds, store)
     world.groups.append(group)
     return group

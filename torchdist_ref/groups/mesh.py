@@ -27,8 +27,8 @@ Groups = tuple[ProcessGroup | int, ...]
 class DeviceMesh:
     """The ranks of a job in a grid, with a group along each dimension.
 
-    Every rank of the default group makes the same meshes in the same order. Groups count their ranks ascending. Initialises the default group from the
-    environment if there is none.
+    Every rank of the default group makes the same meshes in the same order. Groups count their ranks ascending.
+    Initialises the default group from the environment if there is none.
 
     Args:
         device_type: What kind of device the ranks work on, such as ``"cpu"``.

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from torchdist_ref.backends.base import Membership, create
+from torchdist_ref.debug.checked import as_asked
 from torchdist_ref.errors import ArgumentError, MismatchError, RankStalledError, StoreTimeoutError, explain
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.lifecycle import seconds_of
@@ -122,7 +123,8 @@ def _join(
     parent: ProcessGroup, store: PrefixStore, ranks: list[int], backend: str, name: str, seconds: float
 ) -> ProcessGroup:
     members, rank = tuple(parent.members[r] for r in ranks), ranks.index(parent.rank())
-    engine = create(backend, Membership(store, rank, members, name, seconds))
+    membership = Membership(store, rank, members, name, seconds)
+    engine = as_asked(create(backend, membership), membership)
     group = ProcessGroup(members, rank, engine, name, seconds, store)
     current().groups.append(group)
     return group

@@ -1,0 +1,120 @@
+"""The level DETAIL: engines of others get the comparison that `ref` always makes; INFO tells of groups."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import torchdist_ref as dist
+from torchdist_ref.debug import levels
+from torchdist_ref.debug.checked import Checked
+from torchdist_ref.testing import fill, run
+from torchdist_ref.testing.backend_contract import check_backend
+
+
+@pytest.fixture(autouse=True)
+def detail() -> Iterator[None]:
+    before = list(levels._chosen)
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    yield
+    levels._chosen[:] = before
+
+
+# Over a second: the whole contract of an engine, with a store between every two calls.
+def test_a_compared_engine_keeps_the_contract() -> None:
+    check_backend("gloo", 2)
+
+
+def tensors(rank: int, sizes: tuple[int, ...] = (3, 4)) -> torch.Tensor:
+    return fill(rank, (sizes[min(rank, 1)],))
+
+
+DISAGREE: dict[str, Callable[[int], Any]] = {
+    "sizes": lambda rank: dist.all_reduce(tensors(rank)),
+    "dtypes": lambda rank: dist.all_reduce(tensors(rank, (3, 3)).to(torch.float64 if rank else torch.float32)),
+    "reductions": lambda rank: dist.all_reduce(tensors(rank, (3, 3)), dist.ReduceOp.MAX if rank else dist.ReduceOp.MIN),
+    "roots": lambda rank: dist.broadcast(tensors(rank, (3, 3)), rank),
+    "operations": lambda rank: dist.barrier() if rank else dist.all_reduce(tensors(rank)),
+    "an asynchronous one": lambda rank: dist.all_reduce(tensors(rank), async_op=True),
+    "sizes that are scattered": lambda rank: dist.scatter(tensors(rank), None if rank else [torch.ones(3)] * 2, 0),
+}
+
+
+@pytest.mark.parametrize("name", DISAGREE)
+def test_calls_that_differ_are_an_error_on_all_ranks(name: str) -> None:
+    def program(rank: int) -> tuple[str, list[float]]:
+        with pytest.raises(dist.MismatchError) as caught:
+            DISAGREE[name](rank)
+        tensor = fill(rank, (5,))
+        dist.all_reduce(tensor)
+        return str(caught.value), tensor.tolist()
+
+    for rank, (text, total) in enumerate(run(program, 2, backend="gloo")):
+        assert (
+            f"on rank {rank})" in text and "rank 0: " in text and "rank 1: " in text and "Nothing was written" in text
+        )
+        assert total == (fill(0, (5,)) + fill(1, (5,))).tolist()
+
+
+def test_both_sides_are_shown() -> None:
+    def program(rank: int) -> str:
+        with pytest.raises(dist.MismatchError) as caught:
+            dist.all_reduce(torch.ones(2, 3 + rank))
+        return str(caught.value).partition("calls. ")[2].partition(". Nothing")[0]
+
+    call = "all_reduce(reduction=sum, factor=None) of float32"
+    assert run(program, 2, backend="gloo") == [f"rank 0: {call} [2, 3]; rank 1: {call} [2, 4]"] * 2
+
+
+def test_a_rank_that_makes_no_call_is_named() -> None:
+    def program(rank: int) -> str:
+        group = dist.new_group(timeout=timedelta(seconds=0.3))
+        if rank == 2:
+            return ""
+        with pytest.raises(dist.RankStalledError) as caught:
+            dist.all_reduce(tensors(rank, (3, 3)), group=group)
+        return str(caught.value)
+
+    for rank, text in enumerate(run(program, 3, backend="gloo")[:2]):
+        assert f"on rank {rank}): ranks [2] made no call in 0.3 s" in text
+
+
+def test_old_calls_leave_no_keys() -> None:
+    def program(rank: int) -> int:
+        for _ in range(5):
+            dist.barrier()
+        world = dist.group.WORLD
+        assert world is not None
+        dist.monitored_barrier()
+        return sum("checked/" in key for key in world.store.list_keys())
+
+    assert max(run(program, 3, backend="gloo")) <= 3
+
+
+def test_only_engines_of_others_are_wrapped_and_every_group_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def program(rank: int) -> list[bool]:
+        split = dist.split_group(split_ranks=[[0, 1]], backend="gloo")
+        groups = [dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([0, 1], backend="gloo"), split]
+        return [isinstance(group.backend, Checked) for group in groups]  # type: ignore[union-attr]
+
+    with caplog.at_level(logging.INFO, "torchdist_ref.debug"):
+        assert run(program, 2) == [[False, False, True, True]] * 2
+    told = [record.message for record in caplog.records if "rank 0 of members (0, 1)" in record.message]
+    assert len(told) == 4 and sum(" on gloo" in text for text in told) == 2
+
+
+def test_messages_pass_as_before() -> None:
+    def program(rank: int) -> float:
+        tensor = fill(rank, (1,))
+        if rank:
+            dist.send(tensor, 0)
+        else:
+            assert dist.recv(tensor, 1) == 1
+        return tensor.item()
+
+    assert run(program, 2, backend="gloo") == [fill(1, (1,)).item()] * 2

@@ -1,0 +1,102 @@
+"""An engine whose collectives are compared before they run: what the debug level DETAIL adds to engines of others.
+
+`ref` compares on every call anyway. Other engines hang, abort or return garbage where ranks disagree; so here every
+rank writes its next call to the store, reads everybody's, and lets the engine go only if all are alike. That costs some
+round trips to the store a call, and a call that was asked for as asynchronous waits for all ranks to make it.
+
+Messages between two ranks are not compared: a rank would have to wait for others that have no part in them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch import Tensor
+
+from torchdist_ref.backends.base import Backend, Membership
+from torchdist_ref.calls import Call, Recv, Scatter, Send, signature
+from torchdist_ref.debug.levels import DebugLevel, get_debug_level
+from torchdist_ref.errors import MismatchError, RankStalledError, StoreTimeoutError
+from torchdist_ref.work import Work
+
+Tensors = Sequence[Tensor]
+log = logging.getLogger("torchdist_ref.debug")
+
+
+def as_asked(engine: Backend, membership: Membership) -> Backend:
+    """The engine as the debug level wants it: itself, reported, or compared."""
+    level = get_debug_level()
+    if level != DebugLevel.OFF:
+        m = membership
+        log.info(
+            "group %r on %s: rank %d of members %s, time-out %g s", m.name, engine.name, m.rank, m.members, m.timeout
+        )
+    if level == DebugLevel.DETAIL and engine.name != "ref":
+        return Checked(engine, membership)
+    return engine
+
+
+class Checked(Backend):
+    """An engine that runs a collective only when all ranks make the same one."""
+
+    def __init__(self, engine: Backend, membership: Membership) -> None:
+        self.name = engine.name
+        self.recorder = engine.recorder
+        self._engine = engine
+        self._membership = membership
+        self._made = 0
+        self._turn = threading.Lock()
+
+    def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
+        """See `Backend.submit`."""
+        if isinstance(call, (Send, Recv)):
+            return self._engine.submit(call, inputs, outputs, wait)
+        with self._turn:
+            self._agree(call, outputs if isinstance(call, Scatter) else inputs)
+            return self._engine.submit(call, inputs, outputs, wait)
+
+    def _agree(self, call: Call, tensors: Tensors) -> None:
+        number, self._made, m = self._made, self._made + 1, self._membership
+        keys = [f"checked/{number}/{rank}" for rank in range(m.size)]
+        m.store.set(keys[m.rank], _described(call, tensors))
+        self._wait(keys, call)
+        said = [answer.decode() for answer in m.store.multi_get(keys)]
+        # Everybody has made this call, so nobody reads the last one's keys any more.
+        m.store.delete_key(f"checked/{number - 1}/{m.rank}")
+        if len({text.split("\n")[0] for text in said}) > 1:
+            sides = "; ".join(
+                f"rank {member}: {text.split(chr(10))[1]}" for member, text in zip(m.members, said, strict=True)
+            )
+            raise MismatchError(
+                f"{call.op} (call {number} of group {m.name!r}, on rank {m.members[m.rank]}): ranks make different "
+                f"calls. {sides}. Nothing was written; all ranks must make the same calls in the same order."
+            )
+
+    def _wait(self, keys: list[str], call: Call) -> None:
+        m = self._membership
+        try:
+            m.store.wait(keys, timedelta(seconds=m.timeout))
+        except StoreTimeoutError:
+            absent = [member for member, key in zip(m.members, keys, strict=True) if not m.store.check([key])]
+            raise RankStalledError(
+                f"{call.op} (in group {m.name!r}, on rank {m.members[m.rank]}): ranks {absent} made no call in "
+                f"{m.timeout:g} s. See what they do."
+            ) from None
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._engine.close()
+
+    def abort(self, reason: str) -> None:
+        """See `Backend.abort`."""
+        self._engine.abort(reason)
+
+
+def _described(call: Call, tensors: Tensors) -> str:
+    """What is compared, and below it what a person reads: shapes may differ where sizes don't."""
+    dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+    sizes = signature(call, dtype, [(tensor.numel(),) for tensor in tensors])
+    return f"{sizes}\n{signature(call, dtype, [tuple(tensor.shape) for tensor in tensors])}"
