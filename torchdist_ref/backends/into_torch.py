@@ -22,38 +22,21 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
 from torchdist_ref.backends.base import Membership
-from torchdist_ref.backends.callbacks import Callbacks
 from torchdist_ref.backends.into_torch_group import Hosted, Request
 from torchdist_ref.backends.into_torch_options import only, reduction
 from torchdist_ref.backends.into_torch_work import RefWork
 from torchdist_ref.backends.ref import Ref
 from torchdist_ref.backends.torch_stores import StoreFromTorch
 from torchdist_ref.calls import (
-    AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Gather, Recv, Reduce, ReduceScatter, Scatter,
+    AllGather, AllReduce, AllToAll, Barrier, Broadcast, Gather, Recv, Reduce, ReduceScatter, Scatter,
     Send,
 )  # fmt: skip
 from torchdist_ref.errors import ArgumentError, adopt_torch, explain
-from torchdist_ref.work import Done, Work
+from torchdist_ref.work import Done
 
 Tensors = Sequence[Tensor]
 Lists = Sequence[Sequence[Tensor]]
 adopt_torch()
-
-
-class HostedRef(Ref):
-    """The engine for callers that wait in callbacks for futures of new calls, as torch's PowerSGD hook does."""
-
-    def __init__(self, membership: Membership) -> None:
-        super().__init__(membership)
-        self._callbacks = Callbacks(membership.name)
-
-    def _work(self, call: Call, outputs: Tensors) -> Work:
-        return Work(call.op, outputs, self._callbacks.runner())
-
-    def close(self) -> None:
-        """See `Backend.close`."""
-        super().close()
-        self._callbacks.close()
 
 
 def create(made_by_torch: Any) -> RefProcessGroup:
@@ -63,7 +46,7 @@ def create(made_by_torch: Any) -> RefProcessGroup:
     store = StoreFromTorch(o.store, o.timeout)
     name = "world" if not o.global_ranks_in_group else f"group {o.group_id}"
     membership = Membership(store, o.group_rank, members, name, o.timeout.total_seconds())
-    return RefProcessGroup(HostedRef(membership), members)
+    return RefProcessGroup(Ref(membership), members)
 
 
 class RefProcessGroup(Hosted):
