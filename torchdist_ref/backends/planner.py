@@ -56,7 +56,8 @@ class Planner:
             return self._assemble(call, None, [], False)
         tensors = [*inputs, *outputs]
         if len({t.dtype for t in tensors}) > 1:
-            raise ArgumentError(f"{call.op}: all tensors need one dtype, got {sorted({str(t.dtype) for t in tensors})}.")
+            dtypes = sorted({str(t.dtype) for t in tensors})
+            raise ArgumentError(f"{call.op}: all tensors need one dtype, got {dtypes}.")
         alike = len({t.shape for t in tensors}) == 1
         return self._assemble(call, tensors[0], self._blocks(call.op, inputs, outputs), alike)
 

@@ -225,4 +225,5 @@ class Inbox:
             return None
         if receive.call.src is not None:
             return link.stalled(receive.call.src, doing, link.timeout)
-        return RankStalledError(f"{link.here(doing)}: no rank sent with tag {receive.call.tag} within {link.timeout:g} s.")
+        tag = receive.call.tag
+        return RankStalledError(f"{link.here(doing)}: no rank sent with tag {tag} within {link.timeout:g} s.")

@@ -26,7 +26,7 @@ from torchdist_ref.calls import (
 from torchdist_ref.errors import DistBackendError, GroupAbortedError, UnsupportedError
 from torchdist_ref.stores import Store
 from torchdist_ref.trace import Recorder
-from torchdist_ref.work import Done, Work
+from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]
 _OPS = {
@@ -150,7 +150,8 @@ class Gloo(Backend):
                 lists = [inputs] if inputs else []
                 return engine.scatter(outputs, lists, _options(options.ScatterOptions, root=call.root))
             case ReduceScatter():
-                return engine.reduce_scatter(outputs, [inputs], _options(options.ReduceScatterOptions, op=call.reduction))
+                chosen = _options(options.ReduceScatterOptions, op=call.reduction)
+                return engine.reduce_scatter(outputs, [inputs], chosen)
             case AllToAll():
                 return engine.alltoall(outputs, inputs, options.AllToAllOptions())
             case Barrier():
