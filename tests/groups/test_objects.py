@@ -32,7 +32,9 @@ def collectives(library: Any, rank: int, size: int) -> list[Any]:
         gathered: list[Any] | None = [None] * size if rank == root else None
         library.gather_object(thing(rank, 1), gathered, dst=root)
         shared: list[Any] = [thing(rank, place) for place in range(3)]
+        first = shared[0]
         library.broadcast_object_list(shared, src=root)
+        assert (shared[0] is first) == (rank == root), "the source's list is left alone"
         mine: list[Any] = ["old", "kept"]
         given = [thing(rank, place) for place in range(size)] if rank == root else None
         library.scatter_object_list(mine, given, src=root)

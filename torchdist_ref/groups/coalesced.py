@@ -63,7 +63,7 @@ def all_reduce_coalesced(
     call = ALL_REDUCE[word_of(op, operation)]
     for index, tensor in enumerate(given):
         check_writable(operation, f"tensors[{index}]", tensor)
-    parts = [submit(found, call, (tensor,), (tensor,), True) for tensor in given]
+    parts = [submit(found, call, (tensor,), (tensor,), async_op) for tensor in given]
     return _future(joined(operation, given, parts, async_op))
 
 
@@ -108,7 +108,7 @@ def all_gather_coalesced(
         return None
     _check_gathered(output_tensor_lists, input_tensor_list, found)
     parts = [
-        submit(found, _ALL_GATHER, (tensor,), [outputs[index] for outputs in output_tensor_lists], True)
+        submit(found, _ALL_GATHER, (tensor,), [outputs[index] for outputs in output_tensor_lists], async_op)
         for index, tensor in enumerate(input_tensor_list)
     ]
     return _future(joined("all_gather_coalesced", output_tensor_lists, parts, async_op))
