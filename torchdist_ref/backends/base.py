@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from torchdist_ref import _autoload
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.stores import Store
@@ -131,3 +132,7 @@ def _load(path: str) -> Factory:
     module, _, attribute = path.partition(":")
     factory: Factory = getattr(importlib.import_module(module), attribute)
     return factory
+
+
+# Whoever comes here has torch by now, and may use `ref` through torch as well.
+_autoload.register()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from time import monotonic
 
 import torch
@@ -29,7 +30,12 @@ from torchdist_ref.transports.mailbox import Envelope, Mailbox
 
 def record_of(tensor: Tensor) -> Record:
     """What sender and receiver must agree on: dtype and number of elements."""
-    text = f"a message of {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
+    return _record(tensor.dtype, tensor.numel())
+
+
+@lru_cache(maxsize=256)
+def _record(dtype: torch.dtype, count: int) -> Record:
+    text = f"a message of {count} x {str(dtype).removeprefix('torch.')}"
     return Record(fingerprint(text), text.encode())
 
 
@@ -160,9 +166,10 @@ class Inbox:
                 self._fail_hopeless()
 
     def _rang(self) -> bool:
-        for _ in range(self._link.spins):
-            if self._bell.acquire(False):
-                return True
+        if self._link.may_spin():
+            for _ in range(self._link.spins):
+                if self._bell.acquire(False):
+                    return True
         return self._bell.acquire(True, SLICE)
 
     def _scan(self) -> None:

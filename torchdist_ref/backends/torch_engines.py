@@ -94,10 +94,19 @@ class Gloo(Backend):
         self._all_connected()
 
     def _all_connected(self) -> None:
-        """Nobody goes on, and perhaps ends the store, before everybody has read from it."""
+        """Nobody goes on, and perhaps ends the store, before everybody has read from it.
+
+        Rank 0 may hold the store, so it leaves last: it waits until the others need nothing more.
+        """
         store, m = self._membership.store, self._membership
         store.set(f"connected/{m.rank}", b"")
-        store.wait([f"connected/{r}" for r in range(m.size)], timedelta(seconds=m.timeout))
+        if m.rank == 0:
+            store.wait([f"connected/{r}" for r in range(m.size)], timedelta(seconds=m.timeout))
+            store.set("all connected", b"")
+            store.wait([f"gone on/{r}" for r in range(1, m.size)], timedelta(seconds=m.timeout))
+        else:
+            store.wait(["all connected"], timedelta(seconds=m.timeout))
+            store.set(f"gone on/{m.rank}", b"")
 
     def _here(self) -> str:
         m = self._membership

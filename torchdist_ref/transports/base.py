@@ -12,6 +12,7 @@ rank, then block in slices (see `liveness`). Don't add algorithms here: they are
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, Protocol
@@ -20,6 +21,9 @@ from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledEr
 from torchdist_ref.transports.board import ABSENT, GAVE_UP, LEFT, MET, PRESENT, Line
 from torchdist_ref.transports.layout import BOARD_LINE, Layout
 from torchdist_ref.transports.liveness import SLICE
+
+
+_MAIN = threading.main_thread().ident
 
 
 class Token(Protocol):
@@ -106,7 +110,8 @@ class Link:
         self._given: dict[tuple[str, int], Token] = {}
         self.full_from = {p: memory.token(layout, "full", p, rank) for p in self.peers}
         self.free_from = {p: memory.token(layout, "free", p, rank) for p in self.peers}
-        self.spins = 400 if self.size <= len(os.sched_getaffinity(0)) else 0
+        # Some hundred microseconds, which is how far apart two ranks in step are; more ranks than cores don't spin.
+        self.spins = 2000 if self.size <= len(os.sched_getaffinity(0)) else 0
         self.alive: Liveness
         self.broken: BaseException | None = None
 
@@ -129,9 +134,10 @@ class Link:
             timeout: Seconds at most; None: the group's.
             alone: Only `peer` matters (point-to-point), not whether the other members are well.
         """
-        for _ in range(self.spins):
-            if token.acquire(False):
-                return
+        if self.may_spin():
+            for _ in range(self.spins):
+                if token.acquire(False):
+                    return
         seconds = self.timeout if timeout is None else timeout
         deadline = monotonic() + seconds
         while not token.acquire(True, max(0.0, min(SLICE, deadline - monotonic()))):
@@ -207,6 +213,10 @@ class Link:
         for peer in self.peers:
             self.wait(self.full_from[peer], peer, doing)
         self.line.done = MET
+
+    def may_spin(self) -> bool:
+        """Only the main thread spins: it holds the interpreter lock meanwhile, which others would keep from it."""
+        return threading.get_ident() == _MAIN
 
     def be_patient(self, number: tuple[int, int], waited: float) -> None:
         """Another rank has begun a call that this one has not made: wait for it, but not for ever, nor in vain."""

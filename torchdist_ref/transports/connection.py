@@ -174,4 +174,4 @@ def inside(ranges: Sequence[Range], allowed: Sequence[Range]) -> None:
     """Raise unless every range lies in one of the allowed ones."""
     for begin, size in ranges:
         if not any(start <= begin and begin + size <= start + room for start, room in allowed):
-            raise DistNetworkError(f"a peer wants to write {size} bytes at {begin}: that is not its part of the segment.")
+            raise DistNetworkError(f"a peer wants to write {size} bytes at {begin}: not its part of the segment.")

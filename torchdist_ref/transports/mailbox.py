@@ -59,7 +59,7 @@ class Mailbox:
         """
         doing = record.text.decode()
         row = tensor.view(-1)
-        pieces = row.split(self._window(row)) if row.numel() else (row,)
+        pieces = self._pieces(row)
         self._words[_TAG], self._words[_FINGERPRINT] = tag, record.fingerprint
         self._words[_NBYTES] = row.numel() * row.itemsize
         self._put(_TEXT, record.text)
@@ -97,7 +97,7 @@ class Mailbox:
     def take(self, tensor: Tensor, doing: str, timeout: float | None = None) -> None:
         """Receive the message at the head into a contiguous tensor of its size."""
         row = tensor.view(-1)
-        pieces = row.split(self._window(row)) if row.numel() else (row,)
+        pieces = self._pieces(row)
         self._words[_VERDICT] = TAKEN
         if len(pieces) > 1:
             self._give("reply", [(self._begin, 64)])
@@ -115,8 +115,9 @@ class Mailbox:
     def _range(self, half: int, piece: Tensor) -> Range:
         return self._halves[half], piece.numel() * piece.itemsize
 
-    def _window(self, row: Tensor) -> int:
-        return self.link.layout.box // row.itemsize
+    def _pieces(self, row: Tensor) -> tuple[Tensor, ...]:
+        window = self.link.layout.box // row.itemsize
+        return (row,) if row.numel() <= window else row.split(window)
 
     def _view(self, half: int, dtype: torch.dtype, count: int) -> Tensor:
         if count == 0:
