@@ -48,8 +48,9 @@ def test_the_import_registers_ref_where_torch_is_there_before(tmp_path: Path) ->
     assert answer(program, PACKAGE.parent, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout == "ref\n"
 
 
-def test_the_first_use_registers_ref_where_torch_comes_later() -> None:
-    program = "import torchdist_ref, torch; torchdist_ref.all_reduce; print(torch.distributed.Backend.REF)"
+@pytest.mark.parametrize("use", ["torchdist_ref.all_reduce", "import torchdist_ref.groups"])
+def test_the_first_use_registers_ref_where_torch_comes_later(use: str) -> None:
+    program = f"import torchdist_ref, torch; {use}; print(torch.distributed.Backend.REF)"
     assert answer(program, PACKAGE.parent, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout == "ref\n"
 
 

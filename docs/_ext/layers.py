@@ -59,7 +59,7 @@ PARTS = (
     Part("stores", "1 places", WORDS, torch=LATE),
     Part("rendezvous", "1 places", (*WORDS, "stores"), torch=LATE),
     Part("transports", "1 places", (*WORDS, "stores")),
-    Part("backends.base", "2 engines", (*WORDS, "stores", "transports")),
+    Part("backends.base", "2 engines", (*WORDS, "stores", "transports", "_autoload")),
     Part("backends", "2 engines", (*WORDS, "schedules", "stores", "rendezvous", "transports", "backends.base")),
     Part("debug", "2 engines", (*WORDS, "schedules", "stores", "rendezvous", "transports", "backends.base")),
     Part("groups", "3 front door", (*WORDS, "stores", "rendezvous", "backends.base", "debug")),
@@ -257,9 +257,9 @@ def place() -> dict[str, tuple[float, float, float]]:
 
 
 def drawn(source: str, target: str) -> bool:
-    """Leave out the arrows to the words, which all may import, and those from the parts beside the layers."""
+    """Leave out the arrows to the words, which all may import, and those from and to the parts beside the layers."""
     beside = {part.name for part in PARTS if part.layer in ("side-car", "beside")}
-    return target not in WORDS and source not in beside
+    return target not in WORDS and not {source, target} & beside
 
 
 def arrow(source: tuple[float, float, float], target: tuple[float, float, float]) -> str:
