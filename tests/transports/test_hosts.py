@@ -17,7 +17,9 @@ from torchdist_ref.stores import HashStore
 from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.testing.backend_contract import CLAUSES
 from torchdist_ref.transports.addresses import interface_address
-from torchdist_ref.transports.connection import inside
+from torchdist_ref.transports.connection import Frame, inside, pack
+from torchdist_ref.transports.layout import KINDS, Layout
+from torchdist_ref.transports.mesh import Mesh
 
 SOON = 2.0
 
@@ -126,3 +128,21 @@ def test_a_peer_may_write_only_its_own_part() -> None:
     for wrong in [(7, 2), (10, 7), (200, 1), (2**63, 8)]:
         with pytest.raises(DistNetworkError, match="not its part"):
             inside([wrong], [(8, 8), (100, 4)])
+
+
+def test_a_mesh_refuses_bytes_for_a_part_that_is_not_the_senders() -> None:
+    layout = Layout(2, half=8192, box=4096)
+    memory = bytearray(layout.nbytes)
+    mesh = Mesh(0, layout, lambda rank: memoryview(memory))
+    ours, theirs = socket.socketpair()
+    with theirs:
+        mesh.add(1, ours)
+        begin = layout.stage(1, 0)
+        theirs.sendall(pack(Frame(KINDS.index("full"), 1, ((begin, 3),))) + b"abc")
+        mesh.pump(1.0)
+        assert bytes(memory[begin : begin + 3]) == b"abc" and mesh.counts["full", 1] == 1
+        theirs.sendall(pack(Frame(KINDS.index("full"), 1, ((layout.stage(0, 0), 3),))) + b"xyz")
+        with pytest.raises(DistNetworkError, match="not its part"):
+            mesh.pump(1.0)
+        mesh.close()
+    assert b"xyz" not in memory
