@@ -44,7 +44,7 @@ class Scope:
 
     def __init__(self, group: int, number: Number) -> None:
         self._group, self._number = group, number
-        self._depth = sum(1 for level in range(_LEVELS) if number[1] >> level * _BITS)
+        self._depth = sum(1 for level in range(_LEVELS) if number[1] >> level * _BITS & (1 << _BITS) - 1)
         self._made: defaultdict[int, Iterator[int]] = defaultdict(lambda: itertools.count(1))
 
     def next(self, group: int) -> Number:

@@ -12,6 +12,7 @@ import torch
 
 import torchdist_ref as dist
 from torchdist_ref.testing import RankError, fill, run
+from torchdist_ref.transports.liveness import Peers
 
 
 def open_files() -> int:
@@ -83,3 +84,19 @@ def count_mappings(rank: int) -> int:
 
 def test_the_mapping_goes_with_the_group() -> None:
     assert run(count_mappings, 2, ranks="processes") == [0, 0]
+
+
+def ask_from_many_threads(rank: int) -> bool:
+    peers = Peers({1 - rank: os.getppid()})
+    answers: list[list[int]] = []
+    threads = [threading.Thread(target=lambda: answers.extend(peers.dead() for _ in range(3000))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    peers.close()
+    return answers == [[]] * 9000
+
+
+def test_many_threads_may_ask_who_is_dead() -> None:
+    assert run(ask_from_many_threads, 2, ranks="processes", init=False) == [True, True]

@@ -165,3 +165,15 @@ def use_after_destroy(rank: int) -> str:
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
 def test_a_destroyed_group_says_that_it_is_destroyed(backend: str) -> None:
     assert run(use_after_destroy, 2, backend=backend) == ["GroupAbortedError"] * 2
+
+
+def stay_away(rank: int) -> str:
+    if rank:
+        return ""
+    with pytest.raises(dist.RankStalledError, match="group ranks 1 of 2 did not come in time") as caught:
+        dist.new_group(timeout=timedelta(seconds=0.2))
+    return type(caught.value).__name__
+
+
+def test_a_rank_that_does_not_make_a_group_is_named_within_its_time_out() -> None:
+    assert run(stay_away, 2) == ["RankStalledError", ""]

@@ -134,8 +134,10 @@ def test_a_mesh_refuses_bytes_for_a_part_that_is_not_the_senders() -> None:
     layout = Layout(2, half=8192, box=4096)
     memory = bytearray(layout.nbytes)
     mesh = Mesh(0, layout, lambda rank: memoryview(memory))
-    ours, theirs = socket.socketpair()
-    with theirs:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    with theirs, ours:
         mesh.add(1, ours)
         begin = layout.stage(1, 0)
         theirs.sendall(pack(Frame(KINDS.index("full"), 1, ((begin, 3),))) + b"abc")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 
-from torchdist_ref.errors import MismatchError
+from torchdist_ref.errors import MismatchError, RankStalledError, StoreTimeoutError
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import shared_memory, tcp, threads
 from torchdist_ref.transports.base import Link
@@ -30,7 +31,7 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
         RankStalledError: A rank did not come in time.
     """
     meeting = PrefixStore("link", store)
-    places = _places(meeting, rank, len(members))
+    places = _places(meeting, rank, len(members), timeout)
     if len(set(places)) == 1:
         return threads.connect(meeting, rank, members, name, timeout)
     hosts = [host for host, _ in places]
@@ -51,10 +52,19 @@ def refuse_to_meet(store: Store, rank: int, reason: str) -> None:
     PrefixStore("link", store).set(f"place/{rank}", _REFUSAL + reason.encode())
 
 
-def _places(store: Store, rank: int, size: int) -> list[tuple[bytes, bytes]]:
-    """Host and process of every rank."""
+def _places(store: Store, rank: int, size: int, timeout: float | None = None) -> list[tuple[bytes, bytes]]:
+    """Host and process of every rank, as soon as all have said."""
     store.set(f"place/{rank}", f"{shared_memory.host_identity()}|{os.getpid()}".encode())
-    answers = store.multi_get([f"place/{r}" for r in range(size)])
+    keys = [f"place/{r}" for r in range(size)]
+    try:
+        store.wait(keys) if timeout is None else store.wait(keys, timedelta(seconds=timeout))
+    except StoreTimeoutError as error:
+        absent = ", ".join(str(r) for r, key in enumerate(keys) if not store.check([key]))
+        raise RankStalledError(
+            f"init_process_group or new_group on rank {rank}: group ranks {absent} of {size} did not come in time. "
+            f"Every member has to make the group."
+        ) from error
+    answers = store.multi_get(keys)
     for answer in answers:
         if answer.startswith(_REFUSAL):
             raise MismatchError(answer.removeprefix(_REFUSAL).decode())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 
 SLICE = 0.02
 """Seconds between two looks at the peers, and so the longest time that a death stays unseen."""
@@ -30,6 +31,7 @@ class Peers:
         self._ranks: dict[int, int] = {}
         self._gone: set[int] = set()
         self._poll = select.poll()
+        self._asking = threading.Lock()
         for rank, pid in pids.items():
             self._open(rank, pid)
 
@@ -44,7 +46,12 @@ class Peers:
 
     def dead(self) -> list[int]:
         """The ranks whose processes have ended, in order."""
-        self._gone.update(self._ranks[fd] for fd, _ in self._poll.poll(0))
+        # One thread asks at a time, which the poll object demands; another gets what was last known.
+        if self._asking.acquire(False):
+            try:
+                self._gone.update(self._ranks[fd] for fd, _ in self._poll.poll(0))
+            finally:
+                self._asking.release()
         return sorted(self._gone)
 
     def close(self) -> None:
