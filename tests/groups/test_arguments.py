@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchdist_ref as dist
-from torchdist_ref.testing import RankError, run
+from torchdist_ref.testing import run
 
 T = torch.ones(4)
 L = [torch.ones(4), torch.ones(4)]
@@ -157,7 +157,7 @@ def test_cuda_tensors_are_refused_by_name() -> None:
 def use_after_destroy(rank: int) -> str:
     group = dist.new_group()
     dist.destroy_process_group(group)
-    with pytest.raises(dist.GroupAbortedError, match="all_reduce.*destroyed") as caught:
+    with pytest.raises(dist.GroupAbortedError, match=r"all_reduce.*destroyed") as caught:
         dist.all_reduce(torch.ones(2), group=group)
     return type(caught.value).__name__
 

@@ -73,7 +73,8 @@ def main(words: str = "") -> int:
     survivors = []
     with ThreadPoolExecutor(2) as pool:
         for number, (fault, (how, seconds)) in enumerate(zip(chosen, pool.map(timed, chosen), strict=True), 1):
-            print(f"[{number}/{len(chosen)}] {'killed' if how else 'SURVIVED'} in {seconds:.0f} s: {fault.name}", flush=True)
+            verdict = "killed" if how else "SURVIVED"
+            print(f"[{number}/{len(chosen)}] {verdict} in {seconds:.0f} s: {fault.name}", flush=True)
             survivors += [] if how else [fault.name]
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} planted faults were noticed by the tests")
     for name in survivors:

@@ -115,7 +115,7 @@ def test_large_tensors_pass_both_ways_at_once_on_a_named_interface(tmp_path_fact
 
 def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDIST_REF_SOCKET_IFNAME", "eth77")
-    with pytest.raises(DistNetworkError, match="TORCHDIST_REF_SOCKET_IFNAME=eth77.*it has .*'lo'"):
+    with pytest.raises(DistNetworkError, match=r"TORCHDIST_REF_SOCKET_IFNAME=eth77.*it has .*'lo'"):
         interface_address(HashStore())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_the_parts_of_a_segment_do_not_overlap() -> None:
     parts += [(plan.envelope(a, b), layout.ENVELOPE) for a, b in pairs]
     parts += [(plan.mailbox(a, b, half), plan.box) for a, b in pairs for half in (0, 1)]
     parts.sort()
-    for (begin, size), (following, _) in zip(parts, parts[1:], strict=False):
+    for (begin, size), (following, _) in pairwise(parts):
         assert begin + size <= following
     assert parts[-1][0] + parts[-1][1] <= plan.nbytes
 
@@ -71,7 +72,7 @@ def test_the_default_engine_is_gloo_where_ranks_share_no_memory(tmp_path_factory
 
 def test_shared_memory_says_where_it_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(UnsupportedError, match="needs Linux.*darwin.*gloo"):
+    with pytest.raises(UnsupportedError, match=r"needs Linux.*darwin.*gloo"):
         shared_memory.connect(HashStore(), 0, [0, 1], "world", 1.0)
 
 
@@ -81,5 +82,5 @@ def test_an_out_of_sight_segment_is_explained() -> None:
             store.set("segment", b"999999999 3 00")
             shared_memory.connect(store, 1, [0, 1], "world", 1.0)
 
-    with pytest.raises(RankError, match="process 999999999.*out of sight.*namespaces.*gloo"):
+    with pytest.raises(RankError, match=r"process 999999999.*out of sight.*namespaces.*gloo"):
         run(program, 2, HashStore(), init=False)
