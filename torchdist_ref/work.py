@@ -139,11 +139,17 @@ class Work:
             future.set_result(list(self.outputs))
 
 
+_SET = threading.Event()
+_SET.set()
+
+
 class Done(Work):
     """What a finished call returns at once: nothing left to wait for."""
 
-    def __init__(self, name: str = "", outputs: Sequence[Any] = ()) -> None:
-        super().__init__(name, outputs)
-        self._event.set()
+    def __init__(self, name: str = "", outputs: Sequence[Any] = (), source: int = -1) -> None:
+        # Not the base's: an event of its own would cost more than all the rest.
+        self.name, self.outputs, self.source = name, outputs, source
+        self._run_callbacks, self._scope, self._error, self._future = None, None, None, None
+        self._event, self._lock = _SET, threading.Lock()
 
 

@@ -49,7 +49,7 @@ class Posted:
     record: Record = field(init=False)
     source: int = -1
     error: BaseException | None = None
-    ended: threading.Event = field(default_factory=threading.Event)
+    ended: bool = False
 
     def __post_init__(self) -> None:
         self.record = record_of(self.tensor)
@@ -61,7 +61,7 @@ class Posted:
     def end(self, source: int, error: BaseException | None = None) -> None:
         """The message is in the tensor, or will never be."""
         self.source, self.error = source, error
-        self.ended.set()
+        self.ended = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,7 @@ class Kept:
 
     source: int
     envelope: Envelope
+    text: str
     data: Tensor
 
 
@@ -103,7 +104,9 @@ class Inbox:
     def keep(self, tag: int, tensor: Tensor) -> None:
         """A message from this rank to itself."""
         copy = tensor.detach().clone().view(-1)
-        self._arrived(Kept(self._link.rank, Envelope(tag, record_of(tensor), copy.nbytes), copy.view(torch.uint8)))
+        record = record_of(tensor)
+        envelope = Envelope(tag, record.fingerprint, copy.nbytes)
+        self._arrived(Kept(self._link.rank, envelope, record.text.decode(), copy.view(torch.uint8)))
 
     def post(self, receive: Posted) -> None:
         """Give it a kept message, or let it wait for one."""
@@ -130,8 +133,8 @@ class Inbox:
         return receive
 
     def _hand(self, receive: Posted, kept: Kept) -> None:
-        if receive.record != kept.envelope.record:
-            receive.end(kept.source, self._misfit(receive, kept.source, kept.envelope))
+        if receive.record.fingerprint != kept.envelope.fingerprint:
+            receive.end(kept.source, self._misfit(receive, kept.source, kept.envelope.tag, kept.text))
             return
         receive.tensor.view(-1).copy_(kept.data.view(receive.tensor.dtype))
         receive.end(kept.source)
@@ -145,7 +148,7 @@ class Inbox:
             DistBackendError: The sender died, left or gave up.
         """
         try:
-            while not receive.ended.is_set():
+            while not receive.ended:
                 if self._taking.acquire(timeout=SLICE):
                     try:
                         self._take_until(receive)
@@ -159,7 +162,7 @@ class Inbox:
 
     def _take_until(self, receive: Posted) -> None:
         self._scan()
-        while not receive.ended.is_set():
+        while not receive.ended:
             if self._rang():
                 self._scan()
             else:
@@ -184,18 +187,19 @@ class Inbox:
         with self._state:
             receive = self._match(peer, envelope.tag)
         if receive is None:
-            data = torch.empty(envelope.nbytes, dtype=torch.uint8)
+            data, text = torch.empty(envelope.nbytes, dtype=torch.uint8), box.text()
             box.take(data, f"a message with tag {envelope.tag}")
-            self._arrived(Kept(peer, envelope, data))
-        elif receive.record != envelope.record:
+            self._arrived(Kept(peer, envelope, text, data))
+        elif receive.record.fingerprint != envelope.fingerprint:
+            error = self._misfit(receive, peer, envelope.tag, box.text())
             box.refuse(f"{receive.call} of {receive.record.text.decode()}")
-            receive.end(peer, self._misfit(receive, peer, envelope))
+            receive.end(peer, error)
         else:
             self._receive(receive, peer, box)
 
     def _receive(self, receive: Posted, peer: int, box: Mailbox) -> None:
         try:
-            box.take(receive.tensor, str(receive.call))
+            box.take(receive.tensor, "recv")
         except DistError as error:
             receive.end(peer, error)
         except BaseException as error:
@@ -204,11 +208,11 @@ class Inbox:
         else:
             receive.end(peer)
 
-    def _misfit(self, receive: Posted, source: int, envelope: Envelope) -> MismatchError:
+    def _misfit(self, receive: Posted, source: int, tag: int, text: str) -> MismatchError:
         link = self._link
         return MismatchError(
             f"{link.here(str(receive.call))}: expects {receive.record.text.decode()}, but {link.who([source])} sent "
-            f"{envelope.record.text.decode()} with tag {envelope.tag}. Nothing was written."
+            f"{text} with tag {tag}. Nothing was written."
         )
 
     def _fail_hopeless(self) -> None:
@@ -219,7 +223,7 @@ class Inbox:
             error = self._hopeless(receive)
             if error is not None:
                 self._scan()
-                if not receive.ended.is_set():
+                if not receive.ended:
                     receive.end(-1, error)
 
     def _hopeless(self, receive: Posted) -> BaseException | None:

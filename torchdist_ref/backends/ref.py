@@ -121,19 +121,21 @@ class Ref(Backend):
         into = _plain(tensor, call)
         receive = Posted(call, into, monotonic() + self._timeout)
         self._inbox.post(receive)
-        work = self._work(call, [tensor], POINT_TO_POINT)
 
-        def finish() -> None:
+        def finish() -> int:
             self._timed(call, tensor, lambda: self._inbox.finish(receive))
-            work.source = receive.source
             if into.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(into)
+            return receive.source
 
         if wait:
-            finish()
-            work.finish()
-        else:
-            self._receives.put(lambda: _settle(work, finish))
+            return Done("recv", [tensor], finish())
+        work = self._work(call, [tensor], POINT_TO_POINT)
+
+        def finish_later() -> None:
+            work.source = finish()
+
+        self._receives.put(lambda: _settle(work, finish_later))
         return work
 
     def _timed(self, call: Call, tensor: Tensor, act: Callable[[], None]) -> None:

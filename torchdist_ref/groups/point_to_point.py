@@ -6,6 +6,8 @@ received in any order. Matching and moving are the engine's.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from torch import Tensor
 
 from torchdist_ref.calls import Recv, Send
@@ -13,6 +15,9 @@ from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.groups.arguments import check_tensor, check_writable, member_group, root_of
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.work import Work
+
+
+_send, _recv = lru_cache(Send), lru_cache(Recv)
 
 
 def send(
@@ -174,7 +179,7 @@ def _send_call(
     operation: str, tensor: Tensor, dst: int | None, group: ProcessGroup, tag: int, group_dst: int | None
 ) -> Send:
     check_tensor(operation, "tensor", tensor)
-    return Send(root_of(group, operation, dst, group_dst, "dst"), _tag(operation, tag))
+    return _send(root_of(group, operation, dst, group_dst, "dst"), _tag(operation, tag))
 
 
 def _recv_call(
@@ -183,7 +188,7 @@ def _recv_call(
     check_tensor(operation, "tensor", tensor)
     check_writable(operation, "tensor", tensor)
     anybody = src is None and group_src is None
-    return Recv(None if anybody else root_of(group, operation, src, group_src), _tag(operation, tag))
+    return _recv(None if anybody else root_of(group, operation, src, group_src), _tag(operation, tag))
 
 
 def _tag(operation: str, tag: int) -> int:

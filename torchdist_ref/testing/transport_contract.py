@@ -118,7 +118,8 @@ def messages_arrive_whole(link: Link) -> None:
         else:
             link.wait(box.offer, 0, "receive", alone=True)
             envelope = box.look()
-            assert envelope == (count + 1, record, 4 * count), envelope
+            assert envelope == (count + 1, record.fingerprint, 4 * count), envelope
+            assert box.text() == f"message of {count}", box.text()
             tensor = torch.zeros(count)
             box.take(tensor, "receive")
             assert torch.equal(tensor, fill(count, (count,))), f"message of {count}"

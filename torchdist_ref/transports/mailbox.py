@@ -25,11 +25,15 @@ _TAG, _FINGERPRINT, _NBYTES, _VERDICT = range(4)
 _TEXT, _REPLY, _FIELD = 64, 512, 384
 TAKEN, REFUSED = 0, 1
 
+# Views of a mailbox that are kept: loops repeat a few sizes.
+_KEPT = 64
+
+
 class Envelope(NamedTuple):
-    """What a receiver sees before it takes a message."""
+    """What a receiver sees before it takes a message; the text is for errors."""
 
     tag: int
-    record: Record
+    fingerprint: int
     nbytes: int
 
 
@@ -46,6 +50,8 @@ class Mailbox:
         self._bytes = memory.bytes_of(source)[begin : begin + ENVELOPE]
         self._words = self._bytes[:64].cast("q")
         self._halves = [layout.mailbox(source, target, half) for half in (0, 1)]
+        self._shown: Record | None = None
+        self._views: dict[tuple[int, torch.dtype, int], Tensor] = {}
         self.offer = memory.token(layout, "offer", source, target)
         self._reply = memory.token(layout, "reply", target, source)
         self._more = memory.token(layout, "more", source, target)
@@ -62,7 +68,9 @@ class Mailbox:
         pieces = self._pieces(row)
         self._words[_TAG], self._words[_FINGERPRINT] = tag, record.fingerprint
         self._words[_NBYTES] = row.numel() * row.itemsize
-        self._put(_TEXT, record.text)
+        if self._shown is not record:
+            self._shown = record
+            self._put(_TEXT, record.text)
         self._view(0, row.dtype, pieces[0].numel()).copy_(pieces[0])
         self._give("offer", [(self._begin, ENVELOPE), self._range(0, pieces[0])])
         self._give("bell")
@@ -85,8 +93,11 @@ class Mailbox:
 
     def look(self) -> Envelope:
         """The envelope at the head; only after the offer's token was taken."""
-        record = Record(self._words[_FINGERPRINT], self._get(_TEXT).encode())
-        return Envelope(self._words[_TAG], record, self._words[_NBYTES])
+        return Envelope(self._words[_TAG], self._words[_FINGERPRINT], self._words[_NBYTES])
+
+    def text(self) -> str:
+        """What the sender says that the message at the head is."""
+        return self._get(_TEXT)
 
     def refuse(self, text: str) -> None:
         """Tell the sender that its message does not fit what is expected here."""
@@ -120,6 +131,14 @@ class Mailbox:
         return (row,) if row.numel() <= window else row.split(window)
 
     def _view(self, half: int, dtype: torch.dtype, count: int) -> Tensor:
+        view = self._views.get((half, dtype, count))
+        if view is None:
+            if len(self._views) >= _KEPT:
+                self._views.clear()
+            view = self._views[half, dtype, count] = self._new_view(half, dtype, count)
+        return view
+
+    def _new_view(self, half: int, dtype: torch.dtype, count: int) -> Tensor:
         if count == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=self._halves[half])
