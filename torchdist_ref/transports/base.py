@@ -152,8 +152,9 @@ class Link:
 
     def trouble(self, only: int | None, doing: str) -> BaseException | None:
         """Why this group (or this one peer) cannot go on, as far as anybody knows; None where it can."""
-        concerned = [r for r in self.peers if (self._owes(r) if only is None else r == only)]
+        # First who is gone: asking may bring news of what they had finished before.
         gone = self.alive.dead()
+        concerned = [r for r in self.peers if (self._owes(r) if only is None else r == only)]
         # A rank that said why it went is not a victim, even if its process has ended since.
         dead = [r for r in gone if r in concerned and self.lines[r].status == PRESENT]
         gave_up = [r for r in concerned if self.lines[r].status == GAVE_UP]
