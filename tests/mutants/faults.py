@@ -60,7 +60,7 @@ PLANTED = (
           "if self._staged_last == half:", "if False:",
           "tests/backends/test_every_algorithm.py -k ring"),
     Fault("the second operand of a fused step is the first", "backends/plan.py",
-          "yield COMBINE, at, sources[0], sources[1]", "yield COMBINE, at, sources[0], sources[0]",
+          "steps.combine(at, sources[0], sources[1], reduction)", "steps.combine(at, sources[0], sources[0], reduction)",
           "tests/backends/test_every_algorithm.py -k direct"),
     Fault("a strided result is not copied back", "backends/ref.py",
           "tensor.detach().copy_(result)", "pass", CONTRACT),

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, float32
+from torch import Tensor
 
 from torchdist_ref.backends.operands import tensors_of
-from torchdist_ref.backends.plan import COMBINE, COPY, REDUCE, Peer, Plan, RoundCode, Step
+from torchdist_ref.backends.plan import Peer, Plan, RoundCode
 from torchdist_ref.backends.progress import OutOfTurnError
 from torchdist_ref.errors import MismatchError
 from torchdist_ref.numbers import Number
@@ -73,9 +73,6 @@ class Executor:
         for code in plan.code(begin, self._half):
             self._round(plan, code, bound, opening)
             opening = False
-        if plan.divide:
-            for position in plan.results:
-                bound[position].div_(plan.divide)
 
     def _round(self, plan: Plan, code: RoundCode, bound: Sequence[Tensor], opening: bool) -> None:
         half = self._half
@@ -95,8 +92,8 @@ class Executor:
             self._compare(plan)
         if code.readers:
             self._readers[half] = code.readers
-        if code.steps:
-            _apply(plan, code.steps, bound)
+        for step in code.steps:
+            step(bound)
         for free in code.frees:
             free()
 
@@ -155,31 +152,3 @@ def _cut(plan: Plan, rows: Sequence[Tensor], begin: int) -> list[Tensor]:
     ends = [plan.length(rank, slot, begin) for slot in plan.slots]
     starts = [0 if slot[0] == "tmp" else begin for slot in plan.slots]
     return [row[start : start + end] for row, start, end in zip(rows, starts, ends, strict=True)]
-
-
-def _apply(plan: Plan, steps: tuple[Step, ...], bound: Sequence[Tensor]) -> None:
-    reduction = plan.reduction
-    for kind, at, first, second in steps:
-        if kind == COPY:
-            bound[at].copy_(_source(first, bound))
-        elif kind == REDUCE:
-            assert reduction is not None
-            reduction.into(bound[at], _source(first, bound))
-        elif kind == COMBINE:
-            assert reduction is not None
-            reduction.combine(_source(first, bound), _source(second, bound), out=bound[at])
-        else:
-            _apply_wide(plan, at, first, bound)
-
-
-def _source(source: Tensor | int, bound: Sequence[Tensor]) -> Tensor:
-    return bound[source] if isinstance(source, int) else source
-
-
-def _apply_wide(plan: Plan, at: int, sources: Sequence[Tensor | int], bound: Sequence[Tensor]) -> None:
-    """Reduce half-precision operands in float32, rounding once."""
-    assert plan.reduction is not None
-    total = _source(sources[0], bound).to(float32)
-    for source in sources[1:]:
-        plan.reduction.into(total, _source(source, bound).to(float32))
-    bound[at].copy_(total)

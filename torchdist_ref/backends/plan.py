@@ -19,18 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchdist_ref.backends import steps
 from torchdist_ref.backends.operands import IN_PLACE, Sizes, picks_of
 from torchdist_ref.backends.reductions import WIDENED, Reduction
+from torchdist_ref.backends.steps import Step
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
 from torchdist_ref.transports.base import Link, Range, Token
 from torchdist_ref.transports.board import Record
 from torchdist_ref.transports.layout import ANNOUNCEMENT
 
 ALIGN = 64
-COPY, REDUCE, COMBINE, WIDE = range(4)
-
 Peer = tuple[Token, int]
-Step = tuple[int, int, Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,7 @@ class RoundCode:
         stage: (view of the stage, position of the slot) to lay out.
         posts: Tokens to give once that is done.
         waits: (token, peer) to take before reading.
-        steps: (kind, position of the slot written, first source, second source). A source is a view of a
-            stage, or the position of a slot of this rank.
+        steps: What to do then with the slots of this rank.
         frees: Tokens to give once everything is read.
         readers: (token, peer) to take before this half of the stage is used again.
     """
@@ -196,7 +194,7 @@ class Plan:
             stage=tuple((self._view(number, rank, slot, begin, half), self.slots.index(slot)) for slot in mine),
             posts=tuple(link.giver("full", p, self._shown(number, p, begin, half, opening)) for p in told),
             waits=tuple((link.full_from[p], p) for p in (link.peers if opening else sources)),
-            steps=tuple(self._steps(number, begin, half)),
+            steps=(*self._steps(number, begin, half), *self._last_steps(number)),
             frees=tuple(link.giver("free", p) for p in sources if self._frees),
             readers=tuple((link.free_from[p], p) for p in targets if self._frees),
         )
@@ -229,6 +227,11 @@ class Plan:
                 sources = [self._source(number, m, begin, half) for m in arriving]
                 yield from self._write(self.slots.index(slot), arriving, sources)
 
+    def _last_steps(self, number: int) -> Iterable[Step]:
+        """An average is divided where the call ends, while its window is in the cache."""
+        if self.divide and number == len(self.rounds) - 1:
+            yield from (steps.divide(at, self.divide) for at in self.results)
+
     def _source(self, number: int, move: Move, begin: int, half: int) -> Any:
         if move.src == self.link.rank and move.read not in self.staged[number].get(move.src, ()):
             return self.slots.index(move.read)
@@ -239,15 +242,17 @@ class Plan:
         last = max((i for i, m in enumerate(moves) if not m.reduce), default=-1)
         moves, sources = moves[max(0, last) :], sources[max(0, last) :]
         start = [] if last >= 0 else [at]
+        reduction = self.reduction
         reduces = sum(m.reduce for m in moves)
-        if reduces > 1 and self.dtype in WIDENED:
-            yield WIDE, at, tuple(start + sources), None
-        elif last >= 0 and reduces:
-            yield COMBINE, at, sources[0], sources[1]
-            yield from ((REDUCE, at, source, None) for source in sources[2:])
+        if reduction is None or not reduces:
+            yield from (steps.copy(at, source) for source in sources)
+        elif reduces > 1 and self.dtype in WIDENED:
+            yield steps.widened(at, start + sources, reduction)
+        elif last >= 0:
+            yield steps.combine(at, sources[0], sources[1], reduction)
+            yield from (steps.reduce(at, source, reduction) for source in sources[2:])
         else:
-            kind = COPY if last >= 0 else REDUCE
-            yield from ((kind, at, source, None) for source in sources)
+            yield from (steps.reduce(at, source, reduction) for source in sources)
 
 
 def _staged(moves: Sequence[Move]) -> dict[int, tuple[Slot, ...]]:

@@ -111,14 +111,21 @@ class Order:
         """The call that `try_now` allowed has ended."""
         self._running.release()
 
-    def carry_out(self, number: Number, job: Job) -> None:
-        """Run a call; where the ranks are at different ones, run those first that come first."""
+    def carry_out(self, number: Number, job: Job, turn: OutOfTurnError | None = None) -> None:
+        """Run a call; where the ranks are at different ones, run those first that come first.
+
+        Args:
+            number: The call's.
+            job: Runs it.
+            turn: What it was told already, if it has been tried.
+        """
         while True:
+            if turn is not None and turn.number != number:
+                self._let_first(turn.number)
             try:
                 return job()
-            except OutOfTurnError as turn:
-                if turn.number != number:
-                    self._let_first(turn.number)
+            except OutOfTurnError as told:
+                turn = told
 
     def _let_first(self, number: Number) -> None:
         since = monotonic()

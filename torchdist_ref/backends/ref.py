@@ -63,7 +63,9 @@ class Ref(Backend):
         number = self._numbers.next()
         if wait and self._order.try_now():
             try:
-                self._order.carry_out(number, lambda: self._run(plan, call, inputs, outputs, number))
+                self._run(plan, call, inputs, outputs, number)
+            except OutOfTurnError as turn:
+                self._order.carry_out(number, lambda: self._run(plan, call, inputs, outputs, number), turn)
             finally:
                 self._order.done()
             return _DONE
