@@ -59,7 +59,7 @@ PLANTED = (
     Fault("readers of the other half are forgotten", "backends/executor.py",
           "if self._staged_last == half:", "if False:", "tests/backends/test_stage.py"),
     Fault("the second operand of a fused step is the first", "backends/plan.py",
-          "steps.combine(at, sources[0], sources[1], reduction)", "steps.combine(at, sources[0], sources[0], reduction)",
+          "steps.combine(at, sources[0], sources[1], reduction)", "steps.combine(at, *sources[:1] * 2, reduction)",
           "tests/backends/test_every_algorithm.py -k direct"),
     Fault("a strided result is not copied back", "backends/ref.py",
           "tensor.detach().copy_(result)", "pass", CONTRACT),
