@@ -11,6 +11,9 @@ import pytest
 import torch
 
 import torchdist_ref as dist
+from torchdist_ref.backends.planner import MOST
+from torchdist_ref.backends.ref import Ref
+from torchdist_ref.groups.world import default_group
 from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.transports.liveness import Peers
 
@@ -100,3 +103,18 @@ def ask_from_many_threads(rank: int) -> bool:
 
 def test_many_threads_may_ask_who_is_dead() -> None:
     assert run(ask_from_many_threads, 2, ranks="processes", init=False) == [True, True]
+
+
+def invent_shapes(rank: int) -> int:
+    for count in range(MOST + 40):
+        dist.all_reduce(torch.ones(count))
+    tensor = fill(rank, (6,))
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, fill(0, (6,)) + fill(1, (6,)))
+    backend = default_group().backend
+    assert isinstance(backend, Ref)
+    return len(backend._planner._plans)
+
+
+def test_plans_are_forgotten_when_there_are_too_many() -> None:
+    assert all(count <= MOST for count in run(invent_shapes, 2))

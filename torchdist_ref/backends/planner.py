@@ -24,6 +24,9 @@ from torchdist_ref.schedules.choose import choose, overrides
 from torchdist_ref.transports.base import Link
 from torchdist_ref.transports.board import Record
 
+# Programs repeat a few kinds of calls. One that keeps inventing shapes (objects of all sizes) must not fill the memory.
+MOST = 1024
+
 # Which list carries the blocks that every rank knows the sizes of.
 _BLOCKS_IN_INPUTS = ("reduce_scatter", "all_to_all", "gather")
 
@@ -48,6 +51,8 @@ class Planner:
             key = (call, *((t.dtype, t.shape) for t in inputs), None, *((t.dtype, t.shape) for t in outputs))
         plan = self._plans.get(key)
         if plan is None:
+            if len(self._plans) >= MOST:
+                self._plans.clear()
             plan = self._plans[key] = self._make(call, inputs, outputs)
         return plan
 
