@@ -98,3 +98,21 @@ def test_barrier_algorithms_wait_for_everybody(algorithm: str, monkeypatch: pyte
     for size in (2, 3, 5):
         arrived.clear()
         assert run(program, size) == [20 * size] * size
+
+
+def uneven(rank: int, size: int) -> None:
+    lengths = [3 * r * r + 1 for r in range(size)]
+    everybody = [torch.zeros(length) for length in lengths]
+    dist.all_gather(everybody, fill(rank, (lengths[rank],)))
+    assert all(torch.equal(everybody[r], fill(r, (lengths[r],))) for r in range(size))
+    output = torch.zeros(lengths[rank], dtype=torch.int64)
+    dist.reduce_scatter(output, [fill(rank + 7 * b, (lengths[b],), torch.int64) for b in range(size)])
+    assert torch.equal(output, total(size, lengths[rank], 7 * rank))
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+def test_blocks_of_different_sizes_whatever_was_asked_for(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for algorithm in catalogue.algorithms(op):
+        monkeypatch.setenv("TORCHDIST_REF_ALGORITHM", f"{op}={algorithm}")
+        for size in (2, 3, 4):
+            run(uneven, size, size)

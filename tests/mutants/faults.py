@@ -42,7 +42,7 @@ PLANTED = (
     Fault("an average is divided once more", "backends/planner.py",
           'self._link.size if name == "avg" else 0', 'self._link.size**2 if name == "avg" else 0', CONTRACT),
     Fault("the roots of schedules are all rank 0", "backends/planner.py",
-          'getattr(call, "root", 0))', "0)", CONTRACT),
+          'getattr(call, "root", 0), hosts=hosts)', "0, hosts=hosts)", CONTRACT),
     Fault("the last chunk of a tensor is lost", "backends/operands.py",
           "return max(0, min(self.stride, self.blocks[0] - index * self.stride))",
           "return self.stride if (index + 1) * self.stride <= self.blocks[0] else 0", CONTRACT),

@@ -21,6 +21,7 @@ from torchdist_ref.calls import Call, Shape, fingerprint, signature
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.schedules import catalogue
 from torchdist_ref.schedules.choose import choose, overrides
+from torchdist_ref.schedules.schedule import Schedule
 from torchdist_ref.transports.base import Link
 from torchdist_ref.transports.board import Record
 
@@ -75,7 +76,7 @@ class Planner:
         dtype = torch.uint8 if like is None else like.dtype
         blocks = tuple(torch.Size(shape).numel() for shape in shapes)
         text = signature(call, str(dtype).removeprefix("torch."), shapes)
-        schedule = self._schedule(call, sum(blocks) * dtype.itemsize)
+        schedule = self._schedule(call, sum(blocks) * dtype.itemsize, even=len(blocks) < 2)
         name = getattr(call, "reduction", None)
         return Plan(
             link=self._link,
@@ -88,7 +89,10 @@ class Planner:
             divide=self._link.size if name == "avg" else 0,
         )
 
-    def _schedule(self, call: Call, nbytes: int) -> Any:
-        world = self._link.size
-        algorithm = self._forced.get(call.op) or choose(call.op, world, nbytes)
-        return catalogue.build(call.op, algorithm, world, getattr(call, "root", 0))
+    def _schedule(self, call: Call, nbytes: int, even: bool) -> Schedule:
+        world, hosts = self._link.size, self._link.hosts
+        algorithm = self._forced.get(call.op) or choose(call.op, world, nbytes, hosts=hosts)
+        # Others keep blocks of several ranks in scratch of one size.
+        if not even:
+            algorithm = "direct"
+        return catalogue.build(call.op, algorithm, world, getattr(call, "root", 0), hosts=hosts)

@@ -95,8 +95,11 @@ class Link:
         size: Ranks in the group.
         name: The group's name, for messages.
         members: The global ranks of the group's members, for messages.
+        hosts: The host of each rank, numbered from 0; None where all share one.
         broken: The error that ended the group, once there is one.
     """
+
+    hosts: tuple[int, ...] | None = None
 
     def __init__(
         self, memory: Memory, layout: Layout, rank: int, members: Sequence[int], name: str, timeout: float

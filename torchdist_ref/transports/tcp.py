@@ -121,6 +121,7 @@ def connect(
     _connect_all(store, memory.mesh, rank, far, timeout)
     typed: Memory = memory
     link = Link(typed, layout, rank, members, name, timeout)
+    link.hosts = tuple([*dict.fromkeys(hosts)].index(host) for host in hosts)
     link.line.arrive(os.getpid())
     link.alive = NearAndFar(NoPeers(), memory.mesh)
     link.meet("init_process_group")
