@@ -293,7 +293,7 @@ class TestInterrupt:
         assert isinstance(caught.value, KeyboardInterrupt)
         # Where each of them was is chance: waiting, still printing, or not begun.
         failures = caught.value.report.failures
-        assert {rank: failure.kind for rank, failure in failures.items()} == dict.fromkeys(range(3), "KeyboardInterrupt")
+        assert {r: failure.kind for r, failure in failures.items()} == dict.fromkeys(range(3), "KeyboardInterrupt")
         assert "] KeyboardInterrupt\n" in caught.value.report.traces()
         assert shown(pool, "x") == [(0, "0"), (1, "1"), (2, "2")]
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
