@@ -41,7 +41,7 @@ def notice(fault: Fault) -> str:
     Some faults are races, which a lucky run does not show: those that were not noticed get a second run, and
     the line says so, since a fault that needs it asks for a better test.
     """
-    return attempt(fault) or attempt(fault) and "noticed at the second try"
+    return attempt(fault) or (attempt(fault) and "noticed at the second try")
 
 
 def attempt(fault: Fault) -> str:
