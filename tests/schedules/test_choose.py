@@ -27,10 +27,15 @@ def test_every_choice_can_be_built_and_is_right(op: str) -> None:
 
 @pytest.mark.parametrize("op", operations())
 def test_on_shared_memory_everything_is_direct_but_large_reductions(op: str) -> None:
-    large = "two_shot" if op in ("all_reduce", "reduce") else "direct"
-    for world in (2, 4, 64):
-        names = [choose(op, world, size) for size in (0, 32 * KIB, 32 * KIB + 1, 1 << 30)]
-        assert names == ["direct", "direct", large, large]
+    mib = 1024 * KIB
+    limits = {("all_reduce", 2): 4 * mib, ("all_reduce", 5): 64 * KIB, ("reduce", 5): 4 * mib, ("reduce", 64): 4 * mib}
+    for world in (2, 5, 64):
+        limit = limits.get((op, world), 4 * KIB)
+        two_rounds = op == "all_reduce" or (op == "reduce" and world > 2)
+        names = [choose(op, world, size) for size in (0, limit, limit + 1024, 1 << 30)]
+        assert names[:2] == ["direct", "direct"]
+        assert names[3] == ("two_shot" if two_rounds else "direct")
+        assert (op, world) not in limits or names[2] == "two_shot"
     assert choose(op, 1, 1 << 30) == "direct"
 
 

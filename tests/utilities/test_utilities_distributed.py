@@ -50,7 +50,7 @@ def expected_gradients(world: int, shape: tuple[int, ...]) -> tuple[list[Tensor]
 def test_gradients_are_those_of_a_single_program(backend: str, shape: tuple[int, ...], world: int) -> None:
     def program(rank: int) -> tuple[Tensor, Tensor, Tensor]:
         tensor = value(rank, shape).requires_grad_()
-        rows = AllGatherGrad.apply(tensor)
+        rows = AllGatherGrad.apply(tensor)  # type: ignore[no-untyped-call]
         (first,) = torch.autograd.grad(loss_of(rank, rows), tensor, create_graph=True)
         (second,) = torch.autograd.grad((first**2).sum(), tensor)
         return rows.detach(), first.detach(), second
@@ -68,7 +68,7 @@ def test_rows_and_gradients_of_a_group_follow_its_order_of_ranks() -> None:
         if rank == 0:
             return None
         tensor = value(rank, (2,)).requires_grad_()
-        rows = AllGatherGrad.apply(tensor, group)
+        rows = AllGatherGrad.apply(tensor, group)  # type: ignore[no-untyped-call]
         loss_of(rank - 1, rows).backward()
         return rows.detach(), tensor.grad
 

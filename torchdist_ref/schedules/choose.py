@@ -15,7 +15,7 @@ from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.schedules.catalogue import algorithms, operations
 
 KIB = 1024
-ONE_SHOT = 32 * KIB
+MIB = 1024 * KIB
 
 # (largest nbytes, algorithm), read from the top: the cut-offs of Thakur, Rabenseifner and Gropp 2005, scaled
 # for a latency of tens of microseconds through Python.
@@ -72,7 +72,19 @@ def choose(
         return "hierarchical" if shared else _first(BETWEEN_HOSTS[op], nbytes)
     if transport == "tcp" and world > 1:
         return _first(BETWEEN_HOSTS[op], nbytes)
-    return "two_shot" if op in ("all_reduce", "reduce") and nbytes > ONE_SHOT and world > 1 else "direct"
+    return "two_shot" if op in ("all_reduce", "reduce") and nbytes > one_shot(op, world) else "direct"
+
+
+def one_shot(op: str, world: int) -> float:
+    """Up to how many bytes a reduction on shared memory goes in one round.
+
+    In one round each rank with a result reads everybody's tensor; in two, each reduces a part of it and then hands it
+    round, which reads less but costs a hand-over and, at two ranks, half a copy more. Measured on two cores with two
+    and four ranks: two ranks gain from the second round only where tensors leave the cache, four much earlier.
+    """
+    if world == 1 or (op == "reduce" and world == 2):
+        return float("inf")
+    return 4 * MIB if op == "reduce" or world == 2 else 256 * KIB / (world - 1)
 
 
 def _first(table: _Table, nbytes: int) -> str:

@@ -88,7 +88,8 @@ class Mailbox:
                 self.link.wait(self._room, self.peer, doing, timeout, alone=True)
             self._view(number & 1, piece.dtype, piece.numel()).copy_(piece)
             self._give("more", [self._range(number & 1, piece)])
-        if len(pieces) > 1:
+        # Of a long message, the receiver frees every window; the last two have not been waited for yet.
+        for _ in pieces[:2] if len(pieces) > 1 else ():
             self.link.wait(self._room, self.peer, doing, timeout, alone=True)
 
     def look(self) -> Envelope:
@@ -113,6 +114,8 @@ class Mailbox:
         if len(pieces) > 1:
             self._give("reply", [(self._begin, 64)])
         pieces[0].copy_(self._view(0, row.dtype, pieces[0].numel()))
+        if len(pieces) > 1:
+            self._give("room")
         for number, piece in enumerate(pieces[1:], 1):
             self.link.wait(self._more, self.peer, doing, timeout, alone=True)
             piece.copy_(self._view(number & 1, piece.dtype, piece.numel()))

@@ -184,7 +184,7 @@ def _refuse(unknown: dict[str, Any]) -> None:
         )
 
 
-def sync_ddp(result: Tensor, group: ProcessGroup | None = None, reduce_op: Any = None) -> Tensor:
+def sync_ddp(result: Tensor, group: ProcessGroup | int | None = None, reduce_op: Any = None) -> Tensor:
     """Reduce a tensor over the ranks, in place, and return the result.
 
     Args:
@@ -228,7 +228,7 @@ def _reduction(reduce_op: Any) -> Any:
     return _OPS[reduce_op.lower()]
 
 
-def sync_ddp_if_available(result: Tensor, group: ProcessGroup | None = None, reduce_op: Any = None) -> Tensor:
+def sync_ddp_if_available(result: Tensor, group: ProcessGroup | int | None = None, reduce_op: Any = None) -> Tensor:
     """Reduce a tensor over the ranks, as `sync_ddp` does; in a program of one process, return it as it is.
 
     Args:

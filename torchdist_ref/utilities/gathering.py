@@ -51,7 +51,7 @@ class AllGatherGrad(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | int | None = None) -> Tensor:
         """Gather.
 
         Args:
@@ -90,7 +90,7 @@ class _SumOfMyRow(torch.autograd.Function):
     """The transpose of AllGatherGrad, whose transpose it is again."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, group: ProcessGroup | int) -> Tensor:
         ctx.group = group
         row = rows.new_empty(rows.shape[1:])
         groups.reduce_scatter_tensor(row, rows.contiguous(), group=group)
@@ -101,7 +101,9 @@ class _SumOfMyRow(torch.autograd.Function):
         return AllGatherGrad.apply(grad_output[0], ctx.group), None  # type: ignore[no-untyped-call]
 
 
-def all_gather_ddp_if_available(tensor: Tensor, group: ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
+def all_gather_ddp_if_available(
+    tensor: Tensor, group: ProcessGroup | int | None = None, sync_grads: bool = False
+) -> Tensor:
     """Give every rank the tensors of all ranks, stacked; in a program of one process, the tensor itself.
 
     Args:
@@ -132,7 +134,7 @@ def all_gather_ddp_if_available(tensor: Tensor, group: ProcessGroup | None = Non
     return gathered
 
 
-def gather_all_tensors(result: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
+def gather_all_tensors(result: Tensor, group: ProcessGroup | int | None = None) -> list[Tensor]:
     """Give every rank the tensors of all ranks, whatever their shapes. Gradients don't follow.
 
     The ranks tell each other their shapes; then each tensor travels, filled up to the size of the largest. So one
