@@ -37,7 +37,6 @@ class AllReduce(Call):
     op = "all_reduce"
     reduction: str = "sum"
     factor: float | None = None
-    __str__ = Call.__str__
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,6 @@ class Reduce(Call):
     root: int
     reduction: str = "sum"
     factor: float | None = None
-    __str__ = Call.__str__
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,6 @@ class Broadcast(Call):
 
     op = "broadcast"
     root: int
-    __str__ = Call.__str__
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,6 @@ class AllGather(Call):
     """Output `r` of every rank becomes rank `r`'s input."""
 
     op = "all_gather"
-    __str__ = Call.__str__
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,6 @@ class Gather(Call):
 
     op = "gather"
     root: int
-    __str__ = Call.__str__
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +78,6 @@ class Scatter(Call):
 
     op = "scatter"
     root: int
-    __str__ = Call.__str__
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +87,6 @@ class ReduceScatter(Call):
     op = "reduce_scatter"
     reduction: str = "sum"
     factor: float | None = None
-    __str__ = Call.__str__
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +94,6 @@ class AllToAll(Call):
     """Output `s` of rank `d` becomes input `d` of rank `s`."""
 
     op = "all_to_all"
-    __str__ = Call.__str__
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +101,6 @@ class Barrier(Call):
     """No rank returns before every rank has called."""
 
     op = "barrier"
-    __str__ = Call.__str__
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +110,6 @@ class Send(Call):
     op = "send"
     dst: int
     tag: int = 0
-    __str__ = Call.__str__
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +119,6 @@ class Recv(Call):
     op = "recv"
     src: int | None
     tag: int = 0
-    __str__ = Call.__str__
 
 
 Shape = tuple[int, ...]

@@ -74,13 +74,6 @@ class OutOfTurnError(Exception):
         self.number = number
 
 
-class Turn:
-    """A call that waits to be carried out, by the progress thread or by whoever must let it go first."""
-
-    def __init__(self, number: Number, job: Job) -> None:
-        self.number, self.job = number, job
-
-
 class Order:
     """Decides for each call when it runs: here and now, after the others, or before the one that is running.
 
@@ -93,7 +86,8 @@ class Order:
     """
 
     def __init__(self, name: str, patience: Callable[[Number, float], None]) -> None:
-        self._waiting: dict[Number, Turn] = {}
+        # Calls that wait to be carried out, by the progress thread or by whoever must let them go first.
+        self._waiting: dict[Number, Job] = {}
         self._queued = 0
         self._made = threading.Condition()
         self._running = threading.Lock()
@@ -133,14 +127,14 @@ class Order:
             while number not in self._waiting:
                 self._made.wait(SLICE)
                 self._patience(number, monotonic() - since)
-            turn = self._waiting.pop(number)
-        self.carry_out(number, turn.job)
+            job = self._waiting.pop(number)
+        self.carry_out(number, job)
 
     def later(self, number: Number, job: Job) -> None:
         """Run this on the progress thread, after all earlier calls."""
         with self._made:
             self._queued += 1
-            self._waiting[number] = Turn(number, job)
+            self._waiting[number] = job
             self.progress.put(lambda: self._next(number))
             self._made.notify_all()
 
@@ -148,9 +142,9 @@ class Order:
         try:
             with self._running:
                 with self._made:
-                    turn = self._waiting.pop(number, None)
-                if turn is not None:
-                    self.carry_out(number, turn.job)
+                    job = self._waiting.pop(number, None)
+                if job is not None:
+                    self.carry_out(number, job)
         finally:
             with self._made:
                 self._queued -= 1

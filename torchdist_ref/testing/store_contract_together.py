@@ -22,6 +22,7 @@ SHORT = timedelta(milliseconds=60)
 def raises(
     kind: type[BaseException], call: Callable[..., Any], *args: Any, naming: str = "", sparing: str = "\0"
 ) -> None:
+    """Check that a call raises this kind of error, with a text that names one thing and not another."""
     try:
         got = call(*args)
     except kind as error:
@@ -32,7 +33,7 @@ def raises(
 
 
 def waiting(store: Store) -> None:
-    # Whoever waits is woken by each way of making a key.
+    """Whoever waits is woken by each way of making a key."""
     makers: list[Callable[[Store, str], Any]] = [
         lambda other, key: other.set(key, "1"),
         lambda other, key: other.add(key, 1),
@@ -94,7 +95,7 @@ def _meanwhile(store: Store, wait: Callable[[Store], Any], act: Callable[[], Any
 
 
 def threads(store: Store) -> None:
-    # One store, many threads: sums are exact, appended pieces whole, exchanges have one winner.
+    """One store, many threads: sums are exact, appended pieces whole, exchanges have one winner."""
     wins: list[int] = []
 
     def work(number: int) -> None:
@@ -129,7 +130,7 @@ def _all_at_once(work: Callable[[int], None], count: int) -> None:
 
 
 def blocked_thread(store: Store) -> None:
-    # A thread that waits does not keep another from using the same object.
+    """A thread that waits does not keep another from using the same object."""
     results: list[bytes] = []
     thread = threading.Thread(target=lambda: results.append(store.get("gate")))
     thread.start()
@@ -140,7 +141,7 @@ def blocked_thread(store: Store) -> None:
 
 
 def barrier(store: Store) -> None:
-    # Nobody leaves before the last has come.
+    """Nobody leaves before the last has come."""
     arrived: list[int] = []
 
     def work(number: int) -> None:
@@ -156,7 +157,7 @@ def barrier(store: Store) -> None:
 
 
 def queue_shared(store: Store) -> None:
-    # Each value goes to exactly one of those who wait.
+    """Each value goes to exactly one of those who wait."""
     taken: list[bytes] = []
 
     def work(number: int) -> None:
