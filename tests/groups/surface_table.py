@@ -27,7 +27,6 @@ Signature = list[list[str | None]]
 
 # Where ours takes other parameters than torch's, and why.
 DIFFERENT = {
-    "init_process_group": "torch's last parameter, `_ranks`, is private to torch.",
     "DeviceMesh": "torch's further parameters, which begin with an underscore, are private to torch.",
     "rendezvous": "Further keyword arguments are collected under another name, which no caller sees.",
 }

@@ -1,5 +1,11 @@
-"""Algorithms that sit on top of collectives: communication hooks for DDP, and training with uneven inputs.
+"""Algorithms that sit on top of collectives: communication hooks for DDP, averaging of models, uneven inputs.
 
 Each is built from public functions of `torchdist_ref.groups` only. Hooks know neither the reducer
 nor the model: they get a state and a bucket.
 """
+
+from __future__ import annotations
+
+from torchdist_ref.algorithms.join import Join, Joinable, JoinHook
+
+__all__ = ["Join", "JoinHook", "Joinable"]

@@ -8,6 +8,7 @@ and the group, because torch's own name none of them.
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -55,9 +56,9 @@ class StoreForTorch(c10d.Store):
         """Until all keys are there."""
         self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, value: int) -> int:
         """Add to a counter."""
-        return self._store.add(key, amount)
+        return self._store.add(key, value)
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are there."""
@@ -231,7 +232,9 @@ class TorchWork(Work):
         future = super().get_future()
         if not self._event.is_set():
             # torch completes its future before its work, so the callback may ask only the future.
-            self._theirs.get_future().add_done_callback(lambda done: self._settled_by(done.value))
+            # Callbacks run on a thread of torch's, and mean the world of whoever made the call.
+            here = contextvars.copy_context()
+            self._theirs.get_future().add_done_callback(lambda done: here.run(self._settled_by, done.value))
         return future
 
 

@@ -41,8 +41,8 @@ class StoreFromTorch(Store):
         self.wait([key])
         return bytes(self._theirs.get(key_text("get", key)))
 
-    def add(self, key: Text, amount: int) -> int:
-        return int(self._theirs.add(key_text("add", key), amount))
+    def add(self, key: Text, value: int) -> int:
+        return int(self._theirs.add(key_text("add", key), value))
 
     def check(self, keys: Sequence[Text]) -> bool:
         return bool(self._theirs.check(key_list("check", keys)))

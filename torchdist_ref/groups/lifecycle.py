@@ -32,6 +32,7 @@ def init_process_group(
     group_name: str = "",
     pg_options: Any = None,
     device_id: Any = None,
+    _ranks: list[int] | None = None,
 ) -> None:
     """Meet all ranks and make the default group. Every rank calls this once; it returns when all are there.
 
@@ -49,6 +50,7 @@ def init_process_group(
         group_name: A name for error messages. Default: ``"world"``.
         pg_options: Accepted for torch's sake; no engine of this library takes options.
         device_id: Accepted for torch's sake; only ``nccl`` would bind a device.
+        _ranks: Accepted for torch's sake, which names the group after them and uses them for nothing else.
 
     Raises:
         ArgumentError: Initialised twice, an unknown backend, or arguments that contradict each other.

@@ -67,7 +67,7 @@ class Store:
         """
         raise self._lacks("get")
 
-    def add(self, key: Text, amount: int) -> int:
+    def add(self, key: Text, value: int) -> int:
         """Add to a counter in one step, and return its new value. A missing counter starts at 0.
 
         Raises:

@@ -201,8 +201,8 @@ class FileStore(Store):
     def get(self, key: Text) -> bytes:
         return self._get_all("get", [_key("get", key)])[0]
 
-    def add(self, key: Text, amount: int) -> int:
-        name, delta = _key("add", key), integer("add", "amount", amount)
+    def add(self, key: Text, value: int) -> int:
+        name, delta = _key("add", key), integer("add", "value", value)
         return self._change("add", [name], lambda table: table.add(name, delta))
 
     def check(self, keys: Sequence[Text]) -> bool:

@@ -40,8 +40,8 @@ class HashStore(Store):
     def get(self, key: Text) -> bytes:
         return self._get_all("get", [key_bytes("get", key)])[0]
 
-    def add(self, key: Text, amount: int) -> int:
-        name, delta = key_bytes("add", key), integer("add", "amount", amount)
+    def add(self, key: Text, value: int) -> int:
+        name, delta = key_bytes("add", key), integer("add", "value", value)
         return self._change(lambda table: table.add(name, delta))
 
     def check(self, keys: Sequence[Text]) -> bool:

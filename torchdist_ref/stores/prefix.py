@@ -68,8 +68,8 @@ class PrefixStore(Store):
     def get(self, key: Text) -> bytes:
         return self._store.get(self._key("get", key))
 
-    def add(self, key: Text, amount: int) -> int:
-        return self._store.add(self._key("add", key), amount)
+    def add(self, key: Text, value: int) -> int:
+        return self._store.add(self._key("add", key), value)
 
     def check(self, keys: Sequence[Text]) -> bool:
         return self._store.check(self._keys("check", keys))

@@ -35,12 +35,12 @@ class Table:
         """Those of the keys that are not there, each once, in order."""
         return [key for key in dict.fromkeys(keys) if not self.has(key)]
 
-    def add(self, key: bytes, amount: int) -> int:
+    def add(self, key: bytes, value: int) -> int:
         """Add to a counter, which is decimal text; a missing one counts as 0."""
-        total = self.number(key) + amount
+        total = self.number(key) + value
         if total not in INT64:
             expected = f"small enough for {self._shown(key)} to fit 64 bits"
-            raise ArgumentError(explain("add", "amount", expected, amount))
+            raise ArgumentError(explain("add", "value", expected, value))
         self.values[key] = str(total).encode()
         return total
 

@@ -125,8 +125,8 @@ class TCPStore(Store):
         [values] = self._ask("get", Op.WAIT_GET, [_key("get", key)])
         return bytes(values[0])
 
-    def add(self, key: Text, amount: int) -> int:
-        return int(self._ask("add", Op.ADD, _key("add", key), integer("add", "amount", amount))[0])
+    def add(self, key: Text, value: int) -> int:
+        return int(self._ask("add", Op.ADD, _key("add", key), integer("add", "value", value))[0])
 
     def check(self, keys: Sequence[Text]) -> bool:
         return bool(self._ask("check", Op.CHECK, _keys("check", keys))[0] == 0)

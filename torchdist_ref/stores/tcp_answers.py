@@ -47,7 +47,7 @@ ANSWERS: dict[Op, Callable[..., tuple[Any, ...]]] = {
     Op.COMPARE_SET: lambda table, *fields: (table.compare_set(*fields),),
     Op.GET: lambda table, key: (table.values.get(key, b""),),
     Op.MULTI_GET: lambda table, keys: tuple(table.values.get(key, b"") for key in keys),
-    Op.ADD: lambda table, key, amount: (table.add(key, amount),),
+    Op.ADD: lambda table, key, value: (table.add(key, value),),
     Op.CHECK: lambda table, keys: (1 if table.missing(keys) else 0,),
     Op.GETNUMKEYS: lambda table: (len(table.values),),
     Op.DELETE_KEY: lambda table, key: (int(table.delete(key)),),

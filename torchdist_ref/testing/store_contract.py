@@ -174,8 +174,8 @@ def _misuse(store: Store) -> None:
         raises(ArgumentTypeError, store.set, odd, "v", naming="set: argument 'key'")
         raises(ArgumentTypeError, store.set, "k", odd, naming="set: argument 'value'")
         raises(ArgumentTypeError, store.get, odd, naming="get: argument 'key'")
-    raises(ArgumentTypeError, store.add, "n", 1.5, naming="amount")
-    raises(ArgumentTypeError, store.add, "n", 2**63, naming="amount")
+    raises(ArgumentTypeError, store.add, "n", 1.5, naming="value")
+    raises(ArgumentTypeError, store.add, "n", 2**63, naming="value")
     for many in (store.wait, store.check, store.multi_get):
         raises(ArgumentTypeError, many, "bare", naming="keys")
         raises(ArgumentTypeError, many, ["good", 7], naming="keys[1]")
