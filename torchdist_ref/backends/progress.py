@@ -128,10 +128,14 @@ class Order:
                 self._made.wait(SLICE)
                 self._patience(number, monotonic() - since)
             job = self._waiting.pop(number)
-        self.carry_out(number, job)
+        job()
 
     def later(self, number: Number, job: Job) -> None:
-        """Run this on the progress thread, after all earlier calls."""
+        """Run this on the progress thread, after all earlier calls.
+
+        The job raises nothing: whoever comes to run it, which may be a call that must let it go first, is not the one
+        to hear of its failure. So it is to `carry_out` its call by itself, and to settle what comes of that.
+        """
         with self._made:
             self._queued += 1
             self._waiting[number] = job
@@ -144,7 +148,7 @@ class Order:
                 with self._made:
                     job = self._waiting.pop(number, None)
                 if job is not None:
-                    self.carry_out(number, job)
+                    job()
         finally:
             with self._made:
                 self._queued -= 1

@@ -69,8 +69,12 @@ class Ref(Backend):
             finally:
                 self._order.done()
             return _DONE
-        work = self._work(call, outputs, number)
-        self._order.later(number, lambda: _settle(work, lambda: self._run(plan, call, inputs, outputs, number)))
+        work, order = self._work(call, outputs, number), self._order
+
+        def run() -> None:
+            self._run(plan, call, inputs, outputs, number)
+
+        order.later(number, lambda: _settle(work, lambda: order.carry_out(number, run)))
         if wait:
             work.wait()
         return work
@@ -183,8 +187,6 @@ def _plain(tensor: Tensor, call: Call) -> Tensor:
 def _settle(work: Work, act: Callable[[], None]) -> None:
     try:
         act()
-    except OutOfTurnError:
-        raise
     except BaseException as error:
         work.fail(error)
     else:
