@@ -1,7 +1,8 @@
-"""One of torch's stores, as our engines see a store: how `ref` finds its peers when torch made the group.
+"""Stores both ways: one of torch's as our engines see a store, and one of ours as torch's C++ sees one.
 
-Only what every store of torch has is asked of it; the richer operations are `Store`'s own, built from those.
-The other direction, our stores for torch's engines, is `torch_engines.StoreForTorch`.
+With the first `ref` finds its peers when torch made the group; only what every store of torch has is asked of it, and
+the richer operations are `Store`'s own, built from those. With the second torch's engines find theirs when we did.
+Don't add operations here: a store of ours has them, or it has them not.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+
+import torch.distributed as c10d
 
 from torchdist_ref.errors import DistStoreError
 from torchdist_ref.stores import Store
@@ -78,3 +81,53 @@ class StoreFromTorch(Store):
 
     def __repr__(self) -> str:
         return f"StoreFromTorch({type(self._theirs).__name__})"
+
+
+class StoreForTorch(c10d.Store):
+    """One of our stores, as torch's C++ sees a store.
+
+    Args:
+        store: ours; it is kept alive, as this object has to be by whoever hands it to C++.
+
+    >>> from torchdist_ref.stores import HashStore
+    >>> store = StoreForTorch(HashStore())
+    >>> store.set("colour", "red")
+    >>> store.get("colour"), store.add("arrived", 2)
+    (b'red', 2)
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: Any) -> None:
+        """Store a value."""
+        self._store.set(key, bytes(value) if not isinstance(value, str) else value)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, once it is there."""
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Until all keys are there."""
+        self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter."""
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return self._store.check(keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set if it has the expected value."""
+        return self._store.compare_set(key, expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key."""
+        return self._store.delete_key(key)
+
+    def num_keys(self) -> int:
+        """How many keys there are."""
+        return self._store.num_keys()

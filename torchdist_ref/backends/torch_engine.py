@@ -1,0 +1,184 @@
+"""What all of torch's C++ engines have in common: our calls as their methods, our stores as theirs, our errors.
+
+A call is one `match` arm: our value in, torch's method and options out. An engine keeps what C++ does not: a Python
+reference to the store and to every running work. Tensors with strides go through contiguous copies here too: Gloo would
+write outside a strided view, NCCL refuses one. Errors come back as ours, with the call, the rank and the group, because
+torch's own name none of them. What one engine alone needs is in its own file: `torch_engines`, `nccl`, `third_party`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch.distributed as c10d
+from torch import Tensor
+from torch.distributed import distributed_c10d as options
+
+from torchdist_ref.backends.base import Backend, Membership
+from torchdist_ref.backends.torch_stores import StoreForTorch
+from torchdist_ref.backends.torch_work import Finished, TorchWork
+from torchdist_ref.calls import (
+    AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Gather, Recv, Reduce, ReduceScatter, Scatter, Send,
+)  # fmt: skip
+from torchdist_ref.errors import DistBackendError, GroupAbortedError, UnsupportedError
+from torchdist_ref.trace import Recorder
+from torchdist_ref.work import Work
+
+Tensors = Sequence[Tensor]
+_OPS = {
+    "sum": c10d.ReduceOp.SUM, "avg": c10d.ReduceOp.AVG, "product": c10d.ReduceOp.PRODUCT,
+    "min": c10d.ReduceOp.MIN, "max": c10d.ReduceOp.MAX, "band": c10d.ReduceOp.BAND,
+    "bor": c10d.ReduceOp.BOR, "bxor": c10d.ReduceOp.BXOR,
+}  # fmt: skip
+
+
+class TorchEngine(Backend):
+    """An engine of torch's for one group.
+
+    Attributes:
+        title: What its errors call it.
+        kind: The class of its works.
+    """
+
+    title: str
+    kind: type[TorchWork] = TorchWork
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self.recorder = Recorder()
+        self._sequence = 0
+        # C++ keeps no reference to a Python store.
+        self._store = StoreForTorch(membership.store)
+        try:
+            self._engine: Any = self._connect()
+        except RuntimeError as error:
+            if isinstance(error, DistBackendError) and error.definite:
+                raise
+            text = f"init_process_group: {self.title} could not connect {self._here()}: {error}"
+            raise DistBackendError(text) from error
+        self._settle_in()
+
+    @abstractmethod
+    def _connect(self) -> Any:
+        """Make torch's object. RuntimeErrors of it are reported as errors of the connection."""
+
+    def _settle_in(self) -> None:
+        """What is to be done once the engine is there."""
+
+    def _here(self) -> str:
+        m = self._membership
+        return f"on rank {m.rank} (global {m.members[m.rank]}) of group {m.name!r}"
+
+    def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
+        """See `Backend.submit`."""
+        start = perf_counter()
+        if self._engine is None:
+            raise GroupAbortedError(f"{call} {self._here()}: the group was destroyed on this rank.")
+        plain = {id(t): self._plain(call, t) for t in [*inputs, *outputs]}
+        into = [plain[id(t)] for t in outputs]
+        try:
+            theirs = self._start(call, [plain[id(t)] for t in inputs], into)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            if isinstance(error, DistBackendError) and error.definite:
+                raise
+            raise self._translated(call, error) from error
+        work = self.kind(call.op, outputs, theirs, into, self._finisher(call, outputs, start))
+        if wait:
+            work.wait()
+        return work
+
+    def _plain(self, call: Call, tensor: Tensor) -> Tensor:
+        """A tensor as the engine can take it: itself, flat, or a copy."""
+        return tensor.detach().contiguous().view(-1)
+
+    def _finisher(self, call: Call, outputs: Tensors, start: float) -> Finished:
+        number, self._sequence = self._sequence, self._sequence + 1
+        nbytes = sum(t.nbytes for t in outputs)
+        # The function must not hold the engine: it may be dropped last on a thread of Gloo's, which would then
+        # have to wait for itself to end.
+        recorder, here, title = self.recorder, self._here(), self.title
+
+        def finished(error: BaseException | None) -> BaseException | None:
+            recorder.add(number, call, nbytes, start, type(error).__name__ if error else "")
+            return None if error is None else _failed(call, here, title, error)
+
+        return finished
+
+    def _translated(self, call: Call, error: BaseException) -> DistBackendError:
+        return _failed(call, self._here(), self.title, error)
+
+    def _start(self, call: Call, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
+        engine = self._engine
+        match call:
+            case AllReduce():
+                return engine.allreduce(outputs, self._options(options.AllreduceOptions, call))
+            case Reduce():
+                return engine.reduce(outputs, self._options(options.ReduceOptions, call, call.root))
+            case Broadcast():
+                return engine.broadcast(outputs, self._options(options.BroadcastOptions, root=call.root))
+            case AllGather():
+                return engine.allgather([outputs], inputs, options.AllgatherOptions())
+            case Gather():
+                lists = [outputs] if outputs else []
+                return engine.gather(lists, inputs, self._options(options.GatherOptions, root=call.root))
+            case Scatter():
+                lists = [inputs] if inputs else []
+                return engine.scatter(outputs, lists, self._options(options.ScatterOptions, root=call.root))
+            case ReduceScatter():
+                return engine.reduce_scatter(outputs, [inputs], self._options(options.ReduceScatterOptions, call))
+            case AllToAll():
+                return engine.alltoall(outputs, inputs, options.AllToAllOptions())
+            case Barrier():
+                return engine.barrier(self._barrier())
+            case Send():
+                return engine.send(self._message(call, inputs), call.dst, call.tag)
+            case Recv(src=None):
+                return engine.recv_anysource(self._message(call, outputs), call.tag)
+            case Recv():
+                return engine.recv(self._message(call, outputs), call.src, call.tag)
+        raise UnsupportedError(f"{call.op}: {self.title} has no such operation.")
+
+    def _options(self, kind: Any, reducing: AllReduce | Reduce | ReduceScatter | None = None, root: int = -1) -> Any:
+        made = kind()
+        if reducing is not None:
+            made.reduceOp = self._operation(reducing)
+        if root >= 0:
+            made.rootRank = root
+        return made
+
+    def _operation(self, call: AllReduce | Reduce | ReduceScatter) -> Any:
+        """torch's reduction for a call.
+
+        Raises:
+            UnsupportedError: The engine has none.
+        """
+        if call.reduction not in _OPS:
+            raise UnsupportedError(
+                f"{call.op}: reduction {call.reduction!r} is not available on backend {self.name!r}; use SUM and scale."
+            )
+        return _OPS[call.reduction]
+
+    def _barrier(self) -> Any:
+        return options.BarrierOptions()
+
+    def _message(self, call: Send | Recv, tensors: list[Tensor]) -> list[Tensor]:
+        """What is sent or received, as the engine takes it."""
+        return tensors
+
+    def close(self) -> None:
+        """See `Backend.close`. The engine's threads end here and now, not when garbage happens to be collected."""
+        if self._engine is not None:
+            self._engine.shutdown()
+        self._engine = None
+
+    def abort(self, reason: str) -> None:
+        """See `Backend.abort`."""
+        if self._engine is not None:
+            self._engine.abort()
+
+
+def _failed(call: Call, here: str, title: str, error: BaseException) -> DistBackendError:
+    return DistBackendError(f"{call} {here} failed in {title}: {error}")
