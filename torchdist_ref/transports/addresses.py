@@ -11,6 +11,7 @@ from torchdist_ref.errors import DistNetworkError
 from torchdist_ref.stores import PrefixStore, Store
 
 _SIOCGIFADDR = 0x8915
+_LINK_SCOPE = "20"
 VARIABLES = ("TORCHDIST_REF_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
@@ -51,12 +52,12 @@ def _inet(name: str) -> tuple[socket.AddressFamily, str] | None:
 
 
 def _inet6(name: str) -> tuple[socket.AddressFamily, str] | None:
-    """The first IPv6 address of an interface."""
+    """The first IPv6 address of an interface that means the same on other hosts: not one of its own link."""
     try:
         rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
     except OSError:
         return None
-    found = next((row[0] for row in rows if row[-1] == name), None)
+    found = next((row[0] for row in rows if row[-1] == name and row[3] != _LINK_SCOPE), None)
     return None if found is None else (socket.AF_INET6, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(found)))
 
 
