@@ -56,7 +56,7 @@ def test_every_survivor_names_the_dead_rank(name: str, victim: int) -> None:
     assert len(survivors) == 2
     for kind, text, seconds in survivors:
         assert kind == "RankDiedError", text
-        assert f"rank {victim} died" in text and f"{name}(" in text and "group 'world'" in text
+        assert f"rank {victim} died" in text and f"call 1, {name}(" in text and "group 'world'" in text
         assert seconds < SOON
 
 

@@ -22,8 +22,9 @@ from torchdist_ref.transports.board import ABSENT, GAVE_UP, LEFT, MET, PRESENT, 
 from torchdist_ref.transports.layout import BOARD_LINE, Layout
 from torchdist_ref.transports.liveness import SLICE
 
-
 _MAIN = threading.main_thread().ident
+# A rank that waits says so in every slice. Who has not said it for so many seconds does not wait, or is stopped.
+FRESH = 10 * SLICE
 
 
 class Token(Protocol):
@@ -144,14 +145,20 @@ class Link:
         seconds = self.timeout if timeout is None else timeout
         deadline = monotonic() + seconds
         while not token.acquire(True, max(0.0, min(SLICE, deadline - monotonic()))):
-            trouble = self.trouble(peer if alone else None, doing)
+            self.line.wait_for(peer)
+            at = doing if alone else self._numbered(doing)
+            trouble = self.trouble(peer if alone else None, at)
             if trouble is None and monotonic() >= deadline:
-                trouble = self.stalled(peer, doing, seconds)
+                trouble = self.stalled(peer, at, seconds)
             if trouble is not None:
                 # The peer may have given the token and ended since we last looked.
                 if token.acquire(False):
-                    return
+                    break
                 raise trouble
+        self.line.waits_no_more()
+
+    def _numbered(self, doing: str) -> str:
+        return f"call {self.line.announced}, {doing}" if self.line.announced >= 0 else doing
 
     def trouble(self, only: int | None, doing: str) -> BaseException | None:
         """Why this group (or this one peer) cannot go on, as far as anybody knows; None where it can."""
@@ -181,10 +188,24 @@ class Link:
     def stalled(self, peer: int, doing: str, seconds: float) -> BaseException:
         """The error for a rank that is there but did not come: says what everybody was last seen at."""
         others = "; ".join(f"{self.who([r])} {self._state(r)}" for r in self.peers)
+        chain = self._chain(peer)
+        through = "".join(f", for which {self.who([r])} waits" for r in reversed(chain[:-1]))
         return RankStalledError(
-            f"{self.here(doing)}: {self.who([peer])} did not come within {seconds:g} s. What the others do: {others}. "
-            f"Look at that rank, or pass a longer timeout to init_process_group or new_group."
+            f"{self.here(doing)}: {self.who(chain[-1:])} did not come within {seconds:g} s{through}. What the others "
+            f"do: {others}. Look at that rank, or pass a longer timeout to init_process_group or new_group."
         )
+
+    def _chain(self, peer: int) -> list[int]:
+        """From the rank that is waited for to the one that it is all about, as far as can be seen from here."""
+        chain = [peer]
+        while (after := self._awaited(chain[-1])) is not None and after not in (self.rank, *chain):
+            chain.append(after)
+        return chain
+
+    def _awaited(self, rank: int) -> int | None:
+        """Whom a rank waits for. Of another host neither the clock is ours nor the news fresh: nobody, then."""
+        here = self.hosts is None or self.hosts[rank] == self.hosts[self.rank]
+        return self.lines[rank].waits_for(FRESH) if here else None
 
     def _state(self, rank: int) -> str:
         return "has not joined" if self.lines[rank].status == ABSENT else self.lines[rank].doing()
@@ -227,7 +248,10 @@ class Link:
         doing = f"call number {number[0]}.{number[1]}, which another rank has begun and this one has not made"
         error = self.trouble(None, doing)
         if error is None and waited > self.timeout:
-            error = self.stalled(0, doing, self.timeout)
+            error = RankStalledError(
+                f"{self.here(doing)}: this rank did not make it within {self.timeout:g} s. Do all ranks make the same "
+                f"calls in their callbacks?"
+            )
         if error is not None:
             self.give_up(error, doing)
             raise error

@@ -11,7 +11,7 @@ from time import monotonic_ns
 from typing import NamedTuple
 
 from torchdist_ref.transports.layout import (
-    BOARD_LINE, DONE, GAVE_UP_AT, HEADS, PID, REASON, REASON_BYTES, STATUS, TEXT_BYTES, TEXTS, Layout,
+    BEAT, BOARD_LINE, DONE, GAVE_UP_AT, HEADS, PID, REASON, REASON_BYTES, STATUS, TEXT_BYTES, TEXTS, WAITS, Layout,
 )  # fmt: skip
 
 ABSENT, PRESENT, LEFT, GAVE_UP = range(4)
@@ -111,6 +111,22 @@ class Line:
     def reason(self) -> str:
         """Why this rank gave up."""
         return _take(self._bytes[REASON : REASON + REASON_BYTES])
+
+    def wait_for(self, peer: int) -> None:
+        """Say, and say again while it lasts, that this rank waits for that one."""
+        self.words[WAITS // 8], self.words[BEAT // 8] = peer + 1, monotonic_ns()
+
+    def waits_no_more(self) -> None:
+        """The wait is over."""
+        self.words[WAITS // 8] = 0
+
+    def waits_for(self, within: float) -> int | None:
+        """The rank that this one waits for, said within so many seconds of a clock that both share; or None.
+
+        Whoever is stopped in the middle of a wait says nothing any more, and does not wait: it is waited for.
+        """
+        peer, beat = self.words[WAITS // 8] - 1, self.words[BEAT // 8]
+        return peer if peer >= 0 and monotonic_ns() - beat < within * 1e9 else None
 
     def doing(self) -> str:
         """What this rank was last seen at, in words."""

@@ -4,8 +4,8 @@
 
     | magic, token | board: one line of 2 KiB per rank | tokens: one cache line each | stages | boxes |
 
-* The *board* holds, per rank: status, pid, the number of the last finished call, why it gave up, and the
-  announcements (sequence number, fingerprint, text) of its last two calls.
+* The *board* holds, per rank: status, pid, the number of the last finished call, whom it waits for, why it gave up,
+  and the announcements (sequence number, fingerprint, text) of its last two calls.
 * A *token* is a counting semaphore from one rank to another (see `KINDS`).
 * A *stage* is what a rank lays out for its peers to read in a round; it has two halves, used in turn.
 * A *box* is the point-to-point mailbox of one ordered pair of ranks: an envelope and two halves.
@@ -30,7 +30,7 @@ BOARD_LINE = 2048
 ENVELOPE = 1024
 
 # Offsets in a board line.
-STATUS, DONE, PID, GAVE_UP_AT, HEADS, TEXTS, REASON = 0, 8, 16, 24, 64, 192, 704
+STATUS, DONE, PID, GAVE_UP_AT, WAITS, BEAT, HEADS, TEXTS, REASON = 0, 8, 16, 24, 32, 40, 64, 192, 704
 # What of a line changes in every call: everything before the reason.
 ANNOUNCEMENT = REASON
 TEXT_BYTES, REASON_BYTES = 256, 1344
