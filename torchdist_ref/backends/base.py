@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from functools import partial
+from typing import Any
 from torch import Tensor
 
 from torchdist_ref import _autoload
@@ -112,9 +114,13 @@ def create(name: str, membership: Membership) -> Backend:
     Raises:
         ArgumentError: No engine has this name.
     """
-    found = _engines.get(name.lower())
+    engines = by_device(name)
+    if "" not in engines:
+        made: Backend = _load("torchdist_ref.backends.by_device:ByDevice")(engines, membership)
+        return made
+    found = _engines.get(engines[""])
     if found is None:
-        raise ArgumentError(f"backend {name!r} is unknown; there are {', '.join(names())}. See register_backend.")
+        found = partial(_load("torchdist_ref.backends.third_party:ThirdParty"), engines[""])
     return (_load(found) if isinstance(found, str) else found)(membership)
 
 
@@ -128,10 +134,14 @@ def decline(store: Store, rank: int, reason: str) -> None:
     refuse_to_meet(store, rank, reason)
 
 
-def _load(path: str) -> Factory:
+def mirrored(find: Callable[[], Any]) -> Any:
+    """A ProcessGroup of torch's that passes its calls to the group that ``find`` gives; see `into_torch_mirror`."""
+    return _load("torchdist_ref.backends.into_torch_mirror:Mirrored")(find)
+
+
+def _load(path: str) -> Any:
     module, _, attribute = path.partition(":")
-    factory: Factory = getattr(importlib.import_module(module), attribute)
-    return factory
+    return getattr(importlib.import_module(module), attribute)
 
 
 # Whoever comes here has torch by now, and may use `ref` through torch as well.

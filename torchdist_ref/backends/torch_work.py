@@ -6,6 +6,7 @@ has ended. How a call is started is in `torch_engine`. Don't add what only one e
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -67,7 +68,9 @@ class TorchWork(Work):
         future = super().get_future()
         if not self._event.is_set():
             # torch completes its future before its work, so the callback may ask only the future.
-            self._theirs.get_future().add_done_callback(lambda done: self._settled_by(done.value))
+            # Callbacks run on a thread of torch's, and mean the world of whoever made the call.
+            here = contextvars.copy_context()
+            self._theirs.get_future().add_done_callback(lambda done: here.run(self._settled_by, done.value))
         return future
 
 

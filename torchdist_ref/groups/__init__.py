@@ -20,6 +20,7 @@ from torchdist_ref.groups.gathering import all_gather, all_gather_into_tensor, a
 from torchdist_ref.groups.group import GroupMember, ProcessGroup
 from torchdist_ref.groups.lifecycle import destroy_process_group, init_process_group, is_initialized, new_group
 from torchdist_ref.groups.mesh import DeviceMesh, init_device_mesh
+from torchdist_ref.groups.mirroring import mirror as mirror
 from torchdist_ref.groups.monitoring import monitored_barrier
 from torchdist_ref.groups.multigpu import all_reduce_multigpu, broadcast_multigpu, reduce_multigpu
 from torchdist_ref.groups.multigpu_blocks import all_gather_multigpu, reduce_scatter_multigpu

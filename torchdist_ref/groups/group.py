@@ -7,8 +7,11 @@ translation is here and is done at the front door, once. Don't add communication
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from torchdist_ref.backends.base import Backend
+import torch.distributed
+
+from torchdist_ref.backends.base import Backend, mirrored
 from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.stores import Store
 from torchdist_ref.trace import Recorder
@@ -60,6 +63,14 @@ class ProcessGroup:
             expected = f"a global rank in the group, one of {list(self.members)}"
             raise ArgumentError(explain(operation, argument, expected, rank, rank=self.members[self._rank]))
         return found
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """torch's functions may be given this group, and then call its methods under torch's names."""
+            if name.startswith("__") or not hasattr(torch.distributed.ProcessGroup, name):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return getattr(mirrored(lambda: self), name)
 
     def __repr__(self) -> str:
         return f"<ProcessGroup {self.name!r} on {self.backend.name}: rank {self._rank} of {self.size()}>"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import contextvars
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -32,6 +32,7 @@ class World:
         groups: All groups that this rank is in, oldest first.
         made: How many groups were ever made; the same on all ranks, which names new ones.
         owns_store: Whether this library made the store, and so closes it.
+        at_close: What is done before the groups end.
     """
 
     def __init__(self) -> None:
@@ -44,14 +45,22 @@ class World:
         self.groups: list[ProcessGroup] = []
         self.made = 0
         self.owns_store = False
+        self.at_close: list[Callable[[], None]] = []
 
     def remove(self, group: ProcessGroup) -> None:
         """Leave one group."""
         self.groups.remove(group)
         group.backend.close()
 
+    def say_goodbye(self) -> None:
+        """Do what was asked to be done before the groups end."""
+        for act in self.at_close:
+            act()
+        self.at_close.clear()
+
     def close(self) -> None:
         """Leave all groups, the newest first, and the store if it is ours."""
+        self.say_goodbye()
         for group in reversed(list(self.groups)):
             self.remove(group)
         store, owned = self.store, self.owns_store
@@ -134,3 +143,4 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 atexit.register(lambda: _of_process.close())
+    _of_process.say_goodbye()

@@ -261,6 +261,8 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs):
         rank = groups.get_rank(self.process_group)
         registration.check_free(self._hook_name, rank)
         registration.check_hook(hook, rank)
+        # A hook that was written for torch asks torch for its group.
+        groups.mirror()
         self.reducer.exchange = hooked = Hooked(hook, state, self.process_group)
         self._hook_name = hooked.name
 
