@@ -1,0 +1,23 @@
+"""Collectives inside a model: what they do to gradients is part of them.
+
+`functional` has the functions, `transposes` says what each does backwards. The functions are here under the same
+names too. Remote modules are torch's own, since remote calls are; their names load torch's when they are used.
+"""
+
+from __future__ import annotations
+
+from torchdist_ref.nn.functional import (
+    all_gather, all_reduce, all_to_all, all_to_all_single, broadcast, gather, reduce, reduce_scatter, scatter,
+)  # fmt: skip
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
