@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import io
+import logging
 import os
 import signal
 import socket
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,3 +152,35 @@ def test_a_mesh_refuses_bytes_for_a_part_that_is_not_the_senders() -> None:
             mesh.pump(1.0)
         mesh.close()
     assert b"xyz" not in memory
+
+
+CLONE_NEWIPC = 0x08000000
+
+
+def apart(rank: int, path: str) -> tuple[list[float], str, str]:
+    """Rank 1 moves to an ipc namespace of its own, as in a container of its own."""
+    if rank == 1 and ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWIPC):
+        return [], "", os.strerror(ctypes.get_errno())
+    said = io.StringIO()
+    logging.getLogger("torchdist_ref.transports").addHandler(logging.StreamHandler(said))
+    logging.getLogger("torchdist_ref.transports").setLevel(logging.INFO)
+    store = dist.FileStore(path, 2)
+    dist.init_process_group("ref", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    tensor = fill(rank, (7,))
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor.tolist(), said.getvalue(), ""
+
+
+def test_namespaces_of_one_machine_meet_over_tcp_and_say_so(tmp_path: Path) -> None:
+    allowed = os.geteuid() == 0 and run(may_move, 1, ranks="processes", init=False)[0]
+    if not allowed:
+        pytest.skip("making a namespace needs root, and a kernel that allows it")
+    results = run(apart, 2, str(tmp_path / "store"), ranks="processes", init=False)
+    expected = (fill(0, (7,)) + fill(1, (7,))).tolist()
+    assert [result[0] for result in results] == [expected, expected], results
+    assert "2 sets of pid, ipc and user namespaces on one machine" in results[0][1]
+
+
+def may_move(rank: int) -> bool:
+    return ctypes.CDLL(None).unshare(CLONE_NEWIPC) == 0

@@ -37,9 +37,15 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
     hosts = [host for host, _ in places]
     if len(set(hosts)) > 1:
         if rank == 0:
-            log.info("group %r spans %d hosts: shared memory within each, TCP between them", name, len(set(hosts)))
+            log.info("group %r spans %s: shared memory within each, TCP between them", name, _spans(set(hosts)))
         return tcp.connect(meeting, rank, members, name, timeout, hosts)
     return shared_memory.connect(meeting, rank, members, name, timeout)
+
+
+def _spans(hosts: set[bytes]) -> str:
+    machines = {host.partition(b"/")[0] for host in hosts}
+    one = " on one machine (containers, say), which cannot share memory" if len(machines) == 1 else ""
+    return f"{len(hosts)} {'sets of pid, ipc and user namespaces' if one else 'hosts'}{one}"
 
 
 def share_a_host(store: Store, rank: int, size: int) -> bool:
