@@ -5,7 +5,8 @@ the planner caches by it, the recorder logs it, ranks compare it. That is why th
 operation and no method per operation on engines: an engine answers `submit(call, ...)`.
 
 Ranks in calls are *group* ranks: the door has translated them. Reductions are plain words
-(``"sum"``, ``"avg"``, ...), so that this file knows nothing of torch. Don't add behaviour here:
+(``"sum"``, ``"avg"``, ...), so that this file knows nothing of torch; for ``"premul_sum"`` the door has multiplied the
+operands, each rank by its own factor, and engines add. Don't add behaviour here:
 what to do with a call is the engines' business.
 """
 
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+# Tags of messages from here on are this library's own: no message of a user's is taken for one of them.
+OWN_TAGS = 2**30
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 
 
@@ -36,17 +39,15 @@ class AllReduce(Call):
 
     op = "all_reduce"
     reduction: str = "sum"
-    factor: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Call):
-    """The root's tensor becomes the reduction over all ranks; the others keep theirs."""
+    """The root's tensor becomes the reduction over all ranks; what the others hold then is unspecified."""
 
     op = "reduce"
     root: int
     reduction: str = "sum"
-    factor: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,6 @@ class ReduceScatter(Call):
 
     op = "reduce_scatter"
     reduction: str = "sum"
-    factor: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def signature(call: Call, dtype: str, shapes: Sequence[Shape]) -> str:
     """What all ranks must agree on, as a person reads it in an error.
 
     >>> signature(AllReduce("sum"), "float32", [(2, 3)])
-    'all_reduce(reduction=sum, factor=None) of float32 [2, 3]'
+    'all_reduce(reduction=sum) of float32 [2, 3]'
     """
     sizes = " ".join(str(list(shape)) for shape in shapes)
     return f"{call} of {dtype} {sizes}" if shapes else str(call)

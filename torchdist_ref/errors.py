@@ -32,6 +32,7 @@ once torch is there. Add a class here only where a caller would want to catch it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -140,13 +141,30 @@ def adopt_torch() -> None:
     QueueEmptyError.__bases__ = (theirs.QueueEmptyError, DistStoreError)
 
 
+_rank_here: Callable[[], int | None] = lambda: None
+
+
+def find_rank_with(ask: Callable[[], int | None]) -> None:
+    """Say how messages learn which rank they come from. Called once by the module that knows; None: not yet known."""
+    global _rank_here
+    _rank_here = ask
+
+
+def on_rank() -> str:
+    """Where a message comes from, to stand behind it; empty where there is no group yet."""
+    rank = _rank_here()
+    return "" if rank is None else f" (on rank {rank})"
+
+
 def explain(
     operation: str, argument: str, expected: str, got: Any, *, rank: int | None = None, hint: str = ""
 ) -> str:
     """The one form in which this library says that an argument is wrong.
 
+    The rank is the global one of the current world, unless another is given.
+
     >>> print(explain("broadcast", "src", "a rank from 0 to 3", 7, rank=1, hint="Ranks count from 0."))
     broadcast: argument 'src' must be a rank from 0 to 3, got 7 (on rank 1). Ranks count from 0.
     """
-    where = "" if rank is None else f" (on rank {rank})"
+    where = on_rank() if rank is None else f" (on rank {rank})"
     return f"{operation}: argument {argument!r} must be {expected}, got {got!r}{where}.{' ' + hint if hint else ''}"

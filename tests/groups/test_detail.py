@@ -67,7 +67,7 @@ def test_both_sides_are_shown() -> None:
             dist.all_reduce(torch.ones(2, 3 + rank))
         return str(caught.value).partition("calls. ")[2].partition(". Nothing")[0]
 
-    call = "all_reduce(reduction=sum, factor=None) of float32"
+    call = "all_reduce(reduction=sum) of float32"
     assert run(program, 2, backend="gloo") == [f"rank 0: {call} [2, 3]; rank 1: {call} [2, 4]"] * 2
 
 

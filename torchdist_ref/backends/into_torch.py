@@ -55,17 +55,17 @@ class RefProcessGroup(Hosted):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> RefWork:
         opts = opts or options.AllreduceOptions()
         tensor = only("all_reduce", "tensors", tensors)
-        return self._submit(opts, (AllReduce(*reduction("all_reduce", opts)), (tensor,), (tensor,)))
+        return self._submit(opts, (AllReduce(reduction("all_reduce", opts)), (tensor,), (tensor,)))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> RefWork:
         opts = opts or options.AllreduceCoalescedOptions()
-        call = AllReduce(*reduction("all_reduce_coalesced", opts))
+        call = AllReduce(reduction("all_reduce_coalesced", opts))
         return self._submit(opts, *((call, (tensor,), (tensor,)) for tensor in tensors))
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> RefWork:
         opts = opts or options.ReduceOptions()
         tensor = only("reduce", "tensors", tensors)
-        call = Reduce(self._root("reduce", opts), *reduction("reduce", opts))
+        call = Reduce(self._root("reduce", opts), reduction("reduce", opts))
         return self._submit(opts, (call, (tensor,), (tensor,)))
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> RefWork:
@@ -166,7 +166,7 @@ class RefProcessGroup(Hosted):
 
     def _scattering(self, op: str, tensor: Tensor, inputs: Tensors, opts: Any) -> Request:
         self._fit(op, "inputs", inputs, tensor)
-        return ReduceScatter(*reduction(op, opts)), inputs, (tensor,)
+        return ReduceScatter(reduction(op, opts)), inputs, (tensor,)
 
     def _exchange(self, opts: Any, outputs: Tensors, inputs: Tensors) -> RefWork:
         """All to all with blocks of any sizes: at once where all are alike, else padded to the largest."""

@@ -27,17 +27,21 @@ def only(op: str, argument: str, given: Sequence[T]) -> T:
     return given[0]
 
 
-def reduction(op: str, opts: Any) -> tuple[str, float | None]:
-    """The reduction that options ask for, with its factor.
+def reduction(op: str, opts: Any) -> str:
+    """The reduction that options ask for.
 
     Raises:
+        UnsupportedError: It is PREMUL_SUM.
         ArgumentTypeError: We know of no such reduction; guessing would be wrong silently.
     """
     asked = opts.reduceOp
     word = _WORDS.get(getattr(asked, "op", asked))
     if word is None:
         raise ArgumentTypeError(explain(op, "reduceOp", f"a ReduceOp, one of {', '.join(REDUCTIONS)}", asked))
-    return word, asked.factor if word == "premul_sum" else None
+    if word == "premul_sum":
+        raise UnsupportedError(f"{op}: torch offers ReduceOp.PREMUL_SUM on NCCL only. Multiply first and use SUM, or "
+                               f"call torchdist_ref.{op}, which takes it on every engine.")  # fmt: skip
+    return word
 
 
 def limit(opts: Any) -> float | None:

@@ -1,7 +1,7 @@
 """Tensors as MPI sees them: bytes where data only moves, typed numbers where it is reduced.
 
-MPI has no half-precision numbers and does not add truth values, so those are reduced as another type, and turned
-back when the call is done. Don't add knowledge of calls here.
+MPI has no half-precision or 8-bit floats and does not add truth values, so those are reduced as another type, and
+turned back when the call is done. Don't add knowledge of calls here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.reductions import WIDENED, reduction
+from torchdist_ref.backends.reductions import WIDENED, check
 from torchdist_ref.errors import UnsupportedError
 
 # The names of MPI's types and operations, as mpi4py has them.
@@ -22,8 +22,8 @@ _TYPES = {
     torch.uint32: "UINT32_T", torch.uint64: "UINT64_T", torch.complex64: "C_FLOAT_COMPLEX",
     torch.complex128: "C_DOUBLE_COMPLEX",
 }  # fmt: skip
-_OPS = {"sum": "SUM", "avg": "SUM", "product": "PROD", "min": "MIN", "max": "MAX", "band": "BAND", "bor": "BOR",
-        "bxor": "BXOR"}  # fmt: skip
+_OPS = {"sum": "SUM", "premul_sum": "SUM", "avg": "SUM", "product": "PROD", "min": "MIN", "max": "MAX",
+        "band": "BAND", "bor": "BOR", "bxor": "BXOR"}  # fmt: skip
 # What a reduction of truth values is on the bytes 0 and 1.
 _OF_BOOL = {"sum": "MAX", "product": "MIN"}
 
@@ -55,9 +55,7 @@ def operand(tensors: Sequence[Tensor], name: str, call: str) -> Operand:
         UnsupportedError: MPI has neither this reduction nor this dtype.
     """
     dtype = tensors[0].dtype
-    if name not in _OPS:
-        raise UnsupportedError(f"{call}: reduction {name!r} is not available on backend 'mpi'; use SUM and scale.")
-    reduction(name, dtype, call)
+    check(name, dtype, call)
     stand_in = torch.float32 if dtype in WIDENED else torch.uint8 if dtype is torch.bool else dtype
     if stand_in not in _TYPES:
         raise UnsupportedError(f"{call}: MPI can't reduce {dtype}; use .float(), or backend 'ref'.")

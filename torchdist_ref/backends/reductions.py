@@ -1,8 +1,8 @@
 """What "sum" or "bxor" is in tensor operations: in place, and of two operands into a third.
 
 Reductions of the wire are commutative; none is associative in floating point, which is why schedules
-fix an order. Half types are added in float32 (see `WIDENED`). Don't add averaging here: an average is
-a sum that the plan divides once.
+fix an order. Half and 8-bit floats are added in float32 (see `WIDENED`), and types that torch stores but does not
+calculate with go through a wider one. Don't add averaging here: an average is a sum that the plan divides once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchdist_ref.errors import ArgumentError, UnsupportedError
+from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
 
-WIDENED = {torch.float16, torch.bfloat16}
+_EIGHTHS = {
+    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+}  # fmt: skip
+WIDENED = {torch.float16, torch.bfloat16, *_EIGHTHS}
+# Types that torch stores but does not add or compare, and a type that holds all their values; sums wrap alike in both.
+_WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64, **dict.fromkeys(_EIGHTHS, torch.float32)}
 
 
 class Reduction(NamedTuple):
@@ -38,9 +43,11 @@ _TABLE = {
     "bor": Reduction(Tensor.bitwise_or_, torch.bitwise_or),
     "bxor": Reduction(Tensor.bitwise_xor_, torch.bitwise_xor),
 }
-_TABLE["avg"] = _TABLE["sum"]
+# Whoever submits them has scaled the operands, or the plan divides the result.
+_TABLE["avg"] = _TABLE["premul_sum"] = _TABLE["sum"]
 _BITWISE = {"band", "bor", "bxor"}
 _ORDERED = {"min", "max"}
+_SCALED = {"avg", "premul_sum"}
 # Complex numbers have no order, and torch multiplies none either: the door's deny list.
 _NOT_COMPLEX = {"product", *_BITWISE, *_ORDERED}
 
@@ -53,11 +60,46 @@ def reduction(name: str, dtype: torch.dtype, operation: str) -> Reduction:
         UnsupportedError: No engine of ours has this reduction.
     """
     if name not in _TABLE:
-        raise UnsupportedError(f"{operation}: reduction {name!r} is not available on backend 'ref'; use SUM and scale.")
+        raise UnsupportedError(f"{operation}: no engine has a reduction {name!r}; there are {', '.join(_TABLE)}.")
+    check(name, dtype, operation)
+    if dtype in _WIDER:
+        return _through(_WIDER[dtype], _TABLE[name].combine)
+    return _through_signed(name) if dtype is torch.uint64 else _TABLE[name]
+
+
+def check(name: str, dtype: torch.dtype, operation: str) -> None:
+    """Raise an ArgumentError unless this reduction makes sense for this dtype."""
+    word = name.upper()
     if name in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
-        raise ArgumentError(f"{operation}: ReduceOp.{name.upper()} needs integers or bool, got {dtype}.")
+        raise ArgumentError(explain(operation, "op", f"no ReduceOp.{word} where tensors are not integers or bool",
+                                    dtype))  # fmt: skip
     if name in _NOT_COMPLEX and dtype.is_complex:
-        raise ArgumentError(f"{operation} does not support ReduceOp.{name.upper()} on complex tensors ({dtype}).")
-    if name == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-        raise ArgumentError(f"{operation}: ReduceOp.AVG needs floating point, got {dtype}; use SUM and divide.")
-    return _TABLE[name]
+        raise ArgumentError(explain(operation, "op", f"no ReduceOp.{word} where tensors are complex", str(dtype),
+                                    hint=f"torch does not support ReduceOp.{word} on complex tensors."))  # fmt: skip
+    if name in _SCALED and not (dtype.is_floating_point or dtype.is_complex):
+        raise ArgumentError(explain(operation, "op", f"no ReduceOp.{word} where tensors are not floating point",
+                                    dtype, hint="Use SUM and divide."))  # fmt: skip
+
+
+def _through(wide: torch.dtype, combine: Callable[..., Tensor]) -> Reduction:
+    def together(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+        return out.copy_(combine(a.to(wide), b.to(wide)))
+
+    return Reduction(_into(together), together)
+
+
+def _through_signed(name: str) -> Reduction:
+    """64 bits without a sign: as signed numbers they add and multiply alike, and compare once the top bit is turned."""
+    turn, combine = torch.iinfo(torch.int64).min if name in _ORDERED else 0, _TABLE[name].combine
+
+    def together(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+        signed = combine(a.view(torch.int64) ^ turn, b.view(torch.int64) ^ turn)
+        out.view(torch.int64).copy_(signed ^ turn)
+        return out
+
+    return Reduction(_into(together), together)
+
+
+def divide(tensor: Tensor, by: int) -> Tensor:
+    """What makes a sum an average, in place."""
+    return tensor.copy_(tensor.float() / by) if tensor.dtype in _EIGHTHS else tensor.div_(by)

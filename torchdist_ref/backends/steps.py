@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, float32
 
+from torchdist_ref.backends import reductions
 from torchdist_ref.backends.reductions import Reduction
 
 Source = Tensor | int
@@ -56,7 +57,7 @@ def widened(at: int, sources: Sequence[Source], reduction: Reduction) -> Step:
 
 def divide(at: int, by: int) -> Step:
     """Slot `at` is divided: what makes a sum an average."""
-    return lambda bound: bound[at].div_(by)
+    return lambda bound: reductions.divide(bound[at], by)
 
 
 def _of(source: Source, bound: Bound) -> Tensor:

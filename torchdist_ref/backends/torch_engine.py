@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as options
 
 from torchdist_ref.backends.base import Backend, Membership
 from torchdist_ref.backends.torch_stores import StoreForTorch
-from torchdist_ref.backends.torch_work import Finished, TorchWork
+from torchdist_ref.backends.torch_work import Carried, Finished, TorchWork, brought_back
 from torchdist_ref.calls import (
     AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Gather, Recv, Reduce, ReduceScatter, Scatter, Send,
 )  # fmt: skip
@@ -31,7 +31,7 @@ Tensors = Sequence[Tensor]
 _OPS = {
     "sum": c10d.ReduceOp.SUM, "avg": c10d.ReduceOp.AVG, "product": c10d.ReduceOp.PRODUCT,
     "min": c10d.ReduceOp.MIN, "max": c10d.ReduceOp.MAX, "band": c10d.ReduceOp.BAND,
-    "bor": c10d.ReduceOp.BOR, "bxor": c10d.ReduceOp.BXOR,
+    "bor": c10d.ReduceOp.BOR, "bxor": c10d.ReduceOp.BXOR, "premul_sum": c10d.ReduceOp.SUM,
 }  # fmt: skip
 
 
@@ -77,18 +77,25 @@ class TorchEngine(Backend):
         start = perf_counter()
         if self._engine is None:
             raise GroupAbortedError(f"{call} {self._here()}: the group was destroyed on this rank.")
-        plain = {id(t): self._plain(call, t) for t in [*inputs, *outputs]}
-        into = [plain[id(t)] for t in outputs]
+        theirs_call, sources, targets, bring_back = self._carried(call, inputs, outputs)
         try:
-            theirs = self._start(call, [plain[id(t)] for t in inputs], into)
+            theirs = self._start(theirs_call, sources, targets)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             if isinstance(error, DistBackendError) and error.definite:
                 raise
             raise self._translated(call, error) from error
-        work = self.kind(call.op, outputs, theirs, into, self._finisher(call, outputs, start))
+        work = self.kind(call.op, outputs, theirs, bring_back, self._finisher(call, outputs, start))
+        if isinstance(call, Recv) and call.src is not None:
+            work.source = call.src
         if wait:
             work.wait()
         return work
+
+    def _carried(self, call: Call, inputs: Tensors, outputs: Tensors) -> Carried:
+        """The call as the engine can take it."""
+        plain = {id(t): self._plain(call, t) for t in [*inputs, *outputs]}
+        into = [plain[id(t)] for t in outputs]
+        return Carried(call, [plain[id(t)] for t in inputs], into, lambda: brought_back(into, outputs))
 
     def _plain(self, call: Call, tensor: Tensor) -> Tensor:
         """A tensor as the engine can take it: itself, flat, or a copy."""

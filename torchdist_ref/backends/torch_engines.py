@@ -1,11 +1,12 @@
 """Gloo: torch's C++ engine for CPU tensors, driven by our stores and groups.
 
-How our calls become calls of torch's is in `torch_engine`; here is only what Gloo needs besides. Don't add other
-engines of torch's: each has a file of its own.
+How our calls become calls of torch's is in `torch_engine`, and what Gloo can't take as it is in `torch_operands`; here
+is only how ranks connect. Don't add other engines of torch's: each has a file of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,11 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from torchdist_ref.backends.torch_engine import TorchEngine
-from torchdist_ref.calls import Recv, Send
+from torchdist_ref.backends.torch_operands import carried
+from torchdist_ref.backends.torch_work import Carried
+from torchdist_ref.calls import Call, Recv, Send
+
+Tensors = Sequence[Tensor]
 
 
 class Gloo(TorchEngine):
@@ -41,6 +46,9 @@ class Gloo(TorchEngine):
         else:
             store.wait(["all connected"], timedelta(seconds=m.timeout))
             store.set(f"gone on/{m.rank}", b"")
+
+    def _carried(self, call: Call, inputs: Tensors, outputs: Tensors) -> Carried:
+        return carried(call, inputs, outputs, self._membership.rank)
 
     def _message(self, call: Send | Recv, tensors: list[Tensor]) -> list[Tensor]:
         """Gloo refuses messages of no bytes, so they travel as one."""

@@ -10,23 +10,42 @@ import contextvars
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchdist_ref.calls import Call
 from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]
 Finished = Callable[[BaseException | None], BaseException | None]
+# Brings results to where the caller wants them; whether there was anything to do.
+BringBack = Callable[[], bool]
+
+
+class Carried(NamedTuple):
+    """A call as an engine of torch's gets it.
+
+    Attributes:
+        call: What to do, perhaps in other words.
+        inputs: What is read, in one dimension.
+        outputs: What is written.
+        bring_back: Brings the results to the caller's tensors; whether there was anything to do.
+    """
+
+    call: Call
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    bring_back: BringBack
 
 
 class TorchWork(Work):
     """A work of torch's, with our errors; copies results back into strided outputs."""
 
-    def __init__(self, name: str, outputs: Tensors, theirs: Any, into: Tensors, finished: Finished) -> None:
+    def __init__(self, name: str, outputs: Tensors, theirs: Any, bring_back: BringBack, finished: Finished) -> None:
         super().__init__(name, outputs)
-        self._theirs, self._into, self._finished = theirs, into, finished
+        self._theirs, self._results, self._finished = theirs, bring_back, finished
         self._once = threading.Lock()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
@@ -56,12 +75,16 @@ class TorchWork(Work):
                 self._deliver(error)
 
     def _deliver(self, error: BaseException | None) -> None:
-        for tensor, result in zip(self.outputs, self._into, strict=True):
-            if error is None and result.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(result.view(tensor.shape))
-        self.source = _source(self._theirs)
+        if error is None:
+            self._bring_back()
+        if self.source < 0:
+            self.source = _source(self._theirs)
         translated = self._finished(error)
         self.finish() if translated is None else self.fail(translated)
+
+    def _bring_back(self) -> bool:
+        """Fill the outputs that were not written in place; whether there were any."""
+        return self._results()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """See `Work.get_future`; settled from torch's own future."""
@@ -72,6 +95,16 @@ class TorchWork(Work):
             here = contextvars.copy_context()
             self._theirs.get_future().add_done_callback(lambda done: here.run(self._settled_by, done.value))
         return future
+
+
+def brought_back(results: Tensors, outputs: Tensors) -> bool:
+    """Fill the outputs whose results lie elsewhere; whether there were any."""
+    copied = False
+    for result, tensor in zip(results, outputs, strict=True):
+        if result.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(result.view(tensor.dtype).view(tensor.shape))
+            copied = True
+    return copied
 
 
 def _source(theirs: Any) -> int:

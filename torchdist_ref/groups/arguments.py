@@ -30,6 +30,7 @@ _WORDS = {
     ReduceOp.BAND: "band",
     ReduceOp.BOR: "bor",
     ReduceOp.BXOR: "bxor",
+    ReduceOp.PREMUL_SUM: "premul_sum",
 }
 ALL_REDUCE = {word: AllReduce(word) for word in _WORDS.values()}
 REDUCE_SCATTER = {word: ReduceScatter(word) for word in _WORDS.values()}
@@ -54,15 +55,13 @@ def word_of(op: Any, operation: str) -> str:
     member = getattr(op, "op", op)
     if not isinstance(member, type(SUM)) or member not in _WORDS:
         raise ArgumentTypeError(explain(operation, "op", "a ReduceOp (SUM, AVG, PRODUCT, MIN, ...)", op))
+    if op is ReduceOp.PREMUL_SUM:
+        expected = "a ReduceOp; PREMUL_SUM needs a factor, as in ReduceOp.PREMUL_SUM(0.5)"
+        raise ArgumentTypeError(explain(operation, "op", expected, op))
     return _WORDS[member]
 
 
-_reduce = cache(Reduce)
-
-
-def reduce_call(root: int, op: Any) -> Reduce:
-    """The call for a reduction to one rank."""
-    return _reduce(root, word_of(op, "reduce"))
+reduce_call = cache(Reduce)
 
 
 def check_tensor(operation: str, argument: str, value: Any) -> None:

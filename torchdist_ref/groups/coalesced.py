@@ -16,6 +16,7 @@ from torchdist_ref.groups.arguments import (
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.joined import joined
+from torchdist_ref.groups.premultiplied import submit_multiplied
 from torchdist_ref.work import Work
 
 _ALL_GATHER = AllGather()
@@ -63,7 +64,10 @@ def all_reduce_coalesced(
     call = ALL_REDUCE[word_of(op, operation)]
     for index, tensor in enumerate(given):
         check_writable(operation, f"tensors[{index}]", tensor)
-    parts = [submit(found, call, (tensor,), (tensor,), async_op) for tensor in given]
+    if call.reduction == "premul_sum":
+        parts = [submit_multiplied(found, operation, call, tensor, op, async_op) for tensor in given]
+    else:
+        parts = [submit(found, call, (tensor,), (tensor,), async_op) for tensor in given]
     return _future(joined(operation, given, parts, async_op))
 
 

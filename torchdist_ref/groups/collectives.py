@@ -22,9 +22,11 @@ from torchdist_ref.groups.arguments import (
     ALL_REDUCE, SUM, check_tensor, check_writable, member_group, reduce_call, root_of, word_of,
 )  # fmt: skip
 from torchdist_ref.groups.group import ProcessGroup
+from torchdist_ref.groups.premultiplied import submit_multiplied
 from torchdist_ref.work import Work
 
 _BARRIER = Barrier()
+_PREMUL_SUM = ALL_REDUCE["premul_sum"]
 _broadcast = cache(Broadcast)
 
 
@@ -43,7 +45,8 @@ def all_reduce(
 
     Args:
         tensor: Input and output. Any shape and strides; nothing outside a strided view is touched.
-        op: How to reduce. Default: the sum.
+        op: How to reduce. Default: the sum. ``ReduceOp.PREMUL_SUM(factor)`` adds what each rank has multiplied by a
+            factor of its own, a float or a tensor of one element and of the same dtype.
         group: Which ranks. Default: all.
         async_op: Return at once with a Work to wait for.
 
@@ -74,8 +77,10 @@ def all_reduce(
         return None
     check_tensor("all_reduce", "tensor", tensor)
     check_writable("all_reduce", "tensor", tensor)
-    operands = (tensor,)
-    return submit(found, ALL_REDUCE[word_of(op, "all_reduce")], operands, operands, async_op)
+    call, operands = ALL_REDUCE[word_of(op, "all_reduce")], (tensor,)
+    if call is _PREMUL_SUM:
+        return submit_multiplied(found, "all_reduce", call, tensor, op, async_op)
+    return submit(found, call, operands, operands, async_op)
 
 
 def broadcast(
@@ -170,7 +175,9 @@ def reduce(
         return None
     check_tensor("reduce", "tensor", tensor)
     check_writable("reduce", "tensor", tensor)
-    call = reduce_call(root_of(found, "reduce", dst, group_dst, "dst"), op)
+    call = reduce_call(root_of(found, "reduce", dst, group_dst, "dst"), word_of(op, "reduce"))
+    if call.reduction == "premul_sum":
+        return submit_multiplied(found, "reduce", call, tensor, op, async_op)
     return submit(found, call, (tensor,), (tensor,), async_op)
 
 

@@ -106,7 +106,7 @@ def all_reduce_multigpu(
         return None
     check_alike(name, "tensor_list", tensor_list)
     word = word_of(op, name)
-    scratch = combined_of(name, tensor_list, word)
+    scratch = combined_of(name, tensor_list, op)
     parts = [submit(found, ALL_REDUCE[word], (scratch,), (scratch,), True)]
     return joined(name, tensor_list, parts, async_op, lambda: copy_each([scratch] * len(tensor_list), tensor_list))
 
@@ -155,6 +155,6 @@ def reduce_multigpu(
     check_alike(name, "tensor_list", tensor_list)
     root, word = root_of(found, name, dst, None, "dst"), word_of(op, name)
     target = [entry(name, "dst_tensor", tensor_list, dst_tensor)] if root == found.rank() else []
-    scratch = combined_of(name, tensor_list, word)
+    scratch = combined_of(name, tensor_list, op)
     parts = [submit(found, Reduce(root, word), (scratch,), (scratch,), True)]
     return joined(name, tensor_list, parts, async_op, lambda: copy_each([scratch][: len(target)], target))

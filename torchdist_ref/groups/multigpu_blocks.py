@@ -115,7 +115,7 @@ def reduce_scatter_multigpu(
     count = len(output_tensor_list)
     check_lists(name, "input_tensor_lists", input_tensor_lists, count, count * found.size(), output_tensor_list[0])
     word = word_of(op, name)
-    combined = combined_of(name, [packed(inputs) for inputs in input_tensor_lists], word)
+    combined = combined_of(name, [packed(inputs) for inputs in input_tensor_lists], op)
     result = combined.new_empty((count, combined.shape[1]))
     blocks = list(combined.view(found.size(), *result.shape).unbind())
     parts = [submit(found, REDUCE_SCATTER[word], blocks, (result,), True)]

@@ -30,7 +30,7 @@ def supports_complex(reduceOp: Any) -> bool:
         >>> dist.supports_complex(dist.ReduceOp.SUM), dist.supports_complex(dist.ReduceOp.MAX)
         (True, False)
     """
-    if getattr(reduceOp, "op", reduceOp) is ReduceOp.PREMUL_SUM:
+    if reduceOp is ReduceOp.PREMUL_SUM:
         return True
     return word_of(reduceOp, "supports_complex") not in _NOT_COMPLEX
 

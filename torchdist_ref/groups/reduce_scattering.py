@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from torchdist_ref.groups.arguments import (
 )  # fmt: skip
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.group import ProcessGroup
+from torchdist_ref.groups.premultiplied import all_multiplied
 from torchdist_ref.work import Work
 
 
@@ -60,7 +62,7 @@ def reduce_scatter(
     check_one_dtype("reduce_scatter", [output, *input_list])
     mine = input_list[found.rank()]
     check_elements("reduce_scatter", f"input_list[{found.rank()}]", mine, output.numel(), "as the output has")
-    return submit(found, REDUCE_SCATTER[word_of(op, "reduce_scatter")], input_list, (output,), async_op)
+    return _submit("reduce_scatter", found, input_list, output, op, async_op)
 
 
 def reduce_scatter_tensor(
@@ -111,5 +113,13 @@ def scatter_from(
     check_tensor(operation, "input", input)
     check_one_dtype(operation, [output, input])
     check_elements(operation, "input", input, output.numel() * group.size(), "world size times the output")
+    return _submit(operation, group, rows(operation, "input", input, group), output, op, async_op)
+
+
+def _submit(
+    operation: str, group: ProcessGroup, inputs: Sequence[Tensor], output: Tensor, op: Any, async_op: bool
+) -> Work | None:
     call = REDUCE_SCATTER[word_of(op, operation)]
-    return submit(group, call, rows(operation, "input", input, group), (output,), async_op)
+    if call.reduction == "premul_sum":
+        inputs = all_multiplied(operation, inputs, op)
+    return submit(group, call, inputs, (output,), async_op)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.errors import ArgumentError, explain
-from torchdist_ref.groups.arguments import check_elements, check_one_dtype, check_tensors, check_writable
+from torchdist_ref.groups.arguments import check_elements, check_one_dtype, check_tensors, check_writable, word_of
+from torchdist_ref.groups.premultiplied import multiplied
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add, "avg": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum,
-    "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
+    "sum": torch.add, "avg": torch.add, "premul_sum": torch.add, "product": torch.mul, "min": torch.minimum,
+    "max": torch.maximum, "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
 }  # fmt: skip
 
 
@@ -54,14 +55,16 @@ def packed(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([tensor.detach().reshape(-1) for tensor in tensors])
 
 
-def combined_of(name: str, tensors: Sequence[Tensor], word: str) -> Tensor:
+def combined_of(name: str, tensors: Sequence[Tensor], op: Any) -> Tensor:
     """This rank's tensors as one, so that the ranks have one to reduce."""
+    word = word_of(op, name)
     # An average of whole numbers is the engine's to refuse, on all ranks alike.
     whole = not (tensors[0].is_floating_point() or tensors[0].is_complex())
     total = tensors[0].detach().clone(memory_format=torch.contiguous_format)
     try:
         for tensor in tensors[1:]:
             total = _COMBINE[word](total, tensor.detach().reshape(total.shape))
+        total = multiplied(name, total, op) if word == "premul_sum" else total
         return total / len(tensors) if word == "avg" and not whole else total
     except RuntimeError as error:
         raise ArgumentError(f"{name}: ReduceOp.{word.upper()} makes no sense for {total.dtype} ({error}).") from error

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from torchdist_ref.errors import ArgumentTypeError, NotInitializedError, explain
+from torchdist_ref.errors import ArgumentTypeError, NotInitializedError, explain, find_rank_with
 from torchdist_ref.groups.group import GroupMember, ProcessGroup
 from torchdist_ref.stores import Store
 
@@ -136,11 +136,17 @@ def _check_not_a_member(group: object) -> None:
         raise ArgumentTypeError(explain("process group", "group", "a group made by new_group, or None", group))
 
 
+def _rank() -> int | None:
+    group = current().default
+    return None if group is None else group.rank()
+
+
 def _after_fork() -> None:
     # The child has no engine threads and must not use its parent's links.
+    _of_process.say_goodbye()
     _of_process.forget()
 
 
+find_rank_with(_rank)
 os.register_at_fork(after_in_child=_after_fork)
 atexit.register(lambda: _of_process.close())
-    _of_process.say_goodbye()
