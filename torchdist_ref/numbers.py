@@ -15,7 +15,7 @@ import contextvars
 import itertools
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.futures import Future
@@ -91,9 +91,9 @@ class Numbers:
 class CallFuture(Future[Any]):
     """A future whose callbacks run in the scope of a call."""
 
-    def __init__(self, scope: Scope) -> None:
-        super().__init__()
-        self._scope = scope
+    def __init__(self, scope: Scope, devices: Sequence[Any] = ()) -> None:
+        super().__init__(devices=list(devices))
+        self._scope, self._devices = scope, devices
 
     def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> None:
         """Call this with the future once it is done."""
@@ -101,7 +101,7 @@ class CallFuture(Future[Any]):
 
     def then(self, callback: Callable[[Future[Any]], Any]) -> Future[Any]:
         """A future of what the callback returns, or raises, once this one is done."""
-        following = CallFuture(self._scope)
+        following = CallFuture(self._scope, self._devices)
 
         def follow(done: Future[Any]) -> None:
             try:

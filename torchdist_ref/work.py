@@ -102,7 +102,9 @@ class Work:
         with self._lock:
             future = self._future
             if future is None:
-                future = self._future = Future() if self._scope is None else CallFuture(self._scope)
+                devices = devices_of(self.outputs)
+                made = Future(devices=devices) if self._scope is None else CallFuture(self._scope, devices)
+                future = self._future = made
                 settled = self._event.is_set()
             else:
                 settled = False
@@ -139,6 +141,11 @@ class Work:
             future.set_result(list(self.outputs))
 
 
+def devices_of(outputs: Sequence[Any]) -> list[Any]:
+    """The accelerators that outputs are on: a future holds such tensors only if it was made for their devices."""
+    return list({output.device for output in outputs if getattr(output, "is_cuda", False)})
+
+
 _SET = threading.Event()
 _SET.set()
 
@@ -151,5 +158,3 @@ class Done(Work):
         self.name, self.outputs, self.source = name, outputs, source
         self._run_callbacks, self._scope, self._error, self._future = None, None, None, None
         self._event, self._lock = _SET, threading.Lock()
-
-

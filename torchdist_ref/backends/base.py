@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-
 from functools import partial
 from typing import Any
+
+import torch
+import torch.distributed as c10d
 from torch import Tensor
 
 from torchdist_ref import _autoload
 from torchdist_ref.calls import Call
-from torchdist_ref.errors import ArgumentError
+from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.stores import Store
 from torchdist_ref.trace import Recorder
 from torchdist_ref.transports import refuse_to_meet, share_a_host
@@ -36,6 +39,8 @@ class Membership:
         members: The global rank of every member, in group order.
         name: The group's name, the same on all members.
         timeout: Seconds that any wait in this group takes at most.
+        options: What the caller gave as `pg_options`, for engines that take any.
+        device: What the caller gave as `device_id`, for engines that bind a device.
     """
 
     store: Store
@@ -43,6 +48,8 @@ class Membership:
     members: tuple[int, ...]
     name: str
     timeout: float
+    options: Any = None
+    device: Any = None
 
     @property
     def size(self) -> int:
@@ -78,6 +85,18 @@ class Backend(ABC):
             DistBackendError: With `wait`, what the call failed with.
         """
 
+    def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A new CPU tensor in the memory that this engine's calls are fastest on, if that is not just any."""
+        return torch.empty(size, dtype=dtype)
+
+    def together(self) -> AbstractContextManager[None]:
+        """While this is open, sends and receives may be held back, to be started as one when it closes.
+
+        Nothing, but for engines that start messages one after the other, where two ranks that send to each other
+        before they receive would wait for ever. Their Works can be waited for once it is closed.
+        """
+        return nullcontext()
+
     @abstractmethod
     def close(self) -> None:
         """Leave the group in good order."""
@@ -93,6 +112,7 @@ Factory = Callable[[Membership], Backend]
 _engines: dict[str, Factory | str] = {
     "ref": "torchdist_ref.backends.ref:Ref",
     "gloo": "torchdist_ref.backends.torch_engines:Gloo",
+    "nccl": "torchdist_ref.backends.nccl:Nccl",
     "mpi": "torchdist_ref.backends.mpi:Mpi",
     "fake": "torchdist_ref.backends.fake:Fake",
 }
@@ -104,15 +124,46 @@ def register(name: str, factory: Factory) -> None:
 
 
 def names() -> list[str]:
-    """The engines that can be asked for."""
-    return sorted(_engines)
+    """The engines that can be asked for: ours, those registered here, and those that others registered with torch."""
+    return sorted({*_engines, *(name.lower() for name in _of_torch())})
+
+
+def by_device(name: str) -> dict[str, str]:
+    """The engine that a name means for each kind of device; with one name for all, its key is the empty text.
+
+    Args:
+        name: ``"gloo"``, or pairs such as ``"cpu:gloo,cuda:nccl"``, in any case.
+
+    Raises:
+        ArgumentError: No engine has such a name, a device is given twice, or there is no such kind of device.
+
+    >>> by_device("GLOO"), by_device("cpu:ref,cuda:nccl")
+    ({'': 'gloo'}, {'cpu': 'ref', 'cuda': 'nccl'})
+    """
+    pairs = [part.strip().rpartition(":") for part in name.lower().split(",")]
+    found = {device: engine for device, _, engine in pairs}
+    unknown = [engine for engine in found.values() if engine not in names()]
+    if unknown:
+        hint = f"No engine is called {unknown[0]!r}; see register_backend."
+        raise ArgumentError(explain("init_process_group", "backend", f"one of {', '.join(names())}", name, hint=hint))
+    if len(found) < len(pairs) or (len(found) > 1 and "" in found) or not all(map(_is_device, found)):
+        expected = "one name, or one for each kind of device, as in 'cpu:gloo,cuda:nccl'"
+        raise ArgumentError(explain("init_process_group", "backend", expected, name))
+    return found
+
+
+def _is_device(kind: str) -> bool:
+    try:
+        return not kind or torch.device(kind).index is None
+    except RuntimeError:
+        return False
 
 
 def create(name: str, membership: Membership) -> Backend:
     """Make the engine of this name for a group.
 
     Raises:
-        ArgumentError: No engine has this name.
+        ArgumentError: No engine has this name; see `by_device`.
     """
     engines = by_device(name)
     if "" not in engines:
@@ -124,9 +175,18 @@ def create(name: str, membership: Membership) -> Backend:
     return (_load(found) if isinstance(found, str) else found)(membership)
 
 
+def _of_torch() -> Mapping[str, Any]:
+    """What was registered with torch, by name in upper case."""
+    return getattr(c10d.Backend, "_plugins", {})
+
+
 def default_name(store: Store, rank: int, size: int) -> str:
-    """The engine where nobody named one: a fact about all ranks, so that all choose alike."""
-    return "ref" if share_a_host(store, rank, size) else "gloo"
+    """The engine where nobody named one: for CPU tensors a fact about all ranks, so that all choose alike.
+
+    Ranks that have CUDA devices add `nccl` for the tensors there; for CPU tensors they are one with ranks that don't.
+    """
+    cpu = "ref" if share_a_host(store, rank, size) else "gloo"
+    return f"cpu:{cpu},cuda:nccl" if c10d.is_nccl_available() and torch.cuda.is_available() else cpu
 
 
 def decline(store: Store, rank: int, reason: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 
 from torch import Tensor
@@ -85,6 +86,10 @@ class Checked(Backend):
                 f"{call.op} (in group {m.name!r}, on rank {m.members[m.rank]}): ranks {absent} made no call in "
                 f"{m.timeout:g} s. See what they do."
             ) from None
+
+    def together(self) -> AbstractContextManager[None]:
+        """See `Backend.together`."""
+        return self._engine.together()
 
     def close(self) -> None:
         """See `Backend.close`."""

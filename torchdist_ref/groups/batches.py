@@ -106,7 +106,8 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     if any(op.group is not p2p_op_list[0].group for op in p2p_op_list):
         names = sorted({op.group.name for op in p2p_op_list})
         raise ArgumentError(f"batch_isend_irecv: All ops need to use the same group, and these use {names}.")
-    return [op.op(op.tensor, group=op.group, tag=op.tag, **_peer(op)) for op in p2p_op_list]
+    with p2p_op_list[0].group.backend.together():
+        return [op.op(op.tensor, group=op.group, tag=op.tag, **_peer(op)) for op in p2p_op_list]
 
 
 def _peer(op: P2POp) -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchdist_ref.calls import AllToAll, Recv, Send
+from torchdist_ref.calls import OWN_TAGS, AllToAll, Recv, Send
 from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.groups.arguments import (
     check_elements, check_one_dtype, check_tensor, check_writable, member_group, rows,
@@ -23,7 +23,7 @@ from torchdist_ref.work import Work
 
 _ALL_TO_ALL = AllToAll()
 # Messages of this tag are the library's own; they pass each other in order, as all messages of one pair and tag do.
-TAG = 2**30
+TAG = OWN_TAGS
 _NAME = "all_to_all_single"
 
 
@@ -115,9 +115,10 @@ def _between_pairs(
     check_elements(_NAME, f"output_split_sizes[{me}]", outputs[me], inputs[me].numel(), "what this rank keeps")
     outputs[me].copy_(inputs[me])
     parts = []
-    for step in range(1, size):
-        # In step s everybody sends to the rank s further on, so no rank is waited for by two at once.
-        source, target = (me - step) % size, (me + step) % size
-        parts.append(submit_to(Recv(source, TAG), (), (outputs[source],), False))
-        parts.append(submit_to(Send(target, TAG), (inputs[target],), (), False))
+    with group.backend.together():
+        for step in range(1, size):
+            # In step s everybody sends to the rank s further on, so no rank is waited for by two at once.
+            source, target = (me - step) % size, (me + step) % size
+            parts.append(submit_to(Recv(source, TAG), (), (outputs[source],), False))
+            parts.append(submit_to(Send(target, TAG), (inputs[target],), (), False))
     return joined(_NAME, [output], parts, async_op)

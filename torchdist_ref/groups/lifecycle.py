@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-from torchdist_ref.backends.base import Membership, create, decline, default_name, names
+from torchdist_ref.backends.base import Membership, by_device, create, decline, default_name
 from torchdist_ref.debug.checked import as_asked
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, MismatchError, NotInitializedError, explain
 from torchdist_ref.groups.group import GroupMember, ProcessGroup
@@ -40,20 +40,24 @@ def init_process_group(
     environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as launchers set them).
 
     Args:
-        backend: ``"ref"``, ``"gloo"`` or a registered name. None: ``TORCHDIST_REF_BACKEND``, else ``"ref"``
-            where all ranks share a host, else ``"gloo"``.
+        backend: ``"ref"``, ``"gloo"``, ``"nccl"``, ``"mpi"`` or a name that was registered here or with torch; or one
+            for each kind of device, as in ``"cpu:gloo,cuda:nccl"``. None: ``TORCHDIST_REF_BACKEND``, else ``"ref"``
+            where all ranks share a host and ``"gloo"`` where they don't, and ``"nccl"`` besides, for CUDA tensors,
+            where this rank has a CUDA device.
         init_method: A URL that says how to meet: ``env://``, ``tcp://host:port``, ``file:///path``.
         timeout: How long any wait takes at most. Default: 30 minutes.
         world_size: How many ranks there are.
         rank: Which one this is, from 0.
         store: A store that all ranks share, in place of `init_method`.
         group_name: A name for error messages. Default: ``"world"``.
-        pg_options: Accepted for torch's sake; no engine of this library takes options.
-        device_id: Accepted for torch's sake; only ``nccl`` would bind a device.
+        pg_options: For ``nccl`` a ``torch.distributed.ProcessGroupNCCL.Options``, for engines of others what they
+            take; ``ref``, ``gloo`` and ``mpi`` have none.
+        device_id: For ``nccl`` the device of this rank: ranks connect at once then. Others need none.
         _ranks: Accepted for torch's sake, which names the group after them and uses them for nothing else.
 
     Raises:
         ArgumentError: Initialised twice, an unknown backend, or arguments that contradict each other.
+        UnsupportedError: The backend needs what is not installed here, or a device; with how to get it.
         RendezvousError: The URL, the environment, the rank or the world size is wrong.
         DistNetworkError: The meeting point cannot be reached.
         RankStalledError: A rank did not come in time.
@@ -78,7 +82,8 @@ def init_process_group(
     _check_place(rank, world_size)
     world.store, world.owns_store = store, owned
     try:
-        world.default = _make(world, backend, group_name or "world", tuple(range(world_size)), rank, seconds)
+        everybody = tuple(range(world_size))
+        world.default = _make(world, backend, group_name or "world", everybody, rank, seconds, (pg_options, device_id))
     except BaseException:
         world.close()
         raise
@@ -87,8 +92,8 @@ def init_process_group(
 def _check_backend(backend: str | None) -> None:
     if backend is not None and not isinstance(backend, str):
         raise ArgumentTypeError(explain("init_process_group", "backend", "a name", backend))
-    if backend is not None and backend.lower() not in names():
-        raise ArgumentError(explain("init_process_group", "backend", f"one of {', '.join(names())}", backend))
+    if backend is not None:
+        by_device(backend)
 
 
 def seconds_of(timeout: timedelta | None) -> float:
@@ -114,12 +119,18 @@ def _check_place(rank: int, world_size: int) -> None:
 
 
 def _make(
-    world: World, backend: str | None, name: str, members: tuple[int, ...], rank: int, seconds: float
+    world: World,
+    backend: str | None,
+    name: str,
+    members: tuple[int, ...],
+    rank: int,
+    seconds: float,
+    for_engine: tuple[Any, Any],
 ) -> ProcessGroup:
     store = _store_of(world)
     world.made += 1
     chosen = backend or _choose(store, rank, len(members))
-    membership = Membership(store, rank, members, name, seconds)
+    membership = Membership(store, rank, members, name, seconds, *for_engine)
     engine = as_asked(create(chosen, membership), membership)
     group = ProcessGroup(members, rank, engine, name, seconds, store)
     world.groups.append(group)
@@ -185,10 +196,10 @@ def new_group(
         ranks: Global ranks of the members, in any order. None: all.
         timeout: How long any wait takes at most. Default: 30 minutes.
         backend: Default: the default group's.
-        pg_options: Accepted for torch's sake.
+        pg_options: As for `init_process_group`.
         use_local_synchronization: Accepted for torch's sake: only the members ever wait here.
         group_desc: A name for error messages.
-        device_id: Accepted for torch's sake.
+        device_id: As for `init_process_group`.
         sort_ranks: Whether the group counts its members in ascending order, or as `ranks` lists them.
 
     Returns:
@@ -216,7 +227,8 @@ def new_group(
     if me not in members:
         world.made += 1
         return GroupMember.NON_GROUP_MEMBER
-    return _make(world, backend or default.backend.name, name, members, members.index(me), seconds)
+    chosen = backend or default.backend.name
+    return _make(world, chosen, name, members, members.index(me), seconds, (pg_options, device_id))
 
 
 def _members(ranks: Iterable[int] | None, default: ProcessGroup, in_order: bool) -> tuple[int, ...]:

@@ -1,0 +1,97 @@
+"""A stand-in for torch's NCCL that runs on Gloo and CPU tensors: what `nccl` does with it is seen without a GPU.
+
+It has the constructor, the options and the manners of ProcessGroupNCCL as far as `nccl` relies on them: in a batch,
+calls return nothing, and its end returns one work for all. It knows nothing of streams; events are written down.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+from torchdist_ref.backends.nccl import Nccl
+
+
+class Together:
+    """One work for a batch, that can be waited for often: Gloo's can't, and NCCL's can."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self, *timeout: Any) -> bool:
+        while self._works:
+            self._works.pop(0).wait(*timeout)
+        return True
+
+
+class StandIn:
+    """Gloo in NCCL's clothes."""
+
+    made: ClassVar[list[StandIn]] = []
+
+    class Options:
+        """What a caller may pass as `pg_options`."""
+
+        is_high_priority_stream = False
+        _timeout: Any = None
+        global_ranks_in_group: Any = None
+        group_name = ""
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        self.options = options
+        self.connected: Any = None
+        self._gloo = c10d.ProcessGroupGloo(store, rank, size, options._timeout)
+        self._held: list[Any] | None = None
+        self.made.append(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gloo, name)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected = device
+
+    def send(self, *arguments: Any) -> Any:
+        return self._start(self._gloo.send(*arguments))
+
+    def recv(self, *arguments: Any) -> Any:
+        return self._start(self._gloo.recv(*arguments))
+
+    def _start(self, work: Any) -> Any:
+        if self._held is None:
+            return work
+        self._held.append(work)
+        return None
+
+    def _start_coalescing(self) -> None:
+        self._held = []
+
+    def _end_coalescing(self) -> Together:
+        held, self._held = self._held or [], None
+        return Together(held)
+
+
+class Event:
+    """Where streams would be ordered."""
+
+    log: ClassVar[list[str]] = []
+
+    def record(self) -> None:
+        self.log.append("record")
+
+    def wait(self) -> None:
+        self.log.append("wait")
+
+
+def instead_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process, and those forked from it, take the stand-in for NCCL and the CPU for a GPU."""
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", StandIn, raising=False)
+    monkeypatch.setattr(c10d, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Nccl, "device", "cpu")
+    monkeypatch.setattr(StandIn, "made", [])
+    monkeypatch.setattr(Event, "log", [])

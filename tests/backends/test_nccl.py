@@ -1,0 +1,212 @@
+"""`nccl` without a GPU: who is told what, names by device, and what the engine asks of torch's object.
+
+What only a device can show is in `test_on_gpu`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+import torchdist_ref as dist
+from tests.backends.nccl_stand_in import Event, StandIn, instead_of_nccl
+from torchdist_ref.backends import nccl
+from torchdist_ref.backends.base import by_device, default_name
+from torchdist_ref.testing import fill, run
+
+ALONE: dict[str, Any] = {"rank": 0, "world_size": 1}
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, built: bool, backend: str = "nccl") -> str:
+    monkeypatch.setattr(c10d, "is_nccl_available", lambda: built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="backend 'nccl' can't be used") as caught:
+        dist.init_process_group(backend, store=dist.HashStore(), **ALONE)
+    assert isinstance(caught.value, dist.UnsupportedError) and caught.value.definite and not dist.is_initialized()
+    return str(caught.value)
+
+
+def test_without_nccl_one_is_told_how_to_get_it_and_what_to_use_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = refusal(monkeypatch, built=False)
+    assert torch.__version__ in text and "built without NCCL" in text
+    assert "CUDA build of torch" in text and "'ref'" in text and "'gloo'" in text
+
+
+def test_without_a_device_one_is_told_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    text = refusal(monkeypatch, built=True, backend="cpu:ref,cuda:nccl")
+    assert "no CUDA device" in text and "CUDA_VISIBLE_DEVICES: 7" in text and "nvidia-smi" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("smoke", "one of.*nccl.*got 'smoke'.*'smoke'"),
+        ("cpu:smoke", "No engine is called 'smoke'"),
+        ("cpu:ref,cpu:gloo", "one for each kind of device.*got 'cpu:ref,cpu:gloo'"),
+        ("gloo,cuda:nccl", "one for each kind of device"),
+        ("potato:gloo", "one for each kind of device"),
+        ("cpu:0:gloo", "one for each kind of device"),
+        ("", "No engine is called ''"),
+    ],
+)
+def test_names_that_mean_nothing_are_refused_before_anybody_waits(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        dist.init_process_group(name, init_method="tcp://192.0.2.1:1", **ALONE)
+
+
+def test_names_by_device() -> None:
+    assert by_device("CPU:GLOO, cuda:NCCL") == {"cpu": "gloo", "cuda": "nccl"}
+    assert by_device("Ref") == {"": "ref"}
+
+
+def test_with_no_name_there_is_nccl_where_there_are_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_name(dist.HashStore(), 0, 1) == "ref"
+    instead_of_nccl(monkeypatch)
+    assert default_name(dist.HashStore(), 0, 1) == "cpu:ref,cuda:nccl"
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    instead_of_nccl(monkeypatch)
+
+
+def on_nccl(rank: int, program: Any, size: int, path: str) -> Any:
+    dist.init_process_group("nccl", store=dist.FileStore(path, size), rank=rank, world_size=size)
+    try:
+        return program(rank, size)
+    finally:
+        dist.destroy_process_group()
+
+
+def ran(program: Any, tmp_path: Any, size: int = 2) -> list[Any]:
+    return run(on_nccl, size, program, size, f"{tmp_path}.meet", init=False, ranks="processes")
+
+
+def collectives(rank: int, size: int) -> list[torch.Tensor]:
+    """Every operation once, on strided tensors too."""
+    total, column = fill(rank, (4, 3)), fill(rank, (4, 3)).t()[1]
+    dist.all_reduce(total)
+    dist.all_reduce(column, dist.ReduceOp.MAX)
+    gathered, scattered = [torch.zeros(3) for _ in range(size)], torch.zeros(3)
+    dist.all_gather(gathered, fill(rank, (3,)))
+    dist.reduce_scatter(scattered, [fill(rank + 10 * block, (3,)) for block in range(size)])
+    mine = torch.zeros(2)
+    dist.scatter(mine, [fill(7 * r, (2,)) for r in range(size)] if rank == 0 else None, src=0)
+    at_root = [torch.zeros(2) for _ in range(size)] if rank == 1 else None
+    dist.gather(fill(rank, (2,)), at_root, dst=1)
+    reduced, sent = fill(rank, (2,)), fill(rank, (5,))
+    dist.reduce(reduced, dst=0)
+    dist.broadcast(sent, src=1)
+    dist.barrier()
+    return [total, column, *gathered, scattered, mine, *(at_root or []), reduced if rank == 0 else mine, sent]
+
+
+def test_calls_give_what_the_formulas_say(stand_in: None, tmp_path: Any) -> None:
+    for rank, got in enumerate(ran(collectives, tmp_path)):
+        first, second = fill(0, (4, 3)), fill(1, (4, 3))
+        wanted = [first + second, torch.maximum(first.t()[1], second.t()[1]), fill(0, (3,)), fill(1, (3,))]
+        wanted += [fill(10 * rank, (3,)) + fill(1 + 10 * rank, (3,)), fill(7 * rank, (2,))]
+        wanted += [fill(0, (2,)), fill(1, (2,))] if rank == 1 else []
+        wanted += [fill(0, (2,)) + fill(1, (2,)) if rank == 0 else fill(7, (2,)), fill(1, (5,))]
+        for result, value in zip(got, wanted, strict=True):
+            assert torch.equal(result, value)
+
+
+def orders(rank: int, size: int) -> tuple[list[str], list[str], list[float]]:
+    """A strided output is brought back once, by who waits first; whoever waits later comes after that."""
+    base = fill(rank, (3, 2))
+    work = dist.all_reduce(base.t()[0], async_op=True)
+    assert work is not None and work.is_completed()
+    first = list(Event.log)
+    base.t()[0].add_(100)
+    assert work.wait() and work.is_completed() and work.get_future().wait()[0] is work.result()[0]
+    return first, list(Event.log), base.t()[0].tolist()
+
+
+def test_who_waits_later_is_ordered_behind_who_waited_first(stand_in: None, tmp_path: Any) -> None:
+    wanted = (fill(0, (3, 2)).t()[0] + fill(1, (3, 2)).t()[0] + 100).tolist()
+    for first, later, values in ran(orders, tmp_path):
+        assert first == ["record"] and later[1:] == ["wait"] * 4 and values == wanted
+
+
+def uneven(rank: int, size: int) -> list[float]:
+    given, taken = [1 + rank + to for to in range(size)], [1 + source + rank for source in range(size)]
+    output = torch.zeros(sum(taken))
+    dist.all_to_all_single(output, fill(rank, (sum(given),)), taken, given)
+    return output.tolist()
+
+
+def swapped(rank: int, size: int) -> tuple[bool, list[float]]:
+    peer, got = 1 - rank, torch.zeros(3)
+    ops = [dist.P2POp(dist.isend, fill(rank, (3,)), peer), dist.P2POp(dist.irecv, got, peer)]
+    works = dist.batch_isend_irecv(ops)
+    return all(work.wait() for work in works), got.tolist()
+
+
+def early(rank: int, size: int) -> tuple[bool, bool]:
+    got = torch.zeros(3)
+    with dist.group.WORLD.backend.together():  # type: ignore[union-attr]
+        works = [dist.isend(fill(rank, (3,)), 1 - rank), dist.irecv(got, 1 - rank)]
+        before = any(work.is_completed() for work in works if work)
+    return before, all(work.is_completed() for work in works if work)
+
+
+def test_messages_of_a_batch_start_as_one(stand_in: None, tmp_path: Any) -> None:
+    assert ran(swapped, tmp_path / "a") == [(True, fill(1, (3,)).tolist()), (True, fill(0, (3,)).tolist())]
+    assert ran(early, tmp_path / "b") == [(False, True)] * 2
+    first, second = fill(0, (3,)).tolist(), fill(1, (5,)).tolist()
+    assert ran(uneven, tmp_path / "c") == [[first[0], *second[:2]], [*first[1:], *second[2:]]]
+
+
+def refused(rank: int, size: int) -> list[str]:
+    texts = []
+    for attempt in (
+        lambda: dist.all_reduce(torch.ones(2, device="meta")),
+        lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.BOR),
+        lambda: dist.send(torch.ones(2), 1 - rank, tag=3),
+        lambda: dist.recv(torch.ones(2)),
+    ):
+        with pytest.raises(dist.UnsupportedError) as caught:
+            attempt()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_what_nccl_cannot_do_is_refused_with_what_can(stand_in: None, tmp_path: Any) -> None:
+    words = ["is on meta.*cpu:gloo,cuda:nccl", "'bor'.*'ref' or 'gloo'", "no tag 3", "no receive from any rank"]
+    for texts in ran(refused, tmp_path):
+        for text, word in zip(texts, words, strict=True):
+            with pytest.raises(AssertionError, match=word):
+                raise AssertionError(text)
+
+
+def many(rank: int, size: int) -> list[Any]:
+    tensors, objects = [fill(rank, (3,))], [None] * size
+    dist.all_reduce_multigpu(tensors)
+    evens = dist.new_group([1])
+    return [tensors[0].tolist(), dist.get_backend(), dist.get_rank(evens), len(StandIn.made), objects]
+
+
+def test_lists_of_one_and_groups(stand_in: None, tmp_path: Any) -> None:
+    total = (fill(0, (3,)) + fill(1, (3,))).tolist()
+    assert [got[:4] for got in ran(many, tmp_path)] == [[total, "nccl", -1, 1], [total, "nccl", 0, 2]]
+
+
+def test_options_and_the_device_reach_torchs_object(stand_in: None) -> None:
+    chosen = StandIn.Options()
+    chosen.is_high_priority_stream = True
+    where: Any = {"store": dist.HashStore(), **ALONE}
+    dist.init_process_group("nccl", pg_options=chosen, device_id=torch.device("cpu:0"), **where)
+    dist.destroy_process_group()
+    made = StandIn.made[0]
+    assert made.options is chosen and made.connected == torch.device("cpu:0")
+    assert (chosen._timeout, chosen.global_ranks_in_group) == (dist.default_pg_timeout, [0])
+    with pytest.raises(TypeError, match=r"'pg_options'.*ProcessGroupNCCL.Options.*'fast'"):
+        dist.init_process_group("nccl", pg_options="fast", **where)
+    with pytest.raises(ValueError, match=r"'device_id'.*with its number.*'cpu'"):
+        dist.init_process_group("nccl", device_id="cpu", **where)
+    assert nccl.Nccl.device == "cpu"
