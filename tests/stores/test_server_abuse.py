@@ -81,7 +81,7 @@ JUNK = [
     bytes(4096),
     GREETING + GREETING,
     GREETING + b"\x77",
-    GREETING + bytes([Op.TRACKED]) + struct.pack("<Q", 5) + write_request(Op.ADD, b"/n", 1),
+    GREETING + write_request(Op.ADD, b"/n", 1, number=5),
     write_request(Op.SET, b"/k", b"intruder"),
 ]
 

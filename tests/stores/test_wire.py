@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchdist_ref.stores.tcp_parse import Decoder, drive, read, read_answer
+from torchdist_ref.stores.tcp_parse import Decoder, read, take_whole
 from torchdist_ref.stores.tcp_service import Peer, Service
 from torchdist_ref.stores.tcp_wire import (
+    ANSWER_HEAD,
     LONGEST_KEY,
     LONGEST_MESSAGE,
     LONGEST_VALUE,
@@ -20,6 +21,7 @@ from torchdist_ref.stores.tcp_wire import (
     MOST_KEYS,
     REPLIES,
     REQUESTS,
+    TRACKED_HEAD,
     Op,
     Request,
     Status,
@@ -75,8 +77,9 @@ def test_replies_are_torchs_bytes(op: Op, fields: tuple[Any, ...], reply: tuple[
     data = b"".join(write(reply_shape(op, fields), reply))
     assert data.hex() == expected
     taken = Source(data)
-    assert drive(read(reply_shape(op, fields)), taken.take) == reply
+    assert take_whole(reply_shape(op, fields), taken.take) == reply
     assert taken.rest() == b""
+    assert read(reply_shape(op, fields), data) == reply
 
 
 class Source:
@@ -154,8 +157,13 @@ def _u64(number: int) -> bytes:
         + _u64(LONGEST_MESSAGE - LONGEST_VALUE),
         b"\x13",
         b"\x7f",
-        bytes([Op.TRACKED]) + _u64(1) + bytes([Op.TRACKED]),
-        bytes([Op.TRACKED]) + _u64(1) + b"\x99",
+        TRACKED_HEAD.pack(Op.TRACKED, 1, 1) + bytes([Op.TRACKED]),
+        TRACKED_HEAD.pack(Op.TRACKED, 1, 1) + b"\x99",
+        TRACKED_HEAD.pack(Op.TRACKED, 1, 0),
+        TRACKED_HEAD.pack(Op.TRACKED, 1, LONGEST_MESSAGE + 1),
+        TRACKED_HEAD.pack(Op.TRACKED, 1, 9) + bytes([Op.GET]) + _u64(1),
+        TRACKED_HEAD.pack(Op.TRACKED, 1, 5) + bytes([Op.GET]) + _u64(0),
+        TRACKED_HEAD.pack(Op.TRACKED, 1, 10) + bytes([Op.GET]) + _u64(0) + b"\x00",
     ],
 )
 def test_what_is_too_large_or_unknown_is_refused_before_it_is_held(data: bytes) -> None:
@@ -205,6 +213,12 @@ class Recorder(Peer):
     def answers(self) -> bytes:
         sent, self.sent = self.sent, b""
         return sent
+
+
+def taken_apart(answer: bytes) -> tuple[int, int, bytes]:
+    number, status, size = ANSWER_HEAD.unpack_from(answer)
+    assert len(answer) == ANSWER_HEAD.size + size
+    return number, status, answer[ANSWER_HEAD.size :]
 
 
 def guest(service: Service, name: bytes = b"") -> Recorder:
@@ -292,8 +306,7 @@ def test_a_cancelled_request_says_what_was_missing() -> None:
     peer = guest(service, b"me")
     service.handle(peer, Request(Op.WAIT_GET, ([b"there", b"gone"],), 9))
     service.handle(peer, Request(Op.CANCEL_WAIT, ()))
-    number, status, body = drive(read_answer(), Source(peer.answers()).take)
-    assert (number, status, body) == (9, Status.CANCELLED, b"".join(write("L", [[b"gone"]])))
+    assert taken_apart(peer.answers()) == (9, Status.CANCELLED, b"".join(write("L", [[b"gone"]])))
     service.handle(peer, Request(Op.CANCEL_WAIT, ()))
     assert peer.answers() == b"" and service._waiting == {}
 
@@ -303,7 +316,7 @@ def test_a_refused_request_keeps_a_numbered_peer_and_cuts_torchs() -> None:
     service.table.values[b"/n"] = b"text"
     ours, theirs = guest(service, b"me"), guest(service)
     service.handle(ours, Request(Op.ADD, (b"/n", 1), 1))
-    number, status, body = drive(read_answer(), Source(ours.answers()).take)
+    number, status, body = taken_apart(ours.answers())
     assert (number, status) == (1, Status.REFUSED) and b"one that holds a number" in body and not ours.was_cut
     service.handle(theirs, Request(Op.ADD, (b"/n", 1)))
     assert "one that holds a number" in theirs.was_cut
@@ -325,4 +338,4 @@ def test_what_is_out_of_turn_is_refused(request_: Request) -> None:
 
 def test_an_answer_carries_number_status_and_reply() -> None:
     pieces = write_answer(2**40, Status.DONE, write(REPLIES[Op.ADD], (-1,)))
-    assert drive(read_answer(), Source(b"".join(pieces)).take) == (2**40, Status.DONE, b"\xff" * 8)
+    assert taken_apart(b"".join(pieces)) == (2**40, Status.DONE, b"\xff" * 8)

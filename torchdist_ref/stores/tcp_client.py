@@ -25,8 +25,18 @@ from typing import Any
 from torchdist_ref.errors import ArgumentError, DistNetworkError
 from torchdist_ref.stores import sockets
 from torchdist_ref.stores.channel import Channel, Lost
-from torchdist_ref.stores.tcp_parse import drive, read, read_answer
-from torchdist_ref.stores.tcp_wire import MAGIC, MARK, Op, Status, WireError, recognised, reply_shape, write_request
+from torchdist_ref.stores.tcp_parse import read, take_whole
+from torchdist_ref.stores.tcp_wire import (
+    ANSWER_HEAD,
+    MAGIC,
+    MARK,
+    Op,
+    Status,
+    WireError,
+    recognised,
+    reply_shape,
+    write_request,
+)
 from torchdist_ref.stores.waiting import Deadline
 
 WAITS = {Op.WAIT, Op.WAIT_GET, Op.WAIT_POP, Op.WAIT_NUMBER, Op.BARRIER}
@@ -156,7 +166,7 @@ class Conversation:
         nonce = MARK | int.from_bytes(os.urandom(2), "little")
         hello = write_request(Op.VALIDATE, MAGIC) + write_request(Op.PING, nonce)
         channel.send(hello, deadline)
-        [echo] = drive(read("n"), lambda size: channel.take(size, deadline))
+        [echo] = take_whole("n", lambda size: channel.take(size, deadline))
         self.ours = echo == recognised(nonce)
         if not self.ours and echo != nonce:
             raise DistNetworkError(
@@ -168,7 +178,7 @@ class Conversation:
 
     def _introduce(self, channel: Channel, deadline: Deadline) -> None:
         channel.send(write_request(Op.HELLO, self.name), deadline)
-        [identity] = drive(read("r"), lambda size: channel.take(size, deadline))
+        [identity] = take_whole("r", lambda size: channel.take(size, deadline))
         if self.server.identity not in (None, identity):
             raise DistNetworkError(
                 f"TCPStore: the server at {self.server} has been restarted since this client connected, and "
@@ -189,12 +199,14 @@ class Conversation:
         channel = self._open_channel()
         channel.send(write_request(op, *fields, number=self._number), hard)
         try:
-            number, status, body = drive(read_answer(), lambda size: channel.take(size, soft if op in WAITS else hard))
+            head = channel.take(ANSWER_HEAD.size, soft if op in WAITS else hard)
         except TimeoutError:
             if op not in WAITS:
                 raise
             channel.send(write_request(Op.CANCEL_WAIT), hard)
-            number, status, body = drive(read_answer(), lambda size: channel.take(size, hard))
+            head = channel.take(ANSWER_HEAD.size, hard)
+        number, status, size = ANSWER_HEAD.unpack(head)
+        body = channel.take(size, hard) if size else b""
         if number != self._number:
             raise WireError(f"answer {number} to question {self._number}")
         return _opened(op, fields, status, body)
@@ -205,12 +217,12 @@ class Conversation:
         if op in SILENT:
             # torch's server does not answer these; the PING behind shows that it has got so far.
             channel.send(request + write_request(Op.PING, self._number & 0xFFFF), hard)
-            drive(read("n"), lambda size: channel.take(size, hard))
+            take_whole("n", lambda size: channel.take(size, hard))
             return ()
         channel.send(request, hard)
         try:
             limit = soft if op in WAITS else hard
-            return drive(read(reply_shape(op, fields)), lambda size: channel.take(size, limit))
+            return take_whole(reply_shape(op, fields), lambda size: channel.take(size, limit))
         except TimeoutError:
             if op not in WAITS:
                 raise
@@ -254,19 +266,12 @@ class Conversation:
         )
 
 
-def _opened(op: Op, fields: tuple[Any, ...], status: Status, body: bytes) -> tuple[Any, ...]:
-    view, place = memoryview(body), 0
-
-    def take(size: int) -> bytes:
-        nonlocal place
-        place += size
-        return bytes(view[place - size : place])
-
+def _opened(op: Op, fields: tuple[Any, ...], status: int, body: bytes) -> tuple[Any, ...]:
     if status == Status.REFUSED:
         raise ArgumentError(body.decode())
     if status == Status.CANCELLED:
-        raise TimedOut(drive(read("L"), take)[0])
-    return drive(read(reply_shape(op, fields)), take)
+        raise TimedOut(read("L", body)[0])
+    return read(reply_shape(op, fields), body)
 
 
 # At torch's servers, waiting and taking are two questions; another client may come in between.

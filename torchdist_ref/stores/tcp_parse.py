@@ -1,16 +1,15 @@
-"""Reading the bytes of TCPStore: one small grammar, driven from two sides.
+"""Reading the bytes of TCPStore: first how far a message reaches, then its fields, from bytes that are all there.
 
-A parser is a generator that yields how many bytes it needs next and is sent exactly those. The client drives it
-from a blocking socket (`drive`), the server piece by piece as bytes arrive (`Decoder`), so both read by the same
-rules. Lengths are checked before the bytes that they announce are waited for. What the messages mean does not
-belong here.
+How far is easy where the length stands in front, as between our own peers. torch's dialect has none: there an
+`extent` follows the lengths inside the message, as far as its bytes have come, and goes on from there when more come.
+Lengths are checked before the bytes that they announce are waited for. What messages mean does not belong here.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from typing import Any
 
 from torchdist_ref.stores.tcp_wire import (
     ANY_SIZE,
@@ -19,138 +18,191 @@ from torchdist_ref.stores.tcp_wire import (
     LONGEST_VALUE,
     MOST_KEYS,
     REQUESTS,
+    TRACKED_HEAD,
     Op,
     Request,
-    Status,
     WireError,
 )
 
-T = TypeVar("T")
-Parse = Generator[int, bytes, T]
+_I64, _U32, _U64 = (struct.Struct(f"<{kind}").unpack_from for kind in "qIQ")
+_OPS = {int(op): op for op in Op}
 
 
-def _read_u32() -> Parse[int]:
-    return int(struct.unpack("<I", (yield 4))[0])
+# Fields, from a whole message: each reader gives the field and where the next one begins.
 
 
-def _read_i64() -> Parse[int]:
-    return int(struct.unpack("<q", (yield 8))[0])
-
-
-def _read_u64(most: int) -> Parse[int]:
-    number = int(struct.unpack("<Q", (yield 8))[0])
+def _checked(number: int, most: int) -> int:
     if number > most:
         raise WireError(f"a length of {number}, where at most {most} is allowed")
     return number
 
 
-def _read_byte() -> Parse[int]:
-    return int((yield 1)[0])
+def _blob(data: bytes, at: int, longest: int = ANY_SIZE) -> tuple[bytes, int]:
+    begin = at + 8
+    end = begin + _checked(_U64(data, at)[0], longest)
+    return data[begin:end], end
 
 
-def _read_blob(longest: int) -> Parse[bytes]:
-    size = yield from _read_u64(longest)
-    return (yield size) if size else b""
+def _key(data: bytes, at: int) -> tuple[bytes, int]:
+    return _blob(data, at, LONGEST_KEY)
 
 
-def _read_blobs(longest: int, most: int) -> Parse[list[bytes]]:
-    count = yield from _read_u64(most)
+def _value(data: bytes, at: int) -> tuple[bytes, int]:
+    return _blob(data, at, LONGEST_VALUE)
+
+
+def _blobs(data: bytes, at: int, longest: int = ANY_SIZE, most: int = ANY_SIZE) -> tuple[list[bytes], int]:
+    count, at = _checked(_U64(data, at)[0], most), at + 8
     found = []
     for _ in range(count):
-        found.append((yield from _read_blob(longest)))
-    return found
+        blob, at = _blob(data, at, longest)
+        found.append(blob)
+    return found, at
 
 
-def _read_pairs() -> Parse[list[tuple[bytes, bytes]]]:
-    count = yield from _read_u64(MOST_KEYS)
+def _pairs(data: bytes, at: int) -> tuple[list[tuple[bytes, bytes]], int]:
+    count, at = _checked(_U64(data, at)[0], MOST_KEYS), at + 8
     found = []
     for _ in range(count):
-        key = yield from _read_blob(LONGEST_KEY)
-        found.append((key, (yield from _read_blob(LONGEST_VALUE))))
-    return found
+        key, at = _key(data, at)
+        value, at = _value(data, at)
+        found.append((key, value))
+    return found, at
 
 
-def _read_head() -> Parse[tuple[int, bytes | None]]:
-    length = yield from _read_i64()
-    return length, (yield from _read_blob(ANY_SIZE)) if length > 0 else None
+def _head(data: bytes, at: int) -> tuple[tuple[int, bytes | None], int]:
+    length = _I64(data, at)[0]
+    value, at = _blob(data, at + 8) if length > 0 else (None, at + 8)
+    return (length, value), at
 
 
-READERS: dict[str, Callable[[], Parse[Any]]] = {
-    "k": lambda: _read_blob(LONGEST_KEY),
-    "v": lambda: _read_blob(LONGEST_VALUE),
-    "r": lambda: _read_blob(ANY_SIZE),
-    "i": _read_i64,
-    "b": _read_byte,
-    "n": _read_u32,
-    "K": lambda: _read_blobs(LONGEST_KEY, MOST_KEYS),
-    "P": _read_pairs,
-    "L": lambda: _read_blobs(ANY_SIZE, ANY_SIZE),
-    "q": _read_head,
+READERS: dict[str, Callable[[bytes, int], tuple[Any, int]]] = {
+    "k": _key,
+    "v": _value,
+    "r": _blob,
+    "i": lambda data, at: (_I64(data, at)[0], at + 8),
+    "b": lambda data, at: (data[at], at + 1),
+    "n": lambda data, at: (_U32(data, at)[0], at + 4),
+    "K": lambda data, at: _blobs(data, at, LONGEST_KEY, MOST_KEYS),
+    "P": _pairs,
+    "L": _blobs,
+    "q": _head,
 }
 
 
-def read(shape: str) -> Parse[tuple[Any, ...]]:
-    """Parser of the fields of one message."""
+def read(shape: str, data: bytes, at: int = 0, end: int | None = None) -> tuple[Any, ...]:
+    """The fields of one message, which lies in the data from `at` to `end` and nowhere else.
+
+    Raises:
+        WireError: the bytes have another shape.
+
+    >>> read("kn", bytes.fromhex("02000000000000002f6b07000000"))
+    (b'/k', 7)
+    """
     fields = []
-    for kind in shape:
-        fields.append((yield from READERS[kind]()))
+    try:
+        for kind in shape:
+            field, at = READERS[kind](data, at)
+            fields.append(field)
+    except (struct.error, IndexError):
+        raise WireError("a message ends inside a field") from None
+    if at != (len(data) if end is None else end):
+        raise WireError("a message is longer or shorter than its fields")
     return tuple(fields)
 
 
-def read_greeting() -> Parse[Request]:
-    """Parser of the first message of a connection: VALIDATE and nothing else, so a stranger can't send much."""
-    if (op := (yield 1)[0]) != Op.VALIDATE:
-        raise WireError(f"the first message is operation {op:#04x}, not VALIDATE")
-    return Request(Op.VALIDATE, (yield from read("n")))
+# Extents: generators that yield how many bytes of the message must be there for the next step, at last its length.
+
+Extent = Generator[int, None, int]
+NumberAt = Callable[[int], int]
+_LENGTHS = {"i": 8, "b": 1, "n": 4}
+_BLOBS = {"k": LONGEST_KEY, "v": LONGEST_VALUE, "r": ANY_SIZE}
+_LISTS = {"K": ("k", MOST_KEYS), "P": ("kv", MOST_KEYS), "L": ("r", ANY_SIZE)}
 
 
-def read_request() -> Parse[Request]:
-    """Parser of one request, numbered or not."""
-    op, number = (yield 1)[0], None
-    if op == Op.TRACKED:
-        number = int(struct.unpack("<Q", (yield 8))[0])
-        op = (yield 1)[0]
-    if op not in REQUESTS:
-        raise WireError(f"unknown operation {op:#04x}")
-    return Request(Op(op), (yield from read(REQUESTS[op])), number)
+def extent(shape: str, number_at: NumberAt, end: int = 0) -> Extent:
+    """How far a message reaches, found out as its bytes come.
+
+    Args:
+        shape: of its fields.
+        number_at: tells the 64 bits at a place of the message; asked only about bytes that are there.
+        end: where the fields begin.
+
+    Yields:
+        How many bytes must be there at least; at last, how many the message has.
+    """
+    for kind in shape:
+        if kind in _LENGTHS:
+            end += _LENGTHS[kind]
+        elif kind in _BLOBS:
+            end = yield from _extent_of_blob(_BLOBS[kind], number_at, end)
+        elif kind in _LISTS:
+            end = yield from _extent_of_list(*_LISTS[kind], number_at, end)
+        else:
+            end = yield from _extent_of_head(number_at, end)
+    yield end
+    return end
 
 
-def read_answer() -> Parse[tuple[int, Status, bytes]]:
-    """Parser of the answer to a numbered request."""
-    number, status, size = struct.unpack("<QBQ", (yield 17))
-    return number, Status(status), (yield size) if size else b""
+def _extent_of_blob(longest: int, number_at: NumberAt, at: int) -> Extent:
+    yield at + 8
+    return at + 8 + _checked(number_at(at), longest)
 
 
-def drive(parser: Parse[T], take: Callable[[int], bytes]) -> T:
-    """Run a parser to its end on a source that gives exactly as many bytes as it is asked for."""
-    try:
-        need = next(parser)
-        while True:
-            need = parser.send(take(need))
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
+def _extent_of_list(kinds: str, most: int, number_at: NumberAt, at: int) -> Extent:
+    yield at + 8
+    end = at + 8
+    for _ in range(_checked(number_at(at), most)):
+        for kind in kinds:
+            end = yield from _extent_of_blob(_BLOBS[kind], number_at, end)
+    return end
+
+
+def _extent_of_head(number_at: NumberAt, at: int) -> Extent:
+    yield at + 8
+    filled = 0 < number_at(at) < 2**63
+    return (yield from _extent_of_blob(ANY_SIZE, number_at, at + 8)) if filled else at + 8
+
+
+def take_whole(shape: str, take: Callable[[int], bytes]) -> tuple[Any, ...]:
+    """The fields of a message without a length in front, from a source that gives as many bytes as it is asked for."""
+    data = bytearray()
+    for need in extent(shape, lambda at: int(_U64(data, at)[0])):
+        data += take(need - len(data))
+    return read(shape, bytes(data))
 
 
 class Decoder:
-    """Turns bytes, cut anywhere, into requests. Refuses a message before it grows beyond the limits."""
+    """Turns bytes, cut anywhere, into requests. Refuses a message before it grows beyond the limits.
+
+    Bytes that hold whole requests are read where they are; only what is unfinished is put together.
+    """
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._restart(read_greeting())
+        self._data: bytes | bytearray = b""
+        self._at = 0
+        self._need = 1
+        self._extent: Extent | None = None
+        self._greeted = False
 
     @property
     def held(self) -> int:
         """Bytes of unfinished messages kept in memory."""
-        return self._parsed + len(self._buffer)
+        return len(self._data) - self._at
 
     @property
     def wanted(self) -> int:
-        """How many more bytes bring the parser a step further."""
-        return max(1, self._need - len(self._buffer))
+        """How many more bytes bring the reading a step further."""
+        return max(1, self._need - self.held)
 
     def feed(self, data: bytes) -> None:
         """Take in what has arrived."""
-        self._buffer += data
+        if self.held:
+            rest = self._data if isinstance(self._data, bytearray) else bytearray(self._data)
+            del rest[: self._at]
+            rest += data
+            data = rest  # type: ignore[assignment]
+        self._data, self._at = data, 0
 
     def next(self) -> Request | None:
         """The next whole request, or None until more bytes are fed.
@@ -158,23 +210,54 @@ class Decoder:
         Raises:
             WireError: the bytes are no request, or too large a one.
         """
-        while len(self._buffer) >= self._need:
-            piece = bytes(self._buffer[: self._need])
-            del self._buffer[: self._need]
-            try:
-                self._step(piece)
-            except StopIteration as end:
-                self._restart(read_request())
-                return end.value  # type: ignore[no-any-return]
+        while self.held >= self._need:
+            tracked = self._greeted and self._data[self._at] == Op.TRACKED
+            request = self._tracked() if tracked else self._plain()
+            if request is not None:
+                return request
         return None
 
-    def _step(self, piece: bytes) -> None:
-        self._parsed += len(piece)
-        self._need = self._parser.send(piece)
-        if self._parsed + self._need > LONGEST_MESSAGE:
-            raise WireError(f"a message of more than {LONGEST_MESSAGE} bytes")
+    def _tracked(self) -> Request | None:
+        """A request with its length in front."""
+        if self.held < TRACKED_HEAD.size:
+            self._need = TRACKED_HEAD.size
+            return None
+        _, number, size = TRACKED_HEAD.unpack_from(self._data, self._at)
+        self._need = TRACKED_HEAD.size + _checked(size, LONGEST_MESSAGE)
+        if not size:
+            raise WireError("an empty request")
+        return self._read(TRACKED_HEAD.size, number) if self.held >= self._need else None
 
-    def _restart(self, parser: Parse[Request]) -> None:
-        self._parsed = 0
-        self._parser = parser
-        self._need = next(self._parser)
+    def _plain(self) -> Request | None:
+        """A request whose length shows as its bytes come."""
+        if self._extent is None:
+            self._extent = extent(REQUESTS[self._op(self._at)], self._number_at, 1)
+        try:
+            self._need = next(self._extent)
+        except StopIteration:
+            return self._read(0, None)
+        if self._need > LONGEST_MESSAGE:
+            raise WireError(f"a message of more than {LONGEST_MESSAGE} bytes")
+        return None
+
+    def _number_at(self, place: int) -> int:
+        return int(_U64(self._data, self._at + place)[0])
+
+    def _op(self, at: int) -> Op:
+        op = _OPS.get(self._data[at])
+        if not self._greeted and op is not Op.VALIDATE:
+            # A stranger can't send much: the first message is this one, and it has five bytes.
+            raise WireError(f"the first message is operation {self._data[at]:#04x}, not VALIDATE")
+        if op is None or op not in REQUESTS:
+            raise WireError(f"unknown operation {self._data[at]:#04x}")
+        return op
+
+    def _read(self, begin: int, number: int | None) -> Request:
+        data, at, end = self._data, self._at, self._at + self._need
+        op = self._op(at + begin)
+        if isinstance(data, bytearray):
+            data, at, end, self._at = bytes(memoryview(data)[at:end]), 0, self._need, end
+        else:
+            self._at = end
+        self._need, self._extent, self._greeted = 1, None, True
+        return Request(op, read(REQUESTS[op], data, at + begin + 1, end), number)

@@ -1,8 +1,8 @@
 """The bytes that TCPStore's client and server exchange, both torch's dialect and our own additions.
 
-A request is one byte of operation and then its fields; there is no length in front, so a reader must know the
-shape of each operation. `REQUESTS` and `REPLIES` say these shapes in one letter a field. All numbers are
-little-endian. This file has the shapes and writes them; `tcp_parse` reads them.
+A request is one byte of operation and then its fields. In torch's dialect there is no length in front, so a reader
+must know the shape of each operation. `REQUESTS` and `REPLIES` say these shapes in one letter a field. All numbers
+are little-endian. This file has the shapes and writes them; `tcp_parse` reads them.
 
     k key   v value   r value of any size   i signed 64 bits   b one byte   n 32 bits
     K list of keys   P list of (key, value)   L counted list of values   q queue head: (length, value or None)
@@ -10,8 +10,11 @@ little-endian. This file has the shapes and writes them; `tcp_parse` reads them.
 The operations up to BARRIER, and the magic number, are torch 2.13's. From HELLO on they are ours, used only
 between peers that have recognised each other: torch's client opens with a PING that carries its process id, and
 torch's server echoes it. Ours sends a PING that starts with `MARK`, which is no process id, and our server
-answers `recognised(nonce)` instead of the echo. After a HELLO that names the client, requests then carry a number
-(TRACKED), every one is answered, with that number and a status, and a repeated number is answered from memory.
+answers `recognised(nonce)` instead of the echo. After a HELLO that names the client, a request is framed (TRACKED: a
+number, and how many bytes follow) and answered likewise; a repeated number is answered from memory::
+
+    TRACKED | u64 number | u32 bytes that follow | operation | fields
+              u64 number | u8 status | u64 bytes that follow | fields
 
 Sockets and what an operation does don't belong here.
 """
@@ -20,9 +23,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 MAGIC = 0x3C85F7CE
 MARK = 0x7D1F0000
@@ -126,8 +128,7 @@ REPLIES: dict[int, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """One parsed request; `number` is None in torch's dialect."""
 
     op: Op
@@ -147,41 +148,37 @@ def recognised(nonce: int) -> int | None:
 
 # Writing: each kind gives a list of pieces, so that a large value is never copied into a larger whole.
 
-
-def _u32(number: int) -> list[bytes]:
-    return [struct.pack("<I", number)]
-
-
-def _i64(number: int) -> list[bytes]:
-    return [struct.pack("<q", number)]
+_U32, _I64, _U64 = (struct.Struct(f"<{kind}").pack for kind in "IqQ")
+TRACKED_HEAD = struct.Struct("<BQI")
+ANSWER_HEAD = struct.Struct("<QBQ")
 
 
 def _blob(data: bytes) -> list[bytes]:
-    return [struct.pack("<Q", len(data)), data]
+    return [_U64(len(data)), data]
 
 
 def _blobs(items: Iterable[bytes]) -> list[bytes]:
-    found = [piece for item in items for piece in _blob(item)]
-    return [struct.pack("<Q", len(found) // 2), *found]
+    found = [piece for item in items for piece in (_U64(len(item)), item)]
+    return [_U64(len(found) // 2), *found]
 
 
 def _pairs(items: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
     found = [piece for pair in items for item in pair for piece in _blob(item)]
-    return [struct.pack("<Q", len(found) // 4), *found]
+    return [_U64(len(found) // 4), *found]
 
 
 def _head(head: tuple[int, bytes | None]) -> list[bytes]:
     length, value = head
-    return _i64(length) + ([] if value is None else _blob(value))
+    return [_I64(length)] + ([] if value is None else _blob(value))
 
 
 WRITERS: dict[str, Callable[[Any], list[bytes]]] = {
     "k": _blob,
     "v": _blob,
     "r": _blob,
-    "i": _i64,
+    "i": lambda number: [_I64(number)],
     "b": lambda number: [bytes([number])],
-    "n": _u32,
+    "n": lambda number: [_U32(number)],
     "K": _blobs,
     "P": _pairs,
     "L": _blobs,
@@ -191,7 +188,10 @@ WRITERS: dict[str, Callable[[Any], list[bytes]]] = {
 
 def write(shape: str, fields: Iterable[Any]) -> list[bytes]:
     """The fields as pieces of bytes."""
-    return [piece for kind, field in zip(shape, fields, strict=True) for piece in WRITERS[kind](field)]
+    pieces: list[bytes] = []
+    for kind, field in zip(shape, fields, strict=True):
+        pieces += WRITERS[kind](field)
+    return pieces
 
 
 def write_request(op: Op, *fields: Any, number: int | None = None) -> bytes:
@@ -200,10 +200,10 @@ def write_request(op: Op, *fields: Any, number: int | None = None) -> bytes:
     >>> write_request(Op.SET, b"/k", b"v").hex()
     '0102000000000000002f6b010000000000000076'
     """
-    start = b"" if number is None else struct.pack("<BQ", Op.TRACKED, number)
-    return b"".join([start, bytes([op]), *write(REQUESTS[op], fields)])
+    request = b"".join([bytes((op,)), *write(REQUESTS[op], fields)])
+    return request if number is None else TRACKED_HEAD.pack(Op.TRACKED, number, len(request)) + request
 
 
 def write_answer(number: int, status: Status, pieces: Sequence[bytes]) -> list[bytes]:
     """The answer to a numbered request: its number, how it ended, and the plain reply as one blob."""
-    return [struct.pack("<QBQ", number, status, sum(map(len, pieces))), *pieces]
+    return [ANSWER_HEAD.pack(number, status, sum(map(len, pieces))), *pieces]
