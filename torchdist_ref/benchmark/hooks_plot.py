@@ -1,0 +1,125 @@
+"""Plots of the hook laboratory: how long steps take on each link, error against bytes, loss against time. As SVG.
+
+The background is left out and the ink is a middle grey, so that a plot can be read on light and on dark pages. Each
+panel is a function, for those who want it alone, as the tutorial does. The same figures, the same file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torchdist_ref.benchmark.hooks_results import Result, select
+from torchdist_ref.schedules.svg import BLUE, GREY, ORANGE
+
+_COLUMNS = 3
+# Middle tones, told apart on white and on black.
+_COLOURS = (BLUE, ORANGE, "#3a9152", "#a45bb0", "#9a8127", "#c14a6e", "#2a9d9d", GREY)
+_DASHES = ("-", "--", ":")
+_MARKERS = ("o", "s", "D", "^", "v")
+
+
+def draw(path: str, results: Sequence[Result]) -> None:
+    """Write a figure with a group of panels for each task and engine: step times, errors, and loss on each link.
+
+    Args:
+        path: Where to; by custom it ends in ``.svg``.
+        results: What was measured.
+    """
+    from matplotlib.figure import Figure
+
+    drawn = [
+        (panel, found)
+        for task in dict.fromkeys(result.task for result in results)
+        for backend in dict.fromkeys(result.backend for result in results)
+        for panel, found in _panels(select(results, task=task, backend=backend))
+    ]
+    rows = -(-len(drawn) // _COLUMNS)
+    with style():
+        figure = Figure(figsize=(5.2 * min(_COLUMNS, len(drawn)), 4.2 * rows), layout="constrained")
+        for place, (panel, found) in enumerate(drawn, 1):
+            panel(figure.add_subplot(rows, min(_COLUMNS, len(drawn)), place), found)
+        save(figure, path)
+
+
+def _panels(results: Sequence[Result]) -> Iterator[tuple[Any, Sequence[Result]]]:
+    if results:
+        yield times, results
+        yield errors, results
+        for link in dict.fromkeys(result.link for result in results):
+            yield losses, select(results, link=link)
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Matplotlib's settings for pages of any colour, and for files that don't change by themselves."""
+    import matplotlib
+
+    ink: Any = dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), GREY
+    )
+    # Ids in the file are made from the salt; by default they are made from a random number.
+    fixed: Any = {"svg.hashsalt": "torchdist_ref", "svg.fonttype": "none", "legend.frameon": False}
+    with matplotlib.rc_context({**ink, **fixed, "font.size": 9, "grid.color": GREY}):
+        yield
+
+
+def save(figure: Any, target: Any) -> None:
+    """Write a figure as SVG, without background and date."""
+    plain = {"Date": None, "Creator": "torchdist_ref.benchmark"}
+    figure.savefig(target, format="svg", transparent=True, metadata=plain)
+
+
+def times(panel: Any, results: Sequence[Result]) -> None:
+    """Milliseconds a step: a line for each hook, a mark for each link."""
+    hooks = list(dict.fromkeys(result.hook for result in results))[::-1]
+    for number, link in enumerate(dict.fromkeys(result.link for result in results)):
+        here = select(results, link=link)
+        name = f"{link} (modelled)" if here[0].modelled else link
+        places = [hooks.index(result.hook) for result in here]
+        marker = {"marker": _MARKERS[number % len(_MARKERS)], "color": _COLOURS[number % len(_COLOURS)]}
+        panel.plot([1e3 * result.step for result in here], places, linestyle="", label=name, **marker)
+    panel.set_yticks(range(len(hooks)), hooks)
+    panel.set(xscale="log", xlabel="milliseconds a step", title=_title(results, "time of a step"))
+    panel.grid(alpha=0.3)
+    panel.legend(loc="best", fontsize=8)
+
+
+def errors(panel: Any, results: Sequence[Result]) -> None:
+    """Relative error of the gradients against bytes: a point for each hook that sends anything."""
+    here = [result for result in select(results, link=results[0].link) if result.sent_bytes and result.mean_error]
+    for number, result in enumerate(sorted(here, key=lambda result: result.sent_bytes)):
+        panel.plot(result.sent_bytes, result.mean_error, "o", color=BLUE, markersize=4)
+        above = {"xytext": (0, 5 if number % 2 else -11), "textcoords": "offset points", "ha": "center"}
+        panel.annotate(result.hook, (result.sent_bytes, result.mean_error), fontsize=7, **above)
+    panel.set(xscale="log", yscale="log", xlabel="bytes a step", ylabel="relative error of the gradients")
+    panel.set_title(_title(results, "error"))
+    panel.margins(0.15)
+    panel.grid(alpha=0.3)
+
+
+def losses(panel: Any, results: Sequence[Result]) -> None:
+    """Loss against time on one link, smoothed over a few steps."""
+    for number, result in enumerate(results):
+        colour, dash = _COLOURS[number % len(_COLOURS)], _DASHES[number // len(_COLOURS) % len(_DASHES)]
+        panel.plot(result.clock, smooth(result.losses), color=colour, linestyle=dash, linewidth=1.4, label=result.hook)
+    modelled = ", modelled" if results[0].modelled else ""
+    panel.set(xlabel="seconds", ylabel="loss")
+    panel.set_title(_title(results, f"loss, {results[0].link}{modelled}"))
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=7, ncols=2)
+
+
+def smooth(values: Sequence[float], width: int = 4) -> list[float]:
+    """Each value's mean with those before it, `width` in all.
+
+    >>> smooth([4.0, 2.0, 0.0], 2)
+    [4.0, 3.0, 1.0]
+    """
+    parts = [values[max(0, end - width) : end] for end in range(1, len(values) + 1)]
+    return [sum(part) / len(part) for part in parts]
+
+
+def _title(results: Sequence[Result], what: str) -> str:
+    return f"{results[0].task} on {results[0].backend}: {what}"

@@ -1,0 +1,114 @@
+"""What the hook laboratory found out about one hook, and what it says. Values only; nothing here runs or prints.
+
+All hooks of one task, engine and link have taken their turns in the same rounds, so a ratio compares steps of the same
+number, and is their median. The first steps are not counted: DDP lays its buckets out anew, and PowerSGD has not begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from statistics import median
+from typing import Any
+
+from torchdist_ref.benchmark.hooks_links import Link
+from torchdist_ref.benchmark.hooks_watch import Span
+
+_DIGITS = 5
+
+
+@dataclass(frozen=True)
+class Result:
+    """One hook on one task, engine and link.
+
+    Attributes:
+        task: What was learned.
+        backend: The engine.
+        link: Between the ranks.
+        hook: Which hook.
+        world: Ranks.
+        parameters: Of the model.
+        expected_bytes: What a rank should send in a step, by the hook's formula.
+        sent_bytes: What the hook asked the engine to send in a step.
+        wire_bytes: What left the host by its cable in a step, headers included; None where there is no cable.
+        error: Relative error of the gradients, of each step in which it was looked at.
+        seconds: Of each step, from the last rank's begin to the last rank's end.
+        losses: Of each step, the mean over the ranks.
+        uncounted: How many steps at the beginning don't count.
+        modelled: Whether the times were computed from those of the fast link.
+        spans: Of one step on rank 0.
+    """
+
+    task: str
+    backend: str
+    link: str
+    hook: str
+    world: int
+    parameters: int
+    expected_bytes: float
+    sent_bytes: float
+    wire_bytes: float | None
+    error: Sequence[float]
+    seconds: Sequence[float]
+    losses: Sequence[float]
+    uncounted: int
+    modelled: bool = False
+    spans: Sequence[Span] = ()
+
+    def _counted(self) -> Sequence[float]:
+        return self.seconds[self.uncounted :]
+
+    @property
+    def step(self) -> float:
+        """The median time of a step."""
+        return median(self._counted())
+
+    def ratio(self, other: Result) -> float:
+        """How many times longer a step takes than with another hook.
+
+        >>> one = Result("text", "ref", "fast", "noop", 2, 8, 0, 0, None, [0.5], [9, 1, 2, 9], [3.0] * 4, uncounted=1)
+        >>> one.ratio(replace(one, seconds=[1, 1, 1, 1]))
+        2.0
+        """
+        return float(median(x / y for x, y in zip(self._counted(), other._counted(), strict=True)))
+
+    @property
+    def mean_error(self) -> float:
+        """The relative error of the gradients, on average over the steps at which it was looked at."""
+        return sum(self.error) / len(self.error)
+
+    @property
+    def clock(self) -> list[float]:
+        """Seconds since the beginning, at the end of each step."""
+        return list(accumulate(self.seconds))
+
+    def on(self, link: Link) -> Result:
+        """The same as it would be on a slower link, if no byte travelled while something is computed.
+
+        >>> from torchdist_ref.benchmark.hooks_links import parse
+        >>> fast = Result("text", "ref", "fast", "none", 2, 8, 1e6, 1e6, None, [0.0], [0.02], [3.0], uncounted=0)
+        >>> fast.on(parse("100mbit")).step
+        0.1
+        """
+        seconds = [one + link.seconds(self.sent_bytes) for one in self.seconds]
+        return replace(self, link=link.name, seconds=seconds, modelled=True, spans=())
+
+    def as_json(self) -> dict[str, Any]:
+        """A flat entry, with as many digits as mean something."""
+        entry = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("error", "seconds", "losses"):
+            entry[name] = [float(f"{value:.{_DIGITS}g}") for value in entry[name]]
+        entry["spans"] = [[row, what, round(begin, 6), round(end, 6)] for row, what, begin, end in self.spans]
+        return entry
+
+
+def from_json(entry: Mapping[str, Any]) -> Result:
+    """A result from its entry in a report."""
+    spans = [(str(row), str(what), float(begin), float(end)) for row, what, begin, end in entry["spans"]]
+    return Result(**{**entry, "spans": spans})
+
+
+def select(results: Sequence[Result], **wanted: str) -> list[Result]:
+    """Those with these attributes, in order: ``select(results, task="text", link="100mbit")``."""
+    return [one for one in results if all(getattr(one, name) == value for name, value in wanted.items())]

@@ -1,0 +1,102 @@
+"""One training step as a picture, for each hook: what computes, which buckets are under way, what the engine works on.
+
+Time runs from left to right on one scale for all hooks, so that the shorter step is the shorter picture. What overlaps
+in time stands one above the other. It is drawn with the words of `torchdist_ref.schedules.svg`, as schedules are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torchdist_ref.benchmark.hooks_results import Result
+from torchdist_ref.benchmark.hooks_watch import Span
+from torchdist_ref.schedules import svg
+from torchdist_ref.schedules.timeline import duration
+
+_LEFT, _WIDTH, _BAR, _GAP, _HEAD = 92.0, 740.0, 14.0, 3.0, 26.0
+_ROWS = ("compute", "buckets", "calls")
+_COLOURS = {"forward": svg.BLUE, "backward": svg.BLUE, "optimizer": svg.BLUE, "wait": svg.ORANGE}
+# Narrower than this a bar has no room for its word; the tooltip has.
+_ROOM = 7.0
+
+
+def write(path: str, results: Sequence[Result]) -> None:
+    """Write the picture of all results that have a step recorded to a file."""
+    Path(path).write_text(draw(results), encoding="utf-8")
+
+
+def draw(results: Sequence[Result]) -> str:
+    """One step of each result that has one recorded, on rank 0.
+
+    Returns:
+        One ``<svg>`` element with title and description, to be read on light and on dark pages.
+
+    >>> spans = [("compute", "forward", 0.0, 0.01), ("buckets", "bucket 0", 0.002, 0.01)]
+    >>> one = Result("text", "ref", "fast", "none", 2, 8, 0, 0, None, [0.5], [0.01], [3.0], 0, spans=spans)
+    >>> "none: text on ref, fast" in draw([one])
+    True
+    """
+    shown = [result for result in results if result.spans]
+    total = max((end for result in shown for *_, end in result.spans), default=1.0)
+    parts, y = [], 4.0
+    for result in shown:
+        drawn = list(_step(result, y, total))
+        parts += drawn
+        y += _height(result)
+    parts += _axis(y + 4, total)
+    names = ", ".join(dict.fromkeys(result.hook for result in shown))
+    about = f"Three rows for each of {names}: rank 0 computing, buckets under way, the engine's calls."
+    return svg.document(_LEFT + _WIDTH + 20, y + 44, "One training step", about, parts)
+
+
+def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
+    """Spans that overlap on lines of their own, each on the first line that is free."""
+    lanes: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: span[2]):
+        free = next((lane for lane in lanes if lane[-1][3] <= span[2]), None)
+        if free is None:
+            lanes.append(free := [])
+        free.append(span)
+    return lanes
+
+
+def _rows(result: Result) -> list[tuple[str, list[list[Span]]]]:
+    return [(row, _lanes([span for span in result.spans if span[0] == row]) or [[]]) for row in _ROWS]
+
+
+def _height(result: Result) -> float:
+    return _HEAD + sum(len(lanes) * _BAR + _GAP for _, lanes in _rows(result)) + 8
+
+
+def _step(result: Result, y: float, total: float) -> Iterator[str]:
+    end = max(span[3] for span in result.spans)
+    head = f"{result.hook}: {result.task} on {result.backend}, {result.link}, {duration(end)}"
+    yield svg.text(4, y + 16, head, anchor="start", font_weight="bold")
+    y += _HEAD
+    for row, lanes in _rows(result):
+        yield svg.text(4, y + _BAR - 3, row, anchor="start")
+        for lane in lanes:
+            yield from (_bar(span, y, total) for span in lane)
+            y += _BAR
+        y += _GAP
+
+
+def _bar(span: Span, y: float, total: float) -> str:
+    row, what, begin, end = span
+    x, width = _LEFT + _WIDTH * begin / total, max(_WIDTH * (end - begin) / total, 1.0)
+    colour = _COLOURS.get(what, svg.GREY if row == "buckets" else svg.ORANGE)
+    words = svg.tip(f"{what}: {duration(begin)} to {duration(end)}")
+    bar = svg.element("rect", words, x=x, y=y, width=width, height=_BAR - 2, fill=colour, rx=2)
+    short = what.split(",")[0]
+    if width < _ROOM * len(short):
+        return bar
+    return bar + svg.text(x + width / 2, y + _BAR - 4.5, short, fill="#fff", font_size=10, pointer_events="none")
+
+
+def _axis(y: float, total: float) -> Iterator[str]:
+    yield svg.element("line", x1=_LEFT, y1=y, x2=_LEFT + _WIDTH, y2=y, stroke=svg.GREY)
+    for quarter in range(5):
+        anchor = ("start", "middle", "middle", "middle", "end")[quarter]
+        yield svg.text(_LEFT + _WIDTH * quarter / 4, y + 14, duration(total * quarter / 4), anchor)
+    yield svg.text(4, y + 32, "blue: computing · orange: waiting, and calls · grey: a bucket under way", anchor="start")
