@@ -67,7 +67,7 @@ PARTS = (
     Part("parallel", "4 training", (*DOOR, "parallel.bucket", "algorithms")),
     Part("algorithms", "4 training", (*DOOR, "parallel.bucket")),
     Part("nn", "4 training", DOOR),
-    Part("optim", "4 training", DOOR),
+    Part("optim", "4 training", (*DOOR, "algorithms")),
     Part("utilities", "4 training", (*DOOR, "parallel", "algorithms")),
     Part("pipeline", "4 training", (*DOOR, "schedules")),
     Part("launch", "side-car", ("errors", "stores", "rendezvous", "launcher"), torch=LATE),

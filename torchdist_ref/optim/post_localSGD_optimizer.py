@@ -1,0 +1,101 @@
+"""An optimizer that averages the model after its steps: the second half of post-local SGD.
+
+The first half is `post_localSGD_hook`, which says how gradients are averaged. When to average models, and with whom,
+is for the averager to say.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch.optim import Optimizer
+
+from torchdist_ref.algorithms.model_averaging.averagers import ModelAverager
+
+__all__ = ["PostLocalSGDOptimizer"]
+
+logger = logging.getLogger("torchdist_ref.optim")
+
+
+class PostLocalSGDOptimizer(Optimizer):
+    """An optimizer, and an averager that is called after each of its steps.
+
+    The optimizer remains what it was: this one shows its groups, its state and whatever else it has.
+
+    Args:
+        optim: The optimizer of this rank.
+        averager: What averages the parameters, for example a ``PeriodicModelAverager``.
+
+    Example:
+        >>> import torch
+        >>> from torchdist_ref.algorithms.model_averaging.averagers import PeriodicModelAverager
+        >>> from torchdist_ref.optim import PostLocalSGDOptimizer
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     weight = torch.nn.Parameter(torch.zeros(1))
+        ...     averager = PeriodicModelAverager(period=2, warmup_steps=1)
+        ...     optimizer = PostLocalSGDOptimizer(torch.optim.SGD([weight], lr=1.0), averager)
+        ...     for _ in range(2):
+        ...         weight.grad = torch.tensor([float(rank)])
+        ...         optimizer.step()
+        ...     return weight.item()
+        >>> run(program, 2)
+        [-1.0, -1.0]
+
+    T. Lin, S. Stich, K. K. Patel, M. Jaggi, *Don't Use Large Mini-Batches, Use Local SGD*, ICLR 2020.
+    """
+
+    def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
+        # No state of its own: Optimizer.__init__ would make some, beside that of the optimizer inside.
+        self.optim = optim
+        self.averager = averager
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":  # while a copy is being made
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    def __repr__(self) -> str:
+        return repr(self.optim)
+
+    def step(self) -> None:  # type: ignore[override]
+        """Take a step of the optimizer, then average the model if it is time."""
+        self.optim.step()
+        self.averager.average_parameters(params=self.optim.param_groups)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients.
+
+        Args:
+            set_to_none: Whether they become None; else zeros. Default: True.
+        """
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters.
+
+        Args:
+            param_group: ``params``, and options that differ from those of the constructor.
+        """
+        self.optim.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, and as ``step`` how many steps the averager has counted.
+
+        Returns:
+            A dict for `load_state_dict`.
+        """
+        return {**self.optim.state_dict(), "step": self.averager.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's state, and set the averager to the step at which it was saved.
+
+        Args:
+            state_dict: From `state_dict`. Without ``step`` (it was saved by a plain optimizer) the averager starts
+                anew, with a warning.
+        """
+        self.optim.load_state_dict(state_dict)
+        if "step" not in state_dict:
+            logger.warning("PostLocalSGDOptimizer: the state has no 'step', so the averager begins at step 0.")
+        self.averager.step = state_dict.get("step", 0)
