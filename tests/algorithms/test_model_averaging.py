@@ -39,15 +39,15 @@ def hierarchical(ours: bool) -> Any:
 
 def subgroup(ours: bool) -> Any:
     module = dist if ours else torch.distributed
-    groups = [module.new_group(ranks) for ranks in ([0, 1, 2], [3])]
-    return (PeriodicModelAverager if ours else their_averagers.PeriodicModelAverager)(
-        2, 0, groups[dist.get_rank() == 3]
-    )
+    group = [module.new_group(ranks) for ranks in ([0, 1, 2], [3])][dist.get_rank() == 3]
+    return (PeriodicModelAverager if ours else their_averagers.PeriodicModelAverager)(2, 0, group)
 
 
 def history(make: Make, ours: bool, rank: int) -> list[Tensor]:
     weights = [nn.Parameter(fill(rank + i, shape)) for i, shape in enumerate([(2, 3), (4,), (1,)])]
-    weights[0].grad = weights[1].grad = torch.zeros(())
+    # The last has no gradient, so it is never averaged.
+    for weight in weights[:2]:
+        weight.grad = torch.zeros_like(weight)
     averager, seen = make(ours), []
     for step in range(9):
         averager.average_parameters([{"params": weights[:1]}, {"params": weights[1:]}] if step % 2 else weights)
