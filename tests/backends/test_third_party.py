@@ -140,6 +140,7 @@ SOURCE = r"""
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <pybind11/chrono.h>
 
 // Sums through the store: each rank writes its numbers there and reads everybody's.
 struct Done : c10d::Work {

@@ -14,6 +14,7 @@ from time import perf_counter
 from torch import Tensor
 
 from torchdist_ref.backends.base import Backend, Membership
+from torchdist_ref.backends.ranges import in_a_range
 from torchdist_ref.backends.reductions import reduction
 from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Call, Gather, Recv, Reduce, ReduceScatter, Scatter, Send
 from torchdist_ref.trace import Recorder
@@ -45,6 +46,7 @@ class Fake(Backend):
         self._rank, self._size = membership.rank, membership.size
         self._sequence = 0
 
+    @in_a_range
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`. Always finished on return."""
         start = perf_counter()

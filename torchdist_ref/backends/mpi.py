@@ -21,6 +21,7 @@ from torchdist_ref.backends.base import Backend, Membership
 from torchdist_ref.backends.callbacks import Callbacks
 from torchdist_ref.backends.mpi_operands import counts, joined, operand, raw, split_into
 from torchdist_ref.backends.mpi_work import Ended, Finish, MpiWork, Poller, Started
+from torchdist_ref.backends.ranges import in_a_range
 from torchdist_ref.calls import (
     AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Gather, Recv, Reduce, ReduceScatter, Scatter, Send,
 )  # fmt: skip
@@ -87,6 +88,7 @@ class Mpi(Backend):
         m = self._membership
         return f"rank {m.rank} (global {m.members[m.rank]}) of group {m.name!r}"
 
+    @in_a_range
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""
         start = perf_counter()

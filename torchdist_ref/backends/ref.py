@@ -19,8 +19,10 @@ from torchdist_ref.backends.plan import Plan
 from torchdist_ref.backends.planner import Planner
 from torchdist_ref.backends.point_to_point import Inbox, Outbox, Posted
 from torchdist_ref.backends.progress import Lane, Order, OutOfTurnError
+from torchdist_ref.backends.ranges import in_a_range
+from torchdist_ref.backends.staging import all_plain, bring_back, plain, settle
 from torchdist_ref.calls import Call, Recv, Send
-from torchdist_ref.errors import GroupAbortedError, UnsupportedError
+from torchdist_ref.errors import GroupAbortedError
 from torchdist_ref.numbers import Number, Numbers
 from torchdist_ref.trace import Recorder
 from torchdist_ref.transports import connect
@@ -33,7 +35,7 @@ POINT_TO_POINT: Number = (-1, 0)
 
 
 class Ref(Backend):
-    """Collectives on CPU tensors of any strides, between threads, processes of one host, and hosts."""
+    """Collectives on tensors of any strides, between threads, processes of one host, and hosts."""
 
     name = "ref"
 
@@ -51,12 +53,13 @@ class Ref(Backend):
         self._order = Order(m.name, self.link.be_patient)
         self._callbacks = Callbacks(m.name)
 
+    @in_a_range
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""
         if self.link.broken is not None:
             self.link.check_usable(call.op)
         if isinstance(call, Send):
-            return self._send(call, _plain(inputs[0], call), wait)
+            return self._send(call, plain(inputs[0], call), wait)
         if isinstance(call, Recv):
             return self._recv(call, outputs[0], wait)
         plan = self._planner.plan(call, inputs, outputs)
@@ -74,6 +77,7 @@ class Ref(Backend):
         def run() -> None:
             self._run(plan, call, inputs, outputs, number)
 
+        settle((*inputs, *outputs))
         order.later(number, lambda: _settle(work, lambda: order.carry_out(number, run)))
         if wait:
             work.wait()
@@ -91,20 +95,18 @@ class Ref(Backend):
         self.recorder.add(number[0], call, plan.nbytes, start)
 
     def _collect(self, plan: Plan, call: Call, inputs: Tensors, outputs: Tensors, number: Number) -> None:
-        if _all_plain(outputs) and (inputs is outputs or _all_plain(inputs)):
+        if all_plain(outputs) and (inputs is outputs or all_plain(inputs)):
             self._executor.run(plan, inputs, outputs, number)
         else:
             self._collect_staged(plan, call, inputs, outputs, number)
 
     def _collect_staged(self, plan: Plan, call: Call, inputs: Tensors, outputs: Tensors, number: Number) -> None:
-        """Strided tensors go through contiguous copies, so that nothing outside a view is ever written."""
-        plain = {id(t): _plain(t, call) for t in [*inputs, *outputs]}
-        into = [plain[id(t)] for t in outputs]
-        sources = [plain[id(t)] for t in inputs]
+        copies = {id(t): plain(t, call) for t in [*inputs, *outputs]}
+        into = [copies[id(t)] for t in outputs]
+        sources = [copies[id(t)] for t in inputs]
         self._executor.run(plan, sources, into, number)
         for tensor, result in zip(outputs, into, strict=True):
-            if result.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(result)
+            bring_back(result, tensor)
 
     def _work(self, call: Call, outputs: Tensors, number: Number) -> Work:
         return Work(call.op, outputs, self._callbacks.runner(), self._numbers.scope(number))
@@ -124,14 +126,13 @@ class Ref(Backend):
         return work
 
     def _recv(self, call: Recv, tensor: Tensor, wait: bool) -> Work:
-        into = _plain(tensor, call)
+        into = plain(tensor, call)
         receive = Posted(call, into, monotonic() + self._timeout)
         self._inbox.post(receive)
 
         def finish() -> int:
             self._timed(call, tensor, lambda: self._inbox.finish(receive))
-            if into.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(into)
+            bring_back(into, tensor)
             return receive.source
 
         if wait:
@@ -165,23 +166,6 @@ class Ref(Backend):
     def abort(self, reason: str) -> None:
         """See `Backend.abort`."""
         self.link.give_up(GroupAbortedError(reason), "abort")
-
-
-def _all_plain(tensors: Tensors) -> bool:
-    """Whether an executor can work on these tensors as they are."""
-    for tensor in tensors:
-        if not tensor.is_contiguous() or not tensor.is_cpu or tensor.requires_grad:
-            return False
-    return True
-
-
-def _plain(tensor: Tensor, call: Call) -> Tensor:
-    if tensor.device.type != "cpu":
-        raise UnsupportedError(
-            f"{call.op}: backend 'ref' works on CPU tensors, and this one is on {tensor.device}. "
-            f"Use backend 'nccl' through torch, or move the tensor with .cpu()."
-        )
-    return tensor.detach().contiguous()
 
 
 def _settle(work: Work, act: Callable[[], None]) -> None:

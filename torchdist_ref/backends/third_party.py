@@ -8,15 +8,20 @@ Such engines differ in what they leave out: ending in order, futures. Don't add 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as c10d
+from torch import Tensor
 
 from torchdist_ref.backends.base import Membership
+from torchdist_ref.backends.ranges import in_a_range
 from torchdist_ref.backends.torch_engine import TorchEngine
 from torchdist_ref.backends.torch_work import TorchWork
+from torchdist_ref.calls import Call
+from torchdist_ref.work import Work
 
 log = logging.getLogger("torchdist_ref.backends")
 
@@ -56,6 +61,11 @@ class ThirdParty(TorchEngine):
         facts.store, facts.group_rank, facts.group_size, facts.timeout = self._store, m.rank, m.size, timeout
         facts.group_id, facts.global_ranks_in_group = m.name, list(m.members)
         return plugin.creator_fn(facts, m.options)
+
+    @in_a_range
+    def submit(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
+        """See `Backend.submit`. Engines of torch's own name their ranges by themselves; of these nobody knows."""
+        return super().submit(call, inputs, outputs, wait)
 
     def close(self) -> None:
         """See `Backend.close`."""
