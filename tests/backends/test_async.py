@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import torch
 from torch.futures import Future
 
 import torchdist_ref as dist
+from torchdist_ref.backends.progress import Lane
 from torchdist_ref.testing import fill, run
 
 
@@ -167,3 +169,18 @@ def chain(rank: int, size: int) -> bool:
 def test_chains_of_callbacks_keep_their_order_on_any_thread() -> None:
     for ranks in ("threads", "processes"):
         assert run(chain, 3, 3, ranks=ranks) == [True] * 3
+
+
+def test_a_callback_computes_on_as_many_cores_as_the_process_chose() -> None:
+    """A new thread's first matrix product takes all cores, and two ranks on two cores keep each other from theirs."""
+    helpers, matrix = [], torch.ones(400, 400)
+
+    def work() -> None:
+        before = len(os.listdir("/proc/self/task"))
+        torch.mm(matrix, matrix)
+        helpers.append(len(os.listdir("/proc/self/task")) - before)
+
+    lane = Lane("a lane")
+    lane.put(work)
+    lane.close()
+    assert torch.get_num_threads() == 1 and helpers == [0]

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from time import monotonic
 
+import torch
+
 from torchdist_ref.numbers import Number
 from torchdist_ref.transports.liveness import SLICE
 
@@ -47,6 +49,8 @@ class Lane:
                 self._thread.start()
 
     def _loop(self) -> None:
+        # A new thread computes on all cores until it is told the number of threads that this process chose.
+        torch.set_num_threads(torch.get_num_threads())
         while (job := self._jobs.get()) is not None:
             try:
                 job()

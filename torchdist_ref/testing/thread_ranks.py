@@ -16,6 +16,8 @@ import traceback
 from collections.abc import Iterable
 from types import FrameType, TracebackType
 
+import torch
+
 from torchdist_ref.groups import world
 from torchdist_ref.stores import HashStore
 from torchdist_ref.testing import program
@@ -62,6 +64,8 @@ class ThreadRanks:
         """Threads print where everybody prints: there is nothing left to show."""
 
     def _be(self, rank: int) -> None:
+        # A new thread has all cores to begin with, whatever number of threads this process chose.
+        torch.set_num_threads(torch.get_num_threads())
         try:
             with world.thread_rank():
                 outcome = self._task(rank, lambda: self._store)

@@ -76,6 +76,8 @@ class Line:
             threading.Thread(target=self._drain, name="torchdist_ref hooks", daemon=True).start()
 
     def _drain(self) -> None:
+        # A new thread computes on all cores until it is told the number of threads that this process chose.
+        torch.set_num_threads(torch.get_num_threads())
         while (job := self._next()) is not None:
             job()
 
