@@ -70,6 +70,7 @@ PARTS = (
     Part("optim", "4 training", (*DOOR, "algorithms")),
     Part("utilities", "4 training", (*DOOR, "parallel", "algorithms")),
     Part("pipeline", "4 training", (*DOOR, "schedules")),
+    Part("elastic.utils.data", "4 training", DOOR),
     Part("launch", "side-car", ("errors", "stores", "rendezvous", "launcher"), torch=LATE),
     Part("launcher", "side-car", ("errors", "stores", "rendezvous"), torch=LATE),
     Part("_autoload", "side-car", ("backends",), torch=LATE),
