@@ -190,7 +190,7 @@ def failure(attempt: Any) -> tuple[str, str]:
 
 
 WANTED = [
-    ("UnsupportedError", "premul_sum"), ("ArgumentError", "rootRank"), ("UnsupportedError", "rootTensor"),
+    ("UnsupportedError", "PREMUL_SUM"), ("ArgumentError", "rootRank"), ("UnsupportedError", "rootTensor"),
     ("ArgumentError", "a list of one"), ("ArgumentError", "divides into 2"), ("ArgumentError", "2 tensors, one a rank"),
     ("ArgumentError", "1 elements a rank"), ("UnsupportedError", "sparse"), ("UnsupportedError", "meta"),
     ("UnsupportedError", "cuda"),

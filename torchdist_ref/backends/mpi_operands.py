@@ -70,7 +70,8 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 def raw(tensor: Tensor) -> Any:
     """The bytes of a contiguous tensor, as an array over its own memory."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy()
+    # One element, or none, may have any stride and count as contiguous.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def counts(tensors: Sequence[Tensor]) -> list[int]:

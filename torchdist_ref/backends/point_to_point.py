@@ -103,7 +103,7 @@ class Inbox:
 
     def keep(self, tag: int, tensor: Tensor) -> None:
         """A message from this rank to itself."""
-        copy = tensor.detach().clone().view(-1)
+        copy = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().view(-1))
         record = record_of(tensor)
         envelope = Envelope(tag, record.fingerprint, copy.nbytes)
         self._arrived(Kept(self._link.rank, envelope, record.text.decode(), copy.view(torch.uint8)))

@@ -18,6 +18,7 @@ from torchdist_ref.backends.torch_engine import TorchEngine
 from torchdist_ref.backends.torch_operands import carried
 from torchdist_ref.backends.torch_work import Carried
 from torchdist_ref.calls import Call, Recv, Send
+from torchdist_ref.errors import UnsupportedError
 
 Tensors = Sequence[Tensor]
 
@@ -48,7 +49,11 @@ class Gloo(TorchEngine):
             store.set(f"gone on/{m.rank}", b"")
 
     def _carried(self, call: Call, inputs: Tensors, outputs: Tensors) -> Carried:
-        return carried(call, inputs, outputs, self._membership.rank)
+        if isinstance(call, Send) and call.dst == self._membership.rank:
+            raise UnsupportedError(
+                f"{call} {self._here()}: Gloo has no messages from a rank to itself. Use backend 'ref', or .copy_()."
+            )
+        return carried(call, inputs, outputs, self._membership.rank, self._membership.size)
 
     def _message(self, call: Send | Recv, tensors: list[Tensor]) -> list[Tensor]:
         """Gloo refuses messages of no bytes, so they travel as one."""

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.reductions import WIDENED, check
+from torchdist_ref.backends.reductions import WIDENED, check, divide, reduction
 from torchdist_ref.backends.torch_work import Carried, brought_back
-from torchdist_ref.calls import AllGather, AllReduce, Barrier, Call, Reduce, ReduceScatter
+from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Barrier, Call, Reduce, ReduceScatter
 
 Tensors = Sequence[Tensor]
-Reducing = AllReduce | Reduce | ReduceScatter
 
 # Types that Gloo does not reduce, and one that it does, with the same result.
 _STAND_INS = {
@@ -32,7 +31,7 @@ _OF_BOOL = {"sum": "max", "product": "min"}
 _TOP = torch.iinfo(torch.int64).min
 
 
-def carried(call: Call, inputs: Tensors, outputs: Tensors, rank: int) -> Carried:
+def carried(call: Call, inputs: Tensors, outputs: Tensors, rank: int, size: int) -> Carried:
     """Make a call fit for Gloo.
 
     Raises:
@@ -42,7 +41,7 @@ def carried(call: Call, inputs: Tensors, outputs: Tensors, rank: int) -> Carried
         case AllReduce() | Reduce():
             return _in_place(call, outputs[0], rank)
         case ReduceScatter():
-            return _scattering(call, inputs, outputs[0], rank)
+            return _scattering(call, inputs, outputs[0], size)
         case AllGather() if len({t.numel() for t in outputs}) > 1:
             return _padded(call, inputs, outputs)
         case Barrier():
@@ -53,7 +52,9 @@ def carried(call: Call, inputs: Tensors, outputs: Tensors, rank: int) -> Carried
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """A tensor's bytes: its own memory where that is in one piece, else a copy."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    plain = tensor.detach().contiguous()
+    # One element, or none, may have any stride and count as contiguous.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def _in_place(call: AllReduce | Reduce, tensor: Tensor, rank: int) -> Carried:
@@ -64,16 +65,25 @@ def _in_place(call: AllReduce | Reduce, tensor: Tensor, rank: int) -> Carried:
     return Carried(_worded(call, tensor.dtype), [numbers], [numbers], lambda: _back(numbers, tensor, call.reduction))
 
 
-def _scattering(call: ReduceScatter, inputs: Tensors, output: Tensor, rank: int) -> Carried:
-    """Blocks of several sizes are reduced as one row, of which each rank takes its part."""
-    check(call.reduction, output.dtype, call.op)
-    numbers, worded = [_numbers(t, call.reduction) for t in inputs], _worded(call, output.dtype)
-    if len({t.numel() for t in inputs}) == 1:
-        result = torch.empty_like(numbers[rank])
-        return Carried(worded, numbers, [result], lambda: _back(result, output, call.reduction))
-    row = torch.cat(numbers)
-    mine = row.split([t.numel() for t in numbers])[rank]
-    return Carried(AllReduce(worded.reduction), [row], [row], lambda: _back(mine, output, call.reduction))
+def _scattering(call: ReduceScatter, inputs: Tensors, output: Tensor, size: int) -> Carried:
+    """Every rank gets what the others have for it, and reduces that itself, in rank order.
+
+    Gloo's own operation has no future, is never said to be completed, and does not come back for some small tensors.
+    """
+    operation = reduction(call.reduction, output.dtype, call.op)
+    moved = _padded(AllToAll(), inputs, [output] * size)
+    parts = [row[: output.nbytes].view(output.dtype) for row in moved.outputs]
+
+    def deliver() -> bool:
+        wide = torch.float32 if output.dtype in WIDENED else output.dtype
+        total = parts[0].to(wide)
+        for part in parts[1:]:
+            operation.into(total, part.to(wide))
+        total = divide(total, size) if call.reduction == "avg" else total
+        output.detach().copy_(total.view(output.shape))
+        return True
+
+    return moved._replace(bring_back=deliver)
 
 
 def _worded(call: Any, dtype: torch.dtype) -> Any:
@@ -83,7 +93,8 @@ def _worded(call: Any, dtype: torch.dtype) -> Any:
 
 def _numbers(tensor: Tensor, reduction: str) -> Tensor:
     """A tensor as a row of numbers that Gloo can reduce: its own memory where that is possible."""
-    plain = tensor.detach().contiguous().view(-1)
+    plain = tensor.detach().contiguous()
+    plain = plain.as_strided((plain.numel(),), (1,))
     if plain.dtype is torch.bool:
         return plain.view(torch.uint8)
     plain = plain.to(_STAND_INS.get(plain.dtype, plain.dtype))

@@ -93,7 +93,11 @@ class TorchWork(Work):
             # torch completes its future before its work, so the callback may ask only the future.
             # Callbacks run on a thread of torch's, and mean the world of whoever made the call.
             here = contextvars.copy_context()
-            self._theirs.get_future().add_done_callback(lambda done: here.run(self._settled_by, done.value))
+            try:
+                self._theirs.get_future().add_done_callback(lambda done: here.run(self._settled_by, done.value))
+            except RuntimeError:
+                # Works of messages have no future; whoever wants one anyway gets a thread that waits.
+                threading.Thread(target=here.run, args=(self._settled_by, self._theirs.wait), daemon=True).start()
         return future
 
 

@@ -1,0 +1,102 @@
+"""A case: one call of one function, as a value that can be printed, sent to ranks, drawn at random and written by hand.
+
+What a case means (data, arguments, result) is in `formulas`; how tensors lie in memory is in `memory`. To add a
+function, add it to CALLS here and say in `formulas` what it does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from hypothesis import strategies as st
+
+REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
+            "all_reduce_coalesced")  # fmt: skip
+MOVING = ("broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single", "gather", "scatter", "all_to_all",
+          "all_to_all_single", "all_gather_coalesced", "ring", "from_anybody", "barrier")  # fmt: skip
+OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+# Functions that take blocks whose size differs from rank to rank.
+UNEVEN = ("all_gather", "reduce_scatter", "all_to_all_single")
+CALLS = (*REDUCING, *MOVING, *OBJECTS)
+
+INTEGERS = ("uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+EIGHTHS = ("float8_e4m3fn", "float8_e5m2")
+COMPLEX = ("complex64", "complex128")
+DTYPES = (*INTEGERS, *FLOATS, *EIGHTHS, *COMPLEX, "bool")
+SHAPES = ((), (1,), (0,), (7,), (2, 3), (3, 0, 2), (4, 1, 5), (2, 3, 2, 2), (257,), (33, 65))
+LAYOUTS = ("plain", "strided", "transposed", "channels_last", "gapped", "columns")
+GROUPS = ("world", "head", "tail")
+WAYS = ("sync", "wait", "future")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call.
+
+    Attributes:
+        call: The function; one of CALLS.
+        dtype: Of all tensors.
+        shape: Of a tensor, or of a block where there are several.
+        layout: How tensors lie in memory.
+        op: The reduction.
+        group: ``"world"``; ``"head"``, which is rank 0 alone; ``"tail"``, all but rank 0 (all where there is but one).
+        way: ``"sync"``, or asynchronous and waited for, or asynchronous and taken from the future.
+        root: Which member is source or destination, modulo the group's size.
+        uneven: Whether block `r` is longer by `r` rows.
+        seed: Other data.
+    """
+
+    call: str
+    dtype: str = "float32"
+    shape: tuple[int, ...] = (7,)
+    layout: str = "plain"
+    op: str = "SUM"
+    group: str = "world"
+    way: str = "sync"
+    root: int = 0
+    uneven: bool = False
+    seed: int = 0
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    def __repr__(self) -> str:
+        said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        return f"Case({', '.join([repr(self.call), *said])})"
+
+
+def ops_for(call: str, dtype: str) -> tuple[str, ...]:
+    """The reductions that make sense."""
+    if call not in REDUCING:
+        return ("SUM",)
+    if dtype in COMPLEX:
+        return ("SUM", "AVG", "PREMUL_SUM")
+    if dtype in EIGHTHS:
+        return ("SUM", "MIN", "MAX", "AVG")
+    if dtype in FLOATS:
+        return ("SUM", "PRODUCT", "MIN", "MAX", "AVG", "PREMUL_SUM")
+    return ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Draw any case that makes sense."""
+    call = draw(st.sampled_from(CALLS))
+    dtype = draw(st.sampled_from(DTYPES))
+    return Case(
+        call=call,
+        dtype=dtype,
+        shape=draw(st.sampled_from(SHAPES)),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        op=draw(st.sampled_from(ops_for(call, dtype))),
+        group=draw(st.sampled_from(GROUPS)),
+        way=draw(st.sampled_from(WAYS)),
+        root=draw(st.integers(0, 3)),
+        uneven=call in UNEVEN and draw(st.booleans()),
+        seed=draw(st.integers(0, 40)),
+    )

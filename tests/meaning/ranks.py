@@ -1,0 +1,133 @@
+"""A pool of ranks that live on: forked once from a process that has torch loaded, with all groups made, fed with cases.
+
+Each rank has torch's Gloo and ours side by side. A rank that dies or hangs ends its pool, and the next case gets a new
+one: after a failure nobody knows what state the groups are in.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+import warnings
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as oracle
+
+import torchdist_ref as dist
+from tests.meaning.cases import Case
+from tests.meaning.compare import Rank, Wrong
+
+ENGINES = ("ref", "gloo")
+PATIENCE = 20.0
+
+
+class Pool:
+    """Ranks of one world size. A context manager.
+
+    Args:
+        world: How many ranks.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._ranks: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="meaning-")
+        context = multiprocessing.get_context("fork")
+        pairs = [context.Pipe() for _ in range(self.world)]
+        self._pipes = [ours for ours, _ in pairs]
+        self._ranks = [
+            context.Process(target=_be, args=(rank, self.world, pairs[rank][1], Path(self._folder.name)), daemon=True)
+            for rank in range(self.world)
+        ]
+        for process in self._ranks:
+            process.start()
+        for _, theirs in pairs:
+            theirs.close()
+
+    def check(self, case: Case) -> None:
+        """Run a case on all ranks.
+
+        Raises:
+            Wrong: With what each rank has to say, and the line that runs it again.
+        """
+        if not self._ranks:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send(case)
+        said = {rank: text for rank in range(self.world) if (text := self._answer(rank))}
+        if said:
+            self.close()
+            texts = "\n".join(f"rank {rank}: {text}" for rank, text in said.items())
+            raise Wrong(f"{texts}\nTo run it again: python -m tests.meaning {self.world} {str(case)!r}")
+
+    def _answer(self, rank: int) -> str:
+        pipe = self._pipes[rank]
+        if not wait([pipe], PATIENCE):
+            return f"no answer in {PATIENCE:g} s"
+        try:
+            text: str = pipe.recv()
+        except EOFError:
+            return "died"
+        return text
+
+    def close(self) -> None:
+        """End all ranks."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._ranks:
+            process.join(0.3)
+            process.kill()
+            process.join()
+        if self._ranks:
+            self._folder.cleanup()
+        self._ranks, self._pipes = [], []
+
+
+def _be(rank: int, world: int, pipe: Connection, folder: Path) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    me = _groups(rank, world, folder)
+    while True:
+        try:
+            case = pipe.recv()
+        except EOFError:
+            return
+        try:
+            me.check(case)
+            pipe.send("")
+        except Wrong as error:
+            pipe.send(str(error))
+        except BaseException:
+            pipe.send(traceback.format_exc())
+
+
+def _groups(rank: int, world: int, folder: Path) -> Rank:
+    timeout = timedelta(seconds=PATIENCE / 2)
+    members = {"world": list(range(world)), "head": [0], "tail": list(range(1, world)) or [0]}
+    store = oracle.FileStore(str(folder / "theirs"), world)
+    oracle.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    theirs = {name: oracle.new_group(ranks, timeout=timeout) for name, ranks in members.items()}
+    own = dist.FileStore(str(folder / "ours"), world)
+    dist.init_process_group("ref", store=own, rank=rank, world_size=world, timeout=timeout)
+    ours = {
+        engine: {name: dist.new_group(ranks, timeout=timeout, backend=engine) for name, ranks in members.items()}
+        for engine in ENGINES
+    }
+    return Rank(rank, members, theirs, ours)

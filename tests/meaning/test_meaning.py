@@ -1,0 +1,47 @@
+"""Every function means what torch's means: cases drawn at random, on ranks that live on; see `cases`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+
+from tests.meaning.cases import CALLS, LAYOUTS, Case, cases, ops_for
+from tests.meaning.ranks import Pool
+
+WORLDS = (1, 2, 3, 4)
+RULES = {
+    "deadline": None, "database": None, "derandomize": True, "report_multiple_bugs": False,
+    "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"world {world}")
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    with Pool(request.param) as ranks:
+        ranks.check(Case("barrier"))
+        yield ranks
+
+
+@settings(max_examples=150, **RULES)
+@given(case=cases())
+def test_any_case(pool: Pool, case: Case) -> None:
+    """Over a second: 150 cases, each on three engines, with up to four ranks on two cores."""
+    pool.check(case)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_function_with_every_reduction_and_layout(pool: Pool, call: str) -> None:
+    for number, layout in enumerate(LAYOUTS):
+        for op in ops_for(call, "float32"):
+            pool.check(Case(call, "float32", (2, 3, 2, 2), layout, op, way="wait", root=number, seed=number))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@settings(max_examples=2000, **{**RULES, "derandomize": False})
+@given(case=cases())
+@example(case=Case("all_reduce"))
+def test_thousands_of_cases(pool: Pool, case: Case) -> None:
+    pool.check(case)
