@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from torchdist_ref.backends import base
 from torchdist_ref.benchmark import (
     engines, hooks_links, hooks_measure, hooks_plot, hooks_table, hooks_tasks, hooks_timeline, plot, report,
 )  # fmt: skip
@@ -24,7 +25,6 @@ from torchdist_ref.benchmark.hooks_measure import Settings
 from torchdist_ref.benchmark.hooks_results import Result, select
 from torchdist_ref.benchmark.progress import Progress
 from torchdist_ref.errors import ArgumentError, explain
-from torchdist_ref.testing import namespaces
 
 _LIST = "A,B,..."
 _TURNS, _QUICK = 10, 3
@@ -66,8 +66,7 @@ def main(options: argparse.Namespace) -> int:
 
 def _settings(options: argparse.Namespace) -> tuple[Settings, list[str]]:
     names, left_out = engines.split(options.backends.split(","), forked=True)
-    foreign = [name for name in names if name.startswith("torch:")]
-    if foreign or not names:
+    if not names or not set(names) <= set(base.names()):
         expected = "engines of this library, whose groups DDP takes: ref or gloo"
         raise ArgumentError(explain("benchmark hooks", "--backends", expected, options.backends))
     hooks = _known("--hooks", options.hooks, CONTESTANTS)
@@ -78,6 +77,8 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, list[str]]:
     notes = [str(each) for each in left_out]
     notes += [f"{task} is left out: {why}" for task in tasks if (why := hooks_tasks.missing(task))]
     there = tuple(task for task in tasks if not hooks_tasks.missing(task))
+    if not there:
+        raise ArgumentError(f"benchmark hooks: no task is left to learn. {' '.join(notes)}")
     links = tuple(map(hooks_links.parse, dict.fromkeys(options.links.split(","))))
     return Settings(there, tuple(names), links, hooks, turns, options.world), notes
 
@@ -102,8 +103,8 @@ class _Show:
 
     def measure(self, link: Link, modelled: bool) -> None:
         """All on one link; if it can't be had, or is not to be, as a model."""
-        why = "as asked" if modelled else namespaces.missing() if link.bits_per_second else ""
-        if not link.bits_per_second or not why:
+        why = "as asked" if modelled and link.bits_per_second else hooks_links.obstacle(link)
+        if not why:
             hooks_measure.on_link(self._settings, link, self.hear)
             return
         self._note(f"{link.name} is modelled, {why}: the step on the fast link, and the time that its bytes take.")

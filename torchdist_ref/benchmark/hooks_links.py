@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
 from torchdist_ref.testing import namespaces
 
 FAST = "fast"
@@ -67,6 +67,23 @@ def laid(link: Link) -> Iterator[Sequence[namespaces.Host]]:
         return
     with namespaces.hosts(2, link.bits_per_second) as hosts:
         yield hosts
+
+
+def obstacle(link: Link) -> str:
+    """Why a link can't be laid on this machine; empty where it can.
+
+    >>> obstacle(parse("fast"))
+    ''
+    """
+    if link.bits_per_second is None:
+        return ""
+    if why := namespaces.missing():
+        return why
+    try:
+        with laid(link):
+            return ""
+    except UnsupportedError as error:
+        return str(error)
 
 
 def settle(hosts: Sequence[namespaces.Host], rank: int, world: int) -> namespaces.Host | None:

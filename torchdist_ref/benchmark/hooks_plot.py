@@ -13,15 +13,18 @@ from typing import Any
 from torchdist_ref.benchmark.hooks_results import Result, select
 from torchdist_ref.schedules.svg import BLUE, GREY, ORANGE
 
-_COLUMNS = 3
 # Middle tones, told apart on white and on black.
 _COLOURS = (BLUE, ORANGE, "#3a9152", "#a45bb0", "#9a8127", "#c14a6e", "#2a9d9d", GREY)
-_DASHES = ("-", "--", ":")
+# Curves that others lie upon: left out of a plot that has more than `_CROWD` of them.
+_ALIKE = ("allreduce", "bf16", "powersgd-2", "fp16-powersgd-2", "bf16-powersgd-2", "quantize-channel")
+_CROWD = len(_COLOURS)
+# What is nearer to the exact average than this is as exact as single precision can be.
+_EXACT = 1e-6
 _MARKERS = ("o", "s", "D", "^", "v")
 
 
 def draw(path: str, results: Sequence[Result]) -> None:
-    """Write a figure with a group of panels for each task and engine: step times, errors, and loss on each link.
+    """Write a figure with a row of panels for each task and engine: step times, errors, and loss on each link.
 
     Args:
         path: Where to; by custom it ends in ``.svg``.
@@ -29,26 +32,22 @@ def draw(path: str, results: Sequence[Result]) -> None:
     """
     from matplotlib.figure import Figure
 
-    drawn = [
-        (panel, found)
-        for task in dict.fromkeys(result.task for result in results)
-        for backend in dict.fromkeys(result.backend for result in results)
-        for panel, found in _panels(select(results, task=task, backend=backend))
-    ]
-    rows = -(-len(drawn) // _COLUMNS)
+    kinds = dict.fromkeys((result.task, result.backend) for result in results)
+    rows = [list(_panels(select(results, task=task, backend=backend))) for task, backend in kinds]
+    columns = max(map(len, rows))
     with style():
-        figure = Figure(figsize=(5.2 * min(_COLUMNS, len(drawn)), 4.2 * rows), layout="constrained")
-        for place, (panel, found) in enumerate(drawn, 1):
-            panel(figure.add_subplot(rows, min(_COLUMNS, len(drawn)), place), found)
+        figure = Figure(figsize=(4.6 * columns, 4.0 * len(rows)), layout="constrained")
+        for number, row in enumerate(rows):
+            for place, (panel, found) in enumerate(row, 1):
+                panel(figure.add_subplot(len(rows), columns, number * columns + place), found)
         save(figure, path)
 
 
 def _panels(results: Sequence[Result]) -> Iterator[tuple[Any, Sequence[Result]]]:
-    if results:
-        yield times, results
-        yield errors, results
-        for link in dict.fromkeys(result.link for result in results):
-            yield losses, select(results, link=link)
+    yield times, results
+    yield errors, results
+    for link in dict.fromkeys(result.link for result in results):
+        yield losses, select(results, link=link)
 
 
 @contextmanager
@@ -87,28 +86,31 @@ def times(panel: Any, results: Sequence[Result]) -> None:
 
 
 def errors(panel: Any, results: Sequence[Result]) -> None:
-    """Relative error of the gradients against bytes: a point for each hook that sends anything."""
-    here = [result for result in select(results, link=results[0].link) if result.sent_bytes and result.mean_error]
-    for number, result in enumerate(sorted(here, key=lambda result: result.sent_bytes)):
-        panel.plot(result.sent_bytes, result.mean_error, "o", color=BLUE, markersize=4)
-        above = {"xytext": (0, 5 if number % 2 else -11), "textcoords": "offset points", "ha": "center"}
-        panel.annotate(result.hook, (result.sent_bytes, result.mean_error), fontsize=7, **above)
-    panel.set(xscale="log", yscale="log", xlabel="bytes a step", ylabel="relative error of the gradients")
-    panel.set_title(_title(results, "error"))
-    panel.margins(0.15)
+    """Relative error of the gradients, and beside each mark the bytes of a step."""
+    here = [result for result in select(results, link=results[0].link) if result.mean_error > _EXACT][::-1]
+    for place, result in enumerate(here):
+        panel.plot(result.mean_error, place, "o", color=BLUE, markersize=5)
+        beside = {"xytext": (7, -3), "textcoords": "offset points", "fontsize": 7}
+        panel.annotate(f"{result.sent_bytes:,.0f} B", (result.mean_error, place), **beside)
+    panel.set_yticks(range(len(here)), [result.hook for result in here])
+    panel.set(xscale="log", xlabel="relative error of the gradients; bytes a step", title=_title(results, "error"))
+    low, high = panel.get_xlim()
+    panel.set_xlim(low, high * 30)
     panel.grid(alpha=0.3)
 
 
 def losses(panel: Any, results: Sequence[Result]) -> None:
-    """Loss against time on one link, smoothed over a few steps."""
-    for number, result in enumerate(results):
-        colour, dash = _COLOURS[number % len(_COLOURS)], _DASHES[number // len(_COLOURS) % len(_DASHES)]
-        panel.plot(result.clock, smooth(result.losses), color=colour, linestyle=dash, linewidth=1.4, label=result.hook)
+    """Loss against time on one link, smoothed over a few steps; of many hooks those that differ."""
+    crowded = len(results) > _CROWD
+    drawn = [result for result in results if not (crowded and result.hook in _ALIKE)]
+    for number, result in enumerate(drawn):
+        style = {"color": _COLOURS[number % _CROWD], "linewidth": 1.4, "linestyle": "-" if number < _CROWD else "--"}
+        panel.plot(result.clock, smooth(result.losses), label=result.hook, **style)
     modelled = ", modelled" if results[0].modelled else ""
     panel.set(xlabel="seconds", ylabel="loss")
     panel.set_title(_title(results, f"loss, {results[0].link}{modelled}"))
     panel.grid(alpha=0.3)
-    panel.legend(fontsize=7, ncols=2)
+    panel.legend(fontsize=7)
 
 
 def smooth(values: Sequence[float], width: int = 4) -> list[float]:

@@ -1,7 +1,8 @@
 """One training step as a picture, for each hook: what computes, which buckets are under way, what the engine works on.
 
-Time runs from left to right on one scale for all hooks, so that the shorter step is the shorter picture. What overlaps
-in time stands one above the other. It is drawn with the words of `torchdist_ref.schedules.svg`, as schedules are.
+Time runs from left to right, on one scale for all hooks of one task, engine and link, so that the shorter step is the
+shorter picture. What overlaps in time stands one above the other. It is drawn with the words of
+`torchdist_ref.schedules.svg`, as schedules are.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from torchdist_ref.benchmark.hooks_results import Result
+from torchdist_ref.benchmark.hooks_results import Result, select
 from torchdist_ref.benchmark.hooks_watch import Span
 from torchdist_ref.schedules import svg
 from torchdist_ref.schedules.timeline import duration
@@ -17,6 +18,7 @@ from torchdist_ref.schedules.timeline import duration
 _LEFT, _WIDTH, _BAR, _GAP, _HEAD = 92.0, 740.0, 14.0, 3.0, 26.0
 _ROWS = ("compute", "buckets", "calls")
 _COLOURS = {"forward": svg.BLUE, "backward": svg.BLUE, "optimizer": svg.BLUE, "wait": svg.ORANGE}
+_LEGEND = "blue: computing · orange: waiting, and calls · grey: a bucket under way"
 # Narrower than this a bar has no room for its word; the tooltip has.
 _ROOM = 7.0
 
@@ -38,16 +40,20 @@ def draw(results: Sequence[Result]) -> str:
     True
     """
     shown = [result for result in results if result.spans]
-    total = max((end for result in shown for *_, end in result.spans), default=1.0)
-    parts, y = [], 4.0
-    for result in shown:
-        drawn = list(_step(result, y, total))
-        parts += drawn
-        y += _height(result)
-    parts += _axis(y + 4, total)
+    parts: list[str] = []
+    y = 4.0
+    for task, backend, link in dict.fromkeys((one.task, one.backend, one.link) for one in shown):
+        group = select(shown, task=task, backend=backend, link=link)
+        total = max(end for result in group for *_, end in result.spans)
+        for result in group:
+            parts += _step(result, y, total)
+            y += _height(result)
+        parts += _axis(y + 4, total)
+        y += 32
     names = ", ".join(dict.fromkeys(result.hook for result in shown))
     about = f"Three rows for each of {names}: rank 0 computing, buckets under way, the engine's calls."
-    return svg.document(_LEFT + _WIDTH + 20, y + 44, "One training step", about, parts)
+    parts.append(svg.text(4, y + 14, _LEGEND, anchor="start"))
+    return svg.document(_LEFT + _WIDTH + 20, y + 24, "One training step", about, parts)
 
 
 def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
@@ -99,4 +105,3 @@ def _axis(y: float, total: float) -> Iterator[str]:
     for quarter in range(5):
         anchor = ("start", "middle", "middle", "middle", "end")[quarter]
         yield svg.text(_LEFT + _WIDTH * quarter / 4, y + 14, duration(total * quarter / 4), anchor)
-    yield svg.text(4, y + 32, "blue: computing · orange: waiting, and calls · grey: a bucket under way", anchor="start")

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from torchdist_ref import groups
+from torchdist_ref.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torchdist_ref.benchmark.hooks_contestants import Contestant
 from torchdist_ref.benchmark.hooks_tasks import Batch, Task
+from torchdist_ref.optim import PostLocalSGDOptimizer
 from torchdist_ref.parallel import DistributedDataParallel
 
 # Several buckets even in a small model, so that there is something to overlap.
@@ -46,10 +48,17 @@ class Trainee:
         self.model = DistributedDataParallel(task.model(), process_group=group, bucket_cap_mb=BUCKET_MIB)
         self.group = self.model.process_group
         contestant.register(self.model, self.group)
-        self.optimizer = task.optimizer(self.model)
+        self._plain = task.optimizer(self.model)
+        self.optimizer = self._with_averager(contestant.every)
         self.rank, self.world = groups.get_rank(self.group), groups.get_world_size(self.group)
         self.steps = 0
         self._drawn = 0
+
+    def _with_averager(self, every: int) -> torch.optim.Optimizer:
+        """The optimizer, which every so many steps averages the models too, if the hook wants it."""
+        if not every:
+            return self._plain
+        return PostLocalSGDOptimizer(self._plain, PeriodicModelAverager(every, every - 1, self.group))
 
     def batch(self) -> Batch:
         """The next batch, another one at each call."""
@@ -61,8 +70,6 @@ class Trainee:
         loss = self._gradients(batch)
         self.optimizer.step()
         self.steps += 1
-        if self.contestant.every and self.steps % self.contestant.every == 0:
-            self._meet()
         return loss
 
     def _gradients(self, batch: Batch) -> Tensor:
@@ -71,15 +78,6 @@ class Trainee:
         loss = self.task.loss(self.model(inputs), targets)
         loss.backward()
         return loss.detach()
-
-    def _meet(self) -> None:
-        """Average the models, as post-local SGD does every few steps."""
-        weights = list(self.model.parameters())
-        with torch.no_grad():
-            flat = torch.cat([weight.flatten() for weight in weights])
-            groups.all_reduce(flat.div_(self.world), group=self.group)
-            for weight, mean in zip(weights, flat.split([weight.numel() for weight in weights]), strict=True):
-                weight.copy_(mean.view_as(weight))
 
     def error(self, exchange: Callable[[Any], list[Any]]) -> float:
         """Take a step, and say how far the gradients were from the exact average.
@@ -95,7 +93,7 @@ class Trainee:
         exact = torch.stack([torch.from_numpy(each) for each in everybodys]).double().mean(0)
         self._gradients(batch)
         got = torch.cat([weight.grad.flatten() for weight in self.model.parameters() if weight.grad is not None])
-        self.optimizer.step()
+        self._plain.step()
         return float((got.double() - exact).norm() / exact.norm())
 
     def _own(self, batch: Batch) -> Tensor:
