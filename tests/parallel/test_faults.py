@@ -81,8 +81,6 @@ def test_other_differences_between_ranks(odd: Callable[[nn.Module], nn.Module], 
         (lambda: nn.Linear(2, 2), {"device_ids": [0]}, dist.ArgumentError, "'device_ids' must be left out"),
         (lambda: nn.Linear(2, 2), {"device_ids": [0, 1]}, dist.ArgumentError, "one device"),
         (lambda: nn.SyncBatchNorm(3), {}, dist.ArgumentError, "works on accelerators only"),
-        (lambda: nn.Linear(2, 2), {"mixed_precision": object()}, dist.UnsupportedError, "autocast"),
-        (lambda: nn.Linear(2, 2), {"param_to_hook_all_reduce": 1}, dist.UnsupportedError, "ignore"),
     ],
 )
 def test_modules_and_arguments_that_make_no_sense(

@@ -6,14 +6,14 @@ each other, so that a mistake made alike on all ranks fails at once on all ranks
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchdist_ref import groups
-from torchdist_ref.errors import ArgumentError, DistError, UnsupportedError, explain
+from torchdist_ref.errors import ArgumentError, DistError, explain
 from torchdist_ref.parallel.options import Entry
 
 OPERATION = "DistributedDataParallel"
@@ -37,7 +37,7 @@ def _all_parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool
             yield f"{prefix}.{name}" if prefix else name, parameter, sparse
 
 
-def check_parameters(module: nn.Module, found: Sequence[Entry]) -> None:
+def check_parameters(module: nn.Module, found: Collection[Any]) -> None:
     """Raise where there is nothing to train, or something that can't be laid out yet."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -95,25 +95,30 @@ def choose_group(process_group: Any, device_mesh: Any) -> Any:
     return device_mesh.get_group(0)
 
 
-def refuse(delayed: Any, trigger: Any, mixed: Any) -> None:
-    """Raise for arguments of torch that are not supported."""
-    if mixed is not None:
-        raise UnsupportedError(f"{OPERATION}: mixed_precision is not supported; run forward under torch.autocast.")
-    if delayed is not None or trigger is not None:
-        raise UnsupportedError(
-            f"{OPERATION}: delay_all_reduce_named_params is not supported; "
-            "set module._ddp_params_and_buffers_to_ignore and average those parameters yourself."
-        )
+def delayed(named: Any, trigger: Any) -> list[tuple[str, torch.Tensor]]:
+    """The parameters whose gradients wait for the trigger's.
+
+    Raises:
+        ArgumentError: One of the two arguments came without the other.
+    """
+    if (named is None) != (trigger is None):
+        names = "delay_all_reduce_named_params and param_to_hook_all_reduce"
+        raise ArgumentError(f"{OPERATION}: {names} need each other: the second sends the first. Pass both.")
+    return list(named or ())
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """A copy of nested inputs with every tensor on ``device``; what is there already is not copied."""
+def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Nested inputs, with every tensor in them changed.
+
+    >>> mapped({"a": [torch.ones(1), "text"]}, lambda tensor: tensor * 2)
+    {'a': [tensor([2.]), 'text']}
+    """
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(item, device) for item in value))
+        return type(value)(*(mapped(item, change) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(to_device(item, device) for item in value)
+        return type(value)(mapped(item, change) for item in value)
     if isinstance(value, dict):
-        return type(value)((key, to_device(item, device)) for key, item in value.items())
+        return type(value)((key, mapped(item, change)) for key, item in value.items())
     return value

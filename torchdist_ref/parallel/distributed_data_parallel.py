@@ -16,13 +16,17 @@ from torch import nn
 
 from torchdist_ref import groups
 from torchdist_ref.algorithms.join import Join
-from torchdist_ref.parallel import agreement, bucketing, construction, joining, registration
+from torchdist_ref.parallel import agreement, bucketing, construction, joining, registration, variants
 from torchdist_ref.parallel.compiling import untraced
 from torchdist_ref.parallel.exchange import Hooked
 from torchdist_ref.parallel.options import Options
+from torchdist_ref.parallel.precision import MixedPrecision
 from torchdist_ref.parallel.reducer import Reducer
+from torchdist_ref.parallel.states import States
 
 __all__ = ["DistributedDataParallel"]
+
+_MixedPrecision = MixedPrecision
 
 
 class DistributedDataParallel(nn.Module, joining.UnevenInputs):
@@ -50,9 +54,11 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs):
         gradient_as_bucket_view: Let ``.grad`` be views of the buckets, which saves a copy and memory. Default False.
         static_graph: Promise that every iteration runs the same graph: learned in the first, so that unused parameters
             and parameters used several times (activation checkpointing) work. Default False.
-        delay_all_reduce_named_params: Not supported; raises.
-        param_to_hook_all_reduce: Not supported; raises.
-        mixed_precision: Not supported; raises. Use ``torch.autocast``.
+        delay_all_reduce_named_params: Names and parameters whose gradients are averaged together, in one tensor of
+            their own that no hook sees, when the gradient of ``param_to_hook_all_reduce`` is there.
+        param_to_hook_all_reduce: That parameter; its gradient has to come after those of the delayed ones.
+        mixed_precision: A `MixedPrecision` (or torch's): dtypes of parameters in forward and backward, of gradients on
+            their way, and of buffers. In between, parameters and gradients are in full precision.
         device_mesh: A one-dimensional mesh whose group is used, in place of ``process_group``.
         skip_all_reduce_unused_params: With ``find_unused_parameters``, don't communicate buckets in which nothing is
             used. Every rank has to leave out the same parameters. Default False.
@@ -102,14 +108,16 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs):
     ) -> None:
         super().__init__()
         joining.UnevenInputs.__init__(self)
-        construction.refuse(delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision)
+        delayed = construction.delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.process_group = construction.choose_group(process_group, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        own = construction.entries(module, self.parameters_to_ignore)
+        self.parameters_to_ignore.update(name for name, _ in delayed)
         self._entries = construction.entries(module, self.parameters_to_ignore)
-        construction.check_parameters(module, self._entries)
+        construction.check_parameters(module, own)
         self.device_ids = construction.check_devices(self._entries, device_ids, output_device)
         self.output_device = self.device_ids[0] if self.device_ids and output_device is None else output_device
-        self.device = self._entries[0].parameter.device
+        self.device = own[0].parameter.device
         construction.check_batch_norm(module, self.device)
         self.module = module
         self.dim = dim
@@ -118,6 +126,7 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
+        self.mixed_precision = mixed_precision
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._hook_name: str | None = None
         self._options = Options(
@@ -126,6 +135,7 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs):
         )
         if init_sync:
             self._meet(self.broadcast_buffers or forward_sync_buffers is not None)
+        self._delayed = variants.delay(delayed, param_to_hook_all_reduce, self.process_group)
         self._build()
 
     def _meet(self, with_buffers: bool) -> None:
@@ -135,15 +145,13 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs):
             [e.parameter for e in entries], [e.name for e in entries], [e.sparse for e in entries],
             self.process_group, self.device,
         )
-        agreement.share(self._states(with_buffers), self.process_group)
+        States(self.module, self.parameters_to_ignore, self.process_group).share(with_buffers)
 
     def _build(self) -> None:
-        self._pack: agreement.Pack | None = None
+        self.states = States(self.module, self.parameters_to_ignore, self.process_group)
         self.reducer = Reducer(self._entries, self.process_group, self._options)
-
-    def _states(self, with_buffers: bool) -> list[torch.Tensor]:
-        named = [*self.module.named_parameters(), *(self.module.named_buffers() if with_buffers else ())]
-        return [tensor for name, tensor in named if name not in self.parameters_to_ignore]
+        self._fresh = True
+        variants.lower_precision(self)
 
     # ---- one iteration
 
@@ -156,17 +164,26 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs):
 
     @untraced
     def _before(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._fresh:
+            self._fresh = False
+            variants.adopt_optimizers(self)
         self._count_ranks()
         if torch.is_grad_enabled():
             self.reducer.rebuild()
         if self.will_sync_module_buffers():
-            self._share_buffers(joining.common_rank(self, True) if self._join_config.enable else 0)
+            self.states.share_buffers(joining.common_rank(self, True) if self._join_config.enable else 0)
         if self._join_config.enable:
             joining.announce(self)
-        if self.device_ids is None:
-            return inputs, kwargs
-        device = torch.device(self.device.type, self.device_ids[0])
-        return construction.to_device(inputs, device), construction.to_device(kwargs, device)
+        if self.device_ids is not None:
+            device = torch.device(self.device.type, self.device_ids[0])
+            inputs, kwargs = construction.mapped((inputs, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
+        return (inputs, kwargs) if self.reducer.precision is None else self._lowered(inputs, kwargs)
+
+    def _lowered(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert self.reducer.precision is not None
+        if self.reducer.precision.lower():
+            self.reducer.watch()
+        return self.reducer.precision.cast(inputs), self.reducer.precision.cast(kwargs)
 
     def _count_ranks(self) -> None:
         """Inside `join`: learn how many ranks still have inputs."""
@@ -181,6 +198,10 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs):
             self.reducer.prepare(output)
         else:
             self.require_forward_param_sync = False
+        if self.reducer.precision is not None and not torch.is_grad_enabled():
+            self.reducer.precision.restore()
+        if self._delayed is not None:
+            self._delayed.point()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -215,17 +236,12 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs):
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward pass takes buffers from rank 0 first."""
         wanted = self.require_forward_param_sync and self.broadcast_buffers
-        return wanted and next(self.module.buffers(), None) is not None
+        return wanted and self.states.has_buffers
 
-    @torch.no_grad()
-    def _share_buffers(self, root: int) -> None:
-        buffers = [tensor for name, tensor in self.module.named_buffers() if name not in self.parameters_to_ignore]
-        if not buffers:
-            return
-        if self._pack is None or not _same(self._pack.tensors, buffers):
-            self._pack = agreement.Pack(buffers)
-        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(buffers)):
-            self._pack.share(self.process_group, root)
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether buckets are final. Under torch's name: hooks ask for it."""
+        return self.reducer.rebuilt or (self.find_unused_parameters and not self.static_graph)
 
     # ---- hooks
 
@@ -268,9 +284,11 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs):
 
     # ---- copies
 
+    NOT_SAVED = ("process_group", "reducer", "states")
+
     def __getstate__(self) -> dict[str, Any]:
         """All but what belongs to this process; hooks are registered anew."""
-        return {key: value for key, value in self.__dict__.items() if key not in ("process_group", "reducer", "_pack")}
+        return {key: value for key, value in self.__dict__.items() if key not in self.NOT_SAVED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy works on the default group; nothing is communicated."""
@@ -279,7 +297,3 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs):
         self._entries = construction.entries(self.module, self.parameters_to_ignore)
         self._hook_name = None
         self._build()
-
-
-def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

@@ -12,7 +12,6 @@ import torch
 
 from torchdist_ref import groups
 from torchdist_ref.algorithms.join import Join, Joinable, JoinHook
-from torchdist_ref.parallel import agreement
 
 if TYPE_CHECKING:
     from torchdist_ref.parallel.distributed_data_parallel import DistributedDataParallel
@@ -36,7 +35,7 @@ class Shadow(JoinHook):
         ddp = self.ddp
         ddp.reducer.rebuild()
         if ddp.will_sync_module_buffers():
-            ddp._share_buffers(common_rank(ddp, candidate=False))
+            ddp.states.share_buffers(common_rank(ddp, candidate=False))
         ddp.require_forward_param_sync = self._others_communicate()
         if ddp.require_forward_param_sync:
             ddp.reducer.shadow()
@@ -50,7 +49,7 @@ class Shadow(JoinHook):
         """Everybody takes the model of a rank that worked to the end."""
         ddp = self.ddp
         ddp.reducer.average.divisor = groups.get_world_size(ddp.process_group)
-        agreement.share(ddp._states(ddp.broadcast_buffers), ddp.process_group, common_rank(ddp, is_last_joiner))
+        ddp.states.share(ddp.broadcast_buffers, common_rank(ddp, is_last_joiner))
 
 
 class UnevenInputs(Joinable):

@@ -28,6 +28,7 @@ from torchdist_ref.errors import DistError
 from torchdist_ref.parallel import agreement, bucketing, faults, graph, sparse
 from torchdist_ref.parallel.exchange import Averaging, Exchange
 from torchdist_ref.parallel.options import Entry, Options
+from torchdist_ref.parallel.precision import LowPrecision
 from torchdist_ref.parallel.storage import Bucket, allocate
 
 logger = logging.getLogger("torchdist_ref.parallel")
@@ -51,7 +52,7 @@ class Reducer:
         self.parameters = [entry.parameter for entry in entries]
         self.dense = [i for i, entry in enumerate(entries) if not entry.sparse]
         self.sparse = [i for i, entry in enumerate(entries) if entry.sparse]
-        self.rebuilt = False
+        self.rebuilt = not entries
         self.iteration = 0
         self._lock = threading.RLock()
         self._expected = [1] * len(entries)
@@ -61,6 +62,11 @@ class Reducer:
         self._absent: list[int] = []
         self._armed = self._begun = self._failed = False
         self._allot(bucketing.in_definition_order(self.parameters, options.caps.initial, self.dense))
+        self.precision: LowPrecision | None = None
+        self.watch()
+
+    def watch(self) -> None:
+        """Be told by autograd of each gradient. Again, when parameters have changed their dtype."""
         self._nodes = [graph.accumulator(parameter) for parameter in self.parameters]
         reference = weakref.ref(self)
         for index, node in enumerate(self._nodes):
@@ -144,6 +150,8 @@ class Reducer:
         """Autograd is done with parameter ``index``: it has added a gradient, or found there was none to add."""
         if defined:
             self._used[index] = 1
+        if self.precision is not None:
+            self.precision.restore_after_backward()
         if not self._armed:
             return
         with self._lock:

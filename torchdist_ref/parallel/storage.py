@@ -58,7 +58,8 @@ class Bucket:
             view.zero_()
             return
         view.copy_(gradient.detach() if gradient.requires_grad else gradient)
-        if self.pointing:
+        # During backward in low precision they differ; then `give` points, when the full parameter is back.
+        if self.pointing and gradient.dtype == view.dtype:
             parameter.grad = view
 
     def offer(self) -> GradBucket:
@@ -109,7 +110,7 @@ class Bucket:
     def adopt(self) -> None:
         """Move gradients that exist already into the buffer, where they are to be views of it."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            if self.pointing and parameter.grad is not None:
+            if self.pointing and parameter.grad is not None and parameter.dtype == view.dtype:
                 view.copy_(parameter.grad)
                 parameter.grad = view
 

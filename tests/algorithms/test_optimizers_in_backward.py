@@ -1,0 +1,211 @@
+"""Optimizers that step inside backward: the same weights as with torch's DDP and an optimizer after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks as torchs
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import torchdist_ref as dist
+from tests.parallel.training import batch, build, forked
+from torchdist_ref.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks, optimizer_overlap_hooks, powerSGD_hook
+from torchdist_ref.optim import ZeroRedundancyOptimizer
+from torchdist_ref.testing import run
+
+DDP = dist.DistributedDataParallel
+# In MiB: three buckets of the multilayer perceptron.
+SMALL = 0.004
+
+
+class Momentum:
+    """SGD with momentum, one parameter at a time: what torch calls a functional optimizer."""
+
+    def __init__(self) -> None:
+        self.momenta: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def step_param(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        assert gradient is not None
+        momentum = self.momenta.setdefault(parameter, torch.zeros_like(parameter))
+        momentum.mul_(0.9).add_(gradient)
+        parameter.sub_(momentum, alpha=0.05)
+
+
+def states(model: nn.Module) -> Tensor:
+    return torch.cat([t.detach().flatten().float() for t in model.state_dict().values()])
+
+
+def steps(ddp: Any, rank: int, count: int, optimizer: Any = None, first: int = 0) -> None:
+    for step in range(first, first + count):
+        ddp.zero_grad()
+        inputs, labels = batch(rank, step)
+        nn.functional.cross_entropy(ddp(inputs), labels).backward()
+        if optimizer is not None:
+            optimizer.step()
+
+
+# torch's group ends its threads when its last reference goes; if that is in a callback, on one of them, it hangs.
+kept: list[Any] = []
+
+
+def meet(rank: int, world: int, path: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    kept.append(torch.distributed.group.WORLD)
+
+
+def after_hook(rank: int, path: str, some: bool, views: bool) -> list[Tensor]:
+    """torch's `_hook_then_optimizer` on torch's DDP, and ours on ours; on all parameters or on some."""
+    meet(rank, 2, path)
+    found = []
+    for wrap, hooks, inner in (
+        (TorchDDP, torchs, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook),
+        (DDP, optimizer_overlap_hooks, default_hooks.allreduce_hook),
+    ):
+        model = build("mlp")
+        ddp = wrap(model, bucket_cap_mb=SMALL, gradient_as_bucket_view=views)
+        chosen = list(model.parameters())[:3] if some else None
+        state = hooks._OptimizerHookState(Momentum(), chosen)
+        ddp.register_comm_hook(None, hooks._hook_then_optimizer(inner, state))
+        steps(ddp, rank, 6)
+        found.append(states(model))
+    torch.distributed.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("some", [False, True])
+def test_hook_then_optimizer_is_torchs(some: bool, views: bool, tmp_path: Path) -> None:
+    for theirs, ours in forked(after_hook, 2, str(tmp_path / "meet"), some, views, backend="ref"):
+        assert torch.equal(theirs, ours)
+
+
+def carrying(rank: int, path: str, views: bool) -> list[Any]:
+    """Parameters that carry optimizers, all but the last bias; beside torch's DDP with those optimizers after it."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    meet(rank, 2, path)
+    # torch's own hook asks for the current stream of an accelerator.
+    plain = TorchDDP(build("mlp"), bucket_cap_mb=SMALL)
+    steps(plain, rank, 5, torch.optim.SGD(list(plain.parameters())[:-1], lr=0.05, momentum=0.9))
+    model = build("mlp")
+    _apply_optimizer_in_backward(torch.optim.SGD, list(model.parameters())[:-1], {"lr": 0.05, "momentum": 0.9})
+    ddp = DDP(model, bucket_cap_mb=SMALL, gradient_as_bucket_view=views)
+    steps(ddp, rank, 5)
+    torch.distributed.destroy_process_group()
+    return [states(plain.module), states(model), [p.grad is None for p in model.parameters()]]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("views", [False, True])
+def test_parameters_that_carry_optimizers_step_on_averages(views: bool, tmp_path: Path) -> None:
+    # Imports torch's compiler: some 2 s, once.
+    import torch.distributed.optim  # noqa: F401
+
+    for theirs, ours, none in forked(carrying, 2, str(tmp_path / "meet"), views, backend="ref"):
+        assert torch.equal(theirs, ours)
+        assert none == [True] * 5 + [False]
+
+
+def test_an_object_that_is_no_functional_optimizer_is_refused() -> None:
+    with pytest.raises(dist.ArgumentError, match="method step_param"):
+        optimizer_overlap_hooks._OptimizerHookState(object())
+
+
+# ---- sharded
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01}),
+}
+
+
+def sharded(rank: int, way: str, shard: bool, kind: str, idle: int = 2, **kw: Any) -> tuple[Tensor, Tensor, int]:
+    """Weights with the hook, and with an optimizer of one rank after DDP that leaves out the first steps."""
+    make, options = KINDS[kind]
+    model = build("mlp")
+    ddp = DDP(model, bucket_cap_mb=SMALL, **kw)
+    zero = ZeroRedundancyOptimizer(model.parameters(), make, overlap_with_ddp=True, **options)
+    hook = getattr(ddp_zero_hook, way)(default_hooks.allreduce_hook, ddp, zero, shard)
+    ddp.register_comm_hook(None, hook)
+    steps(ddp, rank, 8)
+    plain = DDP(build("mlp"), bucket_cap_mb=SMALL, **kw)
+    steps(plain, rank, idle)
+    steps(plain, rank, 8 - idle, make(plain.parameters(), **options), first=idle)
+    return states(model), states(plain.module), len(zero.optim.state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("way", ddp_zero_hook.__all__)
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+def test_sharded_steps_inside_backward_equal_steps_after_it(way: str, shard: bool, kind: str, backend: str) -> None:
+    outcomes = run(sharded, 3, way, shard, kind, backend=backend)
+    assert all(torch.equal(found, wanted) for found, wanted, _ in outcomes)
+    assert sum(count for _, _, count in outcomes) == 6 and max(count for _, _, count in outcomes) < 6
+
+
+@pytest.mark.parametrize(
+    ("way", "idle"), [("static_graph", 3), ("find_unused_parameters", 1), ("gradient_as_bucket_view", 2)]
+)
+def test_updates_begin_when_buckets_are_final(way: str, idle: int) -> None:
+    def program(rank: int) -> Any:
+        return sharded(rank, "hook_with_zero_step_interleaved", False, "SGD", idle, **{way: True})
+
+    for found, wanted, _ in run(program, 2):
+        assert torch.equal(found, wanted)
+
+
+def beside_torch(rank: int, path: str, way: str) -> tuple[Tensor, Tensor]:
+    """Ours on torch's DDP, and torch's DDP with an optimizer after it; torch's own hook refuses Gloo."""
+    meet(rank, 2, path)
+    model = build("mlp")
+    ddp = TorchDDP(model, bucket_cap_mb=SMALL)
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.05)
+    ddp.register_comm_hook(None, getattr(ddp_zero_hook, way)(default_hooks.allreduce_hook, ddp, zero))
+    steps(ddp, rank, 6)
+    plain = TorchDDP(build("mlp"), bucket_cap_mb=SMALL)
+    steps(plain, rank, 2)
+    steps(plain, rank, 4, torch.optim.SGD(plain.parameters(), lr=0.05), first=2)
+    torch.distributed.destroy_process_group()
+    return states(model), states(plain.module)
+
+
+@pytest.mark.parametrize("way", ddp_zero_hook.__all__)
+def test_sharded_steps_on_torchs_ddp(way: str, tmp_path: Path) -> None:
+    for found, wanted in forked(beside_torch, 2, str(tmp_path / "meet"), way, backend="ref"):
+        assert torch.equal(found, wanted)
+
+
+def test_a_hook_with_calls_of_its_own_thread_goes_with_steps_after_the_last_bucket() -> None:
+    def program(rank: int) -> Tensor:
+        model = build("mlp")
+        ddp = DDP(model, bucket_cap_mb=SMALL)
+        zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.05)
+        state = powerSGD_hook.PowerSGDState(None, 1, 2)
+        ddp.register_comm_hook(state, ddp_zero_hook.hook_with_zero_step(powerSGD_hook.powerSGD_hook, ddp, zero))
+        steps(ddp, rank, 8)
+        return states(model)
+
+    for backend in ("ref", "gloo"):
+        everyone = run(program, 3, backend=backend)
+        assert all(torch.equal(found, everyone[0]) for found in everyone)
+        assert not torch.equal(everyone[0], states(build("mlp")))
+
+
+def test_other_optimizers_are_refused() -> None:
+    def program(rank: int) -> None:
+        ddp = DDP(build("mlp"))
+        with pytest.raises(dist.ArgumentTypeError, match=r"torchdist_ref.optim, got 'SGD'"):
+            ddp_zero_hook.hook_with_zero_step(default_hooks.allreduce_hook, ddp, torch.optim.SGD(ddp.parameters(), 0.1))
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+        with pytest.raises(dist.ArgumentError, match="overlap_with_ddp=True"):
+            ddp_zero_hook.hook_with_zero_step(default_hooks.allreduce_hook, ddp, zero)
+
+    run(program, 1)
