@@ -1,4 +1,4 @@
-"""Lightning's DDPStrategy and accelerate on `ref`: the same weights and gradients as on Gloo, and `ref` did the work."""
+"""Lightning's DDPStrategy and accelerate on `ref`: gradients and weights as on Gloo, and `ref` did the work."""
 
 from __future__ import annotations
 

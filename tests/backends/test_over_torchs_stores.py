@@ -1,0 +1,89 @@
+"""Groups whose ranks meet through torch's own servers: ours on our client, and torch's on `ref`."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as c10d
+
+import torchdist_ref as dist
+from tests.backends.inside_torch import kept
+from torchdist_ref.backends.torch_stores import StoreForTorch
+from torchdist_ref.testing import fill, run
+
+HOST, PATIENCE = "127.0.0.1", timedelta(seconds=20)
+
+
+@pytest.fixture
+def torchs_server() -> Iterator[int]:
+    """The port of a server of torch's."""
+    store = c10d.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    yield store.port
+
+
+def on_our_client(rank: int, backend: str, port: int) -> tuple[list[float], str, int]:
+    store = dist.TCPStore(HOST, port, timeout=PATIENCE)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=PATIENCE)
+    tensor, evens = fill(rank, (5,)), dist.new_group([1, 0], sort_ranks=False)
+    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=evens)
+    place = dist.get_rank(evens)
+    dist.destroy_process_group()
+    store.close()
+    return tensor.tolist(), dist.Backend(backend), place
+
+
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+def test_our_groups_over_torchs_server(torchs_server: int, backend: str) -> None:
+    twice = ((fill(0, (5,)) + fill(1, (5,))) * 2).tolist()
+    results = run(on_our_client, 2, backend, torchs_server, init=False, ranks="processes")
+    assert results == [(twice, backend, 1), (twice, backend, 0)]
+
+
+def on_torchs_client(rank: int, port: int) -> tuple[list[float], int]:
+    """Rank 0 serves, as torch has it under tcp://."""
+    where = f"tcp://{HOST}:{port}"
+    c10d.init_process_group("ref", init_method=where, rank=rank, world_size=2, timeout=PATIENCE)
+    tensor, group = fill(rank, (5,)), c10d.group.WORLD
+    kept.append(group)
+    c10d.all_reduce(tensor)
+    pair = c10d.new_group([0, 1])
+    c10d.all_reduce(tensor, group=pair)
+    c10d.barrier()
+    seen = len(group.recorder)
+    c10d.destroy_process_group()
+    return tensor.tolist(), seen
+
+
+def test_ref_inside_torch_over_torchs_server() -> None:
+    with closing(socket.create_server((HOST, 0))) as probe:
+        port = probe.getsockname()[1]
+    twice = ((fill(0, (5,)) + fill(1, (5,))) * 2).tolist()
+    assert run(on_torchs_client, 2, port, init=False, ranks="processes") == [(twice, 2)] * 2
+
+
+def on_a_store_of_theirs(rank: int, path: str, ours: bool) -> list[float]:
+    """One rank of torch's FileStore, one of ours, on one file: the engine meets over either."""
+    store: Any = dist.FileStore(path, 2) if ours is bool(rank) else c10d.FileStore(path, 2)
+    c10d.init_process_group("ref", store=store_for_torch(store), rank=rank, world_size=2, timeout=PATIENCE)
+    kept.append(c10d.group.WORLD)
+    tensor = fill(rank, (5,))
+    c10d.all_reduce(tensor)
+    c10d.destroy_process_group()
+    return tensor.tolist()
+
+
+def store_for_torch(store: Any) -> Any:
+    kept.append(StoreForTorch(store) if isinstance(store, dist.Store) else store)
+    return kept[-1]
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours is rank 1", "ours is rank 0"])
+def test_ref_inside_torch_over_one_file_of_both(tmp_path: Any, ours: bool) -> None:
+    total = (fill(0, (5,)) + fill(1, (5,))).tolist()
+    assert run(on_a_store_of_theirs, 2, str(tmp_path / "meet"), ours, init=False, ranks="processes") == [total] * 2
