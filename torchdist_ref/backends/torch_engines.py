@@ -6,7 +6,8 @@ is only how ranks connect. Don't add other engines of torch's: each has a file o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,11 +17,32 @@ from torch import Tensor
 
 from torchdist_ref.backends.torch_engine import TorchEngine
 from torchdist_ref.backends.torch_operands import carried
-from torchdist_ref.backends.torch_work import Carried
+from torchdist_ref.backends.torch_work import Carried, TorchWork
 from torchdist_ref.calls import Call, Recv, Send
 from torchdist_ref.errors import UnsupportedError
 
 Tensors = Sequence[Tensor]
+
+
+class GlooWork(TorchWork):
+    """A work that one thread at a time asks, and nobody once it has ended.
+
+    Gloo counts the completion of a message down when it is waited for: a second wait would last until the time-out,
+    and then break the connection for all calls.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._asking = threading.Lock()
+
+    def _settled_by(self, wait: Callable[[], Any]) -> None:
+        # Whoever asks already will settle it. Not to wait here: futures end before works, and on the same thread.
+        if self._asking.acquire(False):
+            try:
+                if not self._event.is_set():
+                    super()._settled_by(wait)
+            finally:
+                self._asking.release()
 
 
 class Gloo(TorchEngine):
@@ -28,6 +50,7 @@ class Gloo(TorchEngine):
 
     name = "gloo"
     title = "Gloo"
+    kind = GlooWork
 
     def _connect(self) -> Any:
         m = self._membership

@@ -52,7 +52,7 @@ class TorchWork(Work):
         """See `Work.wait`."""
         if not self._event.is_set():
             self._settled_by(lambda: self._wait_for_theirs(timeout))
-        return super().wait()
+        return super().wait(timeout)
 
     def _wait_for_theirs(self, timeout: timedelta | float | None) -> None:
         seconds = timeout if isinstance(timeout, timedelta) or timeout is None else timedelta(seconds=timeout)
