@@ -157,13 +157,12 @@ def _u64(number: int) -> bytes:
         + _u64(LONGEST_MESSAGE - LONGEST_VALUE),
         b"\x13",
         b"\x7f",
-        TRACKED_HEAD.pack(Op.TRACKED, 1, 1) + bytes([Op.TRACKED]),
-        TRACKED_HEAD.pack(Op.TRACKED, 1, 1) + b"\x99",
-        TRACKED_HEAD.pack(Op.TRACKED, 1, 0),
-        TRACKED_HEAD.pack(Op.TRACKED, 1, LONGEST_MESSAGE + 1),
-        TRACKED_HEAD.pack(Op.TRACKED, 1, 9) + bytes([Op.GET]) + _u64(1),
-        TRACKED_HEAD.pack(Op.TRACKED, 1, 5) + bytes([Op.GET]) + _u64(0),
-        TRACKED_HEAD.pack(Op.TRACKED, 1, 10) + bytes([Op.GET]) + _u64(0) + b"\x00",
+        TRACKED_HEAD.pack(Op.TRACKED, 1, 0, Op.TRACKED),
+        TRACKED_HEAD.pack(Op.TRACKED, 1, 0, 0x99),
+        TRACKED_HEAD.pack(Op.TRACKED, 1, LONGEST_MESSAGE + 1, Op.SET),
+        TRACKED_HEAD.pack(Op.TRACKED, 1, 8, Op.GET) + _u64(1),
+        TRACKED_HEAD.pack(Op.TRACKED, 1, 4, Op.GET) + _u64(0),
+        TRACKED_HEAD.pack(Op.TRACKED, 1, 9, Op.GET) + _u64(0) + b"\x00",
     ],
 )
 def test_what_is_too_large_or_unknown_is_refused_before_it_is_held(data: bytes) -> None:
@@ -216,7 +215,7 @@ class Recorder(Peer):
 
 
 def taken_apart(answer: bytes) -> tuple[int, int, bytes]:
-    number, status, size = ANSWER_HEAD.unpack_from(answer)
+    number, size, status = ANSWER_HEAD.unpack_from(answer)
     assert len(answer) == ANSWER_HEAD.size + size
     return number, status, answer[ANSWER_HEAD.size :]
 

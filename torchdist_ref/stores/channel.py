@@ -1,15 +1,21 @@
 """A client's end of a TCP connection: send all, take exactly so much, both before a deadline.
 
-It knows nothing of what is said: that is `tcp_client`'s.
+The socket blocks, for a slice of time at most: one system call sends, one waits and reads. Ctrl-C is answered between
+slices (see `waiting`). It knows nothing of what is said: that is `tcp_client`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
-import select
+import os
 import socket
+import struct
+from time import monotonic
 
-from torchdist_ref.stores.waiting import Deadline
+from torchdist_ref.stores.waiting import SLICE, Deadline
+
+_ROOM = 4096
+_LARGE = 2**20
 
 
 class Lost(Exception):
@@ -20,38 +26,62 @@ class Channel:
     """A socket that sends and takes bytes before a deadline."""
 
     def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
         self._sock = sock
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
+        self._slice = 0.0
+        self._last_no_longer_than(SLICE)
         self._buffer = bytearray()
 
     def send(self, data: bytes, deadline: Deadline) -> None:
         """Send everything, or raise Lost, or TimeoutError at the deadline."""
-        rest = memoryview(data)
-        while rest:
+        sent = 0
+        while sent < len(data):
             try:
-                rest = rest[self._sock.send(rest) :]
-            except BlockingIOError:
-                self._wait(select.POLLOUT, deadline)
+                sent += self._sock.send(memoryview(data)[sent:] if sent else data)
+            except (TimeoutError, BlockingIOError):
+                self._look_at(deadline)
             except OSError as error:
                 raise Lost(str(error)) from error
 
     def take(self, size: int, deadline: Deadline) -> bytes:
         """Exactly `size` bytes, or Lost, or TimeoutError at the deadline."""
+        if size and not self._buffer:
+            data = self._receive(max(_ROOM, min(size, _LARGE)), deadline)
+            if len(data) == size:
+                return data
+            self._buffer += data
         while len(self._buffer) < size:
-            self._wait(select.POLLIN, deadline)
+            self._buffer += self._receive(max(_ROOM, min(size - len(self._buffer), _LARGE)), deadline)
+        piece = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return piece
+
+    def _receive(self, most: int, deadline: Deadline) -> bytes:
+        while True:
+            self._look_at(deadline)
             try:
-                data = self._sock.recv(max(65536, min(size - len(self._buffer), 2**20)))
-            except BlockingIOError:
+                data = self._sock.recv(most)
+            except (TimeoutError, BlockingIOError):
                 continue
             except OSError as error:
                 raise Lost(str(error)) from error
             if not data:
                 raise Lost("the server closed the connection")
-            self._buffer += data
-        piece = bytes(self._buffer[:size])
-        del self._buffer[:size]
-        return piece
+            return data
+
+    def _look_at(self, deadline: Deadline) -> None:
+        """Let the next call last until the deadline, and for a slice at most."""
+        left = deadline.at - monotonic()
+        if left <= 0:
+            raise TimeoutError
+        if left < SLICE or self._slice < SLICE:
+            self._last_no_longer_than(min(left, SLICE))
+
+    def _last_no_longer_than(self, seconds: float) -> None:
+        # Not `settimeout`, which would have Python ask `poll` before every call.
+        self._slice = seconds
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._sock.setsockopt(socket.SOL_SOCKET, option, _as_option(seconds))
 
     def close(self) -> None:
         """Close the socket."""
@@ -62,8 +92,8 @@ class Channel:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
-    def _wait(self, event: int, deadline: Deadline) -> None:
-        self._poll.modify(self._sock, event)
-        while not self._poll.poll(deadline.slice() * 1000):
-            if deadline.passed():
-                raise TimeoutError
+
+def _as_option(seconds: float) -> bytes:
+    if os.name == "nt":
+        return struct.pack("@L", max(1, int(seconds * 1000)))
+    return struct.pack("@ll", 0, max(1, int(seconds * 1e6)))

@@ -163,7 +163,7 @@ class TCPStore(Store):
     def barrier(self, key: Text, world_size: int, timeout: timedelta | None = None) -> None:
         world, deadline = world_of("barrier", world_size), self._deadline("barrier", timeout)
         try:
-            self._raw(Op.BARRIER, _key("barrier", key), world, seconds=deadline.seconds)
+            self._pool.ask(Op.BARRIER, _key("barrier", key), world, seconds=deadline.seconds)
         except TimedOut as late:
             if late.silent:
                 raise self._no_answer("barrier", [key], deadline) from None
@@ -196,16 +196,12 @@ class TCPStore(Store):
         return f"TCPStore({self._pool.server}{', master' if self._server else ''})"
 
     def _ask(self, operation: str, op: Op, *fields: Any, timeout: timedelta | None = None) -> tuple[Any, ...]:
-        limit = seconds(operation, self._timeout if timeout is None else timeout)
+        limit = self._timeout.total_seconds() if timeout is None else seconds(operation, timeout)
         try:
-            return self._raw(op, *fields, seconds=limit)
+            return self._pool.ask(op, *fields, seconds=limit)
         except TimedOut as late:
             keys = _user_keys(late.missing, fields)
             raise (self._no_answer if late.silent else self._timed_out)(operation, keys, Deadline(limit)) from None
-
-    def _raw(self, op: Op, *fields: Any, seconds: float) -> tuple[Any, ...]:
-        with self._pool.conversation() as talk:
-            return talk.ask(op, *fields, seconds=seconds)
 
     def _no_answer(self, operation: str, keys: Sequence[Text], deadline: Deadline) -> StoreTimeoutError:
         return StoreTimeoutError(
@@ -225,8 +221,7 @@ class TCPStore(Store):
 
     def _join(self, world: int | None) -> None:
         deadline = self._deadline("TCPStore", None)
-        with self._pool.conversation() as talk:
-            talk.connect(deadline)
+        self._pool.connect(deadline)
         if world is None:
             return
         self._ask("TCPStore", Op.ADD, _WORKERS, 1)
@@ -235,7 +230,7 @@ class TCPStore(Store):
 
     def _await_workers(self, world: int, deadline: Deadline) -> None:
         try:
-            self._raw(Op.WAIT_NUMBER, _WORKERS, world, seconds=deadline.left())
+            self._pool.ask(Op.WAIT_NUMBER, _WORKERS, world, seconds=deadline.left())
         except TimedOut:
             joined = self._ask("TCPStore", Op.ADD, _WORKERS, 0)[0]
             raise StoreTimeoutError(

@@ -43,6 +43,7 @@ WAITS = {Op.WAIT, Op.WAIT_GET, Op.WAIT_POP, Op.WAIT_NUMBER, Op.BARRIER}
 SILENT = {Op.SET, Op.APPEND, Op.MULTI_SET, Op.QUEUE_PUSH}
 HARMLESS = {Op.GET, Op.CHECK, Op.WAIT, Op.GETNUMKEYS, Op.MULTI_GET, Op.QUEUE_LEN, Op.LIST_KEYS, Op.WAIT_GET}
 TRIES = 5
+_HEAD = ANSWER_HEAD.size
 
 
 class TimedOut(Exception):
@@ -123,10 +124,12 @@ class Conversation:
             DistNetworkError: the connection broke and the question could not be asked again.
         """
         self._number += 1
-        soft, hard = Deadline(seconds), Deadline(seconds + grace(seconds))
+        hard = Deadline(seconds + grace(seconds))
+        soft = Deadline(seconds) if op in WAITS else hard
         for attempt in range(TRIES):
             try:
-                self.connect(hard)
+                if self._channel is None:
+                    self.connect(hard)
                 return self._exchange(op, fields, soft, hard)
             except Lost as lost:
                 self.close()
@@ -199,13 +202,13 @@ class Conversation:
         channel = self._open_channel()
         channel.send(write_request(op, *fields, number=self._number), hard)
         try:
-            head = channel.take(ANSWER_HEAD.size, soft if op in WAITS else hard)
+            head = channel.take(_HEAD, soft)
         except TimeoutError:
             if op not in WAITS:
                 raise
             channel.send(write_request(Op.CANCEL_WAIT), hard)
-            head = channel.take(ANSWER_HEAD.size, hard)
-        number, status, size = ANSWER_HEAD.unpack(head)
+            head = channel.take(_HEAD, hard)
+        number, size, status = ANSWER_HEAD.unpack(head)
         body = channel.take(size, hard) if size else b""
         if number != self._number:
             raise WireError(f"answer {number} to question {self._number}")
@@ -221,8 +224,7 @@ class Conversation:
             return ()
         channel.send(request, hard)
         try:
-            limit = soft if op in WAITS else hard
-            return take_whole(reply_shape(op, fields), lambda size: channel.take(size, limit))
+            return take_whole(reply_shape(op, fields), lambda size: channel.take(size, soft))
         except TimeoutError:
             if op not in WAITS:
                 raise
@@ -271,7 +273,7 @@ def _opened(op: Op, fields: tuple[Any, ...], status: int, body: bytes) -> tuple[
         raise ArgumentError(body.decode())
     if status == Status.CANCELLED:
         raise TimedOut(read("L", body)[0])
-    return read(reply_shape(op, fields), body)
+    return read(reply_shape(op, fields), body) if body else ()
 
 
 # At torch's servers, waiting and taking are two questions; another client may come in between.

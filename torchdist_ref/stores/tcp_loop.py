@@ -50,9 +50,22 @@ class Connection(Peer):
         self.interest = READ
         self.closed = False
 
-    def send(self, pieces: Sequence[bytes]) -> None:
-        self.outbox.extend(memoryview(piece) for piece in pieces if piece)
-        self.flush()
+    def send(self, pieces: Sequence[bytes | memoryview]) -> None:
+        if len(pieces) > 1 and sum(map(len, pieces)) <= SMALL:
+            pieces = [b"".join(pieces)]
+        if len(pieces) == 1 and not self.outbox:
+            pieces = self._at_once(pieces[0])
+        if pieces:
+            self.outbox.extend(memoryview(piece) for piece in pieces if piece)
+            self.flush()
+
+    def _at_once(self, data: bytes | memoryview) -> list[memoryview]:
+        """Send what the socket takes: most answers go out whole, and never see the queue. Returns the rest."""
+        try:
+            sent = self.sock.send(data)
+        except OSError:
+            sent = 0  # whatever it is, `flush` meets it again
+        return [] if sent == len(data) else [memoryview(data)[sent:]]
 
     def flush(self) -> None:
         """Send what the socket takes now."""
@@ -119,7 +132,8 @@ class Loop:
                         self._serve(key.data, events)
                     elif isinstance(key.fileobj, socket.socket) and key.fileobj is not self._ear:
                         self._accept(key.fileobj)
-                self._look_after()
+                if self._strangers or self._paused or self._resume_accepting:
+                    self._look_after()
         finally:
             self.abandon()
 
@@ -192,7 +206,7 @@ class Loop:
                 self._selector.modify(connection.sock, wanted, connection)
 
     def _read(self, connection: Connection) -> None:
-        size = self._allowance(connection)
+        size = self._allowance(connection) if connection.decoder.held else SMALL
         if size <= 0:
             self._selector.unregister(connection.sock)
             self._paused[connection] = None
@@ -205,7 +219,8 @@ class Loop:
             return self.drop(connection, str(error))
         if not data:
             return self.drop(connection, "the client left")
-        self._take_in(connection, data)
+        connection.decoder.feed(data)
+        self._process(connection)
 
     def _allowance(self, connection: Connection) -> int:
         wanted = min(max(connection.decoder.wanted, SMALL), LARGE)
@@ -216,23 +231,25 @@ class Loop:
     def _largest(self) -> Connection:
         return max(self.connections, key=lambda connection: connection.decoder.held)
 
-    def _take_in(self, connection: Connection, data: bytes) -> None:
-        if not connection.decoder.held:
-            connection.since = time.monotonic()
-        connection.decoder.feed(data)
-        self._process(connection)
-
     def _process(self, connection: Connection) -> None:
+        decoder, handled = connection.decoder, False
         try:
-            while not connection.closed and not connection.outbox and (request := connection.decoder.next()):
+            while not connection.closed and not connection.outbox and (request := decoder.next()) is not None:
                 self.service.handle(connection, request)
-                self._strangers.pop(connection, None)
-                connection.since = time.monotonic()
+                handled = True
         except WireError as error:
             self.drop(connection, str(error))
-        if not connection.closed:
-            self._held += connection.decoder.held - connection.counted
-            connection.counted = connection.decoder.held
+        if handled:
+            self._strangers.pop(connection, None)
+        if (decoder.held or connection.counted) and not connection.closed:
+            self._count(connection, handled)
+
+    def _count(self, connection: Connection, fresh: bool) -> None:
+        """Take down what a connection holds unfinished, and since when."""
+        if fresh or not connection.counted:
+            connection.since = time.monotonic()
+        self._held += connection.decoder.held - connection.counted
+        connection.counted = connection.decoder.held
 
     # Housekeeping
 

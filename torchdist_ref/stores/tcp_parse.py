@@ -25,7 +25,8 @@ from torchdist_ref.stores.tcp_wire import (
 )
 
 _I64, _U32, _U64 = (struct.Struct(f"<{kind}").unpack_from for kind in "qIQ")
-_OPS = {int(op): op for op in Op}
+_OPS = {int(op): op for op in Op if op in REQUESTS}
+_TRACKED, _TRACKED_SIZE = int(Op.TRACKED), TRACKED_HEAD.size
 
 
 # Fields, from a whole message: each reader gives the field and where the next one begins.
@@ -37,25 +38,25 @@ def _checked(number: int, most: int) -> int:
     return number
 
 
-def _blob(data: bytes, at: int, longest: int = ANY_SIZE) -> tuple[bytes, int]:
-    begin = at + 8
-    end = begin + _checked(_U64(data, at)[0], longest)
-    return data[begin:end], end
+def _blob_reader(longest: int) -> Callable[[bytes, int], tuple[bytes, int]]:
+    def blob(data: bytes, at: int) -> tuple[bytes, int]:
+        size = _U64(data, at)[0]
+        if size > longest:
+            _checked(size, longest)
+        end = at + 8 + size
+        return data[at + 8 : end], end
+
+    return blob
 
 
-def _key(data: bytes, at: int) -> tuple[bytes, int]:
-    return _blob(data, at, LONGEST_KEY)
+_key, _value, _blob = map(_blob_reader, (LONGEST_KEY, LONGEST_VALUE, ANY_SIZE))
 
 
-def _value(data: bytes, at: int) -> tuple[bytes, int]:
-    return _blob(data, at, LONGEST_VALUE)
-
-
-def _blobs(data: bytes, at: int, longest: int = ANY_SIZE, most: int = ANY_SIZE) -> tuple[list[bytes], int]:
-    count, at = _checked(_U64(data, at)[0], most), at + 8
+def _blobs(data: bytes, at: int, one: Callable[[bytes, int], tuple[bytes, int]] = _blob) -> tuple[list[bytes], int]:
+    count, at = _checked(_U64(data, at)[0], MOST_KEYS if one is _key else ANY_SIZE), at + 8
     found = []
     for _ in range(count):
-        blob, at = _blob(data, at, longest)
+        blob, at = one(data, at)
         found.append(blob)
     return found, at
 
@@ -83,7 +84,7 @@ READERS: dict[str, Callable[[bytes, int], tuple[Any, int]]] = {
     "i": lambda data, at: (_I64(data, at)[0], at + 8),
     "b": lambda data, at: (data[at], at + 1),
     "n": lambda data, at: (_U32(data, at)[0], at + 4),
-    "K": lambda data, at: _blobs(data, at, LONGEST_KEY, MOST_KEYS),
+    "K": lambda data, at: _blobs(data, at, _key),
     "P": _pairs,
     "L": _blobs,
     "q": _head,
@@ -168,7 +169,7 @@ def take_whole(shape: str, take: Callable[[int], bytes]) -> tuple[Any, ...]:
     """The fields of a message without a length in front, from a source that gives as many bytes as it is asked for."""
     data = bytearray()
     for need in extent(shape, lambda at: int(_U64(data, at)[0])):
-        data += take(need - len(data))
+        data.extend(take(need - len(data)))
     return read(shape, bytes(data))
 
 
@@ -210,32 +211,31 @@ class Decoder:
         Raises:
             WireError: the bytes are no request, or too large a one.
         """
-        while self.held >= self._need:
-            tracked = self._greeted and self._data[self._at] == Op.TRACKED
-            request = self._tracked() if tracked else self._plain()
+        while (held := len(self._data) - self._at) >= self._need:
+            tracked = self._greeted and self._data[self._at] == _TRACKED
+            request = self._tracked(held) if tracked else self._plain()
             if request is not None:
                 return request
         return None
 
-    def _tracked(self) -> Request | None:
+    def _tracked(self, held: int) -> Request | None:
         """A request with its length in front."""
-        if self.held < TRACKED_HEAD.size:
-            self._need = TRACKED_HEAD.size
+        if held < _TRACKED_SIZE:
+            self._need = _TRACKED_SIZE
             return None
-        _, number, size = TRACKED_HEAD.unpack_from(self._data, self._at)
-        self._need = TRACKED_HEAD.size + _checked(size, LONGEST_MESSAGE)
-        if not size:
-            raise WireError("an empty request")
-        return self._read(TRACKED_HEAD.size, number) if self.held >= self._need else None
+        _, number, size, code = TRACKED_HEAD.unpack_from(self._data, self._at)
+        self._need = _TRACKED_SIZE + _checked(size, LONGEST_MESSAGE)
+        return self._read(self._op(code), _TRACKED_SIZE, number) if held >= self._need else None
 
     def _plain(self) -> Request | None:
         """A request whose length shows as its bytes come."""
+        op = self._op(self._data[self._at])
         if self._extent is None:
-            self._extent = extent(REQUESTS[self._op(self._at)], self._number_at, 1)
+            self._extent = extent(REQUESTS[op], self._number_at, 1)
         try:
             self._need = next(self._extent)
         except StopIteration:
-            return self._read(0, None)
+            return self._read(op, 1, None)
         if self._need > LONGEST_MESSAGE:
             raise WireError(f"a message of more than {LONGEST_MESSAGE} bytes")
         return None
@@ -243,21 +243,19 @@ class Decoder:
     def _number_at(self, place: int) -> int:
         return int(_U64(self._data, self._at + place)[0])
 
-    def _op(self, at: int) -> Op:
-        op = _OPS.get(self._data[at])
+    def _op(self, code: int) -> Op:
+        op = _OPS.get(code)
         if not self._greeted and op is not Op.VALIDATE:
             # A stranger can't send much: the first message is this one, and it has five bytes.
-            raise WireError(f"the first message is operation {self._data[at]:#04x}, not VALIDATE")
-        if op is None or op not in REQUESTS:
-            raise WireError(f"unknown operation {self._data[at]:#04x}")
+            raise WireError(f"the first message is operation {code:#04x}, not VALIDATE")
+        if op is None:
+            raise WireError(f"unknown operation {code:#04x}")
         return op
 
-    def _read(self, begin: int, number: int | None) -> Request:
+    def _read(self, op: Op, begin: int, number: int | None) -> Request:
+        """Take the message at the head, whose fields begin so far in."""
         data, at, end = self._data, self._at, self._at + self._need
-        op = self._op(at + begin)
+        self._at, self._need, self._extent, self._greeted = end, 1, None, True
         if isinstance(data, bytearray):
-            data, at, end, self._at = bytes(memoryview(data)[at:end]), 0, self._need, end
-        else:
-            self._at = end
-        self._need, self._extent, self._greeted = 1, None, True
-        return Request(op, read(REQUESTS[op], data, at + begin + 1, end), number)
+            data, at, end = bytes(memoryview(data)[at:end]), 0, end - at
+        return Request(op, read(REQUESTS[op], data, at + begin, end), number)

@@ -8,11 +8,12 @@ What is said in a conversation belongs to `tcp_client`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 from torchdist_ref.errors import DistNetworkError
 from torchdist_ref.stores.tcp_client import Conversation, Server
+from torchdist_ref.stores.tcp_wire import Op
+from torchdist_ref.stores.waiting import Deadline
 
 
 class Pool:
@@ -25,15 +26,20 @@ class Pool:
         self._owner = os.getpid()
         self._closed = False
 
-    @contextmanager
-    def conversation(self) -> Iterator[Conversation]:
-        """A conversation that nobody else uses meanwhile."""
+    def connect(self, deadline: Deadline) -> None:
+        """See that there is a connection. Raises as `Conversation.connect`."""
         talk = self._take()
-        self._busy.add(talk)
         try:
-            yield talk
+            talk.connect(deadline)
         finally:
-            self._busy.discard(talk)
+            self._put_back(talk)
+
+    def ask(self, op: Op, *fields: Any, seconds: float) -> tuple[Any, ...]:
+        """Ask in a conversation that nobody else uses meanwhile. Returns and raises as `Conversation.ask`."""
+        talk = self._take()
+        try:
+            return talk.ask(op, *fields, seconds=seconds)
+        finally:
             self._put_back(talk)
 
     def close(self) -> None:
@@ -50,11 +56,14 @@ class Pool:
         if self._owner != os.getpid():
             self._leave_to_parent()
         try:
-            return self._idle.pop()
+            talk = self._idle.pop()
         except IndexError:
-            return Conversation(self.server)
+            talk = Conversation(self.server)
+        self._busy.add(talk)
+        return talk
 
     def _put_back(self, talk: Conversation) -> None:
+        self._busy.discard(talk)
         if self._closed:
             talk.close()
         else:

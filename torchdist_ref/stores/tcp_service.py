@@ -3,9 +3,9 @@
 No sockets here: a `Peer` is anything that can be sent bytes and be cut off, so this file can be tested with
 lists. One thread at a time may use a `Service`.
 
-*Waiting.* A request whose keys are missing becomes a `Waiter`, filed under each of them. A change to a key wakes
-those filed there; when nothing that a waiter waits for is missing, it is answered at once, in the same step, so
-nobody can delete the key in between.
+*Waiting.* A request that lacks something becomes a `Waiter`, filed under each key that it lacks and the number that
+the key must reach. A change to a key wakes those for whom it is enough; a waiter that lacks nothing any more is
+answered at once, in the same step, so nobody can delete the key in between.
 
 *Coming back.* A client that names itself (HELLO) has a `Session`, which outlives its connection and remembers the
 last answer to a request that changes something. If the connection broke before the answer arrived, the client
@@ -15,13 +15,13 @@ asks again with the same number, and the change is not made twice.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.stores.table import Table
-from torchdist_ref.stores.tcp_answers import ANSWERS
+from torchdist_ref.stores.tcp_answers import ANSWERS, LACKING, Need
 from torchdist_ref.stores.tcp_wire import (
     MAGIC,
     Op,
@@ -66,13 +66,11 @@ class Session:
 
 @dataclass(eq=False)
 class Waiter:
-    """A request that can't be answered yet: what it lacks, and how to answer when it lacks nothing."""
+    """A request that can't be answered yet, and what it lacks."""
 
     peer: Peer
     request: Request
-    lacking: Callable[[], list[bytes]]
-    finish: Callable[[], tuple[Any, ...]]
-    filed: dict[bytes, None] = field(default_factory=dict)
+    filed: dict[Need, None] = field(default_factory=dict)
 
 
 class Service:
@@ -81,7 +79,7 @@ class Service:
     def __init__(self) -> None:
         self.table = Table(slash=b"/")
         self.identity = os.urandom(16)
-        self._waiting: dict[bytes, dict[Waiter, None]] = {}
+        self._waiting: dict[bytes, dict[int, dict[Waiter, None]]] = {}
         self._sessions: dict[bytes, Session] = {}
 
     def handle(self, peer: Peer, request: Request) -> None:
@@ -92,13 +90,11 @@ class Service:
         """
         if not peer.greeted:
             self._greet(peer, request)
-        elif request.op == Op.CANCEL_WAIT:
+        elif request.op is Op.CANCEL_WAIT:
             self._cancel(peer)
-        elif peer.waiter is not None or request.op == Op.VALIDATE:
+        elif peer.waiter is not None or request.op is Op.VALIDATE:
             raise WireError(f"{request.op.name} out of turn")
-        elif request.number is None:
-            self._execute(peer, request)
-        elif not self._repeat(peer, request.number):
+        elif request.number is None or not self._repeat(peer, request.number):
             self._execute(peer, request)
 
     def leave(self, peer: Peer) -> None:
@@ -109,7 +105,7 @@ class Service:
             self._forget_old_sessions()
 
     def _greet(self, peer: Peer, request: Request) -> None:
-        if request.op != Op.VALIDATE or request.fields != (MAGIC,):
+        if request.op is not Op.VALIDATE or request.fields != (MAGIC,):
             raise WireError("this is no client of a store")
         peer.greeted = True
 
@@ -119,21 +115,33 @@ class Service:
             raise WireError("a numbered request without a session, or an old one")
         if number > session.number:
             session.number, session.answer = number, None
+            return False
         if session.answer is not None:
             peer.send(session.answer)
         return session.answer is not None
 
     def _execute(self, peer: Peer, request: Request) -> None:
+        op = request.op
+        if op is Op.HELLO:
+            return self._hello(peer, request)
         try:
-            if request.op == Op.HELLO:
-                self._hello(peer, request)
-            elif request.op in WAITING:
-                self._settle(WAITING[request.op](self, peer, request))
-            else:
-                self._answer(peer, request, ANSWERS[request.op](self.table, *request.fields))
-                self._tell(request)
+            if op is Op.BARRIER:
+                self._count_in(peer, request)
+            lacks = self._attempt(peer, request)
         except ArgumentError as error:
-            self._refuse(peer, request, error)
+            return self._refuse(peer, request, error)
+        if lacks:
+            self._file(Waiter(peer, request), lacks)
+        elif self._waiting and op in CHANGES:
+            self._tell(op, request.fields)
+
+    def _attempt(self, peer: Peer, request: Request) -> Sequence[Need]:
+        """Answer a request that lacks nothing, or tell what it lacks."""
+        op, fields, _ = request
+        lacks = LACKING[op](self.table, *fields) if op in LACKING else ()
+        if not lacks:
+            self._answer(peer, request, ANSWERS[op](self.table, *fields))
+        return lacks
 
     def _hello(self, peer: Peer, request: Request) -> None:
         session = self._sessions.setdefault(request.fields[0], Session())
@@ -152,10 +160,11 @@ class Service:
     # Answers: torch's dialect gets the bare reply, a numbered request gets number, status and reply.
 
     def _answer(self, peer: Peer, request: Request, reply: tuple[Any, ...]) -> None:
-        pieces = write(reply_shape(request.op, request.fields), reply)
-        if request.number is not None:
-            pieces = write_answer(request.number, Status.DONE, pieces)
-            if request.op in ONCE and peer.session is not None:
+        op, fields, number = request
+        pieces = write(reply_shape(op, fields), reply) if reply else []
+        if number is not None:
+            pieces = write_answer(number, Status.DONE, pieces)
+            if op in ONCE and peer.session is not None:
                 peer.session.answer = pieces
         peer.send(pieces)
 
@@ -167,95 +176,79 @@ class Service:
 
     # Waiting
 
+    def _count_in(self, peer: Peer, request: Request) -> None:
+        """A barrier counts its callers; who asks again after a broken connection is not counted again."""
+        session, number = peer.session, request.number
+        if session is None or number is None or session.counted != number:
+            self.table.add(request.fields[0], 1)
+            self._wake(request.fields[0])
+        if session is not None and number is not None:
+            session.counted = number
+
     def _settle(self, waiter: Waiter) -> bool:
         """Answer the waiter if it lacks nothing any more, else file it; whether it was answered."""
+        peer, peer.waiter = waiter.peer, None
         try:
-            waiter.filed = dict.fromkeys(waiter.lacking())
-            if not waiter.filed:
-                waiter.peer.waiter = None
-                self._answer(waiter.peer, waiter.request, waiter.finish())
-                return True
+            lacks = self._attempt(peer, waiter.request)
         except ArgumentError as error:
-            waiter.peer.waiter = None
-            self._refuse(waiter.peer, waiter.request, error)
+            self._refuse(peer, waiter.request, error)
             return False
-        waiter.peer.waiter = waiter
-        for key in waiter.filed:
-            self._waiting.setdefault(key, {})[waiter] = None
-        return False
+        if lacks:
+            self._file(waiter, lacks)
+        return not lacks
 
-    def _unfile(self, peer: Peer) -> tuple[Waiter | None, list[bytes]]:
+    def _file(self, waiter: Waiter, lacks: Sequence[Need]) -> None:
+        waiter.peer.waiter, waiter.filed = waiter, dict.fromkeys(lacks)
+        for key, enough in lacks:
+            self._waiting.setdefault(key, {}).setdefault(enough, {})[waiter] = None
+
+    def _unfile(self, peer: Peer) -> list[bytes]:
+        """Forget what a peer waits for: the keys that it lacked."""
         waiter, peer.waiter = peer.waiter, None
         if waiter is None:
-            return None, []
-        lacked, waiter.filed = list(waiter.filed), {}
-        for key in lacked:
-            self._take_out(waiter, key)
-        return waiter, lacked
+            return []
+        lacked, waiter.filed = waiter.filed, {}
+        for need in lacked:
+            self._take_out(waiter, need)
+        return [key for key, _ in lacked]
 
-    def _take_out(self, waiter: Waiter, key: bytes) -> None:
-        filed = self._waiting[key]
-        del filed[waiter]
-        if not filed:
+    def _take_out(self, waiter: Waiter, need: Need) -> None:
+        key, enough = need
+        by_number = self._waiting[key]
+        del by_number[enough][waiter]
+        if not by_number[enough]:
+            del by_number[enough]
+        if not by_number:
             del self._waiting[key]
 
-    def _tell(self, request: Request) -> None:
-        if request.op not in CHANGES:
-            return
-        changed = [key for key, _ in request.fields[0]] if request.op == Op.MULTI_SET else [request.fields[0]]
-        for key in changed:
-            self._wake(key, only_one=request.op == Op.QUEUE_PUSH)
+    def _tell(self, op: Op, fields: tuple[Any, ...]) -> None:
+        for key in [key for key, _ in fields[0]] if op is Op.MULTI_SET else [fields[0]]:
+            self._wake(key, only_one=op is Op.QUEUE_PUSH)
 
     def _wake(self, key: bytes, only_one: bool = False) -> None:
-        for waiter in list(self._waiting.get(key, ())):
-            if key not in waiter.filed:
+        for enough in list(self._waiting.get(key, ())):
+            if not enough or self._reached(key, enough):
+                self._wake_all(key, enough, only_one)
+
+    def _reached(self, key: bytes, enough: int) -> bool:
+        try:
+            return self.table.number(key) >= enough
+        except ArgumentError:
+            return True  # no number any more: who waits for one is to hear that
+
+    def _wake_all(self, key: bytes, enough: int, only_one: bool) -> None:
+        need = (key, enough)
+        for waiter in list(self._waiting.get(key, {}).get(enough, ())):
+            if need not in waiter.filed:
                 continue  # cut off or answered while another was being answered
-            self._take_out(waiter, key)
-            del waiter.filed[key]
+            self._take_out(waiter, need)
+            del waiter.filed[need]
             if not waiter.filed and self._settle(waiter) and only_one:
                 return
 
     def _cancel(self, peer: Peer) -> None:
-        waiter, lacked = self._unfile(peer)
+        waiter, lacked = peer.waiter, self._unfile(peer)
         if peer.session is None:
             peer.send([b"\x01"])
         elif waiter is not None and waiter.request.number is not None:
             peer.send(write_answer(waiter.request.number, Status.CANCELLED, write("L", [lacked])))
-
-    def _wait(self, peer: Peer, request: Request) -> Waiter:
-        return Waiter(peer, request, lambda: self.table.missing(request.fields[0]), lambda: (0,))
-
-    def _wait_get(self, peer: Peer, request: Request) -> Waiter:
-        keys, values = request.fields[0], self.table.values
-        lacking = lambda: [key for key in dict.fromkeys(keys) if key not in values]  # noqa: E731
-        return Waiter(peer, request, lacking, lambda: ([values[key] for key in keys],))
-
-    def _wait_pop(self, peer: Peer, request: Request) -> Waiter:
-        [key] = request.fields
-        lacking = lambda: [] if self.table.length(key) else [key]  # noqa: E731
-        return Waiter(peer, request, lacking, lambda: (self.table.pop(key),))
-
-    def _wait_number(self, peer: Peer, request: Request) -> Waiter:
-        key, enough = request.fields
-        lacking = lambda: [] if self.table.number(key) >= enough else [key]  # noqa: E731
-        return Waiter(peer, request, lacking, lambda: (self.table.number(key),))
-
-    def _barrier(self, peer: Peer, request: Request) -> Waiter:
-        key, world = request.fields
-        session = peer.session
-        if session is None or request.number is None or session.counted != request.number:
-            self.table.add(key, 1)
-            self._wake(key)
-        if session is not None and request.number is not None:
-            session.counted = request.number  # asked again after a broken connection, it is not counted again
-        lacking = lambda: [] if self.table.number(key) >= world else [key]  # noqa: E731
-        return Waiter(peer, request, lacking, lambda: (0,))
-
-
-WAITING: dict[Op, Callable[[Service, Peer, Request], Waiter]] = {
-    Op.WAIT: Service._wait,
-    Op.WAIT_GET: Service._wait_get,
-    Op.WAIT_POP: Service._wait_pop,
-    Op.WAIT_NUMBER: Service._wait_number,
-    Op.BARRIER: Service._barrier,
-}

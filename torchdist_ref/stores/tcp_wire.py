@@ -13,8 +13,8 @@ torch's server echoes it. Ours sends a PING that starts with `MARK`, which is no
 answers `recognised(nonce)` instead of the echo. After a HELLO that names the client, a request is framed (TRACKED: a
 number, and how many bytes follow) and answered likewise; a repeated number is answered from memory::
 
-    TRACKED | u64 number | u32 bytes that follow | operation | fields
-              u64 number | u8 status | u64 bytes that follow | fields
+    TRACKED | u64 number | u32 bytes of fields | operation | fields
+              u64 number | u64 bytes of fields | u8 status | fields
 
 Sockets and what an operation does don't belong here.
 """
@@ -148,9 +148,9 @@ def recognised(nonce: int) -> int | None:
 
 # Writing: each kind gives a list of pieces, so that a large value is never copied into a larger whole.
 
-_U32, _I64, _U64 = (struct.Struct(f"<{kind}").pack for kind in "IqQ")
-TRACKED_HEAD = struct.Struct("<BQI")
-ANSWER_HEAD = struct.Struct("<QBQ")
+_U8, _U32, _I64, _U64 = (struct.Struct(f"<{kind}").pack for kind in "BIqQ")
+TRACKED_HEAD = struct.Struct("<BQIB")
+ANSWER_HEAD = struct.Struct("<QQB")
 
 
 def _blob(data: bytes) -> list[bytes]:
@@ -200,10 +200,11 @@ def write_request(op: Op, *fields: Any, number: int | None = None) -> bytes:
     >>> write_request(Op.SET, b"/k", b"v").hex()
     '0102000000000000002f6b010000000000000076'
     """
-    request = b"".join([bytes((op,)), *write(REQUESTS[op], fields)])
-    return request if number is None else TRACKED_HEAD.pack(Op.TRACKED, number, len(request)) + request
+    written = b"".join(write(REQUESTS[op], fields))
+    return (_U8(op) if number is None else TRACKED_HEAD.pack(Op.TRACKED, number, len(written), op)) + written
 
 
 def write_answer(number: int, status: Status, pieces: Sequence[bytes]) -> list[bytes]:
-    """The answer to a numbered request: its number, how it ended, and the plain reply as one blob."""
-    return [ANSWER_HEAD.pack(number, status, sum(map(len, pieces))), *pieces]
+    """The answer to a numbered request: its number, the length of the plain reply, how it ended, and the reply."""
+    head = ANSWER_HEAD.pack(number, sum(map(len, pieces)), status)
+    return [head, *pieces] if pieces else [head]
