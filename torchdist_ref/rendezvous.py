@@ -1,9 +1,10 @@
 """Rendezvous: from a URL or the environment to a store, a rank and a world size.
 
-``env://`` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as launchers set them; ``tcp://host:port`` and
-``file:///path`` take rank and world size from the arguments or the URL's query. Rank 0 starts the server of the
-store, all others connect to it (all of them connect if TORCHELASTIC_USE_AGENT_STORE is "True": the launcher then
-runs the server). What is wrong with the rank, the size, the port or a variable is said at once, before any wait.
+``env://`` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as launchers set them (`job_environment` derives what
+mpiexec or Slurm left out); ``tcp://host:port`` and ``file:///path`` take rank and world size from the arguments or the
+URL's query. Rank 0 starts the server of the store, all others connect to it (all of them connect if
+TORCHELASTIC_USE_AGENT_STORE is "True": the launcher then runs the server). What is wrong with the rank, the size, the
+port or a variable is said at once, before any wait.
 
 A new way to meet is a handler, registered with `register_rendezvous_handler`; only the three that torch has live here.
 """
@@ -21,6 +22,7 @@ from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from torchdist_ref.errors import ArgumentTypeError, RendezvousError
+from torchdist_ref.job_environment import derived
 from torchdist_ref.stores import FileStore, Store, TCPStore
 
 Meeting = Iterator[tuple[Store, int, int]]
@@ -199,7 +201,7 @@ def _from_query_or_env(query: Mapping[str, str], name: str) -> int:
 
 
 def _variable(name: str) -> str:
-    value = os.environ.get(name)
+    value = os.environ.get(name) or derived(os.environ).get(name)
     if not value:
         raise _wrong(
             "env",
