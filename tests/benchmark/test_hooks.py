@@ -24,7 +24,7 @@ from torchdist_ref.benchmark.hooks_contestants import CONTESTANTS, EXACT_STEPS, 
 from torchdist_ref.benchmark.hooks_results import Result, from_json, select
 from torchdist_ref.benchmark.hooks_tasks import TASKS, Digits, Text, source
 from torchdist_ref.benchmark.hooks_trainee import Trainee
-from torchdist_ref.benchmark.hooks_watch import Spans, counted
+from torchdist_ref.benchmark.hooks_watch import counted
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.testing import namespaces, run
 
@@ -241,7 +241,7 @@ def test_the_spans_of_a_step_follow_each_other() -> None:
         trainee = Trainee(Text(), CONTESTANTS["powersgd-1"])
         for _ in range(EXACT_STEPS):
             trainee.step(trainee.batch())
-        return list(Spans(trainee))
+        return trainee.spans()
 
     spans = run(program, 2)[0]
     computing = [span for span in spans if span[0] == "compute"]

@@ -19,7 +19,7 @@ from torchdist_ref.benchmark.hooks_contestants import CONTESTANTS, LOCAL_STEPS
 from torchdist_ref.benchmark.hooks_links import Link
 from torchdist_ref.benchmark.hooks_results import Result
 from torchdist_ref.benchmark.hooks_trainee import Trainee
-from torchdist_ref.benchmark.hooks_watch import Span, Spans, counted
+from torchdist_ref.benchmark.hooks_watch import Span, counted
 from torchdist_ref.benchmark.timing import Times, durations, undisturbed
 from torchdist_ref.testing.namespaces import Host
 
@@ -109,7 +109,7 @@ class _Round:
             self._place.report(turn)
         for trainee, notes in order:
             self._place.line_up()
-            notes.spans += Spans(trainee)
+            notes.spans += trainee.spans()
         return self._notes
 
     def _turn(self, trainee: Trainee, notes: _Notes) -> None:

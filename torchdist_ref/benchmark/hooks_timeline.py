@@ -7,17 +7,17 @@ shorter picture. What overlaps in time stands one above the other. It is drawn w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torchdist_ref.benchmark.hooks_results import Result, select
+from torchdist_ref.benchmark.hooks_results import Result
 from torchdist_ref.benchmark.hooks_watch import Span
 from torchdist_ref.schedules import svg
 from torchdist_ref.schedules.timeline import duration
 
 _LEFT, _WIDTH, _BAR, _GAP, _HEAD = 92.0, 740.0, 14.0, 3.0, 26.0
 _ROWS = ("compute", "buckets", "calls")
-_COLOURS = {"forward": svg.BLUE, "backward": svg.BLUE, "optimizer": svg.BLUE, "wait": svg.ORANGE}
+_COLOURS = {"compute": svg.BLUE, "buckets": svg.GREY, "calls": svg.ORANGE}
 _LEGEND = "blue: computing · orange: waiting, and calls · grey: a bucket under way"
 # Narrower than this a bar has no room for its word; the tooltip has.
 _ROOM = 7.0
@@ -29,29 +29,44 @@ def write(path: str, results: Sequence[Result]) -> None:
 
 
 def draw(results: Sequence[Result]) -> str:
-    """One step of each result that has one recorded, on rank 0.
+    """One step of each result that has one recorded, on rank 0. What is on one link is on one scale.
 
     Returns:
         One ``<svg>`` element with title and description, to be read on light and on dark pages.
 
     >>> spans = [("compute", "forward", 0.0, 0.01), ("buckets", "bucket 0", 0.002, 0.01)]
     >>> one = Result("text", "ref", "fast", "none", 2, 8, 0, 0, None, [0.5], [0.01], [3.0], 0, spans=spans)
-    >>> "none: text on ref, fast" in draw([one])
+    >>> "none: text on ref, fast, 10 ms" in draw([one])
     True
     """
-    shown = [result for result in results if result.spans]
+    groups: dict[tuple[str, str, str], dict[str, Sequence[Span]]] = {}
+    for one in results:
+        if one.spans:
+            steps = groups.setdefault((one.task, one.backend, one.link), {})
+            steps[f"{one.hook}: {one.task} on {one.backend}, {one.link}"] = one.spans
+    return picture(list(groups.values()))
+
+
+def picture(groups: Sequence[Mapping[str, Sequence[Span]]]) -> str:
+    """Steps by their names, those of a group on one scale, as SVG text.
+
+    Args:
+        groups: The spans of each step, as `Spans` yields them.
+
+    >>> picture([{"mine": [("compute", "forward", 0.0, 2.0)]}]).count("mine, 2 s")
+    1
+    """
     parts: list[str] = []
     y = 4.0
-    for task, backend, link in dict.fromkeys((one.task, one.backend, one.link) for one in shown):
-        group = select(shown, task=task, backend=backend, link=link)
-        total = max(end for result in group for *_, end in result.spans)
-        for result in group:
-            parts += _step(result, y, total)
-            y += _height(result)
+    for group in groups:
+        total = max(end for spans in group.values() for *_, end in spans)
+        for name, spans in group.items():
+            parts += _step(name, spans, y, total)
+            y += _height(spans)
         parts += _axis(y + 4, total)
         y += 32
-    names = ", ".join(dict.fromkeys(result.hook for result in shown))
-    about = f"Three rows for each of {names}: rank 0 computing, buckets under way, the engine's calls."
+    names = "; ".join(name for group in groups for name in group)
+    about = f"Three rows for each of: {names}. What the rank computes, buckets under way, the engine's calls."
     parts.append(svg.text(4, y + 14, _LEGEND, anchor="start"))
     return svg.document(_LEFT + _WIDTH + 20, y + 24, "One training step", about, parts)
 
@@ -67,20 +82,19 @@ def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
     return lanes
 
 
-def _rows(result: Result) -> list[tuple[str, list[list[Span]]]]:
-    return [(row, _lanes([span for span in result.spans if span[0] == row]) or [[]]) for row in _ROWS]
+def _rows(spans: Sequence[Span]) -> list[tuple[str, list[list[Span]]]]:
+    return [(row, _lanes([span for span in spans if span[0] == row]) or [[]]) for row in _ROWS]
 
 
-def _height(result: Result) -> float:
-    return _HEAD + sum(len(lanes) * _BAR + _GAP for _, lanes in _rows(result)) + 8
+def _height(spans: Sequence[Span]) -> float:
+    return _HEAD + sum(len(lanes) * _BAR + _GAP for _, lanes in _rows(spans)) + 8
 
 
-def _step(result: Result, y: float, total: float) -> Iterator[str]:
-    end = max(span[3] for span in result.spans)
-    head = f"{result.hook}: {result.task} on {result.backend}, {result.link}, {duration(end)}"
-    yield svg.text(4, y + 16, head, anchor="start", font_weight="bold")
+def _step(name: str, spans: Sequence[Span], y: float, total: float) -> Iterator[str]:
+    length = duration(max(span[3] for span in spans))
+    yield svg.text(4, y + 16, f"{name}, {length}", anchor="start", font_weight="bold")
     y += _HEAD
-    for row, lanes in _rows(result):
+    for row, lanes in _rows(spans):
         yield svg.text(4, y + _BAR - 3, row, anchor="start")
         for lane in lanes:
             yield from (_bar(span, y, total) for span in lane)
@@ -91,7 +105,7 @@ def _step(result: Result, y: float, total: float) -> Iterator[str]:
 def _bar(span: Span, y: float, total: float) -> str:
     row, what, begin, end = span
     x, width = _LEFT + _WIDTH * begin / total, max(_WIDTH * (end - begin) / total, 1.0)
-    colour = _COLOURS.get(what, svg.GREY if row == "buckets" else svg.ORANGE)
+    colour = svg.ORANGE if what == "wait" else _COLOURS[row]
     words = svg.tip(f"{what}: {duration(begin)} to {duration(end)}")
     bar = svg.element("rect", words, x=x, y=y, width=width, height=_BAR - 2, fill=colour, rx=2)
     short = what.split(",")[0]

@@ -17,6 +17,7 @@ from torchdist_ref import groups
 from torchdist_ref.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torchdist_ref.benchmark.hooks_contestants import Contestant
 from torchdist_ref.benchmark.hooks_tasks import Batch, Task
+from torchdist_ref.benchmark.hooks_watch import Span, Spans
 from torchdist_ref.optim import PostLocalSGDOptimizer
 from torchdist_ref.parallel import DistributedDataParallel
 
@@ -78,6 +79,19 @@ class Trainee:
         loss = self.task.loss(self.model(inputs), targets)
         loss.backward()
         return loss.detach()
+
+    def spans(self) -> list[Span]:
+        """Take a step, and say what happened when."""
+        inputs, targets = self.batch()
+        with Spans(self.model) as spans:
+            with spans.part("forward"):
+                self.optimizer.zero_grad()
+                loss = self.task.loss(self.model(inputs), targets)
+            with spans.part("backward"):
+                loss.backward()
+            with spans.part("optimizer"):
+                self._plain.step()
+        return list(spans)
 
     def error(self, exchange: Callable[[Any], list[Any]]) -> float:
         """Take a step, and say how far the gradients were from the exact average.

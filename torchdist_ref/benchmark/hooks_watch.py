@@ -1,4 +1,4 @@
-"""What passes between DDP, a hook and the engine while a trainee learns: bytes, and when each thing began and ended.
+"""What passes between DDP, a hook and the engine while a model learns: bytes, and when each thing began and ended.
 
 Both watchers stand in for something that DDP calls, count or note, and hand on: `Ledger` for the engine, `Spans` for
 the reducer's exchange. Neither changes what is computed. What is made of the figures is not here.
@@ -14,9 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from torchdist_ref.backends.base import Backend
-from torchdist_ref.benchmark.hooks_trainee import Trainee
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.calls import Call
+from torchdist_ref.parallel import DistributedDataParallel
+from torchdist_ref.trace import Event, Recorder
 from torchdist_ref.work import Work
 
 Span = tuple[str, str, float, float]
@@ -80,27 +81,65 @@ def counted(group: Any) -> Iterator[Ledger]:
 
 
 class Spans:
-    """What happened in one step of a trainee: name of the row, what, from when to when, in seconds from its beginning.
+    """What happened in one step of a model under DDP: which row, what, from when to when, in seconds since it began.
 
-    >>> from torchdist_ref.benchmark.hooks_contestants import CONTESTANTS
-    >>> from torchdist_ref.benchmark.hooks_tasks import Text
+    The parts of the step are named by whoever takes it, with `part`; buckets and the engine's calls name themselves,
+    and what the step waits for them at the end of backward is a part of its own, ``wait``.
+
+    Args:
+        model: A `DistributedDataParallel`, with a hook or without.
+
+    >>> import torch, torchdist_ref as dist
     >>> from torchdist_ref.testing import run
     >>> def program(rank):
-    ...     trainee = Trainee(Text(), CONTESTANTS["none"])
-    ...     return [what for row, what, _, _ in Spans(trainee) if row == "compute"]
-    >>> run(program, 2)[0]
-    ['forward', 'backward', 'wait', 'optimizer']
+    ...     model = dist.DistributedDataParallel(torch.nn.Linear(2, 1))
+    ...     with Spans(model) as spans:
+    ...         with spans.part("forward"):
+    ...             loss = model(torch.ones(1, 2)).sum()
+    ...         with spans.part("backward"):
+    ...             loss.backward()
+    ...     return [(row, what) for row, what, _, _ in spans]
+    >>> run(program, 2)[0]  # doctest: +NORMALIZE_WHITESPACE
+    [('compute', 'forward'), ('compute', 'backward'), ('compute', 'wait'), ('buckets', 'bucket 0'),
+     ('calls', 'all_reduce, 12 bytes')]
     """
 
-    def __init__(self, trainee: Trainee) -> None:
-        self._trainee = trainee
-        self._reducer = trainee.model.reducer
-        self._inner = self._reducer.exchange
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = model
+        self._inner = model.reducer.exchange
+        self._parts: list[tuple[str, float, float]] = []
         self._started: dict[int, float] = {}
         self._finished: dict[int, tuple[float, float]] = {}
-        self._take()
+        self._calls: list[Event] = []
 
-    # The reducer calls these two in place of the exchange's own.
+    def __enter__(self) -> Spans:
+        self._seen = self._recorder.total
+        self._model.reducer.exchange = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._model.reducer.exchange = self._inner
+        made = self._recorder.total - self._seen
+        self._calls = list(self._recorder)[-made:] if made else []
+
+    @property
+    def _recorder(self) -> Recorder:
+        recorder: Recorder = self._model.process_group.recorder
+        return recorder
+
+    @contextmanager
+    def part(self, what: str) -> Iterator[None]:
+        """Name what is done in this block."""
+        begin = perf_counter()
+        yield
+        self._parts.append((what, begin, perf_counter()))
+
+    # The reducer calls these in place of the exchange's own.
+
+    @property
+    def scale(self) -> float:
+        """The exchange's own."""
+        return self._inner.scale
 
     def start(self, bucket: Any) -> Any:
         """Note when a bucket goes."""
@@ -114,45 +153,25 @@ class Spans:
         self._finished[bucket.index()] = begin, perf_counter()
         return value
 
-    def _take(self) -> None:
-        trainee = self._trainee
-        recorder = trainee.group.recorder
-        before = recorder.total
-        inputs, targets = trainee.batch()
-        self._reducer.exchange = self
-        try:
-            times = [perf_counter()]
-            trainee.optimizer.zero_grad()
-            loss = trainee.task.loss(trainee.model(inputs), targets)
-            times.append(perf_counter())
-            loss.backward()
-            times.append(perf_counter())
-            trainee.optimizer.step()
-            times.append(perf_counter())
-        finally:
-            self._reducer.exchange = self._inner
-        self._times = times
-        made = recorder.total - before
-        self._calls = list(recorder)[-made:] if made else []
-
     def __iter__(self) -> Iterator[Span]:
-        zero = self._times[0]
+        zero = min(begin for _, begin, _ in self._parts)
         for row, what, begin, end in [*self._compute(), *self._buckets(), *self._communication()]:
             yield row, what, begin - zero, end - zero
 
-    def _compute(self) -> list[Span]:
-        begin, forward, backward, end = self._times
-        waiting = min(start for start, _ in self._finished.values())
-        waited = max(finish for _, finish in self._finished.values())
-        return [
-            ("compute", "forward", begin, forward), ("compute", "backward", forward, waiting),
-            ("compute", "wait", waiting, waited), ("compute", "optimizer", backward, end),
-        ]  # fmt: skip
+    def _compute(self) -> Iterator[Span]:
+        """The parts; the one in which buckets were waited for ends where the waiting begins."""
+        waiting = min((begin for begin, _ in self._finished.values()), default=0.0)
+        waited = max((end for _, end in self._finished.values()), default=0.0)
+        for what, begin, end in self._parts:
+            if begin < waiting < end:
+                yield from (("compute", what, begin, waiting), ("compute", "wait", waiting, waited))
+            else:
+                yield "compute", what, begin, end
 
-    def _buckets(self) -> list[Span]:
-        return [
-            ("buckets", f"bucket {index}", begin, self._finished[index][1]) for index, begin in self._started.items()
-        ]
+    def _buckets(self) -> Iterator[Span]:
+        for index, begin in self._started.items():
+            yield "buckets", f"bucket {index}", begin, self._finished[index][1]
 
-    def _communication(self) -> list[Span]:
-        return [("calls", f"{event.call.op}, {event.nbytes} bytes", event.start, event.end) for event in self._calls]
+    def _communication(self) -> Iterator[Span]:
+        for event in self._calls:
+            yield "calls", f"{event.call.op}, {event.nbytes} bytes", event.start, event.end
