@@ -8,11 +8,15 @@
     Who may import whom, and who does.
 `.. algorithms::`
     Every operation with its algorithms, and what each costs.
+`.. capabilities::`
+    What each engine can do, as the tests measured it.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any, ClassVar
 
 import layers
@@ -21,6 +25,8 @@ from docutils.parsers.rst import Directive, directives
 from sphinx.application import Sphinx
 
 from torchdist_ref import schedules
+
+CAPABILITIES = Path(__file__).parents[1] / "reference" / "capabilities.json"
 
 
 def table(kind: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> nodes.table:
@@ -121,10 +127,40 @@ def line(operation: str, algorithm: str) -> tuple[str, ...]:
     return algorithm, idea, str(len(schedule.rounds)), sent, entry.cost
 
 
+class CapabilitiesDirective(Directive):
+    """Show the table of what each engine can do, and with which torch and when it was measured."""
+
+    def run(self) -> list[nodes.Node]:
+        """Read what `python -m tests.capabilities` wrote."""
+        kept = json.loads(CAPABILITIES.read_text(encoding="utf-8"))
+        engines, devices = list(kept["cpu"]), list(kept["cuda"])
+        header = ("call", *engines, "unequal shapes", "subgroups", *(f"{engine}, CUDA" for engine in devices))
+        rows = [capability(kept, name, engines, devices) for name in kept["cpu"][engines[0]]]
+        when = f"Measured on {kept['date']} with torch {kept['torch']} and {kept['world']} ranks."
+        return [table("capabilities", header, rows), nodes.paragraph("", when)]
+
+
+def capability(kept: Any, name: str, engines: list[str], devices: list[str]) -> tuple[str, ...]:
+    """Make the row of one function."""
+    cells = {engine: kept["cpu"][engine][name] for engine in engines}
+    cuda = [found if isinstance(found := kept["cuda"][engine], str) else found[name]["plain"] for engine in devices]
+    plain = [cells[engine]["plain"] for engine in engines]
+    return name, *plain, *(together(cells, aspect) for aspect in ("unequal", "subgroup")), *cuda
+
+
+def together(cells: dict[str, dict[str, str]], aspect: str) -> str:
+    """Say in one cell what holds for all engines, or for which."""
+    found = {engine: cell[aspect] for engine, cell in cells.items()}
+    if len(set(found.values())) == 1:
+        return next(iter(found.values()))
+    return "; ".join(f"{engine}: {said}" for engine, said in found.items())
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directives with Sphinx."""
     app.add_directive("schedule", ScheduleDirective)
     app.add_directive("layers", LayersDirective)
     app.add_directive("layer-table", LayerTableDirective)
     app.add_directive("algorithms", AlgorithmsDirective)
+    app.add_directive("capabilities", CapabilitiesDirective)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

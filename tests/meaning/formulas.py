@@ -64,10 +64,9 @@ class View:
         shape = self.case.shape or (1,) * self.case.uneven
         return (shape[0] + block, *shape[1:]) if self.case.uneven else shape
 
-    def data(self, rank: int, block: int = 0, shape: tuple[int, ...] | None = None) -> Tensor:
+    def data(self, rank: int, block: int = 0) -> Tensor:
         """What a rank gives, for a block."""
-        number = self.case.seed + 5 * rank + block
-        return fill(number, self.shape(block) if shape is None else shape, self.case.torch_dtype)
+        return fill(self.case.seed + 5 * rank + block, self.shape(block), self.case.torch_dtype)
 
     def empty(self, block: int = 0) -> Tensor:
         """What an output holds before."""
@@ -167,7 +166,7 @@ def _gather(v: View) -> Meaning:
         return library.gather(inputs[0], outputs if v.is_root else None, v.members[v.root], **common)
 
     ranks = range(v.size) if v.is_root else ()
-    return Meaning(invoke, [v.data(v.me)], [v.empty() for _ in ranks], [v.data(r) for r in ranks])
+    return Meaning(invoke, [v.data(v.me, v.me)], [v.empty(r) for r in ranks], [v.data(r, r) for r in ranks])
 
 
 def _scatter(v: View) -> Meaning:
@@ -175,8 +174,7 @@ def _scatter(v: View) -> Meaning:
         return library.scatter(outputs[0], inputs if v.is_root else None, v.members[v.root], **common)
 
     ranks = range(v.size) if v.is_root else ()
-    same = v.shape()
-    return Meaning(invoke, [v.data(v.root, r, same) for r in ranks], [v.empty()], [v.data(v.root, v.me, same)])
+    return Meaning(invoke, [v.data(v.root, r) for r in ranks], [v.empty(v.me)], [v.data(v.root, v.me)])
 
 
 def _reduce_scatter(v: View) -> Meaning:
@@ -200,7 +198,7 @@ def _all_to_all(v: View) -> Meaning:
 
     ranks = range(v.size)
     return Meaning(
-        invoke, [v.data(v.me, d) for d in ranks], [v.empty() for _ in ranks], [v.data(s, v.me) for s in ranks]
+        invoke, [v.data(v.me, d) for d in ranks], [v.empty(v.me) for _ in ranks], [v.data(s, v.me) for s in ranks]
     )
 
 

@@ -23,14 +23,18 @@ from torchdist_ref.backends.mpi_operands import counts, joined, operand, raw, sp
 from torchdist_ref.backends.mpi_work import Ended, Finish, MpiWork, Poller, Started
 from torchdist_ref.backends.ranges import in_a_range
 from torchdist_ref.calls import (
-    AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Gather, Recv, Reduce, ReduceScatter, Scatter, Send,
+    OWN_TAGS, AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Gather, Recv, Reduce, ReduceScatter, Scatter,
+    Send,
 )  # fmt: skip
-from torchdist_ref.errors import DistBackendError, GroupAbortedError, MismatchError, UnsupportedError
+from torchdist_ref.errors import (
+    ArgumentError, DistBackendError, GroupAbortedError, MismatchError, UnsupportedError, explain,
+)  # fmt: skip
 from torchdist_ref.stores import PrefixStore
 from torchdist_ref.trace import Recorder
 from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]
+_KEPT_TAGS = 16
 
 
 def load() -> Any:
@@ -148,12 +152,22 @@ class Mpi(Backend):
                 return Started(comm.Ibarrier(), (), _nothing)
             case Send():
                 given = self._bytes(inputs[0])
-                return Started(comm.Isend(given, call.dst, call.tag), (given,), _nothing)
+                return Started(comm.Isend(given, call.dst, self._tag(call)), (given,), _nothing)
             case Recv():
                 row, source = _row(outputs), self._mpi.ANY_SOURCE if call.src is None else call.src
                 taken = self._bytes(row)
-                return Started(comm.Irecv(taken, source, call.tag), (taken,), self._received(call, outputs, row))
+                return Started(comm.Irecv(taken, source, self._tag(call)), (taken,), self._received(call, outputs, row))
         raise UnsupportedError(f"{call.op}: backend 'mpi' has no such operation.")
+
+    def _tag(self, call: Send | Recv) -> int:
+        """MPI's tags end sooner than ours; the library's own come last, from the top down."""
+        most = int(self._comm.Get_attr(self._mpi.TAG_UB))
+        if call.tag >= OWN_TAGS:
+            return most - (call.tag - OWN_TAGS)
+        if call.tag > most - _KEPT_TAGS:
+            expected = f"at most {most - _KEPT_TAGS} with this MPI library"
+            raise ArgumentError(explain(call.op, "tag", expected, call.tag))
+        return call.tag
 
     def _move(self, call: Call, inputs: list[Tensor], outputs: Tensors) -> Started:
         comm, row = self._comm, _row(outputs)

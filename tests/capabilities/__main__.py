@@ -1,0 +1,41 @@
+"""``python -m tests.capabilities`` measures the CPU cells and writes the table; with ``--cuda`` the CUDA cells."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+from tests.capabilities import table
+from tests.capabilities.measure import measured
+
+
+def main(*arguments: str) -> None:
+    """Measure and write; or be one rank under mpiexec."""
+    if arguments[:1] == ("--mpi-rank",):
+        be_mpi_rank(arguments[1])
+        return
+    old = table.kept() if table.FILE.exists() else {"cpu": {}, "cuda": {}}
+    if arguments == ("--cuda",):
+        cuda = {engine: table.on_cuda(engine) for engine in table.CUDA}
+        table.written(old["cpu"], cuda)
+    else:
+        cpu = {engine: table.on_cpu(engine) for engine in table.CPU}
+        table.written(cpu, {engine: old["cuda"].get(engine, table.UNKNOWN) for engine in table.CUDA})
+
+
+def be_mpi_rank(folder: str) -> None:
+    """Measure the engine `mpi`, and leave what was found in a file."""
+    from mpi4py import MPI
+
+    import torchdist_ref as dist
+
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    dist.init_process_group("mpi", f"file://{folder}/meet", timedelta(seconds=20), world_size=size, rank=rank)
+    (Path(folder) / str(rank)).write_text(json.dumps(measured()))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
