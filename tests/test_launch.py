@@ -259,3 +259,21 @@ def test_it_never_imports_torch(tmp_path: Path) -> None:
     python = [sys.executable, "-c", code]
     result = subprocess.run(python, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert result.stdout == "False\n", result.stderr
+
+
+def test_all_ranks_start_anew_when_one_fails(launch: Launch) -> None:
+    script = (
+        f"{WHO}count = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint(rank, count, flush=True)\n"
+        f"if count == '2': sys.exit(0)\nif rank == 1: sys.exit(3)\n{WAIT}"
+    )
+    result = launch(script, "--nproc-per-node", "2", "--max-restarts", "5")
+    assert result.returncode == 0
+    assert result.stderr.count("rank 1 (process ") == 2
+    assert result.stderr.splitlines()[-1] == "torchdist_ref.launch: restarting all ranks (2 of 5)"
+    assert result.stdout.splitlines()[-1][2:] == "2"
+
+
+def test_when_restarts_are_used_up_the_code_is_the_ranks(launch: Launch) -> None:
+    result = launch(f"{WHO}sys.exit(4 * rank)", "--nproc-per-node", "2", "--max-restarts", "1")
+    assert result.returncode == 4
+    assert result.stderr.count("restarting all ranks (1 of 1)") == 1

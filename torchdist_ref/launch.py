@@ -7,18 +7,17 @@ This file is the command; its parts are in `torchdist_ref.launcher`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from torchdist_ref.errors import DistError
-from torchdist_ref.launcher.environment import command, worker_environment
+from torchdist_ref.launcher.environment import Job, command, worker_environment
+from torchdist_ref.launcher.held_store import ADDRESS, held_store
 from torchdist_ref.launcher.options import parse
+from torchdist_ref.launcher.restarts import supervise
 from torchdist_ref.launcher.supervise import Supervisor
-from torchdist_ref.stores import TCPStore
-
-_ADDRESS = "127.0.0.1"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,27 +36,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         2
     """
     options = parse(sys.argv[1:] if argv is None else argv)
-    try:
-        with _held_store(options.master_port) as port:
+    job = Job(max_restarts=options.max_restarts)
+
+    def attempt(restarts: int) -> Supervisor:
+        with held_store(options.master_port) as port:
             environments = [
-                worker_environment(os.environ, options, rank, _ADDRESS, port) for rank in range(options.nproc)
+                worker_environment(os.environ, options.nproc, rank, ADDRESS, port, replace(job, restarts=restarts))
+                for rank in range(options.nproc)
             ]
-            return Supervisor(
-                command(options), environments, prefix=options.prefix, grace=options.grace, say=_say
-            ).run()
+            commands = [command(options)] * options.nproc
+            supervisor = Supervisor(commands, environments, prefix=options.prefix, grace=options.grace, say=_say)
+            supervisor.run()
+            return supervisor
+
+    try:
+        return supervise(attempt, options.max_restarts, _say).code
     except DistError as error:
         _say(str(error))
         return 1
-
-
-@contextlib.contextmanager
-def _held_store(port: int) -> Iterator[int]:
-    """Serve the ranks' store from before the first starts until after the last ends, so that no port is raced for."""
-    store = TCPStore(_ADDRESS, port, is_master=True, wait_for_workers=False)
-    try:
-        yield store.port
-    finally:
-        store.close()
 
 
 def _say(line: str) -> None:

@@ -9,11 +9,32 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torchdist_ref.launcher.options import Options
 
 
-def rank_environment(rank: int, world_size: int, address: str, port: int) -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the ranks of a job have in common besides their number.
+
+    Attributes:
+        run_id: Its name.
+        role: What its ranks are.
+        restarts: How often all ranks have been started anew.
+        max_restarts: How often they may be.
+    """
+
+    run_id: str = "none"
+    role: str = "default"
+    restarts: int = 0
+    max_restarts: int = 0
+
+
+_PLAIN = Job()
+
+
+def rank_environment(rank: int, world_size: int, address: str, port: int, job: Job = _PLAIN) -> dict[str, str]:
     """Make the variables of one rank of a job on one machine.
 
     Args:
@@ -21,6 +42,7 @@ def rank_environment(rank: int, world_size: int, address: str, port: int) -> dic
         world_size: How many ranks there are.
         address: The host of the store that the launcher holds.
         port: Its port.
+        job: What else there is to say.
 
     Returns:
         Only the variables that describe the job; see `worker_environment` for the whole.
@@ -32,37 +54,40 @@ def rank_environment(rank: int, world_size: int, address: str, port: int) -> dic
     """
     per_rank = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
     per_job = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(world_size))
-    node = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default"}
+    node = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": job.role}
     store = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    elastic = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "none"}
+    elastic = {
+        "TORCHELASTIC_RESTART_COUNT": str(job.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        "TORCHELASTIC_RUN_ID": job.run_id,
+    }
     return per_rank | per_job | node | store | elastic
 
 
 def worker_environment(
-    surroundings: Mapping[str, str], options: Options, rank: int, address: str, port: int
+    surroundings: Mapping[str, str], world_size: int, rank: int, address: str, port: int, job: Job = _PLAIN
 ) -> dict[str, str]:
     """Make the whole environment of one rank.
 
     Args:
         surroundings: The launcher's own environment; what the job needs overrides it.
-        options: The command line.
+        world_size: How many ranks there are.
         rank: The rank, from 0.
         address: The host of the store.
         port: Its port.
+        job: What else there is to say.
 
     Returns:
         The environment to start the rank with.
     """
     # Lines should come when they are written, though the ranks write to a pipe.
     wishes = {"PYTHONUNBUFFERED": "1"}
-    if options.nproc > 1:
+    if world_size > 1:
         # As many threads in each rank as the machine has cores would slow all of them down.
         wishes["OMP_NUM_THREADS"] = "1"
-    return wishes | dict(surroundings) | rank_environment(rank, options.nproc, address, port)
+    return wishes | dict(surroundings) | rank_environment(rank, world_size, address, port, job)
 
 
 def command(options: Options) -> list[str]:
     """Make the command line of a rank, the same for all."""
     return [sys.executable, *(["-m"] if options.module else []), options.target, *options.args]
-
-

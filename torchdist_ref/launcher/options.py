@@ -18,9 +18,9 @@ Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, MAST
 environment, which is all that init_process_group() needs. Rank 0 reads the launcher's standard input, the others
 read nothing.
 
-When a rank fails, the launcher says which and how, stops the others, and exits with that rank's code (128 plus the
-number of the signal, where one killed it). Ctrl-C and SIGTERM go to every rank; a second one kills them. Wrong
-options exit with 2.
+When a rank fails, the launcher says which and how, and stops the others; then it starts all of them anew, if
+--max-restarts allows it, or exits with that rank's code (128 plus the number of the signal, where one killed it).
+Ctrl-C and SIGTERM go to every rank; a second one kills them. Wrong options exit with 2.
 
 example:
   python -m torchdist_ref.launch --nproc-per-node 4 hello.py --epochs 3
@@ -39,6 +39,7 @@ class Options:
         prefix: Whether each line of output begins with its rank.
         grace: Seconds between asking a rank to stop and killing it.
         master_port: The port of the store; 0 takes a free one.
+        max_restarts: How often all ranks are started anew when one fails.
     """
 
     nproc: int
@@ -48,6 +49,7 @@ class Options:
     prefix: bool = False
     grace: float = 5.0
     master_port: int = 0
+    max_restarts: int = 0
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -63,14 +65,22 @@ def parse(argv: Sequence[str]) -> Options:
         SystemExit: With code 2, after a line that says what is wrong.
 
     Example:
-        >>> parse(["--nproc-per-node", "4", "--module", "this", "--verbose"])
-        Options(nproc=4, target='this', args=('--verbose',), module=True, prefix=False, grace=5.0, master_port=0)
+        >>> options = parse(["--nproc-per-node", "4", "--module", "this", "--verbose"])
+        >>> options.nproc, options.target, options.args, options.max_restarts
+        (4, 'this', ('--verbose',), 0)
     """
     parser = _parser()
     found = parser.parse_args(argv)
     args = tuple(found.args)
     options = Options(
-        found.nproc_per_node, found.target, args, found.module, found.prefix, found.grace, found.master_port
+        found.nproc_per_node,
+        found.target,
+        args,
+        found.module,
+        found.prefix,
+        found.grace,
+        found.master_port,
+        found.max_restarts,
     )
     trouble = _module_trouble(options.target) if options.module else _script_trouble(options.target)
     if trouble:
@@ -92,6 +102,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefix", action="store_true", help="begin each line of output with the rank that wrote it")
     add("--grace", type=_seconds, default=5.0, metavar="SECONDS", help="from asking to stop to killing (default: 5)")
     add("--master-port", "--master_port", type=_port, default=0, metavar="PORT", help="the store's; default: free")
+    add(
+        "--max-restarts",
+        "--max_restarts",
+        type=_restarts,
+        default=0,
+        metavar="N",
+        help="when a rank fails (default: 0)",
+    )
     add("target", metavar="script", help="the script to run, or with -m the module")
     rest = add("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
     rest.required = False  # else a missing script is reported as two missing things
@@ -101,6 +119,12 @@ def _parser() -> argparse.ArgumentParser:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of ranks, at least 1, got {text!r}")
+    return int(text)
+
+
+def _restarts(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a number of restarts, 0 or more, got {text!r}")
     return int(text)
 
 

@@ -6,9 +6,36 @@ is no concern of this file.
 
 from __future__ import annotations
 
-from typing import BinaryIO
+from typing import Protocol, TextIO
 
 _LONGEST = 1 << 16
+
+
+class Sink(Protocol):
+    """Where lines go."""
+
+    def write(self, data: bytes, /) -> object: ...
+
+    def flush(self) -> None: ...
+
+
+class _Text:
+    """A sink on a stream that takes text only, such as a notebook's."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, data: bytes, /) -> object:
+        return self._stream.write(data.decode(errors="replace"))
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def sink_of(stream: TextIO) -> Sink:
+    """Where the bytes for a stream go: around it, if it lets them, so that nothing is decoded in between."""
+    binary: Sink = getattr(stream, "buffer", None) or _Text(stream)
+    return binary
 
 
 class Relay:
@@ -33,7 +60,7 @@ class Relay:
         b'[rank 1] loss 0.5\\n[rank 1] loss 0.25\\n'
     """
 
-    def __init__(self, sink: BinaryIO, prefix: bytes = b"") -> None:
+    def __init__(self, sink: Sink, prefix: bytes = b"") -> None:
         self._sink = sink
         self._prefix = prefix
         self._rest = b""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 
 
@@ -19,7 +20,7 @@ def _wanted(signum: signal.Signals) -> bool:
 
 @contextlib.contextmanager
 def caught_signals(signals: Sequence[signal.Signals]) -> Iterator[socket.socket]:
-    """Catch some signals for a while. Main thread only.
+    """Catch some signals for a while. Outside the main thread, which alone gets signals, none comes.
 
     Args:
         signals: Which.
@@ -30,6 +31,10 @@ def caught_signals(signals: Sequence[signal.Signals]) -> Iterator[socket.socket]
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)
+    if threading.current_thread() is not threading.main_thread():
+        with reader, writer:
+            yield reader
+        return
     former_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     former = {signum: signal.signal(signum, _heard) for signum in signals if _wanted(signum)}
     try:

@@ -29,27 +29,35 @@ class Supervisor:
     """Starts one process per environment and looks after them.
 
     Args:
-        command: The command line of all ranks.
-        environments: One for each rank, in rank order.
+        commands: The command line of each rank, in rank order.
+        environments: The environment of each rank.
         prefix: Whether each line of output begins with its rank.
         grace: Seconds from asking ranks to stop to killing them.
         say: Takes the supervisor's own lines.
+        signals: The signals that are passed on to the ranks.
+
+    Attributes:
+        first_failure: The rank that failed by itself, before any other; None while all is well, or when a signal ended
+            the job.
     """
 
     def __init__(
         self,
-        command: Sequence[str],
+        commands: Sequence[Sequence[str]],
         environments: Sequence[Mapping[str, str]],
         *,
         prefix: bool,
         grace: float,
         say: Callable[[str], None],
+        signals: Sequence[signal.Signals] = _CAUGHT,
     ) -> None:
-        self._command = command
+        self._commands = commands
         self._environments = environments
         self._prefix = prefix
         self._grace = grace
         self._say = say
+        self._signals = signals
+        self.first_failure: Worker | None = None
         self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
         self._deadline: float | None = None
@@ -62,7 +70,7 @@ class Supervisor:
             0 if all exited with 0; else the code of the first that did not, or 128 plus the number of the signal that
             ended it, or that was sent to us.
         """
-        with caught_signals(_CAUGHT) as signals, self._selector:
+        with caught_signals(self._signals) as signals, self._selector:
             self._selector.register(signals, selectors.EVENT_READ, self._on_signal)
             try:
                 self._start()
@@ -71,11 +79,16 @@ class Supervisor:
                     self._step()
             finally:
                 self._end()
+        return self.code
+
+    @property
+    def code(self) -> int:
+        """What `run` returns."""
         return self._code or 0
 
     def _start(self) -> None:
-        for rank, environment in enumerate(self._environments):
-            worker = Worker(rank, self._command, environment, f"[rank {rank}] ".encode() if self._prefix else b"")
+        for rank, (command, environment) in enumerate(zip(self._commands, self._environments, strict=True)):
+            worker = Worker(rank, command, environment, f"[rank {rank}] ".encode() if self._prefix else b"")
             self._workers.append(worker)
             self._selector.register(worker.exit_descriptor, selectors.EVENT_READ, worker)
             for pipe, relay in worker.pipes.items():
@@ -137,6 +150,7 @@ class Supervisor:
 
     def _on_failure(self, worker: Worker) -> None:
         assert worker.status
+        self.first_failure = worker
         others = f"; stopping {self._running_names()}" if self._running() else ""
         self._say(f"rank {worker.rank} (process {worker.pid}) {how_it_ended(worker.status)}{others}")
         self._stop(signal.SIGTERM, worker.status if worker.status > 0 else 128 - worker.status)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from torchdist_ref.launcher.lifelines import die_with_parent, wait_without_reaping
-from torchdist_ref.launcher.output import Relay
+from torchdist_ref.launcher.output import Relay, sink_of
 
 
 class Worker:
@@ -43,8 +43,8 @@ class Worker:
         self.exit_descriptor = os.pidfd_open(self.pid)
         assert self._process.stdout and self._process.stderr
         self.pipes = {
-            self._process.stdout.fileno(): Relay(sys.stdout.buffer, prefix),
-            self._process.stderr.fileno(): Relay(sys.stderr.buffer, prefix),
+            self._process.stdout.fileno(): Relay(sink_of(sys.stdout), prefix),
+            self._process.stderr.fileno(): Relay(sink_of(sys.stderr), prefix),
         }
 
     def note_end(self) -> None:

@@ -1,0 +1,146 @@
+"""Launching from a program: results by rank, restarts, failures in torch's types, and what is refused.
+
+A rank is a Python without torch where the job needs none, which takes a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.launcher.api as theirs
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+import torchdist_ref as dist
+from tests.groups.surface_table import signature
+from tests.launcher import jobs
+from torchdist_ref import launcher
+from torchdist_ref.elastic.utils.distributed import get_free_port
+from torchdist_ref.launcher import LaunchConfig, elastic_launch, launch_agent
+
+
+def config(nproc: int = 2, max_restarts: int = 0, **options: Any) -> LaunchConfig:
+    return LaunchConfig(1, 1, nproc, max_restarts=max_restarts, shutdown_timeout=2, **options)
+
+
+def test_every_rank_returns_its_result() -> None:
+    assert elastic_launch(config(3), jobs.add)(10, 20) == {0: 30, 1: 31, 2: 32}
+
+
+def test_ranks_know_who_they_are_and_what_the_job_is() -> None:
+    found = launch_agent(config(2, 5, run_id="job 7", role="trainer"), jobs.environment, [])
+    assert found[1] == {
+        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "ROLE_NAME": "trainer", "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "5", "TORCHELASTIC_RUN_ID": "job 7",
+        "CUDA_VISIBLE_DEVICES": found[0]["CUDA_VISIBLE_DEVICES"],
+    }  # fmt: skip
+
+
+def test_each_rank_may_see_its_own_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    found = launch_agent(config(virtual_local_rank=True), jobs.environment, [])
+    assert [(found[r]["LOCAL_RANK"], found[r]["CUDA_VISIBLE_DEVICES"]) for r in found] == [("0", "4"), ("0", "6")]
+
+
+def test_ranks_can_meet() -> None:
+    assert elastic_launch(config(), jobs.meet)() == {0: [b"rank 0", b"rank 1"], 1: [b"rank 0", b"rank 1"]}
+
+
+def test_a_port_can_be_chosen() -> None:
+    port = get_free_port()
+    found = launch_agent(config(1, rdzv_backend="static", rdzv_endpoint=f"localhost:{port}"), jobs.port_of_store, [])
+    assert found == {0: str(port)}
+
+
+def test_the_local_rank_can_stand_in_arguments() -> None:
+    assert launch_agent(config(), jobs.same, ["--rank=${local_rank}", 3]) == {0: ("--rank=0", 3), 1: ("--rank=1", 3)}
+
+
+def test_a_command_runs_too(capfd: pytest.CaptureFixture[str]) -> None:
+    program = "import os, sys; print(os.environ['RANK'], sys.argv[1])"
+    assert launch_agent(config(), sys.executable, ["-c", program, "${local_rank}"]) == {0: None, 1: None}
+    assert sorted(capfd.readouterr().out.splitlines()) == ["0 0", "1 1"]
+
+
+def test_what_ranks_print_comes_through_any_kind_of_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", text)
+    launch_agent(config(), jobs.say, [])
+    assert sorted(text.getvalue().splitlines()) == ["out of 0", "out of 1"]
+
+
+def test_all_begin_again_until_it_works(tmp_path: Path) -> None:
+    found = launch_agent(config(3, max_restarts=3), jobs.fail, [str(tmp_path), 1, 2])
+    assert found == {0: 2, 1: 2, 2: 2}
+    # The others may have been stopped before they wrote anything.
+    assert (tmp_path / "started 1").read_text() == "xxx"
+
+
+def test_when_no_restart_is_left_the_rank_is_named_with_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(ChildFailedError) as caught:
+        launch_agent(config(2, max_restarts=1), jobs.fail, [str(tmp_path), 1, 9])
+    ((rank, failure),) = caught.value.failures.items()
+    assert (rank, failure.local_rank, failure.exitcode) == (1, 1, 1)
+    assert "attempt 1 of rank 1" in str(caught.value) and "in fail" in str(caught.value)
+    assert caught.value.name == "fail"
+
+
+def test_a_rank_that_is_killed_is_named() -> None:
+    with pytest.raises(ChildFailedError, match="Signal 9") as caught:
+        launch_agent(config(), jobs.die, [1])
+    assert caught.value.failures[1].exitcode == -9
+
+
+def test_a_result_that_cannot_travel_is_a_failure() -> None:
+    with pytest.raises(ChildFailedError, match="lambda"):
+        launch_agent(config(1), jobs.not_picklable, [])
+
+
+def test_a_signal_ends_the_job_without_a_restart() -> None:
+    with pytest.raises(SignalException) as caught:
+        launch_agent(config(max_restarts=3), jobs.signal_launcher, [])
+    assert caught.value.sigval == 15
+
+
+def test_it_works_outside_the_main_thread() -> None:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(launch_agent(config(), jobs.add, [1])))
+    thread.start()
+    thread.join(30)
+    assert found == [{0: 1, 1: 2}]
+
+
+@pytest.mark.parametrize(
+    ("options", "entrypoint", "message"),
+    [
+        ({}, None, "'entrypoint' must be a function or the name of a command, got None"),
+        ({"nproc_per_node": 0}, jobs.add, "'config' must be one rank or more"),
+        ({"max_restarts": -1}, jobs.add, "'config' must be one rank or more"),
+        ({"max_nodes": 2}, jobs.add, "'config' must be for one machine, got .1, 2.. torchrun"),
+        ({"start_method": "fork"}, jobs.add, "'config.start_method' must be 'spawn', got 'fork'"),
+        ({"logs_specs": "files"}, jobs.add, "'config.logs_specs' must be None"),
+    ],
+)
+def test_what_it_does_not_have_is_told(options: dict[str, Any], entrypoint: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError, dist.UnsupportedError), match=message):
+        launch_agent(LaunchConfig(**{"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 1, **options}), entrypoint, [])
+
+
+def test_the_time_to_stop_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
+    assert LaunchConfig(1, 1, 1).shutdown_timeout == theirs.LaunchConfig(1, 1, 1).shutdown_timeout == 7
+    assert (
+        LaunchConfig(1, 1, 1, rdzv_timeout=5).rdzv_configs == theirs.LaunchConfig(1, 1, 1, rdzv_timeout=5).rdzv_configs
+    )
+    with pytest.raises(ValueError, match="'shutdown_timeout' must be 0 or more"):
+        LaunchConfig(1, 1, 1, shutdown_timeout=-1)
+
+
+@pytest.mark.parametrize("name", ["LaunchConfig", "elastic_launch", "launch_agent"])
+def test_parameters_are_torchs(name: str) -> None:
+    assert signature(getattr(launcher, name)) == signature(getattr(theirs, name))

@@ -1,0 +1,86 @@
+"""What runs in a rank whose job is a function: it is read from a file, called, and its result written to another.
+
+`torchdist_ref.launcher.api`, whose other half this is, starts it with `command`.
+The module that the function comes from is imported as `multiprocessing` does it: a program that launches itself keeps
+what it does under ``if __name__ == "__main__"``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing import spawn
+from pathlib import Path
+from string import Template
+from typing import Any
+
+CALL = "call"
+
+
+def write_call(folder: Path, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Leave a function and its arguments for all ranks.
+
+    Raises:
+        pickle.PicklingError: It is no function that another process could import.
+    """
+    preparation = spawn.get_preparation_data("rank")
+    # A key that never leaves a family of processes; nothing here uses it.
+    preparation.pop("authkey", None)
+    (folder / CALL).write_bytes(pickle.dumps(preparation) + pickle.dumps((function, tuple(args))))
+
+
+def command(folder: Path) -> list[str]:
+    """The command line of a rank."""
+    program = f"import sys, pathlib, {__name__} as entry; sys.exit(entry.main(pathlib.Path(sys.argv[1])))"
+    return [sys.executable, "-c", program, str(folder)]
+
+
+def result_path(folder: Path, rank: int) -> Path:
+    """Where a rank writes its result."""
+    return folder / f"result-{rank}"
+
+
+def error_path(folder: Path, rank: int) -> Path:
+    """Where a rank writes why it failed, in the form that torch's launchers read."""
+    return folder / f"error-{rank}.json"
+
+
+def main(folder: Path) -> int:
+    """Call the function.
+
+    Args:
+        folder: Where it is, and where the result goes.
+
+    Returns:
+        The exit code.
+    """
+    rank = int(os.environ["RANK"])
+    try:
+        with (folder / CALL).open("rb") as file:
+            spawn.prepare(pickle.load(file))
+            function, args = pickle.load(file)
+        result = function(*(_substituted(arg) for arg in args))
+        result_path(folder, rank).write_bytes(pickle.dumps(result))
+    except Exception as error:
+        traceback.print_exc()
+        _write_error(error_path(folder, rank), error)
+        return 1
+    return 0
+
+
+def _substituted(argument: Any) -> Any:
+    if not isinstance(argument, str):
+        return argument
+    return Template(argument).safe_substitute(local_rank=os.environ["LOCAL_RANK"])
+
+
+def _write_error(path: Path, error: Exception) -> None:
+    if not path.exists():
+        extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+        path.write_text(json.dumps({"message": message}), encoding="utf-8")
