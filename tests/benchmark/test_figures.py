@@ -14,7 +14,7 @@ from torchdist_ref.benchmark.faults import BUSY
 from torchdist_ref.benchmark.faults import Result as FaultResult
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.benchmark.progress import Progress
-from torchdist_ref.benchmark.results import LIMIT, Row
+from torchdist_ref.benchmark.results import DIRECT, LIMIT, Row
 from torchdist_ref.benchmark.timing import Strangers, busy, calls_for, durations
 from torchdist_ref.benchmark.units import parse_size, show_size
 from torchdist_ref.errors import ArgumentError
@@ -38,6 +38,22 @@ def least(op: str, n: int) -> set[tuple[float, float]]:
         "gather": {(1.0, 0.0), (1 / n, 0.0)},
         "scatter": {(1.0, 0.0), (1 / n, 0.0)},
         "sendrecv": {(2.0, 0.0)},
+        "barrier": {(0.0, 0.0)},
+    }[op]
+
+
+def least_direct(op: str, n: int) -> set[tuple[float, float]]:
+    """The same where peers' tensors can be read and written."""
+    return {
+        "all_reduce": {((n - 1) / n, (n - 1) / n)},
+        "reduce": {(0.0, (n - 1) / n)},
+        "broadcast": {(1.0, 0.0), (0.0, 0.0)},
+        "all_gather": {(1.0, 0.0)},
+        "reduce_scatter": {(0.0, (n - 1) / n)},
+        "all_to_all": {(1.0, 0.0)},
+        "gather": {(1 / n, 0.0)},
+        "scatter": {(1 / n, 0.0)},
+        "sendrecv": {(1.0, 0.0)},
         "barrier": {(0.0, 0.0)},
     }[op]
 
@@ -71,6 +87,26 @@ def test_the_limit_moves_as_many_bytes_as_it_costs(op: str, world: int) -> None:
         assert sum(written) == pytest.approx(sum(limit.cost(op, rank, world)) * 48 * 1024)
         assert max(written) <= 4096
         limit.bind(OPERATIONS[op], buffers, stages)()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_the_direct_bound_costs_what_the_formula_says(op: str, world: int) -> None:
+    found = {tuple(round(part, 9) for part in limit.cost(op, rank, world, direct=True)) for rank in range(world)}
+    assert found == {tuple(round(part, 9) for part in parts) for parts in least_direct(op, world)}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("op", [op for op in OPERATIONS if op != "barrier"])
+def test_the_direct_bound_works_on_tensors_that_all_see(op: str, world: int) -> None:
+    room = 2 * 48 * 1024
+    tensors = limit.Tensors(bytearray(world * room), room, window=4096)
+    for rank in range(world):
+        buffers = OPERATIONS[op].buffers(rank, world, 48 * 1024, torch.float32, tensors.maker(rank))
+        done = list(limit.kernels(op, buffers, tensors))
+        written = sum(operands[0].nbytes for _, *operands in done)
+        assert written == pytest.approx(sum(limit.cost(op, rank, world, direct=True)) * 48 * 1024)
+        limit.bind(OPERATIONS[op], buffers, tensors)()
 
 
 def test_the_limit_copes_with_what_does_not_divide() -> None:
@@ -110,6 +146,16 @@ def test_the_table_shows_engines_side_by_side() -> None:
         "all_reduce  1 MiB      80.0     110  9.53  14.3    9.00     1.25    1,000  1.05  1.57     11.2\n"
         "barrier         -         -    110~     -     -       -        -        -     -     -        -"
     )
+
+
+def test_registered_buffers_have_a_bound_of_their_own() -> None:
+    samples = {"registered": [50e-6] * 3, "ref": [100e-6] * 3, LIMIT: [80e-6] * 3, DIRECT: [40e-6] * 3}
+    both = Row("all_reduce", 1 << 20, 4, samples, dict.fromkeys(samples, 5), [False] * 3, {})
+    assert table.collectives([both], ["registered"], "registered") == (
+        "op           size  limit us  direct us  registered us  GB/s   bus  / direct\n"
+        "all_reduce  1 MiB      80.0       40.0           50.0  21.0  31.5      1.25"
+    )
+    assert table.collectives([both], ["ref"], "ref").splitlines()[0].endswith("bus  / limit")
 
 
 def test_a_report_says_where_when_and_with_what(tmp_path: Path) -> None:

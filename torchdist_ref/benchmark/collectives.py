@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
@@ -19,15 +19,17 @@ import torch
 
 from torchdist_ref.benchmark import engines, limit, mpi_crew, plot, report, table
 from torchdist_ref.benchmark.crew import Place, go
-from torchdist_ref.benchmark.operations import OPERATIONS, Action, Buffers, Operation
+from torchdist_ref.benchmark.operations import OPERATIONS, Action, Buffers, Make, Operation
 from torchdist_ref.benchmark.progress import Progress
-from torchdist_ref.benchmark.results import LIMIT, Row
+from torchdist_ref.benchmark.results import DIRECT, LIMIT, Row
 from torchdist_ref.benchmark.timing import (
     Strangers, apart, calls_for, durations, in_a_row, own_time, undisturbed,
 )  # fmt: skip
 from torchdist_ref.benchmark.units import parse_size, show_size
 from torchdist_ref.errors import ArgumentError, DistBackendError, UnsupportedError, explain
 
+# A whole buffer of one element for each rank may be larger than the size that was asked for.
+_SPARE = 4096
 # Up to here a check after the timing costs next to nothing.
 _CHECK_AGAIN = 1 << 20
 _FIRST = 3
@@ -69,51 +71,70 @@ class Settings:
 def measure(place: Place, settings: Settings) -> None:
     """What each rank does. Reports the names of operations, and rows."""
     stages = limit.Stages(place.circle.memory, settings.window)
+    bounds = {LIMIT: stages, **({DIRECT: _tensors(place, settings)} if engines.REGISTERED in settings.backends else {})}
     contestants = engines.join(settings.backends, place)
     # What was there before the fork is nobody's garbage, and looking at it would copy it.
     gc.freeze()
     try:
         for operation, size in settings.cases():
             place.report(operation.name)
-            row = _Case(place, settings, operation, size).row(contestants, stages)
+            row = _Case(place, settings, operation, size).row(contestants, bounds)
             place.report(row)
     finally:
         engines.leave()
+
+
+def _tensors(place: Place, settings: Settings) -> limit.Tensors:
+    """Room for all ranks' tensors behind the stages: what is read and what is written, of the largest size."""
+    return limit.Tensors(place.circle.memory[settings.world * settings.window :], _room(settings), settings.window)
+
+
+def _room(settings: Settings) -> int:
+    return 2 * (max(settings.sizes) + _SPARE) if engines.REGISTERED in settings.backends else 0
 
 
 class _Case:
     """One operation at one size, on one rank."""
 
     def __init__(self, place: Place, settings: Settings, operation: Operation, size: int) -> None:
-        self.place, self.settings, self.operation = place, settings, operation
+        self.place, self.settings, self.operation, self.size = place, settings, operation, size
         dtype = getattr(torch, settings.dtype)
-        self.buffers: Buffers = operation.buffers(place.rank, place.world, size, dtype)
+        self.buffers = self._made_by(None)
         self.nbytes = self.buffers.whole * dtype.itemsize
         self.time = in_a_row if settings.loop else apart
 
-    def row(self, contestants: Sequence[engines.Engine], stages: limit.Stages) -> Row | None:
+    def _made_by(self, make: Make | None) -> Buffers:
+        place, dtype = self.place, getattr(torch, self.settings.dtype)
+        return self.operation.buffers(place.rank, place.world, self.size, dtype, make)
+
+    def row(self, contestants: Sequence[engines.Engine], bounds: Mapping[str, limit.Stages]) -> Row | None:
         """Check, time, check again. Rank 0 gets the row."""
         actions, missing = {}, {}
+        tensors = {engine.name: self._made_by(engine.make) if engine.make else self.buffers for engine in contestants}
         for engine in contestants:
-            action = self.operation.bind(engine.api, engine.group, self.buffers)
+            action = self.operation.bind(engine.api, engine.group, tensors[engine.name])
             try:
-                self._check(engine.name, action)
+                self._check(engine.name, action, tensors[engine.name])
             except UnsupportedError as error:
                 missing[engine.name] = str(error)
             else:
                 actions[engine.name] = action
         checked = dict(actions)
         if self.operation.sized:
-            actions[LIMIT] = limit.bind(self.operation, self.buffers, stages)
+            actions |= {name: self._bound(stages) for name, stages in bounds.items()}
         samples, calls, disturbed = self._rounds(actions)
         if self.nbytes <= _CHECK_AGAIN:
             for name, action in checked.items():
-                self._check(name, action)
+                self._check(name, action, tensors[name])
         return Row(self.operation.name, self.nbytes, self.place.world, samples, calls, disturbed, missing)
 
-    def _check(self, name: str, action: Action) -> None:
+    def _bound(self, stages: limit.Stages) -> Action:
+        if isinstance(stages, limit.Tensors):
+            return limit.bind(self.operation, self._made_by(stages.maker(self.place.rank)), stages)
+        return limit.bind(self.operation, self.buffers, stages)
+
+    def _check(self, name: str, action: Action, b: Buffers) -> None:
         """Call once and compare every element."""
-        b = self.buffers
         self.operation.load(b)
         action()
         answer = self.operation.answer(b)
@@ -158,7 +179,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", default=",".join(OPERATIONS), help="operations (default: all)", metavar=_LIST)
     parser.add_argument("--sizes", default="4,1K,64K,1M,16M", metavar=_LIST, help="bytes of the whole buffer")
     parser.add_argument(
-        "--backends", default="ref,gloo", metavar=_LIST, help="ref, gloo, mpi, torch:gloo, mpi4py (%(default)s)"
+        "--backends", default="ref,gloo", metavar=_LIST,
+        help="ref, registered (ref on registered buffers), gloo, mpi, torch:gloo, mpi4py (%(default)s)",
     )
     parser.add_argument("--world", type=int, default=2, metavar="N", help="ranks (%(default)s)")
     parser.add_argument("--repetitions", type=int, default=9, metavar="N", help="rounds (%(default)s)")
@@ -181,7 +203,8 @@ def main(options: argparse.Namespace) -> int:
         show.hear(each)
     try:
         start = mpi_crew.go if engines.UNDER_MPIEXEC.keys() & set(settings.backends) else go
-        start(partial(measure, settings=settings), settings.world, show.hear, extra=settings.world * settings.window)
+        extra = settings.world * (settings.window + _room(settings))
+        start(partial(measure, settings=settings), settings.world, show.hear, extra=extra)
     finally:
         show.finish()
         _keep(options, settings, show.rows, show.notes)

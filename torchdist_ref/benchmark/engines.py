@@ -1,7 +1,8 @@
 """Engines by the names that ``--backends`` takes, each as an API and a group that the public functions are called on.
 
 ``ref``, ``gloo``, ``mpi`` and whatever else is registered go through this library's groups; ``torch:gloo`` is torch's
-own ``torch.distributed``, untouched, and ``mpi4py`` is MPI without us. How ranks come about is not here: see `crew`.
+own ``torch.distributed``, untouched, ``mpi4py`` is MPI without us, and ``registered`` is ``ref`` on registered buffers.
+How ranks come about is not here: see `crew`.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as theirs
 
 from torchdist_ref import groups
 from torchdist_ref.backends.base import names
 from torchdist_ref.benchmark.crew import Place
 from torchdist_ref.benchmark.mpi_direct import Direct
+from torchdist_ref.benchmark.operations import Make
 from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
 from torchdist_ref.stores import FileStore
 
 PATIENCE = timedelta(minutes=5)
 _TORCH = "torch:"
-MPI, DIRECT = "mpi", "mpi4py"
+MPI, DIRECT, REGISTERED = "mpi", "mpi4py", "registered"
 # Engines whose ranks `mpiexec` must start, and the package that they need.
 UNDER_MPIEXEC = {MPI: "mpi4py", DIRECT: "mpi4py"}
 
@@ -40,11 +44,13 @@ class Engine:
         name: As in ``--backends``.
         api: A module with `all_reduce` and so on.
         group: What to pass as `group`.
+        make: What makes the tensors that it is called with, if not just any.
     """
 
     name: str
     api: Any
     group: Any
+    make: Make | None = None
 
 
 @dataclass(frozen=True)
@@ -85,11 +91,11 @@ def _missing(name: str, forked: bool) -> str:
         return "this benchmark forks its ranks, and MPI's are started by mpiexec"
     if package and not mpiexec():
         return "no mpiexec was found, which has to start the ranks"
-    if name in (*names(), DIRECT):
+    if name in (*names(), DIRECT, REGISTERED):
         return ""
     if package:
         return "this version of torchdist_ref has no such engine yet"
-    expected = f"among {', '.join(dict.fromkeys([*names(), *UNDER_MPIEXEC, 'torch:gloo']))}"
+    expected = f"among {', '.join(dict.fromkeys([*names(), REGISTERED, *UNDER_MPIEXEC, 'torch:gloo']))}"
     raise ArgumentError(explain("benchmark", "--backends", expected, name))
 
 
@@ -123,11 +129,18 @@ def _attempt(name: str, place: Place, default: bool) -> Engine | None:
 
 
 def _join_ours(name: str, place: Place, default: bool) -> Engine:
-    if not default:
-        return Engine(name, groups, groups.new_group(backend=name, timeout=PATIENCE))
-    store = FileStore(os.path.join(place.folder, "ours"), place.world)
-    groups.init_process_group(name, store=store, rank=place.rank, world_size=place.world, timeout=PATIENCE)
-    return Engine(name, groups, None)
+    backend, group = "ref" if name == REGISTERED else name, None
+    if default:
+        store = FileStore(os.path.join(place.folder, "ours"), place.world)
+        groups.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=PATIENCE)
+    else:
+        group = groups.new_group(backend=backend, timeout=PATIENCE)
+    return Engine(name, groups, group, partial(_registered, group) if name == REGISTERED else None)
+
+
+def _registered(group: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
+    tensor: torch.Tensor = groups.empty_registered(count, dtype=dtype, group=group)
+    return tensor
 
 
 def _join_foreign(name: str, place: Place) -> Engine | None:

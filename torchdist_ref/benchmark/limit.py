@@ -1,9 +1,10 @@
-"""Limit: the copies and adds that no engine can avoid that stages data in shared memory, and nothing else.
+"""Limit: the copies and adds that no engine can avoid, and nothing else: by staging, and straight from peers' tensors.
 
 What each rank must do is a formula (`work`), in blocks of one rank's part of the whole buffer. `bind` turns it into
-the same tensor kernels that an engine would use, over a shared stage, in the engine's windows, without any waiting for
-one another, so that the result is garbage and the time is a bound. It is timed in turn with the engines, as one more
-contestant. Below some 64 KiB the bound shows what a call of torch from Python costs, and says nothing on memory.
+the same tensor kernels that an engine would use, in the engine's windows, over a shared stage (`Stages`) or over
+tensors in shared memory (`Tensors`: what registered buffers allow), without any waiting for one another, so that the
+result is garbage and the time is a bound. It is timed in turn with the engines, as one more contestant. Below some
+64 KiB the bound shows what a call of torch from Python costs, and says nothing on memory.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.benchmark.operations import ROOT, Action, Buffers, Operation
+from torchdist_ref.benchmark.operations import ROOT, Action, Buffers, Make, Operation
 from torchdist_ref.transports.layout import Layout
 
 Work = tuple[tuple[str, int], ...]
+# Elements of a block, where in it a window begins, and how many it has.
+Cut = tuple[int, int, int]
+# A block of the own source, one of the own result, another rank, and the slot or block there.
+Blocks = tuple[int, int, int, int]
 # The default: what the engine lays out at once.
 WINDOW = Layout(2).half
 
@@ -42,28 +47,43 @@ _WORK: dict[str, Callable[[int, int], Work]] = {
     "sendrecv": lambda r, n: (("in", n), ("out", n)),
     "barrier": lambda r, n: (),
 }
+_DIRECT: dict[str, Callable[[int, int], Work]] = {
+    "all_reduce": lambda r, n: (("add", n - 1), ("out", n - 1)),
+    "reduce": lambda r, n: (("add", n - 1),),
+    "broadcast": lambda r, n: () if r == ROOT else (("out", n),),
+    "all_gather": lambda r, n: (("out", n - 1), ("own", 1)),
+    "reduce_scatter": lambda r, n: (("sum", 1), ("add", n - 2)),
+    "all_to_all": lambda r, n: (("out", n - 1), ("own", 1)),
+    "gather": lambda r, n: (("put", 1),),
+    "scatter": lambda r, n: (("out", 1),),
+    "sendrecv": lambda r, n: (("out", n),),
+    "barrier": lambda r, n: (),
+}
 
 
-def work(op: str, rank: int, world: int) -> Work:
+def work(op: str, rank: int, world: int, direct: bool = False) -> Work:
     """What a rank must do, in steps of so many blocks of 1/world of the whole buffer.
 
     Steps: ``in`` copies to the own stage, ``out`` from another's, ``own`` from one private tensor to another, ``lay``
     a result to the own stage; ``add`` adds from another's stage into one block, ``add_each`` into each in turn, ``sum``
-    writes the sum of a private block and one of another's stage.
+    writes the sum of a private block and one of another's stage. If `direct`, another's tensor stands for its stage,
+    and ``put`` copies to it.
 
     >>> work("all_reduce", 0, 4)
     (('in', 3), ('add', 3), ('lay', 1), ('out', 3))
+    >>> work("all_reduce", 0, 4, direct=True)
+    (('add', 3), ('out', 3))
     """
-    return tuple((kind, blocks) for kind, blocks in _WORK[op](rank, world) if blocks)
+    return tuple((kind, blocks) for kind, blocks in (_DIRECT if direct else _WORK)[op](rank, world) if blocks)
 
 
-def cost(op: str, rank: int, world: int) -> tuple[float, float]:
+def cost(op: str, rank: int, world: int, direct: bool = False) -> tuple[float, float]:
     """Bytes copied and bytes added by a rank, as parts of the whole buffer.
 
     >>> cost("all_reduce", 0, 2), cost("broadcast", 1, 2)
     ((1.5, 0.5), (1.0, 0.0))
     """
-    steps = work(op, rank, world)
+    steps = work(op, rank, world, direct)
     adds = sum(blocks for kind, blocks in steps if kind in _ADDS)
     return (sum(blocks for _, blocks in steps) - adds) / world, adds / world
 
@@ -77,10 +97,52 @@ class Stages:
     def __init__(self, memory: Any, window: int = WINDOW) -> None:
         self.window, self.memory = window, memory
 
-    def slot(self, rank: int, number: int, size: int, count: int, dtype: torch.dtype) -> Tensor:
-        """`count` elements of the stage of a rank, in its slot of this number, where slots have `size` elements."""
-        offset = rank * self.window + number * size * dtype.itemsize
+    direct = False
+
+    def slot(self, rank: int, number: int, cut: Cut, count: int, dtype: torch.dtype) -> Tensor:
+        """`count` elements of the stage of a rank, in its slot of this number."""
+        offset = rank * self.window + number * cut[2] * dtype.itemsize
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
+
+    def blocks(self, op: str, kind: str, number: int, b: Buffers) -> Blocks:
+        """Which blocks the step of this number works on."""
+        return number, 0 if kind in ("add", "sum") else number, (b.rank + 1 + number) % b.world, number
+
+
+class Tensors(Stages):
+    """All ranks' tensors in memory that all share: `world` times `room` bytes of it."""
+
+    direct = True
+
+    def __init__(self, memory: Any, room: int, window: int = WINDOW) -> None:
+        super().__init__(memory, window)
+        self.room = room
+
+    def slot(self, rank: int, number: int, cut: Cut, count: int, dtype: torch.dtype) -> Tensor:
+        """`count` elements of what others read of a rank's tensors: a window of the block of this number."""
+        offset = rank * self.room + (number * cut[0] + cut[1]) * dtype.itemsize
+        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
+
+    def blocks(self, op: str, kind: str, number: int, b: Buffers) -> Blocks:
+        """As it must be: each rank works on what nobody else does, and so on memory that another has written last."""
+        if op in ("broadcast", "sendrecv"):
+            return number, number, ROOT if op == "broadcast" else min(b.rank ^ 1, b.world - 1), number
+        if op in ("gather", "scatter"):
+            return b.rank, 0, ROOT, b.rank
+        peer = (b.rank + 1 + number) % b.world
+        theirs = {"all_reduce": peer, "all_gather": 0}.get(op, b.rank) if kind == "out" else b.rank
+        return b.rank, peer if kind == "out" else b.rank, peer, theirs
+
+    def maker(self, rank: int) -> Make:
+        """What makes the tensors of a rank here, one after the other: what others read comes first."""
+        free = [rank * self.room]
+
+        def make(count: int, dtype: torch.dtype) -> Tensor:
+            offset = free[0]
+            free[0] += count * dtype.itemsize
+            return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset) if count else torch.empty(0)
+
+        return make
 
 
 def bind(operation: Operation, buffers: Buffers, stages: Stages) -> Action:
@@ -108,7 +170,7 @@ def _sum(target: Tensor, source: Tensor, own: Tensor) -> Any:
 
 def kernels(op: str, b: Buffers, stages: Stages) -> Iterator[tuple[Any, ...]]:
     """The work on a rank's tensors, in order: (kernel, tensor written, tensors read)."""
-    steps = work(op, b.rank, b.world)
+    steps = work(op, b.rank, b.world, stages.direct)
     block = -(-b.whole // b.world)
     # All blocks that are laid out in one round share the window, as they share an engine's stage.
     laid = max((blocks for kind, blocks in steps if kind in ("in", "out", "add_each")), default=1)
@@ -116,19 +178,22 @@ def kernels(op: str, b: Buffers, stages: Stages) -> Iterator[tuple[Any, ...]]:
     for begin in range(0, block, piece):
         for kind, blocks in steps:
             for number in range(blocks):
-                yield from _kernel(kind, number, b, stages, (block, begin, piece))
+                yield from _kernel(kind, stages.blocks(op, kind, number, b), b, stages, (block, begin, piece))
 
 
-def _kernel(kind: str, number: int, b: Buffers, stages: Stages, cut: tuple[int, int, int]) -> Iterator[tuple[Any, ...]]:
-    source, result = _piece(b.source, number, cut), _piece(b.result, 0 if kind in ("add", "sum") else number, cut)
-    private = source if kind == "in" else result
+def _kernel(kind: str, blocks: Blocks, b: Buffers, stages: Stages, cut: Cut) -> Iterator[tuple[Any, ...]]:
+    first, second, peer, number = blocks
+    source, result = _piece(b.source, first, cut), _piece(b.result, second, cut)
+    private = source if kind in ("in", "put") else result
     if private.numel() == 0:
         return
-    place = (number, cut[2], private.numel(), private.dtype)
-    mine, other = stages.slot(b.rank, *place), stages.slot((b.rank + 1 + number) % b.world, *place)
+    place = (number, cut, private.numel(), private.dtype)
+    mine, other = stages.slot(b.rank, *place), stages.slot(peer, *place)
     match kind:
         case "in" | "lay":
             yield _copy, mine, private
+        case "put":
+            yield _copy, other, private
         case "out":
             yield _copy, result, other
         case "own":
@@ -139,7 +204,7 @@ def _kernel(kind: str, number: int, b: Buffers, stages: Stages, cut: tuple[int, 
             yield _sum, result, other, source
 
 
-def _piece(tensor: Tensor, number: int, cut: tuple[int, int, int]) -> Tensor:
+def _piece(tensor: Tensor, number: int, cut: Cut) -> Tensor:
     """A window of one block of a private tensor; where it has fewer blocks, the numbers go round."""
     block, begin, piece = cut
     have = max(1, tensor.numel() // block)

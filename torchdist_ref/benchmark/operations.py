@@ -24,6 +24,8 @@ ROOT = 0
 _PERIOD = 65_521
 
 Action = Callable[[], Any]
+# From a number of elements and a dtype to a tensor.
+Make = Callable[[int, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,10 @@ class Operation:
         grain = world if self.splits else 1
         return max(1, nbytes // dtype.itemsize // grain) * grain
 
-    def buffers(self, rank: int, world: int, nbytes: int, dtype: torch.dtype) -> Buffers:
-        """New tensors for one rank, zero everywhere."""
-        whole = self.whole(nbytes, world, dtype)
-        reads, writes = (torch.zeros(_elements(n, whole, world), dtype=dtype) for n in self.blocks(rank, world))
+    def buffers(self, rank: int, world: int, nbytes: int, dtype: torch.dtype, make: Make | None = None) -> Buffers:
+        """New tensors for one rank, zero everywhere; `make` says in which memory (default: any)."""
+        whole, make = self.whole(nbytes, world, dtype), make or _ordinary
+        reads, writes = (make(_elements(n, whole, world), dtype).zero_() for n in self.blocks(rank, world))
         return Buffers(rank, world, whole, writes if self.in_place else reads, writes)
 
     def load(self, buffers: Buffers) -> None:
@@ -106,6 +108,10 @@ class Operation:
         counts = [_elements(self.blocks(r, world)[side], buffers.whole, world) for r in range(world)]
         data = [pattern(r, count, buffers.result.dtype) for r, count in enumerate(counts)]
         return self.expected(data, buffers.rank, world)
+
+
+def _ordinary(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(count, dtype=dtype)
 
 
 def _elements(blocks: int, whole: int, world: int) -> int:

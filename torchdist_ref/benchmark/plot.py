@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-from torchdist_ref.benchmark.results import LIMIT, Row
+from torchdist_ref.benchmark.results import BOUNDS, Row
 from torchdist_ref.benchmark.units import show_size
 
 _COLUMNS = 3
@@ -40,9 +40,9 @@ def draw(path: str, rows: Sequence[Row], names: Sequence[str]) -> None:
 
 
 def _panel(panel: Any, op: str, rows: Sequence[Row], names: Sequence[str]) -> None:
-    for name in (*names, LIMIT):
+    for name in (*names, *BOUNDS):
         there = [row for row in rows if name in row.samples]
-        style = {"linestyle": ":", "color": "gray"} if name == LIMIT else {"marker": "o", "markersize": 3}
+        style = {"linestyle": ":", "color": "gray"} if name in BOUNDS else {"marker": "o", "markersize": 3}
         if there:
             panel.plot([r.size for r in there], [r.seconds(name) * 1e6 for r in there], label=name, **style)
     panel.set_title(f"{op}, {rows[0].world} ranks", fontsize=10)

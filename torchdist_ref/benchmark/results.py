@@ -14,7 +14,9 @@ from typing import Any
 
 from torchdist_ref.benchmark.operations import OPERATIONS
 
-LIMIT = "limit"
+# Bounds stand among the contestants: what staging costs at least, and what reading peers' tensors does.
+LIMIT, DIRECT = "limit", "direct"
+BOUNDS = (LIMIT, DIRECT)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from torchdist_ref.groups.point_to_point import irecv, isend, recv, send
 from torchdist_ref.groups.queries import (
     get_backend, get_global_rank, get_group_rank, get_process_group_ranks, get_rank, get_world_size,
 )  # fmt: skip
+from torchdist_ref.groups.registered import empty_registered
 from torchdist_ref.groups.reduce_ops import reduce_op, supports_complex
 from torchdist_ref.groups.reduce_scattering import reduce_scatter, reduce_scatter_tensor
 from torchdist_ref.groups.singles import all_gather_single, reduce_scatter_single
@@ -67,6 +68,7 @@ __all__ = [
     "broadcast_object_list",
     "default_pg_timeout",
     "destroy_process_group",
+    "empty_registered",
     "gather",
     "gather_object",
     "get_backend",

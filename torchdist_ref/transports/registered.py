@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 import sys
 import threading
 from collections.abc import Sequence
@@ -44,6 +45,18 @@ class Place(NamedTuple):
     end: int
     position: int
 
+    def pack(self) -> bytes:
+        """As it is announced."""
+        return _WORDS.pack(*self)
+
+    @staticmethod
+    def unpack_all(announced: bytes) -> list[Place]:
+        """Several announcements in a row."""
+        return [Place(*words) for words in _WORDS.iter_unpack(announced)]
+
+
+_WORDS = struct.Struct("4q")
+
 
 class Region(mmap.mmap):
     """The mapping of one registered tensor and its views."""
@@ -55,6 +68,7 @@ class Region(mmap.mmap):
         # The child of a fork has the mapping too, but the memory is not its own.
         if self.arena is not None and self.arena.pid == os.getpid():
             self.arena.regions.pop(self.address, None)
+            self.arena.changes += 1
             self.madvise(mmap.MADV_REMOVE)
 
 
@@ -65,12 +79,14 @@ class Arena:
         pid: The process.
         fd: The file.
         regions: What of it is in use, by address.
+        changes: How many times that changed.
     """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.fd = os.memfd_create("torchdist_ref registered", os.MFD_CLOEXEC)
         self.regions: dict[int, tuple[int, int]] = {}
+        self.changes = 0
         self._end = 0
         self._growing = threading.Lock()
 
@@ -84,6 +100,7 @@ class Arena:
         storage = torch.frombuffer(region, dtype=torch.uint8).untyped_storage()
         region.arena, region.address = self, storage.data_ptr()
         self.regions[region.address] = begin, begin + size
+        self.changes += 1
         return storage
 
 
@@ -106,7 +123,9 @@ def empty(size: Sequence[int], dtype: torch.dtype) -> Tensor:
     nbytes = prod(size) * dtype.itemsize
     if not nbytes or not available():
         return torch.empty(size, dtype=dtype)
-    return torch.empty(0, dtype=dtype).set_(_our_arena().allocate(nbytes), 0, torch.Size(size))
+    strides = torch.empty(size, device="meta").stride()
+    tensor: Tensor = torch.empty(0, dtype=dtype).set_(_our_arena().allocate(nbytes), 0, torch.Size(size), strides)
+    return tensor
 
 
 def _our_arena() -> Arena:
@@ -124,6 +143,11 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def changes() -> int:
+    """How often registered memory of this process came or went: while it stays the same, so do places; 0 for none."""
+    return 0 if _arena is None else _arena.changes
 
 
 def place_of(tensor: Tensor) -> Place | None:
