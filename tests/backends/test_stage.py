@@ -5,6 +5,7 @@ Seen on the executor itself: between real ranks the fault would show only when o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,8 @@ def executor_with(last: int, ready: bool) -> tuple[Executor, list[str]]:
     def wait(token: Reader, peer: int, doing: str) -> None:
         seen.append(f"waited for {token.name}")
 
-    link: Any = SimpleNamespace(lines=(), peers=(), wait=wait)
+    line = SimpleNamespace(said=(b"", b""), words=[0] * 4, announce=lambda *_: None)
+    link: Any = SimpleNamespace(line=line, lines=(), peers=(), wait=wait)
     executor = Executor(link)
     executor._readers = [((Reader(f"reader of half {half}", seen, ready), 1),) for half in (0, 1)]
     executor._staged_last = last
@@ -72,9 +74,14 @@ def test_nothing_is_laid_out_before_the_readers_are_done() -> None:
         at_the_wait.extend(stage.tolist())
         wait(token, peer, doing)
 
+    def lay(tensors: Sequence[torch.Tensor], begin: int) -> None:
+        stage.copy_(tensors[0])
+
     executor.link.wait = look  # type: ignore[method-assign,assignment]
-    code = RoundCode(stage=((stage, 0),), posts=(), waits=(), steps=(), frees=(), readers=())
-    executor._round(PLAN, code, [torch.tensor([1.0, 2.0, 3.0])], opening=False)
+    code = RoundCode(stage=(lay,), posts=(), waits=(), steps=(), frees=(), readers=())
+    rounds = {"windows": (0,), "first": ((code,), (code,)), "code": None}
+    plan: Any = SimpleNamespace(**rounds, record=None, doing="a call", fits=None, inputs=0, nbytes=12)
+    executor.prepared(plan).run([torch.tensor([1.0, 2.0, 3.0])], (0, 0))
     assert seen == ["waited for reader of half 0"]
     assert at_the_wait == [0.0, 0.0, 0.0]
     assert stage.tolist() == [1.0, 2.0, 3.0]

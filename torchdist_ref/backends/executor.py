@@ -11,17 +11,36 @@ One call at a time: the engine holds the lock. Don't add decisions here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from torchdist_ref.backends.operands import tensors_of
-from torchdist_ref.backends.plan import Peer, Plan, RoundCode
+from torchdist_ref.backends.plan import Peer, Plan
 from torchdist_ref.backends.progress import OutOfTurnError
 from torchdist_ref.errors import MismatchError
 from torchdist_ref.numbers import Number
-from torchdist_ref.schedules.schedule import Slot
 from torchdist_ref.transports.base import Link
+from torchdist_ref.transports.layout import DONE as DONE_BYTE
+
+DONE = DONE_BYTE // 8
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A plan that is ready to run on one link.
+
+    Attributes:
+        run: Carries it out on a call's operands, under the call's number.
+        fits: Whether an operand is a plain row of values in memory, as `run` needs it.
+        inputs: How many of the operands are inputs only.
+        nbytes: Bytes of the call's whole buffer, for the recorder.
+    """
+
+    run: Callable[[Sequence[Tensor], Number], None]
+    fits: Callable[[Tensor], bool]
+    inputs: int
+    nbytes: int
 
 
 class Executor:
@@ -30,72 +49,70 @@ class Executor:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.sequence = 0
-        self._number: Number = (0, 0)
         self._half = 0
         self._readers: list[tuple[Peer, ...]] = [(), ()]
         self._staged_last = -1
-        self._heads = tuple(tuple(link.lines[p].heads[parity] for p in link.peers) for parity in (0, 1))
+        self._said = [(link.line.said[n], tuple(link.lines[p].said[n] for p in link.peers)) for n in (0, 1)]
 
-    def run(self, plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor], number: Number) -> None:
-        """Carry out a call on tensors that are contiguous and of the plan's kind.
+    def prepared(self, plan: Plan) -> Prepared:
+        """A plan as one function of a call's operands and number, which has all that it needs at hand.
 
-        Raises:
+        The function raises:
             OutOfTurnError: Another call comes first, which another rank has begun. Nothing was written.
             MismatchError: Some rank announced another call. Nothing was written; the link can be used.
             DistBackendError: A rank died, gave up or did not come; the link cannot be used any more.
         """
-        self._number = number
-        self.link.line.announce(self.sequence, plan.record, number)
-        try:
-            self._windows(plan, inputs, outputs)
-        except (MismatchError, OutOfTurnError):
-            self._end()
-            raise
-        except BaseException as error:
+        line, wait, said, windows, first = self.link.line, self.link.wait, self._said, plan.windows, plan.first
+        announce, record, later, words = line.announce, plan.record, plan.code, line.words
+
+        def run(tensors: Sequence[Tensor], number: Number) -> None:
+            sequence = self.sequence
+            announce(sequence, record, number)
+            unseen = True
+            try:
+                for begin in windows:
+                    for stage, posts, waits, steps, frees, readers in (
+                        later(begin, self._half) if begin else first[self._half]
+                    ):
+                        half = self._half
+                        self._half = 1 - half
+                        if stage:
+                            if self._readers[0] or self._readers[1]:
+                                self._make_room(half, plan)
+                            self._staged_last = half
+                            for lay in stage:
+                                lay(tensors, begin)
+                        for post in posts:
+                            post()
+                        for token, peer in waits:
+                            if not token.acquire(False):
+                                wait(token, peer, plan.doing)
+                        if unseen:
+                            mine, theirs = said[sequence & 1]
+                            for other in theirs:
+                                if other != mine:
+                                    raise self._difference(plan)
+                            unseen = False
+                        if readers:
+                            self._readers[half] = readers
+                        for step in steps:
+                            step(tensors, begin)
+                        for free in frees:
+                            free()
+            except BaseException as error:
+                self._failed(plan, error)
+                raise
+            words[DONE] = sequence
+            self.sequence = sequence + 1
+
+        return Prepared(run, plan.fits, plan.inputs, plan.nbytes)
+
+    def _failed(self, plan: Plan, error: BaseException) -> None:
+        """After a difference the link goes on; after anything else it does not."""
+        if isinstance(error, (MismatchError, OutOfTurnError)):
+            self.link.line.done, self.sequence = self.sequence, self.sequence + 1
+        else:
             self.link.give_up(error, plan.doing)
-            raise
-        self._end()
-
-    def _end(self) -> None:
-        self.link.line.done = self.sequence
-        self.sequence += 1
-
-    def _windows(self, plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        if plan.whole:
-            self._rounds(plan, 0, outputs if plan.in_place else tensors_of(plan.picks, inputs, outputs))
-            return
-        rows = _rows(plan, inputs, outputs)
-        for begin in plan.windows:
-            self._rounds(plan, begin, _cut(plan, rows, begin))
-
-    def _rounds(self, plan: Plan, begin: int, bound: Sequence[Tensor]) -> None:
-        opening = begin == 0
-        for code in plan.code(begin, self._half):
-            self._round(plan, code, bound, opening)
-            opening = False
-
-    def _round(self, plan: Plan, code: RoundCode, bound: Sequence[Tensor], opening: bool) -> None:
-        half = self._half
-        self._half = 1 - half
-        if code.stage:
-            if self._readers[0] or self._readers[1]:
-                self._make_room(half, plan)
-            self._staged_last = half
-            for view, position in code.stage:
-                view.copy_(bound[position])
-        for post in code.posts:
-            post()
-        for token, peer in code.waits:
-            if not token.acquire(False):
-                self.link.wait(token, peer, plan.doing)
-        if opening:
-            self._compare(plan)
-        if code.readers:
-            self._readers[half] = code.readers
-        for step in code.steps:
-            step(bound)
-        for free in code.frees:
-            free()
 
     def _make_room(self, half: int, plan: Plan) -> None:
         """Wait until nobody reads this half any more.
@@ -114,12 +131,6 @@ class Executor:
             if not token.acquire(False):
                 self.link.wait(token, peer, plan.doing)
 
-    def _compare(self, plan: Plan) -> None:
-        (main, path), mine = self._number, plan.record.fingerprint
-        for head in self._heads[self.sequence & 1]:
-            if head[1] != mine or head[2] != main or head[3] != path:
-                raise self._difference(plan)
-
     def _difference(self, plan: Plan) -> MismatchError | OutOfTurnError:
         """Ranks at different calls begin with the smallest number; at one call they must mean the same."""
         heads = [line.heads[self.sequence & 1] for line in self.link.lines]
@@ -133,22 +144,3 @@ class Executor:
             f"{link.here(plan.doing)}: the ranks made different calls as call {self.sequence} of this group. "
             f"{calls}. Nothing was written, and the group can be used."
         )
-
-
-def _rows(plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """For every slot of this rank, all its elements in one row; scratch has a row of one window."""
-    tensors = iter(tensors_of(plan.picks, inputs, outputs))
-    return [plan.scratch[s] if s[0] == "tmp" else _row(plan, s, next(tensors)) for s in plan.slots]
-
-
-def _row(plan: Plan, slot: Slot, tensor: Tensor) -> Tensor:
-    begin = slot[1] * plan.sizes.stride if slot[0] == "data" else 0
-    return tensor.view(-1)[begin : begin + plan.sizes.of(plan.link.rank, slot)]
-
-
-def _cut(plan: Plan, rows: Sequence[Tensor], begin: int) -> list[Tensor]:
-    """The part of every row that lies in the window; scratch is as long as what passes through it."""
-    rank = plan.link.rank
-    ends = [plan.length(rank, slot, begin) for slot in plan.slots]
-    starts = [0 if slot[0] == "tmp" else begin for slot in plan.slots]
-    return [row[start : start + end] for row, start, end in zip(rows, starts, ends, strict=True)]

@@ -1,4 +1,4 @@
-"""Which tensor a slot of a schedule is: the one place that knows both words.
+"""Which part of which tensor a slot of a schedule is: the one place that knows both words.
 
 ``data`` is the call's tensor in equal chunks (the last may be shorter or empty); ``in`` and ``out`` are
 its lists, a block per index; ``tmp`` is scratch. Sizes are elements, and every rank can compute the size of
@@ -12,9 +12,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from torchdist_ref.calls import Call
 from torchdist_ref.schedules.schedule import Slot
 
-IN_PLACE = ("all_reduce", "reduce", "broadcast")
+IN_PLACE = frozenset(("all_reduce", "reduce", "broadcast"))
+
+
+def operands(call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """All tensors of a call in one row: the inputs, then the outputs; in-place calls have one tensor."""
+    return outputs if call.op in IN_PLACE else (*inputs, *outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +66,9 @@ class Sizes:
         """Elements of the largest slot."""
         return self.stride if self.op in IN_PLACE else max(self.blocks, default=0)
 
-
-def picks_of(slots: Sequence[Slot], op: str) -> tuple[tuple[bool, int], ...]:
-    """For each slot but scratch: whether its tensor is an output, and which one."""
-    return tuple((b != "in", 0 if op in IN_PLACE else index) for b, index in slots if b != "tmp")
-
-
-def tensors_of(picks: Sequence[tuple[bool, int]], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The whole tensor behind each slot; scratch has none."""
-    return [(outputs if output else inputs)[index] for output, index in picks]
+    def place(self, slot: Slot, inputs: int) -> tuple[int, int]:
+        """Which of the call's operands a slot is part of, where `inputs` come first, and its first element there."""
+        buffer, index = slot
+        if buffer == "data":
+            return 0, index * self.stride
+        return (index if buffer == "in" else inputs + index), 0

@@ -2,7 +2,7 @@
 
 All the thinking is here: which slots a rank lays out on its stage and where, whom it tells, whom it waits
 for, what it then copies or reduces from whose stage. What is left for the executor is a few short loops
-over views that already exist. Large tensors go through the stage in windows: the whole schedule runs for
+over functions that already exist. Large tensors go through the stage in windows: the whole schedule runs for
 one window after the other, so that a window is still in the cache when the peers read it.
 
 Round rules (`schedules.schedule`): reads come before writes. Whatever a peer reads is on the stage before
@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchdist_ref.backends import steps
-from torchdist_ref.backends.operands import IN_PLACE, Sizes, picks_of
+from torchdist_ref.backends.operands import IN_PLACE, Sizes
 from torchdist_ref.backends.reductions import WIDENED, Reduction
-from torchdist_ref.backends.steps import Step
+from torchdist_ref.backends.steps import Operand, Part, Step
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
 from torchdist_ref.transports.base import Link, Range, Token
 from torchdist_ref.transports.board import Record
@@ -32,12 +32,11 @@ ALIGN = 64
 Peer = tuple[Token, int]
 
 
-@dataclass(frozen=True, slots=True)
-class RoundCode:
+class RoundCode(NamedTuple):
     """What a rank does in one round of one window.
 
     Attributes:
-        stage: (view of the stage, position of the slot) to lay out.
+        stage: Copies that lay out on the stage what peers read.
         posts: Tokens to give once that is done.
         waits: (token, peer) to take before reading.
         steps: What to do then with the slots of this rank.
@@ -45,12 +44,16 @@ class RoundCode:
         readers: (token, peer) to take before this half of the stage is used again.
     """
 
-    stage: tuple[tuple[Tensor, int], ...]
+    stage: tuple[Step, ...]
     posts: tuple[Callable[[], Any], ...]
     waits: tuple[Peer, ...]
     steps: tuple[Step, ...]
     frees: tuple[Callable[[], Any], ...]
     readers: tuple[Peer, ...]
+
+
+Code = tuple[RoundCode, ...]
+"""All rounds of one window."""
 
 
 @dataclass(eq=False)
@@ -63,9 +66,11 @@ class Plan:
         schedule: The algorithm.
         sizes: Elements of every slot.
         dtype: Of all tensors.
+        inputs: How many of the call's operands are inputs only; the others are outputs.
         shape: Of every tensor of the call, or None where they differ.
         reduction: How to reduce; None where nothing is.
         divide: Divide the result by this (an average); 0 for not at all.
+        fits: Whether a tensor of the plan's kind is a plain row of values in memory; others get such copies.
     """
 
     link: Link
@@ -73,10 +78,12 @@ class Plan:
     schedule: Schedule
     sizes: Sizes
     dtype: torch.dtype
+    inputs: int
     shape: tuple[int, ...] | None
     reduction: Reduction | None
     divide: int = 0
-    _code: dict[Any, tuple[RoundCode, ...]] = field(default_factory=dict)
+    fits: Callable[[Tensor], bool] = Tensor.is_contiguous
+    _code: dict[Any, Code] = field(default_factory=dict)
 
     @cached_property
     def doing(self) -> str:
@@ -97,7 +104,7 @@ class Plan:
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """The slots of this rank that the schedule touches; a position is an index into this."""
+        """The slots of this rank that the schedule touches."""
         mine = {slot for moves in self.rounds for move in moves for slot in self._mine(move)}
         return tuple(sorted(mine))
 
@@ -108,30 +115,13 @@ class Plan:
     @cached_property
     def whole(self) -> bool:
         """Whether every slot is a whole tensor that goes through the stage at once: nothing is sliced then."""
-        if not self._carries_data:
-            return True
         uncut = self.sizes.op not in IN_PLACE or self.sizes.chunks == 1
         return uncut and self.shape is not None and len(self.windows) == 1 and not self.scratch
-
-    @cached_property
-    def picks(self) -> tuple[tuple[bool, int], ...]:
-        """Where the tensor of each slot comes from."""
-        return picks_of(self.slots, self.sizes.op)
-
-    @cached_property
-    def in_place(self) -> bool:
-        """Whether the slots are just the call's one tensor."""
-        return self.picks == ((True, 0),)
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the call's whole buffer, for the recorder."""
         return sum(self.sizes.blocks) * self.dtype.itemsize
-
-    @cached_property
-    def results(self) -> tuple[int, ...]:
-        """Positions of the slots that hold the result on this rank."""
-        return tuple(i for i, (buffer, _) in enumerate(self.slots) if buffer in ("data", "out"))
 
     @cached_property
     def staged(self) -> tuple[dict[int, tuple[Slot, ...]], ...]:
@@ -159,16 +149,21 @@ class Plan:
         """Elements of `slot` on `rank` that lie in the window that begins there."""
         return max(0, min(self.window, self.sizes.of(rank, slot) - begin))
 
-    def code(self, begin: int, half: int) -> tuple[RoundCode, ...]:
-        """What to do for the window that begins at element `begin`, the stage's turn being `half`."""
-        inner = begin > 0 and begin + self.window <= self._smallest
-        key = half if begin == 0 else ("inner" if inner else begin, half)
+    @cached_property
+    def first(self) -> tuple[Code, Code]:
+        """What to do for the first window, by the stage's turn."""
+        return self._window(0, 0), self._window(0, 1)
+
+    def code(self, begin: int, half: int) -> Code:
+        """What to do for a later window, which begins at element `begin`, the stage's turn being `half`."""
+        key = ("inner" if begin + self.window <= self._smallest else begin, half)
         code = self._code.get(key)
         if code is None:
-            code = self._code[key] = tuple(
-                self._round(number, begin, (half + number) & 1) for number in range(len(self.rounds))
-            )
+            code = self._code[key] = self._window(begin, half)
         return code
+
+    def _window(self, begin: int, half: int) -> Code:
+        return tuple(self._round(number, begin, (half + number) & 1) for number in range(len(self.rounds)))
 
     @cached_property
     def _frees(self) -> bool:
@@ -191,10 +186,12 @@ class Plan:
         told = link.peers if opening else targets
         mine = [s for s in self.staged[number].get(rank, ()) if self.length(rank, s, begin) and self._carries_data]
         return RoundCode(
-            stage=tuple((self._view(number, rank, slot, begin, half), self.slots.index(slot)) for slot in mine),
+            stage=tuple(
+                self._copy(self._view(number, rank, s, begin, half), self._own(s, begin), s, begin) for s in mine
+            ),
             posts=tuple(link.giver("full", p, self._shown(number, p, begin, half, opening)) for p in told),
             waits=tuple((link.full_from[p], p) for p in (link.peers if opening else sources)),
-            steps=(*self._steps(number, begin, half), *self._last_steps(number)),
+            steps=(*self._steps(number, begin, half), *self._last_steps(number, begin)),
             frees=tuple(link.giver("free", p) for p in sources if self._frees),
             readers=tuple((link.free_from[p], p) for p in targets if self._frees),
         )
@@ -219,40 +216,53 @@ class Plan:
         view = torch.frombuffer(self.link.memory.buffer_of(rank), dtype=self.dtype, count=count, offset=offset)
         return view.view(self.shape) if self.whole and self.shape is not None else view
 
+    def _own(self, slot: Slot, begin: int) -> Operand:
+        """A slot of this rank: part of a tensor of the call, or as much of its scratch as passes in this window."""
+        if slot[0] == "tmp":
+            return self.scratch[slot][: self.length(self.link.rank, slot, begin)]
+        return Part(*self.sizes.place(slot, self.inputs), self.whole)
+
+    def _copy(self, target: Operand, source: Operand, slot: Slot, begin: int) -> Step:
+        size = self.dtype.itemsize
+        return steps.copy(target, source, self.length(self.link.rank, slot, begin) * size, size)
+
     def _steps(self, number: int, begin: int, half: int) -> Iterable[Step]:
         mine = [m for m in self.rounds[number] if m.dst == self.link.rank]
         for slot in _unique(m.write for m in mine):
             arriving = [m for m in mine if m.write == slot]
             if self._carries_data and self.length(self.link.rank, slot, begin):
                 sources = [self._source(number, m, begin, half) for m in arriving]
-                yield from self._write(self.slots.index(slot), arriving, sources)
+                yield from self._write(slot, begin, arriving, sources)
 
-    def _last_steps(self, number: int) -> Iterable[Step]:
+    def _last_steps(self, number: int, begin: int) -> Iterable[Step]:
         """An average is divided where the call ends, while its window is in the cache."""
         if self.divide and number == len(self.rounds) - 1:
-            yield from (steps.divide(at, self.divide) for at in self.results)
+            for slot in self.slots:
+                count = self.length(self.link.rank, slot, begin)
+                if slot[0] in ("data", "out") and count:
+                    yield steps.divide(self._own(slot, begin), count, self.divide)
 
-    def _source(self, number: int, move: Move, begin: int, half: int) -> Any:
+    def _source(self, number: int, move: Move, begin: int, half: int) -> Operand:
         if move.src == self.link.rank and move.read not in self.staged[number].get(move.src, ()):
-            return self.slots.index(move.read)
+            return self._own(move.read, begin)
         return self._view(number, move.src, move.read, begin, half)
 
-    def _write(self, at: int, moves: Sequence[Move], sources: list[Any]) -> Iterable[Step]:
+    def _write(self, slot: Slot, begin: int, moves: Sequence[Move], sources: list[Operand]) -> Iterable[Step]:
         """The steps that bring several arrivals into one slot, in listed order."""
         last = max((i for i, m in enumerate(moves) if not m.reduce), default=-1)
         moves, sources = moves[max(0, last) :], sources[max(0, last) :]
-        start = [] if last >= 0 else [at]
-        reduction = self.reduction
+        into, count, reduction = self._own(slot, begin), self.length(self.link.rank, slot, begin), self.reduction
+        start = [] if last >= 0 else [into]
         reduces = sum(m.reduce for m in moves)
         if reduction is None or not reduces:
-            yield from (steps.copy(at, source) for source in sources)
+            yield from (self._copy(into, source, slot, begin) for source in sources)
         elif reduces > 1 and self.dtype in WIDENED:
-            yield steps.widened(at, start + sources, reduction)
+            yield steps.widened(into, start + sources, count, reduction)
         elif last >= 0:
-            yield steps.combine(at, sources[0], sources[1], reduction)
-            yield from (steps.reduce(at, source, reduction) for source in sources[2:])
+            yield steps.combine(into, sources[0], sources[1], count, reduction)
+            yield from (steps.reduce(into, source, count, reduction) for source in sources[2:])
         else:
-            yield from (steps.reduce(at, source, reduction) for source in sources)
+            yield from (steps.reduce(into, source, count, reduction) for source in sources)
 
 
 def _staged(moves: Sequence[Move]) -> dict[int, tuple[Slot, ...]]:

@@ -8,13 +8,15 @@ tensors alike, because nothing else goes into either. Don't add anything that on
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.operands import IN_PLACE, Sizes
+from torchdist_ref.backends.executor import Executor, Prepared
+from torchdist_ref.backends.operands import Sizes
 from torchdist_ref.backends.plan import Plan
 from torchdist_ref.backends.reductions import reduction
 from torchdist_ref.calls import Call, Shape, fingerprint, signature
@@ -28,6 +30,9 @@ from torchdist_ref.transports.board import Record
 # Programs repeat a few kinds of calls. One that keeps inventing shapes (objects of all sizes) must not fill the memory.
 MOST = 1024
 
+# What of a tensor a plan depends on.
+_kind = attrgetter("dtype", "shape", "is_cpu", "requires_grad")
+
 # Which list carries the blocks that every rank knows the sizes of.
 _BLOCKS_IN_INPUTS = ("reduce_scatter", "all_to_all", "gather")
 
@@ -35,59 +40,54 @@ _BLOCKS_IN_INPUTS = ("reduce_scatter", "all_to_all", "gather")
 class Planner:
     """Plans of one link, by call, dtype and shapes."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._plans: dict[Any, Plan] = {}
+    def __init__(self, link: Link, executor: Executor) -> None:
+        self._link, self._executor = link, executor
+        self._plans: dict[Any, Prepared] = {}
         self._forced = overrides(os.environ.get("TORCHDIST_REF_ALGORITHM", ""))
 
-    def plan(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Plan:
-        """The plan for a call on these tensors; made on first use.
+    def plan(self, call: Call, tensors: Sequence[Tensor], inputs: int) -> Prepared:
+        """The plan for a call on these operands, of which so many are inputs only; made on first use.
 
         Raises:
             ArgumentError: Tensors of different dtypes, or a reduction that makes no sense for the dtype.
         """
-        if call.op in IN_PLACE:
-            key: Any = (call, outputs[0].dtype, outputs[0].shape)
-        else:
-            key = (call, *((t.dtype, t.shape) for t in inputs), None, *((t.dtype, t.shape) for t in outputs))
+        key = (call, inputs, *map(_kind, tensors)) if tensors else call
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= MOST:
                 self._plans.clear()
-            plan = self._plans[key] = self._make(call, inputs, outputs)
+            plan = self._plans[key] = self._make(call, tensors, inputs)
         return plan
 
-    def _make(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Plan:
-        if call.op == "barrier":
-            return self._assemble(call, None, [], False)
-        tensors = [*inputs, *outputs]
+    def _make(self, call: Call, tensors: Sequence[Tensor], inputs: int) -> Prepared:
         if len({t.dtype for t in tensors}) > 1:
             dtypes = sorted({str(t.dtype) for t in tensors})
             raise ArgumentError(f"{call.op}: all tensors need one dtype, got {dtypes}.")
+        dtype = tensors[0].dtype if tensors else torch.uint8
         alike = len({t.shape for t in tensors}) == 1
-        return self._assemble(call, tensors[0], self._blocks(call.op, inputs, outputs), alike)
-
-    def _blocks(self, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Shape]:
-        """Shapes of the call's blocks: one where they are all alike."""
-        shapes = [tuple(t.shape) for t in (inputs if op in _BLOCKS_IN_INPUTS else outputs)]
-        return shapes[:1] if len(set(shapes)) == 1 else shapes
-
-    def _assemble(self, call: Call, like: Tensor | None, shapes: list[Shape], alike: bool) -> Plan:
-        dtype = torch.uint8 if like is None else like.dtype
+        shapes = self._blocks(call.op, tensors[:inputs], tensors[inputs:])
         blocks = tuple(torch.Size(shape).numel() for shape in shapes)
         text = signature(call, str(dtype).removeprefix("torch."), shapes)
         schedule = self._schedule(call, sum(blocks) * dtype.itemsize, even=len(blocks) < 2)
         name = getattr(call, "reduction", None)
-        return Plan(
+        plan = Plan(
             link=self._link,
             record=Record(fingerprint(text), text.encode()),
             schedule=schedule,
             sizes=Sizes(call.op, blocks or (0,), schedule.chunks),
             dtype=dtype,
+            inputs=inputs,
             shape=shapes[0] if alike else None,
             reduction=None if name is None else reduction(name, dtype, call.op),
             divide=self._link.size if name == "avg" else 0,
+            fits=_fits(dtype, tensors),
         )
+        return self._executor.prepared(plan)
+
+    def _blocks(self, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Shape]:
+        """Shapes of the call's blocks: one where they are all alike."""
+        shapes = [tuple(t.shape) for t in (inputs if op in _BLOCKS_IN_INPUTS else outputs)]
+        return shapes[:1] if len(set(shapes)) == 1 else shapes
 
     def _schedule(self, call: Call, nbytes: int, even: bool) -> Schedule:
         world, hosts = self._link.size, self._link.hosts
@@ -96,3 +96,18 @@ class Planner:
         if not even:
             algorithm = "direct"
         return catalogue.build(call.op, algorithm, world, getattr(call, "root", 0), hosts=hosts)
+
+
+def _fits(dtype: torch.dtype, tensors: Sequence[Tensor]) -> Callable[[Tensor], bool]:
+    """What tells of tensors of this kind, one by one, whether they are plain rows of values.
+
+    A contiguous tensor can be read through a conjugation or a minus sign (`Tensor.conj`): complex ones, and of the
+    imaginary parts of such tensors single elements.
+    """
+    if not all(t.is_cpu and not t.requires_grad for t in tensors):
+        return lambda tensor: False
+    if dtype.is_complex:
+        return lambda tensor: tensor.is_contiguous() and not tensor.is_conj()
+    if dtype.is_floating_point and any(t.numel() == 1 for t in tensors):
+        return lambda tensor: tensor.is_contiguous() and not tensor.is_neg()
+    return Tensor.is_contiguous

@@ -87,6 +87,9 @@ class Order:
     Args:
         name: The group's, for the names of threads.
         patience: Called while a rank waits to make a call that another has begun; raises when it is in vain.
+
+    Attributes:
+        done: To call when the call that `try_now` allowed has ended.
     """
 
     def __init__(self, name: str, patience: Callable[[Number, float], None]) -> None:
@@ -95,6 +98,7 @@ class Order:
         self._queued = 0
         self._made = threading.Condition()
         self._running = threading.Lock()
+        self.done = self._running.release
         self._patience = patience
         self.progress = Lane(f"{name} progress")
 
@@ -104,10 +108,6 @@ class Order:
         No lock: a thread sees its own earlier `later`, and calls of several threads at once have no order.
         """
         return self._queued == 0 and self._running.acquire(False)
-
-    def done(self) -> None:
-        """The call that `try_now` allowed has ended."""
-        self._running.release()
 
     def carry_out(self, number: Number, job: Job, turn: OutOfTurnError | None = None) -> None:
         """Run a call; where the ranks are at different ones, run those first that come first.

@@ -8,7 +8,7 @@ a tenth of a microsecond. Don't add numbers of bytes or ranks to a range: the re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +41,7 @@ def in_a_range(submit: Submit[Engine]) -> Submit[Engine]:
     @wraps(submit)
     def asking(self: Engine, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         if _profiling():
-            return _ranged(self, call, wait, lambda: submit(self, call, inputs, outputs, wait))
+            return _ranged(self, call, wait, partial(submit, self, call, inputs, outputs, wait))
         return submit(self, call, inputs, outputs, wait)
 
     return asking

@@ -8,19 +8,20 @@ goes through the group's order. Planning, running, and matching messages have fi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic, perf_counter
 
 from torch import Tensor
 
 from torchdist_ref.backends.base import Backend, Membership
 from torchdist_ref.backends.callbacks import Callbacks
-from torchdist_ref.backends.executor import Executor
-from torchdist_ref.backends.plan import Plan
+from torchdist_ref.backends.executor import Executor, Prepared
+from torchdist_ref.backends.operands import IN_PLACE
 from torchdist_ref.backends.planner import Planner
 from torchdist_ref.backends.point_to_point import Inbox, Outbox, Posted
 from torchdist_ref.backends.progress import Lane, Order, OutOfTurnError
 from torchdist_ref.backends.ranges import in_a_range
-from torchdist_ref.backends.staging import all_plain, bring_back, plain, settle
+from torchdist_ref.backends.staging import bring_back, plain, settle
 from torchdist_ref.calls import Call, Recv, Send
 from torchdist_ref.errors import GroupAbortedError
 from torchdist_ref.numbers import Number, Numbers
@@ -44,8 +45,7 @@ class Ref(Backend):
         self.link = connect(m.store, m.rank, m.members, m.name, m.timeout)
         self.recorder = Recorder()
         self._timeout = m.timeout
-        self._planner = Planner(self.link)
-        self._executor = Executor(self.link)
+        self._planner = Planner(self.link, Executor(self.link))
         self._outbox = Outbox(self.link)
         self._inbox = Inbox(self.link)
         self._receives = Lane(f"{m.name} receives")
@@ -62,31 +62,38 @@ class Ref(Backend):
             return self._send(call, plain(inputs[0], call), wait)
         if isinstance(call, Recv):
             return self._recv(call, outputs[0], wait)
-        plan = self._planner.plan(call, inputs, outputs)
-        number = self._numbers.next()
-        if wait and self._order.try_now():
-            try:
-                self._run(plan, call, inputs, outputs, number)
-            except OutOfTurnError as turn:
-                self._order.carry_out(number, lambda: self._run(plan, call, inputs, outputs, number), turn)
-            finally:
-                self._order.done()
-            return _DONE
-        work, order = self._work(call, outputs, number), self._order
+        tensors = outputs if call.op in IN_PLACE else (*inputs, *outputs)
+        plan = self._planner.plan(call, tensors, len(tensors) - len(outputs))
+        number, order = self._numbers.next(), self._order
+        if not (wait and order.try_now()):
+            return self._later(plan, call, tensors, outputs, number, wait)
+        try:
+            self._run(plan, call, tensors, number)
+        except OutOfTurnError as turn:
+            order.carry_out(number, partial(self._run, plan, call, tensors, number), turn)
+        finally:
+            order.done()
+        return _DONE
 
-        def run() -> None:
-            self._run(plan, call, inputs, outputs, number)
-
-        settle((*inputs, *outputs))
-        order.later(number, lambda: _settle(work, lambda: order.carry_out(number, run)))
+    def _later(
+        self, plan: Prepared, call: Call, tensors: Tensors, outputs: Tensors, number: Number, wait: bool
+    ) -> Work:
+        work, run = self._work(call, outputs, number), partial(self._run, plan, call, tensors, number)
+        settle(tensors)
+        self._order.later(number, lambda: _settle(work, lambda: self._order.carry_out(number, run)))
         if wait:
             work.wait()
         return work
 
-    def _run(self, plan: Plan, call: Call, inputs: Tensors, outputs: Tensors, number: Number) -> None:
-        start = perf_counter()
+    def _run(self, plan: Prepared, call: Call, tensors: Tensors, number: Number) -> None:
+        start, fits = perf_counter(), plan.fits
         try:
-            self._collect(plan, call, inputs, outputs, number)
+            for tensor in tensors:
+                if not fits(tensor):
+                    self._run_on_copies(plan, call, tensors, number)
+                    break
+            else:
+                plan.run(tensors, number)
         except OutOfTurnError:
             raise
         except BaseException as failure:
@@ -94,18 +101,10 @@ class Ref(Backend):
             raise
         self.recorder.add(number[0], call, plan.nbytes, start)
 
-    def _collect(self, plan: Plan, call: Call, inputs: Tensors, outputs: Tensors, number: Number) -> None:
-        if all_plain(outputs) and (inputs is outputs or all_plain(inputs)):
-            self._executor.run(plan, inputs, outputs, number)
-        else:
-            self._collect_staged(plan, call, inputs, outputs, number)
-
-    def _collect_staged(self, plan: Plan, call: Call, inputs: Tensors, outputs: Tensors, number: Number) -> None:
-        copies = {id(t): plain(t, call) for t in [*inputs, *outputs]}
-        into = [copies[id(t)] for t in outputs]
-        sources = [copies[id(t)] for t in inputs]
-        self._executor.run(plan, sources, into, number)
-        for tensor, result in zip(outputs, into, strict=True):
+    def _run_on_copies(self, plan: Prepared, call: Call, tensors: Tensors, number: Number) -> None:
+        copies = [plain(t, call) for t in tensors]
+        plan.run(copies, number)
+        for tensor, result in zip(tensors[plan.inputs :], copies[plan.inputs :], strict=True):
             bring_back(result, tensor)
 
     def _work(self, call: Call, outputs: Tensors, number: Number) -> Work:

@@ -16,14 +16,6 @@ from torchdist_ref.calls import Call
 from torchdist_ref.errors import UnsupportedError
 
 
-def all_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether an executor can work on these tensors as they are."""
-    for tensor in tensors:
-        if not tensor.is_contiguous() or not tensor.is_cpu or tensor.requires_grad:
-            return False
-    return True
-
-
 def plain(tensor: Tensor, call: Call) -> Tensor:
     """The tensor itself if it is plain, else a contiguous copy in the host's memory.
 
@@ -35,7 +27,7 @@ def plain(tensor: Tensor, call: Call) -> Tensor:
             f"{call.op}: backend 'ref' works on tensors of the CPU and of CUDA devices, and this one is on "
             f"{tensor.device}. Move it with .cpu()."
         )
-    return tensor.detach().contiguous().cpu()
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
 
 
 def bring_back(result: Tensor, tensor: Tensor) -> None:

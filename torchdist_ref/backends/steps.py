@@ -1,64 +1,117 @@
 """Steps: what a rank does with what it reads in a round, each made into one function when the plan is made.
 
-A step takes the list of this rank's slots as tensors and changes one of them. A source is a view of somebody's
-stage, which is known for good, or the position of a slot of this rank, which is another tensor in every call.
-All choices are made here, once, so that the executor only calls. Don't add waits: steps know of no other rank.
+A step takes the tensors of the call and the first element of the window, and changes one slot. An operand is part of
+one of the call's tensors, which is another tensor in every call (`Part`), or memory that is known for good: a view of
+somebody's stage, or scratch. Copies need no tensor operations: the bytes are moved. All choices are made here, once, so
+that the executor only calls. Don't add waits: steps know of no other rank.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, float32
 
 from torchdist_ref.backends import reductions
 from torchdist_ref.backends.reductions import Reduction
 
-Source = Tensor | int
-Bound = Sequence[Tensor]
-Step = Callable[[Bound], Any]
+Tensors = Sequence[Tensor]
+Step = Callable[[Tensors, int], Any]
 
 
-def copy(at: int, source: Source) -> Step:
-    """Slot `at` becomes the source."""
-    if isinstance(source, int):
-        return lambda bound: bound[at].copy_(bound[source])
-    return lambda bound: bound[at].copy_(source)
+class Part(NamedTuple):
+    """A slot as it lies in the tensors of a call.
+
+    Attributes:
+        at: Which of the tensors.
+        first: The slot's first element there.
+        whole: The slot is the tensor, and passes in one window: nothing needs to be cut out.
+    """
+
+    at: int
+    first: int
+    whole: bool = False
 
 
-def reduce(at: int, source: Source, reduction: Reduction) -> Step:
-    """The source is reduced into slot `at`."""
+Operand = Part | Tensor
+
+_MOVE = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+_POINTERS = (None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+# To let go of the interpreter lock and take it again costs as much as to move some kilobytes.
+_HOLD = 16 * 1024
+move_briefly, move_freely = ctypes.PYFUNCTYPE(*_POINTERS)(_MOVE), ctypes.CFUNCTYPE(*_POINTERS)(_MOVE)
+
+
+def mover(nbytes: int) -> Callable[[int, int, int], None]:
+    """What moves so many bytes: (to this address, from this address, bytes)."""
+    return move_briefly if nbytes <= _HOLD else move_freely
+
+
+def copy(target: Operand, source: Operand, nbytes: int, itemsize: int) -> Step:
+    """The target becomes the source."""
+    move = mover(nbytes)
+    match target, source:
+        case Part(at=at, first=first), Tensor():
+            address = source.data_ptr()
+            return lambda tensors, begin: move(tensors[at].data_ptr() + (first + begin) * itemsize, address, nbytes)
+        case Tensor(), Part(at=at, first=first):
+            address = target.data_ptr()
+            return lambda tensors, begin: move(address, tensors[at].data_ptr() + (first + begin) * itemsize, nbytes)
+    to, of = _address(target, itemsize), _address(source, itemsize)
+    return lambda tensors, begin: move(to(tensors, begin), of(tensors, begin), nbytes)
+
+
+def _address(operand: Operand, itemsize: int) -> Callable[[Tensors, int], int]:
+    if isinstance(operand, Tensor):
+        address = operand.data_ptr()
+        return lambda tensors, begin: address
+    at, first, _ = operand
+    return lambda tensors, begin: tensors[at].data_ptr() + (first + begin) * itemsize
+
+
+def _tensor(operand: Operand, count: int) -> Callable[[Tensors, int], Tensor]:
+    """How to come by an operand of so many elements as a tensor."""
+    if isinstance(operand, Tensor):
+        return lambda tensors, begin: operand
+    at, first, whole = operand
+    if whole:
+        return lambda tensors, begin: tensors[at]
+    return lambda tensors, begin: tensors[at].view(-1)[first + begin : first + begin + count]
+
+
+def reduce(target: Operand, source: Operand, count: int, reduction: Reduction) -> Step:
+    """The source is reduced into the target."""
     into = reduction.into
-    if isinstance(source, int):
-        return lambda bound: into(bound[at], bound[source])
-    return lambda bound: into(bound[at], source)
+    if isinstance(target, Part) and target.whole and isinstance(source, Tensor):
+        at = target.at
+        return lambda tensors, begin: into(tensors[at], source)
+    to, of = _tensor(target, count), _tensor(source, count)
+    return lambda tensors, begin: into(to(tensors, begin), of(tensors, begin))
 
 
-def combine(at: int, first: Source, second: Source, reduction: Reduction) -> Step:
-    """Slot `at` becomes the reduction of two sources: a copy and a reduction in one pass over memory."""
+def combine(target: Operand, first: Operand, second: Operand, count: int, reduction: Reduction) -> Step:
+    """The target becomes the reduction of two sources: a copy and a reduction in one pass over memory."""
     together = reduction.combine
-    if isinstance(first, int) or isinstance(second, int):
-        return lambda bound: together(_of(first, bound), _of(second, bound), out=bound[at])
-    return lambda bound: together(first, second, out=bound[at])
+    to, one, two = (_tensor(operand, count) for operand in (target, first, second))
+    return lambda tensors, begin: together(one(tensors, begin), two(tensors, begin), out=to(tensors, begin))
 
 
-def widened(at: int, sources: Sequence[Source], reduction: Reduction) -> Step:
-    """Slot `at` becomes the reduction of half-precision sources, made in float32 and rounded once."""
+def widened(target: Operand, sources: Sequence[Operand], count: int, reduction: Reduction) -> Step:
+    """The target becomes the reduction of half-precision sources, made in float32 and rounded once."""
+    to, of = _tensor(target, count), [_tensor(source, count) for source in sources]
 
-    def step(bound: Bound) -> None:
-        total = _of(sources[0], bound).to(float32)
-        for source in sources[1:]:
-            reduction.into(total, _of(source, bound).to(float32))
-        bound[at].copy_(total)
+    def step(tensors: Tensors, begin: int) -> None:
+        total = of[0](tensors, begin).to(float32)
+        for source in of[1:]:
+            reduction.into(total, source(tensors, begin).to(float32))
+        to(tensors, begin).copy_(total)
 
     return step
 
 
-def divide(at: int, by: int) -> Step:
-    """Slot `at` is divided: what makes a sum an average."""
-    return lambda bound: reductions.divide(bound[at], by)
-
-
-def _of(source: Source, bound: Bound) -> Tensor:
-    return bound[source] if isinstance(source, int) else source
+def divide(target: Operand, count: int, by: int) -> Step:
+    """The target is divided: what makes a sum an average."""
+    to = _tensor(target, count)
+    return lambda tensors, begin: reductions.divide(to(tensors, begin), by)

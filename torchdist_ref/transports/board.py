@@ -34,6 +34,8 @@ class Line:
         self.words = memory[begin : begin + BOARD_LINE].cast("q")
         self._bytes = memory[begin : begin + BOARD_LINE]
         self.heads = tuple(self.words[at : at + 4] for at in (HEADS // 8, HEADS // 8 + 8))
+        # What of an announcement ranks compare: all but the sequence number, as bytes.
+        self.said = tuple(self._bytes[at + 8 : at + 32] for at in (HEADS, HEADS + 64))
         self._texts = tuple(self._bytes[at : at + TEXT_BYTES] for at in (TEXTS, TEXTS + TEXT_BYTES))
         self._shown: list[Record | None] = [None, None]
 
