@@ -16,8 +16,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.mutants.faults import PLANTED, Fault
+from tests.mutants import faults, training_faults
+from tests.mutants.faults import Fault
 
+PLANTED = (*faults.PLANTED, *training_faults.PLANTED)
 ROOT = Path(__file__).resolve().parents[2]
 # A fault may make the tests hang; then they have noticed it too.
 LIMIT = 120.0

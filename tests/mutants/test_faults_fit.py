@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import torchdist_ref
-from tests.mutants.faults import PLANTED, Fault
+from tests.mutants.__main__ import PLANTED
+from tests.mutants.faults import Fault
 
 PACKAGE = Path(torchdist_ref.__file__).parent
 

@@ -101,6 +101,8 @@ def _value(future: Any, bucket: GradBucket, step: int) -> Tensor:
     assert isinstance(value, Tensor), f"the Future's value is one tensor; {where}: {type(value).__name__}"
     length = sum(parameter.numel() for parameter in bucket.parameters())
     assert value.numel() == length, f"the value is as long as the bucket ({length}); {where}: {value.numel()}"
+    dtype = bucket.parameters()[0].dtype
+    assert value.dtype == dtype, f"the value has the gradients' dtype ({dtype}); {where}: {value.dtype}"
     changed = [place for place, parameter in enumerate(bucket.parameters()) if not bool((parameter == 1).all())]
     assert not changed, f"a hook leaves parameters alone; {where}: changed {changed}"
     return value.detach().reshape(-1)
