@@ -355,7 +355,7 @@ def test_on_a_slow_link_bytes_take_the_time_that_the_rate_allows() -> None:
     assert len(results) == 4
     for backend in ("ref", "gloo"):
         full, nothing = select(results, backend=backend)
-        assert full.step > nothing.step and full.step > 0.5 * link.seconds(full.sent_bytes)
+        assert full.step > nothing.step and full.step > 0.4 * link.seconds(full.sent_bytes)
         assert full.wire_bytes is not None and full.wire_bytes > full.sent_bytes
 
 
