@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from torchdist_ref.backends.base import Backend, Membership, create
@@ -61,6 +62,10 @@ class ByDevice(Backend):
                 f"and the group's engines are {self.name!r}. Name one for it in init_process_group, or move it."
             )
         return found
+
+    def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        """See `Backend.empty`."""
+        return self._engines.get("cpu", self._first).empty(size, dtype)
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from torchdist_ref.backends.lent import Lending
 from torchdist_ref.backends.plan import Peer, Plan
 from torchdist_ref.backends.progress import OutOfTurnError
 from torchdist_ref.errors import MismatchError
 from torchdist_ref.numbers import Number
 from torchdist_ref.transports.base import Link
+from torchdist_ref.transports.board import LENT
 from torchdist_ref.transports.layout import DONE as DONE_BYTE
 
 DONE = DONE_BYTE // 8
@@ -43,6 +45,10 @@ class Prepared:
     nbytes: int
 
 
+class SomeLendError(Exception):
+    """Not for users: some ranks lend their tensors and some don't, so all stage."""
+
+
 class Executor:
     """The state of a link between calls: the next call's number, the stage's turn, who still reads it."""
 
@@ -54,21 +60,78 @@ class Executor:
         self._staged_last = -1
         self._said = [(link.line.said[n], tuple(link.lines[p].said[n] for p in link.peers)) for n in (0, 1)]
 
-    def prepared(self, plan: Plan) -> Prepared:
+    def prepared(self, plan: Plan, lending: Lending | None = None) -> Prepared:
         """A plan as one function of a call's operands and number, which has all that it needs at hand.
+
+        Args:
+            plan: What to do, with staging.
+            lending: What to do where all ranks lend their tensors, if that is any better.
 
         The function raises:
             OutOfTurnError: Another call comes first, which another rank has begun. Nothing was written.
             MismatchError: Some rank announced another call. Nothing was written; the link can be used.
             DistBackendError: A rank died, gave up or did not come; the link cannot be used any more.
         """
+        staged = self._staged(plan)
+        return Prepared(self._lent(plan, lending, staged) if lending else staged, plan.fits, plan.inputs, plan.nbytes)
+
+    def _lent(self, plan: Plan, lending: Lending, staged: Callable[..., None]) -> Callable[..., None]:
+        """Work on the peers' tensors where they lie; with staging after all where some rank does not lend its own."""
+        line, lines, said, hear_all = self.link.line, self.link.lines, self._said, self._hearing(plan)
+
+        def run(tensors: Sequence[Tensor], number: Number) -> None:
+            place = lending.place(tensors)
+            if place is None:
+                return staged(tensors, number)
+            sequence = self.sequence
+            parity = sequence & 1
+            line.announce(sequence, lending.record, number)
+            line.lent[parity][:] = place
+            # As many turns of the stage as a rank takes that begins to stage.
+            self._half = 1 - self._half
+            try:
+                hear_all()
+                mine, theirs = said[parity]
+                for other in theirs:
+                    if other != mine:
+                        raise self._difference(plan)
+                for steps in lending.rounds(b"".join([each.lent[parity] for each in lines])):
+                    for step in steps:
+                        step(tensors, 0)
+                    hear_all()
+            except SomeLendError:
+                return staged(tensors, number, False)
+            except BaseException as error:
+                self._failed(plan, error)
+                raise
+            line.done = sequence
+            self.sequence = sequence + 1
+
+        return run
+
+    def _hearing(self, plan: Plan) -> Callable[[], None]:
+        """What tells all peers that this rank is where it is in the call, and hears the same from them."""
+        link = self.link
+        posts = [link.giver("full", peer) for peer in link.peers]
+        waits = [(link.full_from[peer], peer) for peer in link.peers]
+
+        def hear_all() -> None:
+            for post in posts:
+                post()
+            for token, peer in waits:
+                if not token.acquire(False):
+                    link.wait(token, peer, plan.doing)
+
+        return hear_all
+
+    def _staged(self, plan: Plan) -> Callable[..., None]:
         line, wait, said, windows, first = self.link.line, self.link.wait, self._said, plan.windows, plan.first
         announce, record, later, words = line.announce, plan.record, plan.code, line.words
 
-        def run(tensors: Sequence[Tensor], number: Number) -> None:
+        def run(tensors: Sequence[Tensor], number: Number, unseen: bool = True) -> None:
             sequence = self.sequence
-            announce(sequence, record, number)
-            unseen = True
+            if unseen:
+                announce(sequence, record, number)
             try:
                 for begin in windows:
                     for stage, posts, waits, steps, frees, readers in (
@@ -99,13 +162,15 @@ class Executor:
                             step(tensors, begin)
                         for free in frees:
                             free()
+            except SomeLendError:
+                return run(tensors, number, False)
             except BaseException as error:
                 self._failed(plan, error)
                 raise
             words[DONE] = sequence
             self.sequence = sequence + 1
 
-        return Prepared(run, plan.fits, plan.inputs, plan.nbytes)
+        return run
 
     def _failed(self, plan: Plan, error: BaseException) -> None:
         """After a difference the link goes on; after anything else it does not."""
@@ -131,11 +196,13 @@ class Executor:
             if not token.acquire(False):
                 self.link.wait(token, peer, plan.doing)
 
-    def _difference(self, plan: Plan) -> MismatchError | OutOfTurnError:
+    def _difference(self, plan: Plan) -> MismatchError | OutOfTurnError | SomeLendError:
         """Ranks at different calls begin with the smallest number; at one call they must mean the same."""
         heads = [line.heads[self.sequence & 1] for line in self.link.lines]
         numbers = {(head[2], head[3]) for head in heads}
-        return self._mismatch(plan) if len(numbers) == 1 else OutOfTurnError(min(numbers))
+        if len(numbers) > 1:
+            return OutOfTurnError(min(numbers))
+        return SomeLendError() if len({head[1] | LENT for head in heads}) == 1 else self._mismatch(plan)
 
     def _mismatch(self, plan: Plan) -> MismatchError:
         link = self.link

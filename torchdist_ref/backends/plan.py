@@ -230,9 +230,10 @@ class Plan:
         mine = [m for m in self.rounds[number] if m.dst == self.link.rank]
         for slot in _unique(m.write for m in mine):
             arriving = [m for m in mine if m.write == slot]
-            if self._carries_data and self.length(self.link.rank, slot, begin):
+            count = self.length(self.link.rank, slot, begin)
+            if self._carries_data and count:
                 sources = [self._source(number, m, begin, half) for m in arriving]
-                yield from self._write(slot, begin, arriving, sources)
+                yield from self.write(self._own(slot, begin), count, arriving, sources)
 
     def _last_steps(self, number: int, begin: int) -> Iterable[Step]:
         """An average is divided where the call ends, while its window is in the cache."""
@@ -247,17 +248,17 @@ class Plan:
             return self._own(move.read, begin)
         return self._view(number, move.src, move.read, begin, half)
 
-    def _write(self, slot: Slot, begin: int, moves: Sequence[Move], sources: list[Operand]) -> Iterable[Step]:
-        """The steps that bring several arrivals into one slot, in listed order."""
+    def write(self, into: Operand, count: int, moves: Sequence[Move], sources: Sequence[Operand]) -> Iterable[Step]:
+        """The steps that bring several arrivals of so many elements into one slot, in listed order."""
         last = max((i for i, m in enumerate(moves) if not m.reduce), default=-1)
         moves, sources = moves[max(0, last) :], sources[max(0, last) :]
-        into, count, reduction = self._own(slot, begin), self.length(self.link.rank, slot, begin), self.reduction
+        size, reduction = self.dtype.itemsize, self.reduction
         start = [] if last >= 0 else [into]
         reduces = sum(m.reduce for m in moves)
         if reduction is None or not reduces:
-            yield from (self._copy(into, source, slot, begin) for source in sources)
+            yield from (steps.copy(into, source, count * size, size) for source in sources)
         elif reduces > 1 and self.dtype in WIDENED:
-            yield steps.widened(into, start + sources, count, reduction)
+            yield steps.widened(into, [*start, *sources], count, reduction)
         elif last >= 0:
             yield steps.combine(into, sources[0], sources[1], count, reduction)
             yield from (steps.reduce(into, source, count, reduction) for source in sources[2:])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.backends.executor import Executor, Prepared
+from torchdist_ref.backends.lent import lending
 from torchdist_ref.backends.operands import Sizes
 from torchdist_ref.backends.plan import Plan
 from torchdist_ref.backends.reductions import reduction
@@ -25,7 +26,8 @@ from torchdist_ref.schedules import catalogue
 from torchdist_ref.schedules.choose import choose, overrides
 from torchdist_ref.schedules.schedule import Schedule
 from torchdist_ref.transports.base import Link
-from torchdist_ref.transports.board import Record
+from torchdist_ref.transports.board import LENT, Record
+from torchdist_ref.transports.registered import Neighbour
 
 # Programs repeat a few kinds of calls. One that keeps inventing shapes (objects of all sizes) must not fill the memory.
 MOST = 1024
@@ -43,6 +45,7 @@ class Planner:
     def __init__(self, link: Link, executor: Executor) -> None:
         self._link, self._executor = link, executor
         self._plans: dict[Any, Prepared] = {}
+        self._neighbours = tuple(Neighbour(line.pid) for line in link.lines)
         self._forced = overrides(os.environ.get("TORCHDIST_REF_ALGORITHM", ""))
 
     def plan(self, call: Call, tensors: Sequence[Tensor], inputs: int) -> Prepared:
@@ -72,7 +75,7 @@ class Planner:
         name = getattr(call, "reduction", None)
         plan = Plan(
             link=self._link,
-            record=Record(fingerprint(text), text.encode()),
+            record=Record(fingerprint(text) & ~LENT, text.encode()),
             schedule=schedule,
             sizes=Sizes(call.op, blocks or (0,), schedule.chunks),
             dtype=dtype,
@@ -82,7 +85,8 @@ class Planner:
             divide=self._link.size if name == "avg" else 0,
             fits=_fits(dtype, tensors),
         )
-        return self._executor.prepared(plan)
+        lent = None if call.op in self._forced else lending(plan, getattr(call, "root", 0), self._neighbours)
+        return self._executor.prepared(plan, lent)
 
     def _blocks(self, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Shape]:
         """Shapes of the call's blocks: one where they are all alike."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic, perf_counter
 
+import torch
 from torch import Tensor
 
 from torchdist_ref.backends.base import Backend, Membership
@@ -26,7 +27,7 @@ from torchdist_ref.calls import Call, Recv, Send
 from torchdist_ref.errors import GroupAbortedError
 from torchdist_ref.numbers import Number, Numbers
 from torchdist_ref.trace import Recorder
-from torchdist_ref.transports import connect
+from torchdist_ref.transports import connect, registered
 from torchdist_ref.work import Done, Work
 
 Tensors = Sequence[Tensor]
@@ -153,6 +154,11 @@ class Ref(Backend):
             raise
         finally:
             self.recorder.add(POINT_TO_POINT[0], call, tensor.nbytes, start, error)
+
+    def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        """See `Backend.empty`."""
+        shared = self.link.hosts is None and self.link.size > 1
+        return registered.empty(size, dtype) if shared else super().empty(size, dtype)
 
     def close(self) -> None:
         """See `Backend.close`."""

@@ -19,6 +19,10 @@ ABSENT, PRESENT, LEFT, GAVE_UP = range(4)
 MEETING, MET = -2, -1
 
 
+# The bit of a fingerprint that says that a rank lends its tensors.
+LENT = 1
+
+
 class Record(NamedTuple):
     """What a rank announces at the start of a call: the fingerprint that is compared, the text that is shown."""
 
@@ -36,6 +40,8 @@ class Line:
         self.heads = tuple(self.words[at : at + 4] for at in (HEADS // 8, HEADS // 8 + 8))
         # What of an announcement ranks compare: all but the sequence number, as bytes.
         self.said = tuple(self._bytes[at + 8 : at + 32] for at in (HEADS, HEADS + 64))
+        # Where the tensors of a call lie that are lent, in bytes that mean something to `registered` only.
+        self.lent = tuple(self._bytes[at + 32 : at + 64] for at in (HEADS, HEADS + 64))
         self._texts = tuple(self._bytes[at : at + TEXT_BYTES] for at in (TEXTS, TEXTS + TEXT_BYTES))
         self._shown: list[Record | None] = [None, None]
 

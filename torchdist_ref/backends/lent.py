@@ -1,0 +1,158 @@
+"""Lent: a call on registered tensors. Ranks work on each other's tensors where they lie; nothing is staged.
+
+Each rank says in its announcement where its tensor is (`transports.registered`). If all do, the call runs here; if
+some don't, all begin anew with staging (`executor`). A schedule's move is then one read, or one write, of a peer's
+memory, and after every round, the last one included, each rank hears from each other that it is done: nobody gets a
+tensor back while it is still worked on.
+
+The rules of rounds hold without a stage because of what the schedules are: in no round does anybody write what
+another reads (`DIVIDED` says who works on what). Don't add schedules for which that is not so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor
+
+from torchdist_ref.backends import steps
+from torchdist_ref.backends.operands import IN_PLACE
+from torchdist_ref.backends.plan import Plan
+from torchdist_ref.backends.steps import Part, Step
+from torchdist_ref.schedules import direct, shared, two_shot
+from torchdist_ref.schedules.choose import one_shot
+from torchdist_ref.schedules.schedule import Move, Schedule, Slot
+from torchdist_ref.transports import registered
+from torchdist_ref.transports.board import LENT
+from torchdist_ref.transports.registered import Neighbour, Place
+
+KIB = 1024
+# Up to here a staged call of one round is over as soon.
+WORTH = 64 * KIB
+# Sets of tensors that a plan remembers. Programs call again and again with the same ones.
+MOST = 16
+
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
+    "all_reduce": lambda world, root: two_shot.all_reduce(world),
+    "reduce": shared.reduce,
+    "broadcast": shared.broadcast,
+    "all_gather": lambda world, root: direct.all_gather(world),
+    "gather": direct.gather,
+    "reduce_scatter": lambda world, root: direct.reduce_scatter(world),
+    "all_to_all": lambda world, root: direct.all_to_all(world),
+}
+# Calls in which the number of a chunk says who works on it. In the others that is the rank that gets the result.
+DIVIDED = ("reduce", "broadcast")
+Rounds = tuple[tuple[Step, ...], ...]
+
+
+def lending(plan: Plan, root: int, neighbours: Sequence[Neighbour]) -> Lending | None:
+    """How this call runs on lent tensors; None where staging is as good, or the only way."""
+    op, link, blocks = plan.sizes.op, plan.link, plan.sizes.blocks
+    if op not in SCHEDULES or link.hosts is not None or link.size == 1 or len(blocks) > 1:
+        return None
+    nbytes = blocks[0] * plan.dtype.itemsize * (1 if op in IN_PLACE else link.size)
+    # Sums of more than two must not depend on where tensors lie: where staging adds in another order, it stays.
+    least = one_shot(op, link.size) if op == "all_reduce" and link.size > 2 else 0
+    return Lending(plan, SCHEDULES[op](link.size, root), neighbours) if nbytes > max(WORTH, least) else None
+
+
+class Lending:
+    """How a plan runs where all ranks lend their tensors.
+
+    Args:
+        plan: The same call with staging.
+        schedule: What to do in place of it.
+        neighbours: The memory of every rank, this one's too.
+
+    Attributes:
+        record: What is announced.
+    """
+
+    def __init__(self, plan: Plan, schedule: Schedule, neighbours: Sequence[Neighbour]) -> None:
+        self.record = plan.record._replace(fingerprint=plan.record.fingerprint | LENT)
+        self._plan, self._schedule, self._neighbours = plan, schedule, neighbours
+        self._op, size, block = plan.sizes.op, plan.link.size, plan.sizes.blocks[0]
+        # Elements of a slot: a chunk of the one tensor, or a block of the list; and how many slots are lent.
+        self._stride = -(-block // size) if self._op in IN_PLACE else block
+        self._slots = size if self._op in ("reduce_scatter", "all_to_all") else 1
+        self._count = self._slots * block
+        self._places: dict[tuple[int, ...], bytes | None] = {}
+        self._changes = 0
+        self._rounds: dict[bytes, Rounds] = {}
+
+    def place(self, tensors: Sequence[Tensor]) -> bytes | None:
+        """Where this rank's tensors lie, to be announced, if others can work on them; else None."""
+        changes = registered.changes()
+        if changes != self._changes or len(self._places) > MOST:
+            self._places.clear()
+            self._changes = changes
+        if not changes:
+            return None
+        addresses = tuple(map(Tensor.data_ptr, tensors))
+        if addresses not in self._places:
+            place = self._find(tensors[: self._slots], addresses, tensors[self._slots :])
+            self._places[addresses] = None if place is None else place.pack()
+        return self._places[addresses]
+
+    def _find(self, lent: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> Place | None:
+        """They lie one after the other in one region, and nothing is written there that others read."""
+        begin, itemsize = addresses[0], self._plan.dtype.itemsize
+        end, place = begin + self._count * itemsize, registered.place_of(lent[0])
+        in_a_row = all(addresses[i] == begin + i * self._stride * itemsize for i in range(len(lent)))
+        if place is None or not in_a_row or place.position + end - begin > place.end:
+            return None
+        return place if all(self._apart(i, o, addresses, begin, end) for i, o in enumerate(outputs)) else None
+
+    def _apart(self, number: int, output: Tensor, addresses: Sequence[int], begin: int, end: int) -> bool:
+        """Whether an output lies elsewhere, or just where only this rank reads: its own block, for itself."""
+        at, rank = addresses[self._slots + number], self._plan.link.rank
+        own = addresses[rank if self._slots > 1 else 0]
+        alone = self._op == "reduce_scatter" or number == rank
+        return at >= end or at + output.nbytes <= begin or (at == own and alone)
+
+    def rounds(self, places: bytes) -> Rounds:
+        """What this rank does where the ranks' tensors lie there: all ranks' announcements in a row."""
+        found = self._rounds.get(places)
+        if found is None:
+            if len(self._rounds) >= MOST:
+                self._rounds.clear()
+            found = self._rounds[places] = self._compile(places)
+        return found
+
+    def _compile(self, places: bytes) -> Rounds:
+        """Window after window, while what one round has written is in the cache for the next one.
+
+        A window's second round goes with the next window's first: windows have nothing to do with each other, so one
+        exchange of tokens stands for both. Where there is one round, windows need no tokens between them.
+        """
+        there = zip(self._neighbours, Place.unpack_all(places), strict=True)
+        tensors = [neighbour.view(place, self._plan.dtype, self._count) for neighbour, place in there]
+        rounds = self._schedule.rounds
+        window = max(1, self._plan.link.layout.half // self._plan.dtype.itemsize)
+        windows = range(0, self._stride, window)
+        phases: list[list[Step]] = [[] for _ in range(len(windows) + 1 if len(rounds) > 1 else 1)]
+        for number, begin in enumerate(windows):
+            for later, moves in enumerate(rounds):
+                todo = self._steps(moves, tensors, begin, begin + window)
+                phases[number + later if len(rounds) > 1 else 0].extend(todo)
+        return tuple(map(tuple, phases))
+
+    def _steps(self, moves: Sequence[Move], tensors: Sequence[Tensor], begin: int, end: int) -> Iterator[Step]:
+        """This rank's part of a round in a window. What arrives in one slot is listed together, in order."""
+        arriving: dict[tuple[int, Slot], list[Move]] = {}
+        for move in moves:
+            if self._plan.link.rank == (move.write[1] if self._op in DIVIDED else move.dst):
+                arriving.setdefault((move.dst, move.write), []).append(move)
+        for (rank, slot), found in arriving.items():
+            sources = [self._part(tensors[move.src], move.read, begin, end) for move in found]
+            if count := len(sources[0]):
+                out = slot[0] == "out"
+                into = Part(self._slots + slot[1], begin) if out else self._part(tensors[rank], slot, begin, end)
+                yield from self._plan.write(into, count, found, sources)
+                if self._plan.divide and any(move.reduce for move in found):
+                    yield steps.divide(into, count, self._plan.divide)
+
+    def _part(self, tensor: Tensor, slot: Slot, begin: int, end: int) -> Tensor:
+        first = slot[1] * self._stride if self._count > self._stride else 0
+        return tensor[first : first + self._stride][begin:end]
