@@ -169,3 +169,18 @@ def test_a_death_among_busy_ranks_reaches_every_survivor() -> None:
 def test_mismatches_and_interrupts_end_in_errors() -> None:
     assert len(mismatches("ref", "root", 2, 3)) == 6
     assert interrupt("ref", "barrier", 0) is not None
+
+
+# Over a second: interpreters start that load torch.
+def test_the_front_door_and_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    brief = ["--repetitions", "2", "--calls", "3", "--imports", "1"]
+    assert main(["calls", "--ops", "all_reduce,all_gather,barrier", "--worlds", "1,2", *brief, "--json", str(out)]) == 0
+    *calls, loaded = results(out)
+    assert [(entry["op"], entry["world"]) for entry in calls] == [
+        (op, world) for world in (1, 2) for op in ("all_reduce", "all_gather", "barrier")
+    ]
+    assert all(len(entry["public"]) == len(entry["engine"]) == 2 and min(entry["engine"]) > 0 for entry in calls)
+    assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in loaded["imports"].values())
+    printed = capsys.readouterr().out
+    assert "door us" in printed and "added to torch" in printed

@@ -6,12 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchdist_ref.benchmark import collectives, faults, hooks, start, store
+from torchdist_ref.benchmark import calls, collectives, ddp, faults, hooks, start, store
 from torchdist_ref.errors import ArgumentError, DistError
 from torchdist_ref.testing import RankError
 
 _COMMANDS = {
+    "calls": (calls, "what a call and an import cost besides the engine"),
     "collectives": (collectives, "time of each operation, by size, on each engine (this one if none is named)"),
+    "ddp": (ddp, "a step of training under our DistributedDataParallel and torch's, by model and hook"),
     "faults": (faults, "from a death, a mismatch or a Ctrl-C to the error"),
     "hooks": (hooks, "what DDP's communication hooks send, get wrong and take, on fast and on slow links"),
     "start": (start, "from nothing to a group, and back"),

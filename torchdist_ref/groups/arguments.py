@@ -9,14 +9,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchdist_ref.calls import AllReduce, Reduce, ReduceScatter
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, BlockError, explain, on_rank
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.world import default_group, resolve
 
@@ -38,7 +38,7 @@ REDUCE_SCATTER = {word: ReduceScatter(word) for word in _WORDS.values()}
 
 def member_group(operation: str, group: ProcessGroup | int | None) -> ProcessGroup | None:
     """The group to work on; None, with a warning, where this rank is not in it (torch's documented lenience)."""
-    found = resolve(group)
+    found = resolve(group, operation)
     if found is None:
         rank = default_group().rank()
         warnings.warn(
@@ -69,34 +69,53 @@ def check_tensor(operation: str, argument: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise ArgumentTypeError(
             f"{operation}: Invalid function argument. Expected parameter `{argument}` of type torch.Tensor\n"
-            f"             but got {type(value)} instead."
+            f"             but got {type(value)} instead.{on_rank()}"
         )
 
 
 def check_tensors(operation: str, argument: str, value: Any, count: int | None = None) -> None:
     """Raise unless the value is a list of tensors, of this length."""
-    if not isinstance(value, Sequence) or not all(isinstance(item, Tensor) for item in value):
-        raise ArgumentTypeError(
-            f"{operation}: Invalid function argument. Expected parameter `{argument}` of type List[torch.Tensor]\n"
-            f"             but got {type(value)} instead."
-        )
+    if type(value) is not list and not isinstance(value, Sequence):
+        _refuse_list(operation, argument, value)
+    for item in value:
+        if not isinstance(item, Tensor):
+            _refuse_list(operation, argument, value)
     if count is not None and len(value) != count:
-        raise ArgumentError(explain(operation, argument, f"a list of {count} tensors, one a rank", len(value)))
+        raise BlockError(explain(operation, argument, f"a list of {count} tensors, one a rank", len(value)))
 
 
-def check_one_dtype(operation: str, tensors: Sequence[Tensor]) -> None:
-    """Raise unless all tensors have one dtype."""
-    dtypes = {t.dtype for t in tensors}
-    if len(dtypes) > 1:
-        raise ArgumentError(
-            f"{operation}: Invalid usage of tensors with different dtypes, {' and '.join(sorted(map(str, dtypes)))}."
-        )
+def _refuse_list(operation: str, argument: str, value: Any) -> NoReturn:
+    raise ArgumentTypeError(
+        f"{operation}: Invalid function argument. Expected parameter `{argument}` of type List[torch.Tensor]\n"
+        f"             but got {type(value)} instead.{on_rank()}"
+    )
+
+
+def check_one_dtype(operation: str, tensors: Sequence[Tensor], like: Tensor | None = None) -> None:
+    """Raise unless all tensors have one dtype, that of another tensor if one is given."""
+    first = (tensors[0] if like is None else like).dtype
+    for tensor in tensors:
+        if tensor.dtype is not first:
+            dtypes = {str(first), *(str(t.dtype) for t in tensors)}
+            raise ArgumentError(
+                f"{operation}: Invalid usage of tensors with different dtypes, "
+                f"{' and '.join(sorted(dtypes))}{on_rank()}."
+            )
 
 
 def check_elements(operation: str, argument: str, tensor: Tensor, count: int, why: str) -> None:
     """Raise unless a tensor has this many elements."""
     if tensor.numel() != count:
-        raise ArgumentError(explain(operation, argument, f"{count} elements ({why})", list(tensor.shape)))
+        raise BlockError(explain(operation, argument, f"{count} elements ({why})", list(tensor.shape)))
+
+
+def check_blocks(operation: str, argument: str, tensors: Sequence[Tensor], like: Tensor, why: str) -> None:
+    """Raise unless all tensors of a list have as many elements as another tensor, and its dtype."""
+    check_one_dtype(operation, tensors, like)
+    count = like.numel()
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() != count:
+            check_elements(operation, f"{argument}[{index}]", tensor, count, why)
 
 
 def check_writable(operation: str, argument: str, tensor: Tensor) -> None:
@@ -115,14 +134,14 @@ def root_of(
         ArgumentError: Both or neither given, or not in the group.
     """
     if rank is not None and group_rank is not None:
-        raise ArgumentError(f"{operation}: Can't specify both {argument} and group_{argument}.")
+        raise ArgumentError(f"{operation}: Can't specify both {argument} and group_{argument}{on_rank()}.")
     if group_rank is not None:
         if not (isinstance(group_rank, int) and 0 <= group_rank < group.size()):
             expected = f"a group rank from 0 to {group.size() - 1}"
-            raise ArgumentError(explain(operation, f"group_{argument}", expected, group_rank, rank=group.rank()))
+            raise ArgumentError(explain(operation, f"group_{argument}", expected, group_rank))
         return group_rank
     if rank is None:
-        raise ArgumentError(f"{operation}: Must specify {argument} or group_{argument}.")
+        raise ArgumentError(f"{operation}: Must specify {argument} or group_{argument}{on_rank()}.")
     return group.position(rank, operation, argument)
 
 
@@ -131,5 +150,10 @@ def rows(operation: str, argument: str, tensor: Tensor, group: ProcessGroup) -> 
     size = group.size()
     if tensor.numel() % size:
         expected = f"a tensor that divides into {size} equal blocks"
-        raise ArgumentError(explain(operation, argument, expected, list(tensor.shape), rank=group.rank()))
+        raise BlockError(explain(operation, argument, expected, list(tensor.shape)))
+    # A view takes as long as all checks together: none for one rank, and else one step where two would do as well.
+    if size == 1:
+        return (tensor,)
+    if tensor.dim() and not tensor.shape[0] % size:
+        return tensor.chunk(size)
     return tensor.view(size, -1).unbind() if tensor.is_contiguous() else torch.chunk(tensor, size)

@@ -12,9 +12,9 @@ from functools import cache
 from torch import Tensor
 
 from torchdist_ref.calls import AllGather, AllToAll, Gather, Scatter
-from torchdist_ref.errors import ArgumentError
+from torchdist_ref.errors import ArgumentError, on_rank
 from torchdist_ref.groups.arguments import (
-    check_elements, check_one_dtype, check_tensor, check_tensors, member_group, root_of, rows,
+    check_blocks, check_elements, check_one_dtype, check_tensor, check_tensors, member_group, root_of, rows,
 )  # fmt: skip
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.group import ProcessGroup
@@ -66,9 +66,11 @@ def all_gather(
         return None
     check_tensors("all_gather", "tensor_list", tensor_list, found.size())
     check_tensor("all_gather", "tensor", tensor)
-    check_one_dtype("all_gather", [*tensor_list, tensor])
-    why = "as the tensor that this rank gives"
-    check_elements("all_gather", f"tensor_list[{found.rank()}]", tensor_list[found.rank()], tensor.numel(), why)
+    check_one_dtype("all_gather", tensor_list, tensor)
+    mine = found.rank()
+    if tensor_list[mine].numel() != tensor.numel():
+        why = "as the tensor that this rank gives"
+        check_elements("all_gather", f"tensor_list[{mine}]", tensor_list[mine], tensor.numel(), why)
     return submit(found, _ALL_GATHER, (tensor,), tensor_list, async_op)
 
 
@@ -113,7 +115,7 @@ def gather_into(operation: str, output: Tensor, input: Tensor, group: ProcessGro
     """What `all_gather_into_tensor` does, under either of its names."""
     check_tensor(operation, "output_tensor", output)
     check_tensor(operation, "input_tensor", input)
-    check_one_dtype(operation, [output, input])
+    check_one_dtype(operation, (output, input))
     wanted = input.numel() * group.size()
     check_elements(operation, "output_tensor", output, wanted, "world size times the input")
     blocks = rows(operation, "output_tensor", output, group)
@@ -222,17 +224,17 @@ def _list_of_root(
     operation: str, argument: str, given: Sequence[Tensor] | None, tensor: Tensor, group: ProcessGroup, root: int
 ) -> Sequence[Tensor]:
     """The list that only the root has; empty elsewhere."""
+    if given:
+        check_tensors(operation, argument, given)
     if group.rank() != root:
         if given:
             raise ArgumentError(f"{operation}: Argument ``{argument}`` must NOT be specified on non-root ranks "
-                                f"(root is group rank {root}, this is {group.rank()}).")  # fmt: skip
+                                f"(root is group rank {root}, this is {group.rank()}){on_rank()}.")  # fmt: skip
         return ()
     if not given:
-        raise ArgumentError(f"{operation}: Argument ``{argument}`` must be specified on root rank {root}.")
+        raise ArgumentError(f"{operation}: Argument ``{argument}`` must be specified on root rank {root}{on_rank()}.")
     check_tensors(operation, argument, given, group.size())
-    check_one_dtype(operation, [*given, tensor])
-    for index, item in enumerate(given):
-        check_elements(operation, f"{argument}[{index}]", item, tensor.numel(), "as tensor has")
+    check_blocks(operation, argument, given, tensor, "as tensor has")
     return given
 
 
@@ -277,9 +279,7 @@ def all_to_all(
         return None
     check_tensors("all_to_all", "output_tensor_list", output_tensor_list, found.size())
     check_tensors("all_to_all", "input_tensor_list", input_tensor_list, found.size())
-    check_one_dtype("all_to_all", [*output_tensor_list, *input_tensor_list])
-    count = input_tensor_list[0].numel()
-    for name, tensors in (("output_tensor_list", output_tensor_list), ("input_tensor_list", input_tensor_list)):
-        for index, item in enumerate(tensors):
-            check_elements("all_to_all", f"{name}[{index}]", item, count, "as input_tensor_list[0] has")
+    like, why = input_tensor_list[0], "as input_tensor_list[0] has"
+    check_blocks("all_to_all", "output_tensor_list", output_tensor_list, like, why)
+    check_blocks("all_to_all", "input_tensor_list", input_tensor_list, like, why)
     return submit(found, _ALL_TO_ALL, input_tensor_list, output_tensor_list, async_op)

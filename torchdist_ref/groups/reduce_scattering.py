@@ -59,9 +59,10 @@ def reduce_scatter(
         return None
     check_tensor("reduce_scatter", "output", output)
     check_tensors("reduce_scatter", "input_list", input_list, found.size())
-    check_one_dtype("reduce_scatter", [output, *input_list])
-    mine = input_list[found.rank()]
-    check_elements("reduce_scatter", f"input_list[{found.rank()}]", mine, output.numel(), "as the output has")
+    check_one_dtype("reduce_scatter", input_list, output)
+    mine = found.rank()
+    if input_list[mine].numel() != output.numel():
+        check_elements("reduce_scatter", f"input_list[{mine}]", input_list[mine], output.numel(), "as the output has")
     return _submit("reduce_scatter", found, input_list, output, op, async_op)
 
 
@@ -111,7 +112,7 @@ def scatter_from(
     """What `reduce_scatter_tensor` does, under either of its names."""
     check_tensor(operation, "output", output)
     check_tensor(operation, "input", input)
-    check_one_dtype(operation, [output, input])
+    check_one_dtype(operation, (output, input))
     check_elements(operation, "input", input, output.numel() * group.size(), "world size times the output")
     return _submit(operation, group, rows(operation, "input", input, group), output, op, async_op)
 

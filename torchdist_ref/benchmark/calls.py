@@ -1,0 +1,192 @@
+"""``benchmark calls``: what the library costs besides its engine: checking and passing on a call, and being imported.
+
+A call is made twice over, through the public function and as that function hands it to the engine; the difference is
+what the front door takes. Both are made back to back on every rank, in turns, and ranks wait for one another in each.
+Imports are timed in fresh interpreters: torch alone, torch with this library, and this library without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from torchdist_ref import groups
+from torchdist_ref.backends.base import Backend
+from torchdist_ref.benchmark import engines, report, table
+from torchdist_ref.benchmark.crew import Place, go
+from torchdist_ref.benchmark.operations import OPERATIONS
+from torchdist_ref.benchmark.progress import Progress
+from torchdist_ref.benchmark.units import show_micros, show_millis
+from torchdist_ref.groups.world import default_group
+from torchdist_ref.work import Work
+
+NBYTES = 64
+ALONE, BESIDE, WITHOUT = "torch alone", "torch and torchdist_ref", "torchdist_ref without torch"
+_PLAIN = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+# What is imported, and what is in the environment: torch loads this library's entry point only where it may.
+IMPORTS = {
+    ALONE: ("import torch", _PLAIN),
+    BESIDE: ("import torch, torchdist_ref", {}),
+    WITHOUT: ("import torchdist_ref", {}),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure."""
+
+    ops: tuple[str, ...] = tuple(op for op in OPERATIONS if op != "sendrecv")
+    worlds: tuple[int, ...] = (1, 2)
+    repetitions: int = 15
+    calls: int = 300
+
+
+@dataclass(frozen=True)
+class Result:
+    """For one operation and number of ranks: seconds a call in each round, through the door and of the engine."""
+
+    op: str
+    world: int
+    public: Sequence[float]
+    engine: Sequence[float]
+
+    @property
+    def door(self) -> float:
+        """The median of what the front door took in each round."""
+        return median(whole - own for whole, own in zip(self.public, self.engine, strict=True))
+
+
+class Spy(Backend):
+    """Writes down what an engine is asked to do, and has it done."""
+
+    def __init__(self, engine: Backend) -> None:
+        self.name, self.recorder, self._engine = engine.name, engine.recorder, engine
+        self.asked: list[tuple[Any, ...]] = []
+
+    def submit(self, *asked: Any) -> Work:
+        """See `Backend.submit`."""
+        self.asked.append(asked)
+        return self._engine.submit(*asked)
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+
+    def abort(self, reason: str) -> None:
+        """See `Backend.abort`."""
+
+
+def measure(place: Place, settings: Settings) -> None:
+    """What each rank does. Reports a result for each operation."""
+    engines.join(["ref"], place)
+    for op in settings.ops:
+        whole, own = _both(op, place)
+        public: list[float] = []
+        engine: list[float] = []
+        for turn in range(settings.repetitions):
+            pairs = [(whole, public), (own, engine)]
+            for act, times in pairs if turn % 2 else pairs[::-1]:
+                times.append(_a_call(act, settings.calls, place))
+        place.report(Result(op, place.world, public, engine))
+    engines.leave()
+
+
+def _both(op: str, place: Place) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The public call, and what it asks of the engine, as functions."""
+    operation, group = OPERATIONS[op], default_group()
+    buffers = operation.buffers(place.rank, place.world, NBYTES, torch.float32)
+    operation.load(buffers)
+    public = operation.bind(groups, None, buffers)
+    engine, spy = group.backend, Spy(group.backend)
+    group.backend = spy
+    try:
+        public()
+    finally:
+        group.backend = engine
+    if len(spy.asked) == 1:
+        (asked,) = spy.asked
+        return public, lambda: engine.submit(*asked)
+    return public, lambda: [engine.submit(*asked) for asked in spy.asked]
+
+
+def _a_call(act: Callable[[], Any], calls: int, place: Place) -> float:
+    place.line_up()
+    begin = perf_counter()
+    for _ in range(calls):
+        act()
+    return (perf_counter() - begin) / calls
+
+
+def imports(repetitions: int) -> dict[str, list[float]]:
+    """Seconds of each import in a fresh interpreter, in turns. The first round is thrown away: it fills the caches."""
+    found: dict[str, list[float]] = {what: [] for what in IMPORTS}
+    for _ in range(repetitions + 1):
+        for what, (statement, more) in IMPORTS.items():
+            found[what].append(_import(statement, more))
+    return {what: seconds[1:] for what, seconds in found.items()}
+
+
+def _import(statement: str, more: Mapping[str, str]) -> float:
+    program = f"from time import perf_counter; a = perf_counter(); {statement}; print(perf_counter() - a)"
+    environment = {**{name: value for name, value in os.environ.items() if name not in _PLAIN}, **more}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    return float(done.stdout)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's options."""
+    defaults = Settings()
+    parser.add_argument("--ops", default=",".join(defaults.ops), metavar="A,B,...", help="operations (%(default)s)")
+    parser.add_argument("--worlds", default="1,2", metavar="N,M,...", help="numbers of ranks (%(default)s)")
+    parser.add_argument("--repetitions", type=int, default=defaults.repetitions, metavar="N", help="rounds")
+    parser.add_argument("--calls", type=int, default=defaults.calls, metavar="N", help="calls a round (%(default)s)")
+    parser.add_argument("--imports", type=int, default=5, metavar="N", help="rounds of imports (%(default)s)")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and print."""
+    worlds = tuple(int(world) for world in options.worlds.split(","))
+    settings = Settings(tuple(options.ops.split(",")), worlds, options.repetitions, options.calls)
+    progress, results = Progress(len(worlds) * len(settings.ops)), []
+
+    def hear(result: Result) -> None:
+        results.append(result)
+        progress.advance()
+
+    for world in worlds:
+        progress.heading(f"{world} rank{'s' * (world > 1)}")
+        go(lambda place: measure(place, settings), world, hear)
+    progress.heading("imports")
+    loaded = imports(options.imports)
+    progress.clear()
+    print(show(results), show_imports(loaded), sep="\n\n")
+    if options.json:
+        entries: list[Any] = [*(asdict(each) | {"door": each.door} for each in results), {"imports": loaded}]
+        report.write(options.json, report.report("calls", asdict(settings), entries, []))
+        print(f"wrote {options.json}")
+    return 0
+
+
+def show(results: Sequence[Result]) -> str:
+    """The table of calls, in microseconds."""
+    rows = [
+        [each.op, str(each.world), show_micros(median(each.public)), show_micros(median(each.engine)),
+         show_micros(each.door)]
+        for each in results
+    ]  # fmt: skip
+    return table.columns(["", "ranks", "whole us", "engine us", "door us"], rows)
+
+
+def show_imports(loaded: Mapping[str, Sequence[float]]) -> str:
+    """The table of imports, in milliseconds, and what this library adds to torch's."""
+    rows = [[what, show_millis(median(seconds))] for what, seconds in loaded.items()]
+    added = median(both - alone for both, alone in zip(loaded[BESIDE], loaded[ALONE], strict=True))
+    return table.columns(["", "ms"], [*rows, ["added to torch", show_millis(added)]])
