@@ -70,7 +70,7 @@ PARTS = (
     Part("nn", "4 training", DOOR),
     Part("optim", "4 training", (*DOOR, "algorithms")),
     Part("utilities", "4 training", (*DOOR, "parallel", "algorithms")),
-    Part("pipeline", "4 training", (*DOOR, "schedules")),
+    Part("pipeline", "4 training", ("errors",)),
     Part("elastic.utils.data", "4 training", DOOR),
     Part("launch", "side-car", ("errors", "stores", "rendezvous", "launcher"), torch=LATE),
     Part("launcher", "side-car", ("errors", "stores", "rendezvous"), torch=LATE),
