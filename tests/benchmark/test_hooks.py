@@ -259,7 +259,7 @@ def result(hook: str = "none", link: str = "fast", times: float = 1.0, **changes
     spans += [("buckets", "bucket 0", 0.002, 0.01), ("buckets", "bucket 1", 0.004, 0.009)]
     plain = Result(
         "text", "ref", link, hook, 2, 1000, 4000.0, 4000.0, None, [0.25, 0.35], seconds, [4.0, 3.0, 2.5, 2.25],
-        uncounted=1, spans=spans,
+        turn=1, spans=spans,
     )  # fmt: skip
     return replace(plain, **changes)
 

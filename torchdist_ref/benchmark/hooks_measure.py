@@ -145,7 +145,7 @@ def _result(place: Place, trainee: Trainee, notes: _Notes, where: tuple[str, str
         error=_mean([each.errors[1:] for each in everybodys]),
         seconds=durations([each.times for each in everybodys]),
         losses=_mean([each.losses for each in everybodys]),
-        uncounted=TURN,
+        turn=TURN,
         spans=notes.spans,
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """What the hook laboratory found out about one hook, and what it says. Values only; nothing here runs or prints.
 
-All hooks of one task, engine and link have taken their turns in the same rounds, so a ratio compares steps of the same
-number, and is their median. The first steps are not counted: DDP lays its buckets out anew, and PowerSGD has not begun.
+All hooks of one task, engine and link have taken their turns in the same rounds, so a ratio compares turns of the same
+number, and is their median. The first turn is not counted: DDP lays its buckets out anew, and PowerSGD begins.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Result:
         error: Relative error of the gradients, of each step in which it was looked at.
         seconds: Of each step, from the last rank's begin to the last rank's end.
         losses: Of each step, the mean over the ranks.
-        uncounted: How many steps at the beginning don't count.
+        turn: How many steps a turn has. The first turn doesn't count.
         modelled: Whether the times were computed from those of the fast link.
         spans: Of one step on rank 0.
     """
@@ -52,26 +52,28 @@ class Result:
     error: Sequence[float]
     seconds: Sequence[float]
     losses: Sequence[float]
-    uncounted: int
+    turn: int
     modelled: bool = False
     spans: Sequence[Span] = ()
 
-    def _counted(self) -> Sequence[float]:
-        return self.seconds[self.uncounted :]
+    def _turns(self) -> list[float]:
+        """Of each turn that counts, the mean time of a step: not every step of a hook need be like the others."""
+        ends = range(2 * self.turn, len(self.seconds) + 1, self.turn)
+        return [sum(self.seconds[end - self.turn : end]) / self.turn for end in ends]
 
     @property
     def step(self) -> float:
-        """The median time of a step."""
-        return median(self._counted())
+        """The time of a step: the median over the turns."""
+        return median(self._turns())
 
     def ratio(self, other: Result) -> float:
         """How many times longer a step takes than with another hook.
 
-        >>> one = Result("text", "ref", "fast", "noop", 2, 8, 0, 0, None, [0.5], [9, 1, 2, 9], [3.0] * 4, uncounted=1)
+        >>> one = Result("text", "ref", "fast", "noop", 2, 8, 0, 0, None, [0.5], [9, 1, 2, 9], [3.0] * 4, turn=1)
         >>> one.ratio(replace(one, seconds=[1, 1, 1, 1]))
         2.0
         """
-        return float(median(x / y for x, y in zip(self._counted(), other._counted(), strict=True)))
+        return float(median(x / y for x, y in zip(self._turns(), other._turns(), strict=True)))
 
     @property
     def mean_error(self) -> float:
@@ -87,7 +89,7 @@ class Result:
         """The same as it would be on a slower link, if no byte travelled while something is computed.
 
         >>> from torchdist_ref.benchmark.hooks_links import parse
-        >>> fast = Result("text", "ref", "fast", "none", 2, 8, 1e6, 1e6, None, [0.0], [0.02], [3.0], uncounted=0)
+        >>> fast = Result("text", "ref", "fast", "none", 2, 8, 1e6, 1e6, None, [0.0], [9, 0.02], [4.0, 3.0], 1)
         >>> fast.on(parse("100mbit")).step
         0.1
         """

@@ -22,7 +22,7 @@ def show(results: Sequence[Result]) -> str:
         results: Of any number of hooks and links. The first hook is what the others are compared with.
 
     Returns:
-        Lines of text; all times are medians, in milliseconds.
+        Lines of text; all times are medians over the turns, in milliseconds.
     """
     first = results[0]
     links = list(dict.fromkeys(result.link for result in results))

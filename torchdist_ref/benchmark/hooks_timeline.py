@@ -35,7 +35,7 @@ def draw(results: Sequence[Result]) -> str:
         One ``<svg>`` element with title and description, to be read on light and on dark pages.
 
     >>> spans = [("compute", "forward", 0.0, 0.01), ("buckets", "bucket 0", 0.002, 0.01)]
-    >>> one = Result("text", "ref", "fast", "none", 2, 8, 0, 0, None, [0.5], [0.01], [3.0], 0, spans=spans)
+    >>> one = Result("text", "ref", "fast", "none", 2, 8, 0, 0, None, [0.5], [0.01], [3.0], 1, spans=spans)
     >>> "none: text on ref, fast, 10 ms" in draw([one])
     True
     """
