@@ -21,9 +21,9 @@ from torchdist_ref.stores import HashStore
 from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.testing.backend_contract import CLAUSES
 from torchdist_ref.transports.addresses import interface_address
-from torchdist_ref.transports.connection import Frame, inside, pack
+from torchdist_ref.transports.connection import ELSEWHERE, Frame, inside, pack
 from torchdist_ref.transports.layout import KINDS, Layout
-from torchdist_ref.transports.mesh import Mesh
+from torchdist_ref.transports.mesh import Mesh, PeerLane
 
 SOON = 2.0
 
@@ -184,3 +184,46 @@ def test_namespaces_of_one_machine_meet_over_tcp_and_say_so(tmp_path: Path) -> N
 
 def may_move(rank: int) -> bool:
     return ctypes.CDLL(None).unshare(CLONE_NEWIPC) == 0
+
+
+def test_a_mesh_takes_bytes_for_anywhere_only_where_they_are_expected() -> None:
+    layout = Layout(2, half=8192, box=4096)
+    memory, wanted = bytearray(layout.nbytes), bytearray(3)
+    mesh = Mesh(0, layout, lambda rank: memoryview(memory))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    with theirs, ours:
+        mesh.add(1, ours)
+        PeerLane(mesh, 1).expect([memoryview(wanted)])
+        frame = pack(Frame(KINDS.index("more"), 1, ((ELSEWHERE, 3),))) + b"abc"
+        theirs.sendall(frame)
+        mesh.pump(1.0)
+        assert bytes(wanted) == b"abc" and mesh.counts["more", 1] == 1
+        theirs.sendall(frame)
+        with pytest.raises(DistNetworkError, match="3 bytes that nobody here expects"):
+            mesh.pump(1.0)
+        mesh.close()
+
+
+def exchange_kinds(rank: int, path: str) -> bool:
+    """Long messages whose memory is no plain row of floats."""
+    join(rank, "ab", path)
+    right = True
+    for dtype in (torch.bfloat16, torch.bool, torch.complex64, torch.uint8):
+        sent = (fill(0, (700_000,)) > 0).to(dtype) if dtype == torch.bool else fill(0, (700_000,)).to(dtype)
+        kinds = [sent, sent.view(1000, 700).t(), sent.conj(), sent.clone().requires_grad_(dtype.is_floating_point)]
+        for tensor in kinds:
+            if rank == 0:
+                dist.send(tensor, 1)
+            else:
+                got = torch.empty(tensor.shape, dtype=dtype)
+                dist.recv(got, 0)
+                right = right and torch.equal(got, tensor)
+    dist.destroy_process_group()
+    return right
+
+
+def test_long_messages_of_any_kind_pass_between_hosts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = str(tmp_path_factory.mktemp("meet") / "store")
+    assert run(exchange_kinds, 2, path, ranks="processes", init=False) == [True, True]

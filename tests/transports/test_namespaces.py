@@ -108,8 +108,14 @@ def test_an_interface_that_does_not_reach_the_other_host_is_named(tmp_path_facto
 def reach(rank: int, places: Sequence[Host]) -> bytes:
     places[rank].enter()
     store = TCPStore(places[0].ipv4, PORT, len(places), rank == 0, timedelta(seconds=10))
+    everybody = [str(r) for r in range(len(places))]
     store.set(f"{rank}", places[rank].name)
-    return b",".join(store.multi_get([str(r) for r in range(len(places))]))
+    found = b",".join(store.multi_get(everybody))
+    store.set(f"{rank} has read", "")
+    if rank == 0:
+        # The store ends with this rank.
+        store.wait([f"{r} has read" for r in everybody])
+    return found
 
 
 def test_more_than_two_hosts_hang_on_one_bridge() -> None:

@@ -68,6 +68,19 @@ class Memory(Protocol):
     def giver(self, token: Token, kind: str, target: int, owner: int, ranges: Sequence[Range]) -> Callable[[], Any]:
         """What to call so that `target` gets a token and then sees these ranges of what belongs to `owner`."""
 
+    def lane(self, peer: int) -> Lane | None:
+        """How bytes go to and from a peer past the segment; None where both see the segment."""
+
+
+class Lane(Protocol):
+    """A way for bytes to a peer, and from it, that spares the copy into a segment which only one of the two sees."""
+
+    def send(self, kind: str, data: memoryview) -> None:
+        """Give the peer these bytes, and a token. They go where it `expects` the next ones."""
+
+    def expect(self, views: Sequence[memoryview]) -> None:
+        """Say where the peer's next bytes belong: one view for each time that it sends."""
+
 
 class OneMemory:
     """The part that is alike where all ranks have one segment in common: everything is where everything is."""
@@ -86,6 +99,10 @@ class OneMemory:
     def giver(self, token: Token, kind: str, target: int, owner: int, ranges: Sequence[Range]) -> Callable[[], Any]:
         """See `Memory`. The target sees everything already: the token is all that it needs."""
         return token.release
+
+    def lane(self, peer: int) -> Lane | None:
+        """See `Memory`."""
+        return None
 
 
 class Link:

@@ -6,8 +6,8 @@ A frame says: here are some bytes of the segment, put them where they belong, th
 
 Kinds are numbered as in `layout.KINDS`; the owner is the rank whose part of the segment it is. The receiver knows
 how many bytes to expect from the ranges and checks that they lie inside the owner's part, so a broken peer can't
-write elsewhere. Sockets don't block: who has to wait for room keeps reading meanwhile, so that two ranks that
-send to each other never wait for each other.
+write elsewhere. A range at `ELSEWHERE` goes where the receiver said that it wants it. Sockets don't block: who has to
+wait for room keeps reading meanwhile, so that two ranks that send to each other never wait for each other.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torchdist_ref.transports.base import Range
 _HEAD = struct.Struct("<BBI")
 _RANGE = struct.Struct("<QQ")
 _SCRATCH = 256 * 1024
+ELSEWHERE = 2**63
 
 
 class Frame(NamedTuple):

@@ -3,7 +3,8 @@
 There is a mailbox for each ordered pair of ranks. The sender writes an envelope (tag, fingerprint, bytes)
 and the first window of the data, and offers it. The receiver looks at the envelope, and takes the message
 or refuses it; either way it replies, so that a send that returned was received, and a mismatch is an error
-on both sides. Long messages continue in windows through two halves in turn.
+on both sides. Long messages continue in windows: through two halves in turn, or where the two ranks don't see the same
+memory, down a `Lane` from tensor to tensor.
 
 Matching by tag is above (`backends.point_to_point`); a mailbox only knows the message at its head.
 """
@@ -24,6 +25,9 @@ from torchdist_ref.transports.layout import ENVELOPE
 _TAG, _FINGERPRINT, _NBYTES, _VERDICT = range(4)
 _TEXT, _REPLY, _FIELD = 64, 512, 384
 TAKEN, REFUSED = 0, 1
+
+# Bytes of a window that goes down a lane: two of them fit in what kernels buffer, so that no sender waits in vain.
+LANE_WINDOW = 512 * 1024
 
 # Views of a mailbox that are kept: loops repeat a few sizes.
 _KEPT = 64
@@ -56,6 +60,7 @@ class Mailbox:
         self._reply = memory.token(layout, "reply", target, source)
         self._more = memory.token(layout, "more", source, target)
         self._room = memory.token(layout, "room", target, source)
+        self._lane = memory.lane(self.peer)
 
     def send(self, tag: int, record: Record, tensor: Tensor, timeout: float | None = None) -> None:
         """Deliver a contiguous tensor; back when the receiver has it.
@@ -86,6 +91,9 @@ class Mailbox:
         for number, piece in enumerate(pieces[1:], 1):
             if number > 1:
                 self.link.wait(self._room, self.peer, doing, timeout, alone=True)
+            if self._lane is not None:
+                self._lane.send("more", _bytes_of(piece))
+                continue
             self._view(number & 1, piece.dtype, piece.numel()).copy_(piece)
             self._give("more", [self._range(number & 1, piece)])
         # Of a long message, the receiver frees every window; the last two have not been waited for yet.
@@ -112,13 +120,16 @@ class Mailbox:
         pieces = self._pieces(row)
         self._words[_VERDICT] = TAKEN
         if len(pieces) > 1:
+            if self._lane is not None:
+                self._lane.expect([_bytes_of(piece) for piece in pieces[1:]])
             self._give("reply", [(self._begin, 64)])
         pieces[0].copy_(self._view(0, row.dtype, pieces[0].numel()))
         if len(pieces) > 1:
             self._give("room")
         for number, piece in enumerate(pieces[1:], 1):
             self.link.wait(self._more, self.peer, doing, timeout, alone=True)
-            piece.copy_(self._view(number & 1, piece.dtype, piece.numel()))
+            if self._lane is None:
+                piece.copy_(self._view(number & 1, piece.dtype, piece.numel()))
             self._give("room")
         if len(pieces) == 1:
             self._give("reply", [(self._begin, 64)])
@@ -131,7 +142,9 @@ class Mailbox:
 
     def _pieces(self, row: Tensor) -> tuple[Tensor, ...]:
         window = self.link.layout.box // row.itemsize
-        return (row,) if row.numel() <= window else row.split(window)
+        if row.numel() <= window:
+            return (row,)
+        return (row[:window], *row[window:].split(LANE_WINDOW // row.itemsize)) if self._lane else row.split(window)
 
     def _view(self, half: int, dtype: torch.dtype, count: int) -> Tensor:
         view = self._views.get((half, dtype, count))
@@ -153,3 +166,8 @@ class Mailbox:
     def _get(self, at: int) -> str:
         length = min(int.from_bytes(self._bytes[at : at + 2], "little"), _FIELD - 2)
         return bytes(self._bytes[at + 2 : at + 2 + length]).decode(errors="replace")
+
+
+def _bytes_of(row: Tensor) -> memoryview:
+    """The memory of a contiguous row."""
+    return memoryview(row.detach().view(torch.uint8).numpy())

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError
 from torchdist_ref.transports.base import Range, Token
-from torchdist_ref.transports.connection import Connection, Frame, inside, pack
+from torchdist_ref.transports.connection import ELSEWHERE, Connection, Frame, inside, pack
 from torchdist_ref.transports.layout import BOARD_LINE, ENVELOPE, KINDS, Layout
 
 # How long a waiter looks at the sockets before it looks again at tokens that don't come through them.
@@ -40,6 +40,7 @@ class Mesh:
         self._by_fd: dict[int, int] = {}
         self._reading = threading.Lock()
         self._sending: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        self.expected: defaultdict[int, deque[memoryview]] = defaultdict(deque)
 
     def add(self, peer: int, sock: Any) -> None:
         """Use this socket for that peer."""
@@ -49,8 +50,10 @@ class Mesh:
         self._poll.register(connection.fileno(), select.POLLIN)
 
     def _target(self, peer: int, frame: Frame) -> list[memoryview]:
-        """Where a peer's bytes go: into its own part, or as a reply into an envelope of ours."""
+        """Where a peer's bytes go: into its own part, as a reply into an envelope of ours, or where we want them."""
         layout = self.layout
+        if frame.ranges and frame.ranges[0][0] == ELSEWHERE:
+            return [self._next_expected(peer, frame.ranges[0][1])]
         if frame.owner == peer:
             boxes = layout.mailbox(peer, self.rank, 1) + layout.box - layout.envelope(peer, self.rank)
             allowed = [(layout.board(peer), BOARD_LINE), (layout.stage(peer, 0), 2 * layout.half)]
@@ -61,6 +64,12 @@ class Mesh:
         memory = self._bytes_of(frame.owner)
         return [memory[begin : begin + size] for begin, size in frame.ranges]
 
+    def _next_expected(self, peer: int, size: int) -> memoryview:
+        views = self.expected[peer]
+        if not views or len(views[0]) != size:
+            raise DistNetworkError(f"a peer sends {size} bytes that nobody here expects.")
+        return views.popleft()
+
     def _arrived(self, peer: int, frame: Frame) -> None:
         kind = KINDS[frame.kind]
         if kind == "bell":
@@ -70,11 +79,17 @@ class Mesh:
 
     def send(self, peer: int, kind: str, owner: int, ranges: Sequence[Range]) -> None:
         """Show a peer these ranges and give it a token. A peer that is gone gets nothing: waits will say so."""
-        if peer in self.gone:
-            return
         memory = self._bytes_of(owner)
         head = pack(Frame(KINDS.index(kind), owner, tuple(ranges)))
-        parts: list[memoryview | bytes] = [head, *(memory[begin : begin + size] for begin, size in ranges)]
+        self._send(peer, [head, *(memory[begin : begin + size] for begin, size in ranges)])
+
+    def send_bytes(self, peer: int, kind: str, data: memoryview) -> None:
+        """Give a peer bytes that lie anywhere, and a token; they go where it expects them."""
+        self._send(peer, [pack(Frame(KINDS.index(kind), self.rank, ((ELSEWHERE, len(data)),))), data])
+
+    def _send(self, peer: int, parts: Sequence[memoryview | bytes]) -> None:
+        if peer in self.gone:
+            return
         with self._sending[peer]:
             try:
                 self.connections[peer].send(parts, lambda: self._while_full(peer))
@@ -131,6 +146,21 @@ class Incoming:
         if self._take():
             return True
         return _pumping(self._mesh, self._take, block, timeout)
+
+
+class PeerLane:
+    """Straight from memory to memory, as far as sockets can: see `Lane`."""
+
+    def __init__(self, mesh: Mesh, peer: int) -> None:
+        self._mesh, self._peer = mesh, peer
+
+    def send(self, kind: str, data: memoryview) -> None:
+        """See `Lane`."""
+        self._mesh.send_bytes(self._peer, kind, data)
+
+    def expect(self, views: Sequence[memoryview]) -> None:
+        """See `Lane`."""
+        self._mesh.expected[self._peer].extend(views)
 
 
 class Pumped:

@@ -22,10 +22,10 @@ from torchdist_ref.errors import DistNetworkError, RankStalledError
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import shared_memory
 from torchdist_ref.transports.addresses import interface_address
-from torchdist_ref.transports.base import Link, Liveness, Memory, Range, Token
+from torchdist_ref.transports.base import Lane, Link, Liveness, Memory, Range, Token
 from torchdist_ref.transports.layout import Layout
 from torchdist_ref.transports.liveness import NoPeers, Peers
-from torchdist_ref.transports.mesh import Incoming, Mesh, Pumped
+from torchdist_ref.transports.mesh import Incoming, Mesh, PeerLane, Pumped
 from torchdist_ref.transports.threads import PrivateMemory
 
 _SECRET = 16
@@ -67,6 +67,10 @@ class TcpMemory:
         if target in self._near:
             return token.release
         return lambda: self.mesh.send(target, kind, owner, ranges)
+
+    def lane(self, peer: int) -> Lane | None:
+        """See `Memory`."""
+        return None if peer in self._near else PeerLane(self.mesh, peer)
 
 
 class Outgoing:
@@ -166,9 +170,7 @@ def _dial(text: str, rank: int, peer: int, deadline: float) -> socket.socket:
     return sock
 
 
-def _accept(
-    server: socket.socket, secret: bytes, waiting: set[int], deadline: float
-) -> tuple[socket.socket, int]:
+def _accept(server: socket.socket, secret: bytes, waiting: set[int], deadline: float) -> tuple[socket.socket, int]:
     """The next caller that knows the secret; others are turned away."""
     while True:
         server.settimeout(max(0.01, deadline - monotonic()))
