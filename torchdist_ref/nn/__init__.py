@@ -6,11 +6,14 @@ names too. Remote modules are torch's own, since remote calls are; their names l
 
 from __future__ import annotations
 
+from typing import Any
+
 from torchdist_ref.nn.functional import (
     all_gather, all_reduce, all_to_all, all_to_all_single, broadcast, gather, reduce, reduce_scatter, scatter,
 )  # fmt: skip
 
 __all__ = [
+    "RemoteModule",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -21,3 +24,11 @@ __all__ = [
     "reduce_scatter",
     "scatter",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "RemoteModule":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torchdist_ref.nn.api.remote_module import RemoteModule
+
+    return RemoteModule

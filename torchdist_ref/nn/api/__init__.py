@@ -1,0 +1,1 @@
+"""Modules that live in another process: torch's own, see `remote_module`."""

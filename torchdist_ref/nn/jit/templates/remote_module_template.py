@@ -1,0 +1,13 @@
+"""From torch: the text from which the Python module of a remote module's class is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchdist_ref.nn.theirs import torchs
+
+__all__ = ["get_remote_module_template"]
+
+
+def __getattr__(name: str) -> Any:
+    return torchs("jit.templates.remote_module_template", name, __all__)
