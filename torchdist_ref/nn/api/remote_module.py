@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchdist_ref.nn.theirs import torchs
 
-__all__ = ["RemoteModule"]
+if TYPE_CHECKING:
+    from torch.distributed.nn.api.remote_module import RemoteModule
+
+__all__ = [
+    "RemoteModule",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchdist_ref.nn.theirs import torchs
 
-__all__ = ["get_remote_module_template"]
+if TYPE_CHECKING:
+    from torch.distributed.nn.jit.templates.remote_module_template import get_remote_module_template
+
+__all__ = [
+    "get_remote_module_template",
+]
 
 
 def __getattr__(name: str) -> Any:
