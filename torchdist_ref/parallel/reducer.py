@@ -85,7 +85,7 @@ class Reducer:
         return True
 
     def _allot(self, assignment: list[list[int]]) -> None:
-        self.buckets = allocate(assignment, self.parameters, self.options.pointing)
+        self.buckets = allocate(assignment, self.parameters, self.options.pointing, self.group)
         self._places: list[tuple[Bucket, int] | None] = [None] * len(self.entries)
         for bucket in self.buckets:
             for place, member in enumerate(bucket.members):

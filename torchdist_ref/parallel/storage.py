@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from torchdist_ref import groups
 from torchdist_ref.parallel.bucket import GradBucket, split
 
 
@@ -25,19 +26,19 @@ class Bucket:
         parameters: The parameters themselves, same order, one dtype and device.
         is_last: Whether this is the last bucket of the iteration.
         pointing: Whether ``.grad`` of the parameters is to be a view of the buffer.
+        group: Who exchanges it: on the CPU the buffer lies where that is fastest.
     """
 
     def __init__(
-        self, index: int, members: list[int], parameters: list[torch.Tensor], is_last: bool, pointing: bool
+        self, index: int, members: list[int], parameters: list[torch.Tensor], is_last: bool, pointing: bool, group: Any
     ) -> None:
         self.index = index
         self.members = members
         self.parameters = parameters
         self.is_last = is_last
         self.pointing = pointing
-        first = parameters[0]
         self.length = sum(parameter.numel() for parameter in parameters)
-        self.buffer = torch.zeros(self.length, dtype=first.dtype, device=first.device)
+        self.buffer = _empty(self.length, parameters[0], group).zero_()
         self.views = split(self.buffer, parameters)
         self.waiting = len(members)
         self.started: Any = None
@@ -115,14 +116,20 @@ class Bucket:
                 parameter.grad = view
 
 
+def _empty(length: int, like: torch.Tensor, group: Any) -> torch.Tensor:
+    if like.device.type == "cpu":
+        return groups.empty_registered(length, dtype=like.dtype, group=group)
+    return torch.empty(length, dtype=like.dtype, device=like.device)
+
+
 def allocate(
-    assignment: Sequence[list[int]], parameters: Sequence[torch.Tensor], pointing: bool
+    assignment: Sequence[list[int]], parameters: Sequence[torch.Tensor], pointing: bool, group: Any
 ) -> list[Bucket]:
     """The buckets of an assignment, in the order of communication."""
     last = len(assignment) - 1
     with torch.no_grad():
         buckets = [
-            Bucket(index, members, [parameters[m] for m in members], index == last, pointing)
+            Bucket(index, members, [parameters[m] for m in members], index == last, pointing, group)
             for index, members in enumerate(assignment)
         ]
         for bucket in buckets:

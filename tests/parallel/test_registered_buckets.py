@@ -1,0 +1,61 @@
+"""DDP's buckets lie in registered memory: the same bits as without, and gradients that outlive their group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchdist_ref as dist
+from torchdist_ref import groups
+from torchdist_ref.backends.lent import Lending, Rounds
+from torchdist_ref.parallel import DistributedDataParallel
+from torchdist_ref.testing import run
+from torchdist_ref.transports.registered import place_of
+
+
+def ordinary(count: int, *, dtype: torch.dtype, group: object) -> Tensor:
+    return torch.empty(count, dtype=dtype)
+
+
+def train(rank: int, pointing: bool, registered: bool) -> tuple[list[Tensor], int, bool]:
+    """Three steps of a model of several buckets: its gradients, how many calls ran on lent tensors, where they lie."""
+    calls, found = [0], Lending.rounds
+
+    def counted(lending: Lending, places: bytes) -> Rounds:
+        calls[0] += 1
+        return found(lending, places)
+
+    Lending.rounds = counted  # type: ignore[method-assign]
+    if not registered:
+        groups.empty_registered = ordinary  # type: ignore[assignment]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(90, 401), nn.Tanh(), nn.Linear(401, 301), nn.Tanh(), nn.Linear(301, 7))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.2, gradient_as_bucket_view=pointing)
+    torch.manual_seed(rank)
+    for _ in range(3):
+        model.zero_grad()
+        ddp(torch.randn(5, 90)).square().sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * (torch.zeros(()) if parameter.grad is None else parameter.grad)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    dist.destroy_process_group()
+    return [g.clone() for g in gradients], calls[0], all(place_of(g) is not None for g in gradients)
+
+
+@pytest.mark.parametrize(("size", "pointing"), [(2, False), (2, True), (3, True)])
+def test_the_same_bits_as_with_ordinary_buckets(size: int, pointing: bool) -> None:
+    lent, staged = (run(train, size, pointing, registered, ranks="processes") for registered in (True, False))
+    for (one, calls, there), (other, none, _) in zip(lent, staged, strict=True):
+        assert len(one) == len(other) == 6 and all(map(torch.equal, one, other))
+        assert calls > 3 and none == 0
+        assert there == pointing
+
+
+def test_buckets_of_groups_that_share_no_memory_are_ordinary() -> None:
+    def program(rank: int) -> bool:
+        model = DistributedDataParallel(nn.Linear(300, 100))
+        return place_of(model.reducer.buckets[0].buffer) is None
+
+    assert run(program, 2, backend="gloo", ranks="processes") == [True, True]
