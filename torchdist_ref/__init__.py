@@ -15,8 +15,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from torchdist_ref.errors import (
         ArgumentError, ArgumentTypeError, DistBackendError, DistError, DistNetworkError, DistStoreError,
-        GroupAbortedError, MismatchError, NotInitializedError, QueueEmptyError, RankDiedError, RankStalledError,
-        RendezvousError, StoreTimeoutError, UnsupportedError,
+        EngineArgumentError, GroupAbortedError, MismatchError, NotInitializedError, QueueEmptyError, RankDiedError,
+        RankStalledError, RendezvousError, StoreTimeoutError, UnsupportedError,
     )  # fmt: skip
     from torchdist_ref.groups import (
         Backend, DebugLevel, DeviceMesh, GroupMember, P2POp, ProcessGroup, ReduceOp, Work, all_gather,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         monitored_barrier, new_group, new_subgroups, new_subgroups_by_enumeration, recv, recv_object_list,
         reduce, reduce_multigpu, reduce_op, reduce_scatter, reduce_scatter_multigpu, reduce_scatter_single,
         reduce_scatter_tensor, scatter, scatter_object_list, send, send_object_list, set_debug_level,
-        set_debug_level_from_env, split_group, supports_complex,
+        set_debug_level_from_env, shrink_group, split_group, supports_complex,
     )  # fmt: skip
     from torchdist_ref.groups.handles import group
     from torchdist_ref.parallel import DistributedDataParallel, GradBucket
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "torchdist_ref.errors": (
-        "ArgumentError ArgumentTypeError DistBackendError DistError DistNetworkError DistStoreError GroupAbortedError "
-        "MismatchError NotInitializedError QueueEmptyError RankDiedError RankStalledError RendezvousError "
-        "StoreTimeoutError UnsupportedError"
+        "ArgumentError ArgumentTypeError DistBackendError DistError DistNetworkError DistStoreError "
+        "EngineArgumentError GroupAbortedError MismatchError NotInitializedError QueueEmptyError RankDiedError "
+        "RankStalledError RendezvousError StoreTimeoutError UnsupportedError"
     ),
     "torchdist_ref.groups": (
         "Backend DebugLevel DeviceMesh GroupMember P2POp ProcessGroup ReduceOp Work all_gather "
@@ -56,7 +56,8 @@ _HOMES = {
         "is_torchelastic_launched is_ucc_available is_xccl_available isend monitored_barrier new_group new_subgroups "
         "new_subgroups_by_enumeration recv recv_object_list reduce reduce_multigpu reduce_op reduce_scatter "
         "reduce_scatter_multigpu reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list send "
-        "send_object_list set_debug_level set_debug_level_from_env split_group supports_complex"
+        "send_object_list set_debug_level set_debug_level_from_env shrink_group split_group "
+        "supports_complex"
     ),
     "torchdist_ref.groups.handles": "group",
     "torchdist_ref.parallel": "DistributedDataParallel GradBucket",

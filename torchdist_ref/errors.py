@@ -16,6 +16,7 @@
             └── QueueEmptyError    a queue had nothing to give
     ValueError
     ├── ArgumentError              an argument has a wrong value                        (did not happen)
+    │   ├── EngineArgumentError    sizes, dtypes or a root that no engine can take  (did not happen)
     │   ├── NotInitializedError    a call before init_process_group                     (did not happen)
     │   └── RendezvousError        the URL, environment, rank or world size is wrong    (did not happen)
     TypeError
@@ -116,6 +117,10 @@ class ArgumentError(ValueError):
     definite = True
 
 
+class EngineArgumentError(ArgumentError, RuntimeError):
+    """Lists, sizes, dtypes or a group rank that don't fit the call. torch leaves them to its engines: RuntimeError."""
+
+
 class NotInitializedError(ArgumentError):
     """A function that needs a process group was called before `init_process_group`."""
 
@@ -141,7 +146,11 @@ def adopt_torch() -> None:
     QueueEmptyError.__bases__ = (theirs.QueueEmptyError, DistStoreError)
 
 
-_rank_here: Callable[[], int | None] = lambda: None
+def _nowhere() -> int | None:
+    return None
+
+
+_rank_here: Callable[[], int | None] = _nowhere
 
 
 def find_rank_with(ask: Callable[[], int | None]) -> None:

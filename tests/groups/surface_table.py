@@ -52,7 +52,6 @@ ABSENT = {
     "breakpoint": "Stops one rank in a debugger while the others wait. Thread ranks can be stopped with Python's own.",
     "get_backend_config": "Engines by device type. A group has one engine here; `get_backend` names it.",
     "record_comm": INSIDE,
-    "shrink_group": "NCCL only in torch. `split_group` makes a group of the ranks that stay.",
 }  # fmt: skip
 # Names that ours has beside torch's.
 OWN = {
@@ -63,8 +62,9 @@ OWN = {
         "torch had it until version 2.1.",
     ),
     **dict.fromkeys(
-        ["ArgumentError", "ArgumentTypeError", "GroupAbortedError", "MismatchError", "NotInitializedError",
-         "RankDiedError", "RankStalledError", "RendezvousError", "StoreTimeoutError", "UnsupportedError"],
+        ["ArgumentError", "ArgumentTypeError", "EngineArgumentError", "GroupAbortedError", "MismatchError",
+         "NotInitializedError", "RankDiedError", "RankStalledError", "RendezvousError", "StoreTimeoutError",
+         "UnsupportedError"],
         "A subclass of the type that torch raises; see the page Errors.",
     ),
 }  # fmt: skip

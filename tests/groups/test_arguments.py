@@ -46,7 +46,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("send too far", lambda: dist.send(T, 99), ValueError, "send.*'dst'.*got 99"),
     ("odd tag", lambda: dist.isend(T, 1 - dist.get_rank(), tag=-3), ValueError, "isend.*'tag'.*got -3"),
     ("tag as text", lambda: dist.recv(T, 0, tag="a"), ValueError, "recv.*'tag'.*got 'a'"),
-    ("a group that is none", lambda: dist.barrier("workers"), TypeError, "'group'.*new_group.*'workers'"),
+    ("a group that is none", lambda: dist.barrier("workers"), ValueError, "'group'.*new_group.*'workers'"),
     ("members twice", lambda: dist.new_group([0, 0]), ValueError, r"duplicate.*\[0, 0\]"),
     ("members out of range", lambda: dist.new_group([0, 3]), ValueError, r"'ranks'.*0 to 1.*\[0, 3\]"),
     ("time-out as number", lambda: dist.new_group(timeout=5), TypeError, "timedelta, got 5"),

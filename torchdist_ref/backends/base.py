@@ -128,11 +128,12 @@ def names() -> list[str]:
     return sorted({*_engines, *(name.lower() for name in _of_torch())})
 
 
-def by_device(name: str) -> dict[str, str]:
+def by_device(name: str, operation: str = "init_process_group") -> dict[str, str]:
     """The engine that a name means for each kind of device; with one name for all, its key is the empty text.
 
     Args:
         name: ``"gloo"``, or pairs such as ``"cpu:gloo,cuda:nccl"``, in any case.
+        operation: What was called, for messages.
 
     Raises:
         ArgumentError: No engine has such a name, a device is given twice, or there is no such kind of device.
@@ -145,10 +146,10 @@ def by_device(name: str) -> dict[str, str]:
     unknown = [engine for engine in found.values() if engine not in names()]
     if unknown:
         hint = f"No engine is called {unknown[0]!r}; see register_backend."
-        raise ArgumentError(explain("init_process_group", "backend", f"one of {', '.join(names())}", name, hint=hint))
+        raise ArgumentError(explain(operation, "backend", f"one of {', '.join(names())}", name, hint=hint))
     if len(found) < len(pairs) or (len(found) > 1 and "" in found) or not all(map(_is_device, found)):
         expected = "one name, or one for each kind of device, as in 'cpu:gloo,cuda:nccl'"
-        raise ArgumentError(explain("init_process_group", "backend", expected, name))
+        raise ArgumentError(explain(operation, "backend", expected, name))
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
+from torchdist_ref.errors import EngineArgumentError, UnsupportedError, explain
 
 _EIGHTHS = {
     torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
@@ -71,13 +71,13 @@ def check(name: str, dtype: torch.dtype, operation: str) -> None:
     """Raise an ArgumentError unless this reduction makes sense for this dtype."""
     word = name.upper()
     if name in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
-        raise ArgumentError(explain(operation, "op", f"no ReduceOp.{word} where tensors are not integers or bool",
+        raise EngineArgumentError(explain(operation, "op", f"no ReduceOp.{word} where tensors are not integers or bool",
                                     dtype))  # fmt: skip
     if name in _NOT_COMPLEX and dtype.is_complex:
-        raise ArgumentError(explain(operation, "op", f"no ReduceOp.{word} where tensors are complex", str(dtype),
+        raise EngineArgumentError(explain(operation, "op", f"no ReduceOp.{word} where tensors are complex", str(dtype),
                                     hint=f"torch does not support ReduceOp.{word} on complex tensors."))  # fmt: skip
     if name in _SCALED and not (dtype.is_floating_point or dtype.is_complex):
-        raise ArgumentError(explain(operation, "op", f"no ReduceOp.{word} where tensors are not floating point",
+        raise EngineArgumentError(explain(operation, "op", f"no ReduceOp.{word} where tensors are not floating point",
                                     dtype, hint="Use SUM and divide."))  # fmt: skip
 
 

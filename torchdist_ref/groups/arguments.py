@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchdist_ref.calls import AllReduce, Reduce, ReduceScatter
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, BlockError, explain, on_rank
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, EngineArgumentError, explain, on_rank
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.world import default_group, resolve
 
@@ -81,7 +81,7 @@ def check_tensors(operation: str, argument: str, value: Any, count: int | None =
         if not isinstance(item, Tensor):
             _refuse_list(operation, argument, value)
     if count is not None and len(value) != count:
-        raise BlockError(explain(operation, argument, f"a list of {count} tensors, one a rank", len(value)))
+        raise EngineArgumentError(explain(operation, argument, f"a list of {count} tensors, one a rank", len(value)))
 
 
 def _refuse_list(operation: str, argument: str, value: Any) -> NoReturn:
@@ -97,7 +97,7 @@ def check_one_dtype(operation: str, tensors: Sequence[Tensor], like: Tensor | No
     for tensor in tensors:
         if tensor.dtype is not first:
             dtypes = {str(first), *(str(t.dtype) for t in tensors)}
-            raise ArgumentError(
+            raise EngineArgumentError(
                 f"{operation}: Invalid usage of tensors with different dtypes, "
                 f"{' and '.join(sorted(dtypes))}{on_rank()}."
             )
@@ -106,7 +106,7 @@ def check_one_dtype(operation: str, tensors: Sequence[Tensor], like: Tensor | No
 def check_elements(operation: str, argument: str, tensor: Tensor, count: int, why: str) -> None:
     """Raise unless a tensor has this many elements."""
     if tensor.numel() != count:
-        raise BlockError(explain(operation, argument, f"{count} elements ({why})", list(tensor.shape)))
+        raise EngineArgumentError(explain(operation, argument, f"{count} elements ({why})", list(tensor.shape)))
 
 
 def check_blocks(operation: str, argument: str, tensors: Sequence[Tensor], like: Tensor, why: str) -> None:
@@ -138,7 +138,7 @@ def root_of(
     if group_rank is not None:
         if not (isinstance(group_rank, int) and 0 <= group_rank < group.size()):
             expected = f"a group rank from 0 to {group.size() - 1}"
-            raise ArgumentError(explain(operation, f"group_{argument}", expected, group_rank))
+            raise EngineArgumentError(explain(operation, f"group_{argument}", expected, group_rank))
         return group_rank
     if rank is None:
         raise ArgumentError(f"{operation}: Must specify {argument} or group_{argument}{on_rank()}.")
@@ -150,7 +150,7 @@ def rows(operation: str, argument: str, tensor: Tensor, group: ProcessGroup) -> 
     size = group.size()
     if tensor.numel() % size:
         expected = f"a tensor that divides into {size} equal blocks"
-        raise BlockError(explain(operation, argument, expected, list(tensor.shape)))
+        raise EngineArgumentError(explain(operation, argument, expected, list(tensor.shape)))
     # A view takes as long as all checks together: none for one rank, and else one step where two would do as well.
     if size == 1:
         return (tensor,)

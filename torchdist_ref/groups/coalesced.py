@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from torchdist_ref.calls import AllGather
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
+from torchdist_ref.errors import ArgumentTypeError, EngineArgumentError, explain
 from torchdist_ref.groups.arguments import (
     ALL_REDUCE, SUM, check_elements, check_one_dtype, check_tensors, check_writable, member_group, word_of,
 )  # fmt: skip
@@ -57,6 +57,8 @@ def all_reduce_coalesced(
     operation = "all_reduce_coalesced"
     given = [tensors] if isinstance(tensors, Tensor) else tensors
     check_tensors(operation, "tensors", given)
+    if not given:
+        raise EngineArgumentError(explain(operation, "tensors", "a list of at least one tensor", given))
     check_one_dtype(operation, given)
     found = member_group(operation, group)
     if found is None:
@@ -129,7 +131,7 @@ def _check_gathered(lists: Any, inputs: Sequence[Tensor], group: ProcessGroup) -
         raise ArgumentTypeError(explain(operation, "output_tensor_lists", "a list of lists of tensors", lists))
     if len(lists) != group.size():
         expected = f"a list of {group.size()} lists, one a rank"
-        raise ArgumentError(explain(operation, "output_tensor_lists", expected, len(lists)))
+        raise EngineArgumentError(explain(operation, "output_tensor_lists", expected, len(lists)))
     for rank, outputs in enumerate(lists):
         check_tensors(operation, f"output_tensor_lists[{rank}]", outputs, len(inputs))
         check_one_dtype(operation, [*inputs, *outputs])

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from torchdist_ref.calls import OWN_TAGS, AllToAll, Recv, Send
-from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.errors import EngineArgumentError, explain
 from torchdist_ref.groups.arguments import (
     check_elements, check_one_dtype, check_tensor, check_writable, member_group, rows,
 )  # fmt: skip
@@ -105,7 +105,7 @@ def _check_sizes(name: str, sizes: Any, length: int, group: ProcessGroup) -> Non
 
 
 def _wrong(argument: str, expected: str, got: Any, group: ProcessGroup) -> None:
-    raise ArgumentError(explain(_NAME, argument, expected, got, rank=group.members[group.rank()]))
+    raise EngineArgumentError(explain(_NAME, argument, expected, got))
 
 
 def _between_pairs(

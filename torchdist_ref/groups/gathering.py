@@ -224,7 +224,7 @@ def _list_of_root(
     operation: str, argument: str, given: Sequence[Tensor] | None, tensor: Tensor, group: ProcessGroup, root: int
 ) -> Sequence[Tensor]:
     """The list that only the root has; empty elsewhere."""
-    if given:
+    if given is not None:
         check_tensors(operation, argument, given)
     if group.rank() != root:
         if given:

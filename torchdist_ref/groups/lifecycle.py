@@ -13,7 +13,9 @@ from typing import Any
 
 from torchdist_ref.backends.base import Membership, by_device, create, decline, default_name
 from torchdist_ref.debug.checked import as_asked
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, MismatchError, NotInitializedError, explain
+from torchdist_ref.errors import (
+    ArgumentError, ArgumentTypeError, MismatchError, NotInitializedError, explain, on_rank,
+)  # fmt: skip
 from torchdist_ref.groups.group import GroupMember, ProcessGroup
 from torchdist_ref.groups.world import DEFAULT_TIMEOUT, World, current, default_group, resolve
 from torchdist_ref.rendezvous import rendezvous
@@ -71,9 +73,9 @@ def init_process_group(
     """
     world = current()
     if world.default is not None:
-        raise ArgumentError("init_process_group: trying to initialize the default process group twice!")
-    seconds = seconds_of(timeout)
-    _check_backend(backend)
+        raise ArgumentError(f"init_process_group: trying to initialize the default process group twice!{on_rank()}")
+    seconds = seconds_of(timeout, "init_process_group")
+    _check_backend(backend, "init_process_group")
     owned = store is None
     if store is None:
         store, rank, world_size = _meet(init_method, rank, world_size, seconds)
@@ -89,20 +91,22 @@ def init_process_group(
         raise
 
 
-def _check_backend(backend: str | None) -> None:
+def _check_backend(backend: str | None, operation: str) -> None:
     if backend is not None and not isinstance(backend, str):
-        raise ArgumentTypeError(explain("init_process_group", "backend", "a name", backend))
+        raise ArgumentTypeError(explain(operation, "backend", "a name", backend))
     if backend is not None:
-        by_device(backend)
+        by_device(backend, operation)
 
 
-def seconds_of(timeout: timedelta | None) -> float:
+def seconds_of(timeout: timedelta | None, operation: str) -> float:
     """The time-out that a caller gave, in seconds, or the default."""
     timeout = DEFAULT_TIMEOUT if timeout is None else timeout
     if not isinstance(timeout, timedelta):
-        raise ArgumentTypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}.")
+        raise ArgumentTypeError(
+            f"{operation}: Expected timeout argument to be of type datetime.timedelta, got {timeout!r}{on_rank()}."
+        )
     if timeout <= timedelta(0):
-        raise ArgumentError(explain("init_process_group", "timeout", "more than zero", timeout))
+        raise ArgumentError(explain(operation, "timeout", "more than zero", timeout))
     return timeout.total_seconds()
 
 
@@ -176,7 +180,7 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
         world.close()
     elif found is not None:
         if found not in world.groups:
-            raise ArgumentError(f"destroy_process_group: group {found.name!r} was destroyed before.")
+            raise ArgumentError(f"destroy_process_group: group {found.name!r} was destroyed before{on_rank()}.")
         world.remove(found)
 
 
@@ -220,7 +224,8 @@ def new_group(
     """
     world, default = current(), default_group()
     members = _members(ranks, default, sort_ranks)
-    seconds = seconds_of(timeout)
+    seconds = seconds_of(timeout, "new_group")
+    _check_backend(backend, "new_group")
     _agree(world, default, members)
     name = group_desc or f"group {world.made}"
     me = default.members[default.rank()]
@@ -240,7 +245,7 @@ def _members(ranks: Iterable[int] | None, default: ProcessGroup, in_order: bool)
             expected = f"global ranks from 0 to {default.size() - 1}"
             raise ArgumentError(explain("new_group", "ranks", expected, given, rank=default.rank()))
     if len(set(given)) != len(given):
-        raise ArgumentError(f"new_group: ranks list must not contain duplicate entries, got {given}.")
+        raise ArgumentError(f"new_group: ranks list must not contain duplicate entries, got {given}{on_rank()}.")
     return tuple(sorted(given) if in_order else given)
 
 

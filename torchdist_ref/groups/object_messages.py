@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchdist_ref.calls import Recv, Send
-from torchdist_ref.errors import ArgumentError
+from torchdist_ref.errors import ArgumentError, on_rank
 from torchdist_ref.groups.arguments import member_group, root_of
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.objects import replace
@@ -115,5 +115,5 @@ def _receive(group: ProcessGroup, peer: int | None, tensor: torch.Tensor, device
 def _other(group: ProcessGroup, operation: str, peer: int, word: str) -> int:
     if peer == group.rank():
         raise ArgumentError(f"{operation}: Invalid {word} rank: {word} rank should not be the same as the rank of "
-                            f"the current process, {group.members[peer]}.")  # fmt: skip
+                            f"the current process{on_rank()}.")  # fmt: skip
     return peer

@@ -131,7 +131,7 @@ def broadcast_object_list(
     Args:
         object_list: On the source the input, left as it is; on the others the output: each entry is replaced.
             All ranks give lists of one length.
-        src: The source, as a global rank. Give this or `group_src`.
+        src: The source, as a global rank. Default: 0, if `group_src` is not given.
         group: Which ranks. Default: all.
         device: Where the bytes are put to be sent. Default: where the engine sends from.
         group_src: The source, as a rank in the group.
@@ -158,7 +158,7 @@ def broadcast_object_list(
     found = member_group(operation, group)
     if found is None:
         return
-    root = root_of(found, operation, src, group_src)
+    root = root_of(found, operation, 0 if src is None and group_src is None else src, group_src)
     own = pack(operation, list(object_list), me(found), len(object_list)) if found.rank() == root else None
     room, count = broadcasted(found, root, own, device)
     if own is None:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from torchdist_ref.calls import Recv, Send
-from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.errors import ArgumentError, explain, on_rank
 from torchdist_ref.groups.arguments import check_tensor, check_writable, member_group, root_of
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.work import Work
@@ -59,12 +59,12 @@ def send(
     """
     found = member_group("send", group)
     if found is None:
-        raise ArgumentError("send: this rank is not in the given group, so it can't send there.")
+        raise ArgumentError(f"send: this rank is not in the given group, so it can't send there{on_rank()}.")
     call = _send_call("send", tensor, dst, found, tag, group_dst)
     if call.dst == found.rank():
         raise ArgumentError(
             "send: Invalid destination rank: destination rank should not be the same as the rank of the current "
-            "process. Use isend, or keep the tensor."
+            f"process{on_rank()}. Use isend, or keep the tensor."
         )
     found.backend.submit(call, (tensor,), (), True)
 

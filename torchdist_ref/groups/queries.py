@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.errors import ArgumentError, explain, on_rank
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.world import resolve
 
@@ -62,7 +62,7 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
         ArgumentError: The group has no such rank.
     """
     if not 0 <= group_rank < group.size():
-        raise ArgumentError(f"get_global_rank: Group rank {group_rank} is not part of group {group.name!r}.")
+        raise ArgumentError(f"get_global_rank: Group rank {group_rank} is not part of group {group.name!r}{on_rank()}.")
     return group.members[group_rank]
 
 
@@ -73,7 +73,8 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
         ArgumentError: That rank is not in the group.
     """
     if global_rank not in group.members:
-        raise ArgumentError(f"get_group_rank: Global rank {global_rank} is not part of group {group.name!r}.")
+        words = f"Global rank {global_rank} is not part of group {group.name!r}"
+        raise ArgumentError(f"get_group_rank: {words}{on_rank()}.")
     return group.members.index(global_rank)
 
 

@@ -16,6 +16,7 @@ from torchdist_ref.groups.world import current, default_group, resolve
 from torchdist_ref.stores import PrefixStore
 
 Lists = list[list[int]]
+_NAME = "split_group"
 
 
 def split_group(
@@ -60,14 +61,14 @@ def split_group(
     if parent is None:
         rank = default_group().rank()
         raise ArgumentError(explain("split_group", "parent_pg", "a group that this rank is in", parent_pg, rank=rank))
-    lists, seconds = _checked(split_ranks, parent), seconds_of(timeout)
+    lists, seconds = _checked(split_ranks, parent), seconds_of(timeout, "split_group")
     number = parent.store.add(f"split/rounds/{parent.rank()}", 1)
-    _agree(parent, number, lists)
+    agree_on_parts(_NAME, parent, number, lists)
     index = next((index for index, ranks in enumerate(lists) if parent.rank() in ranks), None)
     if index is None:
         return None
-    store = _place(parent, number, index)
-    _await(parent, store, lists[index], seconds)
+    store = place_of_part(_NAME, parent, number, index)
+    await_part(_NAME, parent, store, lists[index], seconds)
     name = group_desc or f"{parent.name}, split {number}, part {index}"
     return _join(parent, store, lists[index], backend or parent.backend.name, name, seconds)
 
@@ -86,32 +87,42 @@ def _checked(split_ranks: Any, parent: ProcessGroup) -> Lists:
     return [sorted(ranks) for ranks in split_ranks]
 
 
-def _place(parent: ProcessGroup, number: int, index: int) -> PrefixStore:
-    return PrefixStore(f"split/{number}/{index}", parent.store)
+def place_of_part(operation: str, parent: ProcessGroup, number: int, index: int) -> PrefixStore:
+    """Where the members of one part of a group meet, the n-th time that the group is cut."""
+    return PrefixStore(f"{operation}/{number}/{index}", parent.store)
 
 
-def _agree(parent: ProcessGroup, number: int, lists: Lists) -> None:
-    """The first rank to come writes down the lists; whoever comes with others is told, and so are those who wait."""
-    said: Lists = json.loads(parent.store.compare_set(f"split/{number}/lists", "", json.dumps(lists)))
+def agree_on_parts(operation: str, parent: ProcessGroup, number: int, lists: Lists) -> None:
+    """The first rank to come writes down the lists; whoever comes with others is told, and so are those who wait.
+
+    Raises:
+        MismatchError: This rank's lists are others than the first one's.
+    """
+    said: Lists = json.loads(parent.store.compare_set(f"{operation}/{number}/lists", "", json.dumps(lists)))
     if said == lists:
         return
     me = parent.rank()
-    reason = f"split_group: rank {parent.members[me]} gives {lists}, another rank gave {said}. All must give the same."
+    reason = f"{operation}: rank {parent.members[me]} gives {lists}, another rank gave {said}. All must give the same."
     for index, ranks in enumerate(said):
         if me in ranks:
-            _place(parent, number, index).set(f"came/{me}", reason)
+            place_of_part(operation, parent, number, index).set(f"came/{me}", reason)
     raise MismatchError(reason)
 
 
-def _await(parent: ProcessGroup, store: PrefixStore, ranks: list[int], seconds: float) -> None:
-    """Wait for the members of this part, before any of them counts on the others."""
+def await_part(operation: str, parent: ProcessGroup, store: PrefixStore, ranks: list[int], seconds: float) -> None:
+    """Wait for the members of a part, before any of them counts on the others.
+
+    Raises:
+        RankStalledError: One of them did not come in time.
+        MismatchError: One of them came with other lists.
+    """
     store.set(f"came/{parent.rank()}", "")
     try:
         store.wait([f"came/{rank}" for rank in ranks], timedelta(seconds=seconds))
     except StoreTimeoutError:
         absent = [parent.members[rank] for rank in ranks if not store.check([f"came/{rank}"])]
         raise RankStalledError(
-            f"split_group: of group {parent.name!r}, ranks {absent} did not come in {seconds:g} s "
+            f"{operation}: of group {parent.name!r}, ranks {absent} did not come in {seconds:g} s "
             f"(on rank {parent.members[parent.rank()]}). See what they do."
         ) from None
     for answer in store.multi_get([f"came/{rank}" for rank in ranks]):

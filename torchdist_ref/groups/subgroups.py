@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.errors import ArgumentError, explain, on_rank
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.lifecycle import new_group
 from torchdist_ref.groups.queries import get_process_group_ranks, get_rank
@@ -119,6 +119,6 @@ def _check_apart(lists: Any) -> None:
     for ranks in lists:
         for rank in ranks:
             if rank in seen and seen[rank] is not ranks:
-                raise ArgumentError(f"new_subgroups_by_enumeration: Rank {rank} has appeared in both subgroup "
-                                    f"{list(seen[rank])} and {list(ranks)}; subgroups must share no rank.")  # fmt: skip
+                words = f"Rank {rank} has appeared in both subgroup {list(seen[rank])} and {list(ranks)}"
+                raise ArgumentError(f"new_subgroups_by_enumeration: {words}; they must share no rank{on_rank()}.")
             seen[rank] = ranks

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from torchdist_ref.errors import ArgumentTypeError, NotInitializedError, explain, find_rank_with
+from torchdist_ref.errors import ArgumentError, NotInitializedError, explain, find_rank_with
 from torchdist_ref.groups.group import GroupMember, ProcessGroup
 from torchdist_ref.stores import Store
 
@@ -121,19 +121,15 @@ def default_group() -> ProcessGroup:
     return group
 
 
-def resolve(group: ProcessGroup | int | None) -> ProcessGroup | None:
+def resolve(group: ProcessGroup | int | None, operation: str = "process group") -> ProcessGroup | None:
     """The group that an argument means; None if this rank is not in it."""
     if group is None:
         return current().default or default_group()
     if isinstance(group, ProcessGroup):
         return group
-    _check_not_a_member(group)
-    return None
-
-
-def _check_not_a_member(group: object) -> None:
     if group != GroupMember.NON_GROUP_MEMBER:
-        raise ArgumentTypeError(explain("process group", "group", "a group made by new_group, or None", group))
+        raise ArgumentError(explain(operation, "group", "a group made by new_group, or None", group))
+    return None
 
 
 def _rank() -> int | None:

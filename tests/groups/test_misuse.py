@@ -1,0 +1,96 @@
+"""Misuse gets torch's type of exception or a subclass, with words that say where: tried on torch's Gloo beside ours."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as oracle
+
+import torchdist_ref as dist
+from tests.groups.misuse import MESSAGES, Misuse, Place, more, of_stores, substitutions
+from torchdist_ref.testing import run
+
+# What torch raises there is about its own inside, or it raises nothing where something is wrong.
+INTENDED = {
+    "er .*_list: a tensor": "torch asks whether a tensor is true (RuntimeError).",
+    "get_process_group_ranks no group": "torch looks it up in a table of its own (KeyError).",
+    "new_group unknown backend": "an assertion of torch's.",
+    r"coalesced .*: nothing": "torch's dispatcher has no tensor to look at (NotImplementedError).",
+}
+# torch waits for a rank that does not exist, until its time-out; a reduce_scatter of other sizes ends its
+# process, and so may a multi_set that reads values that are not there.
+NOT_ASKED = re.compile(
+    rf"({'|'.join(MESSAGES)}) \w+: (too large|negative|None)|send outside|multi_set one value"
+    r"|reduce_scatter input_list: other sizes"
+)
+# None for a root is rank 0, for the source of a receive any rank, here for objects too; a list may have any length.
+RIGHT = re.compile(
+    r"recv_object_list src: None|i?recv src: None|(gather|scatter|broadcast)(_object|_object_list)? (src|dst): None"
+    r"|all_reduce_coalesced tensors: (a tensor|one tensor|one too|other)"
+)
+TIMEOUT = timedelta(seconds=3)
+Answer = tuple[str, list[str], str]
+
+
+def answer(misuse: Misuse, place: Place) -> tuple[list[str], str]:
+    """Make the call; gives the names of the exception's classes, none if there was no exception, and its words."""
+    try:
+        got = misuse.call(place)
+        if isinstance(got, oracle.Work | dist.Work):
+            got.wait()
+    except Exception as error:
+        return [kind.__name__ for kind in type(error).__mro__], str(error)
+    return [], repr(got)
+
+
+def program(rank: int, path: str) -> list[tuple[str, list[str] | None, list[str], str]]:
+    """Make every wrong call on torch's Gloo and on ours, and then use our group."""
+    warnings.simplefilter("ignore")
+    store = oracle.FileStore(path, 2)
+    oracle.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
+    ours = dist.new_group(timeout=TIMEOUT)
+    found = []
+    for misuse in [*substitutions(), *more(), *of_stores()]:
+        if RIGHT.match(misuse.name):
+            continue
+        kinds = None
+        if not NOT_ASKED.match(misuse.name):
+            # What Gloo itself refuses may come back as the error of the next call on the group: each gets its own.
+            kinds, _ = answer(misuse, Place(oracle, rank, oracle.new_group(timeout=TIMEOUT)))
+        found.append((misuse.name, kinds, *answer(misuse, Place(dist, rank, ours))))
+    tensor = torch.tensor([rank + 1.0])
+    dist.all_reduce(tensor, group=ours)
+    assert tensor.item() == 3.0
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """Some seconds: about four hundred wrong calls on two libraries, each of which may open connections anew."""
+    path = str(tmp_path_factory.mktemp("misuse") / "store")
+    return run(program, 2, path, ranks="processes", timeout=100.0)
+
+
+def test_misuse_raises_what_torch_raises(answers: list[list[Any]]) -> None:
+    wrong = [
+        f"rank {rank}, {name}: torch raises {kinds[0]}, ours {ours[:1] or 'nothing'}: {words[:200]}"
+        for rank, found in enumerate(answers)
+        for name, kinds, ours, words in found
+        if kinds and kinds[0] not in ours and not any(re.search(what, name) for what in INTENDED)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_misuse_is_an_error_that_names_the_function_and_this_rank(answers: list[list[Any]]) -> None:
+    silent = [
+        f"{name}: {words!r}"
+        for rank, found in enumerate(answers)
+        for name, _, ours, words in found
+        if not ours or name.split(" ")[0] not in words or f"rank {rank}" not in words
+    ]
+    assert not silent, "\n".join(silent)
