@@ -273,6 +273,7 @@ def test_the_table_shows_hooks_beside_the_first_one_on_each_link() -> None:
         "none   4,000    1.00     0.3     11.0    1.00                 43.0    1.00  2.250\n"
         "fp16  2,000!    2.00  0.0003     22.0    2.00                 38.0    0.88  2.250"
     )
+    assert hooks_table.show(ones, ratios=False).splitlines()[1] == "hook   bytes  x less   error  fast ms   loss"
 
 
 def test_a_result_comes_back_from_its_report() -> None:

@@ -20,6 +20,7 @@ _ALIKE = ("allreduce", "bf16", "powersgd-2", "fp16-powersgd-2", "bf16-powersgd-2
 _CROWD = len(_COLOURS)
 # What is nearer to the exact average than this is as exact as single precision can be.
 _EXACT = 1e-6
+_TICKS = [digit * 10.0**power for power in range(-2, 6) for digit in (1, 2, 5)]
 _MARKERS = ("o", "s", "D", "^", "v")
 
 
@@ -81,6 +82,10 @@ def times(panel: Any, results: Sequence[Result]) -> None:
         panel.plot([1e3 * result.step for result in here], places, linestyle="", label=name, **marker)
     panel.set_yticks(range(len(hooks)), hooks)
     panel.set(xscale="log", xlabel="milliseconds a step", title=_title(results, "time of a step"))
+    steps = [1e3 * result.step for result in results]
+    ticks = [tick for tick in _TICKS if min(steps) / 1.5 <= tick <= max(steps) * 1.5]
+    panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    panel.minorticks_off()
     panel.grid(alpha=0.3)
     panel.legend(loc="best", fontsize=8)
 
@@ -93,7 +98,7 @@ def errors(panel: Any, results: Sequence[Result]) -> None:
         beside = {"xytext": (7, -3), "textcoords": "offset points", "fontsize": 7}
         panel.annotate(f"{result.sent_bytes:,.0f} B", (result.mean_error, place), **beside)
     panel.set_yticks(range(len(here)), [result.hook for result in here])
-    panel.set(xscale="log", xlabel="relative error of the gradients; bytes a step", title=_title(results, "error"))
+    panel.set(xscale="log", xlabel="relative error; beside it, bytes a step", title=_title(results, "error"))
     low, high = panel.get_xlim()
     panel.set_xlim(low, high * 30)
     panel.grid(alpha=0.3)
