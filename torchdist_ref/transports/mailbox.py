@@ -170,4 +170,4 @@ class Mailbox:
 
 def _bytes_of(row: Tensor) -> memoryview:
     """The memory of a contiguous row."""
-    return memoryview(row.detach().view(torch.uint8).numpy())
+    return row.detach().view(torch.uint8).numpy().data
