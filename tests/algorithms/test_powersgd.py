@@ -176,6 +176,38 @@ def test_twenty_steps_are_torchs_within_a_millionth(r: int, tmp_path: Path) -> N
             assert ours == theirs, kw
 
 
+class One(Given):
+    """One large layer, whose factors lie column after column."""
+
+    SHAPES = ((1024, 1024),)
+
+
+def large(rank: int, path: str) -> tuple[Tensor, Tensor]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    found = []
+    theirs, ours = (TorchDDP, torchs.PowerSGDState, torchs.powerSGD_hook), (DDP, PowerSGDState, powerSGD_hook)
+    for wrap, state, hook in (theirs, ours):
+        ddp = wrap(One())
+        ddp.register_comm_hook(state(None, 2, 2), hook)
+        steps = []
+        for step in range(4):
+            generator = torch.Generator().manual_seed(1000 * step + rank)
+            ddp.zero_grad()
+            noise = torch.randn(1024, 1024, generator=generator)
+            ddp([torch.outer(fill(step, (1024,)), fill(5, (1024,))) + noise]).backward()
+            steps.append(next(ddp.parameters()).grad.clone())
+        found.append(torch.stack(steps))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return found[0], found[1]
+
+
+def test_a_large_layers_products_add_up_in_another_order(tmp_path: Path) -> None:
+    # torch's numbers within the rounding that error feedback magnifies: measured, some 1e-5 after 20 steps.
+    for wanted, found in forked(large, 2, str(tmp_path / "meet")):
+        assert float((found - wanted).norm() / wanted.norm()) < 1e-4
+
+
 def several(rank: int, hook: Any, slow: int, **kw: Any) -> tuple[Tensor, int]:
     ddp = DDP(Given(), bucket_cap_mb=0.006, gradient_as_bucket_view=True)
     ddp.register_comm_hook(PowerSGDState(None, 2, 2, **kw), hook)

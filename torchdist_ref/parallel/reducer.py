@@ -47,7 +47,7 @@ class Reducer:
         self.entries = entries
         self.group = group
         self.options = options
-        self.average = Averaging(group, groups.get_world_size(group))
+        self.average = Averaging(group, groups.get_world_size(group), early=not options.skip_unused)
         self.exchange: Exchange = self.average
         self.parameters = [entry.parameter for entry in entries]
         self.dense = [i for i, entry in enumerate(entries) if not entry.sparse]
@@ -171,7 +171,7 @@ class Reducer:
         place = self._places[index]
         if place is not None:
             bucket, slot = place
-            bucket.take(slot)
+            bucket.take(slot, self.exchange.scale)
             bucket.waiting -= 1
             if not self.rebuilt:
                 self._arrivals.append(index)

@@ -49,18 +49,26 @@ class Bucket:
         self.waiting = len(self.members)
         self.started = self.sent = None
 
-    def take(self, place: int) -> None:
-        """Bring the gradient that autograd left at one parameter into the buffer; zeros where it left none."""
+    def take(self, place: int, scale: float = 1.0) -> None:
+        """Bring the gradient that autograd left at one parameter into the buffer; zeros where it left none.
+
+        Args:
+            place: Which parameter of the bucket.
+            scale: What the gradient is multiplied by on its way, while it is in the cache.
+        """
         parameter, view = self.parameters[place], self.views[place]
         gradient = parameter.grad
-        if gradient is view:
-            return
         if gradient is None:
             view.zero_()
             return
-        view.copy_(gradient.detach() if gradient.requires_grad else gradient)
+        if gradient.requires_grad:
+            gradient = gradient.detach()
+        if scale != 1.0:
+            torch.mul(gradient, scale, out=view)
+        elif gradient is not view:
+            view.copy_(gradient)
         # During backward in low precision they differ; then `give` points, when the full parameter is back.
-        if self.pointing and gradient.dtype == view.dtype:
+        if self.pointing and gradient is not view and gradient.dtype == view.dtype:
             parameter.grad = view
 
     def offer(self) -> GradBucket:

@@ -38,6 +38,9 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
     and warm start make good over the following steps. Before step ``state.start_powerSGD_iter`` it averages exactly.
     Works with any number of buckets on any backend: all ranks make the same calls in the same order.
 
+    Numbers are those of torch's hook to a millionth. Layers of a million elements or more add up in another order
+    where r > 1, which saves most of the time and moves results by some 1e-5.
+
     Args:
         state: What to do, and the memory of the steps so far. Every rank builds its own, with the same arguments.
         bucket: The gradients; overwritten.

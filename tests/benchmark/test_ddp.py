@@ -1,0 +1,53 @@
+"""`benchmark ddp` run for real, on a model of nothing, as briefly as it goes. What it measures is not judged here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from torchdist_ref.benchmark.__main__ import main
+from torchdist_ref.benchmark.ddp_measure import Result, pss
+from torchdist_ref.benchmark.ddp_models import HOOKS, MODELS
+
+# torch's DDP loads the compiler: some 2 s, once.
+BRIEF = ["ddp", "--models", "tiny", "--repetitions", "2", "--seconds", "0.001"]
+
+
+def test_every_hook_on_every_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    # Twelve hooks, four sides each: some 4 s.
+    assert main([*BRIEF, "--json", str(out)]) == 0
+    results = json.loads(out.read_text())["results"]
+    assert [result["hook"] for result in results] == list(HOOKS)
+    assert all(set(r["samples"]) == {"local", "torch:gloo", "ref", "gloo"} for r in results)
+    assert all(len(times) == 2 and min(times) > 0 for r in results for times in r["samples"].values())
+    table = capsys.readouterr().out
+    assert "excess ref / torch" in table and "powerSGD 4" in table
+
+
+def test_memory_of_each_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert main([*BRIEF, "--hooks", "none", "--memory", "--json", str(out)]) == 0
+    sizes = {r["side"]: r["pss_bytes"] for r in json.loads(out.read_text())["results"]}
+    assert set(sizes) == {"torch:gloo", "ref", "gloo"} and min(sizes.values()) > 1 << 20
+    assert "MiB" in capsys.readouterr().out
+
+
+def test_what_is_unknown_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BRIEF, "--hooks", "fp17"]) == 1
+    assert "fp17" in capsys.readouterr().err
+
+
+def test_figures_of_a_result() -> None:
+    samples = {"local": [1.0, 1.0, 9.0], "torch:gloo": [3.0, 3.0, 9.0], "ref": [2.0, 2.0, 9.0]}
+    result = Result("mlp", "none", 2, samples, [False, False, True])
+    assert (result.ratio("ref"), result.excess("ref"), result.over_local("ref")) == (2 / 3, 0.5, 1.0)
+    assert not result.noisy
+
+
+def test_the_models_have_the_sizes_that_are_stated() -> None:
+    sizes = {name: sum(p.numel() for p in make()[0].parameters()) for name, make in MODELS.items()}
+    assert sizes == {"mlp": 9_292_930, "resnet18": 11_173_962, "tiny": 2_000}
+    assert pss() >= 0

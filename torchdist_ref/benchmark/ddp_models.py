@@ -1,0 +1,123 @@
+"""What `benchmark ddp` trains, and how each side wraps it: models, hooks by name, torch's DDP and ours.
+
+A hook is looked up under one name in torch's modules and in ours, so both sides get the same. To add one, add a line to
+`HOOKS`. What is measured, and how often, is in `ddp_measure`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TORCH, REF, GLOO, LOCAL = "torch:gloo", "ref", "gloo", "local"
+_HOUSES = {TORCH: "torch.distributed", REF: "torchdist_ref", GLOO: "torchdist_ref"}
+# One bucket: with several, torch's PowerSGD mixes up its calls on Gloo.
+_ONE_BUCKET = 1000
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A communication hook, where both sides keep it.
+
+    Attributes:
+        module: Below ``algorithms.ddp_comm_hooks``; empty for no hook.
+        name: The function.
+        rank: For PowerSGD, the rank of the factors.
+        around: A wrapper of `module` that goes around it.
+        views: Whether DDP is built with ``gradient_as_bucket_view=True``.
+    """
+
+    module: str = ""
+    name: str = ""
+    rank: int = 0
+    around: str = ""
+    views: bool = False
+
+
+HOOKS = {
+    "none": Hook(),
+    "none, views": Hook(views=True),
+    "allreduce": Hook("default_hooks", "allreduce_hook"),
+    "fp16": Hook("default_hooks", "fp16_compress_hook"),
+    "bf16": Hook("default_hooks", "bf16_compress_hook"),
+    "fp16 wrapper": Hook("default_hooks", "allreduce_hook", around="fp16_compress_wrapper"),
+    "bf16 wrapper": Hook("default_hooks", "allreduce_hook", around="bf16_compress_wrapper"),
+    "noop": Hook("debugging_hooks", "noop_hook"),
+    "noop, views": Hook("debugging_hooks", "noop_hook", views=True),
+    "powerSGD 1": Hook("powerSGD_hook", "powerSGD_hook", rank=1),
+    "powerSGD 2": Hook("powerSGD_hook", "powerSGD_hook", rank=2),
+    "powerSGD 4": Hook("powerSGD_hook", "powerSGD_hook", rank=4),
+}
+
+
+def wrap(model: nn.Module, side: str, group: Any, hook: Hook) -> nn.Module:
+    """A model under one side's DDP, on a group of that side's, with the hook; bare for `LOCAL`."""
+    if side == LOCAL:
+        return model
+    house = _HOUSES[side]
+    ddp = import_module("torch.nn.parallel" if side == TORCH else house).DistributedDataParallel
+    size = {"bucket_cap_mb": _ONE_BUCKET} if hook.rank else {}
+    wrapped: Any = ddp(model, process_group=group, gradient_as_bucket_view=hook.views, **size)
+    if hook.module:
+        module = import_module(f"{house}.algorithms.ddp_comm_hooks.{hook.module}")
+        function = getattr(module, hook.name)
+        if hook.around:
+            function = getattr(module, hook.around)(function)
+        state = module.PowerSGDState(group, hook.rank, start_powerSGD_iter=2) if hook.rank else group
+        wrapped.register_comm_hook(state, _renamed(function))
+    return wrapped  # type: ignore[no-any-return]
+
+
+def _renamed(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """torch's DDP refuses hooks by the names of those in bf16 on builds for CPU."""
+    return (lambda state, bucket: hook(state, bucket)) if "bf16" in hook.__name__ else hook
+
+
+def mlp() -> tuple[nn.Module, Tensor]:
+    """9.3 million parameters, half the step is communication; and a batch of 16."""
+    widths = [784, 1776, 1776, 1776, 888, 10]
+    layers: list[nn.Module] = []
+    for n, m in pairwise(widths):
+        layers += [nn.Linear(n, m), nn.ReLU()]
+    return nn.Sequential(*layers[:-1]), torch.randn(16, 784)
+
+
+def tiny() -> tuple[nn.Module, Tensor]:
+    """200 parameters of a few numbers each: what DDP itself costs for a parameter."""
+    layers = [nn.Linear(4, 4) for _ in range(100)]
+    return nn.Sequential(*layers), torch.randn(1, 4)
+
+
+class _Block(nn.Module):
+    """Two convolutions, and a shortcut round them."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width),
+        )  # fmt: skip
+        short = nn.Sequential(nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+        self.short = nn.Identity() if before == width else short
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.short(x))
+
+
+def resnet18() -> tuple[nn.Module, Tensor]:
+    """11.2 million parameters for images of 32 x 32; and a batch of 2."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    before = 64
+    for width in (64, 128, 256, 512):
+        layers += [_Block(before, width, 1 if before == width else 2), _Block(width, width, 1)]
+        before = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)), torch.randn(2, 3, 32, 32)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {"mlp": mlp, "resnet18": resnet18, "tiny": tiny}
