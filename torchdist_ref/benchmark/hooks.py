@@ -111,6 +111,8 @@ class _Show:
         if not select(self.results, link=FAST):
             hooks_measure.on_link(self._settings, Link(FAST), self.hear)
         self.results += [result.on(link) for result in select(self.results, link=FAST)]
+        for _ in range(self._settings.rounds() // len(self._settings.links)):
+            self._progress.advance()
 
     def hear(self, event: Any) -> None:
         """A result, the number of a round, or words."""
