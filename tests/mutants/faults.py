@@ -31,6 +31,7 @@ class Fault:
 ENGINE = "tests/backends/test_every_algorithm.py -k direct-3"
 CONTRACT = "tests/backends/test_conformance.py -k ref-threads-3"
 FAULTS = "tests/backends/test_faults.py"
+LENT = "tests/backends/test_registered.py"
 SCHEDULES = "tests/schedules"
 
 PLANTED = (
@@ -60,6 +61,20 @@ PLANTED = (
           "tests/backends/test_stage.py"),
     Fault("readers of the other half are forgotten", "backends/executor.py",
           "if self._staged_last == half:", "if False:", "tests/backends/test_stage.py"),
+    Fault("a lent tensor is given back while others work on it", "backends/executor.py",
+          "step(tensors, 0)\n                    hear_all()\n", "step(tensors, 0)\n", f"{LENT} -k overwritten"),
+    Fault("a rank that does not lend is not waited for", "backends/executor.py",
+          "return staged(tensors, number, False)", "return staged(tensors, number)", f"{LENT} -k one_rank_lends"),
+    Fault("where freed memory lay is remembered", "backends/lent.py",
+          "if changes != self._changes or len", "if len", f"{LENT} -k comes_and_goes"),
+    Fault("outputs that others read are written", "backends/lent.py",
+          "return at >= end or at + output.nbytes <= begin or (at == own and alone)", "return True",
+          f"{LENT} -k outputs_may_lie"),
+    Fault("the child of a fork frees its parent's memory", "transports/registered.py",
+          "self.arena is not None and self.arena.pid == os.getpid()", "self.arena is not None",
+          "tests/transports/test_registered.py -k fork"),
+    Fault("views of registered tensors begin where these do", "transports/registered.py",
+          "region[0] + tensor.data_ptr() - address", "region[0]", "tests/transports/test_registered.py -k views"),
     Fault("the second operand of a fused step is the first", "backends/plan.py",
           "steps.combine(into, sources[0], sources[1], count, reduction)",
           "steps.combine(into, *sources[:1] * 2, count, reduction)",

@@ -92,9 +92,8 @@ class Executor:
             try:
                 hear_all()
                 mine, theirs = said[parity]
-                for other in theirs:
-                    if other != mine:
-                        raise self._difference(plan)
+                if theirs.count(mine) < len(theirs):
+                    raise self._difference(plan)
                 for steps in lending.rounds(b"".join([each.lent[parity] for each in lines])):
                     for step in steps:
                         step(tensors, 0)
