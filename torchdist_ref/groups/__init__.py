@@ -34,6 +34,7 @@ from torchdist_ref.groups.registered import empty_registered
 from torchdist_ref.groups.reduce_ops import reduce_op, supports_complex
 from torchdist_ref.groups.reduce_scattering import reduce_scatter, reduce_scatter_tensor
 from torchdist_ref.groups.singles import all_gather_single, reduce_scatter_single
+from torchdist_ref.groups.shrinking import shrink_group
 from torchdist_ref.groups.splitting import split_group
 from torchdist_ref.groups.subgroups import new_subgroups, new_subgroups_by_enumeration
 from torchdist_ref.groups.world import default_pg_timeout
@@ -113,6 +114,7 @@ __all__ = [
     "send_object_list",
     "set_debug_level",
     "set_debug_level_from_env",
+    "shrink_group",
     "split_group",
     "supports_complex",
 ]

@@ -1,0 +1,138 @@
+"""shrink_group: those that are left go on; who counts as whom afterwards; and what cannot be shrunk."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import torchdist_ref as dist
+from torchdist_ref.testing import fill, run
+
+
+def total(*ranks: int) -> list[float]:
+    return torch.stack([fill(rank, (3,)) for rank in ranks]).sum(0).tolist()
+
+
+def sum_of(rank: int, group: Any = None) -> list[float]:
+    tensor = fill(rank, (3,))
+    dist.all_reduce(tensor, group=group)
+    return tensor.tolist()
+
+
+def without_one(rank: int) -> Any:
+    """Rank 1 ends; the others hear of it in a call, shrink, and shrink once more when rank 2 ends too."""
+    pair = dist.new_group([0, 2, 3])
+    dist.barrier()
+    if rank == 1:
+        return None
+    if dist.get_backend() == "ref":
+        # On Gloo, ranks that wait for each other would hear of the end only at the time-out.
+        with pytest.raises(dist.DistBackendError):
+            dist.all_reduce(torch.ones(3))
+    first = dist.shrink_group([1])
+    assert first is dist.group.WORLD and dist.get_process_group_ranks(first) == [0, 1, 2]
+    place, seen = (dist.get_rank(), dist.get_world_size(), dist.get_backend()), [sum_of(rank)]
+    with pytest.raises(dist.GroupAbortedError):
+        dist.all_reduce(torch.ones(3), group=pair)
+    seen.append(sum_of(rank, dist.new_group([2, 1])) if rank else total(2, 3))
+    if rank == 2:
+        return place, [*seen, total(0, 3)]
+    dist.shrink_group([1])
+    objects = [None, None]
+    dist.all_gather_object(objects, rank)
+    assert objects == [0, 3]
+    return place, [*seen, sum_of(rank)]
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("ref", "threads"), ("ref", "processes"), ("gloo", "processes")])
+def test_the_ranks_that_are_left_go_on(backend: str, ranks: str) -> None:
+    sums = [total(0, 2, 3), total(2, 3), total(0, 3)]
+    left = [((place, 3, backend), sums) for place in range(3)]
+    assert run(without_one, 4, backend=backend, ranks=ranks) == [left[0], None, left[1], left[2]]
+
+
+def a_smaller_group(rank: int) -> Any:
+    group = dist.new_group([3, 1, 0])
+    if rank in (1, 2):
+        return sum_of(rank)
+    smaller = dist.shrink_group([1], group)
+    with pytest.raises(dist.GroupAbortedError):
+        dist.barrier(group)
+    assert dist.get_process_group_ranks(smaller) == [0, 3] and smaller is not dist.group.WORLD
+    return sum_of(rank), sum_of(rank, smaller), dist.get_rank(smaller)
+
+
+def test_another_group_shrinks_without_the_world() -> None:
+    world, pair = total(0, 1, 2, 3), total(0, 3)
+    assert run(a_smaller_group, 4) == [(world, pair, 0), world, world, (world, pair, 1)]
+
+
+def waits(rank: int) -> bool:
+    """A call under way ends with the reason; the group of those that stay is not touched by it."""
+    work = dist.all_reduce(torch.ones(3), async_op=True) if rank < 2 else None
+    if rank == 2:
+        return True
+    dist.shrink_group([2], shrink_flags=1)
+    assert work is not None
+    with pytest.raises(dist.DistBackendError):
+        work.wait()
+    return sum_of(rank) == total(0, 1)
+
+
+def test_calls_under_way_can_be_given_up() -> None:
+    assert run(waits, 3) == [True] * 3
+
+
+def disagree(rank: int) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    if rank == 3:
+        return ""
+    with pytest.raises((dist.MismatchError, dist.RankStalledError), match="shrink_group") as caught:
+        dist.shrink_group([3] if rank else [2, 3], group)
+    return type(caught.value).__name__
+
+
+def test_ranks_that_shrink_differently_are_told() -> None:
+    kinds = run(disagree, 4)
+    assert kinds[3] == "" and "MismatchError" in kinds[:3]
+
+
+def alone(rank: int) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=0.1))
+    if rank:
+        return ""
+    with pytest.raises(dist.RankStalledError, match=r"shrink_group: of group 'group 1', ranks \[1\] did not come"):
+        dist.shrink_group([2], group)
+    return "told"
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    assert run(alone, 3) == ["told", "", ""]
+
+
+MISUSE = [
+    (lambda: dist.shrink_group((1,)), TypeError, r"'ranks_to_exclude'.*list of whole numbers.*\(1,\)"),
+    (lambda: dist.shrink_group(["1"]), TypeError, "list of whole numbers"),
+    (lambda: dist.shrink_group([]), ValueError, "at least one group rank from 0 to 1"),
+    (lambda: dist.shrink_group([0, 1]), ValueError, "not all of them"),
+    (lambda: dist.shrink_group([1, 1]), ValueError, "none twice"),
+    (lambda: dist.shrink_group([2]), ValueError, "from 0 to 1"),
+    (lambda: dist.shrink_group([1], shrink_flags=7), ValueError, "'shrink_flags'.*0 or 1.*7"),
+    (lambda: dist.shrink_group([dist.get_rank()]), RuntimeError, "other ranks than this one.*let its process end"),
+    (lambda: dist.shrink_group([0], -100), ValueError, "a group that this rank is in"),
+]
+
+
+def misuse(rank: int, case: int) -> bool:
+    call, kind, words = MISUSE[case]
+    with pytest.raises(kind, match=words):
+        call()
+    return sum_of(rank) == total(0, 1)
+
+
+@pytest.mark.parametrize("case", range(len(MISUSE)), ids=[case[2] for case in MISUSE])
+def test_misuse_is_answered_and_the_group_goes_on(case: int) -> None:
+    assert run(misuse, 2, case) == [True, True]
