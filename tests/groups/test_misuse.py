@@ -34,7 +34,6 @@ RIGHT = re.compile(
     r"|all_reduce_coalesced tensors: (a tensor|one tensor|one too|other)"
 )
 TIMEOUT = timedelta(seconds=3)
-Answer = tuple[str, list[str], str]
 
 
 def answer(misuse: Misuse, place: Place) -> tuple[list[str], str]:

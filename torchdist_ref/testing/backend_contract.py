@@ -88,6 +88,33 @@ def averages(rank: int, size: int) -> None:
         same(tensor, _sum(size, shape, torch.float64))
 
 
+def multiplies_before_it_adds(rank: int, size: int) -> None:
+    """PREMUL_SUM adds what each rank has multiplied by a factor of its own, and reads inputs without changing them."""
+    wanted = torch.stack([(r + 0.5) * fill(r, (301,)) for r in range(size)]).sum(0)
+    tensor, output = fill(rank, (301,)), torch.empty(301)
+    dist.all_reduce(tensor, dist.ReduceOp.PREMUL_SUM(rank + 0.5))
+    same(tensor, wanted)
+    inputs = [fill(rank, (301,)) for _ in range(size)]
+    dist.reduce_scatter(output, inputs, dist.ReduceOp.PREMUL_SUM(torch.tensor(rank + 0.5)))
+    same(output, wanted)
+    same(inputs[0], fill(rank, (301,)))
+
+
+def keeps_every_type(rank: int, size: int) -> None:
+    """Types that few engines know are added all the same: what small numbers add up to has one right answer."""
+    for dtype in (torch.int16, torch.uint16, torch.int8, torch.float16, torch.float8_e5m2, torch.complex64):
+        tensor, row = fill(rank, (9,), dtype), torch.empty(9 * size, dtype=dtype)
+        dist.all_gather_into_tensor(row, tensor)
+        assert torch.equal(row[-9:].view(torch.uint8), fill(size - 1, (9,), dtype).view(torch.uint8))
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        if dtype.itemsize > 1:
+            dist.all_reduce(tensor)
+            same(tensor, torch.stack([fill(r, (9,), dtype).to(wide) for r in range(size)]).sum(0).to(dtype))
+    truth = torch.tensor([True, rank == 0])
+    dist.all_reduce(truth)
+    assert truth.view(torch.uint8).tolist() == [1, 1], "a sum of truth values is a truth value"
+
+
 def works_bitwise(rank: int, size: int) -> None:
     """BAND, BOR and BXOR work on the bits of integers."""
     data = [fill(r, (64,), torch.uint8) for r in range(size)]
@@ -251,7 +278,8 @@ def separates_groups(rank: int, size: int) -> None:
 
 
 CLAUSES: tuple[Callable[[int, int], None], ...] = (
-    sums_everywhere, reduces_as_asked, averages, works_bitwise, leaves_replicas_identical, broadcasts_from_any_root,
+    sums_everywhere, reduces_as_asked, averages, multiplies_before_it_adds,
+    keeps_every_type, works_bitwise, leaves_replicas_identical, broadcasts_from_any_root,
     reduces_to_any_root, gathers, scatters, reduces_and_scatters, finishes_async_calls_in_order, respects_strides,
     passes_messages, matches_tags_in_any_order, separates_groups,
 )  # fmt: skip
