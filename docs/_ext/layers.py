@@ -64,6 +64,7 @@ PARTS = (
     Part("backends", "2 engines", (*WORDS, "schedules", "stores", "rendezvous", "transports", "backends.base")),
     Part("debug", "2 engines", (*WORDS, "schedules", "stores", "rendezvous", "transports", "backends.base")),
     Part("groups", "3 front door", (*WORDS, "stores", "rendezvous", "backends.base", "debug")),
+    Part("device_mesh", "3 front door", ("groups",)),
     Part("parallel.bucket", "4 training"),
     Part("parallel", "4 training", (*DOOR, "parallel.bucket", "algorithms")),
     Part("algorithms", "4 training", (*DOOR, "parallel.bucket")),

@@ -1,0 +1,223 @@
+"""What is below the top level of `torch.distributed` in torch 2.13, beside ours, as data and as a page.
+
+Methods of classes, and the modules that programs import: `surface_table` does the same for the top level. The names are
+in torch_2_13_members.json with their signatures. `python -m tests.groups.member_table` writes the signatures anew
+(under torch 2.13) and the page docs/reference/surface_members.md; a test holds both to what is written here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import re
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torchdist_ref as dist
+from tests.groups.surface_table import VERSION, Signature, signature
+from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torchdist_ref.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torchdist_ref.testing import run
+
+HERE = Path(__file__).parent
+SNAPSHOT = HERE / "torch_2_13_members.json"
+PAGE = HERE.parents[1] / "docs" / "reference" / "surface_members.md"
+THEIRS = {"DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel"}
+OURS = {"DistributedDataParallel": "torchdist_ref.DistributedDataParallel"}
+
+# Names that ours does without, by pattern, and why. The first that fits counts; each has to fit something.
+ABSENT = {
+    r"\w+Options\..*": "Calls are plain values here, so nothing carries options; see the page Design.",
+    r"Backend\.backend_.*": "Lists that torch's own code keeps. `is_backend_available` asks for one.",
+    r"BackendConfig\..*": "A group has one engine here, whatever the device.",
+    r"BuiltinCommHookType\..*|DistributedDataParallel\._register_builtin_comm_hook":
+        "Hooks in C++. `register_comm_hook` takes the Python ones, which do the same.",
+    r"DeviceMesh\._flatten": "Private to torch; DTensor and FSDP2 take torch's meshes, also over `ref`.",
+    r"DistributedDataParallel\._get_ddp_logging_data|Logger\..*":
+        "torch's C++ statistics. A group's `recorder` has the calls.",
+    r"DistributedDataParallel\._register_buffer_comm_hook": "Private to torch: buffers are broadcast, as in torch.",
+    r"DistributedDataParallel\._set_params_and_buffers_to_ignore_for_model":
+        "Private to torch. A parameter that should not be averaged has `requires_grad=False`.",
+    r"DistributedDataParallel\._set_static_graph": "Private to torch; the constructor has `static_graph=True`.",
+    r"DistributedDataParallel\.broadcast_buffers": "torch's older name for what the constructor was told.",
+    r"DistributedDataParallel\.(gather|scatter|to_kwargs)":
+        "Of the time when one process had several devices; torch no longer calls them either.",
+    r"ProcessGroupGloo\..*": "torch's class works as before beside this library; by name, its engine is `\"gloo\"`.",
+    r"Reducer\..*": "torch's DDP in C++. `torchdist_ref.parallel` has a reducer in Python.",
+    r"Work\._source_rank": "torch's older name; `source_rank`.",
+    r"Work\.(boxed|unbox)": "How torch's compiler holds a Work.",
+    r"Work\.block_current_stream": "NCCL only; `wait` orders the current stream.",
+    r"Work\.get_future_result": "NCCL only; `get_future` holds the result or the error.",
+    r"Work\.synchronize": "`wait` does it.",
+    r"autograd|rpc": "Remote calls, a transport of their own in C++; torch's work beside this library.",
+    r"c10d_logger|config|logging_handlers|remote_device|utils": "Modules of torch for itself.",
+    r"collective_utils.*": "Not documented by torch; the object collectives do the same.",
+    r"constants.*": "`default_pg_timeout` is at the top level; NCCL's is torch's own.",
+    r"distributed_c10d": "Where torch keeps its functions; here they are at the top level and in `groups`.",
+    r"elastic\.(agent|control_plane|events|metrics|multiprocessing|rendezvous|timer).*":
+        "The agent behind torchrun, which works beside this library as it is; see the page Launching.",
+    r"run(\..*)?": "torchrun, which starts programs of this library as it is; our own is `torchdist_ref.launch`.",
+}  # fmt: skip
+# Where ours takes other parameters, and why.
+DIFFERENT = {
+    r"rendezvous\.rendezvous": "Further keyword arguments are collected under another name, which no caller sees.",
+    r"device_mesh\.DeviceMesh": "torch's further parameters, which begin with an underscore, are private to torch.",
+    r".*\.PowerSGDState": "Two parameters more, at the end, for what torch's does not have.",
+}
+
+
+def known() -> dict[str, Signature | None]:
+    """Return the names below torch.distributed, with torch 2.13's signatures, as kept."""
+    kept: dict[str, Signature | None] = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
+    return kept
+
+
+def find(name: str, package: str, homes: dict[str, str]) -> Any:
+    """Return what a dotted name means below a package.
+
+    Raises:
+        AttributeError: Nothing.
+    """
+    first, _, rest = name.partition(".")
+    parts = (homes.get(first, f"{package}.{first}") + (f".{rest}" if rest else "")).split(".")
+    for length in range(len(parts), 0, -1):
+        with contextlib.suppress(ImportError):
+            found = importlib.import_module(".".join(parts[:length]))
+            for part in parts[length:]:
+                found = getattr(found, part)
+            return found
+    raise AttributeError(name)
+
+
+def has(value: Any, name: str) -> bool:
+    """Whether an object has an attribute, though it may not be able to give it (a device that a group is bound to)."""
+    try:
+        return hasattr(value, name)
+    except RuntimeError:
+        return True
+
+
+@cache
+def objects() -> dict[str, frozenset[str]]:
+    """Return the names that objects have, where classes don't show them: attributes, and what is passed on."""
+
+    def names(rank: int) -> dict[str, frozenset[str]]:
+        group = dist.group.WORLD
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        assert work is not None and group is not None
+        work.wait()
+        shown = {
+            "ProcessGroup": group,
+            "Work": work,
+            "algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState": PowerSGDState(None),
+            "algorithms.ddp_comm_hooks.post_localSGD_hook.PostLocalSGDState": PostLocalSGDState(None, None, 1, False),
+        }
+        wanted = {owner: [n.removeprefix(owner + ".") for n in known() if n.startswith(owner + ".")] for owner in shown}
+        return {owner: frozenset(n for n in wanted[owner] if has(shown[owner], n)) for owner in shown}
+
+    return run(names, 1)[0]
+
+
+def row(name: str) -> tuple[str, str]:
+    """Return what ours has for a name, and why."""
+    theirs_is = known()[name]
+    try:
+        found = find(name, "torchdist_ref", OURS)
+    except AttributeError:
+        owner, _, last = name.rpartition(".")
+        if last in objects().get(owner, ()):
+            return "on objects", ""
+        return "absent", reason(name, ABSENT)
+    if getattr(found, "__module__", "torchdist_ref").startswith("torch."):
+        return "torch's own", ""
+    if theirs_is is None or signature(found) is None:
+        return "same name", ""
+    if signature(found) == theirs_is:
+        return "as torch's", ""
+    return "other parameters", reason(name, DIFFERENT)
+
+
+def reason(name: str, table: dict[str, str]) -> str:
+    """Return the reason that a table gives for a name; nothing if it gives none."""
+    return next((why for pattern, why in table.items() if re.fullmatch(pattern, name)), "")
+
+
+@cache
+def rows() -> dict[str, tuple[str, str]]:
+    """Return all rows."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {name: row(name) for name in sorted(known())}
+
+
+def installed() -> dict[str, Signature | None]:
+    """Return the installed torch's signatures of the names that are kept; None for what is not there or shows none."""
+    found: dict[str, Signature | None] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in known():
+            try:
+                found[name] = lasting(signature(find(name, "torch.distributed", THEIRS)))
+            except AttributeError:
+                found[name] = None
+    return found
+
+
+def lasting(found: Signature | None) -> Signature | None:
+    """Take out where in memory a default value happens to be."""
+    return found and [[part and re.sub(" at 0x[0-9a-f]+", "", part) for part in parameter] for parameter in found]
+
+
+def page() -> str:
+    """Return the page that shows the table."""
+    lines = [f"| `{name}` | {state} | {why} |" for name, (state, why) in rows().items()]
+    return "\n".join([HEAD.strip(), "", "| name | here | why |", "| --- | --- | --- |", *lines, "", TAIL.strip(), ""])
+
+
+HEAD = """
+# Names below the top level
+
+The methods of classes, and the modules below `torch.distributed`, in torch 2.13 and, where torch removed them, in 1.13.
+*As torch's* means the same parameters with the same names, kinds and defaults; *same name*, that torch's shows no
+parameters or is gone; *on objects*, that the class doesn't show it but its objects have it; *torch's own*, that the
+name leads to torch's. Methods of a `ProcessGroup` are those of torch, passed on to a mirror of the group that torch's
+functions take. A test compares them one by one, and this page is written from the test's own table.
+"""
+TAIL = """
+## What is no Python name of torch.distributed
+
+| name | here | why |
+| --- | --- | --- |
+| `c10d::ProcessGroup` | torch's own | The base class of engines in C++. Those that are registered with torch work here by name. |
+| `torch.nn.parallel.DistributedDataParallel` | own | It is `torchdist_ref.DistributedDataParallel`; torch's runs on `ref`. |
+| `torch.nn.DataParallel` | torch's own | Threads of one process and no ranks. |
+| `torch.multiprocessing.spawn` | torch's own | It starts processes; any process can be a rank, see Launching. |
+| `torch.profiler` | torch's own | Calls of every engine are ranges in it. |
+
+| variable | here |
+| --- | --- |
+| `TORCHELASTIC_USE_AGENT_STORE`, `LOCAL_RANK` | read |
+| `TORCHELASTIC_RUN_ID` | read by `is_torchelastic_launched`; set by the launcher |
+| `TORCHELASTIC_RESTART_COUNT`, `LOCAL_WORLD_SIZE`, `GROUP_RANK` | set by the launcher |
+| `TORCH_NCCL_BLOCKING_WAIT`, `TORCH_NCCL_ASYNC_ERROR_HANDLING` | read by torch's engine |
+| `TORCH_DIST_INIT_BARRIER` | not read: initialisation always ends when all ranks are there |
+| `USE_LIBUV` | not read: there is one kind of store server |
+| `PYTORCH_DDP_USE_SIDE_STREAM` | not read: DDP moves inputs on the current stream |
+| `TORCH_DISTRIBUTED_USE_TORCHCOMMS` | not read: it chooses among torch's own engines |
+"""
+
+
+def main() -> None:
+    """Write the page, and the signatures if this is the right torch."""
+    if torch.__version__.startswith(VERSION):
+        SNAPSHOT.write_text(json.dumps(installed(), indent=0) + "\n", encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

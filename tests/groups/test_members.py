@@ -1,0 +1,54 @@
+"""Names below the top level: as torch 2.13's, or the table gives a reason. The page is written from the same table."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.groups import member_table as table
+
+ROWS = sorted(table.known())
+
+
+def test_every_name_is_as_torchs_or_has_a_reason() -> None:
+    silent = [
+        name for name, (state, why) in table.rows().items() if state in ("absent", "other parameters") and not why
+    ]
+    assert not silent
+
+
+def test_every_reason_is_needed() -> None:
+    rows = table.rows()
+    for reasons, state in ((table.ABSENT, "absent"), (table.DIFFERENT, "other parameters")):
+        names = [name for name in rows if rows[name][0] == state]
+        useless = [pattern for pattern in reasons if not any(re.fullmatch(pattern, name) for name in names)]
+        assert not useless
+
+
+def test_most_names_are_here() -> None:
+    counts = Counter(state for state, _ in table.rows().values())
+    assert sum(counts.values()) == len(ROWS) > 500
+    assert counts["as torch's"] > 100 and counts["absent"] < 180
+
+
+def test_the_page_shows_the_table() -> None:
+    again = "run `python -m tests.groups.member_table`"
+    assert table.PAGE.read_text(encoding="utf-8") == table.page(), again
+
+
+@pytest.mark.skipif(not torch.__version__.startswith(table.VERSION), reason="the signatures are those of torch 2.13")
+def test_the_kept_signatures_are_the_installed_torchs() -> None:
+    found = table.installed()
+    # CUDA builds show more; what is kept must be as it is kept.
+    assert {name: found[name] for name, kept in table.known().items() if kept is not None} == {
+        name: kept for name, kept in table.known().items() if kept is not None
+    }
+
+
+def test_what_is_nowhere_is_absent() -> None:
+    with pytest.raises(AttributeError):
+        table.find("ProcessGroup.no_such_method", "torchdist_ref", table.OURS)
+    assert table.find("Work.wait", "torchdist_ref", table.OURS).__name__ == "wait"
