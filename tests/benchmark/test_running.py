@@ -20,7 +20,7 @@ from torchdist_ref.benchmark.crew import Place, go
 from torchdist_ref.benchmark.fault_trials import death, interrupt, mismatches
 from torchdist_ref.benchmark.operations import OPERATIONS, Buffers
 from torchdist_ref.errors import ArgumentError
-from torchdist_ref.testing import RankError, run
+from torchdist_ref.testing import RankError, namespaces, run
 
 BRIEF = ["--repetitions", "2", "--seconds", "0.001"]
 
@@ -78,6 +78,15 @@ def test_torch_itself_back_to_back_on_integers(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["settings"]["loop"] is True
 
 
+@pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
+def test_halves_of_the_ranks_on_hosts_of_their_own(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    named = ["--ops", "all_reduce", "--sizes", "1K", "--backends", "ref,gloo", "--world", "3", "--namespaces"]
+    assert main([*named, "--repetitions", "2", "--seconds", "0.001", "--json", str(out)]) == 0
+    assert {entry["backend"] for entry in results(out)} == {"ref", "gloo", "limit"}
+    assert json.loads(out.read_text())["settings"]["namespaces"] is True
+
+
 def test_an_engine_that_cannot_be_made_is_left_out_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +130,7 @@ def test_a_wrong_result_stops_it() -> None:
         (["--dtype", "nonsense"], "--dtype"),
         (["--world", "1"], "--world"),
         (["--against", "gloo", "--backends", "ref"], "--against"),
+        (["--namespaces", "--backends", "ref,mpi4py"], "--namespaces"),
         (["store", "--clients", "0"], "--clients"),
         (["faults", "--ops", "gossip"], "--ops"),
     ],

@@ -19,6 +19,7 @@ import torch
 
 from torchdist_ref.benchmark import engines, limit, mpi_crew, plot, report, table
 from torchdist_ref.benchmark.crew import Place, go
+from torchdist_ref.benchmark.hosts import on_hosts
 from torchdist_ref.benchmark.operations import OPERATIONS, Action, Buffers, Make, Operation
 from torchdist_ref.benchmark.progress import Progress
 from torchdist_ref.benchmark.results import DIRECT, LIMIT, Row
@@ -50,6 +51,7 @@ class Settings:
         loop: Whether calls are made back to back, and not each from the start line.
         dtype: Of the tensors.
         window: Bytes that the limit lays out at once.
+        namespaces: Whether the two halves of the ranks are on hosts of their own (see `hosts`).
     """
 
     ops: tuple[str, ...]
@@ -61,6 +63,7 @@ class Settings:
     loop: bool = False
     dtype: str = "float32"
     window: int = limit.WINDOW
+    namespaces: bool = False
 
     def cases(self) -> list[tuple[Operation, int]]:
         """Every operation at every size; those that move no bytes once."""
@@ -190,6 +193,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loop", action="store_true", help="calls back to back, not each from a common start line")
     parser.add_argument("--dtype", default="float32", help="of the tensors (%(default)s)")
     parser.add_argument("--window", type=parse_size, default=limit.WINDOW, help="of the limit column (the engine's)")
+    parser.add_argument("--namespaces", action="store_true", help="half the ranks on a host of their own (needs root)")
     parser.add_argument("--against", metavar="BACKEND", help="what the others are compared with (the last backend)")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw time over size")
 
@@ -204,7 +208,8 @@ def main(options: argparse.Namespace) -> int:
     try:
         start = mpi_crew.go if engines.UNDER_MPIEXEC.keys() & set(settings.backends) else go
         extra = settings.world * (settings.window + _room(settings))
-        start(partial(measure, settings=settings), settings.world, show.hear, extra=extra)
+        with on_hosts(partial(measure, settings=settings), settings.namespaces) as program:
+            start(program, settings.world, show.hear, extra=extra)
     finally:
         show.finish()
         _keep(options, settings, show.rows, show.notes)
@@ -221,13 +226,15 @@ def _settings(options: argparse.Namespace, names: Sequence[str]) -> Settings:
         raise ArgumentError(explain("benchmark", "--against", f"one of {', '.join(names)}", options.against))
     if options.world < 2 or options.repetitions < 1:
         raise ArgumentError("benchmark: --world must be at least 2 and --repetitions at least 1.")
+    if options.namespaces and engines.UNDER_MPIEXEC.keys() & set(names):
+        raise ArgumentError("benchmark: --namespaces is for forked ranks, and those of MPI are started by mpiexec.")
     dtype = getattr(torch, options.dtype, None)
     if not isinstance(dtype, torch.dtype) or dtype == torch.bool:
         raise ArgumentError(explain("benchmark", "--dtype", "a dtype of torch that can be added", options.dtype))
     sizes = tuple(map(parse_size, options.sizes.split(",")))
     return Settings(
         ops, sizes, tuple(names), options.world, options.repetitions, options.seconds, options.loop, options.dtype,
-        options.window,
+        options.window, options.namespaces,
     )  # fmt: skip
 
 
