@@ -159,10 +159,16 @@ class Link:
             for _ in range(self.spins):
                 if token.acquire(False):
                     return
-        seconds = self.timeout if timeout is None else timeout
-        deadline = monotonic() + seconds
+        self._wait_long(token, peer, doing, self.timeout if timeout is None else timeout, alone)
+
+    def _wait_long(self, token: Token, peer: int, doing: str, seconds: float, alone: bool) -> None:
+        deadline, told = monotonic() + seconds, False
         while not token.acquire(True, max(0.0, min(SLICE, deadline - monotonic()))):
             self.line.wait_for(peer)
+            if self.hosts is not None and not told and monotonic() > deadline - seconds / 2:
+                # Ranks of other hosts can't look here; at the deadline they will want to know.
+                self.show_line()
+                told = True
             at = doing if alone else self._numbered(doing)
             trouble = self.trouble(peer if alone else None, at)
             if trouble is None and monotonic() >= deadline:
@@ -173,6 +179,8 @@ class Link:
                     break
                 raise trouble
         self.line.waits_no_more()
+        if told:
+            self.show_line()
 
     def _numbered(self, doing: str) -> str:
         return f"call {self.line.announced}, {doing}" if self.line.announced >= 0 else doing
@@ -220,9 +228,9 @@ class Link:
         return chain
 
     def _awaited(self, rank: int) -> int | None:
-        """Whom a rank waits for. Of another host neither the clock is ours nor the news fresh: nobody, then."""
+        """Whom a rank waits for. A rank of another host has said so itself, by a clock that is not ours."""
         here = self.hosts is None or self.hosts[rank] == self.hosts[self.rank]
-        return self.lines[rank].waits_for(FRESH) if here else None
+        return self.lines[rank].waits_for(FRESH if here else None)
 
     def _state(self, rank: int) -> str:
         return "has not joined" if self.lines[rank].status == ABSENT else self.lines[rank].doing()

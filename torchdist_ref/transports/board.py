@@ -128,13 +128,13 @@ class Line:
         """The wait is over."""
         self.words[WAITS // 8] = 0
 
-    def waits_for(self, within: float) -> int | None:
+    def waits_for(self, within: float | None) -> int | None:
         """The rank that this one waits for, said within so many seconds of a clock that both share; or None.
 
         Whoever is stopped in the middle of a wait says nothing any more, and does not wait: it is waited for.
         """
         peer, beat = self.words[WAITS // 8] - 1, self.words[BEAT // 8]
-        return peer if peer >= 0 and monotonic_ns() - beat < within * 1e9 else None
+        return peer if peer >= 0 and (within is None or monotonic_ns() - beat < within * 1e9) else None
 
     def doing(self) -> str:
         """What this rank was last seen at, in words."""

@@ -55,6 +55,7 @@ class Mailbox:
         self._words = self._bytes[:64].cast("q")
         self._halves = [layout.mailbox(source, target, half) for half in (0, 1)]
         self._shown: Record | None = None
+        self._tag, self._doing = -1, ""
         self._views: dict[tuple[int, torch.dtype, int], Tensor] = {}
         self.offer = memory.token(layout, "offer", source, target)
         self._reply = memory.token(layout, "reply", target, source)
@@ -68,14 +69,15 @@ class Mailbox:
         Raises:
             MismatchError: The receiver expected something else, and has not taken it.
         """
-        doing = record.text.decode()
         row = tensor.view(-1)
         pieces = self._pieces(row)
         self._words[_TAG], self._words[_FINGERPRINT] = tag, record.fingerprint
         self._words[_NBYTES] = row.numel() * row.itemsize
-        if self._shown is not record:
-            self._shown = record
+        if self._shown is not record or self._tag != tag:
+            self._shown, self._tag = record, tag
+            self._doing = f"send(dst={self.target}, tag={tag}): {record.text.decode()}"
             self._put(_TEXT, record.text)
+        doing = self._doing
         self._view(0, row.dtype, pieces[0].numel()).copy_(pieces[0])
         self._give("offer", [(self._begin, ENVELOPE), self._range(0, pieces[0])])
         self._give("bell")
