@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from torchdist_ref.backends.reductions import WIDENED, check, divide, reduction
 from torchdist_ref.backends.torch_work import Carried, brought_back
@@ -124,10 +125,8 @@ def _back(numbers: Tensor, tensor: Tensor, reduction: str) -> bool:
 def _padded(call: Call, inputs: Tensors, outputs: Tensors) -> Carried:
     """Blocks of several sizes, each in a row as long as the longest; receivers know what of it is theirs."""
     longest = max(t.nbytes for t in (*inputs, *outputs))
-    sources = [torch.zeros(longest, dtype=torch.uint8) for _ in inputs]
+    sources = [pad(as_bytes(t), (0, longest - t.nbytes)) if t.nbytes < longest else as_bytes(t) for t in inputs]
     targets = [torch.empty(longest, dtype=torch.uint8) for _ in outputs]
-    for row, tensor in zip(sources, inputs, strict=True):
-        row[: tensor.nbytes].copy_(as_bytes(tensor))
     used = [row[: tensor.nbytes] for row, tensor in zip(targets, outputs, strict=True)]
     return Carried(call, sources, targets, lambda: brought_back(used, outputs))
 
