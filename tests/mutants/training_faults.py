@@ -11,6 +11,7 @@ HOOKS = "algorithms/ddp_comm_hooks"
 DEFAULT = "tests/algorithms/test_default_hooks.py"
 POWER = "tests/algorithms/test_powersgd.py"
 GRADIENTS = "tests/nn/test_functional.py"
+LABORATORY = "tests/benchmark/test_hooks.py"
 
 PLANTED = (
     Fault("a counter that is missing counts as one", "stores/table.py",
@@ -67,4 +68,11 @@ PLANTED = (
     Fault("shards are given out smallest first", "optim/shards.py",
           "sorted(parameters, key=torch.Tensor.numel, reverse=True)", "sorted(parameters, key=torch.Tensor.numel)",
           "tests/optim"),
+    Fault("the laboratory counts a gather as one rank's bytes", "benchmark/hooks_watch.py",
+          "whole = max(sum(tensor.nbytes for tensor in side) for side in (inputs, outputs))",
+          "whole = sum(tensor.nbytes for tensor in inputs)", f"{LABORATORY} -k gloo"),
+    Fault("the laboratory takes one rank's gradients for the average", "benchmark/hooks_trainee.py",
+          ".double().mean(0)", ".double()[0]", f"{LABORATORY} -k plain"),
+    Fault("the laboratory's modelled link costs nothing", "benchmark/hooks_results.py",
+          "one + link.seconds(self.sent_bytes)", "one", f"{LABORATORY} -k table"),
 )  # fmt: skip
