@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import torchdist_ref as dist
-from torchdist_ref.errors import DistNetworkError
+from torchdist_ref.errors import DistNetworkError, RankStalledError
 from torchdist_ref.stores import HashStore
 from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.testing.backend_contract import CLAUSES
@@ -204,6 +205,53 @@ def test_a_mesh_takes_bytes_for_anywhere_only_where_they_are_expected() -> None:
         with pytest.raises(DistNetworkError, match="3 bytes that nobody here expects"):
             mesh.pump(1.0)
         mesh.close()
+
+
+def test_a_peer_that_does_not_read_is_named_in_time() -> None:
+    layout = Layout(2, half=8192, box=4096)
+    memory = bytearray(layout.nbytes)
+    mesh = Mesh(0, layout, lambda rank: memoryview(memory), patience=0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    with theirs, ours:
+        mesh.add(1, ours)
+        start = time.monotonic()
+        with pytest.raises(RankStalledError, match=r"rank 1 has not read for 0\.1 s"):
+            mesh.send_bytes(1, "more", memoryview(bytes(64 << 20)))
+        # The frame was sent in part: nothing may follow it.
+        mesh.send_bytes(1, "more", memoryview(bytes(64 << 20)))
+        assert time.monotonic() - start < SOON
+        mesh.close()
+
+
+def interrupted(rank: int, path: str, call: str) -> float:
+    """Ctrl-C comes while the other host's rank has not made the call."""
+    join(rank, "ab", path)
+    store = dist.FileStore(path + "late", 2)
+    if rank == 1:
+        store.wait(["go"])
+        return 0.0
+    hit: list[float] = []
+
+    def interrupt() -> None:
+        hit.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Timer(0.1, interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        dist.all_reduce(torch.ones(10)) if call == "all_reduce" else dist.recv(torch.ones(10), 1)
+    store.set("go", "")
+    return time.monotonic() - hit[0]
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "recv"])
+def test_ctrl_c_is_answered_while_another_host_is_waited_for(
+    call: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = str(tmp_path_factory.mktemp("meet") / "store")
+    # The goal is 0.1 s; the rest is for a machine with other work.
+    assert run(interrupted, 2, path, call, ranks="processes", init=False)[0] < 0.1 + 0.4
 
 
 def exchange_kinds(rank: int, path: str) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from torchdist_ref.errors import DistNetworkError
+from torchdist_ref.errors import DistNetworkError, RankStalledError
 from torchdist_ref.transports.base import Range, Token
 from torchdist_ref.transports.connection import ELSEWHERE, Connection, Frame, inside, pack
 from torchdist_ref.transports.layout import BOARD_LINE, ENVELOPE, KINDS, Layout
@@ -26,14 +26,25 @@ GLANCE = 0.0005
 class Mesh:
     """Connections by rank, and counters of tokens by kind and source.
 
+    Args:
+        rank: This rank.
+        layout: The map of the segment.
+        bytes_of: Where the parts of the segment that belong to a rank are.
+        patience: Seconds that a peer may leave unread what was sent to it.
+
     Attributes:
         gone: Ranks whose connection has ended.
     """
 
-    def __init__(self, rank: int, layout: Layout, bytes_of: Callable[[int], memoryview]) -> None:
+    def __init__(
+        self, rank: int, layout: Layout, bytes_of: Callable[[int], memoryview], patience: float = 60.0
+    ) -> None:
         self.rank, self.layout, self._bytes_of = rank, layout, bytes_of
         self.connections: dict[int, Connection] = {}
         self.gone: set[int] = set()
+        self._patience = patience
+        # Ranks to whom a frame was sent in part only: what came behind it would be taken for its rest.
+        self._cut_off: set[int] = set()
         self.counts: defaultdict[tuple[str, int], int] = defaultdict(int)
         self.ring: Callable[[], Any] = lambda: None
         self._poll = select.poll()
@@ -88,15 +99,24 @@ class Mesh:
         self._send(peer, [pack(Frame(KINDS.index(kind), self.rank, ((ELSEWHERE, len(data)),))), data])
 
     def _send(self, peer: int, parts: Sequence[memoryview | bytes]) -> None:
-        if peer in self.gone:
+        if peer in self.gone or peer in self._cut_off:
             return
+        deadline = monotonic() + self._patience
         with self._sending[peer]:
             try:
-                self.connections[peer].send(parts, lambda: self._while_full(peer))
+                self.connections[peer].send(parts, lambda: self._while_full(peer, deadline))
             except OSError:
                 self.gone.add(peer)
+            except BaseException:
+                self._cut_off.add(peer)
+                raise
 
-    def _while_full(self, peer: int) -> None:
+    def _while_full(self, peer: int, deadline: float) -> None:
+        if monotonic() > deadline:
+            raise RankStalledError(
+                f"rank {peer} has not read for {self._patience:g} s what rank {self.rank} sends it. Look at that rank, "
+                f"or pass a longer timeout to init_process_group or new_group."
+            )
         self.pump(0.0)
         select.select([], [self.connections[peer]], [], GLANCE)
 

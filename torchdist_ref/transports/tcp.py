@@ -36,10 +36,10 @@ class TcpMemory:
 
     kind = "tcp"
 
-    def __init__(self, rank: int, layout: Layout, near: Sequence[int], common: Any) -> None:
+    def __init__(self, rank: int, layout: Layout, near: Sequence[int], common: Any, patience: float) -> None:
         self._near, self._common = frozenset(near), common
         self._copies = PrivateMemory(layout.nbytes)
-        self.mesh = Mesh(rank, layout, self.bytes_of)
+        self.mesh = Mesh(rank, layout, self.bytes_of, patience)
         self._rank = rank
 
     def buffer_of(self, rank: int) -> Any:
@@ -120,7 +120,7 @@ def connect(
     layout = Layout(len(members))
     near = [r for r in range(len(members)) if hosts[r] == hosts[rank]]
     common = _common(PrefixStore(f"host/{near[0]}", store), layout, rank, near)
-    memory = TcpMemory(rank, layout, near, common)
+    memory = TcpMemory(rank, layout, near, common, timeout)
     far = [r for r in range(len(members)) if r not in near]
     _connect_all(store, memory.mesh, rank, far, timeout)
     typed: Memory = memory
