@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from time import monotonic
 
@@ -25,7 +25,7 @@ from torchdist_ref.errors import DistError, MismatchError, RankStalledError
 from torchdist_ref.transports.base import Link
 from torchdist_ref.transports.board import Record
 from torchdist_ref.transports.liveness import SLICE
-from torchdist_ref.transports.mailbox import Envelope, Mailbox
+from torchdist_ref.transports.mailbox import Mailbox
 
 
 def record_of(tensor: Tensor) -> Record:
@@ -39,20 +39,17 @@ def _record(dtype: torch.dtype, count: int) -> Record:
     return Record(fingerprint(text), text.encode())
 
 
-@dataclass(eq=False)
 class Posted:
     """A receive that waits for its message."""
 
-    call: Recv
-    tensor: Tensor
-    deadline: float
-    record: Record = field(init=False)
-    source: int = -1
-    error: BaseException | None = None
-    ended: bool = False
+    __slots__ = ("call", "deadline", "ended", "error", "record", "source", "tensor")
 
-    def __post_init__(self) -> None:
-        self.record = record_of(self.tensor)
+    def __init__(self, call: Recv, tensor: Tensor, deadline: float) -> None:
+        self.call, self.tensor, self.deadline = call, tensor, deadline
+        self.record = record_of(tensor)
+        self.source = -1
+        self.error: BaseException | None = None
+        self.ended = False
 
     def fits(self, source: int, tag: int) -> bool:
         """Whether a message of this source and tag is for this receive."""
@@ -69,7 +66,8 @@ class Kept:
     """A message that came before its receive was posted."""
 
     source: int
-    envelope: Envelope
+    tag: int
+    fingerprint: int
     text: str
     data: Tensor
 
@@ -78,15 +76,14 @@ class Outbox:
     """This rank's sends, in order for each destination."""
 
     def __init__(self, link: Link) -> None:
-        self._link = link
-        self._boxes = {peer: Mailbox(link, link.rank, peer) for peer in link.peers}
-        self._locks = {peer: threading.Lock() for peer in link.peers}
+        self._ways = {peer: (Mailbox(link, link.rank, peer), threading.Lock()) for peer in link.peers}
         self.lanes = {peer: Lane(f"{link.name} to {peer}") for peer in link.peers}
 
     def send(self, call: Send, tensor: Tensor) -> None:
         """Deliver now. Raises what the mailbox raises; a half-sent message ends the pair."""
-        with self._locks[call.dst]:
-            self._boxes[call.dst].send(call.tag, record_of(tensor), tensor)
+        box, one_at_a_time = self._ways[call.dst]
+        with one_at_a_time:
+            box.send(call.tag, record_of(tensor), tensor)
 
 
 class Inbox:
@@ -94,7 +91,7 @@ class Inbox:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._boxes = {peer: Mailbox(link, peer, link.rank) for peer in link.peers}
+        self._boxes: dict[int | None, Mailbox] = {peer: Mailbox(link, peer, link.rank) for peer in link.peers}
         self._bell = link.memory.token(link.layout, "bell", link.rank, link.rank)
         self._posted: list[Posted] = []
         self._kept: list[Kept] = []
@@ -105,13 +102,12 @@ class Inbox:
         """A message from this rank to itself."""
         copy = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().view(-1))
         record = record_of(tensor)
-        envelope = Envelope(tag, record.fingerprint, copy.nbytes)
-        self._arrived(Kept(self._link.rank, envelope, record.text.decode(), copy.view(torch.uint8)))
+        self._arrived(Kept(self._link.rank, tag, record.fingerprint, record.text.decode(), copy.view(torch.uint8)))
 
     def post(self, receive: Posted) -> None:
         """Give it a kept message, or let it wait for one."""
         with self._state:
-            kept = next((k for k in self._kept if receive.fits(k.source, k.envelope.tag)), None)
+            kept = next((k for k in self._kept if receive.fits(k.source, k.tag)), None) if self._kept else None
             if kept is None:
                 self._posted.append(receive)
                 return
@@ -120,24 +116,56 @@ class Inbox:
 
     def _arrived(self, kept: Kept) -> None:
         with self._state:
-            receive = self._match(kept.source, kept.envelope.tag)
+            receive = self._match(kept.source, kept.tag)
             if receive is None:
                 self._kept.append(kept)
                 return
         self._hand(receive, kept)
 
     def _match(self, source: int, tag: int) -> Posted | None:
-        receive = next((p for p in self._posted if p.fits(source, tag)), None)
-        if receive is not None:
-            self._posted.remove(receive)
-        return receive
+        for place, receive in enumerate(self._posted):
+            if receive.fits(source, tag):
+                del self._posted[place]
+                return receive
+        return None
 
     def _hand(self, receive: Posted, kept: Kept) -> None:
-        if receive.record.fingerprint != kept.envelope.fingerprint:
-            receive.end(kept.source, self._misfit(receive, kept.source, kept.envelope.tag, kept.text))
+        if receive.record.fingerprint != kept.fingerprint:
+            receive.end(kept.source, self._misfit(receive.call, receive.record, kept.source, kept.tag, kept.text))
             return
         receive.tensor.view(-1).copy_(kept.data.view(receive.tensor.dtype))
         receive.end(kept.source)
+
+    def take_at_once(self, call: Recv, tensor: Tensor) -> bool:
+        """Receive without posting, if nothing else is waited for and the message comes while it is good to spin.
+
+        Raises:
+            MismatchError: As `finish` does.
+        """
+        box = self._boxes.get(call.src)
+        if box is None or not self._taking.acquire(False):
+            return False
+        try:
+            while not self._posted and not self._kept and self._offers(box):
+                if box.look()[0] == call.tag:
+                    self._take(box, call, tensor)
+                    return True
+                self._accept(box)
+            return False
+        finally:
+            self._taking.release()
+
+    def _take(self, box: Mailbox, call: Recv, tensor: Tensor) -> None:
+        """The message at the head is for this receive."""
+        record = record_of(tensor)
+        if box.look()[1] == record.fingerprint:
+            box.take(tensor, "recv")
+            # The bell has rung for this offer, or soon will; once too often does no harm.
+            self._bell.acquire(False)
+            return
+        error = self._misfit(call, record, box.source, call.tag, box.text())
+        box.refuse(f"{call} of {record.text.decode()}")
+        raise error
 
     def finish(self, receive: Posted) -> None:
         """Wait for a posted receive, taking what arrives for anybody meanwhile.
@@ -154,11 +182,15 @@ class Inbox:
                         self._take_until(receive)
                     finally:
                         self._taking.release()
-        finally:
-            with self._state:
-                self._posted = [p for p in self._posted if p is not receive]
+        except BaseException:
+            self._forget(receive)
+            raise
         if receive.error is not None:
             raise receive.error
+
+    def _forget(self, receive: Posted) -> None:
+        with self._state:
+            self._posted = [p for p in self._posted if p is not receive]
 
     def _take_until(self, receive: Posted) -> None:
         self._scan()
@@ -167,6 +199,17 @@ class Inbox:
                 self._scan()
             else:
                 self._fail_hopeless()
+
+    def _offers(self, box: Mailbox) -> bool:
+        """Whether the one rank that is waited for sends now, or within the time for which it is good to spin."""
+        take = box.offer.acquire
+        if take(False):
+            return True
+        if self._link.may_spin():
+            for _ in range(self._link.spins):
+                if take(False):
+                    return True
+        return False
 
     def _rang(self) -> bool:
         if self._link.may_spin():
@@ -180,38 +223,35 @@ class Inbox:
             wanted = {p.call.src for p in self._posted}
         for peer in self._link.peers if None in wanted else wanted:
             if peer in self._boxes and self._boxes[peer].offer.acquire(False):
-                self._accept(peer, self._boxes[peer])
+                self._accept(self._boxes[peer])
 
-    def _accept(self, peer: int, box: Mailbox) -> None:
-        envelope = box.look()
+    def _accept(self, box: Mailbox) -> None:
+        """Bring the message at the head to the first receive that it fits, or keep it."""
+        peer, (tag, fingerprint, nbytes) = box.source, box.look()
         with self._state:
-            receive = self._match(peer, envelope.tag)
-        if receive is None:
-            data, text = torch.empty(envelope.nbytes, dtype=torch.uint8), box.text()
-            box.take(data, f"a message with tag {envelope.tag}")
-            self._arrived(Kept(peer, envelope, text, data))
-        elif receive.record.fingerprint != envelope.fingerprint:
-            error = self._misfit(receive, peer, envelope.tag, box.text())
-            box.refuse(f"{receive.call} of {receive.record.text.decode()}")
-            receive.end(peer, error)
-        else:
-            self._receive(receive, peer, box)
+            receive = self._match(peer, tag)
+        if receive is not None:
+            self._receive(receive, box)
+            return
+        data, text = torch.empty(nbytes, dtype=torch.uint8), box.text()
+        box.take(data, f"a message with tag {tag}")
+        self._arrived(Kept(peer, tag, fingerprint, text, data))
 
-    def _receive(self, receive: Posted, peer: int, box: Mailbox) -> None:
+    def _receive(self, receive: Posted, box: Mailbox) -> None:
         try:
-            box.take(receive.tensor, "recv")
+            self._take(box, receive.call, receive.tensor)
         except DistError as error:
-            receive.end(peer, error)
+            receive.end(box.source, error)
         except BaseException as error:
-            receive.end(peer, error)
+            receive.end(box.source, error)
             raise
         else:
-            receive.end(peer)
+            receive.end(box.source)
 
-    def _misfit(self, receive: Posted, source: int, tag: int, text: str) -> MismatchError:
+    def _misfit(self, call: Recv, record: Record, source: int, tag: int, text: str) -> MismatchError:
         link = self._link
         return MismatchError(
-            f"{link.here(str(receive.call))}: expects {receive.record.text.decode()}, but {link.who([source])} sent "
+            f"{link.here(str(call))}: expects {record.text.decode()}, but {link.who([source])} sent "
             f"{text} with tag {tag}. Nothing was written."
         )
 
@@ -224,6 +264,7 @@ class Inbox:
             if error is not None:
                 self._scan()
                 if not receive.ended:
+                    self._forget(receive)
                     receive.end(-1, error)
 
     def _hopeless(self, receive: Posted) -> BaseException | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic, perf_counter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from torchdist_ref.trace import Recorder
 from torchdist_ref.transports import connect, registered
 from torchdist_ref.work import Done, Work
 
+T = TypeVar("T")
 Tensors = Sequence[Tensor]
 _DONE = Done()
 # Messages have no place among the numbers of a group's collectives.
@@ -49,6 +51,8 @@ class Ref(Backend):
         self._planner = Planner(self.link, Executor(self.link))
         self._outbox = Outbox(self.link)
         self._inbox = Inbox(self.link)
+        # What a receive that was waited for returns, by its source: it says who sent.
+        self._received: dict[int | None, Work] = {r: Done("recv", [], r) for r in range(self.link.size)}
         self._receives = Lane(f"{m.name} receives")
         self._numbers = Numbers(m.name)
         self._order = Order(m.name, self.link.be_patient)
@@ -117,38 +121,47 @@ class Ref(Backend):
             return Done("send", [])
         lane = self._outbox.lanes[call.dst]
         if wait and lane.idle:
-            self._timed(call, tensor, lambda: self._outbox.send(call, tensor))
+            self._timed(call, tensor, self._outbox.send, call, tensor)
             return _DONE
         work = self._work(call, [], POINT_TO_POINT)
-        lane.put(lambda: _settle(work, lambda: self._timed(call, tensor, lambda: self._outbox.send(call, tensor))))
+        lane.put(lambda: _settle(work, partial(self._timed, call, tensor, self._outbox.send, call, tensor)))
         if wait:
             work.wait()
         return work
 
     def _recv(self, call: Recv, tensor: Tensor, wait: bool) -> Work:
         into = plain(tensor, call)
-        receive = Posted(call, into, monotonic() + self._timeout)
-        self._inbox.post(receive)
-
-        def finish() -> int:
-            self._timed(call, tensor, lambda: self._inbox.finish(receive))
-            bring_back(into, tensor)
-            return receive.source
-
         if wait:
-            return Done("recv", [tensor], finish())
+            return self._timed(call, tensor, self._receive, call, into, tensor)
+        receive = self._posted(call, into)
         work = self._work(call, [tensor], POINT_TO_POINT)
 
         def finish_later() -> None:
-            work.source = finish()
+            work.source = self._timed(call, tensor, self._finish, receive, tensor)
 
         self._receives.put(lambda: _settle(work, finish_later))
         return work
 
-    def _timed(self, call: Call, tensor: Tensor, act: Callable[[], None]) -> None:
+    def _receive(self, call: Recv, into: Tensor, tensor: Tensor) -> Work:
+        if into is tensor and self._inbox.take_at_once(call, tensor):
+            return self._received[call.src]
+        return self._received[self._finish(self._posted(call, into), tensor)]
+
+    def _posted(self, call: Recv, into: Tensor) -> Posted:
+        receive = Posted(call, into, monotonic() + self._timeout)
+        self._inbox.post(receive)
+        return receive
+
+    def _finish(self, receive: Posted, tensor: Tensor) -> int:
+        self._inbox.finish(receive)
+        if receive.tensor is not tensor:
+            bring_back(receive.tensor, tensor)
+        return receive.source
+
+    def _timed(self, call: Call, tensor: Tensor, act: Callable[..., T], *arguments: Any) -> T:
         start, error = perf_counter(), ""
         try:
-            act()
+            return act(*arguments)
         except BaseException as failure:
             error = type(failure).__name__
             raise

@@ -27,6 +27,8 @@ def plain(tensor: Tensor, call: Call) -> Tensor:
             f"{call.op}: backend 'ref' works on tensors of the CPU and of CUDA devices, and this one is on "
             f"{tensor.device}. Move it with .cpu()."
         )
+    if tensor.is_cpu and tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg()):
+        return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
 
 

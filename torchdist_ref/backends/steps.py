@@ -8,7 +8,6 @@ that the executor only calls. Don't add waits: steps know of no other rank.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch import Tensor, float32
 
 from torchdist_ref.backends import reductions
 from torchdist_ref.backends.reductions import Reduction
+from torchdist_ref.transports.moving import mover
 
 Tensors = Sequence[Tensor]
 Step = Callable[[Tensors, int], Any]
@@ -36,17 +36,6 @@ class Part(NamedTuple):
 
 
 Operand = Part | Tensor
-
-_MOVE = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
-_POINTERS = (None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-# To let go of the interpreter lock and take it again costs as much as to move some kilobytes.
-_HOLD = 16 * 1024
-move_briefly, move_freely = ctypes.PYFUNCTYPE(*_POINTERS)(_MOVE), ctypes.CFUNCTYPE(*_POINTERS)(_MOVE)
-
-
-def mover(nbytes: int) -> Callable[[int, int, int], None]:
-    """What moves so many bytes: (to this address, from this address, bytes)."""
-    return move_briefly if nbytes <= _HOLD else move_freely
 
 
 def copy(target: Operand, source: Operand, nbytes: int, itemsize: int) -> Step:

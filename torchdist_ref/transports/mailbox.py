@@ -1,44 +1,63 @@
 """Mailbox: how one message goes from one rank to one other.
 
-There is a mailbox for each ordered pair of ranks. The sender writes an envelope (tag, fingerprint, bytes)
-and the first window of the data, and offers it. The receiver looks at the envelope, and takes the message
-or refuses it; either way it replies, so that a send that returned was received, and a mismatch is an error
-on both sides. Long messages continue in windows: through two halves in turn, or where the two ranks don't see the same
-memory, down a `Lane` from tensor to tensor.
+There is a mailbox for each ordered pair of ranks. The sender writes an envelope (tag, fingerprint, bytes) and the
+first piece of the data, and offers it; a longer message follows in pieces, as many as the box has room for, so that
+both sides work at once. The receiver looks at the envelope, and takes the message or refuses it; either way it replies,
+so that a send that returned was received, and a mismatch is an error on both sides. Where the two ranks don't see the
+same memory, what follows goes down a `Lane`, from tensor to tensor, once the receiver has agreed.
 
 Matching by tag is above (`backends.point_to_point`); a mailbox only knows the message at its head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchdist_ref.errors import MismatchError
-from torchdist_ref.transports.base import Link, Range
+from torchdist_ref.transports.base import Lane, Link, Range, Token
 from torchdist_ref.transports.board import Record
 from torchdist_ref.transports.layout import ENVELOPE
+from torchdist_ref.transports.moving import mover
 
 _TAG, _FINGERPRINT, _NBYTES, _VERDICT = range(4)
-_TEXT, _REPLY, _FIELD = 64, 512, 384
+_WORDS, _TEXT, _REPLY, _FIELD = 64, 64, 512, 384
 TAKEN, REFUSED = 0, 1
 
 # Bytes of a window that goes down a lane: two of them fit in what kernels buffer, so that no sender waits in vain.
 LANE_WINDOW = 512 * 1024
 
-# Views of a mailbox that are kept: loops repeat a few sizes.
+# Routes that are kept: loops repeat a few sizes.
 _KEPT = 64
+# A message is cut in four, so that the receiver starts early, but not in pieces so small that hand-overs cost more
+# than they hide, nor in such that leave the cache before they are read.
+_PARTS, _LEAST, _MOST = 4, 16 * 1024, 128 * 1024
 
 
-class Envelope(NamedTuple):
-    """What a receiver sees before it takes a message; the text is for errors."""
+class Piece(NamedTuple):
+    """A part of a message: where it lies in the box and in the tensor, and how the receiver comes to know of it."""
 
-    tag: int
-    fingerprint: int
+    address: int
+    first: int
     nbytes: int
+    give: Callable[[], Any]
+
+
+class Route(NamedTuple):
+    """How messages of one size travel.
+
+    Attributes:
+        pieces: In order; piece `i` uses the place of piece `i - room`.
+        room: How many of them have a place of their own.
+        move: What moves a piece.
+    """
+
+    pieces: tuple[Piece, ...]
+    room: int
+    move: Callable[[int, int, int], None]
 
 
 class Mailbox:
@@ -50,18 +69,23 @@ class Mailbox:
         memory, layout = link.memory, link.layout
         self._begin = begin = layout.envelope(source, target)
         # A mailbox belongs to its sender; the receiver has the same bytes, or a copy that is kept up.
-        self._buffer = memory.buffer_of(source)
         self._bytes = memory.bytes_of(source)[begin : begin + ENVELOPE]
-        self._words = self._bytes[:64].cast("q")
-        self._halves = [layout.mailbox(source, target, half) for half in (0, 1)]
+        self._words = self._bytes[:_WORDS].cast("q")
+        self._place, self._nbytes = layout.mailbox(source, target, 0), 2 * layout.box
+        self._box = torch.frombuffer(
+            memory.buffer_of(source), dtype=torch.uint8, count=self._nbytes, offset=self._place
+        )  # fmt: skip
         self._shown: Record | None = None
         self._tag, self._doing = -1, ""
-        self._views: dict[tuple[int, torch.dtype, int], Tensor] = {}
+        self._routes: dict[int, Route] = {}
         self.offer = memory.token(layout, "offer", source, target)
         self._reply = memory.token(layout, "reply", target, source)
         self._more = memory.token(layout, "more", source, target)
         self._room = memory.token(layout, "room", target, source)
         self._lane = memory.lane(self.peer)
+        words = [(begin, _WORDS)]
+        self._ring = self._giver("bell")
+        self._answer, self._free = self._giver("reply", words), self._giver("room", words)
 
     def send(self, tag: int, record: Record, tensor: Tensor, timeout: float | None = None) -> None:
         """Deliver a contiguous tensor; back when the receiver has it.
@@ -69,42 +93,53 @@ class Mailbox:
         Raises:
             MismatchError: The receiver expected something else, and has not taken it.
         """
-        row = tensor.view(-1)
-        pieces = self._pieces(row)
-        self._words[_TAG], self._words[_FINGERPRINT] = tag, record.fingerprint
-        self._words[_NBYTES] = row.numel() * row.itemsize
+        words, nbytes, address = self._words, tensor.nbytes, tensor.data_ptr()
+        route = self._routes.get(nbytes) or self._new_route(nbytes)
+        words[_TAG], words[_FINGERPRINT], words[_NBYTES], words[_VERDICT] = tag, record.fingerprint, nbytes, TAKEN
         if self._shown is not record or self._tag != tag:
-            self._shown, self._tag = record, tag
-            self._doing = f"send(dst={self.target}, tag={tag}): {record.text.decode()}"
-            self._put(_TEXT, record.text)
-        doing = self._doing
-        self._view(0, row.dtype, pieces[0].numel()).copy_(pieces[0])
-        self._give("offer", [(self._begin, ENVELOPE), self._range(0, pieces[0])])
-        self._give("bell")
-        self.link.wait(self._reply, self.peer, doing, timeout, alone=True)
-        if self._words[_VERDICT] == REFUSED:
+            self._show(record, tag)
+        place, _, size, give = route.pieces[0]
+        route.move(place, address, size)
+        give()
+        self._ring()
+        if size < nbytes and self._lane is None:
+            self._send_rest(route, address, timeout)
+        if not self._reply.acquire(False):
+            self._wait(self._reply, self._doing, timeout)
+        if words[_VERDICT] == REFUSED:
             raise MismatchError(
-                f"{self.link.here(doing)}: {self.link.who([self.peer])} expects something else: {self._get(_REPLY)}. "
-                f"Nothing was written."
+                f"{self.link.here(self._doing)}: {self.link.who([self.peer])} expects something else: "
+                f"{self._get(_REPLY)}. Nothing was written."
             )
-        self._send_rest(pieces, doing, timeout)
+        if size < nbytes and self._lane is not None:
+            self._send_down(self._lane, _windows(tensor, size), timeout)
 
-    def _send_rest(self, pieces: tuple[Tensor, ...], doing: str, timeout: float | None) -> None:
-        for number, piece in enumerate(pieces[1:], 1):
+    def _show(self, record: Record, tag: int) -> None:
+        self._shown, self._tag = record, tag
+        self._doing = f"send(dst={self.target}, tag={tag}): {record.text.decode()}"
+        self._put(_TEXT, record.text)
+
+    def _send_rest(self, route: Route, address: int, timeout: float | None) -> None:
+        for number, (place, first, nbytes, give) in enumerate(route.pieces[1:], 1):
+            if number >= route.room:
+                self._wait(self._room, self._doing, timeout)
+                if self._words[_VERDICT] == REFUSED:
+                    return
+            route.move(place, address + first, nbytes)
+            give()
+
+    def _send_down(self, lane: Lane, windows: list[memoryview], timeout: float | None) -> None:
+        for number, window in enumerate(windows):
             if number > 1:
-                self.link.wait(self._room, self.peer, doing, timeout, alone=True)
-            if self._lane is not None:
-                self._lane.send("more", _bytes_of(piece))
-                continue
-            self._view(number & 1, piece.dtype, piece.numel()).copy_(piece)
-            self._give("more", [self._range(number & 1, piece)])
-        # Of a long message, the receiver frees every window; the last two have not been waited for yet.
-        for _ in pieces[:2] if len(pieces) > 1 else ():
-            self.link.wait(self._room, self.peer, doing, timeout, alone=True)
+                self._wait(self._room, self._doing, timeout)
+            lane.send("more", window)
+        for _ in windows[:2]:
+            self._wait(self._room, self._doing, timeout)
 
-    def look(self) -> Envelope:
-        """The envelope at the head; only after the offer's token was taken."""
-        return Envelope(self._words[_TAG], self._words[_FINGERPRINT], self._words[_NBYTES])
+    def look(self) -> tuple[int, int, int]:
+        """Tag, fingerprint and bytes of the message at the head; only after the offer's token was taken."""
+        words = self._words
+        return words[_TAG], words[_FINGERPRINT], words[_NBYTES]
 
     def text(self) -> str:
         """What the sender says that the message at the head is."""
@@ -112,54 +147,61 @@ class Mailbox:
 
     def refuse(self, text: str) -> None:
         """Tell the sender that its message does not fit what is expected here."""
+        nbytes = self._words[_NBYTES]
+        route = self._routes.get(nbytes) or self._new_route(nbytes)
         self._put(_REPLY, text.encode())
         self._words[_VERDICT] = REFUSED
-        self._give("reply", [(self._begin, ENVELOPE)])
+        if len(route.pieces) > route.room:
+            self._free()
+        # The pieces that have room come in any case.
+        for _ in route.pieces[1 : route.room]:
+            self._wait(self._more, text, None)
+        self._giver("reply", [(self._begin, ENVELOPE)])()
 
     def take(self, tensor: Tensor, doing: str, timeout: float | None = None) -> None:
         """Receive the message at the head into a contiguous tensor of its size."""
-        row = tensor.view(-1)
-        pieces = self._pieces(row)
-        self._words[_VERDICT] = TAKEN
-        if len(pieces) > 1:
-            if self._lane is not None:
-                self._lane.expect([_bytes_of(piece) for piece in pieces[1:]])
-            self._give("reply", [(self._begin, 64)])
-        pieces[0].copy_(self._view(0, row.dtype, pieces[0].numel()))
-        if len(pieces) > 1:
-            self._give("room")
-        for number, piece in enumerate(pieces[1:], 1):
-            self.link.wait(self._more, self.peer, doing, timeout, alone=True)
-            if self._lane is None:
-                piece.copy_(self._view(number & 1, piece.dtype, piece.numel()))
-            self._give("room")
-        if len(pieces) == 1:
-            self._give("reply", [(self._begin, 64)])
+        nbytes = self._words[_NBYTES]
+        route, address = self._routes.get(nbytes) or self._new_route(nbytes), tensor.data_ptr()
+        place, _, size, _ = route.pieces[0]
+        route.move(address, place, size)
+        if size < nbytes and self._lane is None:
+            self._take_rest(route, address, doing, timeout)
+        windows = [] if self._lane is None or size == nbytes else _windows(tensor, size)
+        if self._lane is not None and windows:
+            self._lane.expect(windows)
+        self._answer()
+        for _ in windows:
+            self._wait(self._more, doing, timeout)
+            self._free()
 
-    def _give(self, kind: str, ranges: Sequence[Range] = ()) -> None:
-        self.link.giver(kind, self.peer, ranges, owner=self.source)()
+    def _take_rest(self, route: Route, address: int, doing: str, timeout: float | None) -> None:
+        waited_for = len(route.pieces) - route.room
+        for number, (place, first, nbytes, _) in enumerate(route.pieces[1:]):
+            if number < waited_for:
+                self._free()
+            if not self._more.acquire(False):
+                self._wait(self._more, doing, timeout)
+            route.move(address + first, place, nbytes)
 
-    def _range(self, half: int, piece: Tensor) -> Range:
-        return self._halves[half], piece.numel() * piece.itemsize
+    def _wait(self, token: Token, doing: str, timeout: float | None) -> None:
+        self.link.wait(token, self.peer, doing, timeout, alone=True)
 
-    def _pieces(self, row: Tensor) -> tuple[Tensor, ...]:
-        window = self.link.layout.box // row.itemsize
-        if row.numel() <= window:
-            return (row,)
-        return (row[:window], *row[window:].split(LANE_WINDOW // row.itemsize)) if self._lane else row.split(window)
+    def _giver(self, kind: str, ranges: list[Range] | None = None) -> Callable[[], Any]:
+        return self.link.giver(kind, self.peer, ranges or [], owner=self.source)
 
-    def _view(self, half: int, dtype: torch.dtype, count: int) -> Tensor:
-        view = self._views.get((half, dtype, count))
-        if view is None:
-            if len(self._views) >= _KEPT:
-                self._views.clear()
-            view = self._views[half, dtype, count] = self._new_view(half, dtype, count)
-        return view
+    def _new_route(self, nbytes: int) -> Route:
+        if len(self._routes) >= _KEPT:
+            self._routes.clear()
+        size = self._nbytes // 2 if self._lane else min(max(nbytes // _PARTS, _LEAST), _MOST, self._nbytes // 2)
+        room, end = self._nbytes // size, min(nbytes, size) if self._lane else nbytes
+        pieces = [self._piece(at, min(size, nbytes - at), at // size % room * size) for at in range(0, end, size)]
+        route = self._routes[nbytes] = Route(tuple(pieces) or (self._piece(0, 0, 0),), room, mover(size))
+        return route
 
-    def _new_view(self, half: int, dtype: torch.dtype, count: int) -> Tensor:
-        if count == 0:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=self._halves[half])
+    def _piece(self, first: int, nbytes: int, offset: int) -> Piece:
+        shown = [(self._place + offset, nbytes)]
+        give = self._giver("more", shown) if first else self._giver("offer", [(self._begin, ENVELOPE), *shown])
+        return Piece(self._box.data_ptr() + offset, first, nbytes, give)
 
     def _put(self, at: int, text: bytes) -> None:
         text = text[: _FIELD - 2]
@@ -170,6 +212,7 @@ class Mailbox:
         return bytes(self._bytes[at + 2 : at + 2 + length]).decode(errors="replace")
 
 
-def _bytes_of(row: Tensor) -> memoryview:
-    """The memory of a contiguous row."""
-    return row.detach().view(torch.uint8).numpy().data
+def _windows(tensor: Tensor, first: int) -> list[memoryview]:
+    """The memory of a contiguous tensor from this byte on, in windows of a lane."""
+    data = tensor.detach().view(-1).view(torch.uint8).numpy().data[first:]
+    return [data[at : at + LANE_WINDOW] for at in range(0, len(data), LANE_WINDOW)]
