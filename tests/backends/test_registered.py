@@ -22,10 +22,16 @@ from torchdist_ref.schedules.schedule import Schedule
 from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.transports.registered import place_of
 
-# In elements: more than a window for each of 4 ranks, in no way even, and dividable by 2, 3 and 4.
-COUNT = 12 * 50_003
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int64)
 Make = Callable[[int, torch.dtype], Tensor]
+
+
+def count_of(dtype: torch.dtype) -> int:
+    """Elements of more bytes than staging is as good for, and more than a window a rank; 2, 3 and 4 divide them."""
+    return 12 * (100_003 // dtype.itemsize)
+
+
+COUNT = count_of(torch.float32)
 
 
 def ordinary(count: int, dtype: torch.dtype) -> Tensor:
@@ -57,9 +63,10 @@ def same(what: str, got: Tensor, wanted: Tensor) -> None:
 
 def every_operation(rank: int, size: int, make: Make, dtype: torch.dtype) -> int:
     """All operations on tensors of one kind; how many they were."""
-    data = [fill(r, (COUNT,), dtype) for r in range(size)]
+    count = count_of(dtype)
+    data = [fill(r, (count,), dtype) for r in range(size)]
     total = torch.stack(data).sum(0, dtype=dtype)
-    last, mine = size - 1, make(COUNT, dtype)
+    last, mine = size - 1, make(count, dtype)
 
     def fresh() -> Tensor:
         return mine.copy_(data[rank])
@@ -71,17 +78,17 @@ def every_operation(rank: int, size: int, make: Make, dtype: torch.dtype) -> int
         same("reduce", mine, total)
     dist.broadcast(fresh(), last)
     same("broadcast", mine, data[last])
-    out = make(COUNT * size, dtype)
+    out = make(count * size, dtype)
     dist.all_gather_into_tensor(out, fresh())
     same("all_gather", out, torch.cat(data))
-    rows = [ordinary(COUNT, dtype) for _ in data] if rank == last else None
+    rows = [ordinary(count, dtype) for _ in data] if rank == last else None
     dist.gather(fresh(), rows, dst=last)
     if rows is not None:
         same("gather", torch.cat(rows), torch.cat(data))
-    part = make(COUNT // size, dtype)
+    part = make(count // size, dtype)
     dist.reduce_scatter_tensor(part, fresh())
     same("reduce_scatter", part, total.view(size, -1)[rank])
-    out = make(COUNT, dtype)
+    out = make(count, dtype)
     dist.all_to_all_single(out, fresh())
     same("all_to_all", out, torch.cat([given.view(size, -1)[rank] for given in data]))
     same("what all_to_all reads", mine, data[rank])
@@ -158,7 +165,7 @@ def test_sums_have_the_same_bits_as_with_staging_on_every_rank(size: int) -> Non
 
 def overwrite_at_once(rank: int) -> None:
     """What a call has given back is its owner's: no peer reads or writes it any more."""
-    size, count = 2, 100_000
+    size, count = 2, 300_000
     tensor, out = dist.empty_registered(count), torch.empty(size * count)
     for turn in range(60):
         tensor.fill_(rank + 2 * turn)
@@ -184,10 +191,10 @@ def test_a_tensor_may_be_overwritten_as_soon_as_its_call_is_over() -> None:
 def free_and_allocate(rank: int) -> int:
     counted = Counted()
     for turn in range(40):
-        tensor = dist.empty_registered(30_000 + 1000 * (turn % 3)).fill_(rank + turn)
+        tensor = dist.empty_registered(300_000 + 1000 * (turn % 3)).fill_(rank + turn)
         dist.all_reduce(tensor)
         assert tensor.eq(2 * turn + 1).all(), f"turn {turn}: {tensor}"
-        ordinary_now = torch.full((30_000 + 1000 * (turn % 3),), float(rank))
+        ordinary_now = torch.full((300_000 + 1000 * (turn % 3),), float(rank))
         del tensor
         dist.all_reduce(ordinary_now)
         assert ordinary_now.eq(1).all()
@@ -199,7 +206,7 @@ def test_memory_that_comes_and_goes_is_never_taken_for_other_memory() -> None:
 
 
 def keep_after_the_group(rank: int) -> tuple[float, float]:
-    tensor = dist.empty_registered(100_000).fill_(rank + 1)
+    tensor = dist.empty_registered(300_000).fill_(rank + 1)
     dist.all_reduce(tensor)
     dist.destroy_process_group()
     before = float(tensor.sum())
@@ -208,13 +215,13 @@ def keep_after_the_group(rank: int) -> tuple[float, float]:
 
 
 def test_results_outlive_their_group() -> None:
-    assert run(keep_after_the_group, 2, ranks="processes") == [(300_000.0, 0.0), (300_000.0, 100_000.0)]
+    assert run(keep_after_the_group, 2, ranks="processes") == [(900_000.0, 0.0), (900_000.0, 300_000.0)]
 
 
 def several_on_their_way(rank: int) -> int:
     counted = Counted()
-    tensors = [dist.empty_registered(50_000 + 5_000 * n).fill_(rank + n) for n in range(6)]
-    plain = [torch.full((50_000,), float(rank + n)) for n in range(6)]
+    tensors = [dist.empty_registered(300_000 + 5_000 * n).fill_(rank + n) for n in range(6)]
+    plain = [torch.full((300_000,), float(rank + n)) for n in range(6)]
     works = []
     for one, other in zip(tensors, plain, strict=True):
         works += [dist.all_reduce(one, async_op=True), dist.all_reduce(other, async_op=True)]
@@ -233,7 +240,7 @@ def test_calls_on_their_way_at_once() -> None:
 def in_subgroups(rank: int) -> int:
     counted = Counted()
     group, other = dist.new_group([0, 2]), dist.new_group()
-    tensor = dist.empty_registered(100_000).fill_(rank)
+    tensor = dist.empty_registered(300_000).fill_(rank)
     if rank != 1:
         dist.all_reduce(tensor, group=group)
         assert tensor.eq(2).all()
@@ -274,11 +281,11 @@ def test_outputs_may_lie_in_inputs() -> None:
 
 
 def disagree(rank: int) -> str:
-    tensor = dist.empty_registered(100_000 + rank).fill_(rank)
+    tensor = dist.empty_registered(300_000 + rank).fill_(rank)
     with pytest.raises(dist.MismatchError) as caught:
         dist.all_reduce(tensor)
     assert tensor.eq(rank).all()
-    tensor = dist.empty_registered(100_000).fill_(rank)
+    tensor = dist.empty_registered(300_000).fill_(rank)
     dist.all_reduce(tensor)
     assert tensor.eq(1).all()
     return str(caught.value)
@@ -286,11 +293,11 @@ def disagree(rank: int) -> str:
 
 def test_a_mismatch_writes_nothing_and_leaves_the_group_as_it_was() -> None:
     for text in run(disagree, 2, ranks="processes"):
-        assert "[100000]" in text and "[100001]" in text
+        assert "[300000]" in text and "[300001]" in text
 
 
 def survive(rank: int) -> str:
-    tensor = dist.empty_registered(100_000).fill_(rank)
+    tensor = dist.empty_registered(300_000).fill_(rank)
     dist.all_reduce(tensor)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -306,14 +313,14 @@ def test_survivors_name_the_dead_rank_and_nothing_is_left() -> None:
         run(survive, 3, ranks="processes")
     for rank in (0, 2):
         assert "rank 1 died" in caught.value.outcomes[rank].value
-        assert caught.value.outcomes[rank].value.endswith(" 500000")
+        assert caught.value.outcomes[rank].value.endswith(" 1500000")
     assert set(os.listdir("/dev/shm")) == before
 
 
 def between_hosts(rank: int, path: str) -> bool:
     os.environ["TORCHDIST_REF_HOST_ID"] = "ab"[rank]
     dist.init_process_group("ref", store=dist.FileStore(path, 2), rank=rank, world_size=2)
-    tensor = dist.empty_registered(100_000).fill_(rank)
+    tensor = dist.empty_registered(300_000).fill_(rank)
     dist.all_reduce(tensor)
     assert tensor.eq(1).all()
     dist.destroy_process_group()

@@ -30,12 +30,12 @@ def train(rank: int, pointing: bool, registered: bool) -> tuple[list[Tensor], in
     if not registered:
         groups.empty_registered = ordinary  # type: ignore[assignment]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(90, 401), nn.Tanh(), nn.Linear(401, 301), nn.Tanh(), nn.Linear(301, 7))
+    model = nn.Sequential(nn.Linear(300, 901), nn.Tanh(), nn.Linear(901, 301), nn.Tanh(), nn.Linear(301, 7))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.2, gradient_as_bucket_view=pointing)
     torch.manual_seed(rank)
     for _ in range(3):
         model.zero_grad()
-        ddp(torch.randn(5, 90)).square().sum().backward()
+        ddp(torch.randn(5, 300)).square().sum().backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.1 * (torch.zeros(()) if parameter.grad is None else parameter.grad)

@@ -99,10 +99,12 @@ def test_a_position_is_never_used_again() -> None:
 
 
 def test_who_still_has_freed_memory_mapped_sees_zeros_not_a_signal() -> None:
+    pages = pages_in_use()
     tensor = registered.empty((1000,), torch.float32).fill_(3)
     view = Neighbour(os.getpid()).view(where(tensor), torch.float32, 1000)
     assert view.sum() == 3000
     del tensor
+    assert pages_in_use() == pages
     assert view.sum() == 0
 
 

@@ -27,7 +27,8 @@ from torchdist_ref.transports.board import LENT
 from torchdist_ref.transports.registered import Neighbour, Place
 
 KIB = 1024
-# Up to here a staged call of one round is over as soon.
+MIB = 1024 * KIB
+# Up to here a staged call is over as soon.
 WORTH = 64 * KIB
 # Sets of tensors that a plan remembers. Programs call again and again with the same ones.
 MOST = 16
@@ -52,9 +53,17 @@ def lending(plan: Plan, root: int, neighbours: Sequence[Neighbour]) -> Lending |
     if op not in SCHEDULES or link.hosts is not None or link.size == 1 or len(blocks) > 1:
         return None
     nbytes = blocks[0] * plan.dtype.itemsize * (1 if op in IN_PLACE else link.size)
-    # Sums of more than two must not depend on where tensors lie: where staging adds in another order, it stays.
-    least = one_shot(op, link.size) if op == "all_reduce" and link.size > 2 else 0
-    return Lending(plan, SCHEDULES[op](link.size, root), neighbours) if nbytes > max(WORTH, least) else None
+    least = max(WORTH, _one_round(link.size)) if op == "all_reduce" else WORTH
+    return Lending(plan, SCHEDULES[op](link.size, root), neighbours) if nbytes > least else None
+
+
+def _one_round(size: int) -> float:
+    """Up to how many bytes an all_reduce stays as it is: one round of staging.
+
+    Sums of more than two must not depend on where tensors lie, and with one round they are added in another order.
+    Two ranks gain only where the tensors leave a core's cache (measured), since here each sum changes cores.
+    """
+    return MIB if size == 2 else one_shot("all_reduce", size)
 
 
 class Lending:

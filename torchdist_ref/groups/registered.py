@@ -24,8 +24,8 @@ def empty_registered(
 ) -> Tensor:
     """A CPU tensor, like `torch.empty`, in memory that the other ranks of this host can read.
 
-    Where all ranks pass such tensors (or parts of them) to a collective, peers read straight out of them: large calls
-    take as little as half the time. Everything else is as with any tensor: results are the same, ranks may mix
+    Where all ranks pass such tensors (or parts of them) to a large collective, each works on the others' where they
+    lie, and nothing is copied to be shared: that takes as little as half the time. Everything else is as with any tensor: results are the same, ranks may mix
     registered tensors with others, and the memory goes with the last tensor that lies in it, also after
     `destroy_process_group`. This call is local: other ranks need not make it, nor are they told.
 
