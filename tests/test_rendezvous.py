@@ -229,6 +229,15 @@ def test_a_handler_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
         register_rendezvous_handler("own", handler)
 
 
+@pytest.mark.parametrize("host", ["239.1.2.3", "[ff02::1]"])
+def test_a_multicast_address_is_no_meeting_place(host: str) -> None:
+    start = time.monotonic()
+    for rank in (0, 1):
+        with pytest.raises(RendezvousError, match=r"multicast address.*rank 0's host"):
+            next(rendezvous(f"tcp://{host}:29500", rank, 2))
+    assert time.monotonic() - start < 1.0
+
+
 @pytest.mark.parametrize(
     ("url", "path"),
     [

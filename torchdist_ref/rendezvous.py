@@ -11,6 +11,7 @@ A new way to meet is a handler, registered with `register_rendezvous_handler`; o
 
 from __future__ import annotations
 
+import ipaddress
 import operator
 import os
 import re
@@ -169,9 +170,19 @@ def _tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Meeting:
     port = _port_of(parts)
     if not parts.hostname:
         raise _wrong("tcp", f"host name missing in {url!r}")
+    if _is_multicast(parts.hostname):
+        raise _wrong("tcp", f"{parts.hostname} is a multicast address. Meet at an address of rank 0's host")
     rank, world_size = _place_from_query("tcp", _query(parts))
     yield _make_tcp_store("tcp", parts.hostname, port, rank, world_size, timeout), rank, world_size
     raise RuntimeError("Unable to perform re-rendezvous using tcp:// method")
+
+
+def _is_multicast(host: str) -> bool:
+    # The first versions of torch met at these, and its documents still say that it does no more.
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_multicast
+    except ValueError:
+        return False
 
 
 def _port_of(parts: SplitResult) -> int:

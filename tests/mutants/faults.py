@@ -144,7 +144,7 @@ PLANTED = (
     Fault("the largest number goes first", "backends/executor.py",
           "OutOfTurnError(min(numbers))", "OutOfTurnError(max(numbers))", "tests/backends/test_async.py -k callbacks"),
     Fault("frames forget their last range", "transports/mesh.py",
-          "for begin, size in ranges)]\n        with", "for begin, size in ranges[:-1])]\n        with",
+          "for begin, size in ranges)])\n", "for begin, size in ranges[:-1])])\n",
           "tests/transports/test_transports.py -k tcp"),
     Fault("a peer may write anywhere", "transports/mesh.py",
           "inside(frame.ranges, allowed)", "allowed.clear()", "tests/transports"),
