@@ -1,7 +1,7 @@
 """The hook laboratory's parts: what is counted against the formulas, errors against plain arithmetic, and its pictures.
 
-The models are real ones, so that most tests here take some tenths of a second; two of them run the command, on forked
-ranks, for two or three seconds each.
+The models are real ones, so that most tests here take some tenths of a second, and those that go through all hooks, run
+the command or draw take one or two.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ def test_every_hook_sends_what_its_formula_says(world: int) -> None:
             trainee = Trainee(task, contestant, groups.new_group())
             for _ in range(EXACT_STEPS):
                 trainee.step(trainee.batch())
+            steps = contestant.every or 1
             with counted(trainee.group) as ledger:
-                for _ in range(LOCAL_STEPS):
+                for _ in range(steps):
                     trainee.step(trainee.batch())
-            found[name] = ledger.sent / LOCAL_STEPS, trainee.owed()
+            found[name] = ledger.sent / steps, trainee.owed()
         return found
 
     for found in run(program, world):
