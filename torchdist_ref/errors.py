@@ -16,11 +16,14 @@
             └── QueueEmptyError    a queue had nothing to give
     ValueError
     ├── ArgumentError              an argument has a wrong value                        (did not happen)
-    │   ├── EngineArgumentError    sizes, dtypes or a root that no engine can take  (did not happen)
-    │   ├── NotInitializedError    a call before init_process_group                     (did not happen)
+    │   ├── EngineArgumentError    lists, sizes, dtypes, tags, time-outs           (did not happen)
+    │   ├── EntryError             a list has too few entries                       (did not happen)
+    │   ├── UsageError             arguments contradict each other, or lack one     (did not happen)
+    │   │   └── NotInitializedError  a call before init_process_group               (did not happen)
     │   └── RendezvousError        the URL, environment, rank or world size is wrong    (did not happen)
     TypeError
     └── ArgumentTypeError          an argument is of the wrong kind                     (did not happen)
+        └── PicklingError          an object that is to be sent can't be pickled        (did not happen)
 
 ``definite`` on each class answers the question that a caller has after a failure: when it is true,
 the operation surely did not happen and no tensor was written; when it is false, it may have.
@@ -33,6 +36,7 @@ once torch is there. Add a class here only where a caller would want to catch it
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -118,10 +122,18 @@ class ArgumentError(ValueError):
 
 
 class EngineArgumentError(ArgumentError, RuntimeError):
-    """Lists, sizes, dtypes or a group rank that don't fit the call. torch leaves them to its engines: RuntimeError."""
+    """What torch leaves to its engines to refuse: lists, sizes, dtypes, tags, time-outs. It is a RuntimeError too."""
 
 
-class NotInitializedError(ArgumentError):
+class EntryError(ArgumentError, IndexError):
+    """A list has fewer entries than there are things to put in it, or none at all. torch raises an IndexError."""
+
+
+class UsageError(ArgumentError, AssertionError):
+    """Arguments of `init_process_group` that contradict each other, or lack one. torch asserts that they don't."""
+
+
+class NotInitializedError(UsageError):
     """A function that needs a process group was called before `init_process_group`."""
 
 
@@ -133,6 +145,14 @@ class ArgumentTypeError(TypeError):
     """An argument is of a kind that the call cannot take."""
 
     definite = True
+
+
+class PicklingError(ArgumentTypeError, pickle.PicklingError, AttributeError):
+    """An object that is to be sent to other ranks can't be pickled.
+
+    Pickle itself raises one of three types, by what it met: a function of no name is a PicklingError, something local
+    an AttributeError, a lock a TypeError. This is all three, so that whatever was caught before is caught still.
+    """
 
 
 def adopt_torch() -> None:
@@ -165,9 +185,7 @@ def on_rank() -> str:
     return "" if rank is None else f" (on rank {rank})"
 
 
-def explain(
-    operation: str, argument: str, expected: str, got: Any, *, rank: int | None = None, hint: str = ""
-) -> str:
+def explain(operation: str, argument: str, expected: str, got: Any, *, rank: int | None = None, hint: str = "") -> str:
     """The one form in which this library says that an argument is wrong.
 
     The rank is the global one of the current world, unless another is given.

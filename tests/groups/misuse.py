@@ -142,6 +142,13 @@ def substitutions() -> Iterator[Misuse]:
                 yield replaced(function, "op", what, value)
 
 
+def destroyed(place: Place) -> Any:
+    """A group that was destroyed."""
+    group = place.library.new_group()
+    place.library.destroy_process_group(group)
+    return group
+
+
 def more() -> Iterator[Misuse]:
     """What is wrong with more than one argument, or with none of those above."""
     I64, ops = torch.int64, torch.distributed.ReduceOp
@@ -171,6 +178,16 @@ def more() -> Iterator[Misuse]:
         "new_group rank negative": lambda p: p.library.new_group([-1, 0]),
         "new_group too many ranks": lambda p: p.library.new_group([0, 1, 2]),
         "new_group timeout a number": lambda p: p.library.new_group([0, 1], timeout=5),
+        "new_group timeout negative": lambda p: p.library.new_group([0, 1], timeout=-timedelta(seconds=1)),
+        "new_group timeout zero": lambda p: p.library.new_group([0, 1], timeout=timedelta(0)),
+        "monitored_barrier timeout zero": lambda p: p.library.monitored_barrier(p.group, timeout=timedelta(0)),
+        "isend tag negative": lambda p: p.library.isend(ones(), p.other, p.group, tag=-1),
+        "isend tag text": lambda p: p.library.isend(ones(), p.other, p.group, tag="a"),
+        "all_reduce destroyed group": lambda p: p.library.all_reduce(ones(), group=destroyed(p)),
+        "broadcast destroyed group": lambda p: p.library.broadcast(ones(), 0, group=destroyed(p)),
+        "barrier destroyed group": lambda p: p.library.barrier(destroyed(p)),
+        "get_global_rank destroyed group": lambda p: p.library.get_global_rank(destroyed(p), 5),
+        "destroy_process_group twice": lambda p: p.library.destroy_process_group(destroyed(p)),
         "new_group unknown backend": lambda p: p.library.new_group([0, 1], backend="smoke"),
         "new_subgroups size of zero": lambda p: p.library.new_subgroups(0),
         "new_subgroups size too large": lambda p: p.library.new_subgroups(3),

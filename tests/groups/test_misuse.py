@@ -18,6 +18,7 @@ from torchdist_ref.testing import run
 # What torch raises there is about its own inside, or it raises nothing where something is wrong.
 INTENDED = {
     "er .*_list: a tensor": "torch asks whether a tensor is true (RuntimeError).",
+    "broadcast destroyed group": "torch looks for the root in a table that has forgotten the group (ValueError).",
     "get_process_group_ranks no group": "torch looks it up in a table of its own (KeyError).",
     "new_group unknown backend": "an assertion of torch's.",
     r"coalesced .*: nothing": "torch's dispatcher has no tensor to look at (NotImplementedError).",

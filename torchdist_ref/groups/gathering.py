@@ -279,7 +279,7 @@ def all_to_all(
         return None
     check_tensors("all_to_all", "output_tensor_list", output_tensor_list, found.size())
     check_tensors("all_to_all", "input_tensor_list", input_tensor_list, found.size())
-    like, why = input_tensor_list[0], "as input_tensor_list[0] has"
+    like, why = input_tensor_list[0], "as input_tensor_list[0] has; all_to_all_single takes unequal ones"
     check_blocks("all_to_all", "output_tensor_list", output_tensor_list, like, why)
     check_blocks("all_to_all", "input_tensor_list", input_tensor_list, like, why)
     return submit(found, _ALL_TO_ALL, input_tensor_list, output_tensor_list, async_op)

@@ -14,7 +14,8 @@ from typing import Any
 from torchdist_ref.backends.base import Membership, by_device, create, decline, default_name
 from torchdist_ref.debug.checked import as_asked
 from torchdist_ref.errors import (
-    ArgumentError, ArgumentTypeError, MismatchError, NotInitializedError, explain, on_rank,
+    ArgumentError, ArgumentTypeError, EngineArgumentError, MismatchError, NotInitializedError, UsageError, explain,
+    on_rank,
 )  # fmt: skip
 from torchdist_ref.groups.group import GroupMember, ProcessGroup
 from torchdist_ref.groups.world import DEFAULT_TIMEOUT, World, current, default_group, resolve
@@ -58,7 +59,8 @@ def init_process_group(
         _ranks: Accepted for torch's sake, which names the group after them and uses them for nothing else.
 
     Raises:
-        ArgumentError: Initialised twice, an unknown backend, or arguments that contradict each other.
+        ArgumentError: Initialised twice, a backend that is no name, or a wrong time-out.
+        UsageError: An unknown backend, or arguments that contradict each other or lack one.
         UnsupportedError: The backend needs what is not installed here, or a device; with how to get it.
         RendezvousError: The URL, the environment, the rank or the world size is wrong.
         DistNetworkError: The meeting point cannot be reached.
@@ -80,7 +82,7 @@ def init_process_group(
     if store is None:
         store, rank, world_size = _meet(init_method, rank, world_size, seconds)
     elif init_method is not None:
-        raise ArgumentError("init_process_group: give either 'store' or 'init_method', not both.")
+        raise UsageError("init_process_group: give either 'store' or 'init_method', not both.")
     _check_place(rank, world_size)
     world.store, world.owns_store = store, owned
     try:
@@ -93,7 +95,7 @@ def init_process_group(
 
 def _check_backend(backend: str | None, operation: str) -> None:
     if backend is not None and not isinstance(backend, str):
-        raise ArgumentTypeError(explain(operation, "backend", "a name", backend))
+        raise ArgumentError(explain(operation, "backend", "a name", backend))
     if backend is not None:
         by_device(backend, operation)
 
@@ -106,7 +108,7 @@ def seconds_of(timeout: timedelta | None, operation: str) -> float:
             f"{operation}: Expected timeout argument to be of type datetime.timedelta, got {timeout!r}{on_rank()}."
         )
     if timeout <= timedelta(0):
-        raise ArgumentError(explain(operation, "timeout", "more than zero", timeout))
+        raise EngineArgumentError(explain(operation, "timeout", "more than zero", timeout))
     return timeout.total_seconds()
 
 
@@ -117,9 +119,9 @@ def _meet(init_method: str | None, rank: int, world_size: int, seconds: float) -
 
 def _check_place(rank: int, world_size: int) -> None:
     if world_size < 1:
-        raise ArgumentError(explain("init_process_group", "world_size", "at least 1 when a store is given", world_size))
+        raise UsageError(explain("init_process_group", "world_size", "at least 1 when a store is given", world_size))
     if not 0 <= rank < world_size:
-        raise ArgumentError(explain("init_process_group", "rank", f"from 0 to {world_size - 1}", rank))
+        raise UsageError(explain("init_process_group", "rank", f"from 0 to {world_size - 1}", rank))
 
 
 def _make(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from torchdist_ref.debug.monitored import meet
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain, on_rank
+from torchdist_ref.errors import ArgumentTypeError, EngineArgumentError, explain, on_rank
 from torchdist_ref.groups.arguments import member_group
 from torchdist_ref.groups.group import ProcessGroup
 
@@ -51,5 +51,5 @@ def monitored_barrier(
         raise ArgumentTypeError(f"monitored_barrier: Expected timeout argument to be of type datetime.timedelta, "
                                 f"got {timeout!r}{on_rank()}.")  # fmt: skip
     if allowed <= timedelta(0):
-        raise ArgumentError(explain("monitored_barrier", "timeout", "more than zero", timeout))
+        raise EngineArgumentError(explain("monitored_barrier", "timeout", "more than zero", timeout))
     meet(found.store, found.rank(), found.members, allowed, found.name)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from torchdist_ref.calls import Recv, Send
-from torchdist_ref.errors import ArgumentError, explain, on_rank
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, EngineArgumentError, explain, on_rank
 from torchdist_ref.groups.arguments import check_tensor, check_writable, member_group, root_of
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.work import Work
@@ -192,6 +192,8 @@ def _recv_call(
 
 
 def _tag(operation: str, tag: int) -> int:
-    if not isinstance(tag, int) or tag < 0:
-        raise ArgumentError(explain(operation, "tag", "an integer from 0 up", tag))
+    if not isinstance(tag, int):
+        raise ArgumentTypeError(explain(operation, "tag", "an integer from 0 up", tag))
+    if tag < 0:
+        raise EngineArgumentError(explain(operation, "tag", "an integer from 0 up", tag))
     return tag
