@@ -15,8 +15,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from torchdist_ref.errors import (
         ArgumentError, ArgumentTypeError, DistBackendError, DistError, DistNetworkError, DistStoreError,
-        EngineArgumentError, GroupAbortedError, MismatchError, NotInitializedError, QueueEmptyError, RankDiedError,
-        RankStalledError, RendezvousError, StoreTimeoutError, UnsupportedError,
+        EngineArgumentError, EntryError, GroupAbortedError, MismatchError, NotInitializedError, PicklingError,
+        QueueEmptyError, RankDiedError, RankStalledError, RendezvousError, StoreTimeoutError, UnsupportedError,
+        UsageError,
     )  # fmt: skip
     from torchdist_ref.groups import (
         Backend, DebugLevel, DeviceMesh, GroupMember, P2POp, ProcessGroup, ReduceOp, Work, all_gather,
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "torchdist_ref.errors": (
         "ArgumentError ArgumentTypeError DistBackendError DistError DistNetworkError DistStoreError "
-        "EngineArgumentError GroupAbortedError MismatchError NotInitializedError QueueEmptyError RankDiedError "
-        "RankStalledError RendezvousError StoreTimeoutError UnsupportedError"
+        "EngineArgumentError EntryError GroupAbortedError MismatchError NotInitializedError PicklingError "
+        "QueueEmptyError RankDiedError RankStalledError RendezvousError StoreTimeoutError UnsupportedError UsageError"
     ),
     "torchdist_ref.groups": (
         "Backend DebugLevel DeviceMesh GroupMember P2POp ProcessGroup ReduceOp Work all_gather "

@@ -62,9 +62,9 @@ OWN = {
         "torch had it until version 2.1.",
     ),
     **dict.fromkeys(
-        ["ArgumentError", "ArgumentTypeError", "EngineArgumentError", "GroupAbortedError", "MismatchError",
-         "NotInitializedError", "RankDiedError", "RankStalledError", "RendezvousError", "StoreTimeoutError",
-         "UnsupportedError"],
+        ["ArgumentError", "ArgumentTypeError", "EngineArgumentError", "EntryError", "GroupAbortedError",
+         "MismatchError", "NotInitializedError", "PicklingError", "RankDiedError", "RankStalledError",
+         "RendezvousError", "StoreTimeoutError", "UnsupportedError", "UsageError"],
         "A subclass of the type that torch raises; see the page Errors.",
     ),
 }  # fmt: skip

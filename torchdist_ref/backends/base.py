@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchdist_ref import _autoload
 from torchdist_ref.calls import Call
-from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.errors import UsageError, explain
 from torchdist_ref.stores import Store
 from torchdist_ref.trace import Recorder
 from torchdist_ref.transports import refuse_to_meet, share_a_host
@@ -136,7 +136,7 @@ def by_device(name: str, operation: str = "init_process_group") -> dict[str, str
         operation: What was called, for messages.
 
     Raises:
-        ArgumentError: No engine has such a name, a device is given twice, or there is no such kind of device.
+        UsageError: No engine has such a name, a device is given twice, or there is no such kind of device.
 
     >>> by_device("GLOO"), by_device("cpu:ref,cuda:nccl")
     ({'': 'gloo'}, {'cpu': 'ref', 'cuda': 'nccl'})
@@ -146,10 +146,10 @@ def by_device(name: str, operation: str = "init_process_group") -> dict[str, str
     unknown = [engine for engine in found.values() if engine not in names()]
     if unknown:
         hint = f"No engine is called {unknown[0]!r}; see register_backend."
-        raise ArgumentError(explain(operation, "backend", f"one of {', '.join(names())}", name, hint=hint))
+        raise UsageError(explain(operation, "backend", f"one of {', '.join(names())}", name, hint=hint))
     if len(found) < len(pairs) or (len(found) > 1 and "" in found) or not all(map(_is_device, found)):
         expected = "one name, or one for each kind of device, as in 'cpu:gloo,cuda:nccl'"
-        raise ArgumentError(explain(operation, "backend", expected, name))
+        raise UsageError(explain(operation, "backend", expected, name))
     return found
 
 
@@ -164,7 +164,7 @@ def create(name: str, membership: Membership) -> Backend:
     """Make the engine of this name for a group.
 
     Raises:
-        ArgumentError: No engine has this name; see `by_device`.
+        UsageError: No engine has this name; see `by_device`.
     """
     engines = by_device(name)
     if "" not in engines:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchdist_ref.errors import ArgumentError, explain, on_rank
+from torchdist_ref.errors import ArgumentError, EntryError, explain, on_rank
 from torchdist_ref.groups.arguments import check_tensor, root_of
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.point_to_point import irecv, isend
@@ -84,7 +84,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
 
     Raises:
         ArgumentError: Not a list of `P2POp`, or of several groups. Nothing has been started.
-        IndexError: The list is empty.
+        EntryError: The list is empty.
 
     Example:
         >>> import torch, torchdist_ref as dist
@@ -102,7 +102,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     if not isinstance(p2p_op_list, list) or not all(isinstance(op, P2POp) for op in p2p_op_list):
         raise ArgumentError(explain("batch_isend_irecv", "p2p_op_list", "a list of P2POp", p2p_op_list))
     if not p2p_op_list:
-        raise IndexError(explain("batch_isend_irecv", "p2p_op_list", "a list of at least one P2POp", p2p_op_list))
+        raise EntryError(explain("batch_isend_irecv", "p2p_op_list", "a list of at least one P2POp", p2p_op_list))
     if any(op.group is not p2p_op_list[0].group for op in p2p_op_list):
         names = sorted({op.group.name for op in p2p_op_list})
         raise ArgumentError(f"batch_isend_irecv: All ops need to use the same group, and these use {names}{on_rank()}.")

@@ -33,7 +33,7 @@ def send_object_list(
         use_batch: Accepted for torch's sake; the messages are the same.
 
     Raises:
-        ArgumentTypeError: An object can't be pickled. The receiver raises it too, and the group can be used on.
+        PicklingError: An object can't be pickled. The receiver raises it too, and the group can be used on.
         ArgumentError: The destination is this rank, or not in the group.
         DistBackendError: The receiver died, gave up, or did not come in time.
 
@@ -82,7 +82,7 @@ def recv_object_list(
         The global rank that sent; -1, with a warning, if this rank is not in the group.
 
     Raises:
-        ArgumentTypeError: The sender could not pickle an object.
+        PicklingError: The sender could not pickle an object.
         ArgumentError: The list has another length than the sender's, or the source is this rank or not in the group.
         DistBackendError: The source died, gave up, or did not send in time.
 

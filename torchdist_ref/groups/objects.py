@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.errors import ArgumentError, EntryError, explain
 from torchdist_ref.groups.arguments import member_group, root_of
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.object_moves import all_gathered, broadcasted, gathered, headers_of, me, scattered
@@ -27,8 +27,8 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | in
         group: Which ranks. Default: all.
 
     Raises:
-        ArgumentTypeError: A rank's object can't be pickled. All ranks raise it, and the group can be used on.
-        IndexError: The list has fewer entries than the group has ranks. The other ranks have their objects.
+        PicklingError: A rank's object can't be pickled. All ranks raise it, and the group can be used on.
+        EntryError: The list has fewer entries than the group has ranks. The other ranks have their objects.
         NotInitializedError: There is no group yet.
         DistBackendError: A rank died, gave up, or did not come in time.
 
@@ -51,7 +51,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | in
     parts = all_gathered(found, parcel, headers_of(found, parcel))
     if len(object_list) < found.size():
         expected = f"a list of at least {found.size()} entries, one a rank"
-        raise IndexError(explain("all_gather_object", "object_list", expected, len(object_list), rank=me(found)))
+        raise EntryError(explain("all_gather_object", "object_list", expected, len(object_list), rank=me(found)))
     for rank, part in enumerate(parts):
         object_list[rank] = unpack(part, "all_gather_object", found.members[rank])
 
@@ -73,7 +73,7 @@ def gather_object(
         group_dst: The destination, as a rank in the group.
 
     Raises:
-        ArgumentTypeError: A rank's object can't be pickled. All ranks raise it, and the group can be used on.
+        PicklingError: A rank's object can't be pickled. All ranks raise it, and the group can be used on.
         ArgumentError: A list where none belongs, or none or a short one where one does. All ranks raise it too.
         NotInitializedError: There is no group yet.
         DistBackendError: A rank died, gave up, or did not come in time.
@@ -137,7 +137,7 @@ def broadcast_object_list(
         group_src: The source, as a rank in the group.
 
     Raises:
-        ArgumentTypeError: An object can't be pickled. All ranks raise it, and the group can be used on.
+        PicklingError: An object can't be pickled. All ranks raise it, and the group can be used on.
         ArgumentError: This rank's list has another length than the source's, or the source is not in the group.
         NotInitializedError: There is no group yet.
         DistBackendError: A rank died, gave up, or did not come in time.
@@ -190,7 +190,7 @@ def scatter_object_list(
         group_src: The source, as a rank in the group.
 
     Raises:
-        ArgumentTypeError: An object can't be pickled. All ranks raise it, and the group can be used on.
+        PicklingError: An object can't be pickled. All ranks raise it, and the group can be used on.
         ArgumentError: The output list is empty or no list; or the source gave no list, or one of the wrong length,
             which all ranks raise.
         NotInitializedError: There is no group yet.

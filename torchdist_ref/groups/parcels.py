@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError
+from torchdist_ref.errors import ArgumentError, PicklingError
 from torchdist_ref.groups.group import ProcessGroup
 
-_KINDS: tuple[type[Exception], ...] = (ArgumentTypeError, ArgumentError)
+_KINDS: tuple[type[Exception], ...] = (PicklingError, ArgumentError)
 
 
 class Parcel:
@@ -51,7 +51,7 @@ def pack(operation: str, value: Any, rank: int, count: int = 1) -> Parcel:
     try:
         return Parcel(pickle.dumps(value), count=count)
     except Exception as cause:
-        error = ArgumentTypeError(
+        error = PicklingError(
             f"{operation}: the object that rank {rank} gives can't be pickled ({type(cause).__name__}: {cause}). "
             f"No rank got anything, and the group can be used on. Give plain data, or names of modules' own functions."
         )

@@ -1,0 +1,80 @@
+"""Each class of error is of the type that torch, or Python below it, raises for the same misuse."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as theirs
+
+import torchdist_ref as dist
+
+
+def local() -> Any:
+    return lambda: None
+
+
+ALONE: Any = {"rank": 0, "world_size": 1}
+# What goes wrong, on either library, and what ours is called.
+BEFORE = [
+    (lambda d: d.destroy_process_group(), dist.NotInitializedError),
+    (lambda d: d.all_reduce(torch.ones(2)), dist.NotInitializedError),
+    (lambda d: d.init_process_group("gloo", "tcp://127.0.0.1:1", store=d.HashStore(), **ALONE), dist.UsageError),
+    (lambda d: d.init_process_group("gloo", store=d.HashStore()), dist.UsageError),
+    (lambda d: d.init_process_group("gloo", store=d.HashStore(), world_size=1), dist.UsageError),
+    (lambda d: d.init_process_group("smoke", store=d.HashStore(), **ALONE), dist.UsageError),
+    (lambda d: d.init_process_group(5, store=d.HashStore(), **ALONE), dist.ArgumentError),
+]
+WITHIN = [
+    (lambda d: d.all_gather_object([None], local()), dist.PicklingError),
+    (lambda d: d.all_gather_object([None], threading.Lock()), dist.PicklingError),
+    (lambda d: d.broadcast_object_list([local()], 0), dist.PicklingError),
+    (lambda d: d.all_gather_object([], 1), dist.EntryError),
+    (lambda d: d.batch_isend_irecv([]), dist.EntryError),
+    (lambda d: d.init_process_group("gloo", store=d.HashStore(), **ALONE), dist.ArgumentError),
+]
+
+
+def raised(call: Any, library: Any) -> BaseException:
+    with pytest.raises(Exception) as caught:
+        call(library)
+    return caught.value
+
+
+def left() -> None:
+    for library in (dist, theirs):
+        if library.is_initialized():
+            library.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:Device capability of smoke:UserWarning")
+@pytest.mark.parametrize("number", range(len(BEFORE)))
+def test_before_there_is_a_group(number: int) -> None:
+    call, name = BEFORE[number]
+    try:
+        ours, torchs = raised(call, dist), raised(call, theirs)
+    finally:
+        left()
+    assert type(ours) is name and isinstance(ours, type(torchs))
+
+
+@pytest.mark.parametrize("number", range(len(WITHIN)))
+def test_within_a_group(number: int) -> None:
+    call, name = WITHIN[number]
+    try:
+        for library in (dist, theirs):
+            library.init_process_group("gloo", store=library.HashStore(), **ALONE)
+        ours, torchs = raised(call, dist), raised(call, theirs)
+    finally:
+        left()
+    assert type(ours) is name and isinstance(ours, type(torchs)) and ours.definite
+
+
+def test_what_cannot_be_pickled_is_what_pickle_raises_whatever_it_met() -> None:
+    for thing, kind in ((local(), (AttributeError, pickle.PicklingError)), (threading.Lock(), TypeError)):
+        with pytest.raises(kind):
+            pickle.dumps(thing)
+        assert issubclass(dist.PicklingError, kind)
