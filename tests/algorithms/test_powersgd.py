@@ -87,8 +87,8 @@ def constant_gradient(spectrum: str, rank: int, steps: int, **kw: Any) -> list[T
     return run(program, 1)[0]
 
 
-def error(found: Tensor, spectrum: str) -> float:
-    exact = matrix(spectrum)
+def error(found: Tensor, spectrum: str, seed: int = 0) -> float:
+    exact = matrix(spectrum, seed)
     return float((found - exact).norm() / exact.norm())
 
 

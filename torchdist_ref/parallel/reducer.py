@@ -47,13 +47,14 @@ class Reducer:
         self.entries = entries
         self.group = group
         self.options = options
+        # Whether every iteration is promised to use the same graph, and whether this is the one in which it is learned.
+        self.static = self._surveying = options.static_graph
         self.average = Averaging(group, groups.get_world_size(group), early=not options.skip_unused)
         self.exchange: Exchange = self.average
         self.parameters = [entry.parameter for entry in entries]
         self.dense = [i for i, entry in enumerate(entries) if not entry.sparse]
         self.sparse = [i for i, entry in enumerate(entries) if entry.sparse]
         self.rebuilt = not entries
-        self.iteration = 0
         self._lock = threading.RLock()
         self._expected = [1] * len(entries)
         self._arrivals: list[int] = []
@@ -92,16 +93,6 @@ class Reducer:
                 self._places[member] = bucket, place
 
     # ---- after forward
-
-    @property
-    def static(self) -> bool:
-        """Whether every iteration is promised to use the same graph."""
-        return self.options.static_graph
-
-    @property
-    def _surveying(self) -> bool:
-        """Whether this is the iteration in which a static graph is learned."""
-        return self.static and self.iteration == 0
 
     def prepare(self, outputs: Any) -> None:
         """Await every gradient. Called after each forward pass whose backward is to communicate."""
@@ -268,7 +259,7 @@ class Reducer:
     def _end(self) -> None:
         if self._surveying:
             self._arrivals = []
-        self.iteration += 1
+            self._surveying = False
         self._armed = self._begun = self._failed = False
         self._used = bytearray(len(self.entries))
 

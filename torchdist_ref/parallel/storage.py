@@ -8,7 +8,7 @@ goes, and in which order, is decided in `reducer`.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -81,9 +81,11 @@ class Bucket:
         self.buffer.zero_()
         return self.offer()
 
-    def give(self, value: torch.Tensor, untouched: Container[int] = ()) -> None:
+    def give(self, value: torch.Tensor, untouched: Collection[int] = ()) -> None:
         """Make the exchanged ``value`` the gradients of the parameters, but for those whose index is ``untouched``."""
-        places = [place for place, member in enumerate(self.members) if member not in untouched]
+        places: Sequence[int] = range(len(self.members))
+        if untouched:
+            places = [place for place, member in enumerate(self.members) if member not in untouched]
         sources = self._divided(value)
         if self.pointing:
             self._point(places)
