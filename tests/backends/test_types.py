@@ -1,0 +1,69 @@
+"""Numbers that other tests don't reach: beyond the signed range, and factors of PREMUL_SUM that can't be meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import torchdist_ref as dist
+from torchdist_ref.testing import run
+
+ENGINES = [("ref", "threads"), ("gloo", "processes")]
+LARGE = 2**63
+
+
+def unsigned(rank: int) -> dict[str, list[int]]:
+    found = {}
+    for op in ("MIN", "MAX", "SUM", "PRODUCT", "BXOR"):
+        tensor = torch.tensor([LARGE + 5 * rank, 2 + rank], dtype=torch.uint64)
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
+        found[op] = tensor.tolist()
+    output = torch.zeros(1, dtype=torch.uint64)
+    inputs = [torch.tensor([value], dtype=torch.uint64) for value in (LARGE + rank, 3)]
+    dist.reduce_scatter(output, inputs, dist.ReduceOp.MAX)
+    return {**found, "reduce_scatter": output.tolist()}
+
+
+@pytest.mark.parametrize(("engine", "ranks"), ENGINES)
+def test_large_numbers_without_a_sign_are_larger_than_small_ones(engine: str, ranks: str) -> None:
+    for rank, found in enumerate(run(unsigned, 2, backend=engine, ranks=ranks)):
+        assert found["MIN"] == [LARGE, 2] and found["MAX"] == [LARGE + 5, 3]
+        # Sums and products wrap at 64 bits.
+        assert found["SUM"] == [5, 5] and found["PRODUCT"] == [LARGE * (LARGE + 5) % 2**64, 6]
+        assert found["BXOR"] == [5, 1] and found["reduce_scatter"] == [[LARGE + 1], [3]][rank]
+
+
+WRONG: list[tuple[torch.Tensor, Any, type[Exception], str]] = [
+    (torch.ones(2, dtype=torch.int64), 0.5, ValueError, "PREMUL_SUM where tensors are not floating.*int64.*rank 0"),
+    (torch.ones(2), torch.tensor(0.5, dtype=torch.float64), ValueError, "factor of torch.float32, got torch.float64"),
+    (torch.ones(2, dtype=torch.complex64), torch.tensor(1j), ValueError, "factor of torch.float32.*complex64"),
+    (torch.ones(2), None, TypeError, "PREMUL_SUM needs a factor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tensor", "factor", "kind", "words"), WRONG)
+def test_a_factor_must_fit(tensor: torch.Tensor, factor: Any, kind: type[Exception], words: str) -> None:
+    def program(rank: int) -> None:
+        op = dist.ReduceOp.PREMUL_SUM if factor is None else dist.ReduceOp.PREMUL_SUM(factor)
+        with pytest.raises(kind, match=words):
+            dist.all_reduce(tensor, op)
+
+    run(program, 1)
+
+
+def several_tensors(rank: int) -> list[Any]:
+    """The functions beside all_reduce that take a reduction."""
+    op, tensors = dist.ReduceOp.PREMUL_SUM(rank + 0.5), [torch.tensor([2.0]), torch.tensor([4.0, 6.0])]
+    dist.all_reduce_coalesced(tensors, op)
+    pair = [torch.tensor([2.0]), torch.tensor([4.0])]
+    dist.all_reduce_multigpu(pair, op)
+    on_root = torch.tensor([2.0])
+    work = dist.reduce(on_root, 1, op, async_op=True)
+    assert work is not None and work.wait()
+    return [*(t.tolist() for t in (*tensors, *pair)), on_root.tolist() if rank == 1 else None]
+
+
+def test_every_function_that_reduces_takes_a_factor() -> None:
+    assert run(several_tensors, 2)[1] == [[4.0], [8.0, 12.0], [12.0], [12.0], [4.0]]
