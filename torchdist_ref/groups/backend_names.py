@@ -26,7 +26,7 @@ class Backend(str):
         MPI: An MPI library, through mpi4py.
         UCC: Accepted as a name; no engine comes with it.
         XCCL: Accepted as a name; no engine comes with it.
-        FAKE: Accepted as a name; no engine comes with it.
+        FAKE: One process that plays one rank of many and records the calls.
         TCP: Accepted as a name; torch removed that engine long ago.
         UNDEFINED: What stands for no engine.
         default_device_backend_map: Which engine `get_default_backend_for_device` answers for a device.
@@ -72,7 +72,7 @@ class Backend(str):
                 ``func(store, rank, size, timeout)``: a store of this group only, group rank and size, a timedelta.
             extended_api: Call it as ``func(membership, options)`` instead: a
                 `torchdist_ref.backends.base.Membership`, which has the members' global ranks and the group's name
-                besides, and None.
+                besides, and the caller's `pg_options`.
             devices: Devices whose default engine this becomes if they have none.
 
         Raises:
@@ -99,12 +99,13 @@ class Backend(str):
 def _factory(name: str, func: Callable[..., Any], extended_api: bool) -> base.Factory:
     def make(membership: base.Membership) -> base.Backend:
         m = membership
-        arguments = (m, None) if extended_api else (m.store, m.rank, m.size, timedelta(seconds=m.timeout))
+        arguments = (m, m.options) if extended_api else (m.store, m.rank, m.size, timedelta(seconds=m.timeout))
         made = func(*arguments)
         if not isinstance(made, base.Backend):
             expected = "a function that returns a torchdist_ref.backends.base.Backend"
             raise ArgumentTypeError(explain("register_backend", "func", expected, made, rank=m.rank,
-                                            hint=f"It is the engine {name!r}."))  # fmt: skip
+                                            hint=f"It is the engine {name!r}. Register one of torch's own kind "
+                                                 "with torch.distributed.Backend.register_backend."))  # fmt: skip
         return made
 
     return make
