@@ -193,8 +193,8 @@ TAIL = """
 
 | name | here | why |
 | --- | --- | --- |
-| `c10d::ProcessGroup` | torch's own | The base class of engines in C++. Those that are registered with torch work here by name. |
-| `torch.nn.parallel.DistributedDataParallel` | own | It is `torchdist_ref.DistributedDataParallel`; torch's runs on `ref`. |
+| `c10d::ProcessGroup` | torch's own | The base class of engines in C++; registered ones work here by name. |
+| `torch.nn.parallel.DistributedDataParallel` | ours | `torchdist_ref.DistributedDataParallel`; torch's runs on `ref`. |
 | `torch.nn.DataParallel` | torch's own | Threads of one process and no ranks. |
 | `torch.multiprocessing.spawn` | torch's own | It starts processes; any process can be a rank, see Launching. |
 | `torch.profiler` | torch's own | Calls of every engine are ranges in it. |

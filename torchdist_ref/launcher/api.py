@@ -49,13 +49,13 @@ class LaunchConfig:
         role: What the ranks find as ROLE_NAME.
         rdzv_endpoint: ``host:port``; the port is taken for the ranks' store. Default: a free one.
         rdzv_backend: Accepted.
-        rdzv_configs: Accepted.
+        rdzv_configs: A dict; accepted.
         rdzv_timeout: Accepted.
         max_restarts: How often all ranks are started anew when one fails. Default: 3.
         monitor_interval: Accepted.
         start_method: ``"spawn"``, the only one.
         log_line_prefix_template: Not supported.
-        metrics_cfg: Accepted.
+        metrics_cfg: A dict; accepted.
         local_addr: Accepted.
         event_log_handler: Accepted.
         numa_options: Not supported.
@@ -83,13 +83,13 @@ class LaunchConfig:
     role: str = "default_role"
     rdzv_endpoint: str = ""
     rdzv_backend: str = "etcd"
-    rdzv_configs: dict[str, Any] = field(default_factory=dict)
+    rdzv_configs: Any = field(default_factory=dict)
     rdzv_timeout: int = -1
     max_restarts: int = 3
     monitor_interval: float = 0.1
     start_method: str = "spawn"
     log_line_prefix_template: str | None = None
-    metrics_cfg: dict[str, str] = field(default_factory=dict)
+    metrics_cfg: Any = field(default_factory=dict)
     local_addr: str | None = None
     event_log_handler: str = "null"
     numa_options: Any = None

@@ -57,7 +57,7 @@ def gather(tensor: Tensor, dst: int = 0, group: Group = None) -> tuple[Tensor, .
         group: Which ranks. Default: all.
 
     Returns:
-        One tensor for each rank: their values on the destination, zeros elsewhere.
+        One tensor for each rank, with its values on the destination and zeros elsewhere.
 
     Raises:
         ArgumentError: The destination or this rank is not in the group.
@@ -88,7 +88,7 @@ def scatter(tensors: list[Tensor] | tuple[Tensor, ...], src: int = 0, group: Gro
         group: Which ranks. Default: all.
 
     Returns:
-        A new tensor: this rank's part.
+        This rank's part, a new tensor.
 
     Raises:
         ArgumentError: The source or this rank is not in the group, or shapes differ.
@@ -123,7 +123,7 @@ def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None
         group: Which ranks. Default: all.
 
     Returns:
-        A new tensor: the result on the destination, zeros elsewhere.
+        A new tensor, which holds the result on the destination and zeros elsewhere.
 
     Raises:
         ArgumentError: The destination or this rank is not in the group.

@@ -156,7 +156,7 @@ class Pipe(nn.Module):
                 micro-batch gets as they are.
 
         Returns:
-            What holds the result: ask its ``local_value()``. It is torch's RRef where torch's remote calls are
+            What holds the result, which its ``local_value()`` gives. It is torch's RRef where torch's remote calls are
             initialised, else a `LocalResult`. Tensors are on the last partition's device.
 
         Raises:

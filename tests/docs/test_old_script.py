@@ -1,0 +1,32 @@
+"""The script of the page "Run a script written for torch 1.13" runs as it stands, and prints what the page says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs import pages
+from torchdist_ref.elastic.utils.distributed import get_free_port
+
+FOLDER = pages.DOCS / "how-to"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ref"])
+def test_it_trains_on_processes_that_it_spawns(backend: str, tmp_path: os.PathLike[str]) -> None:
+    # Three Pythons load torch: 4 s.
+    source = (FOLDER / "train_1_13.py").read_text(encoding="utf-8")
+    assert source.count('"gloo"') == 1
+    script = os.path.join(tmp_path, "train_1_13.py")
+    with open(script, "w", encoding="utf-8") as file:
+        file.write(source.replace('"gloo"', f'"{backend}"'))
+    answer = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "MASTER_PORT": str(get_free_port()), "PYTHONPATH": str(pages.ROOT)},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    shown = [block.text for block in pages.blocks(FOLDER / "run_an_old_script.md") if block.language == "text"]
+    assert answer.stdout == shown[0].partition("\n")[2]
