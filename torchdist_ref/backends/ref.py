@@ -83,7 +83,12 @@ class Ref(Backend):
     def _later(
         self, plan: Prepared, call: Call, tensors: Tensors, outputs: Tensors, number: Number, wait: bool
     ) -> Work:
-        work, run = self._work(call, outputs, number), partial(self._run, plan, call, tensors, number)
+        work = self._work(call, outputs, number)
+
+        def run() -> None:
+            self._run(plan, call, tensors, number)
+            settle(outputs)
+
         settle(tensors)
         self._order.later(number, lambda: _settle(work, lambda: self._order.carry_out(number, run)))
         if wait:
@@ -138,6 +143,7 @@ class Ref(Backend):
 
         def finish_later() -> None:
             work.source = self._timed(call, tensor, self._finish, receive, tensor)
+            settle((tensor,))
 
         self._receives.put(lambda: _settle(work, finish_later))
         return work
