@@ -28,7 +28,7 @@ from torchdist_ref.transports.registered import Neighbour, Place
 
 KIB = 1024
 MIB = 1024 * KIB
-# Up to here a staged call is over as soon.
+# Up to here a staged call of two ranks is over as soon; with more, where they don't have a core each, up to more.
 WORTH = 64 * KIB
 # Sets of tensors that a plan remembers. Programs call again and again with the same ones.
 MOST = 16
@@ -53,7 +53,9 @@ def lending(plan: Plan, root: int, neighbours: Sequence[Neighbour]) -> Lending |
     if op not in SCHEDULES or link.hosts is not None or link.size == 1 or len(blocks) > 1:
         return None
     nbytes = blocks[0] * plan.dtype.itemsize * (1 if op in IN_PLACE else link.size)
-    least = max(WORTH, _one_round(link.size)) if op == "all_reduce" else WORTH
+    # Between its rounds and at its end every rank hears from every other one.
+    worth = WORTH * (link.size - 1) ** 2
+    least = max(worth, _one_round(link.size)) if op == "all_reduce" else worth
     return Lending(plan, SCHEDULES[op](link.size, root), neighbours) if nbytes > least else None
 
 
