@@ -109,13 +109,28 @@ def check_elements(operation: str, argument: str, tensor: Tensor, count: int, wh
         raise EngineArgumentError(explain(operation, argument, f"{count} elements ({why})", list(tensor.shape)))
 
 
-def check_blocks(operation: str, argument: str, tensors: Sequence[Tensor], like: Tensor, why: str) -> None:
-    """Raise unless all tensors of a list have as many elements as another tensor, and its dtype."""
-    check_one_dtype(operation, tensors, like)
-    count = like.numel()
-    for index, tensor in enumerate(tensors):
-        if tensor.numel() != count:
-            check_elements(operation, f"{argument}[{index}]", tensor, count, why)
+def check_blocks(operation: str, argument: str, value: Any, count: int, why: str, like: Tensor | None = None) -> None:
+    """Raise unless it is a list of so many tensors of one size and dtype: those of another tensor, if one is given."""
+    if not _fits(value, count, like):
+        check_tensors(operation, argument, value, count)
+        first = value[0] if like is None else like
+        check_one_dtype(operation, value, first)
+        for index, tensor in enumerate(value):
+            check_elements(operation, f"{argument}[{index}]", tensor, first.numel(), why)
+
+
+def _fits(value: Any, count: int, like: Tensor | None) -> bool:
+    """What `check_blocks` asks, in one pass over a list that is as it should be."""
+    if type(value) is not list or len(value) != count:
+        return False
+    first = value[0] if like is None else like
+    if not isinstance(first, Tensor):
+        return False
+    dtype, elements = first.dtype, first.numel()
+    for tensor in value:
+        if not isinstance(tensor, Tensor) or tensor.dtype is not dtype or tensor.numel() != elements:
+            return False
+    return True
 
 
 def check_writable(operation: str, argument: str, tensor: Tensor) -> None:

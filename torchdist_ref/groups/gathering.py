@@ -233,8 +233,7 @@ def _list_of_root(
         return ()
     if not given:
         raise ArgumentError(f"{operation}: Argument ``{argument}`` must be specified on root rank {root}{on_rank()}.")
-    check_tensors(operation, argument, given, group.size())
-    check_blocks(operation, argument, given, tensor, "as tensor has")
+    check_blocks(operation, argument, given, group.size(), "as tensor has", tensor)
     return given
 
 
@@ -277,9 +276,7 @@ def all_to_all(
     found = member_group("all_to_all", group)
     if found is None:
         return None
-    check_tensors("all_to_all", "output_tensor_list", output_tensor_list, found.size())
-    check_tensors("all_to_all", "input_tensor_list", input_tensor_list, found.size())
-    like, why = input_tensor_list[0], "as input_tensor_list[0] has; all_to_all_single takes unequal ones"
-    check_blocks("all_to_all", "output_tensor_list", output_tensor_list, like, why)
-    check_blocks("all_to_all", "input_tensor_list", input_tensor_list, like, why)
+    size, why = found.size(), "as input_tensor_list[0] has; all_to_all_single takes unequal ones"
+    check_blocks("all_to_all", "input_tensor_list", input_tensor_list, size, why)
+    check_blocks("all_to_all", "output_tensor_list", output_tensor_list, size, why, input_tensor_list[0])
     return submit(found, _ALL_TO_ALL, input_tensor_list, output_tensor_list, async_op)
