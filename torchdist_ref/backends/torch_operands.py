@@ -126,7 +126,7 @@ def _padded(call: Call, inputs: Tensors, outputs: Tensors) -> Carried:
     """Blocks of several sizes, each in a row as long as the longest; receivers know what of it is theirs."""
     longest = max(t.nbytes for t in (*inputs, *outputs))
     sources = [pad(as_bytes(t), (0, longest - t.nbytes)) if t.nbytes < longest else as_bytes(t) for t in inputs]
-    targets = [torch.empty(longest, dtype=torch.uint8) for _ in outputs]
+    targets = [torch.empty(longest, dtype=torch.uint8, device=t.device) for t in outputs]
     used = [row[: tensor.nbytes] for row, tensor in zip(targets, outputs, strict=True)]
     return Carried(call, sources, targets, lambda: brought_back(used, outputs))
 
