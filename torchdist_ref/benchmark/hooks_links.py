@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
 from torchdist_ref.testing import namespaces
 
 FAST = "fast"
-_BURST = 16_384
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)")
 
@@ -88,28 +86,15 @@ def obstacle(link: Link) -> str:
         return str(error)
 
 
-def settle(link: Link, hosts: Sequence[namespaces.Host], rank: int, world: int) -> namespaces.Host | None:
+def settle(hosts: Sequence[namespaces.Host], rank: int, world: int) -> namespaces.Host | None:
     """Move this rank's process to its host, if there are any: the first half of the ranks to the first."""
     if not hosts:
         return None
     host = hosts[rank * len(hosts) // world]
     host.enter()
-    _save_little(link, host)
     # `ref` reads this one too.
     os.environ["GLOO_SOCKET_IFNAME"] = host.interface
     return host
-
-
-def _save_little(link: Link, host: namespaces.Host) -> None:
-    """Let this host's cable save up no more than `_BURST` bytes while it is idle.
-
-    What it has saved up passes at once, and a compressed step is not much longer than what it saves up otherwise.
-    """
-    rate = f"{link.bits_per_second:.0f}bit"
-    command = f"tc qdisc change dev {host.interface} root tbf rate {rate} burst {_BURST} latency 50ms"
-    done = subprocess.run(command.split(), capture_output=True, text=True)
-    if done.returncode:
-        raise UnsupportedError(f"`{command}` failed: {done.stderr.strip()}")
 
 
 def on_the_wire(host: namespaces.Host) -> int:

@@ -77,7 +77,7 @@ def on_link(settings: Settings, link: Link, hear: Callable[[Any], None]) -> None
 
 def measure(place: Place, settings: Settings, link: Link, hosts: Sequence[Host]) -> None:
     """What each rank does. Reports headings, numbers of rounds, and results."""
-    host = hooks_links.settle(link, hosts, place.rank, place.world)
+    host = hooks_links.settle(hosts, place.rank, place.world)
     tasks = {name: hooks_tasks.TASKS[name]() for name in settings.tasks}
     try:
         for engine in engines.join(settings.backends, place):

@@ -28,6 +28,8 @@ T = TypeVar("T")
 _NEW_NET = 0x40000000
 # Every host has the same, as machines of one cluster have.
 INTERFACE = "cable"
+# What a cable saves up while it is idle passes at once; with more, small messages would not feel the rate at all.
+BURST = 16_384
 _IPV4, _IPV6 = "10.77.0.{}", "fd77::{:x}"
 
 
@@ -198,9 +200,8 @@ def _switch_on(host: Host, bits_per_second: float | None) -> None:
     _say(f"ip addr add {host.ipv6}/64 dev {host.interface} nodad")
     _say(f"ip link set {host.interface} up")
     if bits_per_second is not None:
-        # What passes at once: two large segments, or what a timer tick of 4 ms lets through.
-        burst = max(131_072, int(bits_per_second / 8 * 0.004))
-        _say(f"tc qdisc add dev {host.interface} root tbf rate {int(bits_per_second)}bit burst {burst} latency 50ms")
+        rate = int(bits_per_second)
+        _say(f"tc qdisc add dev {host.interface} root tbf rate {rate}bit burst {BURST} latency 50ms")
 
 
 def _say(command: str) -> None:
