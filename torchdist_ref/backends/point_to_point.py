@@ -146,7 +146,7 @@ class Inbox:
         if box is None or not self._taking.acquire(False):
             return False
         try:
-            while not self._posted and not self._kept and self._offers(box):
+            while not self._posted and not self._kept and (box.offer.acquire(False) or self._link.soon(box.offer)):
                 if box.look()[0] == call.tag:
                     self._take(box, call, tensor)
                     return True
@@ -200,23 +200,8 @@ class Inbox:
             else:
                 self._fail_hopeless()
 
-    def _offers(self, box: Mailbox) -> bool:
-        """Whether the one rank that is waited for sends now, or within the time for which it is good to spin."""
-        take = box.offer.acquire
-        if take(False):
-            return True
-        if self._link.may_spin():
-            for _ in range(self._link.spins):
-                if take(False):
-                    return True
-        return False
-
     def _rang(self) -> bool:
-        if self._link.may_spin():
-            for _ in range(self._link.spins):
-                if self._bell.acquire(False):
-                    return True
-        return self._bell.acquire(True, SLICE)
+        return self._link.soon(self._bell) or self._bell.acquire(True, SLICE)
 
     def _scan(self) -> None:
         with self._state:

@@ -5,8 +5,8 @@ that say when to look. `shared_memory` and `threads` make links of the same kind
 the engine does not know which it has. One collective is on a link at a time (the engine holds the lock).
 
 What a link guarantees in every wait: it ends. With the token; or with an error that names the rank that
-died, gave up, left or did not come before the deadline. Waits spin first where there is a core for each
-rank, then block in slices (see `liveness`). Don't add algorithms here: they are schedules.
+died, gave up, left or did not come before the deadline. Waits spin first where there is a core for each rank,
+else yield, then block in slices (see `liveness`). Don't add algorithms here: they are schedules.
 """
 
 from __future__ import annotations
@@ -131,8 +131,10 @@ class Link:
         self._given: dict[tuple[str, int], Token] = {}
         self.full_from = {p: memory.token(layout, "full", p, rank) for p in self.peers}
         self.free_from = {p: memory.token(layout, "free", p, rank) for p in self.peers}
-        # Some hundred microseconds, which is how far apart two ranks in step are; more ranks than cores don't spin.
-        self.spins = 2000 if self.size <= len(os.sched_getaffinity(0)) else 0
+        # Some hundred microseconds, which is how far apart ranks in step are. Where ranks share a core they can't spin:
+        # they let each other go first, which costs half of what it costs to sleep and be woken, and then sleep.
+        roomy = self.size <= len(os.sched_getaffinity(0))
+        self.spins, self.yields = (2000, 0) if roomy else (0, 100)
         self.alive: Liveness
         self.broken: BaseException | None = None
 
@@ -155,11 +157,26 @@ class Link:
             timeout: Seconds at most; None: the group's.
             alone: Only `peer` matters (point-to-point), not whether the other members are well.
         """
-        if self.may_spin():
-            for _ in range(self.spins):
-                if token.acquire(False):
-                    return
+        if self.soon(token):
+            return
         self._wait_long(token, peer, doing, self.timeout if timeout is None else timeout, alone)
+
+    def soon(self, token: Token) -> bool:
+        """Take a token if it comes while it is good to stay awake.
+
+        Only the main thread does: it holds the interpreter lock meanwhile, which others would keep from it.
+        """
+        if threading.get_ident() != _MAIN:
+            return False
+        take = token.acquire
+        for _ in range(self.spins):
+            if take(False):
+                return True
+        for _ in range(self.yields):
+            os.sched_yield()
+            if take(False):
+                return True
+        return False
 
     def _wait_long(self, token: Token, peer: int, doing: str, seconds: float, alone: bool) -> None:
         deadline, told = monotonic() + seconds, False
@@ -263,10 +280,6 @@ class Link:
         for peer in self.peers:
             self.wait(self.full_from[peer], peer, doing)
         self.line.done = MET
-
-    def may_spin(self) -> bool:
-        """Only the main thread spins: it holds the interpreter lock meanwhile, which others would keep from it."""
-        return threading.get_ident() == _MAIN
 
     def be_patient(self, number: tuple[int, int], waited: float) -> None:
         """Another rank has begun a call that this one has not made: wait for it, but not for ever, nor in vain."""

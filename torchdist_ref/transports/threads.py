@@ -72,7 +72,7 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
     layout = Layout(len(members), half=256 * 1024, box=64 * 1024)
     link = Link(_segment(store, rank, layout), layout, rank, members, name, timeout)
     # Threads can't run at once: a spin would only keep the lock from the rank that is waited for.
-    link.spins = 0
+    link.spins = link.yields = 0
     link.alive = NoPeers()
     link.line.arrive(os.getpid())
     link.meet("init_process_group")
