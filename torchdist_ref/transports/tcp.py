@@ -6,6 +6,10 @@ frame together with the bytes that it announces (`connection`). So engines run t
 
 Every rank listens on one address, chosen as `interface_address` says, and publishes it in the store; of each pair
 of distant ranks the higher one connects. A secret from the store keeps strangers out.
+
+All pairs are connected at the start and not when they first have something to say, because a connection is also how a
+death is learnt: its end is seen by every survivor within milliseconds, whichever ranks its last call was with. A pair
+without one would learn of it at the time-out, or from others, who would have to be asked or to pass it on.
 """
 
 from __future__ import annotations
@@ -147,9 +151,10 @@ def _connect_all(store: Store, mesh: Mesh, rank: int, far: Sequence[int], timeou
         secret = secrets.token_bytes(_SECRET)
         store.set(f"address/{rank}", f"{family} {address} {server.getsockname()[1]} {secret.hex()}".encode())
         deadline = monotonic() + timeout
-        for peer in far:
-            if peer < rank:
-                mesh.add(peer, _dial(store.get(f"address/{peer}").decode(), rank, peer, deadline))
+        lower = [peer for peer in far if peer < rank]
+        addresses = store.multi_get([f"address/{peer}" for peer in lower]) if lower else []
+        for peer, text in zip(lower, addresses, strict=True):
+            mesh.add(peer, _dial(text.decode(), rank, peer, deadline))
         waiting = {peer for peer in far if peer > rank}
         while waiting:
             sock, peer = _accept(server, secret, waiting, deadline)
