@@ -15,13 +15,16 @@ from torchdist_ref.rendezvous import rendezvous
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = """
+import sys
 import torch
 import torchdist_ref as dist
 
 dist.init_process_group()
 tensor = torch.tensor([dist.get_rank() ** 2 + 1])
 dist.all_reduce(tensor)
-print(f"rank {dist.get_rank()} of {dist.get_world_size()} has {tensor.item()} on {dist.get_backend()}")
+line = f"rank {dist.get_rank()} of {dist.get_world_size()} has {tensor.item()} on {dist.get_backend()}\\n"
+# In one piece, end included: mpiexec passes on what it gets as it gets it.
+sys.stdout.write(line)
 dist.destroy_process_group()
 """
 WANTED = ["rank 0 of 2 has 3 on ref", "rank 1 of 2 has 3 on ref"]

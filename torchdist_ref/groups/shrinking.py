@@ -41,7 +41,7 @@ def shrink_group(
         pg_options: As for `init_process_group`.
 
     Returns:
-        The new group: the ranks that stay, in their old order, on the same engine and with the same time-out.
+        The new group, in which the ranks that stay have their old order, on the same engine, with the same time-out.
 
     Raises:
         ArgumentTypeError: Not a list of whole numbers.
