@@ -8,7 +8,7 @@ that is why a hook can be tested with a bucket built by hand, in one process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -73,7 +73,7 @@ class GradBucket:
         tensor([ 8., 10.])
     """
 
-    __slots__ = ("_buffer", "_index", "_is_last", "_parameters", "_templates", "_views")
+    __slots__ = ("_buffer", "_index", "_is_last", "_parameters", "_room", "_scale", "_templates", "_views")
 
     def __init__(
         self,
@@ -92,14 +92,23 @@ class GradBucket:
         self._parameters = list(parameters)
         self._is_last = is_last
         self._views: list[torch.Tensor] | None = None
+        self._scale = 1.0
+        self._room: Callable[[torch.dtype], torch.Tensor] | None = None
         self._check()
 
     @classmethod
     def of_views(
-        cls, index: int, buffer: torch.Tensor, views: list[torch.Tensor], parameters: list[torch.Tensor], is_last: bool
-    ) -> GradBucket:
-        """A bucket whose ``views`` are known to divide ``buffer``: nothing is checked or computed."""
+        cls, index: int, buffer: torch.Tensor, views: list[torch.Tensor], parameters: list[torch.Tensor], is_last: bool,
+        scale: float = 1.0, room: Callable[[torch.dtype], torch.Tensor] | None = None,
+    ) -> GradBucket:  # fmt: skip
+        """A bucket whose ``views`` are known to divide ``buffer``: nothing is checked or computed.
+
+        Args:
+            scale: What gradients were multiplied by already, for hooks that say that they can take that.
+            room: Gives memory of another dtype as long as the buffer, the same one at every step.
+        """
         bucket = cls.__new__(cls)
+        bucket._scale, bucket._room = scale, room
         bucket._index, bucket._buffer, bucket._is_last = index, buffer, is_last
         bucket._templates = bucket._views = views
         bucket._parameters = parameters

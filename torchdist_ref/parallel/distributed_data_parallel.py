@@ -279,7 +279,7 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs):
         registration.check_hook(hook, rank)
         # A hook that was written for torch asks torch for its group.
         groups.mirror()
-        self.reducer.exchange = hooked = Hooked(hook, state, self.process_group)
+        self.reducer.exchange = hooked = Hooked(hook, state, self.process_group, not self._options.skip_unused)
         self._hook_name = hooked.name
 
     # ---- copies

@@ -83,13 +83,13 @@ class Hooked:
         hook: Called with the state and a `GradBucket`; returns a Future of the bucket's new contents.
         state: Handed to the hook as it is.
         group: The group that DDP was given.
+        early: Whether gradients may be divided on their way into the bucket, which saves a pass over memory. Only for a
+            hook that says that it takes them so: others see them as they are, and divide themselves.
     """
 
-    # A hook sees gradients as they are: that it divides is its own affair.
-    scale = 1.0
-
-    def __init__(self, hook: Hook, state: Any, group: Any) -> None:
+    def __init__(self, hook: Hook, state: Any, group: Any, early: bool = True) -> None:
         self.hook = hook
+        self.scale = 1.0 / groups.get_world_size(group) if early and getattr(hook, "takes_divided", False) else 1.0
         self.state = state
         self.rank = groups.get_rank(group)
         self.patience = patience(group)

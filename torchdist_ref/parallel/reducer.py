@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -182,7 +182,7 @@ class Reducer:
         if self.options.skip_unused and all(member in self._absent for member in bucket.members):
             return
         self._failed = True
-        bucket.started = self.exchange.start(bucket.offer())
+        bucket.started = self.exchange.start(bucket.offer(self.exchange.scale))
         self._failed = False
 
     def _all_ready(self) -> None:
@@ -212,15 +212,22 @@ class Reducer:
         """Wait for the buckets in order and hand out what came back."""
         self._failed = True
         with torch.no_grad():
-            # Buckets first: a hook may still issue collectives from callbacks, and ours must not get between them.
-            values = [self._collect(bucket) for bucket in self.buckets]
-            self._survey_use()
-            for bucket, value in zip(self.buckets, values, strict=True):
-                if value is not None:
-                    bucket.give(value, self._unused_everywhere)
+            if self._surveying or (self.options.find_unused and not self.static):
+                # All buckets first: a hook may still make calls from callbacks, and ours must not get between them.
+                values = [self._collect(bucket) for bucket in self.buckets]
+                self._survey_use()
+                self._hand_out(values)
+            else:
+                # While one bucket is copied out, the next one is still on its way.
+                self._hand_out(map(self._collect, self.buckets))
             for index in self.sparse:
                 self._exchange_sparse(index)
         self._end()
+
+    def _hand_out(self, values: Iterable[torch.Tensor | None]) -> None:
+        for bucket, value in zip(self.buckets, values, strict=True):
+            if value is not None:
+                bucket.give(value, self._unused_everywhere)
 
     def _collect(self, bucket: Bucket) -> torch.Tensor | None:
         if bucket.started is None or bucket.sent is None:

@@ -38,7 +38,9 @@ class Bucket:
         self.is_last = is_last
         self.pointing = pointing
         self.length = sum(parameter.numel() for parameter in parameters)
-        self.buffer = _empty(self.length, parameters[0], group).zero_()
+        self.group = group
+        self.buffer = _empty(self.length, parameters[0], group, parameters[0].dtype).zero_()
+        self._rooms: dict[torch.dtype, torch.Tensor] = {}
         self.views = split(self.buffer, parameters)
         self.waiting = len(members)
         self.started: Any = None
@@ -71,10 +73,19 @@ class Bucket:
         if self.pointing and gradient is not view and gradient.dtype == view.dtype:
             parameter.grad = view
 
-    def offer(self) -> GradBucket:
-        """The bucket as a hook sees it."""
-        self.sent = GradBucket.of_views(self.index, self.buffer, self.views, self.parameters, self.is_last)
+    def offer(self, scale: float = 1.0) -> GradBucket:
+        """The bucket as a hook sees it; its gradients were scaled on their way in."""
+        self.sent = GradBucket.of_views(
+            self.index, self.buffer, self.views, self.parameters, self.is_last, scale, self.room
+        )
         return self.sent
+
+    def room(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory as long as the buffer, for what travels in its place in another dtype; kept from step to step."""
+        found = self._rooms.get(dtype)
+        if found is None:
+            found = self._rooms[dtype] = _empty(self.length, self.parameters[0], self.group, dtype)
+        return found
 
     def shadow(self) -> GradBucket:
         """A bucket of zeros in this one's place: what a rank without inputs contributes."""
@@ -126,10 +137,10 @@ class Bucket:
                 parameter.grad = view
 
 
-def _empty(length: int, like: torch.Tensor, group: Any) -> torch.Tensor:
+def _empty(length: int, like: torch.Tensor, group: Any, dtype: torch.dtype) -> torch.Tensor:
     if like.device.type == "cpu":
-        return groups.empty_registered(length, dtype=like.dtype, group=group)
-    return torch.empty(length, dtype=like.dtype, device=like.device)
+        return groups.empty_registered(length, dtype=dtype, group=group)
+    return torch.empty(length, dtype=dtype, device=like.device)
 
 
 def allocate(

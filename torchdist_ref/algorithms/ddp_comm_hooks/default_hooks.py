@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from torchdist_ref.algorithms.ddp_comm_hooks.peers import Peers, comm_hook, only
+from torchdist_ref.algorithms.ddp_comm_hooks.peers import Peers, comm_hook, only, rounded
 from torchdist_ref.parallel.bucket import GradBucket
 
 __all__ = [
@@ -47,18 +47,22 @@ def allreduce_hook(process_group: Any, bucket: GradBucket) -> Future[torch.Tenso
         >>> run(program, 2)
         [[1.0, 5.0], [1.0, 5.0]]
     """
-    return average(Peers(process_group, bucket), bucket.buffer())
+    return average(Peers(process_group, bucket), bucket)
 
 
-def average(peers: Peers, tensor: torch.Tensor) -> Future[torch.Tensor]:
-    """Begin to average ``tensor`` over the ranks, in place."""
-    return peers.sum(tensor.div_(peers.size)).then(only)
+# Our DDP may divide gradients while it lays them into the bucket.
+vars(allreduce_hook)["takes_divided"] = True
+
+
+def average(peers: Peers, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Begin to average the bucket's buffer over the ranks, in place."""
+    return peers.sum(peers.divided(bucket)).then(only)
 
 
 def _compressed_average(dtype: torch.dtype, process_group: Any, bucket: GradBucket) -> Future[torch.Tensor]:
     peers = Peers(process_group, bucket)
     buffer = bucket.buffer()
-    small = buffer.to(dtype).div_(peers.size)
+    small = rounded(bucket, dtype).div_(peers.size)
     return peers.sum(small).then(lambda future: buffer.copy_(future.value()[0]))
 
 
@@ -116,10 +120,11 @@ def bf16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[torch.T
 def _wrapper(dtype: torch.dtype, hook: Hook, name: str) -> Hook:
     def wrapped(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         buffer = bucket.buffer()
-        bucket.set_buffer(buffer.to(dtype))
+        bucket.set_buffer(rounded(bucket, dtype))
         return hook(state, bucket).then(lambda future: buffer.copy_(future.value()))
 
     wrapped.__name__ = wrapped.__qualname__ = name
+    vars(wrapped)["takes_divided"] = getattr(hook, "takes_divided", False)
     return comm_hook(wrapped)
 
 

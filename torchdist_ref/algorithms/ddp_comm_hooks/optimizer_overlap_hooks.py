@@ -116,7 +116,7 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> Hook:
             _step_own_optimizers(bucket, gradient_is_bucket_view)
             return bucket.buffer()
 
-        return average(Peers(hook_state().process_group, bucket), bucket.buffer()).then(step)
+        return average(Peers(hook_state().process_group, bucket), bucket).then(step)
 
     return comm_hook(apply_optim_in_backward_hook)
 

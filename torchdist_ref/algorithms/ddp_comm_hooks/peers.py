@@ -55,6 +55,12 @@ class Peers:
         """The rank of this process in the group."""
         return int(self.api.get_rank(self.group))
 
+    def divided(self, bucket: Any) -> torch.Tensor:
+        """The bucket's buffer, gradients divided by the number of ranks; our DDP may have done so on their way in."""
+        left = self.size * getattr(bucket, "_scale", 1.0)
+        buffer: torch.Tensor = bucket.buffer()
+        return buffer if abs(left - 1.0) < 1e-9 else buffer.div_(left)
+
     def sum(self, tensor: torch.Tensor) -> Future[list[torch.Tensor]]:
         """Begin to add up ``tensor`` over all ranks, in place."""
         future: Future[list[torch.Tensor]] = self.api.all_reduce(tensor, group=self.group, async_op=True).get_future()
@@ -68,6 +74,13 @@ class Peers:
         """Begin to collect every rank's ``tensor``: where they arrive, in rank order, and when they are there."""
         everyone = [torch.empty_like(tensor) for _ in range(self.size)]
         return everyone, self.api.all_gather(everyone, tensor, group=self.group, async_op=True).get_future()
+
+
+def rounded(bucket: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of the bucket's buffer in another dtype; our DDP keeps memory for it from step to step."""
+    kept = getattr(bucket, "_room", None)
+    buffer: torch.Tensor = bucket.buffer()
+    return buffer.to(dtype, copy=True) if kept is None else kept(dtype).copy_(buffer)
 
 
 def only(future: Future[list[torch.Tensor]]) -> torch.Tensor:

@@ -92,7 +92,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
     """
     if state.iter < state.start_localSGD_iter:
         state.maybe_increase_iter(bucket)
-        return average(Peers(state.process_group, bucket), bucket.buffer())
+        return average(Peers(state.process_group, bucket), bucket)
     if not state.post_local_gradient_allreduce:
         return noop_hook(None, bucket)
-    return average(Peers(state.subgroup, bucket), bucket.buffer())
+    return average(Peers(state.subgroup, bucket), bucket)

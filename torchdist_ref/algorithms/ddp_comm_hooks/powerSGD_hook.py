@@ -67,7 +67,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
     peers = Peers(state.process_group, bucket)
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)
-        return average(peers, bucket.buffer())
+        return average(peers, bucket)
     layout = _layout(state, bucket)
     before, after = bucket.buffer().numel(), sum(layout.sizes()) + layout.rest_size
     state.count(bucket, before, after)
@@ -103,7 +103,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
     buffer = bucket.buffer()
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)
-        return average(peers, buffer)
+        return average(peers, bucket)
     side = math.isqrt(max(0, buffer.numel() - 1)) + 1
     layout = Plan((Matrix(0, side, side, min(side, state.matrix_approximation_rank)),), ())
     state.count(bucket, buffer.numel(), sum(layout.sizes()))
