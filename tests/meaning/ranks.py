@@ -6,6 +6,7 @@ one: after a failure nobody knows what state the groups are in.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import tempfile
 import traceback
@@ -101,6 +102,8 @@ class Pool:
 
 
 def _be(rank: int, world: int, pipe: Connection, folder: Path) -> None:
+    # What the parent left for its collector waits for threads that are not here.
+    gc.freeze()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     me = _groups(rank, world, folder)

@@ -8,7 +8,6 @@ the file is the command around it.
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -76,8 +75,6 @@ def measure(place: Place, settings: Settings) -> None:
     stages = limit.Stages(place.circle.memory, settings.window)
     bounds = {LIMIT: stages, **({DIRECT: _tensors(place, settings)} if engines.REGISTERED in settings.backends else {})}
     contestants = engines.join(settings.backends, place)
-    # What was there before the fork is nobody's garbage, and looking at it would copy it.
-    gc.freeze()
     try:
         for operation, size in settings.cases():
             place.report(operation.name)
