@@ -127,7 +127,7 @@ def test_a_backend_that_cannot_be_made_is_named(registered: Any) -> None:
         raise RuntimeError("no cable")
 
     c10d.Backend.register_backend("broken", broken, devices=["cpu"])
-    with pytest.raises(dist.DistBackendError, match="backend 'broken' could not connect on rank 0.*no cable"):
+    with pytest.raises(dist.DistBackendError, match=r"backend 'broken' could not connect on rank 0.*no cable"):
         dist.init_process_group("broken", store=dist.HashStore(), rank=0, world_size=1)
     forget("broken")
     with pytest.raises(ValueError, match="No engine is called 'broken'"):
@@ -187,7 +187,7 @@ def summed(rank: int, path: str, size: int) -> Any:
     work = dist.all_reduce(column, async_op=True)
     assert work is not None
     work.get_future().wait()
-    with pytest.raises(dist.DistBackendError, match="barrier.*backend 'through_store'"):
+    with pytest.raises(dist.DistBackendError, match=r"barrier.*backend 'through_store'"):
         dist.barrier()
     dist.destroy_process_group()
     return tensor, column

@@ -115,7 +115,7 @@ def test_mpi_is_left_out_where_ranks_are_forked() -> None:
 def test_a_wrong_result_stops_it() -> None:
     def program(place: Place) -> None:
         case = _Case(place, Settings(("broadcast",), (64,), ("ref",)), OPERATIONS["broadcast"], 64)
-        case._check("careless", lambda: None)
+        case._check("careless", lambda: None, case.buffers)
 
     with pytest.raises(RankError, match=r"broadcast of 64 B on 'careless' is wrong on rank 1: element 0 of 16"):
         go(program, 2, lambda event: None)

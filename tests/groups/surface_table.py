@@ -61,6 +61,7 @@ OWN = {
          "reduce_scatter_multigpu"],
         "torch had it until version 2.1.",
     ),
+    "empty_registered": "Memory that the ranks of a host share; see the how-to page on registered buffers.",
     **dict.fromkeys(
         ["ArgumentError", "ArgumentTypeError", "EngineArgumentError", "EntryError", "GroupAbortedError",
          "MismatchError", "NotInitializedError", "PicklingError", "RankDiedError", "RankStalledError",

@@ -24,7 +24,8 @@ from torchdist_ref.backends.operands import IN_PLACE, Sizes
 from torchdist_ref.backends.reductions import WIDENED, Reduction
 from torchdist_ref.backends.steps import Operand, Part, Step
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
-from torchdist_ref.transports.base import Link, Range, Token
+from torchdist_ref.transports.base import Link
+from torchdist_ref.transports.memory import Range, Token
 from torchdist_ref.transports.board import Record
 from torchdist_ref.transports.layout import ANNOUNCEMENT
 

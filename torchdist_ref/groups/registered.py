@@ -25,9 +25,10 @@ def empty_registered(
     """A CPU tensor, like `torch.empty`, in memory that the other ranks of this host can read.
 
     Where all ranks pass such tensors (or parts of them) to a large collective, each works on the others' where they
-    lie, and nothing is copied to be shared: that takes as little as half the time. Everything else is as with any tensor: results are the same, ranks may mix
-    registered tensors with others, and the memory goes with the last tensor that lies in it, also after
-    `destroy_process_group`. This call is local: other ranks need not make it, nor are they told.
+    lie, and nothing is copied to be shared: that takes as little as half the time. Everything else is as with any
+    tensor: results are the same, ranks may mix registered tensors with others, and the memory goes with the last
+    tensor that lies in it, also after `destroy_process_group`. This call is local: other ranks need not make it, nor
+    are they told.
 
     The memory is the process's: it serves every group whose ranks all share this host. On any other group, engine or
     platform the tensor is an ordinary one. After a fork, parent and child share its content; its storage cannot be

@@ -15,94 +15,17 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError
 from torchdist_ref.transports.board import ABSENT, GAVE_UP, LEFT, MET, PRESENT, Line
 from torchdist_ref.transports.layout import BOARD_LINE, Layout
 from torchdist_ref.transports.liveness import SLICE
+from torchdist_ref.transports.memory import Liveness, Memory, Range, Token
 
 _MAIN = threading.main_thread().ident
 # A rank that waits says so in every slice. Who has not said it for so many seconds does not wait, or is stopped.
 FRESH = 10 * SLICE
-
-
-class Token(Protocol):
-    """A counting semaphore from one rank to another. `release` comes before what the taker does next."""
-
-    def release(self) -> Any:
-        """Add one."""
-
-    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
-        """Take one; False if there was none (in time)."""
-
-
-class Liveness(Protocol):
-    """Who is gone: see `liveness`."""
-
-    def dead(self) -> list[int]:
-        """Ranks whose processes have ended."""
-
-    def close(self) -> None:
-        """Let go."""
-
-
-Range = tuple[int, int]
-"""(offset, bytes) in a segment."""
-
-
-class Memory(Protocol):
-    """What a link stands on: a segment that all ranks see (or a copy of it that is kept up), and tokens."""
-
-    kind: str
-
-    def buffer_of(self, rank: int) -> Any:
-        """Where the parts of the segment that belong to `rank` are, for `torch.frombuffer`."""
-
-    def bytes_of(self, rank: int) -> memoryview:
-        """The same as bytes."""
-
-    def token(self, layout: Layout, kind: str, source: int, target: int) -> Token:
-        """The token of this kind from `source` to `target`, the same for both."""
-
-    def giver(self, token: Token, kind: str, target: int, owner: int, ranges: Sequence[Range]) -> Callable[[], Any]:
-        """What to call so that `target` gets a token and then sees these ranges of what belongs to `owner`."""
-
-    def lane(self, peer: int) -> Lane | None:
-        """How bytes go to and from a peer past the segment; None where both see the segment."""
-
-
-class Lane(Protocol):
-    """A way for bytes to a peer, and from it, that spares the copy into a segment which only one of the two sees."""
-
-    def send(self, kind: str, data: memoryview) -> None:
-        """Give the peer these bytes, and a token. They go where it `expects` the next ones."""
-
-    def expect(self, views: Sequence[memoryview]) -> None:
-        """Say where the peer's next bytes belong: one view for each time that it sends."""
-
-
-class OneMemory:
-    """The part that is alike where all ranks have one segment in common: everything is where everything is."""
-
-    buffer: Any
-    bytes: memoryview
-
-    def buffer_of(self, rank: int) -> Any:
-        """See `Memory`."""
-        return self.buffer
-
-    def bytes_of(self, rank: int) -> memoryview:
-        """See `Memory`."""
-        return self.bytes
-
-    def giver(self, token: Token, kind: str, target: int, owner: int, ranges: Sequence[Range]) -> Callable[[], Any]:
-        """See `Memory`. The target sees everything already: the token is all that it needs."""
-        return token.release
-
-    def lane(self, peer: int) -> Lane | None:
-        """See `Memory`."""
-        return None
 
 
 class Link:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torchdist_ref.errors import DistNetworkError
-from torchdist_ref.transports.base import Range
+from torchdist_ref.transports.memory import Range
 
 _HEAD = struct.Struct("<BBI")
 _RANGE = struct.Struct("<QQ")

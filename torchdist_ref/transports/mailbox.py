@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.errors import MismatchError
-from torchdist_ref.transports.base import Lane, Link, Range, Token
+from torchdist_ref.transports.base import Link
+from torchdist_ref.transports.memory import Lane, Range, Token
 from torchdist_ref.transports.board import Record
 from torchdist_ref.transports.layout import ENVELOPE
 from torchdist_ref.transports.moving import mover

@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError, RankStalledError
-from torchdist_ref.transports.base import Range, Token
+from torchdist_ref.transports.memory import Range, Token
 from torchdist_ref.transports.connection import ELSEWHERE, Connection, Frame, inside, pack
 from torchdist_ref.transports.layout import BOARD_LINE, ENVELOPE, KINDS, Layout
 

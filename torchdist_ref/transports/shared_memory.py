@@ -24,7 +24,8 @@ from collections.abc import Iterable, Sequence
 
 from torchdist_ref.errors import DistBackendError, UnsupportedError
 from torchdist_ref.stores import Store
-from torchdist_ref.transports.base import Link, OneMemory, Token
+from torchdist_ref.transports.base import Link
+from torchdist_ref.transports.memory import OneMemory, Token
 from torchdist_ref.transports.layout import KINDS, Layout
 from torchdist_ref.transports.liveness import Peers
 

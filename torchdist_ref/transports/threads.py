@@ -16,7 +16,8 @@ from queue import Empty, SimpleQueue
 from weakref import WeakValueDictionary
 
 from torchdist_ref.stores import Store
-from torchdist_ref.transports.base import Link, OneMemory, Token
+from torchdist_ref.transports.base import Link
+from torchdist_ref.transports.memory import OneMemory, Token
 from torchdist_ref.transports.layout import Layout
 from torchdist_ref.transports.liveness import NoPeers
 

@@ -46,7 +46,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
         bucket: The gradients; overwritten.
 
     Returns:
-        A Future of the bucket's buffer: the same approximation of the average on every rank.
+        A Future of the bucket's buffer, with the same approximation of the average on every rank.
 
     Example:
         A matrix of rank 1 survives the compression:
@@ -85,7 +85,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
         bucket: The gradients; overwritten.
 
     Returns:
-        A Future of the bucket's buffer: the same approximation of the average on every rank.
+        A Future of the bucket's buffer, with the same approximation of the average on every rank.
 
     Example:
         >>> import torch, torchdist_ref as dist
