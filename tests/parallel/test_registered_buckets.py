@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import torchdist_ref as dist
 from torchdist_ref import groups
+from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torchdist_ref.backends.lent import Lending, Rounds
 from torchdist_ref.parallel import DistributedDataParallel
 from torchdist_ref.testing import run
@@ -59,3 +64,23 @@ def test_buckets_of_groups_that_share_no_memory_are_ordinary() -> None:
         return place_of(model.reducer.buckets[0].buffer) is None
 
     assert run(program, 2, backend="gloo", ranks="processes") == [True, True]
+
+
+@pytest.mark.parametrize("hook", [None, fp16_compress_hook])
+def test_buckets_of_the_first_iteration_go_when_new_ones_come(hook: Any) -> None:
+    def program(rank: int) -> bool:
+        ddp = DistributedDataParallel(nn.Linear(300, 100))
+        if hook is not None:
+            ddp.register_comm_hook(None, hook)
+        ddp(torch.randn(5, 300)).sum().backward()
+        first = weakref.ref(ddp.reducer.buckets[0])
+        was = gc.isenabled()
+        gc.disable()
+        try:
+            ddp(torch.randn(5, 300)).sum().backward()
+            return ddp.reducer.rebuilt and first() is None
+        finally:
+            if was:
+                gc.enable()
+
+    assert run(program, 1, ranks="processes") == [True]

@@ -17,6 +17,32 @@ from torchdist_ref import groups
 from torchdist_ref.parallel.bucket import GradBucket, split
 
 
+class Rooms:
+    """Memory as long as a bucket, of other dtypes, for what travels in its place; the same at every step.
+
+    Apart from the bucket: what hooks are handed refers to it, and a bucket that referred to itself would
+    outlive its reducer until the next garbage collection.
+
+    Args:
+        length: Elements.
+        like: A tensor on the bucket's device.
+        group: Who exchanges it.
+    """
+
+    def __init__(self, length: int, like: torch.Tensor, group: Any) -> None:
+        self.length = length
+        self.like = like
+        self.group = group
+        self.made: dict[torch.dtype, torch.Tensor] = {}
+
+    def __call__(self, dtype: torch.dtype) -> torch.Tensor:
+        """The memory of one dtype."""
+        found = self.made.get(dtype)
+        if found is None:
+            found = self.made[dtype] = _empty(self.length, self.like, self.group, dtype)
+        return found
+
+
 class Bucket:
     """Some parameters' gradients, and how many of them are still awaited.
 
@@ -38,9 +64,8 @@ class Bucket:
         self.is_last = is_last
         self.pointing = pointing
         self.length = sum(parameter.numel() for parameter in parameters)
-        self.group = group
+        self.room = Rooms(self.length, parameters[0], group)
         self.buffer = _empty(self.length, parameters[0], group, parameters[0].dtype).zero_()
-        self._rooms: dict[torch.dtype, torch.Tensor] = {}
         self.views = split(self.buffer, parameters)
         self.waiting = len(members)
         self.started: Any = None
@@ -79,13 +104,6 @@ class Bucket:
             self.index, self.buffer, self.views, self.parameters, self.is_last, scale, self.room
         )
         return self.sent
-
-    def room(self, dtype: torch.dtype) -> torch.Tensor:
-        """Memory as long as the buffer, for what travels in its place in another dtype; kept from step to step."""
-        found = self._rooms.get(dtype)
-        if found is None:
-            found = self._rooms[dtype] = _empty(self.length, self.parameters[0], self.group, dtype)
-        return found
 
     def shadow(self) -> GradBucket:
         """A bucket of zeros in this one's place: what a rank without inputs contributes."""
