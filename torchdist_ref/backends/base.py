@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, overload
 
 import torch
 import torch.distributed as c10d
@@ -57,6 +57,43 @@ class Membership:
         return len(self.members)
 
 
+class Rows(Sequence[Tensor]):
+    """One tensor as equal blocks, one for each rank: inputs or outputs of a call.
+
+    An engine that finds its way in one tensor takes `tensor` as it is; to any other this is a list of views, which are
+    made when they are first asked for. To make them takes as long as all that the front door does besides.
+
+    Args:
+        tensor: Contiguous, or with a first dimension that divides by the count; its elements divide by it in any case.
+        count: How many blocks.
+
+    >>> [block.tolist() for block in Rows(torch.arange(6), 3)]
+    [[0, 1], [2, 3], [4, 5]]
+    """
+
+    def __init__(self, tensor: Tensor, count: int) -> None:
+        self.tensor, self._count = tensor, count
+
+    @cached_property
+    def _blocks(self) -> tuple[Tensor, ...]:
+        tensor, count = self.tensor, self._count
+        by_rows = tensor.dim() and not tensor.shape[0] % count
+        return tensor.chunk(count) if by_rows else tensor.view(count, -1).unbind()
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        return self._blocks[index]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._blocks)
+
+
 class Backend(ABC):
     """An engine, for one group on one rank.
 
@@ -74,7 +111,7 @@ class Backend(ABC):
 
         Args:
             call: What to do; its ranks are group ranks.
-            inputs: Tensors that are read, as the call's contract counts them.
+            inputs: Tensors that are read, as the call's contract counts them: a list, or `Rows`.
             outputs: Tensors that are written. For in-place calls the same tensors as `inputs`.
             wait: Come back only when the call is done: the caller has no use for the Work but its error.
 

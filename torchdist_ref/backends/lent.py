@@ -102,25 +102,31 @@ class Lending:
             return None
         addresses = tuple(map(Tensor.data_ptr, tensors))
         if addresses not in self._places:
-            place = self._find(tensors[: self._slots], addresses, tensors[self._slots :])
+            place = self._find(tensors[0], addresses)
             self._places[addresses] = None if place is None else place.pack()
         return self._places[addresses]
 
-    def _find(self, lent: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> Place | None:
+    def _find(self, first: Tensor, addresses: Sequence[int]) -> Place | None:
         """They lie one after the other in one region, and nothing is written there that others read."""
-        begin, itemsize = addresses[0], self._plan.dtype.itemsize
-        end, place = begin + self._count * itemsize, registered.place_of(lent[0])
-        in_a_row = all(addresses[i] == begin + i * self._stride * itemsize for i in range(len(lent)))
+        begin, block, place = addresses[0], self._stride * self._plan.dtype.itemsize, registered.place_of(first)
+        end = begin + self._count * self._plan.dtype.itemsize
+        lent = [self._address(("in", i), addresses) for i in range(self._slots)] if self._slots > 1 else [begin]
+        in_a_row = all(address == begin + i * block for i, address in enumerate(lent))
         if place is None or not in_a_row or place.position + end - begin > place.end:
             return None
-        return place if all(self._apart(i, o, addresses, begin, end) for i, o in enumerate(outputs)) else None
+        outputs = [slot for slot in self._plan.slots if slot[0] == "out"]
+        return place if all(self._apart(slot, addresses, lent, end) for slot in outputs) else None
 
-    def _apart(self, number: int, output: Tensor, addresses: Sequence[int], begin: int, end: int) -> bool:
+    def _address(self, slot: Slot, addresses: Sequence[int]) -> int:
+        at, first = self._plan.sizes.place(slot, self._plan.inputs)
+        return addresses[at] + first * self._plan.dtype.itemsize
+
+    def _apart(self, slot: Slot, addresses: Sequence[int], lent: Sequence[int], end: int) -> bool:
         """Whether an output lies elsewhere, or just where only this rank reads: its own block, for itself."""
-        at, rank = addresses[self._slots + number], self._plan.link.rank
-        own = addresses[rank if self._slots > 1 else 0]
-        alone = self._op == "reduce_scatter" or number == rank
-        return at >= end or at + output.nbytes <= begin or (at == own and alone)
+        at, rank = self._address(slot, addresses), self._plan.link.rank
+        own, nbytes = lent[rank if self._slots > 1 else 0], self._stride * self._plan.dtype.itemsize
+        alone = self._op == "reduce_scatter" or slot[1] == rank
+        return at >= end or at + nbytes <= lent[0] or (at == own and alone)
 
     def rounds(self, places: bytes) -> Rounds:
         """What this rank does where the ranks' tensors lie there: all ranks' announcements in a row."""
@@ -159,10 +165,14 @@ class Lending:
             sources = [self._part(tensors[move.src], move.read, begin, end) for move in found]
             if count := len(sources[0]):
                 out = slot[0] == "out"
-                into = Part(self._slots + slot[1], begin) if out else self._part(tensors[rank], slot, begin, end)
+                into = self._out(slot, begin) if out else self._part(tensors[rank], slot, begin, end)
                 yield from self._plan.write(into, count, found, sources)
                 if self._plan.divide and any(move.reduce for move in found):
                     yield steps.divide(into, count, self._plan.divide)
+
+    def _out(self, slot: Slot, begin: int) -> Part:
+        at, first = self._plan.sizes.place(slot, self._plan.inputs)
+        return Part(at, first + begin)
 
     def _part(self, tensor: Tensor, slot: Slot, begin: int, end: int) -> Tensor:
         first = slot[1] * self._stride if self._count > self._stride else 0

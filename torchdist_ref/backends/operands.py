@@ -1,8 +1,9 @@
 """Which part of which tensor a slot of a schedule is: the one place that knows both words.
 
 ``data`` is the call's tensor in equal chunks (the last may be shorter or empty); ``in`` and ``out`` are
-its lists, a block per index; ``tmp`` is scratch. Sizes are elements, and every rank can compute the size of
-every slot of every rank, which is what lets a receiver find a block in its sender's stage.
+its lists, a block per index, or one tensor that has all blocks in a row (`base.Rows`); ``tmp`` is scratch.
+Sizes are elements, and every rank can compute the size of every slot of every rank, which is what lets a
+receiver find a block in its sender's stage.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torchdist_ref.calls import Call
+from torchdist_ref.backends.base import Rows
 from torchdist_ref.schedules.schedule import Slot
 
 IN_PLACE = frozenset(("all_reduce", "reduce", "broadcast"))
 
 
-def operands(call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """All tensors of a call in one row: the inputs, then the outputs; in-place calls have one tensor."""
-    return outputs if call.op in IN_PLACE else (*inputs, *outputs)
+def uncut(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The operands that a list is to a plan: its tensors, or the one tensor that has them all as its rows."""
+    return (tensors.tensor,) if type(tensors) is Rows else tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,13 @@ class Sizes:
         op: The operation.
         blocks: In-place calls: one number, the tensor. Others: elements of block 0, 1, ... of the group.
         chunks: In-place calls: how many chunks the schedule cuts the tensor in.
+        rows: Which of ``in`` and ``out`` are rows of one tensor.
     """
 
     op: str
     blocks: tuple[int, ...]
     chunks: int
+    rows: frozenset[str] = frozenset()
 
     def of(self, rank: int, slot: Slot) -> int:
         """Elements of `slot` on `rank`."""
@@ -71,4 +74,5 @@ class Sizes:
         buffer, index = slot
         if buffer == "data":
             return 0, index * self.stride
-        return (index if buffer == "in" else inputs + index), 0
+        at = 0 if buffer == "in" else inputs
+        return (at, index * self.blocks[0]) if buffer in self.rows else (at + index, 0)

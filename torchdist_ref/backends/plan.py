@@ -30,6 +30,8 @@ from torchdist_ref.transports.board import Record
 from torchdist_ref.transports.layout import ANNOUNCEMENT
 
 ALIGN = 64
+# Bytes that are copied in the time that it takes to make a view (measured: about 1 us).
+SHORT = 16 * 1024
 Peer = tuple[Token, int]
 
 
@@ -118,6 +120,11 @@ class Plan:
         """Whether every slot is a whole tensor that goes through the stage at once: nothing is sliced then."""
         uncut = self.sizes.op not in IN_PLACE or self.sizes.chunks == 1
         return uncut and self.shape is not None and len(self.windows) == 1 and not self.scratch
+
+    @cached_property
+    def _short_rows(self) -> bool:
+        """Whether it takes longer to cut a block out of its tensor than to copy it."""
+        return bool(self.sizes.rows) and self.sizes.largest * self.dtype.itemsize <= SHORT
 
     @cached_property
     def nbytes(self) -> int:
@@ -221,7 +228,7 @@ class Plan:
         """A slot of this rank: part of a tensor of the call, or as much of its scratch as passes in this window."""
         if slot[0] == "tmp":
             return self.scratch[slot][: self.length(self.link.rank, slot, begin)]
-        return Part(*self.sizes.place(slot, self.inputs), self.whole)
+        return Part(*self.sizes.place(slot, self.inputs), self.whole and slot[0] not in self.sizes.rows)
 
     def _copy(self, target: Operand, source: Operand, slot: Slot, begin: int) -> Step:
         size = self.dtype.itemsize
@@ -260,6 +267,9 @@ class Plan:
             yield from (steps.copy(into, source, count * size, size) for source in sources)
         elif reduces > 1 and self.dtype in WIDENED:
             yield steps.widened(into, [*start, *sources], count, reduction)
+        elif last >= 0 and self._short_rows:
+            yield steps.copy(into, sources[0], count * size, size)
+            yield from (steps.reduce(into, source, count, reduction) for source in sources[1:])
         elif last >= 0:
             yield steps.combine(into, sources[0], sources[1], count, reduction)
             yield from (steps.reduce(into, source, count, reduction) for source in sources[2:])

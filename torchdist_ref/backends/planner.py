@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchdist_ref.backends.base import Rows
 from torchdist_ref.backends.executor import Executor, Prepared
 from torchdist_ref.backends.lent import lending
 from torchdist_ref.backends.operands import Sizes
@@ -32,6 +33,8 @@ from torchdist_ref.transports.registered import Neighbour
 # Programs repeat a few kinds of calls. One that keeps inventing shapes (objects of all sizes) must not fill the memory.
 MOST = 1024
 
+Lists = tuple[Sequence[Tensor], Sequence[Tensor]]
+
 # What of a tensor a plan depends on.
 _kind = attrgetter("dtype", "shape", "is_cpu", "requires_grad")
 
@@ -48,8 +51,14 @@ class Planner:
         self._neighbours = tuple(Neighbour(line.pid) for line in link.lines)
         self._forced = overrides(os.environ.get("TORCHDIST_REF_ALGORITHM", ""))
 
-    def plan(self, call: Call, tensors: Sequence[Tensor], inputs: int) -> Prepared:
-        """The plan for a call on these operands, of which so many are inputs only; made on first use.
+    def plan(self, call: Call, tensors: Sequence[Tensor], inputs: int, lists: Lists) -> Prepared:
+        """The plan for a call on these operands; made on first use.
+
+        Args:
+            call: What to do.
+            tensors: What the plan will run on (`operands.uncut`).
+            inputs: How many of them are inputs only.
+            lists: The inputs and the outputs, block by block.
 
         Raises:
             ArgumentError: Tensors of different dtypes, or a reduction that makes no sense for the dtype.
@@ -64,16 +73,16 @@ class Planner:
         if plan is None:
             if len(self._plans) >= MOST:
                 self._plans.clear()
-            plan = self._plans[key] = self._make(call, tensors, inputs)
+            plan = self._plans[key] = self._make(call, tensors, inputs, lists)
         return plan
 
-    def _make(self, call: Call, tensors: Sequence[Tensor], inputs: int) -> Prepared:
+    def _make(self, call: Call, tensors: Sequence[Tensor], inputs: int, lists: Lists) -> Prepared:
         if len({t.dtype for t in tensors}) > 1:
             dtypes = sorted({str(t.dtype) for t in tensors})
             raise ArgumentError(f"{call.op}: all tensors need one dtype, got {dtypes}.")
         dtype = tensors[0].dtype if tensors else torch.uint8
-        alike = len({t.shape for t in tensors}) == 1
-        shapes = self._blocks(call.op, tensors[:inputs], tensors[inputs:])
+        shapes = self._blocks(call.op, *lists)
+        rows = frozenset(name for name, blocks in zip(("in", "out"), lists, strict=True) if type(blocks) is Rows)
         blocks = tuple(torch.Size(shape).numel() for shape in shapes)
         text = signature(call, str(dtype).removeprefix("torch."), shapes)
         schedule = self._schedule(call, sum(blocks) * dtype.itemsize, even=len(blocks) < 2)
@@ -82,10 +91,10 @@ class Planner:
             link=self._link,
             record=Record(fingerprint(text) & ~LENT, text.encode()),
             schedule=schedule,
-            sizes=Sizes(call.op, blocks or (0,), schedule.chunks),
+            sizes=Sizes(call.op, blocks or (0,), schedule.chunks, rows),
             dtype=dtype,
             inputs=inputs,
-            shape=shapes[0] if alike else None,
+            shape=_shape_of_all(lists, flat=bool(rows)),
             reduction=None if name is None else reduction(name, dtype, call.op),
             divide=self._link.size if name == "avg" else 0,
             fits=_fits(dtype, tensors),
@@ -105,6 +114,13 @@ class Planner:
         if not even:
             algorithm = "direct"
         return catalogue.build(call.op, algorithm, world, getattr(call, "root", 0), hosts=hosts)
+
+
+def _shape_of_all(lists: Lists, flat: bool) -> Shape | None:
+    """The shape of all blocks, if they have one; rows are taken out of their tensor flat."""
+    shapes = {tuple(t.shape) for blocks in lists for t in blocks}
+    shape = shapes.pop() if len(shapes) == 1 else None
+    return None if flat and shape is not None and len(shape) != 1 else shape
 
 
 def _fits(dtype: torch.dtype, tensors: Sequence[Tensor]) -> Callable[[Tensor], bool]:

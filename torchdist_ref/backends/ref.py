@@ -18,7 +18,7 @@ from torch import Tensor
 from torchdist_ref.backends.base import Backend, Membership
 from torchdist_ref.backends.callbacks import Callbacks
 from torchdist_ref.backends.executor import Executor, Prepared
-from torchdist_ref.backends.operands import IN_PLACE
+from torchdist_ref.backends.operands import IN_PLACE, uncut
 from torchdist_ref.backends.planner import Planner
 from torchdist_ref.backends.point_to_point import Inbox, Outbox, Posted
 from torchdist_ref.backends.progress import Lane, Order, OutOfTurnError
@@ -67,8 +67,9 @@ class Ref(Backend):
             return self._send(call, plain(inputs[0], call), wait)
         if isinstance(call, Recv):
             return self._recv(call, outputs[0], wait)
-        tensors = outputs if call.op in IN_PLACE else (*inputs, *outputs)
-        plan = self._planner.plan(call, tensors, len(tensors) - len(outputs))
+        written = uncut(outputs)
+        tensors = written if call.op in IN_PLACE else (*uncut(inputs), *written)
+        plan = self._planner.plan(call, tensors, len(tensors) - len(written), (inputs, outputs))
         number, order = self._numbers.next(), self._order
         if not (wait and order.try_now()):
             return self._later(plan, call, tensors, outputs, number, wait)
@@ -87,7 +88,7 @@ class Ref(Backend):
 
         def run() -> None:
             self._run(plan, call, tensors, number)
-            settle(outputs)
+            settle(tensors[plan.inputs :])
 
         settle(tensors)
         self._order.later(number, lambda: _settle(work, lambda: self._order.carry_out(number, run)))

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from torchdist_ref.backends.base import Rows
 from torchdist_ref.calls import AllReduce, Reduce, ReduceScatter
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, EngineArgumentError, explain, on_rank
 from torchdist_ref.groups.group import ProcessGroup
@@ -160,15 +160,13 @@ def root_of(
     return group.position(rank, operation, argument)
 
 
-def rows(operation: str, argument: str, tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
+def rows(operation: str, argument: str, tensor: Tensor, group: ProcessGroup) -> Sequence[Tensor]:
     """A tensor as one equal block for each rank."""
     size = group.size()
     if tensor.numel() % size:
         expected = f"a tensor that divides into {size} equal blocks"
         raise EngineArgumentError(explain(operation, argument, expected, list(tensor.shape)))
-    # A view takes as long as all checks together: none for one rank, and else one step where two would do as well.
     if size == 1:
         return (tensor,)
-    if tensor.dim() and not tensor.shape[0] % size:
-        return tensor.chunk(size)
-    return tensor.view(size, -1).unbind() if tensor.is_contiguous() else torch.chunk(tensor, size)
+    in_rows = tensor.is_contiguous() or (tensor.dim() and not tensor.shape[0] % size)
+    return Rows(tensor, size) if in_rows else tensor.chunk(size)
