@@ -218,6 +218,7 @@ def size(name: str) -> tuple[int, int]:
 
 ROWS = ("4 training", "3 front door", "2 engines", "1 ideas", "0 words")
 WIDTH, BOX, GAP, ROW, LEFT = 760, 46, 14, 100, 100
+MOST = 5
 
 
 def svg() -> str:
@@ -252,11 +253,19 @@ def place() -> dict[str, tuple[float, float, float]]:
         for row in range(len(ROWS))
     ]
     boxes = {}
-    for number, names in enumerate(rows):
+    for number, names in enumerate(half for whole in rows for half in divided(whole, existing)):
         width = (WIDTH - LEFT - GAP * len(names)) / max(len(names), 3)
         start = LEFT + (WIDTH - LEFT - len(names) * (width + GAP)) / 2
         boxes.update({name: (start + i * (width + GAP), 20.0 + number * ROW, width) for i, name in enumerate(names)})
     return boxes
+
+
+def divided(names: list[str], existing: dict[str, set[str]]) -> list[list[str]]:
+    """A row with too many boxes becomes two: above stands what nothing else in it imports."""
+    if len(names) <= MOST:
+        return [names]
+    used = {target for name in names for target in existing[name]}
+    return [[name for name in names if name not in used], [name for name in names if name in used]]
 
 
 def drawn(source: str, target: str) -> bool:
@@ -281,10 +290,11 @@ def arrow(source: tuple[float, float, float], target: tuple[float, float, float]
 def box(name: str, x: float, y: float, width: float) -> str:
     """Draw one part with its size."""
     count, lines = size(name)
-    middle = x + width / 2
+    middle, letters = x + width / 2, max(9.0, min(13.0, 1.5 * (width - 6) / len(name)))
     return (
         f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{BOX}" rx="6" class="part"/>'
-        f'<text x="{middle:.0f}" y="{y + 20:.0f}" class="name">{escape(name)}</text>'
+        f'<text x="{middle:.0f}" y="{y + 20:.0f}" class="name" style="font-size: {letters:.1f}px">'
+        f"{escape(name)}</text>"
         f'<text x="{middle:.0f}" y="{y + 37:.0f}" class="size">{count} file{"s" * (count != 1)}, {lines} lines</text>'
     )
 

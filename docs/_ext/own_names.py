@@ -8,6 +8,7 @@ last part, or by the module it is defined in, leads to the place that documents 
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
 from docutils import nodes
@@ -71,9 +72,31 @@ def source_of(app: Sphinx, module: str, attribute: str) -> str | None:
     return module if getattr(value, "__module__", "") == "builtins" else None
 
 
+WAY_BACK = re.compile(r'id="(?P<name>[^"]+)">\n<a class="viewcode-back" href="(?P<page>[^"#]*)#(?P<anchor>[^"]+)"')
+
+
+def ways_back(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
+    """On a page of source, lead each name back to where it is documented.
+
+    Sphinx keeps one prefix for each source file, so a name that is documented below its module's, while its neighbours
+    are documented below the package's, would lead nowhere.
+    """
+    objects = app.env.domains["py"].objects  # type: ignore[attr-defined]
+    module = page.removeprefix("_modules/").replace("/", ".")
+
+    def repaired(found: re.Match[str]) -> str:
+        own = f"{module}.{found['name']}"
+        wrong = found["anchor"] not in objects and own in objects
+        return found[0].replace(f"#{found['anchor']}", f"#{own}") if wrong else found[0]
+
+    if page.startswith("_modules/"):
+        context["body"] = WAY_BACK.sub(repaired, context["body"])
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the role for single backquotes, and ask us first for what is missing."""
     app.add_role("quoted", quoted)
     app.connect("missing-reference", resolve, priority=300)
     app.connect("viewcode-follow-imported", source_of)
+    app.connect("html-page-context", ways_back)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
