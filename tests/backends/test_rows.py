@@ -1,0 +1,55 @@
+"""Rows: blocks that lie in one tensor give what a list of them gives, whatever the shape, dtype and size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import torchdist_ref as dist
+from torchdist_ref.backends.base import Rows
+from torchdist_ref.testing import fill, run
+
+WORLD = 3
+# One that is copied before it is reduced, one that is cut out, and one that takes several windows.
+SIZES = (2, 6000, 600_000)
+
+
+def of_rows(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    block, whole = (shape[0] // WORLD, *shape[1:]), fill(rank, shape, dtype)
+    mine, everything, exchanged = torch.zeros(block, dtype=dtype), torch.zeros_like(whole), torch.zeros_like(whole)
+    dist.reduce_scatter_tensor(mine, whole)
+    dist.all_gather_into_tensor(everything, whole[: block[0]])
+    dist.all_to_all_single(exchanged, whole)
+    return mine, everything, exchanged
+
+
+def of_lists(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    block, blocks = (shape[0] // WORLD, *shape[1:]), list(fill(rank, shape, dtype).chunk(WORLD))
+    mine = torch.zeros(block, dtype=dtype)
+    everything, exchanged = ([torch.zeros(block, dtype=dtype) for _ in range(WORLD)] for _ in range(2))
+    dist.reduce_scatter(mine, blocks)
+    dist.all_gather(everything, blocks[0])
+    dist.all_to_all(exchanged, blocks)
+    return mine, torch.cat(everything), torch.cat(exchanged)
+
+
+@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("more", [(), (2,)])
+def test_rows_are_a_list_of_their_blocks(rows: int, dtype: torch.dtype, more: tuple[int, ...]) -> None:
+    def program(rank: int) -> None:
+        shape = (rows * WORLD, *more)
+        for of_one, of_many in zip(of_rows(rank, shape, dtype), of_lists(rank, shape, dtype), strict=True):
+            assert torch.equal(of_one, of_many)
+
+    run(program, WORLD)
+
+
+def test_views_are_made_once_and_are_the_tensor() -> None:
+    tensor = torch.zeros(2, 3)
+    rows = Rows(tensor, 3)
+    assert len(rows) == 3 and rows[1] is list(rows)[1]
+    rows[1].fill_(7)
+    assert tensor.flatten().tolist() == [0, 0, 7, 7, 0, 0]
