@@ -89,7 +89,8 @@ def _blocks(name: str, tensor: Tensor, sizes: Sequence[int] | None, group: Proce
     if not sizes:
         if length % group.size():
             _wrong(name, f"a tensor whose first dimension divides by {group.size()}", list(tensor.shape), group)
-        return rows(_NAME, name, tensor.detach(), group)
+        # A tensor without a gradient is its own detached self, which takes a microsecond to make.
+        return rows(_NAME, name, tensor.detach() if tensor.requires_grad else tensor, group)
     _check_sizes(f"{name}_split_sizes", sizes, length, group)
     blocks: Sequence[Tensor] = (tensor if tensor.dim() else tensor.view(1)).detach().split(list(sizes))
     return blocks
