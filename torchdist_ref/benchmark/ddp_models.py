@@ -70,7 +70,7 @@ def wrap(model: nn.Module, side: str, group: Any, hook: Hook) -> nn.Module:
         if hook.around:
             function = getattr(module, hook.around)(function)
         state = module.PowerSGDState(group, hook.rank, start_powerSGD_iter=2) if hook.rank else group
-        wrapped.register_comm_hook(state, _renamed(function))
+        wrapped.register_comm_hook(state, function if side != TORCH else _renamed(function))
     return wrapped  # type: ignore[no-any-return]
 
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchdist_ref.backends.base import Backend
@@ -140,6 +141,11 @@ class Spans:
     def scale(self) -> float:
         """The exchange's own."""
         return self._inner.scale
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The exchange's own."""
+        return self._inner.dtype
 
     def start(self, bucket: Any) -> Any:
         """Note when a bucket goes."""

@@ -73,7 +73,7 @@ class GradBucket:
         tensor([ 8., 10.])
     """
 
-    __slots__ = ("_buffer", "_index", "_is_last", "_parameters", "_room", "_scale", "_templates", "_views")
+    __slots__ = ("_buffer", "_index", "_is_last", "_laid", "_parameters", "_room", "_scale", "_templates", "_views")
 
     def __init__(
         self,
@@ -94,21 +94,24 @@ class GradBucket:
         self._views: list[torch.Tensor] | None = None
         self._scale = 1.0
         self._room: Callable[[torch.dtype], torch.Tensor] | None = None
+        self._laid: torch.dtype | None = None
         self._check()
 
     @classmethod
     def of_views(
         cls, index: int, buffer: torch.Tensor, views: list[torch.Tensor], parameters: list[torch.Tensor], is_last: bool,
         scale: float = 1.0, room: Callable[[torch.dtype], torch.Tensor] | None = None,
+        laid: torch.dtype | None = None,
     ) -> GradBucket:  # fmt: skip
         """A bucket whose ``views`` are known to divide ``buffer``: nothing is checked or computed.
 
         Args:
             scale: What gradients were multiplied by already, for hooks that say that they can take that.
             room: Gives memory of another dtype as long as the buffer, the same one at every step.
+            laid: In which dtype gradients lie in that memory already, and not in the buffer, for hooks that say so too.
         """
         bucket = cls.__new__(cls)
-        bucket._scale, bucket._room = scale, room
+        bucket._scale, bucket._room, bucket._laid = scale, room, laid
         bucket._index, bucket._buffer, bucket._is_last = index, buffer, is_last
         bucket._templates = bucket._views = views
         bucket._parameters = parameters

@@ -30,10 +30,14 @@ class Exchange(Protocol):
 
     Attributes:
         scale: What gradients are multiplied by when they are laid into the bucket.
+        dtype: In which they are laid out, if not in their own.
     """
 
     @property
     def scale(self) -> float: ...
+
+    @property
+    def dtype(self) -> torch.dtype | None: ...
 
     def start(self, bucket: GradBucket) -> Any:
         """Begin; what is returned is handed to `finish`."""
@@ -58,6 +62,7 @@ class Averaging:
         self.group = group
         self.divisor = divisor
         self.early = early
+        self.dtype: torch.dtype | None = None
 
     @property
     def scale(self) -> float:
@@ -83,13 +88,16 @@ class Hooked:
         hook: Called with the state and a `GradBucket`; returns a Future of the bucket's new contents.
         state: Handed to the hook as it is.
         group: The group that DDP was given.
-        early: Whether gradients may be divided on their way into the bucket, which saves a pass over memory. Only for a
-            hook that says that it takes them so: others see them as they are, and divide themselves.
+        early: Whether gradients may be divided or rounded on their way into the bucket, which saves passes over memory.
+            Only for a hook that says that it takes them so: others see them as they are. What a hook says doesn't hold
+            for a function that wraps it, even if that has taken over its attributes.
     """
 
     def __init__(self, hook: Hook, state: Any, group: Any, early: bool = True) -> None:
         self.hook = hook
-        self.scale = 1.0 / groups.get_world_size(group) if early and getattr(hook, "takes_divided", False) else 1.0
+        says = getattr(hook, "__dict__", {}) if early and not hasattr(hook, "__wrapped__") else {}
+        self.scale = 1.0 / groups.get_world_size(group) if says.get("takes_divided") else 1.0
+        self.dtype: torch.dtype | None = says.get("takes_rounded")
         self.state = state
         self.rank = groups.get_rank(group)
         self.patience = patience(group)

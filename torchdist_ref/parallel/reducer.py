@@ -162,7 +162,7 @@ class Reducer:
         place = self._places[index]
         if place is not None:
             bucket, slot = place
-            bucket.take(slot, self.exchange.scale)
+            bucket.take(slot, self.exchange.scale, self.exchange.dtype)
             bucket.waiting -= 1
             if not self.rebuilt:
                 self._arrivals.append(index)
@@ -182,7 +182,7 @@ class Reducer:
         if self.options.skip_unused and all(member in self._absent for member in bucket.members):
             return
         self._failed = True
-        bucket.started = self.exchange.start(bucket.offer(self.exchange.scale))
+        bucket.started = self.exchange.start(bucket.offer(self.exchange.scale, self.exchange.dtype))
         self._failed = False
 
     def _all_ready(self) -> None:

@@ -24,22 +24,29 @@ class Rooms:
     outlive its reducer until the next garbage collection.
 
     Args:
-        length: Elements.
-        like: A tensor on the bucket's device.
+        parameters: The bucket's parameters.
         group: Who exchanges it.
     """
 
-    def __init__(self, length: int, like: torch.Tensor, group: Any) -> None:
-        self.length = length
-        self.like = like
+    def __init__(self, parameters: list[torch.Tensor], group: Any) -> None:
+        self.parameters = parameters
         self.group = group
-        self.made: dict[torch.dtype, torch.Tensor] = {}
+        self._made: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
     def __call__(self, dtype: torch.dtype) -> torch.Tensor:
-        """The memory of one dtype."""
-        found = self.made.get(dtype)
+        """The memory of one dtype, flat."""
+        return self._of(dtype)[0]
+
+    def views(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The same memory as one view for each parameter."""
+        return self._of(dtype)[1]
+
+    def _of(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        found = self._made.get(dtype)
         if found is None:
-            found = self.made[dtype] = _empty(self.length, self.like, self.group, dtype)
+            length = sum(parameter.numel() for parameter in self.parameters)
+            memory = _empty(length, self.parameters[0], self.group, dtype)
+            found = self._made[dtype] = memory, split(memory, self.parameters)
         return found
 
 
@@ -64,7 +71,7 @@ class Bucket:
         self.is_last = is_last
         self.pointing = pointing
         self.length = sum(parameter.numel() for parameter in parameters)
-        self.room = Rooms(self.length, parameters[0], group)
+        self.room = Rooms(parameters, group)
         self.buffer = _empty(self.length, parameters[0], group, parameters[0].dtype).zero_()
         self.views = split(self.buffer, parameters)
         self.waiting = len(members)
@@ -76,14 +83,16 @@ class Bucket:
         self.waiting = len(self.members)
         self.started = self.sent = None
 
-    def take(self, place: int, scale: float = 1.0) -> None:
+    def take(self, place: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> None:
         """Bring the gradient that autograd left at one parameter into the buffer; zeros where it left none.
 
         Args:
             place: Which parameter of the bucket.
             scale: What the gradient is multiplied by on its way, while it is in the cache.
+            dtype: In which it travels, if not in its own: then it goes into `room`, in one pass.
         """
-        parameter, view = self.parameters[place], self.views[place]
+        rounded = self._travels(dtype)
+        parameter, view = self.parameters[place], (self.room.views(rounded) if rounded else self.views)[place]
         gradient = parameter.grad
         if gradient is None:
             view.zero_()
@@ -98,10 +107,14 @@ class Bucket:
         if self.pointing and gradient is not view and gradient.dtype == view.dtype:
             parameter.grad = view
 
-    def offer(self, scale: float = 1.0) -> GradBucket:
-        """The bucket as a hook sees it; its gradients were scaled on their way in."""
+    def _travels(self, dtype: torch.dtype | None) -> torch.dtype | None:
+        """None where gradients lie in the buffer after all: they are views of it, or have that dtype themselves."""
+        return None if self.pointing or dtype is self.buffer.dtype else dtype
+
+    def offer(self, scale: float = 1.0, dtype: torch.dtype | None = None) -> GradBucket:
+        """The bucket as a hook sees it; its gradients were scaled, or rounded to ``dtype``, on their way in."""
         self.sent = GradBucket.of_views(
-            self.index, self.buffer, self.views, self.parameters, self.is_last, scale, self.room
+            self.index, self.buffer, self.views, self.parameters, self.is_last, scale, self.room, self._travels(dtype)
         )
         return self.sent
 

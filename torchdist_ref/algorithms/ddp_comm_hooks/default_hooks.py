@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from torchdist_ref.algorithms.ddp_comm_hooks.peers import Peers, comm_hook, only, rounded
+from torchdist_ref.algorithms.ddp_comm_hooks.peers import Peers, comm_hook, only, restored, rounded
 from torchdist_ref.parallel.bucket import GradBucket
 
 __all__ = [
@@ -63,7 +63,7 @@ def _compressed_average(dtype: torch.dtype, process_group: Any, bucket: GradBuck
     peers = Peers(process_group, bucket)
     buffer = bucket.buffer()
     small = rounded(bucket, dtype).div_(peers.size)
-    return peers.sum(small).then(lambda future: buffer.copy_(future.value()[0]))
+    return peers.sum(small).then(lambda future: restored(bucket, buffer, only(future)))
 
 
 @comm_hook
@@ -88,6 +88,10 @@ def fp16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[torch.T
         [0.333252, 0.333252]
     """
     return _compressed_average(torch.float16, process_group, bucket)
+
+
+# Our DDP may round gradients while it takes them, and leave their conversion back to the moment when it hands them out.
+vars(fp16_compress_hook)["takes_rounded"] = torch.float16
 
 
 @comm_hook
@@ -117,14 +121,17 @@ def bf16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[torch.T
     return _compressed_average(torch.bfloat16, process_group, bucket)
 
 
+vars(bf16_compress_hook)["takes_rounded"] = torch.bfloat16
+
+
 def _wrapper(dtype: torch.dtype, hook: Hook, name: str) -> Hook:
     def wrapped(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         buffer = bucket.buffer()
         bucket.set_buffer(rounded(bucket, dtype))
-        return hook(state, bucket).then(lambda future: buffer.copy_(future.value()))
+        return hook(state, bucket).then(lambda future: restored(bucket, buffer, future.value()))
 
     wrapped.__name__ = wrapped.__qualname__ = name
-    vars(wrapped)["takes_divided"] = getattr(hook, "takes_divided", False)
+    vars(wrapped)["takes_rounded"] = dtype
     return comm_hook(wrapped)
 
 

@@ -77,10 +77,18 @@ class Peers:
 
 
 def rounded(bucket: Any, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of the bucket's buffer in another dtype; our DDP keeps memory for it from step to step."""
+    """The gradients in another dtype. Our DDP keeps memory for them, and may have laid them there on their way in."""
     kept = getattr(bucket, "_room", None)
     buffer: torch.Tensor = bucket.buffer()
-    return buffer.to(dtype, copy=True) if kept is None else kept(dtype).copy_(buffer)
+    if kept is None:
+        return buffer.to(dtype, copy=True)
+    memory: torch.Tensor = kept(dtype)
+    return memory if bucket._laid is dtype else memory.copy_(buffer)
+
+
+def restored(bucket: Any, buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``value`` in the precision of ``buffer``, and there; as it is where our DDP converts it on the way out."""
+    return buffer.copy_(value) if getattr(bucket, "_laid", None) is None else value
 
 
 def only(future: Future[list[torch.Tensor]]) -> torch.Tensor:
