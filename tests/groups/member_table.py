@@ -34,7 +34,7 @@ OURS = {"DistributedDataParallel": "torchdist_ref.DistributedDataParallel"}
 ABSENT = {
     r"\w+Options\..*": "Calls are plain values here, so nothing carries options; see the page Design.",
     r"Backend\.backend_.*": "Lists that torch's own code keeps. `is_backend_available` asks for one.",
-    r"BackendConfig\..*": "A group has one engine here, whatever the device.",
+    r"BackendConfig\..*": "torch's record of engines by device type. `get_backend` says them.",
     r"BuiltinCommHookType\..*|DistributedDataParallel\._register_builtin_comm_hook":
         "Hooks in C++. `register_comm_hook` takes the Python ones, which do the same.",
     r"DeviceMesh\._flatten": "Private to torch; DTensor and FSDP2 take torch's meshes, also over `ref`.",

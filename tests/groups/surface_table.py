@@ -42,7 +42,7 @@ ABSENT = {
             "Scatter",
         )
     },
-    "BackendConfig": "Engines by device type. A group has one engine here.",
+    "BackendConfig": "Engines by device type, as a value. Here `get_backend` says them, `cpu:gloo,cuda:nccl` say.",
     "BuiltinCommHookType": "Hooks in C++. `register_comm_hook` takes the Python ones, which do the same.",
     "GroupName": INSIDE,
     "Logger": "torch's C++ statistics of its DDP. A group's `recorder` has the calls.",
@@ -50,7 +50,7 @@ ABSENT = {
     "RankType": INSIDE,
     "Reducer": "torch's DDP in C++. `torchdist_ref.parallel` has a reducer in Python.",
     "breakpoint": "Stops one rank in a debugger while the others wait. Thread ranks can be stopped with Python's own.",
-    "get_backend_config": "Engines by device type. A group has one engine here; `get_backend` names it.",
+    "get_backend_config": "Engines by device type, as text. `get_backend` gives the same text.",
     "record_comm": INSIDE,
 }  # fmt: skip
 # Names that ours has beside torch's.
