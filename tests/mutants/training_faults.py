@@ -39,7 +39,7 @@ PLANTED = (
     Fault("gradients that travel in 16 bits are summed before they are divided", f"{HOOKS}/default_hooks.py",
           "small = rounded(bucket, dtype).div_(peers.size)", "small = rounded(bucket, dtype)", DEFAULT),
     Fault("the wrapper forgets to convert back", f"{HOOKS}/default_hooks.py",
-          "return hook(state, bucket).then(lambda future: buffer.copy_(future.value()))",
+          "return hook(state, bucket).then(lambda future: restored(bucket, buffer, future.value()))",
           "return hook(state, bucket)", DEFAULT),
     Fault("PowerSGD forgets its error", f"{HOOKS}/powerSGD_hook.py",
           "        if state.use_error_feedback:\n            M -= approximation",
