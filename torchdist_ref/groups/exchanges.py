@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from torchdist_ref.backends.base import Rows
 from torchdist_ref.calls import OWN_TAGS, AllToAll, Recv, Send
 from torchdist_ref.errors import EngineArgumentError, explain
 from torchdist_ref.groups.arguments import (
-    check_elements, check_one_dtype, check_tensor, check_writable, member_group, rows,
+    check_elements, check_one_dtype, check_tensor, check_writable, member_group,
 )  # fmt: skip
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.group import ProcessGroup
@@ -75,7 +76,8 @@ def all_to_all_single(
     check_tensor(_NAME, "output", output)
     check_tensor(_NAME, "input", input)
     check_writable(_NAME, "output", output)
-    check_one_dtype(_NAME, [output, input])
+    if output.dtype is not input.dtype:
+        check_one_dtype(_NAME, [output, input])
     outputs = _blocks("output", output, output_split_sizes, found)
     inputs = _blocks("input", input, input_split_sizes, found)
     if not output_split_sizes and not input_split_sizes:
@@ -87,10 +89,12 @@ def all_to_all_single(
 def _blocks(name: str, tensor: Tensor, sizes: Sequence[int] | None, group: ProcessGroup) -> Sequence[Tensor]:
     length = tensor.shape[0] if tensor.dim() else 1
     if not sizes:
-        if length % group.size():
-            _wrong(name, f"a tensor whose first dimension divides by {group.size()}", list(tensor.shape), group)
+        size = group.size()
+        if length % size:
+            _wrong(name, f"a tensor whose first dimension divides by {size}", list(tensor.shape), group)
         # A tensor without a gradient is its own detached self, which takes a microsecond to make.
-        return rows(_NAME, name, tensor.detach() if tensor.requires_grad else tensor, group)
+        whole = tensor.detach() if tensor.requires_grad else tensor
+        return Rows(whole, size) if size > 1 else (whole,)
     _check_sizes(f"{name}_split_sizes", sizes, length, group)
     blocks: Sequence[Tensor] = (tensor if tensor.dim() else tensor.view(1)).detach().split(list(sizes))
     return blocks
