@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from typing import Any
+
 import torch
 
 import torchdist_ref as dist
@@ -90,3 +94,56 @@ def exchange(rank: int) -> list[float]:
 def test_everybody_may_send_first() -> None:
     for ranks in ("threads", "processes"):
         assert run(exchange, 3, ranks=ranks) == [[1.0, 1.0]] * 3
+
+
+class RingsLate:
+    """An offer that is given, with its bell, just after a scan has looked for it."""
+
+    def __init__(self, offer: Any) -> None:
+        self._offer, self._looks = offer, 0
+        self.looked, self.due, self.rung = threading.Event(), threading.Event(), threading.Event()
+
+    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
+        found: bool = self._offer.acquire(False)
+        self._looks += 1
+        self.looked.set()
+        if self._looks == 2:
+            self.due.set()
+            assert self.rung.wait(5)
+        return found
+
+
+def test_a_message_that_comes_while_another_is_taken_is_not_forgotten() -> None:
+    """Rank 1 is told of rank 2's message, looks for one of rank 0 first, and misses it by a moment."""
+    late: list[RingsLate] = []
+
+    def receive(backend: Any) -> list[float]:
+        into = [torch.zeros(3), torch.zeros(3)]
+        inbox = backend._inbox
+        late.append(RingsLate(inbox._boxes[0].offer))
+        inbox._boxes[0].offer = late[0]
+        with inbox._taking:
+            works = [dist.irecv(tensor, source) for tensor, source in zip(into, (0, 2), strict=True)]
+            dist.barrier()
+        assert all(work is not None and work.wait() for work in works)
+        return torch.cat(into).tolist()
+
+    def send_late(backend: Any) -> None:
+        box = backend._outbox._ways[1][0]
+        ring = box._ring
+        box._ring = lambda: (ring(), late[0].rung.set())
+        assert late[0].due.wait(5)
+
+    def program(rank: int) -> list[float]:
+        group = dist.GroupMember.WORLD
+        assert group is not None
+        if rank == 1:
+            return receive(group.backend)
+        dist.barrier()
+        send_late(group.backend) if rank == 0 else late[0].looked.wait(5)
+        dist.send(fill(rank, (3,)), 1)
+        return []
+
+    start = time.monotonic()
+    assert run(program, 3)[1] == [*fill(0, (3,)).tolist(), *fill(2, (3,)).tolist()]
+    assert time.monotonic() - start < 10, "it was found only at the time-out"

@@ -149,6 +149,9 @@ class Inbox:
             while not self._posted and not self._kept and (box.offer.acquire(False) or self._link.soon(box.offer)):
                 if box.look()[0] == call.tag:
                     self._take(box, call, tensor)
+                    # Bells would pile up. This one may be another sender's, but nobody is waiting for that: whoever
+                    # comes to wait looks at all offers first. Where somebody waits, no bell may be taken in passing.
+                    self._bell.acquire(False)
                     return True
                 self._accept(box)
             return False
@@ -160,8 +163,6 @@ class Inbox:
         record = record_of(tensor)
         if box.look()[1] == record.fingerprint:
             box.take(tensor, "recv")
-            # The bell has rung for this offer, or soon will; once too often does no harm.
-            self._bell.acquire(False)
             return
         error = self._misfit(call, record, box.source, call.tag, box.text())
         box.refuse(f"{call} of {record.text.decode()}")
