@@ -107,7 +107,10 @@ def live(rank: int, trial: Trial, path: str) -> Heard:
     Path(path, f"pid{rank}").write_text(str(os.getpid()))
     dist.barrier()
     if rank == trial.victim:
-        threading.Thread(target=strike, args=(trial, path), daemon=True).start()
+        # A timer, not a wait: the moment must be anywhere in the calls of the others.
+        timer = threading.Timer(trial.moment, strike, (trial, path))
+        timer.daemon = True
+        timer.start()
     if "idle" in trial.fault:
         return idle(rank, trial, path)
     heard = call_until_error(rank, trial)
@@ -116,8 +119,7 @@ def live(rank: int, trial: Trial, path: str) -> Heard:
 
 
 def strike(trial: Trial, path: str) -> None:
-    """A timer, not a wait: the moment must be anywhere in the calls of the others."""
-    time.sleep(trial.moment)
+    """Kill or stop this process."""
     Path(path, "when").write_text(str(time.monotonic()))
     os.kill(os.getpid(), signal.SIGSTOP if trial.fault == "stall" else signal.SIGKILL)
 
@@ -148,7 +150,8 @@ def wake(trial: Trial, path: str) -> None:
     others = [Path(path, f"heard{rank}") for rank in range(trial.world) if rank != trial.victim]
     end = time.monotonic() + 10.0
     while time.monotonic() < end and not all(each.exists() for each in others):
-        time.sleep(0.01)
+        # A stopped process can't be waited for, and the others tell of themselves by files: looked at, now and then.
+        threading.Event().wait(0.01)
     os.kill(int(Path(path, f"pid{trial.victim}").read_text()), signal.SIGCONT)
 
 
