@@ -48,6 +48,7 @@ class Work:
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._future: Future[Any] | None = None
+        self._last: Callable[[], None] | None = None
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until the call is done.
@@ -112,6 +113,14 @@ class Work:
             self._settle(future)
         return future
 
+    def before_the_end(self, act: Callable[[], None]) -> None:
+        """Call this, once, before anybody can see that the call has ended; at once if it has ended. It must not raise."""
+        with self._lock:
+            if not self._event.is_set():
+                self._last = act
+                return
+        act()
+
     def finish(self) -> None:
         """Engines: the outputs hold the result."""
         self._complete()
@@ -123,6 +132,8 @@ class Work:
 
     def _complete(self) -> None:
         with self._lock:
+            if self._last is not None:
+                self._last()
             self._event.set()
             future = self._future
         if future is None:
@@ -156,5 +167,5 @@ class Done(Work):
     def __init__(self, name: str = "", outputs: Sequence[Any] = (), source: int = -1) -> None:
         # Not the base's: an event of its own would cost more than all the rest.
         self.name, self.outputs, self.source = name, outputs, source
-        self._run_callbacks, self._scope, self._error, self._future = None, None, None, None
+        self._run_callbacks, self._scope, self._error, self._future, self._last = None, None, None, None, None
         self._event, self._lock = _SET, threading.Lock()

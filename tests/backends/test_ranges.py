@@ -60,6 +60,26 @@ def test_a_range_ends_with_its_call() -> None:
     assert all(run(late, 2, ranks="processes"))
 
 
+def stopped_at_once(rank: int) -> list[int]:
+    """Rank 1's profiler stops as soon as it may; rank 0's while its last call is on its way."""
+    seen, other = [], dist.new_group()
+    for _ in range(20):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            work = dist.all_reduce(torch.ones(4), async_op=True)
+            assert work is not None and work.wait()
+            late = dist.all_reduce(torch.ones(4), async_op=True) if rank == 0 else None
+        dist.barrier(other)
+        late = late or dist.all_reduce(torch.ones(4), async_op=True)
+        assert late is not None and late.wait()
+        seen.append(len(named(profile.events(), "ref")))
+    return seen
+
+
+# Over a second: a range that outlives its profiler kills the process in about one of ten rounds, so there are twenty.
+def test_a_profiler_may_stop_at_any_moment() -> None:
+    assert run(stopped_at_once, 2, ranks="processes") == [[2] * 20, [1] * 20]
+
+
 def test_engines_of_ours_that_drive_nothing_show_too() -> None:
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=512)
     with torch.autograd.profiler.profile() as seen:

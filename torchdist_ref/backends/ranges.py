@@ -3,6 +3,10 @@
 A range lasts from the start of the call to its end, also where the caller does not wait. torch's C++ engines show
 theirs by themselves, in the same form. Nobody pays who does not profile, but for the question whether to, which takes
 a tenth of a microsecond. Don't add numbers of bytes or ranks to a range: the recorder has them.
+
+A range that ends after its profiler has stopped writes into memory that the profiler has freed, and the process dies of
+it. So a range ends before anybody can see that the call has: whoever waits for a call inside the profiled block is safe.
+For calls still on their way when the profiler stops, the range is left open for good, which shows them without an end.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
+from torch.autograd import profiler
+from torch.futures import Future
 
 from torchdist_ref.calls import Call
 from torchdist_ref.work import Work
@@ -21,6 +26,9 @@ from torchdist_ref.work import Work
 Engine = TypeVar("Engine")
 Tensors = Sequence[Tensor]
 Submit = Callable[[Engine, Call, Tensors, Tensors, bool], Work]
+
+# Ranges that outlived their profiler: what destroys one ends it first.
+_left_open: list[Future[None]] = []
 
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
@@ -48,8 +56,17 @@ def in_a_range(submit: Submit[Engine]) -> Submit[Engine]:
 
 
 def _ranged(engine: Any, call: Call, wait: bool, start: Callable[[], Work]) -> Work:
-    with record_function(f"{engine.name}:{call.op}") as named:
+    with profiler.record_function(f"{engine.name}:{call.op}") as named:
         work = start()
         if not wait:
-            named._call_end_callbacks_on_future(work.get_future())
+            end: Future[None] = Future()
+            named._call_end_callbacks_on_future(end)
+            work.before_the_end(partial(_end, end))
     return work
+
+
+def _end(range_: Future[None]) -> None:
+    if profiler._is_profiler_enabled:
+        range_.set_result(None)
+    else:
+        _left_open.append(range_)
