@@ -4,8 +4,8 @@ A range lasts from the start of the call to its end, also where the caller does 
 theirs by themselves, in the same form. Nobody pays who does not profile, but for the question whether to, which takes
 a tenth of a microsecond. Don't add numbers of bytes or ranks to a range: the recorder has them.
 
-A range that ends after its profiler has stopped writes into memory that the profiler has freed, and the process dies of
-it. So a range ends before anybody can see that the call has: whoever waits for a call inside the profiled block is safe.
+A range that ends after its profiler has stopped writes into memory that the profiler has freed, and the process dies
+of it. So a range ends before anybody can see that the call has: who waits for a call inside the profiled block is safe.
 For calls still on their way when the profiler stops, the range is left open for good, which shows them without an end.
 """
 
