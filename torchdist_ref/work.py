@@ -114,7 +114,7 @@ class Work:
         return future
 
     def before_the_end(self, act: Callable[[], None]) -> None:
-        """Engines: call this, which must not raise, before anybody can see that the call has ended; at once if it has."""
+        """Engines: call this, which must not raise, before anybody can see that the call has ended."""
         with self._lock:
             if not self._event.is_set():
                 self._last = act
