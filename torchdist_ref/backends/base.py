@@ -143,6 +143,29 @@ class Backend(ABC):
         """Leave the group now; members that wait for this rank get an error with the reason."""
 
 
+class Around(Backend):
+    """An engine that does something at each call, in `submit`, and leaves the rest to another engine."""
+
+    def __init__(self, engine: Backend) -> None:
+        self.name, self.recorder, self._engine = engine.name, engine.recorder, engine
+
+    def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        """See `Backend.empty`."""
+        return self._engine.empty(size, dtype)
+
+    def together(self) -> AbstractContextManager[None]:
+        """See `Backend.together`."""
+        return self._engine.together()
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._engine.close()
+
+    def abort(self, reason: str) -> None:
+        """See `Backend.abort`."""
+        self._engine.abort(reason)
+
+
 Factory = Callable[[Membership], Backend]
 
 # The one table that is module state: names of engines, and where each is found.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from torchdist_ref import groups
-from torchdist_ref.backends.base import Backend
+from torchdist_ref.backends.base import Around, Backend
 from torchdist_ref.benchmark import engines, report, table
 from torchdist_ref.benchmark.crew import Place, go
 from torchdist_ref.benchmark.operations import OPERATIONS
@@ -65,23 +65,17 @@ class Result:
         return median(whole - own for whole, own in zip(self.public, self.engine, strict=True))
 
 
-class Spy(Backend):
+class Spy(Around):
     """Writes down what an engine is asked to do, and has it done."""
 
     def __init__(self, engine: Backend) -> None:
-        self.name, self.recorder, self._engine = engine.name, engine.recorder, engine
+        super().__init__(engine)
         self.asked: list[tuple[Any, ...]] = []
 
     def submit(self, *asked: Any) -> Work:
         """See `Backend.submit`."""
         self.asked.append(asked)
         return self._engine.submit(*asked)
-
-    def close(self) -> None:
-        """See `Backend.close`."""
-
-    def abort(self, reason: str) -> None:
-        """See `Backend.abort`."""
 
 
 def measure(place: Place, settings: Settings) -> None:

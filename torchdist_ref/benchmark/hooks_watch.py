@@ -7,14 +7,14 @@ the reducer's exchange. Neither changes what is computed. What is made of the fi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend
+from torchdist_ref.backends.base import Around, Backend
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.calls import Call
 from torchdist_ref.parallel import DistributedDataParallel
@@ -24,7 +24,7 @@ from torchdist_ref.work import Work
 Span = tuple[str, str, float, float]
 
 
-class Ledger(Backend):
+class Ledger(Around):
     """An engine that counts the bytes it is asked to send, and has another do the work.
 
     The convention is nccl-tests' one of bus bandwidth: what a rank has to send at the least for the operation, whatever
@@ -35,27 +35,14 @@ class Ledger(Backend):
     """
 
     def __init__(self, engine: Backend, world: int) -> None:
-        self.name, self.recorder = engine.name, engine.recorder
-        self.sent = 0.0
-        self._engine, self._world = engine, world
+        super().__init__(engine)
+        self.sent, self._world = 0.0, world
 
     def submit(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
         """Count, and hand on."""
         whole = max(sum(tensor.nbytes for tensor in side) for side in (inputs, outputs))
         self.sent += whole * OPERATIONS[call.op].factor(self._world)
         return self._engine.submit(call, inputs, outputs, wait)
-
-    def together(self) -> AbstractContextManager[None]:
-        """The engine's own."""
-        return self._engine.together()
-
-    def close(self) -> None:
-        """Close the engine."""
-        self._engine.close()
-
-    def abort(self, reason: str) -> None:
-        """Abort the engine."""
-        self._engine.abort(reason)
 
 
 @contextmanager

@@ -12,12 +12,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, Membership
+from torchdist_ref.backends.base import Around, Backend, Membership
 from torchdist_ref.calls import Call, Recv, Scatter, Send, signature
 from torchdist_ref.debug.levels import DebugLevel, get_debug_level
 from torchdist_ref.errors import MismatchError, RankStalledError, StoreTimeoutError
@@ -40,13 +39,11 @@ def as_asked(engine: Backend, membership: Membership) -> Backend:
     return engine
 
 
-class Checked(Backend):
+class Checked(Around):
     """An engine that runs a collective only when all ranks make the same one."""
 
     def __init__(self, engine: Backend, membership: Membership) -> None:
-        self.name = engine.name
-        self.recorder = engine.recorder
-        self._engine = engine
+        super().__init__(engine)
         self._membership = membership
         self._made = 0
         self._turn = threading.Lock()
@@ -86,18 +83,6 @@ class Checked(Backend):
                 f"{call.op} (in group {m.name!r}, on rank {m.members[m.rank]}): ranks {absent} made no call in "
                 f"{m.timeout:g} s. See what they do."
             ) from None
-
-    def together(self) -> AbstractContextManager[None]:
-        """See `Backend.together`."""
-        return self._engine.together()
-
-    def close(self) -> None:
-        """See `Backend.close`."""
-        self._engine.close()
-
-    def abort(self, reason: str) -> None:
-        """See `Backend.abort`."""
-        self._engine.abort(reason)
 
 
 def _described(call: Call, tensors: Tensors) -> str:
