@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from operator import attrgetter
 
 import pytest
 
@@ -13,6 +14,7 @@ from torchdist_ref.schedules import (
     Move,
     Recv,
     RecvReduce,
+    Round,
     Rounds,
     Schedule,
     Send,
@@ -217,24 +219,27 @@ def test_every_entry_of_the_catalogue_is_complete() -> None:
 
 
 @pytest.mark.parametrize(("op", "name"), ALL)
-def test_ranks_do_the_same_where_a_schedule_says_so(op: str, name: str) -> None:
-    """The sample must be one side of rank 0, and every rank must receive and send messages of the same sizes."""
+def test_rounds_repeat_themselves_where_a_schedule_says_so(op: str, name: str) -> None:
+    """A pattern shows one side of the first ranks, and ranks a period apart have messages of the same sizes."""
     for world in range(2, 10):
-        rounds = build(op, name, world).rounds
+        hosts = tuple(rank // (2 if world % 2 == 0 else 3) for rank in range(world))
+        rounds = build(op, name, world, hosts=hosts).rounds
         for step in range(len(rounds)) if isinstance(rounds, Rounds) else ():
-            sample = rounds.sample(step)
-            if sample is not None:
-                moves = rounds[step]
-                arriving = [tuple(m for m in moves if m.dst == rank) for rank in range(world)]
-                leaving = [tuple(m for m in moves if m.src == rank) for rank in range(world)]
-                assert sample in (arriving[0], leaving[0])
-                for side in (arriving, leaving):
-                    profiles = {tuple(sorted((m.src == m.dst, m.reduce) for m in moves)) for moves in side}
-                    assert len(profiles) == 1
+            pattern, moves = rounds.pattern(step), rounds[step]
+            for ranks in range(pattern.period, world + 1, pattern.period) if pattern else ():
+                arriving, leaving = (
+                    tuple(m for m in moves if end(m) < ranks) for end in (attrgetter("dst"), attrgetter("src"))
+                )
+                assert pattern.moves(ranks) in (arriving, leaving)
+                assert all(profile(moves, r) == profile(moves, r + pattern.period) for r in range(world - ranks))
 
 
-def test_counting_by_one_rank_equals_counting_all() -> None:
+def profile(moves: Round, rank: int) -> list[tuple[bool, bool, bool]]:
+    return sorted((m.dst == rank, m.src == m.dst, m.reduce) for m in moves if rank in (m.src, m.dst))
+
+
+def test_counting_by_few_ranks_equals_counting_all() -> None:
     for op, name in ALL:
-        for world in (1, 2, 5, 8):
-            lazy = build(op, name, world)
+        for world, hosts in [(1, None), (2, None), (5, None), (8, None), (8, (0, 0, 1, 1, 2, 2, 3, 3))]:
+            lazy = build(op, name, world, hosts=hosts)
             assert cost(lazy) == cost(Schedule(lazy.name, world, tuple(lazy.rounds), lazy.chunks)), (op, name, world)

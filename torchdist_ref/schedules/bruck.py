@@ -27,7 +27,7 @@ def all_gather(world: int) -> Schedule:
         count = min(distance, world - distance)
         return [carry(peer, rank, ("out", (peer + k) % world)) for k in range(count)]
 
-    rounds = arriving(world, 1 + steps(world), arrivals, symmetric=True)
+    rounds = arriving(world, 1 + steps(world), arrivals, period=1)
     return Schedule("bruck all_gather", world, rounds, world)
 
 
@@ -47,5 +47,5 @@ def all_to_all(world: int) -> Schedule:
 
         return [hop(k) for k in range(world) if k & bit]
 
-    rounds = arriving(world, 1 + steps(world), arrivals, symmetric=True)
+    rounds = arriving(world, 1 + steps(world), arrivals, period=1)
     return Schedule("bruck all_to_all", world, rounds, world)

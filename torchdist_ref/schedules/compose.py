@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import chain
 
 from torchdist_ref.errors import ArgumentError, explain
-from torchdist_ref.schedules.schedule import Move, Round, Rounds, Schedule, Slot, sampled
+from torchdist_ref.schedules.schedule import Move, Pattern, Round, Rounds, Schedule, Slot, pattern_of
 
 
 def each(schedule: Schedule, change: Callable[[Move], Iterable[Move]], symmetric: bool = False) -> Schedule:
@@ -23,18 +23,25 @@ def each(schedule: Schedule, change: Callable[[Move], Iterable[Move]], symmetric
     Args:
         schedule: to change.
         change: called when the round is asked for.
-        symmetric: ``change`` treats all ranks alike, so that one rank can go on standing for all.
+        symmetric: ``change`` treats all ranks alike, so that some ranks can go on standing for all.
     """
-    rounds = schedule.rounds
+    return replace(schedule, rounds=_changed(schedule.rounds, change, spacing=1 if symmetric else 0))
+
+
+def _changed(rounds: Sequence[Round], change: Callable[[Move], Iterable[Move]], spacing: int) -> Rounds:
+    """Rounds in which rank ``r`` has become rank ``r * spacing``; 0 for one that is on no such grid."""
 
     def changed(moves: Round) -> Round:
         return tuple(chain.from_iterable(map(change, moves)))
 
-    def sample(step: int) -> Round | None:
-        moves = sampled(rounds, step) if symmetric else None
-        return None if moves is None else changed(moves)
+    def pattern(step: int) -> Pattern | None:
+        found = pattern_of(rounds, step)
+        if not spacing or found is None:
+            return None
+        period, moves = found
+        return Pattern(period * spacing, lambda ranks: changed(moves(ranks // spacing)))
 
-    return replace(schedule, rounds=Rounds(len(rounds), lambda step: changed(rounds[step]), sample))
+    return Rounds(len(rounds), lambda step: changed(rounds[step]), pattern)
 
 
 def then(*schedules: Schedule, name: str = "") -> Schedule:
@@ -66,7 +73,7 @@ def _joined(parts: list[Sequence[Round]]) -> Rounds:
         part, i = places[step]
         return part[i]
 
-    return Rounds(len(places), make, lambda step: sampled(*places[step]))
+    return Rounds(len(places), make, lambda step: pattern_of(*places[step]))
 
 
 def reversed_(schedule: Schedule, reduce: bool = False, name: str = "") -> Schedule:
@@ -83,7 +90,7 @@ def reversed_(schedule: Schedule, reduce: bool = False, name: str = "") -> Sched
     """
     turned = each(schedule, lambda m: [Move(m.dst, m.src, m.write, m.read, reduce)], symmetric=True).rounds
     last = len(turned) - 1
-    rounds = Rounds(last + 1, lambda step: turned[last - step], lambda step: sampled(turned, last - step))
+    rounds = Rounds(last + 1, lambda step: turned[last - step], lambda step: pattern_of(turned, last - step))
     return replace(schedule, name=name or f"{schedule.name} reversed", rounds=rounds)
 
 
@@ -125,13 +132,17 @@ def on_ranks(schedule: Schedule, ranks: Sequence[int], world: int) -> Schedule:
 
     Args:
         schedule: for ``len(ranks)`` ranks.
-        ranks: ``ranks[i]`` plays rank ``i``.
+        ranks: ``ranks[i]`` plays rank ``i``. If they are evenly spaced, some can go on standing for all.
         world: size of the larger world.
     """
     if schedule.world == world and list(ranks) == list(range(world)):
         return schedule
-    moved = each(schedule, lambda m: [Move(ranks[m.src], ranks[m.dst], m.read, m.write, m.reduce)])
-    return replace(moved, world=world)
+    spacing = world // len(ranks)
+    even = list(ranks) == list(range(0, world, spacing))
+    rounds = _changed(
+        schedule.rounds, lambda m: [Move(ranks[m.src], ranks[m.dst], m.read, m.write, m.reduce)], even * spacing
+    )
+    return replace(schedule, world=world, rounds=rounds)
 
 
 def rooted(schedule: Schedule, root: int) -> Schedule:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from torchdist_ref.schedules.messages import messages
-from torchdist_ref.schedules.schedule import Move, Schedule, sampled
+from torchdist_ref.schedules.schedule import Move, Schedule, pattern_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,10 @@ class Cost:
 
 
 class _Tally:
-    """Slots sent, received and reduced by each rank, summed over the rounds seen so far."""
+    """Slots sent, received and reduced, summed over rounds in which rank ``r`` does what ``r % period`` does."""
 
-    def __init__(self) -> None:
+    def __init__(self, period: int) -> None:
+        self.period = period
         self.steps = self.messages = 0
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
@@ -53,17 +54,17 @@ class _Tally:
         self.steps += bool(travelling)
         self.messages += len(travelling)
         for part in travelling:
-            self.sent[part.src] += len(part.moves)
-            self.received[part.dst] += len(part.moves)
+            self.sent[part.src % self.period] += len(part.moves)
+            self.received[part.dst % self.period] += len(part.moves)
         for part in parts:
-            self.reduced[part.dst] += part.reduced
+            self.reduced[part.dst % self.period] += part.reduced
 
 
 def cost(schedule: Schedule) -> Cost:
     """Count what a schedule costs.
 
     Args:
-        schedule: of any size. In rounds in which all ranks do the same, rank 0 is counted for all.
+        schedule: of any size. In rounds that repeat themselves from rank to rank, a few are counted for all.
 
     Returns:
         The cost, exact.
@@ -73,24 +74,26 @@ def cost(schedule: Schedule) -> Cost:
     >>> found.steps, str(found.sent), str(found.reduced)
     (6, '3/2', '3/4')
     """
-    own, alike = _Tally(), _Tally()
+    tallies: dict[int, _Tally] = {}
     for step in range(len(schedule.rounds)):
-        sample = sampled(schedule.rounds, step)
-        if sample is None:
-            own.add(schedule.rounds[step])
-        else:
-            alike.add(sample)
-    return _cost(schedule, own, alike)
+        pattern = pattern_of(schedule.rounds, step)
+        period = pattern.period if pattern else schedule.world
+        tally = tallies.setdefault(period, _Tally(period))
+        tally.add(pattern.moves(period) if pattern else schedule.rounds[step])
+    return _cost(schedule, list(tallies.values()))
 
 
-def _cost(schedule: Schedule, own: _Tally, alike: _Tally) -> Cost:
-    """A sample shows one side of one rank: by symmetry the other side has as much, and so has every rank."""
-    moved, reduced, share = alike.sent.total(), alike.reduced.total(), schedule.share
+def _cost(schedule: Schedule, tallies: list[_Tally]) -> Cost:
+    world, share = schedule.world, schedule.share
+
+    def most(counters: list[tuple[int, Counter[int]]]) -> Fraction:
+        return share * max(sum(counter[rank % period] for period, counter in counters) for rank in range(world))
+
     return Cost(
-        steps=own.steps + alike.steps,
-        messages=own.messages + alike.messages * schedule.world,
-        sent=share * (max(own.sent.values(), default=0) + moved),
-        received=share * (max(own.received.values(), default=0) + moved),
-        reduced=share * (max(own.reduced.values(), default=0) + reduced),
-        total=share * (own.sent.total() + moved * schedule.world),
+        steps=sum(t.steps for t in tallies),
+        messages=sum(t.messages * world // t.period for t in tallies),
+        sent=most([(t.period, t.sent) for t in tallies]),
+        received=most([(t.period, t.received) for t in tallies]),
+        reduced=most([(t.period, t.reduced) for t in tallies]),
+        total=share * sum(t.sent.total() * world // t.period for t in tallies),
     )

@@ -61,7 +61,7 @@ def all_gather(world: int) -> Schedule:
         peers = [rank, *others(rank, world)]
         return [Move(peer, rank, ("in", 0), ("out", peer)) for peer in peers]
 
-    return Schedule("direct all_gather", world, arriving(world, 1, arrivals, symmetric=True), world)
+    return Schedule("direct all_gather", world, arriving(world, 1, arrivals, period=1), world)
 
 
 def gather(world: int, root: int = 0) -> Schedule:
@@ -83,7 +83,7 @@ def reduce_scatter(world: int) -> Schedule:
         peers = [rank, *others(rank, world)]
         return [Move(peer, rank, ("in", rank), ("out", 0), reduce=peer != rank) for peer in peers]
 
-    return Schedule("direct reduce_scatter", world, arriving(world, 1, arrivals, symmetric=True), world)
+    return Schedule("direct reduce_scatter", world, arriving(world, 1, arrivals, period=1), world)
 
 
 def all_to_all(world: int) -> Schedule:
@@ -92,7 +92,7 @@ def all_to_all(world: int) -> Schedule:
     def arrivals(step: int, rank: int) -> list[Move]:
         return [Move(peer, rank, ("in", rank), ("out", peer)) for peer in [rank, *others(rank, world)]]
 
-    return Schedule("direct all_to_all", world, arriving(world, 1, arrivals, symmetric=True), world)
+    return Schedule("direct all_to_all", world, arriving(world, 1, arrivals, period=1), world)
 
 
 def barrier(world: int) -> Schedule:
@@ -101,7 +101,7 @@ def barrier(world: int) -> Schedule:
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry(peer, rank, TOKEN) for peer in others(rank, world)]
 
-    rounds: Rounds = arriving(world, min(1, world - 1), arrivals, symmetric=True)
+    rounds: Rounds = arriving(world, min(1, world - 1), arrivals, period=1)
     return Schedule("direct barrier", world, rounds, chunks=0)
 
 

@@ -20,5 +20,5 @@ def barrier(world: int) -> Schedule:
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry((rank - (1 << step)) % world, rank, TOKEN)]
 
-    rounds = arriving(world, steps(world), arrivals, symmetric=True)
+    rounds = arriving(world, steps(world), arrivals, period=1)
     return Schedule("dissemination barrier", world, rounds, chunks=0)

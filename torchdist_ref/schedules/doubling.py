@@ -45,7 +45,7 @@ def folded(core: Schedule, world: int) -> Schedule:
     if core.world == world:
         return core
     before = fold(world, core.chunks)
-    return then(before, on_ranks(core, range(world), world), reversed_(before), name=core.name)
+    return then(before, on_ranks(core, range(core.world), world), reversed_(before), name=core.name)
 
 
 def all_reduce(world: int) -> Schedule:
@@ -55,7 +55,7 @@ def all_reduce(world: int) -> Schedule:
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry(rank ^ 1 << step, rank, DATA, reduce=True)]
 
-    rounds = arriving(core, core.bit_length() - 1, arrivals, symmetric=True)
+    rounds = arriving(core, core.bit_length() - 1, arrivals, period=1)
     return folded(Schedule("recursive_doubling all_reduce", core, rounds), world)
 
 
@@ -72,9 +72,9 @@ def all_gather(world: int) -> Schedule:
         known = [b for chunk in range(first, first + distance) for b in blocks(chunk, core, world)]
         return [carry(rank ^ distance, rank, ("out", b)) for b in known]
 
-    even = core == world
-    placed = Schedule("place", world, arriving(world, 1, place, even), world)
-    swaps = Schedule("swap", world, arriving(core, core.bit_length() - 1, swap, even), world)
+    period = 1 if core == world else 0
+    placed = Schedule("place", world, arriving(world, 1, place, period), world)
+    swaps = Schedule("swap", world, arriving(core, core.bit_length() - 1, swap, period), world)
     unfold = tuple(carry(r - core, r, ("out", b)) for r in range(core, world) for b in range(world) if b != r)
     last = Schedule("unfold", world, (unfold,) if unfold else (), world)
     return then(placed, swaps, last, name="recursive_doubling all_gather")

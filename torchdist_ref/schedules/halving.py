@@ -32,7 +32,7 @@ def reduce_scatter_in_place(core: int) -> Schedule:
         partner, chunks = kept(core, step, rank)
         return [carry(partner, rank, ("data", c), reduce=True) for c in chunks]
 
-    rounds = arriving(core, core.bit_length() - 1, arrivals, symmetric=True)
+    rounds = arriving(core, core.bit_length() - 1, arrivals, period=1)
     return Schedule("halving reduce_scatter in place", core, rounds, core)
 
 
@@ -95,5 +95,5 @@ def reduce_scatter(world: int) -> Schedule:
             return [Move(rank % core, rank, ("tmp", rank), ("out", 0))]
         return swap(step, rank) if rank < core else []
 
-    rounds = arriving(world, (extra > 0) + swaps + 1, arrivals, symmetric=not extra)
+    rounds = arriving(world, (extra > 0) + swaps + 1, arrivals, period=0 if extra else 1)
     return Schedule("recursive_halving reduce_scatter", world, rounds, world)

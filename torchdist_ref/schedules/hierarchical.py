@@ -29,7 +29,20 @@ def teams(hosts: Hosts, root: int = 0) -> list[list[int]]:
     [[3, 2], [0, 1]]
     """
     order = [root, *(r for r in range(len(hosts)) if r != root)]
-    return [[r for r in order if hosts[r] == host] for host in dict.fromkeys(hosts[r] for r in order)]
+    found: dict[int, list[int]] = {}
+    for rank in order:
+        found.setdefault(hosts[rank], []).append(rank)
+    return list(found.values())
+
+
+def period(groups: list[list[int]]) -> int:
+    """After how many ranks the next host begins, where hosts are filled in order with equally many; else 0.
+
+    >>> period(teams((7, 7, 9, 9))), period(teams((7, 9, 7, 9)))
+    (2, 0)
+    """
+    size = len(groups[0])
+    return size if all(team == list(range(i * size, (i + 1) * size)) for i, team in enumerate(groups)) else 0
 
 
 def _within(groups: list[list[int]], world: int, make: Callable[[int], Schedule], chunks: int) -> Schedule:

@@ -11,32 +11,45 @@ Do not add here: operations on whole tensors (`hierarchical`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torchdist_ref.schedules import ring
-from torchdist_ref.schedules.compose import each, on_ranks, renamed, reversed_
-from torchdist_ref.schedules.hierarchical import Hosts, teams
-from torchdist_ref.schedules.schedule import Move, Round, Schedule, carry
+from torchdist_ref.schedules.compose import each, on_ranks, renamed, reversed_, then
+from torchdist_ref.schedules.hierarchical import Hosts, period, teams
+from torchdist_ref.schedules.schedule import Arrivals, Move, Schedule, Slot, arriving, carry
 
 Teams = list[list[int]]
 
 
-def _meetings(groups: Teams) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """For each step, who tells whom: every host one other host, as in `pairwise`."""
-    count = len(groups)
-    for step in range(1, count):
-        yield [(groups[i], groups[(i + step) % count]) for i in range(count)]
+def _by_rank(groups: Teams) -> dict[int, tuple[list[int], int]]:
+    """Each rank's team, and that team's place among the others."""
+    return {rank: (team, place) for place, team in enumerate(groups) for rank in team}
+
+
+def _rounds(name: str, groups: Teams, world: int, count: int, arrivals: Arrivals) -> Schedule:
+    """Rounds in which all hosts do the same."""
+    return Schedule(name, world, arriving(world, count, arrivals, period(groups)), world)
 
 
 def all_gather(hosts: Hosts) -> Schedule:
     """Leaders collect their host's blocks, pass the collections round a ring, and hand out all of them."""
     world, groups = len(hosts), teams(hosts)
-    up = tuple(Move(r, team[0], ("in", 0), ("out", r)) for team in groups for r in team)
-    down = tuple(carry(team[0], r, ("out", b)) for team in groups for r in team[1:] for b in range(world))
+    home = _by_rank(groups)
+
+    def up(step: int, rank: int) -> list[Move]:
+        team, _ = home[rank]
+        return [Move(r, rank, ("in", 0), ("out", r)) for r in team] if rank == team[0] else []
+
+    def down(step: int, rank: int) -> list[Move]:
+        team, _ = home[rank]
+        return [carry(team[0], rank, ("out", b)) for b in range(world)] if rank != team[0] else []
+
     leaders = on_ranks(ring.all_gather_in_place(len(groups)), [team[0] for team in groups], world)
-    outer = each(leaders, lambda m: [carry(m.src, m.dst, ("out", b)) for b in groups[m.read[1]]])
-    rounds = (up, *outer.rounds, *([down] if down else []))
-    return Schedule("hierarchical all_gather", world, rounds, world)
+    outer = each(leaders, lambda m: [carry(m.src, m.dst, ("out", b)) for b in groups[m.read[1]]], symmetric=True)
+    return then(
+        _rounds("up", groups, world, 1, up),
+        Schedule("between", world, outer.rounds, world),
+        _rounds("down", groups, world, int(len(groups) < world), down),
+        name="hierarchical all_gather",
+    )
 
 
 def gather(hosts: Hosts, root: int = 0) -> Schedule:
@@ -59,34 +72,55 @@ def scatter(hosts: Hosts, root: int = 0) -> Schedule:
 def reduce_scatter(hosts: Hosts) -> Schedule:
     """Leaders sum up each chunk over their host; each sum goes to its owner's leader; leaders hand them out."""
     world, groups = len(hosts), teams(hosts)
-    up = tuple(
-        Move(r, team[0], ("in", c), ("tmp", c), reduce=r != team[0])
-        for team in groups for c in range(world) for r in team
-    )
-    over = [
-        tuple(carry(a[0], b[0], ("tmp", c), reduce=True) for a, b in meeting for c in b)
-        for meeting in _meetings(groups)
-    ]
-    down = tuple(Move(team[0], c, ("tmp", c), ("out", 0)) for team in groups for c in team)
-    return Schedule("hierarchical reduce_scatter", world, (up, *over, down), world)
+    home = _by_rank(groups)
+
+    def arrivals(step: int, rank: int) -> list[Move]:
+        team, place = home[rank]
+        if step == len(groups):
+            return [Move(team[0], rank, ("tmp", rank), ("out", 0))]
+        if rank != team[0]:
+            return []
+        if step == 0:
+            return [Move(r, rank, ("in", c), ("tmp", c), reduce=r != rank) for c in range(world) for r in team]
+        source = groups[(place - step) % len(groups)]
+        return [carry(source[0], rank, ("tmp", c), reduce=True) for c in team]
+
+    return _rounds("hierarchical reduce_scatter", groups, world, len(groups) + 1, arrivals)
 
 
 def all_to_all(hosts: Hosts) -> Schedule:
     """Blocks within a host go straight; the others wait at their leader in scratch slot ``from * n + to``."""
     world, groups = len(hosts), teams(hosts)
-    near = [Move(s, d, ("in", d), ("out", s)) for team in groups for s in team for d in team]
-    far = [(a, b) for meeting in _meetings(groups) for a, b in meeting]
-    up = [Move(s, a[0], ("in", d), ("tmp", s * world + d)) for a, b in far for s in a[1:] for d in b]
-    down = [Move(b[0], d, ("tmp", s * world + d), ("out", s)) for a, b in far for s in a for d in b[1:]]
+    home, count = _by_rank(groups), len(groups)
 
-    def over(a: list[int], b: list[int], s: int, d: int) -> Move:
-        wait = ("tmp", s * world + d)
-        return Move(a[0], b[0], ("in", d) if s == a[0] else wait, ("out", s) if d == b[0] else wait)
+    def wait(s: int, d: int) -> Slot:
+        return ("tmp", s * world + d)
 
-    outer: list[Round] = [
-        tuple(over(a, b, s, d) for a, b in meeting for s in a for d in b) for meeting in _meetings(groups)
-    ]
-    rounds = (tuple(near + up), *outer, *([tuple(down)] if down else []))
-    return Schedule("hierarchical all_to_all", world, rounds, world)
+    def elsewhere(place: int) -> list[int]:
+        return [r for k in range(1, count) for r in groups[(place + k) % count]]
 
+    def first(step: int, rank: int) -> list[Move]:
+        team, place = home[rank]
+        near = [Move(s, rank, ("in", rank), ("out", s)) for s in team]
+        if rank != team[0]:
+            return near
+        return near + [Move(s, rank, ("in", d), wait(s, d)) for d in elsewhere(place) for s in team[1:]]
 
+    def over(step: int, rank: int) -> list[Move]:
+        team, place = home[rank]
+        source = groups[(place - step - 1) % count] if rank == team[0] else []
+        return [
+            Move(source[0], rank, ("in", d) if s == source[0] else wait(s, d), ("out", s) if d == rank else wait(s, d))
+            for s in source for d in team
+        ]
+
+    def last(step: int, rank: int) -> list[Move]:
+        team, place = home[rank]
+        return [Move(team[0], rank, wait(s, rank), ("out", s)) for s in elsewhere(place)] if rank != team[0] else []
+
+    return then(
+        _rounds("first", groups, world, 1, first),
+        _rounds("over", groups, world, count - 1, over),
+        _rounds("last", groups, world, int(1 < count < world), last),
+        name="hierarchical all_to_all",
+    )

@@ -23,7 +23,7 @@ def _rounds(name: str, world: int, reduce: bool) -> Schedule:
             for peer in peers
         ]
 
-    return Schedule(name, world, arriving(world, max(1, world - 1), arrivals, symmetric=True), world)
+    return Schedule(name, world, arriving(world, max(1, world - 1), arrivals, period=1), world)
 
 
 def all_to_all(world: int) -> Schedule:

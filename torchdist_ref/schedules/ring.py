@@ -23,7 +23,7 @@ def reduce_scatter_in_place(world: int) -> Schedule:
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry((rank - 1) % world, rank, ("data", (rank - step - 2) % world), reduce=True)]
 
-    rounds = arriving(world, world - 1, arrivals, symmetric=True)
+    rounds = arriving(world, world - 1, arrivals, period=1)
     return Schedule("ring reduce_scatter in place", world, rounds, world)
 
 
@@ -33,7 +33,7 @@ def all_gather_in_place(world: int) -> Schedule:
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry((rank - 1) % world, rank, ("data", (rank - step - 1) % world))]
 
-    rounds = arriving(world, world - 1, arrivals, symmetric=True)
+    rounds = arriving(world, world - 1, arrivals, period=1)
     return Schedule("ring all_gather in place", world, rounds, world)
 
 
@@ -56,7 +56,7 @@ def all_gather(world: int) -> Schedule:
         read: Slot = ("in", 0) if step == 0 else ("out", block)
         return own + ([Move(source, rank, read, ("out", block))] if world > 1 else [])
 
-    return Schedule("ring all_gather", world, arriving(world, max(1, world - 1), arrivals, symmetric=True), world)
+    return Schedule("ring all_gather", world, arriving(world, max(1, world - 1), arrivals, period=1), world)
 
 
 def reduce_scatter(world: int) -> Schedule:
@@ -70,4 +70,4 @@ def reduce_scatter(world: int) -> Schedule:
         write: Slot = ("out", 0) if step == world - 2 else ("tmp", step % 2)
         return [Move((rank - 1) % world, rank, read, write), Move(rank, rank, ("in", chunk), write, reduce=True)]
 
-    return Schedule("ring reduce_scatter", world, arriving(world, world - 1, arrivals, symmetric=True), world)
+    return Schedule("ring reduce_scatter", world, arriving(world, world - 1, arrivals, period=1), world)

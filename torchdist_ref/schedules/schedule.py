@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import overload
+from functools import partial
+from typing import NamedTuple, overload
 
 from torchdist_ref.errors import ArgumentError, explain
 
@@ -74,23 +75,35 @@ def carry(src: int, dst: int, slot: Slot, reduce: bool = False) -> Move:
     return Move(src, dst, slot, slot, reduce)
 
 
+class Pattern(NamedTuple):
+    """How a round repeats itself: what rank ``r`` does, rank ``r + period`` does too, with everybody relabelled.
+
+    Args:
+        period: after how many ranks; 1 if all ranks do the same. It divides the number of ranks.
+        moves: ``ranks``, a multiple of the period -> the moves on one side (arriving or leaving) of the ranks
+            ``0 .. ranks - 1``, which are a picture of the whole round.
+    """
+
+    period: int
+    moves: Callable[[int], Round]
+
+
 class Rounds(Sequence[Round]):
     """Rounds made on demand, so that a schedule of 16,384 ranks costs nothing until someone looks at it.
 
     Args:
         count: how many rounds.
         make: round number (from 0) -> the moves of that round.
-        sample: round number -> the moves on one side (arriving or leaving) of rank 0, if every rank does the
-            same in that round up to relabelling, else None (default: never). Where given, one rank stands for
-            all: `cost` uses that, and `simulate` for large worlds.
+        pattern: round number -> how the round repeats itself from rank to rank, or None (default: it does not).
+            Where given, a few ranks can stand for all: `cost` uses that, and `simulate` for large worlds.
     """
 
-    __slots__ = ("_count", "_make", "sample")
+    __slots__ = ("_count", "_make", "pattern")
 
     def __init__(
-        self, count: int, make: Callable[[int], Round], sample: Callable[[int], Round | None] = lambda step: None
+        self, count: int, make: Callable[[int], Round], pattern: Callable[[int], Pattern | None] = lambda step: None
     ) -> None:
-        self._count, self._make, self.sample = count, make, sample
+        self._count, self._make, self.pattern = count, make, pattern
 
     def __len__(self) -> int:
         return self._count
@@ -116,28 +129,29 @@ class Rounds(Sequence[Round]):
         return hash(self._count)
 
 
-def arriving(world: int, count: int, arrivals: Arrivals, symmetric: bool = False) -> Rounds:
+def arriving(world: int, count: int, arrivals: Arrivals, period: int = 0) -> Rounds:
     """Rounds from the receiver's point of view, the way in which most algorithms here are written.
 
     Args:
         world: number of ranks.
         count: number of rounds.
         arrivals: ``(round, rank) -> moves that end on that rank``, in the order in which they apply.
-        symmetric: every rank does the same up to relabelling, so that rank 0 can stand for all.
+        period: the rounds repeat themselves after so many ranks (see `Pattern`; default 0: they do not).
 
     Returns:
         Rounds that call ``arrivals`` for one round at a time.
     """
 
-    def make(step: int) -> Round:
-        return tuple(move for rank in range(world) for move in arrivals(step, rank))
+    def among(step: int, ranks: int) -> Round:
+        return tuple(move for rank in range(ranks) for move in arrivals(step, rank))
 
-    return Rounds(count, make, lambda step: tuple(arrivals(step, 0)) if symmetric else None)
+    pattern = (lambda step: Pattern(period, partial(among, step))) if period else lambda step: None
+    return Rounds(count, lambda step: among(step, world), pattern)
 
 
-def sampled(rounds: Sequence[Round], step: int) -> Round | None:
-    """What `Rounds.sample` says of one round; None for rounds that are a plain tuple."""
-    return rounds.sample(step) if isinstance(rounds, Rounds) else None
+def pattern_of(rounds: Sequence[Round], step: int) -> Pattern | None:
+    """What `Rounds.pattern` says of one round; None for rounds that are a plain tuple."""
+    return rounds.pattern(step) if isinstance(rounds, Rounds) else None
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,22 @@
 """How long a schedule would take: a clock for every rank, on a network with three numbers.
 
 A message of ``k`` bytes takes ``alpha + k beta`` seconds and reducing it takes ``k gamma`` (Hockney's model). A
-rank sends one message at a time and receives one at a time (both at once); messages of a round start in listed
-order, the first of every receiver before the second of any; a rank enters its next round when it is done with
-this one, without waiting for anybody else; reductions follow arrivals, in listed order. Local copies are free.
+rank sends one message at a time and receives one at a time (both at once); messages of a round start in turns,
+the first of every receiver before the second of any, and within a turn first the first rank of every host, then
+the second; a rank enters its next round when it is done with this one, without waiting for anybody else;
+reductions follow arrivals, in listed order. Local copies are free.
 
 Hosts: between ranks of one host a message is a read by the receiver, with ``local_alpha`` and ``local_beta``, and
 keeps nobody else busy. Between hosts all ranks of a host share its one network card in each direction.
 
-Where every rank does the same, one rank can stand for all; from `REPRESENTED` ranks on (and no hosts given) it
-does, so that 16,384 ranks are as much work as one of them. Other schedules are as much work as they have moves:
-10 to 20 microseconds and some 500 bytes of events each. Trees, chains and most hierarchies of 16,384 ranks are
-lean (seconds). These are not, since everybody's chunk meets everybody: direct all_reduce, scatter_all_gather, the
-hierarchical all_gather, reduce_scatter and all_to_all, and halving where ranks must fold (about 1,000 ranks in 10 s).
+Few ranks stand for all. Where a round repeats itself from rank to rank (`schedule.Pattern`), and the network does
+too (hosts filled in order, with equally many ranks each), whatever befalls the ranks of the first host befalls
+those of every other host at the same moment: nothing in the rules above depends on a host's number. So the same
+clock runs with one host's ranks only, rank ``r`` read as ``r % period``, and finds the same times to the last bit.
+Without hosts that is one rank. A round that does not repeat itself, or whose ranks begin it at different times, is
+run for everybody: about 10 microseconds and 500 bytes of events a message. So 16,384 ranks take 3 seconds at most,
+but for direct all_reduce and scatter_all_gather, where everybody hears from everybody and no two ranks at the same
+times: 268 million messages (10 seconds are enough for 700 and 900 ranks).
 
 Do not add here: other network effects. This clock is for comparing algorithms, not for promising times.
 """
@@ -25,7 +29,7 @@ from dataclasses import dataclass
 from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.schedules.events import Event, Trace
 from torchdist_ref.schedules.messages import Message, messages
-from torchdist_ref.schedules.schedule import Round, Schedule, sampled
+from torchdist_ref.schedules.schedule import Round, Schedule, pattern_of
 
 REPRESENTED = 257
 
@@ -63,19 +67,41 @@ class _Until(dict[int, float]):
 
 
 class _Clock:
-    """When each rank, and each network card, is free again."""
+    """When each rank, and each network card, is free again. Rank ``r`` is as far as rank ``r % len(ready)``."""
 
     def __init__(self, world: int, slot: float, network: Network) -> None:
-        self.network, self.slot = network, slot
+        self.network, self.slot, self.world = network, slot, world
         self.hosts: Sequence[int] = network.hosts or range(world)
-        self.cards = {host: [0.0, 0.0] for host in set(self.hosts)} if network.hosts else None
+        self.places = _places(self.hosts)
+        self.cards = dict.fromkeys(self.hosts, (0.0, 0.0)) if network.hosts else None
         self.ready = [0.0] * world
         self.events: list[Event] = []
+
+    def narrowed(self, period: int) -> bool:
+        """Go on with the first ranks only, if all others are as far as these; say whether."""
+        first = self.ready[:period]
+        if first * (len(self.ready) // period) != self.ready:
+            return False
+        if self.cards and len(self.ready) > period:
+            # A card that is free before the first rank can ask for it might as well have been free for ever.
+            soonest = min(first)
+            cards = {(max(out, soonest), max(into, soonest)) for out, into in self.cards.values()}
+            if len(cards) > 1:
+                return False
+            self.cards = {self.hosts[0]: cards.pop()}
+        self.ready = first
+        return True
+
+    def widen(self) -> None:
+        """Go on with all ranks."""
+        self.ready *= self.world // len(self.ready)
+        if self.cards and len(self.cards) == 1:
+            self.cards = dict.fromkeys(self.hosts, self.cards[self.hosts[0]])
 
     def round(self, moves: Round) -> None:
         # Only ranks that take part are touched: a chain has as many rounds as ranks, and two busy ranks in each.
         self.sending, self.receiving, self.working = _Until(self.ready), _Until(self.ready), _Until(self.ready)
-        for message in _in_turn(messages(moves)):
+        for message in self._in_turn(messages(moves)):
             nbytes, label = len(message.moves) * self.slot, message.label
             arrived = self._travel(message, nbytes, label)
             self._reduce(message, arrived, label)
@@ -83,66 +109,80 @@ class _Clock:
             for rank, time in times.items():
                 self.ready[rank] = max(self.ready[rank], time)
 
+    def _in_turn(self, parts: list[Message]) -> list[Message]:
+        """Every receiver's first message before anybody's second one; in a turn, first every host's first rank."""
+        turns: dict[int, int] = {}
+        keyed = []
+        for part in parts:
+            turns[part.dst] = turn = turns.get(part.dst, -1) + 1
+            keyed.append(((turn, self.places[part.dst]), part))
+        return [part for _, part in sorted(keyed, key=lambda item: item[0])]
+
     def _travel(self, message: Message, nbytes: float, label: str) -> float:
         """Move the bytes; give the time at which they are there."""
-        src, dst = message.src, message.dst
-        if src == dst:
+        src, dst = message.src % len(self.ready), message.dst % len(self.ready)
+        if message.src == message.dst:
             # Listed order: local work waits for what is listed before it, which may be what it adds to.
             return self.receiving[dst]
-        if self.hosts[src] == self.hosts[dst]:
+        if self.hosts[message.src] == self.hosts[message.dst]:
             start = max(self.ready[src], self.receiving[dst])
             end = start + self.network.local_alpha + nbytes * self.network.local_beta
         else:
             start = self._card_free(src, dst, max(self.sending[src], self.receiving[dst]), nbytes)
             self.sending[src] = end = start + self.network.alpha + nbytes * self.network.beta
-            self.events.append(Event(src, "send", start, end, dst, nbytes, label))
+            self._saw(message.src, "send", start, end, message.dst, nbytes, label)
         self.receiving[dst] = end
-        self.events.append(Event(dst, "recv", start, end, src, nbytes, label))
+        self._saw(message.dst, "recv", start, end, message.src, nbytes, label)
         return end
 
     def _card_free(self, src: int, dst: int, start: float, nbytes: float) -> float:
         """When both network cards can begin, and keep them for the bytes (latencies overlap)."""
         if self.cards is None:
             return start
-        out, into = self.cards[self.hosts[src]], self.cards[self.hosts[dst]]
-        start = max(start, out[0], into[1])
-        out[0] = into[1] = start + nbytes * self.network.beta
+        sender, receiver = self.hosts[src], self.hosts[dst]
+        start = max(start, self.cards[sender][0], self.cards[receiver][1])
+        end = start + nbytes * self.network.beta
+        self.cards[sender] = (end, self.cards[sender][1])
+        self.cards[receiver] = (self.cards[receiver][0], end)
         return start
 
     def _reduce(self, message: Message, arrived: float, label: str) -> None:
-        rank, nbytes = message.dst, message.reduced * self.slot
+        rank, nbytes = message.dst % len(self.ready), message.reduced * self.slot
         if message.reduced:
             start = max(arrived, self.working[rank])
             self.working[rank] = end = start + nbytes * self.network.gamma
-            self.events.append(Event(rank, "reduce", start, end, message.src, nbytes, label))
-        elif message.src == rank:
-            self.events.append(Event(rank, "copy", arrived, arrived, rank, len(message.moves) * self.slot, label))
+            self._saw(message.dst, "reduce", start, end, message.src, nbytes, label)
+        elif message.src == message.dst:
+            nbytes = len(message.moves) * self.slot
+            self._saw(message.dst, "copy", arrived, arrived, message.src, nbytes, label)
+
+    def _saw(self, rank: int, kind: str, start: float, end: float, peer: int, nbytes: float, label: str) -> None:
+        # A picture of a round for some ranks shows one side of each; what is on other ranks has its like on these.
+        if rank < len(self.ready):
+            self.events.append(Event(rank, kind, start, end, peer, nbytes, label))
 
 
-    def stand_in(self, moves: Round) -> None:
-        """A round of rank 0 on its own network card."""
-        arrived = worked = self.ready[0]
-        for message in messages(moves):
-            nbytes, label, started = len(message.moves) * self.slot, message.label, arrived
-            if message.src != message.dst:
-                arrived = started + self.network.alpha + nbytes * self.network.beta
-                kind, peer = ("send", message.dst) if message.dst else ("recv", message.src)
-                self.events.append(Event(0, kind, started, arrived, peer, nbytes, label))
-            if message.reduced:
-                start, nbytes = max(arrived, worked), message.reduced * self.slot
-                worked = start + nbytes * self.network.gamma
-                self.events.append(Event(0, "reduce", start, worked, message.src, nbytes, label))
-        self.ready[0] = max(arrived, worked)
+def _places(hosts: Sequence[int]) -> list[int]:
+    """How many ranks come before each rank on its host."""
+    seen: dict[int, int] = {}
+    places = []
+    for host in hosts:
+        places.append(seen.get(host, 0))
+        seen[host] = places[-1] + 1
+    return places
 
 
-def _in_turn(parts: list[Message]) -> list[Message]:
-    """Every receiver's first message before anybody's second one."""
-    turns: dict[int, int] = {}
-    keyed = []
-    for part in parts:
-        turns[part.dst] = turn = turns.get(part.dst, -1) + 1
-        keyed.append((turn, part))
-    return [part for _, part in sorted(keyed, key=lambda item: item[0])]
+def _period(hosts: tuple[int, ...] | None, world: int) -> int:
+    """After how many ranks the network looks the same again: 1, as many as a host has, or all.
+
+    On a single host nobody waits for anybody's card, so that there all ranks are alike, too.
+    """
+    count = len(set(hosts)) if hosts else 1
+    if hosts is None or count == 1:
+        return 1
+    size = world // count
+    filled_in_order = all(hosts[rank] == hosts[rank // size * size] for rank in range(world))
+    return size if world == size * count and filled_in_order else world
 
 
 def simulate(
@@ -154,11 +194,12 @@ def simulate(
         schedule: to run.
         nbytes: bytes of the operation's whole buffer (see `cost`).
         network: the network (default: ``Network()``, every rank on a host of its own).
-        representative: let rank 0 stand for all ranks in the rounds from the first in which all do the same
-            (default: from 257 ranks on; never with ``network.hosts``).
+        representative: let the first host's ranks stand for all in rounds that repeat themselves from host to
+            host: the same times, much sooner (default: from 257 ranks on).
 
     Returns:
-        What every rank (or rank 0 for all) was busy with, and ``total``, the time until the last one was done.
+        What every rank (or those that stand for all) was busy with, and ``total``, the time until the last one
+        was done.
 
     Raises:
         ArgumentError: ``network.hosts`` has another length.
@@ -170,31 +211,26 @@ def simulate(
     >>> simulate(build("broadcast", "tree", 8), 4, network).total
     6.0
     """
-    network = network or Network()
-    if network.hosts is not None and len(network.hosts) != schedule.world:
-        expected = f"one host for each of {schedule.world} ranks"
+    network, world = network or Network(), schedule.world
+    if network.hosts is not None and len(network.hosts) != world:
+        expected = f"one host for each of {world} ranks"
         raise ArgumentError(explain("simulate", "network.hosts", expected, network.hosts))
-    clock = _Clock(schedule.world, nbytes * float(schedule.share), network)
     if representative is None:
-        representative = schedule.world >= REPRESENTED and network.hosts is None
-    alike = _one_for_all(schedule, clock) if representative else 0
-    for step in range(alike, len(schedule.rounds)):
-        clock.round(schedule.rounds[step])
-    note = f"rank 0 stands for all ranks in rounds 1 to {alike}" if alike else ""
-    return Trace(schedule.name, schedule.world, clock.events, max(clock.ready), note)
+        representative = world >= REPRESENTED
+    few = _period(network.hosts, world) if representative else world
+    clock = _Clock(world, nbytes * float(schedule.share), network)
+    narrow = sum(_round(schedule, step, clock, few) for step in range(len(schedule.rounds)))
+    some = "rank 0 stands" if few == 1 else f"ranks 0 to {few - 1} stand"
+    note = f"{some} for all ranks in {narrow} of {len(schedule.rounds)} rounds" if narrow else ""
+    return Trace(schedule.name, world, clock.events, max(clock.ready), note)
 
 
-def _one_for_all(schedule: Schedule, clock: _Clock) -> int:
-    """Run the first rounds, as long as all ranks do the same in them, for rank 0 alone; give their number.
-
-    A sample shows one side of rank 0: each of its messages has a counterpart of the same size on the other.
-    """
-    for step in range(len(schedule.rounds)):
-        moves = sampled(schedule.rounds, step)
-        if moves is None or clock.cards is not None:
-            break
-        clock.stand_in(moves)
-    else:
-        step = len(schedule.rounds)
-    clock.ready = [clock.ready[0]] * schedule.world
-    return step
+def _round(schedule: Schedule, step: int, clock: _Clock, few: int) -> bool:
+    """Run one round, with few ranks for all if that can be; say whether."""
+    pattern = pattern_of(schedule.rounds, step) if few < schedule.world else None
+    if pattern and few % pattern.period == 0 and clock.narrowed(few):
+        clock.round(pattern.moves(few))
+        return True
+    clock.widen()
+    clock.round(schedule.rounds[step])
+    return False

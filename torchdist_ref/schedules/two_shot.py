@@ -23,7 +23,7 @@ def reduce_scatter_in_place(world: int) -> Schedule:
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry(peer, rank, ("data", rank), reduce=True) for peer in others(rank, world)]
 
-    rounds = arriving(world, min(1, world - 1), arrivals, symmetric=True)
+    rounds = arriving(world, min(1, world - 1), arrivals, period=1)
     return Schedule("direct reduce_scatter in place", world, rounds, world)
 
 
@@ -33,7 +33,7 @@ def all_gather_in_place(world: int) -> Schedule:
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry(peer, rank, ("data", peer)) for peer in others(rank, world)]
 
-    rounds = arriving(world, min(1, world - 1), arrivals, symmetric=True)
+    rounds = arriving(world, min(1, world - 1), arrivals, period=1)
     return Schedule("direct all_gather in place", world, rounds, world)
 
 

@@ -1,0 +1,32 @@
+"""The times that the catalogue prints as text, as numbers, and the network that each of them is for."""
+
+from __future__ import annotations
+
+import re
+from math import ceil, log2
+
+from torchdist_ref.schedules import Network
+
+M = 3 * 5 * 7 * 1024
+A, B, G = 5e-6, 1e-9, 0.4e-9
+
+
+def lg(n: object) -> int:
+    return ceil(log2(int(n)))  # type: ignore[call-overload]
+
+
+def formula(text: str, n: int) -> float:
+    """The time that a cost of the catalogue stands for: letters and brackets that stand together are multiplied."""
+    tokens = re.findall(r"\d+|lg|[abgmn]|[-+/()]", text)
+    joined = ""
+    for before, token in zip(["", *tokens], tokens, strict=False):
+        juxtaposed = (before.isalnum() or before == ")") and before != "lg" and (token.isalnum() or token == "(")
+        joined += ("*" if juxtaposed else "") + token
+    return eval(joined, {"n": n, "m": M, "a": A, "b": B, "g": G, "lg": lg})
+
+
+def network_of(name: str, world: int) -> Network:
+    """Direct algorithms are for one host, where readers do not keep the owner busy; others for a flat network."""
+    if name in ("direct", "two_shot"):
+        return Network(99.0, 99.0, G, hosts=(0,) * world, local_alpha=A, local_beta=B)
+    return Network(A, B, G)
