@@ -1,23 +1,17 @@
-"""Schedules as values: laziness, text, projection, and the functions that make new ones from old ones."""
+"""Schedules as values: laziness, text, and the functions that make new ones from old ones."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from operator import attrgetter
 
 import pytest
 
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.schedules import (
-    Copy,
-    CopyReduce,
     Move,
-    Recv,
-    RecvReduce,
     Round,
     Rounds,
     Schedule,
-    Send,
     algorithms,
     alongside,
     build,
@@ -26,7 +20,6 @@ from torchdist_ref.schedules import (
     on_ranks,
     only,
     operations,
-    project,
     renamed,
     reversed_,
     rooted,
@@ -38,11 +31,6 @@ from torchdist_ref.schedules.cost import cost
 
 ALL = [(op, name) for op in operations() for name in algorithms(op)]
 DATA = ("data", 0)
-
-
-def fill(rank: int, slot: tuple[str, int]) -> int:
-    """Whole numbers that are linear neither in the rank nor in the position."""
-    return (rank * rank + 3) * (slot[1] + 2) ** 3 + 17 * rank + slot[1]
 
 
 def test_rounds_are_made_when_looked_at() -> None:
@@ -82,62 +70,6 @@ def test_one_shot_all_reduce_computes_the_same_expression_on_every_rank(world: i
             assert order == [r for r in range(world) if r != rank] and all(m.reduce for m in moves)
         else:
             assert order == list(range(world)) and [m.reduce for m in moves] == [r > 0 for r in range(world)]
-
-
-def run_projected(schedule: Schedule, start: dict[tuple[int, tuple[str, int]], int]) -> dict:
-    """Every rank runs only its own steps; what is sent goes through one queue per pair of ranks."""
-    state = dict(start)
-    plans = [project(schedule, rank) for rank in range(schedule.world)]
-    for step in range(len(schedule.rounds)):
-        old, queues = dict(state), defaultdict(deque)
-        for rank, plan in enumerate(plans):
-            for move in plan[step]:
-                if isinstance(move, Send):
-                    queues[rank, move.dst].append(old[rank, move.read])
-        for rank, plan in enumerate(plans):
-            for move in plan[step]:
-                match move:
-                    case Recv(src, write):
-                        state[rank, write] = queues[src, rank].popleft()
-                    case RecvReduce(src, write):
-                        state[rank, write] += queues[src, rank].popleft()
-                    case Copy(read, write):
-                        state[rank, write] = old[rank, read]
-                    case CopyReduce(read, write):
-                        state[rank, write] += old[rank, read]
-        assert not any(queues.values())
-    return state
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("name", algorithms("all_reduce"))
-def test_projected_steps_give_the_sums(name: str, world: int) -> None:
-    schedule = build("all_reduce", name, world)
-    slots = [(rank, ("data", c)) for rank in range(world) for c in range(schedule.chunks)]
-    state = run_projected(schedule, {(rank, slot): fill(rank, slot) for rank, slot in slots})
-    for rank, slot in slots:
-        assert state[rank, slot] == sum(fill(r, slot) for r in range(world))
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("name", algorithms("all_to_all"))
-def test_projected_steps_transpose_the_blocks(name: str, world: int) -> None:
-    ranks = range(world)
-    hosts = tuple(r % 2 for r in ranks)
-    start = {(r, ("in", d)): fill(r, ("in", d)) for r in ranks for d in ranks}
-    state = run_projected(build("all_to_all", name, world, hosts=hosts), start)
-    assert {(r, s): state[r, ("out", s)] for r in ranks for s in ranks} == {
-        (r, s): fill(s, ("in", r)) for r in ranks for s in ranks
-    }
-
-
-def test_projection_keeps_the_listed_order() -> None:
-    assert project(build("all_reduce", "direct", 3), 2) == (
-        (Send(0, DATA), Send(1, DATA), Recv(0, DATA), RecvReduce(1, DATA), CopyReduce(DATA, DATA)),
-    )
-    assert project(build("all_gather", "ring", 2), 1)[0] == (
-        Send(0, ("in", 0)), Copy(("in", 0), ("out", 1)), Recv(0, ("out", 0)),
-    )  # fmt: skip
 
 
 def test_a_reduce_scatter_backwards_is_an_all_gather() -> None:
@@ -185,8 +117,6 @@ def test_other_roots_buffers_and_selections() -> None:
 def test_composition_says_what_does_not_fit() -> None:
     with pytest.raises(ArgumentError, match="of 4 ranks and 4 chunks, got '5 and 5'"):
         then(build("all_reduce", "ring", 4), build("all_reduce", "ring", 5))
-    with pytest.raises(ArgumentError, match="'rank' must be a rank from 0 to 3, got 4"):
-        project(build("all_reduce", "ring", 4), 4)
     with pytest.raises(ArgumentError, match="'world' must be at least 1, got 0"):
         Schedule("none", 0, ())
 

@@ -25,21 +25,14 @@ from torchdist_ref.schedules.cost import Cost, cost
 from torchdist_ref.schedules.draw import draw
 from torchdist_ref.schedules.events import Event, Trace
 from torchdist_ref.schedules.schedule import (
-    Copy,
-    CopyReduce,
     Move,
     Pattern,
-    Recv,
-    RecvReduce,
     Round,
     Rounds,
     Schedule,
-    Send,
     Slot,
-    Step,
     arriving,
     carry,
-    project,
 )
 from torchdist_ref.schedules.simulate import Network, simulate
 from torchdist_ref.schedules.timeline import timeline
@@ -47,21 +40,15 @@ from torchdist_ref.schedules.verify import Violation, verify, violations
 
 __all__ = [
     "Contract",
-    "Copy",
-    "CopyReduce",
     "Cost",
     "Event",
     "Move",
     "Network",
     "Pattern",
-    "Recv",
-    "RecvReduce",
     "Round",
     "Rounds",
     "Schedule",
-    "Send",
     "Slot",
-    "Step",
     "Trace",
     "Violation",
     "algorithms",
@@ -79,7 +66,6 @@ __all__ = [
     "only",
     "operations",
     "overrides",
-    "project",
     "renamed",
     "reversed_",
     "rooted",

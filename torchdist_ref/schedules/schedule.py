@@ -12,7 +12,7 @@ Words:
 
 Because each arrow is one line, with both its ends, a send without a receive cannot be written down and no
 order of waiting can deadlock. Interpreters are elsewhere: `verify` runs a schedule symbolically, `simulate`
-clocks it, `draw` draws it, an engine runs one rank's part of it (`project`).
+clocks it, `draw` draws it, an engine plans from it what one rank has to do, and runs that.
 
 Do not add here: algorithms (one file each), ways to combine them (`compose`), bytes, dtypes or devices.
 """
@@ -201,89 +201,3 @@ class Schedule:
     def share(self) -> Fraction:
         """The part of the whole buffer that one slot is: ``1 / chunks``, or 0 where moves carry no bytes."""
         return Fraction(1, self.chunks) if self.chunks else Fraction(0)
-
-    def extent(self, buffer: str) -> int:
-        """How many slots of ``buffer`` the schedule uses on any rank: one more than the highest index.
-
-        >>> from torchdist_ref.schedules import build
-        >>> build("reduce_scatter", "ring", 8).extent("tmp")
-        2
-        """
-        used = (s[1] for moves in self.rounds for m in moves for s in (m.read, m.write) if s[0] == buffer)
-        return 1 + max(used, default=-1)
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Give what ``read`` held at the start of the round to rank ``dst``."""
-
-    dst: int
-    read: Slot
-
-
-@dataclass(frozen=True, slots=True)
-class Recv:
-    """Replace ``write`` by what rank ``src`` gives."""
-
-    src: int
-    write: Slot
-
-
-@dataclass(frozen=True, slots=True)
-class RecvReduce:
-    """Combine ``write`` with what rank ``src`` gives."""
-
-    src: int
-    write: Slot
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Replace ``write`` by what this rank's ``read`` held at the start of the round."""
-
-    read: Slot
-    write: Slot
-
-
-@dataclass(frozen=True, slots=True)
-class CopyReduce:
-    """Combine ``write`` with what this rank's ``read`` held at the start of the round."""
-
-    read: Slot
-    write: Slot
-
-
-Step = Send | Recv | RecvReduce | Copy | CopyReduce
-
-
-def project(schedule: Schedule, rank: int) -> tuple[tuple[Step, ...], ...]:
-    """One rank's part of a schedule.
-
-    Args:
-        schedule: for all ranks.
-        rank: whose part.
-
-    Returns:
-        For each round the steps of this rank, in listed order. Between two ranks, the k-th `Send` of a round
-        meets the k-th `Recv` or `RecvReduce`, since both come from one list.
-
-    Raises:
-        ArgumentError: there is no such rank.
-
-    >>> from torchdist_ref.schedules import build
-    >>> project(build("broadcast", "direct", 3), 0)
-    ((Send(dst=1, read=('data', 0)), Send(dst=2, read=('data', 0))),)
-    """
-    if not 0 <= rank < schedule.world:
-        raise ArgumentError(explain("project", "rank", f"a rank from 0 to {schedule.world - 1}", rank))
-    return tuple(tuple(_steps(moves, rank)) for moves in schedule.rounds)
-
-
-def _steps(moves: Iterable[Move], rank: int) -> Iterator[Step]:
-    for move in moves:
-        if move.src == move.dst == rank:
-            yield (CopyReduce if move.reduce else Copy)(move.read, move.write)
-        elif move.src == rank:
-            yield Send(move.dst, move.read)
-        elif move.dst == rank:
-            yield (RecvReduce if move.reduce else Recv)(move.src, move.write)
