@@ -16,8 +16,10 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+from torchdist_ref.backends.base import Rows
 from torchdist_ref.backends.into_torch_options import limit, usable
 from torchdist_ref.backends.into_torch_work import RefWork
+from torchdist_ref.backends.operands import uncut
 from torchdist_ref.backends.ref import Ref
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
@@ -89,11 +91,13 @@ class Hosted(c10d.ProcessGroup):
 
     def _submit(self, opts: Any, *requests: Request) -> RefWork:
         """Start the calls; they are done on return if that is what torch asked for."""
-        requests = tuple(request for request in requests if usable(*request))
+        requests = tuple(
+            request for request in requests if usable(request[0], uncut(request[1]), uncut(request[2]))
+        )
         seconds = limit(opts)
         wait = opts is not None and not opts.asyncOp and seconds is None
         works = [self.engine.submit(call, inputs, outputs, wait) for call, inputs, outputs in requests]
-        outputs = [tensor for request in requests for tensor in request[2]]
+        outputs = [tensor for request in requests for tensor in uncut(request[2])]
         made = RefWork([Done("", outputs)] if wait else works, outputs, seconds)
         if opts is not None and not opts.asyncOp:
             made.wait()
@@ -112,14 +116,17 @@ class Hosted(c10d.ProcessGroup):
         if tensor.numel() % self.size():
             expected = f"a tensor that divides into {self.size()} equal blocks"
             raise ArgumentError(explain(op, argument, expected, list(tensor.shape), rank=self.rank()))
-        return tensor.view(self.size(), -1).unbind() if tensor.is_contiguous() else tensor.chunk(self.size())
+        if self.size() == 1:
+            return (tensor,)
+        in_rows = tensor.is_contiguous() or (tensor.dim() and not tensor.shape[0] % self.size())
+        return Rows(tensor, self.size()) if in_rows else tensor.chunk(self.size())
 
     def _fit(self, op: str, argument: str, blocks: Tensors, tensor: Tensor) -> None:
         """Raise unless there is a block for each rank, and this rank's has the size of the tensor."""
         if len(blocks) != self.size():
             expected = f"{self.size()} tensors, one a rank"
             raise ArgumentError(explain(op, argument, expected, len(blocks), rank=self.rank()))
-        mine = blocks[self.rank()]
-        if mine.numel() != tensor.numel():
+        mine = blocks.tensor.numel() // len(blocks) if isinstance(blocks, Rows) else blocks[self.rank()].numel()
+        if mine != tensor.numel():
             expected = f"{tensor.numel()} elements a rank"
-            raise ArgumentError(explain(op, argument, expected, mine.numel(), rank=self.rank()))
+            raise ArgumentError(explain(op, argument, expected, mine, rank=self.rank()))
