@@ -217,7 +217,8 @@ def size(name: str) -> tuple[int, int]:
 
 
 ROWS = ("4 training", "3 front door", "2 engines", "1 ideas", "0 words")
-WIDTH, BOX, GAP, ROW, LEFT = 760, 46, 14, 100, 100
+WIDTH, BOX, GAP, ROW, LEFT = 860, 72, 14, 126, 104
+LETTER, LINE = 7.6, 15.0
 MOST = 5
 
 
@@ -277,25 +278,30 @@ def drawn(source: str, target: str) -> bool:
 def arrow(source: tuple[float, float, float], target: tuple[float, float, float]) -> str:
     """Draw one import: a curve down, or along the row."""
     (x1, y1, w1), (x2, y2, w2) = source, target
-    if y1 == y2:
-        right = x2 > x1
+    a, b, top, right = x1 + w1 / 2, x2 + w2 / 2, y1 + BOX, x2 > x1
+    if y1 == y2 and abs(b - a) < w1 + 2 * GAP:
         a, b, y = (x1 + w1 if right else x1), (x2 if right else x2 + w2), y1 + BOX / 2
         return f'<path d="M{a:.0f} {y:.0f}L{b:.0f} {y:.0f}" class="import" marker-end="url(#tip)"/>'
-    a, b, top, bottom = x1 + w1 / 2, x2 + w2 / 2, y1 + BOX, y2 - 2
-    middle = (top + bottom) / 2
+    if y1 == y2:
+        # Below the boxes between the two, and away from where the arrows to other rows begin.
+        a, b, middle, bottom = a + w1 / (4 if right else -4), b + w2 / (-4 if right else 4), top + 36, top + 2
+    else:
+        middle, bottom = (top + y2 - 2) / 2, y2 - 2
     curve = f"M{a:.0f} {top:.0f}C{a:.0f} {middle:.0f} {b:.0f} {middle:.0f} {b:.0f} {bottom:.0f}"
     return f'<path d="{curve}" class="import" marker-end="url(#tip)"/>'
 
 
 def box(name: str, x: float, y: float, width: float) -> str:
-    """Draw one part with its size."""
+    """Draw one part: its name, on two lines if it does not fit on one, and its size."""
     count, lines = size(name)
-    middle, letters = x + width / 2, max(9.0, min(13.0, 1.5 * (width - 6) / len(name)))
-    return (
-        f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{BOX}" rx="6" class="part"/>'
-        f'<text x="{middle:.0f}" y="{y + 20:.0f}" class="name" style="font-size: {letters:.1f}px">'
-        f"{escape(name)}</text>"
-        f'<text x="{middle:.0f}" y="{y + 37:.0f}" class="size">{count} file{"s" * (count != 1)}, {lines} lines</text>'
+    head, _, tail = name.partition(".")
+    names = [name] if len(name) * LETTER < width - 8 or not tail else [f"{head}.", tail]
+    sizes = [f"{count} file{'s' * (count != 1)}", f"{lines:,} lines"]
+    words = [(word, "name") for word in names] + [(word, "size") for word in sizes]
+    first = y + (BOX - LINE * len(words)) / 2 + LINE - 4
+    return f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{BOX}" rx="6" class="part"/>' + "".join(
+        f'<text x="{x + width / 2:.0f}" y="{first + LINE * line:.0f}" class="{kind}">{escape(word)}</text>'
+        for line, (word, kind) in enumerate(words)
     )
 
 
@@ -304,7 +310,7 @@ def labels(boxes: dict[str, tuple[float, float, float]]) -> str:
     heights = {row_of(BY_NAME[name]): y for name, (_, y, _) in boxes.items()}
     names = {3: "1 ideas, places"}
     return "".join(
-        f'<text x="0" y="{y + 28:.0f}" class="layer">{names.get(row, ROWS[row])}</text>'
+        f'<text x="0" y="{y + BOX / 2 + 4:.0f}" class="layer">{names.get(row, ROWS[row])}</text>'
         for row, y in sorted(heights.items())
     )
 

@@ -133,27 +133,34 @@ class CapabilitiesDirective(Directive):
     def run(self) -> list[nodes.Node]:
         """Read what `python -m tests.capabilities` wrote."""
         kept = json.loads(CAPABILITIES.read_text(encoding="utf-8"))
-        engines, devices = list(kept["cpu"]), list(kept["cuda"])
-        header = ("call", *engines, "unequal shapes", "subgroups", *(f"{engine}, CUDA" for engine in devices))
-        rows = [capability(kept, name, engines, devices) for name in kept["cpu"][engines[0]]]
-        when = f"Measured on {kept['date']} with torch {kept['torch']} and {kept['world']} ranks."
+        unmeasured = {said for said in kept["cuda"].values() if isinstance(said, str)}
+        devices = {engine: found for engine, found in kept["cuda"].items() if not isinstance(found, str)}
+        header = ("call", "CPU tensors", "unequal shapes", "subgroups", *(["CUDA tensors"] if devices else []))
+        rows = [capability(kept["cpu"], devices, name) for name in next(iter(kept["cpu"].values()))]
+        when = f"Measured on {kept['date']} with torch {kept['torch']} and {kept['world']} ranks, with the engines "
+        when += f"{', '.join(kept['cpu'])}: where a cell names none of them, it holds for each. "
+        rest = [engine for engine in kept["cuda"] if engine not in devices]
+        when += f"CUDA tensors on {', '.join(rest)}: {', '.join(sorted(unmeasured))}." if rest else ""
         return [table("capabilities", header, rows), nodes.paragraph("", when)]
 
 
-def capability(kept: Any, name: str, engines: list[str], devices: list[str]) -> tuple[str, ...]:
+def capability(cpu: Any, cuda: Any, name: str) -> tuple[str, ...]:
     """Make the row of one function."""
-    cells = {engine: kept["cpu"][engine][name] for engine in engines}
-    cuda = [found if isinstance(found := kept["cuda"][engine], str) else found[name]["plain"] for engine in devices]
-    plain = [cells[engine]["plain"] for engine in engines]
-    return name, *plain, *(together(cells, aspect) for aspect in ("unequal", "subgroup")), *cuda
+    cells = [together({engine: found[name][aspect] for engine, found in cpu.items()}) for aspect in ASPECTS]
+    return name, *cells, *([together({engine: found[name]["plain"] for engine, found in cuda.items()})] if cuda else [])
 
 
-def together(cells: dict[str, dict[str, str]], aspect: str) -> str:
-    """Say in one cell what holds for all engines, or for which."""
-    found = {engine: cell[aspect] for engine, cell in cells.items()}
-    if len(set(found.values())) == 1:
-        return next(iter(found.values()))
-    return "; ".join(f"{engine}: {said}" for engine, said in found.items())
+ASPECTS = ("plain", "unequal", "subgroup")
+
+
+def together(found: dict[str, str]) -> str:
+    """Say in one cell what holds for all engines, or what for which."""
+    engines: dict[str, list[str]] = {}
+    for engine, said in found.items():
+        engines.setdefault(said, []).append(engine)
+    if len(engines) == 1:
+        return next(iter(engines))
+    return "; ".join(f"{', '.join(names)}: {said}" for said, names in engines.items())
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
