@@ -269,6 +269,8 @@ def test_a_joined_work_waits_for_all_and_fails_as_the_first() -> None:
 
 
 T, I64 = torch.ones(4), torch.ones(4, dtype=torch.int64)
+# Two blocks of three elements, in three rows.
+STRIDED = torch.zeros(2, 3).t()
 Single = dist.all_to_all_single
 
 
@@ -306,6 +308,9 @@ MISUSE: list[tuple[str, Any, type[Exception], str]] = [
     ("too few lists", lambda: dist.all_gather_coalesced([[T]], [T]), ValueError, "tensor_lists'.*2 lists.*got 1"),
     ("a short list", lambda: dist.all_gather_coalesced([[T], []], [T]), ValueError, r"'output_tensor_lists\[1\]'"),
     ("entry size", lambda: dist.all_gather_coalesced([[T], [T[:2]]], [T]), ValueError, r"lists\[1\]\[0\]'.*4 elements"),
+    ("strided output", lambda: dist.all_gather_single(STRIDED, T[:3]), ValueError, "'output_tensor'.*contiguous.*by 2"),
+    ("strided input", lambda: dist.reduce_scatter_single(T[:3], STRIDED), ValueError, "'input'.*contiguous.*by 2"),
+    ("nothing gathered", lambda: dist.all_gather_coalesced([[], []], []), ValueError, "at least one tensor"),
     ("gathered size", lambda: dist.all_gather_single(T, T), ValueError, "all_gather_single.*'output_tensor'.*8 elem"),
     ("scattered size", lambda: dist.reduce_scatter_single(T, T), ValueError, "reduce_scatter_single.*'input'.*8 elem"),
 ]  # fmt: skip

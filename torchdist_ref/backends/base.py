@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -71,14 +71,19 @@ class Rows(Sequence[Tensor]):
     [[0, 1], [2, 3], [4, 5]]
     """
 
+    __slots__ = ("_count", "_made", "tensor")
+
     def __init__(self, tensor: Tensor, count: int) -> None:
         self.tensor, self._count = tensor, count
+        self._made: Sequence[Tensor] = ()
 
-    @cached_property
-    def _blocks(self) -> tuple[Tensor, ...]:
-        tensor, count = self.tensor, self._count
-        by_rows = tensor.dim() and not tensor.shape[0] % count
-        return tensor.chunk(count) if by_rows else tensor.view(count, -1).unbind()
+    @property
+    def _blocks(self) -> Sequence[Tensor]:
+        if not self._made:
+            tensor, count = self.tensor, self._count
+            by_rows = tensor.dim() and not tensor.shape[0] % count
+            self._made = tensor.chunk(count) if by_rows else tensor.view(count, -1).unbind()
+        return self._made
 
     def __len__(self) -> int:
         return self._count
@@ -92,6 +97,11 @@ class Rows(Sequence[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._blocks)
+
+
+def uncut(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors of a list, or the one tensor that has them all as its rows."""
+    return (tensors.tensor,) if type(tensors) is Rows else tensors
 
 
 class Backend(ABC):
@@ -116,7 +126,7 @@ class Backend(ABC):
             wait: Come back only when the call is done: the caller has no use for the Work but its error.
 
         Returns:
-            The call's Work; a finished one if `wait`.
+            The call's Work, whose outputs are those, `uncut`; a finished one if `wait`.
 
         Raises:
             DistBackendError: With `wait`, what the call failed with.

@@ -77,13 +77,13 @@ class MpiWork(Work):
 
     def is_completed(self) -> bool:
         """Ask MPI."""
-        if not self._event.is_set() and self._once.acquire(False):
+        if not self._over and self._once.acquire(False):
             try:
-                if not self._event.is_set():
+                if not self._over:
                     self._ask()
             finally:
                 self._once.release()
-        return self._event.is_set()
+        return self._over
 
     def _ask(self) -> None:
         try:

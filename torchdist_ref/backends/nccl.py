@@ -88,7 +88,7 @@ class NcclWork(TorchWork):
         return True
 
     def _order(self, timeout: timedelta | float | None) -> None:
-        if not self._event.is_set():
+        if not self._over:
             self._settled_by(lambda: self._wait_for_theirs(timeout))
         elif self._error is None:
             self._wait_for_theirs(timeout)
@@ -114,7 +114,7 @@ class NcclWork(TorchWork):
             return self._future
 
     def _value(self, done: torch.futures.Future[Any]) -> list[Any]:
-        if not self._event.is_set():
+        if not self._over:
             self._settled_by(done.value)
         if self._error is not None:
             raise self._error

@@ -8,20 +8,11 @@ receiver find a block in its sender's stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from torchdist_ref.backends.base import Rows
 from torchdist_ref.schedules.schedule import Slot
 
 IN_PLACE = frozenset(("all_reduce", "reduce", "broadcast"))
-
-
-def uncut(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The operands that a list is to a plan: its tensors, or the one tensor that has them all as its rows."""
-    return (tensors.tensor,) if type(tensors) is Rows else tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ class Planner:
 
         Args:
             call: What to do.
-            tensors: What the plan will run on (`operands.uncut`).
+            tensors: What the plan will run on (`base.uncut`).
             inputs: How many of them are inputs only.
             lists: The inputs and the outputs, block by block.
 

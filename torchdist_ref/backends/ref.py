@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, Membership
+from torchdist_ref.backends.base import Backend, Membership, uncut
 from torchdist_ref.backends.callbacks import Callbacks
 from torchdist_ref.backends.executor import Executor, Prepared
-from torchdist_ref.backends.operands import IN_PLACE, uncut
+from torchdist_ref.backends.operands import IN_PLACE
 from torchdist_ref.backends.planner import Planner
 from torchdist_ref.backends.point_to_point import Inbox, Outbox, Posted
 from torchdist_ref.backends.progress import Lane, Order, OutOfTurnError
@@ -119,7 +119,7 @@ class Ref(Backend):
             bring_back(result, tensor)
 
     def _work(self, call: Call, outputs: Tensors, number: Number) -> Work:
-        return Work(call.op, outputs, self._callbacks.runner(), self._numbers.scope(number))
+        return Work(call.op, uncut(outputs), self._callbacks.runner(), self._numbers.scope(number))
 
     def _send(self, call: Send, tensor: Tensor, wait: bool) -> Work:
         if call.dst == self.link.rank:

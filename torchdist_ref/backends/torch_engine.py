@@ -17,7 +17,7 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
-from torchdist_ref.backends.base import Backend, Membership
+from torchdist_ref.backends.base import Backend, Membership, uncut
 from torchdist_ref.backends.torch_stores import StoreForTorch
 from torchdist_ref.backends.torch_work import Carried, Finished, TorchWork, brought_back
 from torchdist_ref.calls import (
@@ -84,7 +84,7 @@ class TorchEngine(Backend):
             if isinstance(error, DistBackendError) and error.definite:
                 raise
             raise self._translated(call, error) from error
-        work = self.kind(call.op, outputs, theirs, bring_back, self._finisher(call, outputs, start))
+        work = self.kind(call.op, uncut(outputs), theirs, bring_back, self._finisher(call, outputs, start))
         if isinstance(call, Recv) and call.src is not None:
             work.source = call.src
         if wait:

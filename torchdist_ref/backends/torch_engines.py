@@ -39,7 +39,7 @@ class GlooWork(TorchWork):
         # Whoever asks already will settle it. Not to wait here: futures end before works, and on the same thread.
         if self._asking.acquire(False):
             try:
-                if not self._event.is_set():
+                if not self._over:
                     super()._settled_by(wait)
             finally:
                 self._asking.release()

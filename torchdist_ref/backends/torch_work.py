@@ -50,7 +50,7 @@ class TorchWork(Work):
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """See `Work.wait`."""
-        if not self._event.is_set():
+        if not self._over:
             self._settled_by(lambda: self._wait_for_theirs(timeout))
         return super().wait(timeout)
 
@@ -60,9 +60,9 @@ class TorchWork(Work):
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""
-        if not self._event.is_set() and self._theirs.is_completed():
+        if not self._over and self._theirs.is_completed():
             self._settled_by(self._theirs.wait)
-        return self._event.is_set()
+        return self._over
 
     def _settled_by(self, wait: Callable[[], Any]) -> None:
         error: BaseException | None = None
@@ -71,7 +71,7 @@ class TorchWork(Work):
         except RuntimeError as raised:
             error = raised
         with self._once:
-            if not self._event.is_set():
+            if not self._over:
                 self._deliver(error)
 
     def _deliver(self, error: BaseException | None) -> None:
@@ -89,7 +89,7 @@ class TorchWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """See `Work.get_future`; settled from torch's own future."""
         future = super().get_future()
-        if not self._event.is_set():
+        if not self._over:
             # torch completes its future before its work, so the callback may ask only the future.
             # Callbacks run on a thread of torch's, and mean the world of whoever made the call.
             here = contextvars.copy_context()

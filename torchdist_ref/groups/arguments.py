@@ -111,7 +111,7 @@ def check_elements(operation: str, argument: str, tensor: Tensor, count: int, wh
 
 def check_blocks(operation: str, argument: str, value: Any, count: int, why: str, like: Tensor | None = None) -> None:
     """Raise unless it is a list of so many tensors of one size and dtype: those of another tensor, if one is given."""
-    if not _fits(value, count, like):
+    if not blocks_fit(value, count, like):
         check_tensors(operation, argument, value, count)
         first = value[0] if like is None else like
         check_one_dtype(operation, value, first)
@@ -119,7 +119,7 @@ def check_blocks(operation: str, argument: str, value: Any, count: int, why: str
             check_elements(operation, f"{argument}[{index}]", tensor, first.numel(), why)
 
 
-def _fits(value: Any, count: int, like: Tensor | None) -> bool:
+def blocks_fit(value: Any, count: int, like: Tensor | None) -> bool:
     """What `check_blocks` asks, in one pass over a list that is as it should be."""
     if type(value) is not list or len(value) != count:
         return False
@@ -161,12 +161,18 @@ def root_of(
 
 
 def rows(operation: str, argument: str, tensor: Tensor, group: ProcessGroup) -> Sequence[Tensor]:
-    """A tensor as one equal block for each rank."""
-    size = group.size()
-    if tensor.numel() % size:
-        expected = f"a tensor that divides into {size} equal blocks"
+    """A tensor whose elements divide by the number of ranks, as one equal block for each of them.
+
+    Raises:
+        EngineArgumentError: Its blocks can't be told apart where they lie: it has strides, and too few rows.
+    """
+    size = len(group.members)
+    if not tensor.is_contiguous() and tensor.shape[0] % size:
+        expected = f"a contiguous tensor, or one whose first dimension divides by {size}"
         raise EngineArgumentError(explain(operation, argument, expected, list(tensor.shape)))
-    if size == 1:
-        return (tensor,)
-    in_rows = tensor.is_contiguous() or (tensor.dim() and not tensor.shape[0] % size)
-    return Rows(tensor, size) if in_rows else tensor.chunk(size)
+    return in_rows(tensor, size)
+
+
+def in_rows(tensor: Tensor, size: int) -> Sequence[Tensor]:
+    """A tensor whose blocks are one after the other, as so many of them."""
+    return Rows(tensor, size) if size > 1 else (tensor,)

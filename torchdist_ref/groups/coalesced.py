@@ -15,7 +15,7 @@ from torchdist_ref.groups.arguments import (
 )  # fmt: skip
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.group import ProcessGroup
-from torchdist_ref.groups.joined import joined
+from torchdist_ref.groups.joined import Joined
 from torchdist_ref.groups.premultiplied import submit_multiplied
 from torchdist_ref.work import Work
 
@@ -65,12 +65,13 @@ def all_reduce_coalesced(
         return None
     call = ALL_REDUCE[word_of(op, operation)]
     for index, tensor in enumerate(given):
-        check_writable(operation, f"tensors[{index}]", tensor)
+        if not tensor.is_contiguous():
+            check_writable(operation, f"tensors[{index}]", tensor)
     if call.reduction == "premul_sum":
         parts = [submit_multiplied(found, operation, call, tensor, op, async_op) for tensor in given]
     else:
         parts = [submit(found, call, (tensor,), (tensor,), async_op) for tensor in given]
-    return _future(joined(operation, given, parts, async_op))
+    return _future(operation, given, parts) if async_op else None
 
 
 def all_gather_coalesced(
@@ -112,30 +113,58 @@ def all_gather_coalesced(
     found = member_group("all_gather_coalesced", group)
     if found is None:
         return None
-    _check_gathered(output_tensor_lists, input_tensor_list, found)
+    if not _alike(output_tensor_lists, input_tensor_list, len(found.members)):
+        _check_gathered(output_tensor_lists, input_tensor_list, found)
     parts = [
         submit(found, _ALL_GATHER, (tensor,), [outputs[index] for outputs in output_tensor_lists], async_op)
         for index, tensor in enumerate(input_tensor_list)
     ]
-    return _future(joined("all_gather_coalesced", output_tensor_lists, parts, async_op))
+    return _future("all_gather_coalesced", output_tensor_lists, parts) if async_op else None
 
 
-def _future(work: Work | None) -> Future[Any] | None:
-    return None if work is None else work.get_future()
+def _future(operation: str, outputs: Sequence[Any], parts: Sequence[Work | None]) -> Future[Any]:
+    return Joined(operation, outputs, [part for part in parts if part is not None]).get_future()
 
 
-def _check_gathered(lists: Any, inputs: Sequence[Tensor], group: ProcessGroup) -> None:
+def _alike(lists: Any, inputs: Any, size: int) -> bool:
+    """What `_check_gathered` asks, in one pass over lists that are as they should be."""
+    if type(lists) is not list or type(inputs) is not list or len(lists) != size or not inputs:
+        return False
+    dtype, counts = getattr(inputs[0], "dtype", None), []
+    for tensor in inputs:
+        if not isinstance(tensor, Tensor) or tensor.dtype is not dtype:
+            return False
+        counts.append(tensor.numel())
+    for outputs in lists:
+        if type(outputs) is not list or len(outputs) != len(counts):
+            return False
+        for index, tensor in enumerate(outputs):
+            if not isinstance(tensor, Tensor) or tensor.dtype is not dtype or tensor.numel() != counts[index]:
+                return False
+            if not tensor.is_contiguous():
+                return False
+    return True
+
+
+def _check_gathered(lists: Any, inputs: Any, group: ProcessGroup) -> None:
     operation = "all_gather_coalesced"
     check_tensors(operation, "input_tensor_list", inputs)
+    if not inputs:
+        expected = "a list of at least one tensor"
+        raise EngineArgumentError(explain(operation, "input_tensor_list", expected, inputs))
     if not isinstance(lists, Sequence):
         raise ArgumentTypeError(explain(operation, "output_tensor_lists", "a list of lists of tensors", lists))
     if len(lists) != group.size():
         expected = f"a list of {group.size()} lists, one a rank"
         raise EngineArgumentError(explain(operation, "output_tensor_lists", expected, len(lists)))
     for rank, outputs in enumerate(lists):
-        check_tensors(operation, f"output_tensor_lists[{rank}]", outputs, len(inputs))
-        check_one_dtype(operation, [*inputs, *outputs])
-        for index, output in enumerate(outputs):
-            name = f"output_tensor_lists[{rank}][{index}]"
-            check_writable(operation, name, output)
-            check_elements(operation, name, output, inputs[index].numel(), f"as input_tensor_list[{index}] has")
+        _check_list(operation, f"output_tensor_lists[{rank}]", outputs, inputs)
+
+
+def _check_list(operation: str, argument: str, outputs: Any, inputs: Sequence[Tensor]) -> None:
+    check_tensors(operation, argument, outputs, len(inputs))
+    check_one_dtype(operation, [*inputs, *outputs])
+    for index, output in enumerate(outputs):
+        check_writable(operation, f"{argument}[{index}]", output)
+        why = f"as input_tensor_list[{index}] has"
+        check_elements(operation, f"{argument}[{index}]", output, inputs[index].numel(), why)

@@ -11,15 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-from torchdist_ref.backends.base import Rows
 from torchdist_ref.calls import OWN_TAGS, AllToAll, Recv, Send
 from torchdist_ref.errors import EngineArgumentError, explain
 from torchdist_ref.groups.arguments import (
-    check_elements, check_one_dtype, check_tensor, check_writable, member_group,
+    check_elements, check_one_dtype, check_tensor, check_writable, in_rows, member_group,
 )  # fmt: skip
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.group import ProcessGroup
-from torchdist_ref.groups.joined import in_one, joined
+from torchdist_ref.groups.joined import joined
 from torchdist_ref.work import Work
 
 _ALL_TO_ALL = AllToAll()
@@ -79,22 +78,23 @@ def all_to_all_single(
     if output.dtype is not input.dtype:
         check_one_dtype(_NAME, [output, input])
     outputs = _blocks("output", output, output_split_sizes, found)
-    inputs = _blocks("input", input, input_split_sizes, found)
-    if not output_split_sizes and not input_split_sizes:
+    # A tensor without a gradient is its own detached self, which takes a microsecond to make.
+    inputs = _blocks("input", input.detach() if input.requires_grad else input, input_split_sizes, found)
+    if output_split_sizes or input_split_sizes:
+        return _between_pairs(found, output, inputs, outputs, async_op)
+    if output.numel() != input.numel():
         check_elements(_NAME, "output", output, input.numel(), "as the input has")
-        return in_one(_NAME, output, submit(found, _ALL_TO_ALL, inputs, outputs, async_op))
-    return _between_pairs(found, output, inputs, outputs, async_op)
+    return submit(found, _ALL_TO_ALL, inputs, outputs, async_op)
 
 
 def _blocks(name: str, tensor: Tensor, sizes: Sequence[int] | None, group: ProcessGroup) -> Sequence[Tensor]:
-    length = tensor.shape[0] if tensor.dim() else 1
+    shape = tensor.shape
+    length = shape[0] if shape else 1
     if not sizes:
-        size = group.size()
+        size = len(group.members)
         if length % size:
-            _wrong(name, f"a tensor whose first dimension divides by {size}", list(tensor.shape), group)
-        # A tensor without a gradient is its own detached self, which takes a microsecond to make.
-        whole = tensor.detach() if tensor.requires_grad else tensor
-        return Rows(whole, size) if size > 1 else (whole,)
+            _wrong(name, f"a tensor whose first dimension divides by {size}", list(shape), group)
+        return in_rows(tensor, size)
     _check_sizes(f"{name}_split_sizes", sizes, length, group)
     blocks: Sequence[Tensor] = (tensor if tensor.dim() else tensor.view(1)).detach().split(list(sizes))
     return blocks

@@ -14,11 +14,10 @@ from torch import Tensor
 from torchdist_ref.calls import AllGather, AllToAll, Gather, Scatter
 from torchdist_ref.errors import ArgumentError, on_rank
 from torchdist_ref.groups.arguments import (
-    check_blocks, check_elements, check_one_dtype, check_tensor, check_tensors, member_group, root_of, rows,
+    blocks_fit, check_blocks, check_elements, check_one_dtype, check_tensor, check_tensors, member_group, root_of, rows,
 )  # fmt: skip
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.group import ProcessGroup
-from torchdist_ref.groups.joined import in_one
 from torchdist_ref.work import Work
 
 _ALL_GATHER = AllGather()
@@ -118,8 +117,7 @@ def gather_into(operation: str, output: Tensor, input: Tensor, group: ProcessGro
     check_one_dtype(operation, (output, input))
     wanted = input.numel() * group.size()
     check_elements(operation, "output_tensor", output, wanted, "world size times the input")
-    blocks = rows(operation, "output_tensor", output, group)
-    return in_one(operation, output, submit(group, _ALL_GATHER, (input,), blocks, async_op))
+    return submit(group, _ALL_GATHER, (input,), rows(operation, "output_tensor", output, group), async_op)
 
 
 def gather(
@@ -224,9 +222,12 @@ def _list_of_root(
     operation: str, argument: str, given: Sequence[Tensor] | None, tensor: Tensor, group: ProcessGroup, root: int
 ) -> Sequence[Tensor]:
     """The list that only the root has; empty elsewhere."""
+    at_root = group.rank() == root
+    if at_root and given is not None and blocks_fit(given, group.size(), tensor):
+        return given
     if given is not None:
         check_tensors(operation, argument, given)
-    if group.rank() != root:
+    if not at_root:
         if given:
             raise ArgumentError(f"{operation}: Argument ``{argument}`` must NOT be specified on non-root ranks "
                                 f"(root is group rank {root}, this is {group.rank()}){on_rank()}.")  # fmt: skip

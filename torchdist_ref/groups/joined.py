@@ -49,9 +49,9 @@ class Joined(Work):
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""
-        if not self._event.is_set() and all(part.is_completed() for part in self._parts):
+        if not self._over and all(part.is_completed() for part in self._parts):
             self._conclude()
-        return self._event.is_set()
+        return self._over
 
     def is_success(self) -> bool:
         """See `Work.is_success`."""
@@ -74,7 +74,7 @@ class Joined(Work):
 
     def _conclude(self) -> None:
         with self._once:
-            if self._event.is_set():
+            if self._over:
                 return
             error = next((part.exception() for part in self._parts if part.exception() is not None), None)
             try:
@@ -98,8 +98,3 @@ def joined(
         return work
     work.wait()
     return None
-
-
-def in_one(name: str, output: Any, work: Work | None) -> Work | None:
-    """The work of a call on blocks of one tensor, whose future holds that tensor."""
-    return None if work is None else Joined(name, [output], [work])

@@ -45,7 +45,7 @@ def submit_multiplied(
     """Hand down a reduction in place; the caller's tensor gets the result where one is due."""
     scaled = multiplied(operation, tensor, op)
     due = not isinstance(call, Reduce) or call.root == group.rank()
-    part = group.backend.submit(call, (scaled,), (scaled,), False)
+    part = group.backend.submit(call, (scaled,), (scaled,), not async_op)
     return joined(operation, [tensor], [part], async_op, lambda: tensor.detach().copy_(scaled) if due else None)
 
 

@@ -124,7 +124,7 @@ def default_group() -> ProcessGroup:
 def resolve(group: ProcessGroup | int | None, operation: str = "process group") -> ProcessGroup | None:
     """The group that an argument means; None if this rank is not in it."""
     if group is None:
-        return current().default or default_group()
+        return (_of_context.get() or _of_process).default or default_group()
     if isinstance(group, ProcessGroup):
         return group
     if group != GroupMember.NON_GROUP_MEMBER:
