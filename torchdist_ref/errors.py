@@ -109,8 +109,8 @@ class MismatchError(DistBackendError):
     definite = True
 
 
-class UnsupportedError(DistBackendError):
-    """This engine cannot do what was asked; the message names what can."""
+class UnsupportedError(DistBackendError, NotImplementedError):
+    """This engine cannot do what was asked; the message names what can. It is a NotImplementedError too."""
 
     definite = True
 

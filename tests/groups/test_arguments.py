@@ -164,7 +164,7 @@ def use_after_destroy(rank: int) -> str:
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
 def test_a_destroyed_group_says_that_it_is_destroyed(backend: str) -> None:
-    assert run(use_after_destroy, 2, backend=backend) == ["GroupAbortedError"] * 2
+    assert run(use_after_destroy, 2, backend=backend) == ["DestroyedGroupError"] * 2
 
 
 def stay_away(rank: int) -> str:

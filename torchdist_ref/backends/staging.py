@@ -22,7 +22,7 @@ def plain(tensor: Tensor, call: Call) -> Tensor:
     """The tensor itself if it is plain, else a contiguous copy in the host's memory.
 
     Raises:
-        UnsupportedError: It is on a device that is neither the CPU nor CUDA.
+        UnsupportedError: It is sparse, or on a device that is neither the CPU nor CUDA.
     """
     if not tensor.is_cpu and not tensor.is_cuda:
         raise UnsupportedError(
@@ -31,6 +31,10 @@ def plain(tensor: Tensor, call: Call) -> Tensor:
         )
     if tensor.is_cpu and tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg()):
         return tensor
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(
+            f"{call.op}: backend 'ref' works on dense tensors, and this one is {tensor.layout}. Use .to_dense()."
+        )
     found = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return found if tensor.is_cpu else _on_host(found)
 

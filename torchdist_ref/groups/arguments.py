@@ -16,8 +16,10 @@ from torch.distributed import ReduceOp
 
 from torchdist_ref.backends.base import Rows
 from torchdist_ref.calls import AllReduce, Reduce, ReduceScatter
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, EngineArgumentError, explain, on_rank
-from torchdist_ref.groups.group import ProcessGroup
+from torchdist_ref.errors import (
+    ArgumentError, ArgumentTypeError, EngineArgumentError, UnsupportedError, explain, on_rank,
+)  # fmt: skip
+from torchdist_ref.groups.group import ProcessGroup, whole_number
 from torchdist_ref.groups.world import default_group, resolve
 
 SUM = ReduceOp.SUM
@@ -134,8 +136,16 @@ def blocks_fit(value: Any, count: int, like: Tensor | None) -> bool:
 
 
 def check_writable(operation: str, argument: str, tensor: Tensor) -> None:
-    """Raise if two elements of an output are one place in memory: no result could be written there."""
-    if not tensor.is_contiguous() and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+    """Raise unless a result can be written there."""
+    if not tensor.is_contiguous():
+        check_apart(operation, argument, tensor)
+
+
+def check_apart(operation: str, argument: str, tensor: Tensor) -> None:
+    """Raise if two elements of an output are one place in memory, or if it is sparse and has no places for most."""
+    if tensor.is_sparse:
+        raise UnsupportedError(explain(operation, argument, "a dense tensor (use .to_dense())", tensor.layout))
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise ArgumentError(explain(operation, argument, "a tensor whose elements don't overlap (use .clone())",
                                     f"strides {tensor.stride()}"))  # fmt: skip
 
@@ -151,10 +161,11 @@ def root_of(
     if rank is not None and group_rank is not None:
         raise ArgumentError(f"{operation}: Can't specify both {argument} and group_{argument}{on_rank()}.")
     if group_rank is not None:
-        if not (isinstance(group_rank, int) and 0 <= group_rank < group.size()):
+        number = whole_number(group_rank)
+        if number is None or not 0 <= number < group.size():
             expected = f"a group rank from 0 to {group.size() - 1}"
             raise EngineArgumentError(explain(operation, f"group_{argument}", expected, group_rank))
-        return group_rank
+        return number
     if rank is None:
         raise ArgumentError(f"{operation}: Must specify {argument} or group_{argument}{on_rank()}.")
     return group.position(rank, operation, argument)

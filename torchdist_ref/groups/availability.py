@@ -148,7 +148,8 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 def get_pg_count() -> int:
     """How many groups were made since `init_process_group`, the group of all ranks included.
 
-    Groups that this rank is not in count too, so that all ranks get one number; destroyed groups still count.
+    Groups that this rank is not in count too, so that all ranks get one number, but for groups that their members made
+    alone (`use_local_synchronization`); destroyed groups still count.
 
     Example:
         >>> import torchdist_ref as dist
@@ -159,4 +160,5 @@ def get_pg_count() -> int:
         >>> run(program, 2)
         [2, 2]
     """
-    return current().made
+    world = current()
+    return world.made + world.by_members.total()

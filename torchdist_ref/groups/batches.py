@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from torchdist_ref.errors import ArgumentError, EntryError, explain, on_rank
-from torchdist_ref.groups.arguments import check_tensor, root_of
-from torchdist_ref.groups.group import ProcessGroup
+from torchdist_ref.groups.arguments import check_tensor, member_group, root_of
+from torchdist_ref.groups.destroyed import refuse_destroyed
+from torchdist_ref.groups.group import GroupMember, ProcessGroup
 from torchdist_ref.groups.point_to_point import irecv, isend
-from torchdist_ref.groups.world import default_group, resolve
+from torchdist_ref.groups.world import resolve
 from torchdist_ref.work import Work
 
 
@@ -30,12 +31,12 @@ class P2POp:
         op: As given.
         tensor: As given.
         peer: The other rank's global rank.
-        group: The group.
+        group: The group; None where this rank is not in it.
         tag: As given.
         group_peer: The other rank's rank in the group.
 
     Raises:
-        ArgumentError: `op` is something else, this rank is not in the group, or the peer is not.
+        ArgumentError: `op` is something else, or the peer is not in the group, or the group was destroyed.
         ArgumentTypeError: Not a tensor.
 
     Example: see `batch_isend_irecv`.
@@ -54,18 +55,19 @@ class P2POp:
             raise ArgumentError(explain("P2POp", "op", "torchdist_ref.isend or torchdist_ref.irecv", op,
                                         hint="Invalid ``op``."))  # fmt: skip
         check_tensor("P2POp", "tensor", tensor)
-        found = resolve(group)
-        if found is None:
-            rank = default_group().rank()
-            raise ArgumentError(explain("P2POp", "group", "a group that this rank is in", group, rank=rank))
         self.op = op
         self.tensor = tensor
-        self.group = found
+        self.group = resolve(group, "P2POp")
         self.tag = tag
-        self.group_peer = root_of(found, "P2POp", peer, group_peer, "peer")
-        self.peer = found.members[self.group_peer]
+        self.group_peer, self.peer = group_peer, peer
+        if self.group is not None:
+            refuse_destroyed(self.group, "P2POp")
+            self.group_peer = root_of(self.group, "P2POp", peer, group_peer, "peer")
+            self.peer = self.group.members[self.group_peer]
 
     def __repr__(self) -> str:
+        if self.group is None:
+            return f"P2POp({self.op.__name__} in a group that this rank is not in)"
         me, other = self.group.rank(), self.group_peer
         source, target = (me, other) if self.op is isend else (other, me)
         shape, dtype = list(self.tensor.shape), self.tensor.dtype
@@ -80,7 +82,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
         p2p_op_list: The sends and receives, at least one, all of one group.
 
     Returns:
-        A Work for each, in the order of the list.
+        A Work for each, in the order of the list; none, with a warning, if this rank is not in the group.
 
     Raises:
         ArgumentError: Not a list of `P2POp`, or of several groups. Nothing has been started.
@@ -103,12 +105,16 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
         raise ArgumentError(explain("batch_isend_irecv", "p2p_op_list", "a list of P2POp", p2p_op_list))
     if not p2p_op_list:
         raise EntryError(explain("batch_isend_irecv", "p2p_op_list", "a list of at least one P2POp", p2p_op_list))
-    if any(op.group is not p2p_op_list[0].group for op in p2p_op_list):
-        names = sorted({op.group.name for op in p2p_op_list})
+    groups = {op.group for op in p2p_op_list}
+    if len(groups) > 1:
+        names = sorted(str(group and group.name) for group in groups)
         raise ArgumentError(f"batch_isend_irecv: All ops need to use the same group, and these use {names}{on_rank()}.")
-    with p2p_op_list[0].group.backend.together():
-        return [op.op(op.tensor, group=op.group, tag=op.tag, **_peer(op)) for op in p2p_op_list]
+    found = member_group("batch_isend_irecv", groups.pop() or GroupMember.NON_GROUP_MEMBER)
+    if found is None:
+        return []
+    with found.backend.together():
+        return [op.op(op.tensor, group=found, tag=op.tag, **_peer(op)) for op in p2p_op_list]
 
 
-def _peer(op: P2POp) -> dict[str, int]:
+def _peer(op: P2POp) -> dict[str, int | None]:
     return {"group_dst" if op.op is isend else "group_src": op.group_peer}

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from torchdist_ref.calls import Barrier, Broadcast, Call
 from torchdist_ref.groups.arguments import (
-    ALL_REDUCE, SUM, check_tensor, check_writable, member_group, reduce_call, root_of, word_of,
+    ALL_REDUCE, SUM, check_apart, check_tensor, check_writable, member_group, reduce_call, root_of, word_of,
 )  # fmt: skip
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.premultiplied import submit_multiplied
+from torchdist_ref.groups.sparse import sum_sparse
 from torchdist_ref.work import Work
 
 _BARRIER = Barrier()
@@ -44,7 +45,8 @@ def all_reduce(
     """Reduce a tensor over all ranks, in place, so that every rank gets the result, bit for bit the same.
 
     Args:
-        tensor: Input and output. Any shape and strides; nothing outside a strided view is touched.
+        tensor: Input and output. Any shape and strides; nothing outside a strided view is touched. Sparse ones in
+            coordinate format can be summed; they wait here for the other ranks, even if `async_op`.
         op: How to reduce. Default: the sum. ``ReduceOp.PREMUL_SUM(factor)`` adds what each rank has multiplied by a
             factor of its own, a float or a tensor of one element and of the same dtype.
         group: Which ranks. Default: all.
@@ -76,7 +78,10 @@ def all_reduce(
     if found is None:
         return None
     check_tensor("all_reduce", "tensor", tensor)
-    check_writable("all_reduce", "tensor", tensor)
+    if not tensor.is_contiguous():
+        if tensor.is_sparse:
+            return sum_sparse(found, tensor, op, async_op)
+        check_apart("all_reduce", "tensor", tensor)
     call, operands = ALL_REDUCE[word_of(op, "all_reduce")], (tensor,)
     if call is _PREMUL_SUM:
         return submit_multiplied(found, "all_reduce", call, tensor, op, async_op)

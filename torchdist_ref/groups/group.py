@@ -6,6 +6,7 @@ translation is here and is done at the front door, once. Don't add communication
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,14 @@ from torchdist_ref.backends.base import Backend, mirrored
 from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.stores import Store
 from torchdist_ref.trace import Recorder
+
+
+def whole_number(value: Any) -> int | None:
+    """The number that a value means which may stand for one, as NumPy's and a tensor of one number may; None if not."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 class ProcessGroup:
@@ -59,6 +68,8 @@ class ProcessGroup:
             ArgumentError: That rank is not in the group.
         """
         found = self._position.get(rank)
+        if found is None and (number := whole_number(rank)) is not None:
+            found = self._position.get(number)
         if found is None:
             expected = f"a global rank in the group, one of {list(self.members)}"
             raise ArgumentError(explain(operation, argument, expected, rank, rank=self.members[self._rank]))

@@ -11,16 +11,16 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-from torchdist_ref.backends.base import Membership, by_device, create, decline, default_name
+from torchdist_ref.backends.base import Membership, by_device, create, default_name
 from torchdist_ref.debug.checked import as_asked
 from torchdist_ref.errors import (
-    ArgumentError, ArgumentTypeError, EngineArgumentError, MismatchError, NotInitializedError, UsageError, explain,
-    on_rank,
+    ArgumentError, ArgumentTypeError, EngineArgumentError, NotInitializedError, UsageError, explain, on_rank,
 )  # fmt: skip
-from torchdist_ref.groups.group import GroupMember, ProcessGroup
+from torchdist_ref.groups.group import GroupMember, ProcessGroup, whole_number
+from torchdist_ref.groups.places import agreed_place, next_place, place_of_members
 from torchdist_ref.groups.world import DEFAULT_TIMEOUT, World, current, default_group, resolve
 from torchdist_ref.rendezvous import rendezvous
-from torchdist_ref.stores import PrefixStore, Store
+from torchdist_ref.stores import Store
 
 log = logging.getLogger("torchdist_ref.groups")
 
@@ -87,7 +87,8 @@ def init_process_group(
     world.store, world.owns_store = store, owned
     try:
         everybody = tuple(range(world_size))
-        world.default = _make(world, backend, group_name or "world", everybody, rank, seconds, (pg_options, device_id))
+        place, name, for_engine = next_place(world), group_name or "world", (pg_options, device_id)
+        world.default = _make(world, place, backend, name, everybody, rank, seconds, for_engine)
     except BaseException:
         world.close()
         raise
@@ -126,6 +127,7 @@ def _check_place(rank: int, world_size: int) -> None:
 
 def _make(
     world: World,
+    store: Store,
     backend: str | None,
     name: str,
     members: tuple[int, ...],
@@ -133,20 +135,12 @@ def _make(
     seconds: float,
     for_engine: tuple[Any, Any],
 ) -> ProcessGroup:
-    store = _store_of(world)
-    world.made += 1
     chosen = backend or _choose(store, rank, len(members))
     membership = Membership(store, rank, members, name, seconds, *for_engine)
     engine = as_asked(create(chosen, membership), membership)
     group = ProcessGroup(members, rank, engine, name, seconds, store)
     world.groups.append(group)
     return group
-
-
-def _store_of(world: World) -> PrefixStore:
-    """Where the members of the group that is made next meet."""
-    assert world.store is not None
-    return PrefixStore(f"group/{world.made}", world.store)
 
 
 def _choose(store: Store, rank: int, size: int) -> str:
@@ -195,24 +189,28 @@ def new_group(
     group_desc: str | None = None,
     device_id: Any = None,
     sort_ranks: bool = True,
-) -> ProcessGroup | int:
+) -> ProcessGroup | int | None:
     """Make a group of some ranks. Every rank of the default group calls this, members or not, in the same order.
+
+    Only the members wait for each other.
 
     Args:
         ranks: Global ranks of the members, in any order. None: all.
         timeout: How long any wait takes at most. Default: 30 minutes.
         backend: Default: the default group's.
         pg_options: As for `init_process_group`.
-        use_local_synchronization: Accepted for torch's sake: only the members ever wait here.
+        use_local_synchronization: Whether only the members call this, each list of members in the same order.
         group_desc: A name for error messages.
         device_id: As for `init_process_group`.
         sort_ranks: Whether the group counts its members in ascending order, or as `ranks` lists them.
 
     Returns:
-        On members the group; on the others ``GroupMember.NON_GROUP_MEMBER``.
+        On members the group; on the others ``GroupMember.NON_GROUP_MEMBER``, or as in torch None if
+        `use_local_synchronization`: don't pass that on as a group, since it means all ranks there.
 
     Raises:
         ArgumentError: Ranks given twice or out of range.
+        ArgumentTypeError: No list of at least one rank.
         MismatchError: Ranks called this with different members.
 
     Example:
@@ -228,22 +226,22 @@ def new_group(
     members = _members(ranks, default, sort_ranks)
     seconds = seconds_of(timeout, "new_group")
     _check_backend(backend, "new_group")
-    _agree(world, default, members)
-    name = group_desc or f"group {world.made}"
     me = default.members[default.rank()]
+    if use_local_synchronization and me not in members:
+        return None
+    place = place_of_members(world, members) if use_local_synchronization else agreed_place(world, default, members)
     if me not in members:
-        world.made += 1
         return GroupMember.NON_GROUP_MEMBER
-    chosen = backend or default.backend.name
-    return _make(world, chosen, name, members, members.index(me), seconds, (pg_options, device_id))
+    chosen, name = backend or default.backend.name, group_desc or place.prefix.replace("/", " ")
+    return _make(world, place, chosen, name, members, members.index(me), seconds, (pg_options, device_id))
 
 
 def _members(ranks: Iterable[int] | None, default: ProcessGroup, in_order: bool) -> tuple[int, ...]:
     if ranks is None:
         return default.members
-    given = list(ranks)
+    given = _numbers(ranks)
     for rank in given:
-        if not isinstance(rank, int) or rank not in default.members:
+        if rank not in default.members:
             expected = f"global ranks from 0 to {default.size() - 1}"
             raise ArgumentError(explain("new_group", "ranks", expected, given, rank=default.rank()))
     if len(set(given)) != len(given):
@@ -251,25 +249,9 @@ def _members(ranks: Iterable[int] | None, default: ProcessGroup, in_order: bool)
     return tuple(sorted(given) if in_order else given)
 
 
-def _agree(world: World, default: ProcessGroup, members: tuple[int, ...]) -> None:
-    """The first rank to come writes down the members; whoever comes with others is told."""
-    assert world.store is not None
-    mine = ",".join(map(str, members))
-    said = world.store.compare_set(f"members/{world.made}", "", mine).decode()
-    if said != mine:
-        raise _disagreement(world, default, mine, said)
-
-
-def _disagreement(world: World, default: ProcessGroup, mine: str, said: str) -> MismatchError:
-    """Tell those who wait for this rank, and give the error for this one."""
-    assert world.store is not None
-    me = default.members[default.rank()]
-    reason = (
-        f"new_group: rank {me} gives members [{mine}], another rank gave [{said}]. "
-        f"All ranks must make the same groups in the same order."
-    )
-    theirs = [int(member) for member in said.split(",")]
-    if me in theirs:
-        decline(_store_of(world), theirs.index(me), reason)
-    world.made += 1
-    return MismatchError(reason)
+def _numbers(ranks: Any) -> list[int]:
+    given = [whole_number(rank) for rank in ranks] if isinstance(ranks, Iterable) else []
+    numbers = [number for number in given if number is not None]
+    if not numbers or len(numbers) < len(given):
+        raise ArgumentTypeError(explain("new_group", "ranks", "a list of at least one global rank", ranks))
+    return numbers

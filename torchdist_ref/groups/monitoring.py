@@ -7,6 +7,7 @@ from datetime import timedelta
 from torchdist_ref.debug.monitored import meet
 from torchdist_ref.errors import ArgumentTypeError, EngineArgumentError, explain, on_rank
 from torchdist_ref.groups.arguments import member_group
+from torchdist_ref.groups.destroyed import refuse_destroyed
 from torchdist_ref.groups.group import ProcessGroup
 
 
@@ -26,7 +27,7 @@ def monitored_barrier(
     Raises:
         RankStalledError: Some ranks did not come in time. Also on a rank that came after the others had given up.
         ArgumentTypeError: The time-out is no timedelta.
-        ArgumentError: It is not more than zero.
+        ArgumentError: It is not more than zero; or the group was destroyed.
         NotInitializedError: There is no group yet.
 
     Example:
@@ -46,6 +47,7 @@ def monitored_barrier(
     found = member_group("monitored_barrier", group)
     if found is None:
         return
+    refuse_destroyed(found, "monitored_barrier")
     allowed = timedelta(seconds=found.timeout) if timeout is None else timeout
     if not isinstance(allowed, timedelta):
         raise ArgumentTypeError(f"monitored_barrier: Expected timeout argument to be of type datetime.timedelta, "

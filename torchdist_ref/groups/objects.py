@@ -115,7 +115,7 @@ def _gather_list_error(group: ProcessGroup, root: int, given: list[Any] | None) 
         return ArgumentError(text)
     if len(given) < group.size():
         expected = f"a list of at least {group.size()} entries, one a rank"
-        return ArgumentError(explain("gather_object", "object_gather_list", expected, len(given), rank=me(group)))
+        return EntryError(explain("gather_object", "object_gather_list", expected, len(given), rank=me(group)))
     return None
 
 

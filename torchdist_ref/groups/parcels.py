@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from torchdist_ref.errors import ArgumentError, PicklingError
+from torchdist_ref.errors import ArgumentError, EntryError, PicklingError
 from torchdist_ref.groups.group import ProcessGroup
 
-_KINDS: tuple[type[Exception], ...] = (PicklingError, ArgumentError)
+_KINDS: tuple[type[Exception], ...] = (PicklingError, ArgumentError, EntryError)
 
 
 class Parcel:

@@ -13,9 +13,11 @@ from torch import Tensor
 from torchdist_ref.calls import Recv, Send
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, EngineArgumentError, explain, on_rank
 from torchdist_ref.groups.arguments import check_tensor, check_writable, member_group, root_of
-from torchdist_ref.groups.group import ProcessGroup
+from torchdist_ref.groups.group import ProcessGroup, whole_number
 from torchdist_ref.work import Work
 
+# torch's engines count so far, and raise a TypeError beyond.
+TAGS = 2**31
 
 _send, _recv = lru_cache(Send), lru_cache(Recv)
 
@@ -192,8 +194,11 @@ def _recv_call(
 
 
 def _tag(operation: str, tag: int) -> int:
-    if not isinstance(tag, int):
-        raise ArgumentTypeError(explain(operation, "tag", "an integer from 0 up", tag))
-    if tag < 0:
-        raise EngineArgumentError(explain(operation, "tag", "an integer from 0 up", tag))
-    return tag
+    if tag.__class__ is int and 0 <= tag < TAGS:
+        return tag
+    number = whole_number(tag)
+    if number is None or number >= TAGS:
+        raise ArgumentTypeError(explain(operation, "tag", f"an integer from 0 to {TAGS - 1}", tag))
+    if number < 0:
+        raise EngineArgumentError(explain(operation, "tag", f"an integer from 0 to {TAGS - 1}", tag))
+    return number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torchdist_ref.errors import ArgumentError, explain, on_rank
+from torchdist_ref.groups.destroyed import refuse_destroyed
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.world import resolve
 
@@ -14,10 +15,14 @@ def get_rank(group: ProcessGroup | int | None = None) -> int:
         group: Default: the group of all ranks.
 
     Raises:
+        ArgumentError: The group was destroyed.
         NotInitializedError: There is no group yet.
     """
     found = resolve(group)
-    return -1 if found is None else found.rank()
+    if found is None:
+        return -1
+    refuse_destroyed(found, "get_rank")
+    return found.rank()
 
 
 def get_world_size(group: ProcessGroup | int | None = None) -> int:
@@ -40,7 +45,7 @@ def get_backend(group: ProcessGroup | int | None = None) -> str:
         group: Default: the group of all ranks.
 
     Raises:
-        ArgumentError: This rank is not in the group.
+        ArgumentError: This rank is not in the group, or the group was destroyed.
         NotInitializedError: There is no group yet.
     """
     return _member(group, "get_backend").backend.name
@@ -50,7 +55,7 @@ def get_process_group_ranks(group: ProcessGroup | int | None) -> list[int]:
     """The global ranks of a group's members, in group order.
 
     Raises:
-        ArgumentError: This rank is not in the group.
+        ArgumentError: This rank is not in the group, or the group was destroyed.
     """
     return list(_member(group, "get_process_group_ranks").members)
 
@@ -59,29 +64,30 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
     """The global rank of a group's member.
 
     Raises:
-        ArgumentError: The group has no such rank.
+        ArgumentError: The group has no such rank, this rank is not in it, or it was destroyed.
     """
-    if not 0 <= group_rank < group.size():
-        raise ArgumentError(f"get_global_rank: Group rank {group_rank} is not part of group {group.name!r}{on_rank()}.")
-    return group.members[group_rank]
+    found = _member(group, "get_global_rank")
+    if not 0 <= group_rank < found.size():
+        raise ArgumentError(f"get_global_rank: Group rank {group_rank} is not part of group {found.name!r}{on_rank()}.")
+    return found.members[group_rank]
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     """A global rank's number in a group.
 
     Raises:
-        ArgumentError: That rank is not in the group.
+        ArgumentError: That rank or this one is not in the group, or the group was destroyed.
     """
-    if global_rank not in group.members:
-        words = f"Global rank {global_rank} is not part of group {group.name!r}"
+    found = _member(group, "get_group_rank")
+    if global_rank not in found.members:
+        words = f"Global rank {global_rank} is not part of group {found.name!r}"
         raise ArgumentError(f"get_group_rank: {words}{on_rank()}.")
-    return group.members.index(global_rank)
-
-
+    return found.members.index(global_rank)
 
 
 def _member(group: ProcessGroup | int | None, operation: str) -> ProcessGroup:
     found = resolve(group)
     if found is None:
         raise ArgumentError(explain(operation, "group", "a group that this rank is in", group))
+    refuse_destroyed(found, operation)
     return found

@@ -15,6 +15,7 @@ from typing import Any
 from torchdist_ref.backends.base import Membership, create
 from torchdist_ref.debug.checked import as_asked
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, EngineArgumentError, explain
+from torchdist_ref.groups.destroyed import refuse_destroyed
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.splitting import agree_on_parts, await_part, place_of_part
 from torchdist_ref.groups.world import World, current, default_group, resolve
@@ -71,6 +72,7 @@ def shrink_group(
     if parent is None:
         rank = default_group().rank()
         raise ArgumentError(explain(_NAME, "group", "a group that this rank is in", group, rank=rank))
+    refuse_destroyed(parent, _NAME)
     stay = _staying(parent, ranks_to_exclude, shrink_flags)
     if shrink_flags == SHRINK_ABORT:
         parent.backend.abort(f"shrink_group: group {parent.name!r} goes on without ranks {ranks_to_exclude}")

@@ -10,6 +10,7 @@ from typing import Any
 from torchdist_ref.backends.base import Membership, create
 from torchdist_ref.debug.checked import as_asked
 from torchdist_ref.errors import ArgumentError, MismatchError, RankStalledError, StoreTimeoutError, explain
+from torchdist_ref.groups.destroyed import refuse_destroyed
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.lifecycle import seconds_of
 from torchdist_ref.groups.world import current, default_group, resolve
@@ -61,6 +62,7 @@ def split_group(
     if parent is None:
         rank = default_group().rank()
         raise ArgumentError(explain("split_group", "parent_pg", "a group that this rank is in", parent_pg, rank=rank))
+    refuse_destroyed(parent, _NAME)
     lists, seconds = _checked(split_ranks, parent), seconds_of(timeout, "split_group")
     number = parent.store.add(f"split/rounds/{parent.rank()}", 1)
     agree_on_parts(_NAME, parent, number, lists)

@@ -13,7 +13,8 @@ from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.lifecycle import new_group
 from torchdist_ref.groups.queries import get_process_group_ranks, get_rank
 
-Subgroups = tuple[ProcessGroup | int | None, list[ProcessGroup | int]]
+Handle = ProcessGroup | int | None
+Subgroups = tuple[Handle, list[Handle]]
 
 
 def new_subgroups(

@@ -12,11 +12,13 @@ from __future__ import annotations
 import atexit
 import contextvars
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 from torchdist_ref.errors import ArgumentError, NotInitializedError, explain, find_rank_with
+from torchdist_ref.groups.destroyed import Destroyed
 from torchdist_ref.groups.group import GroupMember, ProcessGroup
 from torchdist_ref.stores import Store
 
@@ -30,7 +32,8 @@ class World:
         default: The group of all ranks, once initialised.
         store: What the ranks met through.
         groups: All groups that this rank is in, oldest first.
-        made: How many groups were ever made; the same on all ranks, which names new ones.
+        made: How many groups were ever made by all ranks; the same on all of them, which names new ones.
+        by_members: How many groups were made by their members alone, by list of members.
         owns_store: Whether this library made the store, and so closes it.
         at_close: What is done before the groups end.
     """
@@ -44,13 +47,15 @@ class World:
         self.store: Store | None = None
         self.groups: list[ProcessGroup] = []
         self.made = 0
+        self.by_members: Counter[tuple[int, ...]] = Counter()
         self.owns_store = False
         self.at_close: list[Callable[[], None]] = []
 
     def remove(self, group: ProcessGroup) -> None:
         """Leave one group."""
         self.groups.remove(group)
-        group.backend.close()
+        engine, group.backend = group.backend, Destroyed(group.backend, group.name)
+        engine.close()
 
     def say_goodbye(self) -> None:
         """Do what was asked to be done before the groups end."""
