@@ -16,10 +16,9 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from torchdist_ref.backends.base import Rows
+from torchdist_ref.backends.base import Rows, uncut
 from torchdist_ref.backends.into_torch_options import limit, usable
 from torchdist_ref.backends.into_torch_work import RefWork
-from torchdist_ref.backends.operands import uncut
 from torchdist_ref.backends.ref import Ref
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
