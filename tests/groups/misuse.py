@@ -46,6 +46,16 @@ def two() -> list[torch.Tensor]:
     return [ones(), ones()]
 
 
+def sparse() -> torch.Tensor:
+    """A tensor in coordinate format."""
+    return torch.eye(3).to_sparse()
+
+
+def quantized() -> torch.Tensor:
+    """A tensor whose numbers stand for others."""
+    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
 # Correct arguments of each function, in one group of two ranks.
 CORRECT: dict[str, Callable[[Place], dict[str, Any]]] = {
     "all_reduce": lambda p: {"tensor": ones()},
@@ -176,6 +186,9 @@ def more() -> Iterator[Misuse]:
         "new_group ranks twice": lambda p: p.library.new_group([0, 0]),
         "new_group rank too large": lambda p: p.library.new_group([0, 2]),
         "new_group rank negative": lambda p: p.library.new_group([-1, 0]),
+        "new_group ranks no list": lambda p: p.library.new_group(5),
+        "new_group ranks texts": lambda p: p.library.new_group(["0", "1"]),
+        "new_group ranks none": lambda p: p.library.new_group([]),
         "new_group too many ranks": lambda p: p.library.new_group([0, 1, 2]),
         "new_group timeout a number": lambda p: p.library.new_group([0, 1], timeout=5),
         "new_group timeout negative": lambda p: p.library.new_group([0, 1], timeout=-timedelta(seconds=1)),
@@ -183,10 +196,22 @@ def more() -> Iterator[Misuse]:
         "monitored_barrier timeout zero": lambda p: p.library.monitored_barrier(p.group, timeout=timedelta(0)),
         "isend tag negative": lambda p: p.library.isend(ones(), p.other, p.group, tag=-1),
         "isend tag text": lambda p: p.library.isend(ones(), p.other, p.group, tag="a"),
+        "isend tag too large": lambda p: p.library.isend(ones(), p.other, p.group, tag=2**31),
+        "all_reduce sparse maximum": lambda p: p.library.all_reduce(sparse(), ops.MAX, p.group),
+        "broadcast sparse": lambda p: p.library.broadcast(sparse(), 0, p.group),
+        "all_reduce quantized": lambda p: p.library.all_reduce(quantized(), group=p.group),
         "all_reduce destroyed group": lambda p: p.library.all_reduce(ones(), group=destroyed(p)),
         "broadcast destroyed group": lambda p: p.library.broadcast(ones(), 0, group=destroyed(p)),
         "barrier destroyed group": lambda p: p.library.barrier(destroyed(p)),
         "get_global_rank destroyed group": lambda p: p.library.get_global_rank(destroyed(p), 5),
+        "get_rank destroyed group": lambda p: p.library.get_rank(destroyed(p)),
+        "get_backend destroyed group": lambda p: p.library.get_backend(destroyed(p)),
+        "get_process_group_ranks destroyed group": lambda p: p.library.get_process_group_ranks(destroyed(p)),
+        "get_group_rank destroyed group": lambda p: p.library.get_group_rank(destroyed(p), 0),
+        "monitored_barrier destroyed group": lambda p: p.library.monitored_barrier(destroyed(p)),
+        "P2POp destroyed group": lambda p: p.library.P2POp(p.library.isend, ones(), p.other, destroyed(p)),
+        "split_group destroyed group": lambda p: p.library.split_group(destroyed(p), [[0, 1]]),
+        "shrink_group destroyed group": lambda p: p.library.shrink_group([1 - p.rank], destroyed(p)),
         "destroy_process_group twice": lambda p: p.library.destroy_process_group(destroyed(p)),
         "new_group unknown backend": lambda p: p.library.new_group([0, 1], backend="smoke"),
         "new_subgroups size of zero": lambda p: p.library.new_subgroups(0),
@@ -196,6 +221,8 @@ def more() -> Iterator[Misuse]:
         "init_process_group twice": lambda p: p.library.init_process_group("gloo"),
         "get_global_rank too large": lambda p: p.library.get_global_rank(p.group, 5),
         "get_group_rank too large": lambda p: p.library.get_group_rank(p.group, 5),
+        "get_group_rank no group": lambda p: p.library.get_group_rank(-100, 5),
+        "get_global_rank no group": lambda p: p.library.get_global_rank(-100, 5),
         "get_backend no group": lambda p: p.library.get_backend(p.library.GroupMember.NON_GROUP_MEMBER),
         "get_process_group_ranks no group": lambda p: p.library.get_process_group_ranks(-100),
         "monitored_barrier timeout": lambda p: p.library.monitored_barrier(p.group, timeout=5),

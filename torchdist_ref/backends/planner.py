@@ -22,7 +22,7 @@ from torchdist_ref.backends.operands import Sizes
 from torchdist_ref.backends.plan import Plan
 from torchdist_ref.backends.reductions import reduction
 from torchdist_ref.calls import Call, Shape, fingerprint, signature
-from torchdist_ref.errors import ArgumentError, UnsupportedError
+from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
 from torchdist_ref.schedules import catalogue
 from torchdist_ref.schedules.choose import choose, overrides
 from torchdist_ref.schedules.schedule import Schedule
@@ -81,7 +81,8 @@ class Planner:
             dtypes = sorted({str(t.dtype) for t in tensors})
             raise ArgumentError(f"{call.op}: all tensors need one dtype, got {dtypes}.")
         if any(t.is_quantized for t in tensors):
-            raise UnsupportedError(f"{call.op}: no engine works on quantized tensors. Send .int_repr() and the scales.")
+            hint = "Send .int_repr(), and the scale and zero point once."
+            raise UnsupportedError(f"{call.op}: no engine works on quantized tensors{on_rank()}. {hint}")
         dtype = tensors[0].dtype if tensors else torch.uint8
         shapes = self._blocks(call.op, *lists)
         rows = frozenset(name for name, blocks in zip(("in", "out"), lists, strict=True) if type(blocks) is Rows)
