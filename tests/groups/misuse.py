@@ -254,9 +254,12 @@ def of_stores() -> Iterator[Misuse]:
         "set_timeout timeout a number": lambda s: s.set_timeout(5),
         "multi_set one value for two keys": lambda s: s.multi_set(["a", "b"], ["1"]),
         "append value a number": lambda s: s.append("k", 5),
+        "set value half a letter": lambda s: s.set("k", "\ud800"),
+        "get key half a letter": lambda s: s.get("\udfff" "\ud800"),
     }
     for name, call in calls.items():
         yield Misuse(name, lambda place, call=call: call(place.library.HashStore()))
+    yield Misuse("PrefixStore of a number", lambda place: place.library.PrefixStore("p", 5))
 
 
 def wrong_for(argument: str) -> dict[str, Any]:

@@ -96,11 +96,12 @@ def test_a_call_before_init_says_so(call: Callable[[], Any]) -> None:
 INITS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"backend": "smoke-signals"}, ValueError, "'backend'.*gloo.*ref.*'smoke-signals'"),
     ({"backend": 7}, ValueError, "'backend'.*got 7"),
-    ({"rank": 2}, ValueError, "'rank'.*0 to 1.*got 2"),
+    ({"rank": 2}, RuntimeError, "'rank'.*0 to 1.*got 2"),
     ({"rank": -1}, ValueError, "'rank'.*got -1"),
     ({"world_size": 0}, ValueError, "'world_size'.*got 0"),
     ({"timeout": 3.0}, TypeError, "timedelta, got 3.0"),
     ({"timeout": timedelta(seconds=-1)}, ValueError, "'timeout'"),
+    ({"store": "a store"}, TypeError, "'store'.*got 'a store'"),
     ({"init_method": "env://"}, ValueError, "'store' or 'init_method', not both"),
 ]
 

@@ -218,7 +218,7 @@ MISUSE: list[tuple[str, Any, type[Exception], str]] = [
     (
         "short gather",
         lambda r: dist.gather_object(r, ONE if r == 0 else None),
-        ValueError,
+        IndexError,
         "'object_gather_list'.*got 1",
     ),
     ("dst missing", lambda r: dist.gather_object(r, ONE, 2), ValueError, "gather_object.*'dst'.*got 2"),

@@ -83,6 +83,8 @@ def init_process_group(
         store, rank, world_size = _meet(init_method, rank, world_size, seconds)
     elif init_method is not None:
         raise UsageError("init_process_group: give either 'store' or 'init_method', not both.")
+    elif not hasattr(store, "compare_set"):
+        raise ArgumentTypeError(explain("init_process_group", "store", "a store", store))
     _check_place(rank, world_size)
     world.store, world.owns_store = store, owned
     try:
@@ -122,7 +124,9 @@ def _check_place(rank: int, world_size: int) -> None:
     if world_size < 1:
         raise UsageError(explain("init_process_group", "world_size", "at least 1 when a store is given", world_size))
     if not 0 <= rank < world_size:
-        raise UsageError(explain("init_process_group", "rank", f"from 0 to {world_size - 1}", rank))
+        # torch asserts that it is not negative, and its engines that it is not too large.
+        kind = UsageError if rank < 0 else EngineArgumentError
+        raise kind(explain("init_process_group", "rank", f"from 0 to {world_size - 1}", rank))
 
 
 def _make(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 from torchdist_ref.stores.arguments import Text, key_text
 from torchdist_ref.stores.base import Store
 
@@ -36,6 +36,8 @@ class PrefixStore(Store):
     def __init__(self, prefix: str, store: Store) -> None:
         if store is None:
             raise ArgumentError(explain("PrefixStore", "store", "a store", None))
+        if not hasattr(store, "compare_set"):
+            raise ArgumentTypeError(explain("PrefixStore", "store", "a store", store))
         self._prefix = key_text("PrefixStore", prefix, "prefix")
         self._store = store
 
