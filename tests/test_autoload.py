@@ -15,7 +15,12 @@ import torch.distributed as c10d
 import torchdist_ref
 
 PACKAGE = Path(torchdist_ref.__file__).parent
-ASK = "import torch, sys; print(hasattr(torch.distributed.Backend, 'REF'), 'torchdist_ref.groups' in sys.modules)"
+ASK = """
+import sys
+import torch
+ours = sorted(name for name in sys.modules if name.startswith("torchdist_ref"))
+print(hasattr(torch.distributed.Backend, "REF"), ours)
+"""
 
 
 def answer(program: str, path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +45,7 @@ def installed(path: Path) -> Path:
 # These are over a second: each starts an interpreter that imports torch.
 def test_importing_torch_registers_ref_and_loads_nothing_else(tmp_path: Path) -> None:
     result = answer(ASK, installed(tmp_path))
-    assert (result.stdout, result.stderr) == ("True False\n", "")
+    assert (result.stdout, result.stderr) == ("True ['torchdist_ref', 'torchdist_ref._autoload']\n", "")
 
 
 def test_the_import_registers_ref_where_torch_is_there_before(tmp_path: Path) -> None:
@@ -79,17 +84,25 @@ def test_a_broken_installation_breaks_the_group_and_not_torch(broken: str, tmp_p
     assert "torchdist_ref can't be loaded" in result.stdout and "Install it anew" in result.stdout
 
 
+@pytest.mark.parametrize("text", ["this is no Python", "raise OSError('unreadable')", None])
+def test_torch_starts_whatever_is_wrong_with_what_it_loads(text: str | None, tmp_path: Path) -> None:
+    """Nothing else is loaded; what can't be caught is a package whose ``__init__`` Python can't read."""
+    broken = installed(tmp_path) / "torchdist_ref" / "_autoload.py"
+    broken.unlink() if text is None else broken.write_text(text)
+    result = answer(ASK, tmp_path)
+    assert (result.returncode, result.stdout) == (0, "False ['torchdist_ref']\n")
+    assert "torch can't be told of backend 'ref'" in result.stderr
+
+
 def test_a_torch_that_refuses_is_only_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from torchdist_ref import _autoload
-
     def refuse(*_: object, **__: object) -> None:
         raise TypeError("another signature")
 
     monkeypatch.delattr(c10d.Backend, "REF")
     monkeypatch.setattr(c10d.Backend, "register_backend", refuse)
-    _autoload.register()
+    torchdist_ref._tell_torch()
     assert "another signature" in caplog.text
 
 

@@ -85,10 +85,16 @@ def __dir__() -> list[str]:
 
 
 def _tell_torch() -> None:
-    """Register `ref` with torch where torch is there: a checkout that is not installed has no entry point."""
-    if "torch" in sys.modules:
+    """Register `ref` with torch where torch is there. Called often, also by torch's start, so it never raises."""
+    if "torch" not in sys.modules:
+        return
+    try:
         from torchdist_ref import _autoload
+    except Exception as error:
+        import logging
 
+        logging.getLogger("torchdist_ref").warning("torch can't be told of backend 'ref': %r", error)
+    else:
         _autoload.register()
 
 

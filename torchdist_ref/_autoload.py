@@ -1,7 +1,9 @@
 """What `import torch` runs of this package: it tells torch of the backend ``ref``, and nothing more.
 
-torch calls `register` through the entry point ``torch.backends`` of the installed package, and would not start
-if that raised; so nothing here raises, and nothing is loaded before somebody asks for a group on ``ref``.
+torch's start loads the entry point ``torch.backends`` of the installed package, and fails if that raises. It leads to
+``torchdist_ref._tell_torch``, which does without this file if it can't be loaded; nothing here raises, and nothing else
+is loaded before somebody asks for a group on ``ref``. One file is left that can keep torch from starting, if Python
+can't read it: the package's own ``__init__``. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` helps then.
 Don't import anything at the top of this file, and don't add anything that torch's start would have to wait for.
 """
 
