@@ -117,7 +117,8 @@ def test_without_warm_start_each_step_is_as_bad_as_the_first() -> None:
 class Given(nn.Module):
     """Parameters whose gradients are what forward is called with."""
 
-    SHAPES = ((64, 32), (64,), (32, 16, 3, 3), (), (40, 40), (5,))
+    # Twice (64, 32), with others in between; sides that no vector unit divides.
+    SHAPES = ((64, 32), (64,), (32, 16, 3, 3), (), (40, 40), (5,), (64, 32), (57, 35))
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +143,15 @@ def sequence(ddp: Any, rank: int, steps: int, first: int = 0) -> Tensor:
     return torch.stack(found)
 
 
-WAYS: list[dict[str, Any]] = [{}, {"use_error_feedback": False}, {"warm_start": False}, {"random_seed": 9}]
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"use_error_feedback": False},
+    {"warm_start": False},
+    {"random_seed": 9},
+    {"batch_tensors_with_same_shape": True},
+    {"orthogonalization_epsilon": 1e-3},
+    {"min_compression_rate": 12},
+]
 
 
 def beside_torch(rank: int, world: int, r: int, path: str) -> list[tuple[Tensor, Tensor, Any, Any]]:
@@ -172,40 +181,53 @@ def test_twenty_steps_are_torchs_within_a_millionth(r: int, tmp_path: Path) -> N
     for outcomes in forked(beside_torch, 2, 2, r, str(tmp_path / "meet")):
         for kw, (wanted, found, theirs, ours) in zip(WAYS, outcomes, strict=True):
             apart = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
-            assert apart.max() < 1e-6, kw
+            # In batches, torch multiplies copies that begin at other places in memory; bits of rank 1 depend on that.
+            assert apart.max() < (1e-5 if kw.get("batch_tensors_with_same_shape") else 1e-6), kw
             assert ours == theirs, kw
 
 
-class One(Given):
-    """One large layer, whose factors lie column after column."""
+class Large(Given):
+    """Layers whose products take part of their matrices at a time."""
 
-    SHAPES = ((1024, 1024),)
+    SHAPES = ((720, 400), (300, 977))
 
 
-def large(rank: int, path: str) -> tuple[Tensor, Tensor]:
+def large(rank: int, path: str, r: int) -> tuple[Tensor, Tensor]:
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     found = []
     theirs, ours = (TorchDDP, torchs.PowerSGDState, torchs.powerSGD_hook), (DDP, PowerSGDState, powerSGD_hook)
     for wrap, state, hook in (theirs, ours):
-        ddp = wrap(One())
-        ddp.register_comm_hook(state(None, 2, 2), hook)
-        steps = []
-        for step in range(4):
-            generator = torch.Generator().manual_seed(1000 * step + rank)
+        ddp = wrap(Large(), bucket_cap_mb=100)
+        ddp.register_comm_hook(state(None, r, 2), hook)
+        for step in range(20):
+            noise = torch.Generator().manual_seed(1000 * step + rank)
             ddp.zero_grad()
-            noise = torch.randn(1024, 1024, generator=generator)
-            ddp([torch.outer(fill(step, (1024,)), fill(5, (1024,))) + noise]).backward()
-            steps.append(next(ddp.parameters()).grad.clone())
-        found.append(torch.stack(steps))
+            ddp([fill(step, s) + torch.randn(s, generator=noise) for s in Large.SHAPES]).backward()
+        found.append(torch.cat([p.grad.flatten() for p in ddp.parameters()]))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return found[0], found[1]
 
 
-def test_a_large_layers_products_add_up_in_another_order(tmp_path: Path) -> None:
-    # torch's numbers within the rounding that error feedback magnifies: measured, some 1e-5 after 20 steps.
-    for wanted, found in forked(large, 2, str(tmp_path / "meet")):
-        assert float((found - wanted).norm() / wanted.norm()) < 1e-4
+# Some 2 s each: torch's DDP and hook take their time.
+@pytest.mark.parametrize("r", [1, 2, 4])
+def test_large_layers_are_torchs_within_a_millionth(r: int, tmp_path: Path) -> None:
+    for wanted, found in forked(large, 2, str(tmp_path / "meet"), r):
+        assert float((found - wanted).norm() / wanted.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("r", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(("n", "m"), [(2048, 512), (777, 1001), (40, 30), (3, 90000), (90000, 5)])
+def test_products_are_those_of_whole_matrices(n: int, m: int, r: int) -> None:
+    if r > min(n, m):
+        return
+    M, P, Q = fill(0, (n, m)), fill(1, (n, r)), fill(2, (m, r))
+    p, q, out, error = torch.empty_like(P), torch.empty_like(Q), torch.empty_like(M), M.clone()
+    low_rank.product(M, Q, p)
+    low_rank.transposed_product(M, P, q)
+    low_rank.approximate(P, Q, out, error)
+    for found, wanted in ((p, M @ Q), (q, M.t() @ P), (out, P @ Q.t()), (error, M - P @ Q.t())):
+        assert float((found - wanted).norm() / wanted.norm()) < 1e-6
 
 
 def several(rank: int, hook: Any, slow: int, **kw: Any) -> tuple[Tensor, int]:

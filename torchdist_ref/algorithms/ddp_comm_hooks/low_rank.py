@@ -6,15 +6,19 @@ parts lie in flat memory. Nothing here communicates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 
 import torch
 
 # Smallest norm that a column is divided by: what is smaller counts as zero, and stays zero.
 TINY = {torch.float16: 6e-5}
-# Elements from which on a matrix counts as large: below, a product takes less than a millisecond.
-LARGE = 1 << 20
+# Columns up to which a product column by column has the same bits as a product of matrices (measured with MKL).
+FEW = 4
+# Elements of a matrix that are worked on while they stay in a processor's own cache.
+BLOCK = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +29,6 @@ class Matrix:
     n: int
     m: int
     r: int
-
-    @property
-    def large(self) -> bool:
-        """Whether products with it take so long that the layout of the factors matters."""
-        return self.r > 1 and self.n * self.m >= LARGE
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """M, as a view of a bucket's flat memory."""
@@ -50,28 +49,26 @@ class Plan:
 
     def ps(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The left factors, as views of flat memory."""
-        return _factors([(matrix.n, matrix.r, matrix.large) for matrix in self.matrices], flat)
+        return _factors([(matrix.n, matrix.r) for matrix in self.matrices], flat)
 
     def qs(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The right factors, as views of flat memory."""
-        return _factors([(matrix.m, matrix.r, matrix.large) for matrix in self.matrices], flat)
+        return _factors([(matrix.m, matrix.r) for matrix in self.matrices], flat)
 
     def sizes(self) -> tuple[int, int]:
         """Elements of all left and of all right factors."""
         return sum(x.n * x.r for x in self.matrices), sum(x.m * x.r for x in self.matrices)
 
+    def draws(self, together: bool) -> list[int]:
+        """How many random numbers are drawn at a time for the first Qs: for each of them, or for all of one shape."""
+        if not together:
+            return [x.m * x.r for x in self.matrices]
+        return [sum(x.m * x.r for x in same) for _, same in groupby(self.matrices, lambda x: (x.n, x.m))]
 
-def _factors(shapes: Sequence[tuple[int, int, bool]], flat: torch.Tensor) -> list[torch.Tensor]:
-    """Factors as views of flat memory: of large matrices column after column, of others row after row.
 
-    Column after column, products with r > 1 are three times faster. But they add up in another order than torch's hook,
-    and error feedback magnifies the rounding. So matrices for which the time doesn't matter keep to torch's numbers.
-    """
-    pieces = torch.split(flat, [n * r for n, r, _ in shapes])
-    return [
-        piece.view(r, n).t() if large else piece.view(n, r)
-        for piece, (n, r, large) in zip(pieces, shapes, strict=True)
-    ]
+def _factors(shapes: Sequence[tuple[int, int]], flat: torch.Tensor) -> list[torch.Tensor]:
+    pieces = torch.split(flat, [n * r for n, r in shapes])
+    return [piece.view(n, r) for piece, (n, r) in zip(pieces, shapes, strict=True)]
 
 
 def plan(gradients: Sequence[torch.Tensor], ranks_for: Sequence[Callable[[int, int], int]]) -> Plan:
@@ -81,19 +78,22 @@ def plan(gradients: Sequence[torch.Tensor], ranks_for: Sequence[Callable[[int, i
         gradients: The bucket's gradients, in the order in which they lie in its buffer.
         ranks_for: For each gradient, the rank r for a matrix of n × m; 0 leaves it uncompressed.
 
+    Matrices of the same shape stand next to each other, as in torch's hook: the first Qs are drawn in this order.
+
     >>> plan([torch.empty(3), torch.empty(8, 2, 4)], [lambda n, m: 1] * 2)
     Plan(matrices=(Matrix(start=3, n=8, m=8, r=1),), rest=((0, 3),))
     """
-    matrices, rest, start = [], [], 0
+    matrices: dict[tuple[int, int], list[Matrix]] = {}
+    rest, start = [], 0
     for gradient, rank_for in zip(gradients, ranks_for, strict=True):
         n, m = matrix_shape(gradient)
         r = rank_for(n, m) if gradient.dim() > 1 else 0
         if r:
-            matrices.append(Matrix(start, n, m, r))
+            matrices.setdefault((n, m), []).append(Matrix(start, n, m, r))
         else:
             rest.append((start, start + gradient.numel()))
         start += gradient.numel()
-    return Plan(tuple(matrices), tuple(rest))
+    return Plan(tuple(chain.from_iterable(matrices.values())), tuple(rest))
 
 
 def matrix_shape(gradient: torch.Tensor) -> tuple[int, int]:
@@ -102,6 +102,80 @@ def matrix_shape(gradient: torch.Tensor) -> tuple[int, int]:
         return 1, 1
     n = gradient.size(max(range(gradient.dim()), key=lambda d: (gradient.stride(d), -d)))
     return n, gradient.numel() // n if n else 0
+
+
+# The three products of a step. Each has the bits of one call of torch.bmm, as torch's hook makes it, but in less time:
+# BLAS rearranges a large matrix before it multiplies it, and with few columns that takes longer than the product. Bits
+# matter because error feedback magnifies rounding: another order of additions moves twenty steps by 1e-5 and more.
+
+
+def product(M: torch.Tensor, Q: torch.Tensor, P: torch.Tensor) -> None:
+    """P ← M Q, two columns at a time (or three) where those are few.
+
+    >>> M, Q, P = torch.arange(6.0).view(3, 2), torch.eye(2), torch.empty(3, 2)
+    >>> product(M, Q, P)
+    >>> torch.equal(P, M)
+    True
+    """
+    n, r = P.shape
+    if not _few_columns(M, r):
+        _whole(M, Q, P)
+        return
+    columns = P.new_empty(r, n)
+    width = 3 if r == 3 else 2
+    for rows in blocks(M):
+        for j in range(0, r, width):
+            torch.mm(M[rows], Q[:, j : j + width], out=columns[j : j + width, rows].t())
+    P.copy_(columns.t())
+
+
+def transposed_product(M: torch.Tensor, P: torch.Tensor, Q: torch.Tensor) -> None:
+    """Q ← Mᵀ P, column by column where those are few: M is read as it lies.
+
+    >>> M, P, Q = torch.eye(3)[:, :2].clone(), torch.arange(6.0).view(3, 2), torch.empty(2, 2)
+    >>> transposed_product(M, P, Q)
+    >>> Q.tolist()
+    [[0.0, 1.0], [2.0, 3.0]]
+    """
+    if not _few_columns(M, P.size(1)):
+        _whole(M.t(), P, Q)
+        return
+    for column, p in enumerate(P.t().contiguous()):
+        Q[:, column] = torch.mv(M.t(), p)
+
+
+def approximate(P: torch.Tensor, Q: torch.Tensor, out: torch.Tensor, error: torch.Tensor | None) -> None:
+    """out ← P Qᵀ, and ``error`` becomes what is left of it after that; block by block, while a block is in the cache.
+
+    >>> P, Q, out, error = torch.ones(2, 1), torch.tensor([[2.0], [3.0]]), torch.empty(2, 2), torch.full((2, 2), 5.0)
+    >>> approximate(P, Q, out, error)
+    >>> out.tolist(), error.tolist()
+    ([[2.0, 3.0], [2.0, 3.0]], [[3.0, 2.0], [3.0, 2.0]])
+    """
+    for rows in blocks(out):
+        _whole(P[rows], Q.t(), out[rows])
+        if error is not None:
+            error[rows] -= out[rows]
+
+
+def _whole(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor) -> None:
+    # With one column bits depend on where memory begins, and torch.mm has others than torch.bmm.
+    torch.bmm(A[None], B[None], out=out[None])
+
+
+def _few_columns(M: torch.Tensor, r: int) -> bool:
+    return 1 < r <= FEW and M.device.type == "cpu" and M.dtype in (torch.float32, torch.float64)
+
+
+def blocks(M: torch.Tensor) -> list[slice]:
+    """Ranges of rows of about `BLOCK` elements; one range on an accelerator, where each costs a launch.
+
+    >>> blocks(torch.empty(1024, 256))
+    [slice(0, 512, None), slice(512, 1024, None)]
+    """
+    count = M.numel() // BLOCK if M.device.type == "cpu" else 1
+    size = math.ceil(M.size(0) / max(1, count))
+    return [slice(start, start + size) for start in range(0, M.size(0), size)]
 
 
 def orthonormalize(matrices: Sequence[torch.Tensor], epsilon: float = 0.0) -> None:

@@ -21,7 +21,15 @@ import torch
 from torch.futures import Future
 
 from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import average
-from torchdist_ref.algorithms.ddp_comm_hooks.low_rank import Matrix, Plan, orthonormalize, plan
+from torchdist_ref.algorithms.ddp_comm_hooks.low_rank import (
+    Matrix,
+    Plan,
+    approximate,
+    orthonormalize,
+    plan,
+    product,
+    transposed_product,
+)
 from torchdist_ref.algorithms.ddp_comm_hooks.peers import Peers, comm_hook
 from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_state import PowerSGDState
 from torchdist_ref.algorithms.ddp_comm_hooks.sequence import Rounds
@@ -38,8 +46,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
     and warm start make good over the following steps. Before step ``state.start_powerSGD_iter`` it averages exactly.
     Works with any number of buckets on any backend: all ranks make the same calls in the same order.
 
-    Numbers are those of torch's hook to a millionth. Layers of a million elements or more add up in another order
-    where r > 1, which saves most of the time and moves results by some 1e-5.
+    On one bucket, numbers are those of torch's hook.
 
     Args:
         state: What to do, and the memory of the steps so far. Every rank builds its own, with the same arguments.
@@ -135,28 +142,28 @@ def _layout(state: PowerSGDState, bucket: GradBucket) -> Plan:
 def _rounds(state: PowerSGDState, bucket: GradBucket, layout: Plan, world: int) -> Rounds:
     """One step of PowerSGD on one bucket."""
     out = bucket.buffer()
-    memory = _with_error(state, bucket.index(), out, layout)
+    memory = _memory(state, bucket.index(), out)
     Ms = [matrix.of(memory) for matrix in layout.matrices]
     first, second = _factors(state, bucket.index(), out, layout)
     Ps, Qs = layout.ps(first[layout.rest_size :]), layout.qs(second)
     orthonormalize(Qs, state.orthogonalization_epsilon)
 
-    for M, P, Q in zip(Ms, Ps, Qs, strict=True):
-        torch.mm(M, Q, out=P)
+    for matrix, M, P, Q in zip(layout.matrices, Ms, Ps, Qs, strict=True):
+        if state.use_error_feedback:
+            M += matrix.of(out)
+        product(M, Q, P)
     _load(first, out, layout)
     yield from _first_round(first, layout.rest_size, state.factor_dtype)
     _unload(first[: layout.rest_size].div_(world), out, layout)
     orthonormalize(Ps, state.orthogonalization_epsilon)
 
     for M, P, Q in zip(Ms, Ps, Qs, strict=True):
-        torch.mm(M.t(), P, out=Q)
+        transposed_product(M, P, Q)
     yield from _summed(second, state.factor_dtype)
     second.div_(world)
 
     for matrix, M, P, Q in zip(layout.matrices, Ms, Ps, Qs, strict=True):
-        approximation = torch.mm(P, Q.t(), out=matrix.of(out))
-        if state.use_error_feedback:
-            M -= approximation
+        approximate(P, Q, matrix.of(out), M if state.use_error_feedback else None)
     if not state.warm_start:
         state.p_memory_dict.pop(bucket.index())
         state.q_memory_dict.pop(bucket.index())
@@ -181,15 +188,13 @@ def _summed(tensor: torch.Tensor, dtype: torch.dtype | None) -> Generator[torch.
         tensor.copy_(travelling)
 
 
-def _with_error(state: PowerSGDState, index: int, out: torch.Tensor, layout: Plan) -> torch.Tensor:
-    """Flat memory that holds the matrices M: the gradients, or with error feedback E, to which they are added."""
+def _memory(state: PowerSGDState, index: int, out: torch.Tensor) -> torch.Tensor:
+    """Flat memory for the matrices M: the gradients' own, or with error feedback that of E, to be added to."""
     if not state.use_error_feedback:
         return out
     error = state.error_dict.get(index)
     if error is None or error.shape != out.shape:
         error = state.error_dict[index] = torch.zeros_like(out)
-    for matrix in layout.matrices:
-        matrix.of(error).add_(matrix.of(out))
     return error
 
 
@@ -201,8 +206,8 @@ def _factors(state: PowerSGDState, index: int, like: torch.Tensor, layout: Plan)
     if index not in state.q_memory_dict:
         state.q_memory_dict[index] = like.new_empty(q_size)
         generator = torch.Generator().manual_seed(state.rng.randint(1_000_000_000))
-        for Q in layout.qs(state.q_memory_dict[index]):
-            Q.copy_(torch.randn(Q.shape, generator=generator, dtype=like.dtype))
+        for Qs in torch.split(state.q_memory_dict[index], layout.draws(state.batch_tensors_with_same_shape)):
+            Qs.copy_(torch.randn(Qs.shape, generator=generator, dtype=like.dtype))
     return state.p_memory_dict[index], state.q_memory_dict[index]
 
 

@@ -67,7 +67,8 @@ class PowerSGDState:
         orthogonalization_epsilon: Added to norms that divide. Zero columns are safe without it. Default 0.
         random_seed: Of the first Q; the same on all ranks. Default 0.
         compression_stats_logging_frequency: Steps between log lines about the compression. Default 10,000.
-        batch_tensors_with_same_shape: Without effect here: equal shapes cost no extra calls.
+        batch_tensors_with_same_shape: Draw the first Qs of equal shapes together, which are other random numbers (those
+            of torch's hook). Costs and saves nothing. Default False.
         factor_dtype: Dtype in which the factors travel, say ``torch.bfloat16`` for half the bytes. Default None: the
             gradients' own.
         rank_rule: Called with each parameter; returns the rank to use in place of ``matrix_approximation_rank``, 0 for
