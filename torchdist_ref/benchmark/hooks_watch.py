@@ -134,6 +134,11 @@ class Spans:
         """The exchange's own."""
         return self._inner.dtype
 
+    @property
+    def unchanged(self) -> bool:
+        """The exchange's own."""
+        return self._inner.unchanged
+
     def start(self, bucket: Any) -> Any:
         """Note when a bucket goes."""
         self._started[bucket.index()] = perf_counter()

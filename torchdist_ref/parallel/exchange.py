@@ -16,6 +16,7 @@ import torch
 from torch.futures import Future
 
 from torchdist_ref import groups
+from torchdist_ref.algorithms.ddp_comm_hooks.peers import promises
 from torchdist_ref.errors import ArgumentTypeError, DistError, RankStalledError
 from torchdist_ref.parallel.bucket import GradBucket
 
@@ -30,7 +31,8 @@ class Exchange(Protocol):
 
     Attributes:
         scale: What gradients are multiplied by when they are laid into the bucket.
-        dtype: In which they are laid out, if not in their own.
+        dtype: In which they are laid out, if not in their own; they are multiplied after that.
+        unchanged: Whether the new contents are the old ones.
     """
 
     @property
@@ -38,6 +40,9 @@ class Exchange(Protocol):
 
     @property
     def dtype(self) -> torch.dtype | None: ...
+
+    @property
+    def unchanged(self) -> bool: ...
 
     def start(self, bucket: GradBucket) -> Any:
         """Begin; what is returned is handed to `finish`."""
@@ -63,6 +68,7 @@ class Averaging:
         self.divisor = divisor
         self.early = early
         self.dtype: torch.dtype | None = None
+        self.unchanged = False
 
     @property
     def scale(self) -> float:
@@ -89,15 +95,18 @@ class Hooked:
         state: Handed to the hook as it is.
         group: The group that DDP was given.
         early: Whether gradients may be divided or rounded on their way into the bucket, which saves passes over memory.
-            Only for a hook that says that it takes them so: others see them as they are. What a hook says doesn't hold
-            for a function that wraps it, even if that has taken over its attributes.
+            Only for a hook that says that it takes them so: others see them as they are. Likewise, what a hook leaves
+            as it is need not be handed out.
     """
 
     def __init__(self, hook: Hook, state: Any, group: Any, early: bool = True) -> None:
         self.hook = hook
-        says = getattr(hook, "__dict__", {}) if early and not hasattr(hook, "__wrapped__") else {}
-        self.scale = 1.0 / groups.get_world_size(group) if says.get("takes_divided") else 1.0
+        says = promises(hook) if early else {}
+        size = groups.get_world_size(group)
+        # Hooks divide, and to multiply by 1/size gives the same bits only where that is a power of two.
+        self.scale = 1.0 / size if says.get("takes_divided") and size & (size - 1) == 0 else 1.0
         self.dtype: torch.dtype | None = says.get("takes_rounded")
+        self.unchanged = bool(says.get("changes_nothing"))
         self.state = state
         self.rank = groups.get_rank(group)
         self.patience = patience(group)

@@ -131,6 +131,8 @@ class Reducer:
             if self._begun or not self._armed:
                 return
             self._begun = True
+            for bucket in self.buckets:
+                bucket.travel(self.exchange.scale, self.exchange.dtype)
             if self._surveying or (self.options.find_unused and not self.static):
                 Variable._execution_engine.queue_callback(self._close)
             if not self._surveying:
@@ -162,7 +164,7 @@ class Reducer:
         place = self._places[index]
         if place is not None:
             bucket, slot = place
-            bucket.take(slot, self.exchange.scale, self.exchange.dtype)
+            bucket.take(slot)
             bucket.waiting -= 1
             if not self.rebuilt:
                 self._arrivals.append(index)
@@ -182,7 +184,7 @@ class Reducer:
         if self.options.skip_unused and all(member in self._absent for member in bucket.members):
             return
         self._failed = True
-        bucket.started = self.exchange.start(bucket.offer(self.exchange.scale, self.exchange.dtype))
+        bucket.started = self.exchange.start(bucket.offer())
         self._failed = False
 
     def _all_ready(self) -> None:
@@ -227,7 +229,7 @@ class Reducer:
     def _hand_out(self, values: Iterable[torch.Tensor | None]) -> None:
         for bucket, value in zip(self.buckets, values, strict=True):
             if value is not None:
-                bucket.give(value, self._unused_everywhere)
+                bucket.give(value, self._unused_everywhere, self.exchange.unchanged)
 
     def _collect(self, bucket: Bucket) -> torch.Tensor | None:
         if bucket.started is None or bucket.sent is None:

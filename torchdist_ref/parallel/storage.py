@@ -16,6 +16,9 @@ import torch
 from torchdist_ref import groups
 from torchdist_ref.parallel.bucket import GradBucket, split
 
+# Elements of a gradient for which a call costs more than its copy: it stays in the cache until the bucket goes.
+SMALL = 4096
+
 
 class Rooms:
     """Memory as long as a bucket, of other dtypes, for what travels in its place; the same at every step.
@@ -77,57 +80,104 @@ class Bucket:
         self.waiting = len(members)
         self.started: Any = None
         self.sent: GradBucket | None = None
+        on_cpu = self.buffer.device.type == "cpu"
+        self._small = [on_cpu and parameter.numel() <= SMALL for parameter in parameters]
+        self._held: list[tuple[int, torch.Tensor]] = []
+        self.travel()
 
     def reset(self) -> None:
         """Await every gradient again."""
         self.waiting = len(self.members)
         self.started = self.sent = None
 
-    def take(self, place: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> None:
-        """Bring the gradient that autograd left at one parameter into the buffer; zeros where it left none.
+    def travel(self, scale: float = 1.0, dtype: torch.dtype | None = None) -> None:
+        """Settle how gradients are laid in, before the first one is.
 
         Args:
-            place: Which parameter of the bucket.
-            scale: What the gradient is multiplied by on its way, while it is in the cache.
-            dtype: In which it travels, if not in its own: then it goes into `room`, in one pass.
+            scale: What they are multiplied by on their way, while they are in the cache.
+            dtype: In which they travel, if not in their own: then they go into `room`, and are multiplied after that.
+                Where they lie in the buffer after all (`.grad` is a view of it, or has that dtype) nothing is done.
         """
-        rounded = self._travels(dtype)
-        parameter, view = self.parameters[place], (self.room.views(rounded) if rounded else self.views)[place]
-        gradient = parameter.grad
+        self.laid = None if self.pointing or dtype is self.buffer.dtype else dtype
+        self.scale = scale if self.laid is dtype else 1.0
+        self._targets = self.views if self.laid is None else self.room.views(self.laid)
+        # As a number of Python's it would be made a tensor for each gradient, which costs more than to multiply one.
+        self._factor = None if self.scale == 1.0 else torch.tensor(self.scale, dtype=_exact(self.buffer.dtype))
+        self._held.clear()
+
+    def take(self, place: int) -> None:
+        """Bring the gradient that autograd left at one parameter into the buffer; zeros where it left none.
+
+        Small ones are held until the bucket goes, and then laid in together: one call costs more than their copies.
+        """
+        gradient = self.parameters[place].grad
         if gradient is None:
-            view.zero_()
+            self._targets[place].zero_()
+            return
+        if gradient is self._targets[place] and self._factor is None:
             return
         if gradient.requires_grad:
             gradient = gradient.detach()
-        if scale != 1.0:
-            torch.mul(gradient, scale, out=view)
-        elif gradient is not view:
+        if self._small[place]:
+            self._held.append((place, gradient))
+            return
+        self._lay(self._targets[place], gradient)
+        if self.pointing:
+            self._adopt(place, gradient)
+
+    def _lay(self, view: torch.Tensor, gradient: torch.Tensor) -> None:
+        if self._factor is not None and self.laid is None:
+            torch.mul(gradient, self._factor, out=view)
+            return
+        if gradient is not view:
             view.copy_(gradient)
+        if self._factor is not None:
+            view.mul_(self._factor)
+
+    def _lay_held(self) -> None:
+        if not self._held:
+            return
+        views = [self._targets[place] for place, _ in self._held]
+        torch._foreach_copy_(views, [gradient for _, gradient in self._held])
+        if self._factor is not None:
+            torch._foreach_mul_(views, self._factor)
+        if self.pointing:
+            for place, gradient in self._held:
+                self._adopt(place, gradient)
+        self._held.clear()
+
+    def _adopt(self, place: int, gradient: torch.Tensor) -> None:
         # During backward in low precision they differ; then `give` points, when the full parameter is back.
-        if self.pointing and gradient is not view and gradient.dtype == view.dtype:
-            parameter.grad = view
+        if gradient is not self.views[place] and gradient.dtype == self.buffer.dtype:
+            self.parameters[place].grad = self.views[place]
 
-    def _travels(self, dtype: torch.dtype | None) -> torch.dtype | None:
-        """None where gradients lie in the buffer after all: they are views of it, or have that dtype themselves."""
-        return None if self.pointing or dtype is self.buffer.dtype else dtype
-
-    def offer(self, scale: float = 1.0, dtype: torch.dtype | None = None) -> GradBucket:
-        """The bucket as a hook sees it; its gradients were scaled, or rounded to ``dtype``, on their way in."""
+    def offer(self) -> GradBucket:
+        """The bucket as a hook sees it, with what was done to gradients on their way in."""
+        self._lay_held()
         self.sent = GradBucket.of_views(
-            self.index, self.buffer, self.views, self.parameters, self.is_last, scale, self.room, self._travels(dtype)
+            self.index, self.buffer, self.views, self.parameters, self.is_last, self.scale, self.room, self.laid
         )
         return self.sent
 
     def shadow(self) -> GradBucket:
         """A bucket of zeros in this one's place: what a rank without inputs contributes."""
+        self.travel()
         self.buffer.zero_()
         return self.offer()
 
-    def give(self, value: torch.Tensor, untouched: Collection[int] = ()) -> None:
-        """Make the exchanged ``value`` the gradients of the parameters, but for those whose index is ``untouched``."""
+    def give(self, value: torch.Tensor, untouched: Collection[int] = (), unchanged: bool = False) -> None:
+        """Make the exchanged ``value`` the gradients of the parameters.
+
+        Args:
+            value: As long as the buffer; the buffer itself, if the exchange was in place.
+            untouched: Indices of parameters whose ``.grad`` is left as it is.
+            unchanged: Whether the value is what was taken from the parameters, so that ``.grad`` holds it already.
+        """
         places: Sequence[int] = range(len(self.members))
         if untouched:
             places = [place for place, member in enumerate(self.members) if member not in untouched]
+        if unchanged:
+            places = [place for place in places if self.parameters[place].grad is None]
         sources = self._divided(value)
         if self.pointing:
             self._point(places)
@@ -136,9 +186,11 @@ class Bucket:
 
     def _divided(self, value: torch.Tensor) -> list[torch.Tensor]:
         """The value as one tensor per parameter; in the buffer itself if gradients are to stay there."""
-        same = value.data_ptr() == self.buffer.data_ptr() and value.dtype == self.buffer.dtype
-        if same:
+        where = value.data_ptr(), value.dtype
+        if where == (self.buffer.data_ptr(), self.buffer.dtype):
             return self.views
+        if self.laid is not None and where == (self.room(self.laid).data_ptr(), self.laid):
+            return self._targets
         if self.pointing:
             self.buffer.copy_(value.detach().reshape(-1))
             return self.views
@@ -166,6 +218,11 @@ class Bucket:
             if self.pointing and parameter.grad is not None and parameter.dtype == view.dtype:
                 view.copy_(parameter.grad)
                 parameter.grad = view
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype a factor loses nothing when tensors of ``dtype`` are multiplied by it."""
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def _empty(length: int, like: torch.Tensor, group: Any, dtype: torch.dtype) -> torch.Tensor:

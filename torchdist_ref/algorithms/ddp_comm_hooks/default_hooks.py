@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from torchdist_ref.algorithms.ddp_comm_hooks.peers import Peers, comm_hook, only, restored, rounded
+from torchdist_ref.algorithms.ddp_comm_hooks.peers import Peers, comm_hook, only, promises, restored, rounded
 from torchdist_ref.parallel.bucket import GradBucket
 
 __all__ = [
@@ -56,13 +56,13 @@ vars(allreduce_hook)["takes_divided"] = True
 
 def average(peers: Peers, bucket: GradBucket) -> Future[torch.Tensor]:
     """Begin to average the bucket's buffer over the ranks, in place."""
-    return peers.sum(peers.divided(bucket)).then(only)
+    return peers.sum(peers.divided(bucket, bucket.buffer())).then(only)
 
 
 def _compressed_average(dtype: torch.dtype, process_group: Any, bucket: GradBucket) -> Future[torch.Tensor]:
     peers = Peers(process_group, bucket)
     buffer = bucket.buffer()
-    small = rounded(bucket, dtype).div_(peers.size)
+    small = peers.divided(bucket, rounded(bucket, dtype))
     return peers.sum(small).then(lambda future: restored(bucket, buffer, only(future)))
 
 
@@ -90,8 +90,9 @@ def fp16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[torch.T
     return _compressed_average(torch.float16, process_group, bucket)
 
 
-# Our DDP may round gradients while it takes them, and leave their conversion back to the moment when it hands them out.
-vars(fp16_compress_hook)["takes_rounded"] = torch.float16
+# Our DDP may round gradients while it takes them, then divide them, and leave their conversion back to the moment when
+# it hands them out.
+vars(fp16_compress_hook).update(takes_rounded=torch.float16, takes_divided=True)
 
 
 @comm_hook
@@ -121,7 +122,7 @@ def bf16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[torch.T
     return _compressed_average(torch.bfloat16, process_group, bucket)
 
 
-vars(bf16_compress_hook)["takes_rounded"] = torch.bfloat16
+vars(bf16_compress_hook).update(takes_rounded=torch.bfloat16, takes_divided=True)
 
 
 def _wrapper(dtype: torch.dtype, hook: Hook, name: str) -> Hook:
@@ -131,7 +132,9 @@ def _wrapper(dtype: torch.dtype, hook: Hook, name: str) -> Hook:
         return hook(state, bucket).then(lambda future: restored(bucket, buffer, future.value()))
 
     wrapped.__name__ = wrapped.__qualname__ = name
-    vars(wrapped)["takes_rounded"] = dtype
+    says = promises(hook)
+    # A hook that rounds once more divides after that.
+    vars(wrapped).update(takes_rounded=dtype, takes_divided=says.get("takes_divided") and "takes_rounded" not in says)
     return comm_hook(wrapped)
 
 

@@ -30,6 +30,14 @@ def comm_hook(hook: HookType) -> HookType:
     return hook
 
 
+def promises(hook: Any) -> dict[str, Any]:
+    """What a hook says of itself to our DDP: ``takes_divided``, ``takes_rounded``, ``changes_nothing``.
+
+    It doesn't hold for a function that wraps the hook, even if that has taken over its attributes.
+    """
+    return {} if hasattr(hook, "__wrapped__") else getattr(hook, "__dict__", {})
+
+
 def uses_torch(group: Any, bucket: Any) -> bool:
     """Whether torch's own engine is meant: by the group, or, where that is None, by the bucket."""
     if group is None:
@@ -55,11 +63,10 @@ class Peers:
         """The rank of this process in the group."""
         return int(self.api.get_rank(self.group))
 
-    def divided(self, bucket: Any) -> torch.Tensor:
-        """The bucket's buffer, gradients divided by the number of ranks; our DDP may have done so on their way in."""
+    def divided(self, bucket: Any, gradients: torch.Tensor) -> torch.Tensor:
+        """The bucket's gradients divided by the number of ranks, in place; our DDP may have done so on their way in."""
         left = self.size * getattr(bucket, "_scale", 1.0)
-        buffer: torch.Tensor = bucket.buffer()
-        return buffer if abs(left - 1.0) < 1e-9 else buffer.div_(left)
+        return gradients if left == 1.0 else gradients.div_(left)
 
     def sum(self, tensor: torch.Tensor) -> Future[list[torch.Tensor]]:
         """Begin to add up ``tensor`` over all ranks, in place."""
@@ -87,8 +94,12 @@ def rounded(bucket: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def restored(bucket: Any, buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``value`` in the precision of ``buffer``, and there; as it is where our DDP converts it on the way out."""
-    return buffer.copy_(value) if getattr(bucket, "_laid", None) is None else value
+    """``value`` in the precision of ``buffer``, and there; as it is where our DDP converts it on the way out.
+
+    That is, from the dtype in which it laid gradients out: a wrapper inside another one has that for its buffer.
+    """
+    laid = getattr(bucket, "_laid", None)
+    return buffer.copy_(value) if laid is None or laid is buffer.dtype else value
 
 
 def only(future: Future[list[torch.Tensor]]) -> torch.Tensor:
