@@ -44,8 +44,10 @@ def machine(make: Callable[[], Any], strict: bool = True, queues: bool = True) -
         @rule(key=KEYS, amount=st.integers(-(2**31), 2**31))
         def add(self, key: str, amount: int) -> None:
             held = self.values.get(key, b"0")
+            if not held and not strict:
+                return  # torch's TCPStore hangs up here; its HashStore and FileStore count from 0, as ours do
             try:
-                total = int(held) + amount
+                total = int(held or b"0") + amount
             except ValueError:
                 if strict:
                     with pytest.raises(ValueError):

@@ -9,6 +9,7 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch.distributed
 
 from tests.stores.store_model import machine
 from torchdist_ref.stores import HashStore, Store
@@ -84,3 +85,28 @@ def test_several_appenders_on_the_generic_append_lose_nothing() -> None:
     for thread in threads:
         thread.join()
     assert sorted(store.get("k").decode()) == list("abcdef")
+
+
+@pytest.mark.parametrize("text", ["12abc", "3.7", "1_000", "abc", "0x10", "--1"])
+def test_what_is_no_number_is_not_counted_on(text: str) -> None:
+    store = HashStore()
+    store.set("n", text)
+    with pytest.raises(ValueError, match="one that holds a number, got 'n'"):
+        store.add("n", 1)
+    assert store.get("n") == text.encode()
+
+
+def test_an_empty_value_counts_as_nothing() -> None:
+    ours, theirs = HashStore(), torch.distributed.HashStore()
+    for store in (ours, theirs):
+        store.set("n", "")
+        assert store.add("n", 7) == 7 and store.get("n") == b"7"
+
+
+def test_keys_may_come_as_any_collection() -> None:
+    ours, theirs = HashStore(), torch.distributed.HashStore()
+    for store in (ours, theirs):
+        store.set("a", "1")
+        assert store.check({"a"}) and store.check({"a": 5}.keys()) and not store.check({"a", "b"})
+        store.wait({"a"}, timedelta(seconds=1))
+        assert store.multi_get({"a": 5}.keys()) == [b"1"]

@@ -103,7 +103,7 @@ def test_huge_lengths_are_cut_off_wherever_they_stand(master: TCPStore, length: 
 
 def test_mutated_sessions_harm_nobody(master: TCPStore) -> None:
     honest = GREETING + write_request(Op.PING, MARK | 5) + write_request(Op.HELLO, b"x" * 16)
-    honest += write_request(Op.SET, b"/a", b"1", number=1) + write_request(Op.WAIT_GET, [b"/a"], number=2)
+    honest += write_request(Op.SET, b"/a", b"1", number=1) + write_request(Op.WAIT_GET, b"/a", number=2)
     dice = random.Random(7)
     master.set("precious", "1")
     for _ in range(300):
@@ -113,6 +113,13 @@ def test_mutated_sessions_harm_nobody(master: TCPStore) -> None:
         with contextlib.suppress(ConnectionError):
             dial(master, bytes(data[: dice.randrange(len(data) + 1)])).close()
     assert master.get("precious") == b"1"
+
+
+def test_nothing_is_done_for_who_has_been_cut_off(master: TCPStore) -> None:
+    master.set("text", "no number")
+    refused, next_one = write_request(Op.ADD, b"/text", 1), write_request(Op.SET, b"/after", b"1")
+    assert closed_by_server(dial(master, GREETING + refused + next_one))
+    assert not master.check(["after"])
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
@@ -164,7 +171,7 @@ def test_a_client_that_never_reads_gets_no_more_than_his_share(master: TCPStore)
             sent += glutton.send(write_request(Op.GET, b"/big") * 1000)
     loop = _loop(master)
     assert master.get("big") == big
-    waiting = sum(len(piece) for each in loop.connections for piece in each.outbox)
+    waiting = sum(len(piece) for each in loop.connections.values() for piece in each.outbox)
     assert waiting <= 2 * len(big)
     glutton.close()
 
@@ -180,7 +187,7 @@ def test_unfinished_values_hold_a_bounded_amount_and_are_cut(master: TCPStore, m
     for thread in pushers:
         thread.start()
     while any(thread.is_alive() for thread in pushers):
-        peak = max(peak, sum(each.decoder.held for each in list(loop.connections)))
+        peak = max(peak, sum(each.decoder.held for each in list(loop.connections.values())))
         _serves_a_newcomer_at_once(master)
     assert all(closed_by_server(each) for each in hoarders[: len(hoarders) // 2])
     assert 0 < peak <= BUDGET + LONGEST_MESSAGE + 40 * tcp_loop.SMALL

@@ -253,6 +253,19 @@ def test_a_waiter_is_answered_once_all_its_keys_are_there() -> None:
     assert waiter.answers() == b"\x00"
 
 
+def test_who_waits_for_a_key_does_not_care_what_number_it_holds() -> None:
+    service = Service()
+    getter, counter, adder = guest(service, b"me"), guest(service, b"you"), guest(service)
+    service.handle(getter, Request(Op.WAIT_GET, (b"n",), 1))
+    service.handle(counter, Request(Op.WAIT_NUMBER, (b"n", 2), 1))
+    service.handle(adder, Request(Op.ADD, (b"n", -5)))
+    assert taken_apart(getter.answers()) == (1, Status.DONE, b"".join(write("r", [b"-5"])))
+    service.handle(adder, Request(Op.ADD, (b"n", 6)))
+    assert counter.answers() == b""
+    service.handle(adder, Request(Op.ADD, (b"n", 1)))
+    assert taken_apart(counter.answers()) == (1, Status.DONE, b"".join(write("i", [2])))
+
+
 def test_one_push_wakes_one_waiter() -> None:
     service = Service()
     first, second, pusher = guest(service), guest(service), guest(service)
@@ -303,7 +316,7 @@ def test_a_cancelled_request_says_what_was_missing() -> None:
     service = Service()
     service.table.values[b"there"] = b"1"
     peer = guest(service, b"me")
-    service.handle(peer, Request(Op.WAIT_GET, ([b"there", b"gone"],), 9))
+    service.handle(peer, Request(Op.WAIT_GET_ALL, ([b"there", b"gone"],), 9))
     service.handle(peer, Request(Op.CANCEL_WAIT, ()))
     assert taken_apart(peer.answers()) == (9, Status.CANCELLED, b"".join(write("L", [[b"gone"]])))
     service.handle(peer, Request(Op.CANCEL_WAIT, ()))

@@ -8,7 +8,7 @@ store can't take (the wire's size limits) belongs to that store.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any, SupportsIndex
 
@@ -30,10 +30,7 @@ def key_text(operation: str, key: Text, argument: str = "key") -> str:
 def key_bytes(operation: str, key: Text, argument: str = "key") -> bytes:
     """The key as bytes."""
     if isinstance(key, str):
-        try:
-            return key.encode("utf-8", "surrogateescape")
-        except UnicodeEncodeError:
-            raise ArgumentTypeError(explain(operation, argument, "text that UTF-8 has bytes for", key)) from None
+        return key.encode("utf-8", "surrogateescape")
     if isinstance(key, (bytes, bytearray)):
         return bytes(key)
     raise ArgumentTypeError(explain(operation, argument, "a str or bytes", key))
@@ -41,14 +38,16 @@ def key_bytes(operation: str, key: Text, argument: str = "key") -> bytes:
 
 def value_bytes(operation: str, value: Any, argument: str = "value") -> bytes:
     """The value as bytes."""
+    if type(value) is bytes:
+        return value
     if isinstance(value, (str, bytes, bytearray)):
         return key_bytes(operation, value, argument)
     hint = "Encode it first: str(x) for a number, pickle.dumps(x) for an object."
     raise ArgumentTypeError(explain(operation, argument, "a str or bytes", value, hint=hint))
 
 
-def key_list(operation: str, keys: Sequence[Text], argument: str = "keys") -> list[bytes]:
-    """Several keys as bytes. One bare string is refused: it would be read as a list of letters."""
+def key_list(operation: str, keys: Collection[Text], argument: str = "keys") -> list[bytes]:
+    """Several keys as bytes; a set will do. One bare string is refused: it would be read as a list of letters."""
     _must_be_list(operation, argument, keys)
     return [key_bytes(operation, key, f"{argument}[{i}]") for i, key in enumerate(keys)]
 
@@ -64,7 +63,7 @@ def pair_list(operation: str, keys: Sequence[Text], values: Sequence[Text]) -> l
 
 
 def _must_be_list(operation: str, argument: str, given: Any) -> None:
-    if isinstance(given, (str, bytes, bytearray)) or not isinstance(given, Sequence):
+    if isinstance(given, (str, bytes, bytearray)) or not isinstance(given, Collection):
         raise ArgumentTypeError(explain(operation, argument, "a list of str or bytes", given))
 
 

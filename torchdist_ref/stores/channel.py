@@ -39,26 +39,31 @@ class Channel:
             try:
                 sent += self._sock.send(memoryview(data)[sent:] if sent else data)
             except (TimeoutError, BlockingIOError):
-                self._look_at(deadline)
+                self._wait_until(deadline)
             except OSError as error:
                 raise Lost(str(error)) from error
 
     def take(self, size: int, deadline: Deadline) -> bytes:
         """Exactly `size` bytes, or Lost, or TimeoutError at the deadline."""
-        if size and not self._buffer:
-            data = self._receive(max(_ROOM, min(size, _LARGE)), deadline)
-            if len(data) == size:
-                return data
-            self._buffer += data
         while len(self._buffer) < size:
             self._buffer += self._receive(max(_ROOM, min(size - len(self._buffer), _LARGE)), deadline)
         piece = bytes(self._buffer[:size])
         del self._buffer[:size]
         return piece
 
+    def take_some(self, least: int, deadline: Deadline) -> bytes:
+        """All that has come, but `least` bytes of it, or Lost, or TimeoutError at the deadline."""
+        if not self._buffer:
+            data = self._receive(_ROOM, deadline)
+            if len(data) >= least:
+                return data
+            self._buffer += data
+        return self.take(least, deadline)
+
     def _receive(self, most: int, deadline: Deadline) -> bytes:
         while True:
-            self._look_at(deadline)
+            if self._slice < SLICE or deadline.at - monotonic() < SLICE:
+                self._wait_until(deadline)
             try:
                 data = self._sock.recv(most)
             except (TimeoutError, BlockingIOError):
@@ -69,13 +74,13 @@ class Channel:
                 raise Lost("the server closed the connection")
             return data
 
-    def _look_at(self, deadline: Deadline) -> None:
+    def _wait_until(self, deadline: Deadline) -> None:
         """Let the next call last until the deadline, and for a slice at most."""
-        left = deadline.at - monotonic()
+        left = min(deadline.at - monotonic(), SLICE)
         if left <= 0:
             raise TimeoutError
-        if left < SLICE or self._slice < SLICE:
-            self._last_no_longer_than(min(left, SLICE))
+        if left != self._slice:
+            self._last_no_longer_than(left)
 
     def _last_no_longer_than(self, seconds: float) -> None:
         # Not `settimeout`, which would have Python ask `poll` before every call.

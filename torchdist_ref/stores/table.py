@@ -45,10 +45,10 @@ class Table:
         return total
 
     def number(self, key: bytes) -> int:
-        """A counter's value; 0 if it is missing."""
+        """A counter's value; 0 if it is missing or empty."""
         text = self.values.get(key, b"0")
         try:
-            return int(text)
+            return int(text.replace(b"_", b"?") or b"0")  # Python would read 1_000 as a number
         except ValueError:
             hint = f"It holds {text[:40]!r}; count under a key of its own."
             raise ArgumentError(

@@ -5,8 +5,8 @@ the value is there; `get` and `queue_pop` are atomic between our peers; a broken
 repeated `add` counts once; every call keeps its time-out, even if the server is stopped; threads may share one
 store without blocking each other; a forked child opens connections of its own.
 
-This file says what each operation asks for. How a question is asked is in `tcp_client`, the server in
-`tcp_server`, the bytes in `tcp_wire`.
+This file says what each operation asks for. How a question is asked is in `tcp_client` and `tcp_questions`, the
+server in `tcp_server`, the bytes in `tcp_wire`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from torchdist_ref.stores.arguments import (
     world_of,
 )
 from torchdist_ref.stores.base import DEFAULT_TIMEOUT, Store
-from torchdist_ref.stores.tcp_client import TimedOut
 from torchdist_ref.stores.tcp_pool import Pool
+from torchdist_ref.stores.tcp_questions import TimedOut
 from torchdist_ref.stores.tcp_server import TCPServer
 from torchdist_ref.stores.tcp_wire import LONGEST_KEY, LONGEST_VALUE, Op
 from torchdist_ref.stores.waiting import Deadline
 
 _WORKERS = b"init/"
+# To look up a member of an enumeration takes a Python function's time; these are asked all the time.
+_SET, _WAIT_GET, _ADD, _BARRIER = Op.SET, Op.WAIT_GET, Op.ADD, Op.BARRIER
 _tenants: weakref.WeakValueDictionary[int, TCPServer] = weakref.WeakValueDictionary()
 _tenants_lock = threading.RLock()
 
@@ -119,14 +121,13 @@ class TCPStore(Store):
         self._server = None
 
     def set(self, key: Text, value: Text) -> None:
-        self._ask("set", Op.SET, _key("set", key), _value("set", value))
+        self._ask("set", _SET, _key("set", key), _value("set", value))
 
     def get(self, key: Text) -> bytes:
-        [values] = self._ask("get", Op.WAIT_GET, [_key("get", key)])
-        return bytes(values[0])
+        return bytes(self._ask("get", _WAIT_GET, _key("get", key))[0])
 
     def add(self, key: Text, value: int) -> int:
-        return int(self._ask("add", Op.ADD, _key("add", key), integer("add", "value", value))[0])
+        return int(self._ask("add", _ADD, _key("add", key), integer("add", "value", value))[0])
 
     def check(self, keys: Sequence[Text]) -> bool:
         return bool(self._ask("check", Op.CHECK, _keys("check", keys))[0] == 0)
@@ -154,20 +155,14 @@ class TCPStore(Store):
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
         names = _keys("multi_get", keys)
-        return list(self._ask("multi_get", Op.WAIT_GET, names)[0]) if names else []
+        return list(self._ask("multi_get", Op.WAIT_GET_ALL, names)[0]) if names else []
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         pairs = pair_list("multi_set", keys, values)
         self._ask("multi_set", Op.MULTI_SET, [(_key("multi_set", key), _value("multi_set", v)) for key, v in pairs])
 
     def barrier(self, key: Text, world_size: int, timeout: timedelta | None = None) -> None:
-        world, deadline = world_of("barrier", world_size), self._deadline("barrier", timeout)
-        try:
-            self._pool.ask(Op.BARRIER, _key("barrier", key), world, seconds=deadline.seconds)
-        except TimedOut as late:
-            if late.silent:
-                raise self._no_answer("barrier", [key], deadline) from None
-            raise self._too_few(key_text("barrier", key), self.add(key, 0), world, deadline) from None
+        self._ask("barrier", _BARRIER, _key("barrier", key), world_of("barrier", world_size), timeout=timeout)
 
     def queue_push(self, key: Text, value: Text) -> None:
         self._ask("queue_push", Op.QUEUE_PUSH, _key("queue_push", key), _value("queue_push", value))
@@ -198,10 +193,19 @@ class TCPStore(Store):
     def _ask(self, operation: str, op: Op, *fields: Any, timeout: timedelta | None = None) -> tuple[Any, ...]:
         limit = self._timeout.total_seconds() if timeout is None else seconds(operation, timeout)
         try:
-            return self._pool.ask(op, *fields, seconds=limit)
+            return self._pool.ask(op, fields, limit)
         except TimedOut as late:
-            keys = _user_keys(late.missing, fields)
-            raise (self._no_answer if late.silent else self._timed_out)(operation, keys, Deadline(limit)) from None
+            raise self._late(late, operation, fields, Deadline(limit)) from None
+
+    def _late(
+        self, late: TimedOut, operation: str, fields: tuple[Any, ...], deadline: Deadline
+    ) -> StoreTimeoutError:
+        keys = _user_keys(late.missing, fields)
+        if late.silent:
+            return self._no_answer(operation, keys, deadline)
+        if operation == "barrier":
+            return self._too_few(key_text("barrier", keys[0]), self.add(keys[0], 0), fields[1], deadline)
+        return self._timed_out(operation, keys, deadline)
 
     def _no_answer(self, operation: str, keys: Sequence[Text], deadline: Deadline) -> StoreTimeoutError:
         return StoreTimeoutError(
@@ -230,7 +234,7 @@ class TCPStore(Store):
 
     def _await_workers(self, world: int, deadline: Deadline) -> None:
         try:
-            self._pool.ask(Op.WAIT_NUMBER, _WORKERS, world, seconds=deadline.left())
+            self._pool.ask(Op.WAIT_NUMBER, (_WORKERS, world), deadline.left())
         except TimedOut:
             joined = self._ask("TCPStore", Op.ADD, _WORKERS, 0)[0]
             raise StoreTimeoutError(

@@ -6,7 +6,7 @@ Functions get the keys and the request's fields. `LACKING` has the requests that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchdist_ref.stores.table import Table
@@ -60,7 +60,8 @@ ANSWERS: dict[Op, Callable[..., tuple[Any, ...]]] = {
     Op.QUEUE_LEN: lambda table, key: (table.length(key),),
     Op.LIST_KEYS: lambda table: (list(table.values),),
     Op.WAIT: lambda table, keys: DONE,
-    Op.WAIT_GET: lambda table, keys: ([table.values[key] for key in keys],),
+    Op.WAIT_GET: lambda table, key: (table.values[key],),
+    Op.WAIT_GET_ALL: lambda table, keys: ([table.values[key] for key in keys],),
     Op.WAIT_POP: lambda table, key: (table.pop(key),),
     Op.WAIT_NUMBER: lambda table, key, enough: (table.number(key),),
     Op.BARRIER: lambda table, key, world: DONE,
@@ -75,9 +76,10 @@ def _too_small(table: Table, key: bytes, enough: int) -> list[Need]:
     return [] if table.number(key) >= enough else [(key, enough)]
 
 
-LACKING: dict[Op, Callable[..., list[Need]]] = {
+LACKING: dict[Op, Callable[..., Sequence[Need]]] = {
     Op.WAIT: lambda table, keys: [(key, 0) for key in table.missing(keys)],
-    Op.WAIT_GET: _absent,
+    Op.WAIT_GET: lambda table, key: () if key in table.values else ((key, 0),),
+    Op.WAIT_GET_ALL: _absent,
     Op.WAIT_POP: lambda table, key: [] if table.length(key) else [(key, 0)],
     Op.WAIT_NUMBER: _too_small,
     Op.BARRIER: _too_small,

@@ -3,14 +3,13 @@
 A `Conversation` has one socket and one question out at a time. It speaks torch's dialect to torch's servers and
 the numbered one to ours (`tcp_wire` says how they tell each other apart).
 
-*Deadlines.* A question that waits for keys ends at the time asked for: the client then sends CANCEL_WAIT and gives
-the server a short grace to say how it ended. A server that stays silent (stopped, cut off from the network) costs
-the connection, not more time.
+*Deadlines.* A call ends at the time asked for, or a short grace later. A server that stays silent (stopped, cut off
+from the network) costs the connection, not more time.
 
 *Coming back.* If the connection breaks, the next try opens another. Our server recognises the client and does not
 repeat what it has done; at torch's, only questions that change nothing are asked again.
 
-What `get` or `barrier` mean belongs to `tcp`, the bytes to `tcp_wire`.
+What `get` or `barrier` mean belongs to `tcp`, how one question is put to `tcp_questions`, the bytes to `tcp_wire`.
 """
 
 from __future__ import annotations
@@ -18,45 +17,20 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torchdist_ref.errors import ArgumentError, DistNetworkError
 from torchdist_ref.stores import sockets
 from torchdist_ref.stores.channel import Channel, Lost
-from torchdist_ref.stores.tcp_parse import read, take_whole
-from torchdist_ref.stores.tcp_wire import (
-    ANSWER_HEAD,
-    MAGIC,
-    MARK,
-    Op,
-    Status,
-    WireError,
-    recognised,
-    reply_shape,
-    write_request,
-)
+from torchdist_ref.stores.tcp_parse import take_whole
+from torchdist_ref.stores.tcp_questions import TimedOut, ask_foreign, ask_numbered, grace
+from torchdist_ref.stores.tcp_wire import MAGIC, MARK, Op, recognised, write_request
 from torchdist_ref.stores.waiting import Deadline
 
-WAITS = {Op.WAIT, Op.WAIT_GET, Op.WAIT_POP, Op.WAIT_NUMBER, Op.BARRIER}
-SILENT = {Op.SET, Op.APPEND, Op.MULTI_SET, Op.QUEUE_PUSH}
-HARMLESS = {Op.GET, Op.CHECK, Op.WAIT, Op.GETNUMKEYS, Op.MULTI_GET, Op.QUEUE_LEN, Op.LIST_KEYS, Op.WAIT_GET}
+HARMLESS = {Op.GET, Op.CHECK, Op.GETNUMKEYS, Op.MULTI_GET, Op.QUEUE_LEN, Op.LIST_KEYS}
+HARMLESS |= {Op.WAIT, Op.WAIT_GET, Op.WAIT_GET_ALL}
 TRIES = 5
-_HEAD = ANSWER_HEAD.size
-
-
-class TimedOut(Exception):
-    """The keys did not come in time; `missing` lists them if the server said so."""
-
-    def __init__(self, missing: list[bytes] | None = None, silent: bool = False) -> None:
-        super().__init__()
-        self.missing, self.silent = missing, silent
-
-
-def grace(seconds: float) -> float:
-    """How long after its time-out a call may still take to hear from the server."""
-    return 0.09 + min(0.04 * seconds, 2.0)
 
 
 @dataclass
@@ -95,16 +69,16 @@ class Conversation:
         if self._channel is not None:
             self._channel.abort()
 
-    def connect(self, deadline: Deadline) -> None:
-        """Open the connection if it is not open, trying again until the deadline.
+    def connect(self, deadline: Deadline) -> Channel:
+        """Open the connection, trying again until the deadline.
 
         Raises:
             DistNetworkError: nobody answers, the name does not resolve, or no store answers there.
         """
         pause = 0.005
-        while self._channel is None:
+        while True:
             try:
-                self._open(deadline)
+                return self._open(deadline)
             except (OSError, Lost) as error:
                 if isinstance(error, TimeoutError) and self.server.met:
                     raise  # it was there and is silent now: that is a time-out, not a lost server
@@ -115,7 +89,7 @@ class Conversation:
                 time.sleep(min(pause, deadline.left()))
                 pause = min(pause * 1.5, 0.25)
 
-    def ask(self, op: Op, *fields: Any, seconds: float) -> tuple[Any, ...]:
+    def ask(self, op: Op, fields: tuple[Any, ...], seconds: float) -> tuple[Any, ...]:
         """Ask one question and return the fields of its answer.
 
         Raises:
@@ -124,13 +98,13 @@ class Conversation:
             DistNetworkError: the connection broke and the question could not be asked again.
         """
         self._number += 1
-        hard = Deadline(seconds + grace(seconds))
-        soft = Deadline(seconds) if op in WAITS else hard
+        deadline = Deadline(seconds)
         for attempt in range(TRIES):
             try:
-                if self._channel is None:
-                    self.connect(hard)
-                return self._exchange(op, fields, soft, hard)
+                channel = self._channel or self.connect(deadline.later(grace(seconds)))
+                if self.ours:
+                    return ask_numbered(channel, self._number, op, fields, deadline)
+                return ask_foreign(channel, op, fields, deadline)
             except Lost as lost:
                 self.close()
                 if self._aborted or attempt == TRIES - 1 or not (self.ours or op in HARMLESS):
@@ -147,7 +121,7 @@ class Conversation:
 
     # Opening
 
-    def _open(self, deadline: Deadline) -> None:
+    def _open(self, deadline: Deadline) -> Channel:
         addresses = sockets.resolve(self.server.host, self.server.port, deadline)
         for index, address in enumerate(addresses):
             try:
@@ -163,6 +137,7 @@ class Conversation:
             channel.close()
             raise
         self._channel, self.server.met = channel, True
+        return channel
 
     def _greet(self, channel: Channel, deadline: Deadline) -> None:
         # VALIDATE and PING go in one write: torch's server drops a client whose first bytes come apart.
@@ -189,59 +164,6 @@ class Conversation:
             )
         self.server.identity = identity
 
-    # One question
-
-    def _exchange(self, op: Op, fields: tuple[Any, ...], soft: Deadline, hard: Deadline) -> tuple[Any, ...]:
-        if self.ours:
-            return self._numbered(op, fields, soft, hard)
-        if op in EMULATED:
-            return EMULATED[op](self, fields, soft, hard)
-        return self._plain(op, fields, soft, hard)
-
-    def _numbered(self, op: Op, fields: tuple[Any, ...], soft: Deadline, hard: Deadline) -> tuple[Any, ...]:
-        channel = self._open_channel()
-        channel.send(write_request(op, *fields, number=self._number), hard)
-        try:
-            head = channel.take(_HEAD, soft)
-        except TimeoutError:
-            if op not in WAITS:
-                raise
-            channel.send(write_request(Op.CANCEL_WAIT), hard)
-            head = channel.take(_HEAD, hard)
-        number, size, status = ANSWER_HEAD.unpack(head)
-        body = channel.take(size, hard) if size else b""
-        if number != self._number:
-            raise WireError(f"answer {number} to question {self._number}")
-        return _opened(op, fields, status, body)
-
-    def _plain(self, op: Op, fields: tuple[Any, ...], soft: Deadline, hard: Deadline) -> tuple[Any, ...]:
-        channel = self._open_channel()
-        request = write_request(op, *fields)
-        if op in SILENT:
-            # torch's server does not answer these; the PING behind shows that it has got so far.
-            channel.send(request + write_request(Op.PING, self._number & 0xFFFF), hard)
-            take_whole("n", lambda size: channel.take(size, hard))
-            return ()
-        channel.send(request, hard)
-        try:
-            return take_whole(reply_shape(op, fields), lambda size: channel.take(size, soft))
-        except TimeoutError:
-            if op not in WAITS:
-                raise
-        return self._cancelled(channel, hard)
-
-    def _cancelled(self, channel: Channel, hard: Deadline) -> tuple[Any, ...]:
-        channel.send(write_request(Op.CANCEL_WAIT), hard)
-        if channel.take(1, hard) == b"\x01":
-            raise TimedOut
-        channel.take(1, hard)  # the keys came while the cancellation was under way; both are answered
-        return (0,)
-
-    def _open_channel(self) -> Channel:
-        if self._channel is None:
-            raise Lost("the connection is closed")
-        return self._channel
-
     # Words for failure
 
     def _unreachable(self, error: Exception, deadline: Deadline) -> DistNetworkError:
@@ -266,34 +188,3 @@ class Conversation:
             f"{op.name.lower()}: the connection to the store at {self.server} broke ({lost}); the operation "
             f"may or may not have been done. The next call connects again."
         )
-
-
-def _opened(op: Op, fields: tuple[Any, ...], status: int, body: bytes) -> tuple[Any, ...]:
-    if status == Status.REFUSED:
-        raise ArgumentError(body.decode())
-    if status == Status.CANCELLED:
-        raise TimedOut(read("L", body)[0])
-    return read(reply_shape(op, fields), body) if body else ()
-
-
-# At torch's servers, waiting and taking are two questions; another client may come in between.
-
-
-def _get_in_two(talk: Conversation, fields: tuple[Any, ...], soft: Deadline, hard: Deadline) -> tuple[Any, ...]:
-    [keys] = fields
-    talk._plain(Op.WAIT, fields, soft, hard)
-    if len(keys) == 1:
-        return ([talk._plain(Op.GET, (keys[0],), soft, hard)[0]],)
-    return (list(talk._plain(Op.MULTI_GET, fields, soft, hard)),)
-
-
-def _pop_in_two(talk: Conversation, fields: tuple[Any, ...], soft: Deadline, hard: Deadline) -> tuple[Any, ...]:
-    while True:
-        talk._plain(Op.WAIT, ([fields[0]],), soft, hard)
-        [(length, value)] = talk._plain(Op.QUEUE_POP, fields, soft, hard)
-        if length:
-            return (value,)
-
-
-Emulation = Callable[[Conversation, tuple[Any, ...], Deadline, Deadline], tuple[Any, ...]]
-EMULATED: dict[Op, Emulation] = {Op.WAIT_GET: _get_in_two, Op.WAIT_POP: _pop_in_two}

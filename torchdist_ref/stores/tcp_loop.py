@@ -1,4 +1,4 @@
-"""The loop of TCPStore's server: one thread, one selector, many sockets, bounded memory.
+"""The loop of TCPStore's server: one thread, many sockets, bounded memory.
 
 The thread takes bytes from sockets, has them parsed (`tcp_parse`) and acted on (`tcp_service`), and sends the
 answers. Anybody may connect, so nobody may take more than a share:
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import selectors
 import socket
 import threading
 import time
@@ -23,6 +22,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
+from torchdist_ref.stores.readiness import READ, WRITE, poller
 from torchdist_ref.stores.tcp_parse import Decoder
 from torchdist_ref.stores.tcp_service import Peer, Service
 from torchdist_ref.stores.tcp_wire import WireError
@@ -33,7 +33,6 @@ HANDSHAKE_LIMIT = 5.0
 BUDGET = 4 * 2**20
 SMALL = 4096
 LARGE = 256 * 1024
-READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class Connection(Peer):
@@ -42,7 +41,7 @@ class Connection(Peer):
     def __init__(self, loop: Loop, sock: socket.socket) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock, self.loop = sock, loop
+        self.sock, self.loop, self.descriptor = sock, loop, sock.fileno()
         self.decoder = Decoder()
         self.outbox: deque[memoryview] = deque()
         self.arrived = self.since = time.monotonic()
@@ -51,21 +50,18 @@ class Connection(Peer):
         self.closed = False
 
     def send(self, pieces: Sequence[bytes | memoryview]) -> None:
-        if len(pieces) > 1 and sum(map(len, pieces)) <= SMALL:
-            pieces = [b"".join(pieces)]
-        if len(pieces) == 1 and not self.outbox:
-            pieces = self._at_once(pieces[0])
-        if pieces:
-            self.outbox.extend(memoryview(piece) for piece in pieces if piece)
-            self.flush()
-
-    def _at_once(self, data: bytes | memoryview) -> list[memoryview]:
-        """Send what the socket takes: most answers go out whole, and never see the queue. Returns the rest."""
-        try:
-            sent = self.sock.send(data)
-        except OSError:
-            sent = 0  # whatever it is, `flush` meets it again
-        return [] if sent == len(data) else [memoryview(data)[sent:]]
+        if not self.outbox and sum(map(len, pieces)) <= SMALL:
+            # Most answers are small and go out whole: they never see the queue.
+            whole = b"".join(pieces)
+            try:
+                sent = self.sock.send(whole) if whole else 0
+            except OSError:
+                sent = 0  # whatever it is, `flush` meets it again
+            if sent == len(whole):
+                return
+            pieces = [memoryview(whole)[sent:]]
+        self.outbox.extend(memoryview(piece) for piece in pieces if piece)
+        self.flush()
 
     def flush(self) -> None:
         """Send what the socket takes now."""
@@ -94,16 +90,15 @@ class Loop:
     def __init__(self, listeners: list[socket.socket]) -> None:
         self.service = Service()
         self.listeners = listeners
-        self.connections: dict[Connection, None] = {}
+        self.connections: dict[int, Connection] = {}
         self._strangers: dict[Connection, None] = {}
         self._paused: dict[Connection, None] = {}
         self._held = 0
         self._resume_accepting = 0.0
         self._stopping = False
-        self._selector = selectors.DefaultSelector()
+        self._poller = poller()
         self._bell, self._ear = socket.socketpair()
-        self._ear.setblocking(False)
-        self._selector.register(self._ear, READ)
+        self._poller.register(self._ear.fileno(), READ)
         self._listen(True)
         self.thread = threading.Thread(target=self._run, name="torchdist_ref store server", daemon=True)
 
@@ -119,19 +114,21 @@ class Loop:
 
     def abandon(self) -> None:
         """In a forked child: close the copied descriptors without a word to the parent's clients."""
-        # The selector is shared with the parent: unregistering here would unregister there.
-        for sock in [*self.listeners, *(connection.sock for connection in self.connections), self._bell, self._ear]:
+        # The kernel's list is shared with the parent: unregistering here would unregister there.
+        mine = [connection.sock for connection in self.connections.values()]
+        for sock in [*self.listeners, *mine, self._bell, self._ear]:
             sock.close()
-        self._selector.close()
+        self._poller.close()
 
     def _run(self) -> None:
         try:
             while not self._stopping:
-                for key, events in self._selector.select(self._patience()):
-                    if key.data is not None:
-                        self._serve(key.data, events)
-                    elif isinstance(key.fileobj, socket.socket) and key.fileobj is not self._ear:
-                        self._accept(key.fileobj)
+                for descriptor, events in self._poller.poll(self._patience()):
+                    connection = self.connections.get(descriptor)
+                    if connection is not None:
+                        self._serve(connection, events)
+                    else:
+                        self._accept(descriptor)
                 if self._strangers or self._paused or self._resume_accepting:
                     self._look_after()
         finally:
@@ -139,10 +136,10 @@ class Loop:
 
     def _serve(self, connection: Connection, events: int) -> None:
         try:
-            if events & WRITE and not connection.closed:
+            if events & ~READ:  # room to write, or an error
                 connection.flush()
                 self._process(connection)
-            if events & READ and not connection.closed:
+            if events & ~WRITE and not connection.closed:
                 self._read(connection)
         except Exception:
             logger.exception("store server: an error of its own; only the connection that met it is closed")
@@ -150,18 +147,22 @@ class Loop:
 
     # Connections come and go
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, descriptor: int) -> None:
         try:
-            for _ in range(16):
-                connection = Connection(self, listener.accept()[0])
-                self.connections[connection] = self._strangers[connection] = None
-                self._selector.register(connection.sock, READ, connection)
+            for listener in (each for each in self.listeners if each.fileno() == descriptor):
+                for _ in range(16):
+                    self._welcome(Connection(self, listener.accept()[0]))
         except BlockingIOError:
             pass
         except OSError as error:
             # Anything but a lack of descriptors or memory concerns that one connection, which is gone already.
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 self._too_many(error)
+
+    def _welcome(self, connection: Connection) -> None:
+        self.connections[connection.descriptor] = connection
+        self._strangers[connection] = None
+        self._poller.register(connection.descriptor, READ)
 
     def _too_many(self, error: OSError) -> None:
         logger.warning("store server: cannot accept a connection: %s", error)
@@ -174,9 +175,9 @@ class Loop:
     def _listen(self, wanted: bool) -> None:
         for listener in self.listeners:
             if wanted:
-                self._selector.register(listener, READ)
+                self._poller.register(listener.fileno(), READ)
             else:
-                self._selector.unregister(listener)
+                self._poller.unregister(listener.fileno())
 
     def drop(self, connection: Connection, why: str) -> None:
         """Close a connection and forget it."""
@@ -185,12 +186,12 @@ class Loop:
         logger.debug("store server: closed a connection: %s", why)
         connection.closed = True
         self._held -= connection.counted
-        del self.connections[connection]
+        del self.connections[connection.descriptor]
         self._strangers.pop(connection, None)
         if connection in self._paused:
             del self._paused[connection]
         else:
-            self._selector.unregister(connection.sock)
+            self._poller.unregister(connection.descriptor)
         connection.sock.close()
         connection.outbox.clear()
         self.service.leave(connection)
@@ -203,12 +204,12 @@ class Loop:
         if wanted != connection.interest and not connection.closed:
             connection.interest = wanted
             if connection not in self._paused:
-                self._selector.modify(connection.sock, wanted, connection)
+                self._poller.modify(connection.descriptor, wanted)
 
     def _read(self, connection: Connection) -> None:
         size = self._allowance(connection) if connection.decoder.held else SMALL
         if size <= 0:
-            self._selector.unregister(connection.sock)
+            self._poller.unregister(connection.descriptor)
             self._paused[connection] = None
             return
         try:
@@ -229,12 +230,14 @@ class Loop:
         return SMALL - connection.decoder.held
 
     def _largest(self) -> Connection:
-        return max(self.connections, key=lambda connection: connection.decoder.held)
+        return max(self.connections.values(), key=lambda connection: connection.decoder.held)
 
     def _process(self, connection: Connection) -> None:
         decoder, handled = connection.decoder, False
         try:
-            while not connection.closed and not connection.outbox and (request := decoder.next()) is not None:
+            while decoder.held and not (connection.closed or connection.outbox):
+                if (request := decoder.next()) is None:
+                    break
                 self.service.handle(connection, request)
                 handled = True
         except WireError as error:
@@ -272,10 +275,10 @@ class Loop:
             self._relieve(now)
 
     def _relieve(self, now: float) -> None:
-        for connection in [each for each in self.connections if each.decoder.held > SMALL]:
+        for connection in [each for each in self.connections.values() if each.decoder.held > SMALL]:
             if now > connection.since + HANDSHAKE_LIMIT:
                 self.drop(connection, "an unfinished message held memory that others wait for")
         if self._held <= BUDGET:
             paused, self._paused = self._paused, {}
             for connection in paused:
-                self._selector.register(connection.sock, connection.interest, connection)
+                self._poller.register(connection.descriptor, connection.interest)

@@ -26,7 +26,9 @@ from torchdist_ref.stores.tcp_wire import (
 
 _I64, _U32, _U64 = (struct.Struct(f"<{kind}").unpack_from for kind in "qIQ")
 _OPS = {int(op): op for op in Op if op in REQUESTS}
-_TRACKED, _TRACKED_SIZE = int(Op.TRACKED), TRACKED_HEAD.size
+_TRACKED, _TRACKED_SIZE, _TRACKED_HEAD = int(Op.TRACKED), TRACKED_HEAD.size, TRACKED_HEAD.unpack_from
+_VALIDATE = Op.VALIDATE
+_new = tuple.__new__
 
 
 # Fields, from a whole message: each reader gives the field and where the next one begins.
@@ -77,6 +79,20 @@ def _head(data: bytes, at: int) -> tuple[tuple[int, bytes | None], int]:
     return (length, value), at
 
 
+def _key_and_value(data: bytes, at: int) -> tuple[tuple[bytes, bytes], int]:
+    size = _U64(data, at)[0]
+    if size > LONGEST_KEY:
+        _checked(size, LONGEST_KEY)
+    middle = at + 8 + size
+    value, end = _value(data, middle)
+    return (data[at + 8 : middle], value), end
+
+
+def _key_and_number(data: bytes, at: int) -> tuple[tuple[bytes, int], int]:
+    key, at = _key(data, at)
+    return (key, _I64(data, at)[0]), at + 8
+
+
 READERS: dict[str, Callable[[bytes, int], tuple[Any, int]]] = {
     "k": _key,
     "v": _value,
@@ -91,6 +107,15 @@ READERS: dict[str, Callable[[bytes, int], tuple[Any, int]]] = {
 }
 
 
+# What is said all the time has few fields, and a reader for its whole shape.
+WHOLE: dict[str, Callable[[bytes, int], tuple[tuple[Any, ...], int]]] = {
+    "": lambda data, at: ((), at),
+    "i": lambda data, at: (_I64(data, at), at + 8),
+    "kv": _key_and_value,
+    "ki": _key_and_number,
+}
+
+
 def read(shape: str, data: bytes, at: int = 0, end: int | None = None) -> tuple[Any, ...]:
     """The fields of one message, which lies in the data from `at` to `end` and nowhere else.
 
@@ -100,16 +125,21 @@ def read(shape: str, data: bytes, at: int = 0, end: int | None = None) -> tuple[
     >>> read("kn", bytes.fromhex("02000000000000002f6b07000000"))
     (b'/k', 7)
     """
-    fields = []
     try:
-        for kind in shape:
-            field, at = READERS[kind](data, at)
-            fields.append(field)
+        fields, at = WHOLE[shape](data, at) if shape in WHOLE else _one_by_one(shape, data, at)
     except (struct.error, IndexError):
         raise WireError("a message ends inside a field") from None
     if at != (len(data) if end is None else end):
         raise WireError("a message is longer or shorter than its fields")
-    return tuple(fields)
+    return fields
+
+
+def _one_by_one(shape: str, data: bytes, at: int) -> tuple[tuple[Any, ...], int]:
+    fields = []
+    for kind in shape:
+        field, at = READERS[kind](data, at)
+        fields.append(field)
+    return tuple(fields), at
 
 
 # Extents: generators that yield how many bytes of the message must be there for the next step, at last its length.
@@ -185,11 +215,8 @@ class Decoder:
         self._need = 1
         self._extent: Extent | None = None
         self._greeted = False
-
-    @property
-    def held(self) -> int:
+        self.held = 0
         """Bytes of unfinished messages kept in memory."""
-        return len(self._data) - self._at
 
     @property
     def wanted(self) -> int:
@@ -203,7 +230,7 @@ class Decoder:
             del rest[: self._at]
             rest += data
             data = rest  # type: ignore[assignment]
-        self._data, self._at = data, 0
+        self._data, self._at, self.held = data, 0, len(data)
 
     def next(self) -> Request | None:
         """The next whole request, or None until more bytes are fed.
@@ -211,21 +238,23 @@ class Decoder:
         Raises:
             WireError: the bytes are no request, or too large a one.
         """
-        while (held := len(self._data) - self._at) >= self._need:
+        while self.held >= self._need:
             tracked = self._greeted and self._data[self._at] == _TRACKED
-            request = self._tracked(held) if tracked else self._plain()
+            request = self._tracked() if tracked else self._plain()
             if request is not None:
                 return request
         return None
 
-    def _tracked(self, held: int) -> Request | None:
+    def _tracked(self) -> Request | None:
         """A request with its length in front."""
-        if held < _TRACKED_SIZE:
+        if self.held < _TRACKED_SIZE:
             self._need = _TRACKED_SIZE
             return None
-        _, number, size, code = TRACKED_HEAD.unpack_from(self._data, self._at)
-        self._need = _TRACKED_SIZE + _checked(size, LONGEST_MESSAGE)
-        return self._read(self._op(code), _TRACKED_SIZE, number) if held >= self._need else None
+        _, number, size, code = _TRACKED_HEAD(self._data, self._at)
+        if size > LONGEST_MESSAGE:
+            _checked(size, LONGEST_MESSAGE)
+        self._need = _TRACKED_SIZE + size
+        return self._read(_OPS.get(code) or self._op(code), _TRACKED_SIZE, number) if self.held >= self._need else None
 
     def _plain(self) -> Request | None:
         """A request whose length shows as its bytes come."""
@@ -245,7 +274,7 @@ class Decoder:
 
     def _op(self, code: int) -> Op:
         op = _OPS.get(code)
-        if not self._greeted and op is not Op.VALIDATE:
+        if not self._greeted and op is not _VALIDATE:
             # A stranger can't send much: the first message is this one, and it has five bytes.
             raise WireError(f"the first message is operation {code:#04x}, not VALIDATE")
         if op is None:
@@ -255,7 +284,8 @@ class Decoder:
     def _read(self, op: Op, begin: int, number: int | None) -> Request:
         """Take the message at the head, whose fields begin so far in."""
         data, at, end = self._data, self._at, self._at + self._need
+        self.held -= self._need
         self._at, self._need, self._extent, self._greeted = end, 1, None, True
         if isinstance(data, bytearray):
             data, at, end = bytes(memoryview(data)[at:end]), 0, end - at
-        return Request(op, read(REQUESTS[op], data, at + begin, end), number)
+        return _new(Request, (op, read(REQUESTS[op], data, at + begin, end), number))

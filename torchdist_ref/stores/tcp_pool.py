@@ -8,6 +8,7 @@ What is said in a conversation belongs to `tcp_client`.
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError
@@ -23,24 +24,30 @@ class Pool:
         self.server = Server(host, port)
         self._idle: list[Conversation] = []
         self._busy: set[Conversation] = set()
-        self._owner = os.getpid()
         self._closed = False
+        _pools.add(self)
 
     def connect(self, deadline: Deadline) -> None:
         """See that there is a connection. Raises as `Conversation.connect`."""
-        talk = self._take()
-        try:
-            talk.connect(deadline)
-        finally:
-            self._put_back(talk)
+        talk = Conversation(self.server)
+        talk.connect(deadline)
+        self._idle.append(talk)
 
-    def ask(self, op: Op, *fields: Any, seconds: float) -> tuple[Any, ...]:
+    def ask(self, op: Op, fields: tuple[Any, ...], seconds: float) -> tuple[Any, ...]:
         """Ask in a conversation that nobody else uses meanwhile. Returns and raises as `Conversation.ask`."""
-        talk = self._take()
         try:
-            return talk.ask(op, *fields, seconds=seconds)
+            talk = self._idle.pop()
+        except IndexError:
+            talk = self._another()
+        self._busy.add(talk)
+        try:
+            return talk.ask(op, fields, seconds)
         finally:
-            self._put_back(talk)
+            self._busy.discard(talk)
+            if self._closed:
+                talk.close()
+            else:
+                self._idle.append(talk)
 
     def close(self) -> None:
         """Close all connections. A thread that is in the middle of a call gets an error."""
@@ -50,28 +57,25 @@ class Pool:
         for talk in list(self._busy):
             talk.abort()
 
-    def _take(self) -> Conversation:
+    def _another(self) -> Conversation:
         if self._closed:
             raise DistNetworkError(f"TCPStore: this store ({self.server}) has been closed; make a new one.")
-        if self._owner != os.getpid():
-            self._leave_to_parent()
-        try:
-            talk = self._idle.pop()
-        except IndexError:
-            talk = Conversation(self.server)
-        self._busy.add(talk)
-        return talk
+        return Conversation(self.server)
 
-    def _put_back(self, talk: Conversation) -> None:
-        self._busy.discard(talk)
-        if self._closed:
+    def leave_to_parent(self) -> None:
+        """In a forked child: never speak on the parent's connections. To close the copies tells the server nothing."""
+        for talk in (*self._idle, *self._busy):
             talk.close()
-        else:
-            self._idle.append(talk)
-
-    def _leave_to_parent(self) -> None:
-        # A forked child must not speak on its parent's connections; closing the copies says nothing to the server.
-        self._owner = os.getpid()
+        self._idle.clear()
         self._busy.clear()
-        while self._idle:
-            self._idle.pop().close()
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    for pool in list(_pools):
+        pool.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all)

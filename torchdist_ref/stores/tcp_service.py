@@ -36,6 +36,9 @@ from torchdist_ref.stores.tcp_wire import (
 MOST_SESSIONS = 4096
 CHANGES = {Op.SET, Op.COMPARE_SET, Op.ADD, Op.APPEND, Op.MULTI_SET, Op.QUEUE_PUSH}
 ONCE = CHANGES | {Op.DELETE_KEY, Op.QUEUE_POP, Op.WAIT_POP}
+APART = {Op.VALIDATE, Op.CANCEL_WAIT, Op.HELLO}
+# To look up a member of an enumeration takes a Python function's time; this is needed for every request.
+_DONE = int(Status.DONE)
 
 
 class Peer:
@@ -88,13 +91,10 @@ class Service:
         Raises:
             WireError: the request makes no sense here; the caller must close the connection.
         """
-        if not peer.greeted:
-            self._greet(peer, request)
-        elif request.op is Op.CANCEL_WAIT:
-            self._cancel(peer)
-        elif peer.waiter is not None or request.op is Op.VALIDATE:
-            raise WireError(f"{request.op.name} out of turn")
-        elif request.number is None or not self._repeat(peer, request.number):
+        op, _, number = request
+        if peer.waiter is not None or op in APART or not peer.greeted:
+            self._apart(peer, request)
+        elif number is None or not self._repeat(peer, number):
             self._execute(peer, request)
 
     def leave(self, peer: Peer) -> None:
@@ -103,6 +103,16 @@ class Service:
         if peer.session is not None and peer.session.peer is peer:
             peer.session.peer = None
             self._forget_old_sessions()
+
+    def _apart(self, peer: Peer, request: Request) -> None:
+        if not peer.greeted:
+            self._greet(peer, request)
+        elif request.op is Op.CANCEL_WAIT:
+            self._cancel(peer)
+        elif request.op is Op.HELLO and peer.waiter is None:
+            self._hello(peer, request)
+        else:
+            raise WireError(f"{request.op.name} out of turn")
 
     def _greet(self, peer: Peer, request: Request) -> None:
         if request.op is not Op.VALIDATE or request.fields != (MAGIC,):
@@ -121,24 +131,27 @@ class Service:
         return session.answer is not None
 
     def _execute(self, peer: Peer, request: Request) -> None:
-        op = request.op
-        if op is Op.HELLO:
-            return self._hello(peer, request)
+        op, fields, _ = request
         try:
-            if op is Op.BARRIER:
-                self._count_in(peer, request)
-            lacks = self._attempt(peer, request)
+            if op in LACKING:
+                return self._execute_when_ready(peer, request)
+            reply = ANSWERS[op](self.table, *fields)
         except ArgumentError as error:
             return self._refuse(peer, request, error)
-        if lacks:
+        self._answer(peer, request, reply)
+        if self._waiting and op in CHANGES:
+            self._tell(op, fields)
+
+    def _execute_when_ready(self, peer: Peer, request: Request) -> None:
+        if request.op is Op.BARRIER:
+            self._count_in(peer, request)
+        if lacks := self._attempt(peer, request):
             self._file(Waiter(peer, request), lacks)
-        elif self._waiting and op in CHANGES:
-            self._tell(op, request.fields)
 
     def _attempt(self, peer: Peer, request: Request) -> Sequence[Need]:
-        """Answer a request that lacks nothing, or tell what it lacks."""
+        """Answer a request that waits if it lacks nothing, or tell what it lacks."""
         op, fields, _ = request
-        lacks = LACKING[op](self.table, *fields) if op in LACKING else ()
+        lacks = LACKING[op](self.table, *fields)
         if not lacks:
             self._answer(peer, request, ANSWERS[op](self.table, *fields))
         return lacks
@@ -163,7 +176,7 @@ class Service:
         op, fields, number = request
         pieces = write(reply_shape(op, fields), reply) if reply else []
         if number is not None:
-            pieces = write_answer(number, Status.DONE, pieces)
+            pieces = write_answer(number, _DONE, pieces)
             if op in ONCE and peer.session is not None:
                 peer.session.answer = pieces
         peer.send(pieces)

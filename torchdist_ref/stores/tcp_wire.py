@@ -66,6 +66,7 @@ class Op(IntEnum):
     WAIT_GET = 0x82
     WAIT_POP = 0x83
     WAIT_NUMBER = 0x84
+    WAIT_GET_ALL = 0x85
 
 
 class Status(IntEnum):
@@ -97,9 +98,10 @@ REQUESTS: dict[int, str] = {
     Op.LIST_KEYS: "",
     Op.BARRIER: "ki",
     Op.HELLO: "k",
-    Op.WAIT_GET: "K",
+    Op.WAIT_GET: "k",
     Op.WAIT_POP: "k",
     Op.WAIT_NUMBER: "ki",
+    Op.WAIT_GET_ALL: "K",
 }
 
 REPLIES: dict[int, str] = {
@@ -122,9 +124,10 @@ REPLIES: dict[int, str] = {
     Op.LIST_KEYS: "L",
     Op.BARRIER: "b",
     Op.HELLO: "r",
-    Op.WAIT_GET: "L",
+    Op.WAIT_GET: "r",
     Op.WAIT_POP: "r",
     Op.WAIT_NUMBER: "i",
+    Op.WAIT_GET_ALL: "L",
 }
 
 
@@ -138,7 +141,8 @@ class Request(NamedTuple):
 
 def reply_shape(op: Op, fields: Sequence[Any]) -> str:
     """The shape of the answer; only MULTI_GET's depends on what was asked."""
-    return "r" * len(fields[0]) if op == Op.MULTI_GET else REPLIES[op]
+    shape = REPLIES.get(op)
+    return "r" * len(fields[0]) if shape is None else shape
 
 
 def recognised(nonce: int) -> int | None:
@@ -146,11 +150,13 @@ def recognised(nonce: int) -> int | None:
     return nonce ^ 0xFFFF if nonce & 0xFFFF0000 == MARK else None
 
 
-# Writing: each kind gives a list of pieces, so that a large value is never copied into a larger whole.
+# Writing: each kind gives a list of pieces, so that a large value is never copied into a larger whole. What is said all
+# the time has few fields, and a writer for its whole shape.
 
 _U8, _U32, _I64, _U64 = (struct.Struct(f"<{kind}").pack for kind in "BIqQ")
 TRACKED_HEAD = struct.Struct("<BQIB")
 ANSWER_HEAD = struct.Struct("<QQB")
+_TRACKED = int(Op.TRACKED)
 
 
 def _blob(data: bytes) -> list[bytes]:
@@ -172,7 +178,8 @@ def _head(head: tuple[int, bytes | None]) -> list[bytes]:
     return [_I64(length)] + ([] if value is None else _blob(value))
 
 
-WRITERS: dict[str, Callable[[Any], list[bytes]]] = {
+WRITERS: dict[str, Callable[..., list[bytes]]] = {
+    "": lambda: [],
     "k": _blob,
     "v": _blob,
     "r": _blob,
@@ -183,15 +190,24 @@ WRITERS: dict[str, Callable[[Any], list[bytes]]] = {
     "P": _pairs,
     "L": _blobs,
     "q": _head,
+    "kv": lambda key, value: [_U64(len(key)), key, _U64(len(value)), value],
+    "ki": lambda key, number: [_U64(len(key)), key, _I64(number)],
 }
 
 
-def write(shape: str, fields: Iterable[Any]) -> list[bytes]:
+def _writer(shape: str) -> Callable[..., list[bytes]]:
+    def one_by_one(*fields: Any) -> list[bytes]:
+        return [piece for kind, field in zip(shape, fields, strict=True) for piece in WRITERS[kind](field)]
+
+    return WRITERS.get(shape, one_by_one)
+
+
+_REQUEST_WRITERS = {op: _writer(shape) for op, shape in REQUESTS.items()}
+
+
+def write(shape: str, fields: Sequence[Any]) -> list[bytes]:
     """The fields as pieces of bytes."""
-    pieces: list[bytes] = []
-    for kind, field in zip(shape, fields, strict=True):
-        pieces += WRITERS[kind](field)
-    return pieces
+    return _writer(shape)(*fields)
 
 
 def write_request(op: Op, *fields: Any, number: int | None = None) -> bytes:
@@ -200,11 +216,11 @@ def write_request(op: Op, *fields: Any, number: int | None = None) -> bytes:
     >>> write_request(Op.SET, b"/k", b"v").hex()
     '0102000000000000002f6b010000000000000076'
     """
-    written = b"".join(write(REQUESTS[op], fields))
-    return (_U8(op) if number is None else TRACKED_HEAD.pack(Op.TRACKED, number, len(written), op)) + written
+    written = b"".join(_REQUEST_WRITERS[op](*fields))
+    return (_U8(op) if number is None else TRACKED_HEAD.pack(_TRACKED, number, len(written), op)) + written
 
 
-def write_answer(number: int, status: Status, pieces: Sequence[bytes]) -> list[bytes]:
+def write_answer(number: int, status: int, pieces: Sequence[bytes]) -> list[bytes]:
     """The answer to a numbered request: its number, the length of the plain reply, how it ended, and the reply."""
     head = ANSWER_HEAD.pack(number, sum(map(len, pieces)), status)
     return [head, *pieces] if pieces else [head]

@@ -27,6 +27,12 @@ class Deadline:
         self.seconds = seconds
         self.at = time.monotonic() + seconds
 
+    def later(self, seconds: float) -> Deadline:
+        """The moment so many seconds after this one."""
+        other = Deadline(self.seconds + seconds)
+        other.at = self.at + seconds
+        return other
+
     def left(self) -> float:
         """Seconds left, never below zero."""
         return max(0.0, self.at - time.monotonic())
