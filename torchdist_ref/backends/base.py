@@ -104,6 +104,15 @@ def uncut(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return (tensors.tensor,) if type(tensors) is Rows else tensors
 
 
+def nbytes_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    """Bytes of a call's largest operand on this rank, as recorders note it: what it reads or what it writes.
+
+    >>> nbytes_of([torch.zeros(2)], [torch.zeros(2), torch.zeros(2)])
+    16
+    """
+    return max(sum(tensor.nbytes for tensor in uncut(side)) for side in (inputs, outputs))
+
+
 class Backend(ABC):
     """An engine, for one group on one rank.
 

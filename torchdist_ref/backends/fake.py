@@ -13,7 +13,7 @@ from time import perf_counter
 
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, Membership, uncut
+from torchdist_ref.backends.base import Backend, Membership, nbytes_of, uncut
 from torchdist_ref.backends.ranges import in_a_range
 from torchdist_ref.backends.reductions import reduction
 from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Call, Gather, Recv, Reduce, ReduceScatter, Scatter, Send
@@ -51,8 +51,7 @@ class Fake(Backend):
         """See `Backend.submit`. Always finished on return."""
         start = perf_counter()
         self._play(call, [tensor.detach() for tensor in inputs], [tensor.detach() for tensor in outputs])
-        nbytes = max((tensor.nbytes for tensor in (*inputs, *outputs)), default=0)
-        self.recorder.add(self._number(call), call, nbytes, start)
+        self.recorder.add(self._number(call), call, nbytes_of(inputs, outputs), start)
         work = Done(call.op, uncut(outputs))
         if isinstance(call, Recv):
             work.source = self._rank if call.src is None else call.src

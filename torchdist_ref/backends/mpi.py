@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, Membership, uncut
+from torchdist_ref.backends.base import Backend, Membership, nbytes_of, uncut
 from torchdist_ref.backends.callbacks import Callbacks
 from torchdist_ref.backends.mpi_operands import counts, joined, operand, raw, split_into
 from torchdist_ref.backends.mpi_work import Ended, Finish, MpiWork, Poller, Started
@@ -102,7 +102,7 @@ class Mpi(Backend):
             raise self._failed(call, error) from error
         work = MpiWork(
             f"{call} on {self._here()}", uncut(outputs), started, self._mpi.Status(),
-            self._end(call, start, sum(t.nbytes for t in outputs or inputs)), self._callbacks.runner(),
+            self._end(call, start, nbytes_of(inputs, outputs)), self._callbacks.runner(),
             self._membership.timeout, self._trouble,
         )  # fmt: skip
         return self._waited(work) if wait else self._watched(work)

@@ -70,6 +70,7 @@ class Plan:
         sizes: Elements of every slot.
         dtype: Of all tensors.
         inputs: How many of the call's operands are inputs only; the others are outputs.
+        nbytes: Of the largest operand, for the recorder.
         shape: Of every tensor of the call, or None where they differ.
         reduction: How to reduce; None where nothing is.
         divide: Divide the result by this (an average); 0 for not at all.
@@ -82,6 +83,7 @@ class Plan:
     sizes: Sizes
     dtype: torch.dtype
     inputs: int
+    nbytes: int
     shape: tuple[int, ...] | None
     reduction: Reduction | None
     divide: int = 0
@@ -125,11 +127,6 @@ class Plan:
     def _short_rows(self) -> bool:
         """Whether it takes longer to cut a block out of its tensor than to copy it."""
         return bool(self.sizes.rows) and self.sizes.largest * self.dtype.itemsize <= SHORT
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the call's whole buffer, for the recorder."""
-        return sum(self.sizes.blocks) * self.dtype.itemsize
 
     @cached_property
     def staged(self) -> tuple[dict[int, tuple[Slot, ...]], ...]:

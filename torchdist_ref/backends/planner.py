@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import Rows
+from torchdist_ref.backends.base import Rows, nbytes_of
 from torchdist_ref.backends.executor import Executor, Prepared
 from torchdist_ref.backends.lent import lending
 from torchdist_ref.backends.operands import Sizes
@@ -97,6 +97,7 @@ class Planner:
             sizes=Sizes(call.op, blocks or (0,), schedule.chunks, rows),
             dtype=dtype,
             inputs=inputs,
+            nbytes=nbytes_of(*lists),
             shape=_shape_of_all(lists, flat=bool(rows)),
             reduction=None if name is None else reduction(name, dtype, call.op),
             divide=self._link.size if name == "avg" else 0,

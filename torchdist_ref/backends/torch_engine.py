@@ -17,7 +17,7 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
-from torchdist_ref.backends.base import Backend, Membership, uncut
+from torchdist_ref.backends.base import Backend, Membership, nbytes_of, uncut
 from torchdist_ref.backends.torch_stores import StoreForTorch
 from torchdist_ref.backends.torch_work import Carried, Finished, TorchWork, brought_back
 from torchdist_ref.calls import (
@@ -84,7 +84,8 @@ class TorchEngine(Backend):
             if isinstance(error, DistBackendError) and error.definite:
                 raise
             raise self._translated(call, error) from error
-        work = self.kind(call.op, uncut(outputs), theirs, bring_back, self._finisher(call, outputs, start))
+        finished = self._finisher(call, nbytes_of(inputs, outputs), start)
+        work = self.kind(call.op, uncut(outputs), theirs, bring_back, finished)
         if isinstance(call, Recv) and call.src is not None:
             work.source = call.src
         if wait:
@@ -101,9 +102,8 @@ class TorchEngine(Backend):
         """A tensor as the engine can take it: itself, flat, or a copy."""
         return tensor.detach().contiguous().view(-1)
 
-    def _finisher(self, call: Call, outputs: Tensors, start: float) -> Finished:
+    def _finisher(self, call: Call, nbytes: int, start: float) -> Finished:
         number, self._sequence = self._sequence, self._sequence + 1
-        nbytes = sum(t.nbytes for t in outputs)
         # The function must not hold the engine: it may be dropped last on a thread of Gloo's, which would then
         # have to wait for itself to end.
         recorder, here, title = self.recorder, self._here(), self.title
