@@ -20,6 +20,8 @@ HOSTS = tuple(rank // 8 for rank in range(HUGE))
 UNLIKE = [("all_reduce", "direct"), ("broadcast", "scatter_all_gather")]
 CLOCKED = [(op, name) for op in operations() for name in algorithms(op) if (op, name) not in UNLIKE]
 
+FOLDING = [(op, name) for op, name in CLOCKED if "halving" in name or "doubling" in name]
+
 
 @pytest.mark.parametrize(
     ("op", "name"),
@@ -49,6 +51,14 @@ def test_the_whole_catalogue_on_one_network(op: str, name: str) -> None:
         assert 0 < found < float("inf"), "its formula depends on the hosts"
     else:
         assert found == pytest.approx(formula(entry(op, name).cost, HUGE), rel=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("op", "name"), FOLDING)
+def test_one_rank_less_than_a_power_of_two(op: str, name: str) -> None:
+    """Ranks fold, so that everybody is clocked, but by messages, not by chunks: some 10 seconds on a busy machine."""
+    fewer, even = (simulate(build(op, name, world), M, Network(A, B, G)).total for world in (HUGE - 1, HUGE // 2))
+    assert fewer > even, "folding comes on top of what half as many ranks do"
 
 
 IN_TWO_GIB = """

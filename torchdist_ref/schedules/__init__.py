@@ -29,10 +29,12 @@ from torchdist_ref.schedules.schedule import (
     Pattern,
     Round,
     Rounds,
+    Run,
     Schedule,
     Slot,
     arriving,
     carry,
+    carry_run,
 )
 from torchdist_ref.schedules.simulate import Network, simulate
 from torchdist_ref.schedules.timeline import timeline
@@ -47,6 +49,7 @@ __all__ = [
     "Pattern",
     "Round",
     "Rounds",
+    "Run",
     "Schedule",
     "Slot",
     "Trace",
@@ -56,6 +59,7 @@ __all__ = [
     "arriving",
     "build",
     "carry",
+    "carry_run",
     "choose",
     "contract",
     "cost",

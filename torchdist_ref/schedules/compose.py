@@ -14,7 +14,19 @@ from dataclasses import replace
 from itertools import chain
 
 from torchdist_ref.errors import ArgumentError, explain
-from torchdist_ref.schedules.schedule import Move, Pattern, Round, Rounds, Schedule, Slot, pattern_of
+from torchdist_ref.schedules.schedule import (
+    Move,
+    Pattern,
+    Round,
+    Rounds,
+    Run,
+    Runs,
+    Schedule,
+    Slot,
+    pattern_of,
+    runs_of,
+    single,
+)
 
 
 def each(schedule: Schedule, change: Callable[[Move], Iterable[Move]], symmetric: bool = False) -> Schedule:
@@ -25,23 +37,37 @@ def each(schedule: Schedule, change: Callable[[Move], Iterable[Move]], symmetric
         change: called when the round is asked for.
         symmetric: ``change`` treats all ranks alike, so that some ranks can go on standing for all.
     """
-    return replace(schedule, rounds=_changed(schedule.rounds, change, spacing=1 if symmetric else 0))
+
+    def changed(runs: Runs) -> Runs:
+        return tuple(chain.from_iterable(map(change, single(runs))))
+
+    return replace(schedule, rounds=_changed(schedule.rounds, changed, spacing=1 if symmetric else 0))
 
 
-def _changed(rounds: Sequence[Round], change: Callable[[Move], Iterable[Move]], spacing: int) -> Rounds:
-    """Rounds in which rank ``r`` has become rank ``r * spacing``; 0 for one that is on no such grid."""
+def relabelled(schedule: Schedule, change: Callable[[Move], Move], spacing: int) -> Schedule:
+    """The same rounds with other names for ranks or slots, so that runs stay runs.
 
-    def changed(moves: Round) -> Round:
-        return tuple(chain.from_iterable(map(change, moves)))
+    Args:
+        schedule: to change.
+        change: called with a move, or the first of a run, when it is asked for; indices of slots must stay.
+        spacing: rank ``r`` becomes rank ``r * spacing``, up to an exchange of all; 0 if it becomes any other.
+    """
 
+    def changed(runs: Runs) -> Runs:
+        return tuple(change(item) if isinstance(item, Move) else Run(change(item.first), item.length) for item in runs)
+
+    return replace(schedule, rounds=_changed(schedule.rounds, changed, spacing))
+
+
+def _changed(rounds: Sequence[Round], changed: Callable[[Runs], Runs], spacing: int) -> Rounds:
     def pattern(step: int) -> Pattern | None:
         found = pattern_of(rounds, step)
         if not spacing or found is None:
             return None
-        period, moves = found
-        return Pattern(period * spacing, lambda ranks: changed(moves(ranks // spacing)))
+        period, runs = found
+        return Pattern(period * spacing, lambda ranks: changed(runs(ranks // spacing)))
 
-    return Rounds(len(rounds), lambda step: changed(rounds[step]), pattern)
+    return Rounds(len(rounds), lambda step: changed(runs_of(rounds, step)), pattern)
 
 
 def then(*schedules: Schedule, name: str = "") -> Schedule:
@@ -69,11 +95,7 @@ def then(*schedules: Schedule, name: str = "") -> Schedule:
 def _joined(parts: list[Sequence[Round]]) -> Rounds:
     places = [(part, i) for part in parts for i in range(len(part))]
 
-    def make(step: int) -> Round:
-        part, i = places[step]
-        return part[i]
-
-    return Rounds(len(places), make, lambda step: pattern_of(*places[step]))
+    return Rounds(len(places), lambda step: runs_of(*places[step]), lambda step: pattern_of(*places[step]))
 
 
 def reversed_(schedule: Schedule, reduce: bool = False, name: str = "") -> Schedule:
@@ -88,9 +110,9 @@ def reversed_(schedule: Schedule, reduce: bool = False, name: str = "") -> Sched
     Returns:
         A schedule whose round ``i`` is the turned round ``len - 1 - i``.
     """
-    turned = each(schedule, lambda m: [Move(m.dst, m.src, m.write, m.read, reduce)], symmetric=True).rounds
+    turned = relabelled(schedule, lambda m: Move(m.dst, m.src, m.write, m.read, reduce), spacing=1).rounds
     last = len(turned) - 1
-    rounds = Rounds(last + 1, lambda step: turned[last - step], lambda step: pattern_of(turned, last - step))
+    rounds = Rounds(last + 1, lambda step: runs_of(turned, last - step), lambda step: pattern_of(turned, last - step))
     return replace(schedule, name=name or f"{schedule.name} reversed", rounds=rounds)
 
 
@@ -139,10 +161,10 @@ def on_ranks(schedule: Schedule, ranks: Sequence[int], world: int) -> Schedule:
         return schedule
     spacing = world // len(ranks)
     even = list(ranks) == list(range(0, world, spacing))
-    rounds = _changed(
-        schedule.rounds, lambda m: [Move(ranks[m.src], ranks[m.dst], m.read, m.write, m.reduce)], even * spacing
+    moved = relabelled(
+        schedule, lambda m: Move(ranks[m.src], ranks[m.dst], m.read, m.write, m.reduce), even * spacing
     )
-    return replace(schedule, world=world, rounds=rounds)
+    return replace(moved, world=world)
 
 
 def rooted(schedule: Schedule, root: int) -> Schedule:
@@ -167,7 +189,7 @@ def renamed(schedule: Schedule, buffers: Mapping[str, str], name: str = "") -> S
     def slot(old: Slot) -> Slot:
         return (buffers.get(old[0], old[0]), old[1])
 
-    moved = each(schedule, lambda m: [Move(m.src, m.dst, slot(m.read), slot(m.write), m.reduce)], symmetric=True)
+    moved = relabelled(schedule, lambda m: Move(m.src, m.dst, slot(m.read), slot(m.write), m.reduce), spacing=1)
     return replace(moved, name=name or schedule.name)
 
 

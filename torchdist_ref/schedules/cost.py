@@ -9,12 +9,11 @@ Do not add here: closed forms. They are in the catalogue as text, and the tests 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
 from torchdist_ref.schedules.messages import messages
-from torchdist_ref.schedules.schedule import Move, Schedule, pattern_of
+from torchdist_ref.schedules.schedule import Runs, Schedule, pattern_of, runs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +47,14 @@ class _Tally:
         self.received: Counter[int] = Counter()
         self.reduced: Counter[int] = Counter()
 
-    def add(self, moves: Iterable[Move]) -> None:
+    def add(self, moves: Runs) -> None:
         parts = messages(moves)
         travelling = [part for part in parts if part.src != part.dst]
         self.steps += bool(travelling)
         self.messages += len(travelling)
         for part in travelling:
-            self.sent[part.src % self.period] += len(part.moves)
-            self.received[part.dst % self.period] += len(part.moves)
+            self.sent[part.src % self.period] += part.slots
+            self.received[part.dst % self.period] += part.slots
         for part in parts:
             self.reduced[part.dst % self.period] += part.reduced
 
@@ -79,7 +78,7 @@ def cost(schedule: Schedule) -> Cost:
         pattern = pattern_of(schedule.rounds, step)
         period = pattern.period if pattern else schedule.world
         tally = tallies.setdefault(period, _Tally(period))
-        tally.add(pattern.moves(period) if pattern else schedule.rounds[step])
+        tally.add(pattern.runs(period) if pattern else runs_of(schedule.rounds, step))
     return _cost(schedule, list(tallies.values()))
 
 

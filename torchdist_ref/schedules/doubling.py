@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from torchdist_ref.schedules.compose import on_ranks, reversed_, then
 from torchdist_ref.schedules.direct import DATA
-from torchdist_ref.schedules.schedule import Move, Schedule, arriving, carry
+from torchdist_ref.schedules.schedule import Move, Run, Schedule, arriving, carry, carry_run
 
 
 def core_size(world: int) -> int:
@@ -27,17 +27,20 @@ def core_size(world: int) -> int:
     return 1 << (world.bit_length() - 1)
 
 
-def blocks(chunk: int, core: int, world: int) -> list[int]:
-    """The blocks for which core rank ``chunk`` answers: its own, and that of the rank folded into it."""
-    return [chunk, chunk + core] if chunk + core < world else [chunk]
+def blocks(chunks: range, core: int, world: int) -> list[range]:
+    """The blocks for which the core ranks ``chunks`` answer: their own, and those of the ranks folded into them."""
+    folded_in = range(chunks.start + core, min(chunks.stop + core, world))
+    return [chunks, folded_in] if folded_in else [chunks]
 
 
 def fold(world: int, chunks: int) -> Schedule:
     """Rank ``core + i`` gives its tensor to rank ``i``, which reduces it into its own."""
     core = core_size(world)
-    pairs = [(core + i, i) for i in range(world - core)]
-    moves = tuple(carry(src, dst, ("data", c), reduce=True) for src, dst in pairs for c in range(chunks))
-    return Schedule("fold", world, (moves,) if moves else (), chunks)
+
+    def arrivals(step: int, rank: int) -> list[Run]:
+        return [carry_run(core + rank, rank, "data", range(chunks), reduce=True)] if core + rank < world else []
+
+    return Schedule("fold", world, arriving(world, int(core < world), arrivals), chunks)
 
 
 def folded(core: Schedule, world: int) -> Schedule:
@@ -64,17 +67,21 @@ def all_gather(world: int) -> Schedule:
     core = core_size(world)
 
     def place(step: int, rank: int) -> list[Move]:
-        return [Move(r, rank, ("in", 0), ("out", r)) for r in ([rank] if rank >= core else blocks(rank, core, world))]
+        owners = (rank, rank + core) if rank + core < world else (rank,)
+        return [Move(r, rank, ("in", 0), ("out", r)) for r in owners]
 
-    def swap(step: int, rank: int) -> list[Move]:
+    def swap(step: int, rank: int) -> list[Run]:
         distance = 1 << step
         first = (rank ^ distance) // distance * distance
-        known = [b for chunk in range(first, first + distance) for b in blocks(chunk, core, world)]
-        return [carry(rank ^ distance, rank, ("out", b)) for b in known]
+        known = blocks(range(first, first + distance), core, world)
+        return [carry_run(rank ^ distance, rank, "out", run) for run in known]
+
+    def unfold(step: int, rank: int) -> list[Run]:
+        others = (range(rank), range(rank + 1, world)) if rank >= core else ()
+        return [carry_run(rank - core, rank, "out", run) for run in others if run]
 
     period = 1 if core == world else 0
     placed = Schedule("place", world, arriving(world, 1, place, period), world)
     swaps = Schedule("swap", world, arriving(core, core.bit_length() - 1, swap, period), world)
-    unfold = tuple(carry(r - core, r, ("out", b)) for r in range(core, world) for b in range(world) if b != r)
-    last = Schedule("unfold", world, (unfold,) if unfold else (), world)
+    last = Schedule("unfold", world, arriving(world, int(core < world), unfold), world)
     return then(placed, swaps, last, name="recursive_doubling all_gather")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from torchdist_ref.schedules import direct
 from torchdist_ref.schedules.compose import on_ranks, only, reversed_, then
 from torchdist_ref.schedules.doubling import blocks, core_size, fold, folded
-from torchdist_ref.schedules.schedule import Move, Schedule, arriving, carry
+from torchdist_ref.schedules.schedule import Move, Run, Schedule, arriving, carry_run
 
 
 def kept(core: int, step: int, rank: int) -> tuple[int, range]:
@@ -28,9 +28,9 @@ def kept(core: int, step: int, rank: int) -> tuple[int, range]:
 def reduce_scatter_in_place(core: int) -> Schedule:
     """For a power of two: chunk ``c`` of everybody's ``data`` is reduced on rank ``c``."""
 
-    def arrivals(step: int, rank: int) -> list[Move]:
+    def arrivals(step: int, rank: int) -> list[Run]:
         partner, chunks = kept(core, step, rank)
-        return [carry(partner, rank, ("data", c), reduce=True) for c in chunks]
+        return [carry_run(partner, rank, "data", chunks, reduce=True)]
 
     rounds = arriving(core, core.bit_length() - 1, arrivals, period=1)
     return Schedule("halving reduce_scatter in place", core, rounds, core)
@@ -50,11 +50,11 @@ def gather_in_place(core: int, root: int) -> Schedule:
     """
     steps = core.bit_length() - 1
 
-    def arrivals(step: int, rank: int) -> list[Move]:
+    def arrivals(step: int, rank: int) -> list[Run]:
         partner = rank ^ 1 << step
         _, chunks = kept(core, steps - 1 - step, partner)
         leads = (rank ^ root) % (2 << step) == 0
-        return [carry(partner, rank, ("data", c)) for c in chunks] if leads else []
+        return [carry_run(partner, rank, "data", chunks)] if leads else []
 
     return Schedule("doubling gather in place", core, arriving(core, steps, arrivals), core)
 
@@ -76,21 +76,21 @@ def reduce_scatter(world: int) -> Schedule:
     core = core_size(world)
     extra, swaps = world - core, core.bit_length() - 1
 
-    def start(rank: int, sources: list[int], chunks: list[int]) -> list[Move]:
-        """Scratch slots begin as a copy of this rank's own blocks, to which the sources' blocks are added."""
-        return [Move(r, rank, ("in", c), ("tmp", c), reduce=r != rank) for c in chunks for r in (rank, *sources)]
+    def start(rank: int, source: int, indices: range) -> Run:
+        """Scratch slots begin as a copy of this rank's own blocks, to which another rank's blocks may be added."""
+        return carry_run(source, rank, "in", indices, reduce=source != rank, into="tmp")
 
-    def swap(step: int, rank: int) -> list[Move]:
+    def swap(step: int, rank: int) -> list[Run]:
         partner, chunks = kept(core, step, rank)
-        mine = [b for c in chunks for b in blocks(c, core, world)]
-        copies = start(rank, [], mine) if step == 0 and rank >= extra else []
+        mine = blocks(chunks, core, world)
+        copies = [start(rank, rank, run) for run in mine] if step == 0 and rank >= extra else []
         buffer = "in" if step == 0 and partner >= extra else "tmp"
-        return copies + [Move(partner, rank, (buffer, b), ("tmp", b), reduce=True) for b in mine]
+        return copies + [carry_run(partner, rank, buffer, run, reduce=True, into="tmp") for run in mine]
 
-    def arrivals(step: int, rank: int) -> list[Move]:
+    def arrivals(step: int, rank: int) -> list[Run] | list[Move]:
         step -= extra > 0
         if step < 0:
-            return start(rank, [core + rank], list(range(world))) if rank < extra else []
+            return [start(rank, source, range(world)) for source in (rank, core + rank)] if rank < extra else []
         if step == swaps:
             return [Move(rank % core, rank, ("tmp", rank), ("out", 0))]
         return swap(step, rank) if rank < core else []

@@ -14,7 +14,7 @@ from __future__ import annotations
 from torchdist_ref.schedules import ring
 from torchdist_ref.schedules.compose import each, on_ranks, renamed, reversed_, then
 from torchdist_ref.schedules.hierarchical import Hosts, period, teams
-from torchdist_ref.schedules.schedule import Arrivals, Move, Schedule, Slot, arriving, carry
+from torchdist_ref.schedules.schedule import Arrivals, Move, Run, Schedule, Slot, arriving, carry, carry_run
 
 Teams = list[list[int]]
 
@@ -38,9 +38,9 @@ def all_gather(hosts: Hosts) -> Schedule:
         team, _ = home[rank]
         return [Move(r, rank, ("in", 0), ("out", r)) for r in team] if rank == team[0] else []
 
-    def down(step: int, rank: int) -> list[Move]:
+    def down(step: int, rank: int) -> list[Run]:
         team, _ = home[rank]
-        return [carry(team[0], rank, ("out", b)) for b in range(world)] if rank != team[0] else []
+        return [carry_run(team[0], rank, "out", range(world))] if rank != team[0] else []
 
     leaders = on_ranks(ring.all_gather_in_place(len(groups)), [team[0] for team in groups], world)
     outer = each(leaders, lambda m: [carry(m.src, m.dst, ("out", b)) for b in groups[m.read[1]]], symmetric=True)
@@ -74,14 +74,14 @@ def reduce_scatter(hosts: Hosts) -> Schedule:
     world, groups = len(hosts), teams(hosts)
     home = _by_rank(groups)
 
-    def arrivals(step: int, rank: int) -> list[Move]:
+    def arrivals(step: int, rank: int) -> list[Run] | list[Move]:
         team, place = home[rank]
         if step == len(groups):
             return [Move(team[0], rank, ("tmp", rank), ("out", 0))]
         if rank != team[0]:
             return []
         if step == 0:
-            return [Move(r, rank, ("in", c), ("tmp", c), reduce=r != rank) for c in range(world) for r in team]
+            return [carry_run(r, rank, "in", range(world), reduce=r != rank, into="tmp") for r in team]
         source = groups[(place - step) % len(groups)]
         return [carry(source[0], rank, ("tmp", c), reduce=True) for c in team]
 

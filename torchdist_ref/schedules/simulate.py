@@ -14,9 +14,9 @@ too (hosts filled in order, with equally many ranks each), whatever befalls the 
 those of every other host at the same moment: nothing in the rules above depends on a host's number. So the same
 clock runs with one host's ranks only, rank ``r`` read as ``r % period``, and finds the same times to the last bit.
 Without hosts that is one rank. A round that does not repeat itself, or whose ranks begin it at different times, is
-run for everybody: about 10 microseconds and 500 bytes of events a message. So 16,384 ranks take 3 seconds at most,
-but for direct all_reduce and scatter_all_gather, where everybody hears from everybody and no two ranks at the same
-times: 268 million messages (10 seconds are enough for 700 and 900 ranks).
+run for everybody: about 10 microseconds and 500 bytes of events a message. So 16,384 ranks take seconds, but for
+direct all_reduce and scatter_all_gather, where everybody hears from everybody and no two ranks at the same times:
+268 million messages (10 seconds are enough for 700 and 900 ranks).
 
 Do not add here: other network effects. This clock is for comparing algorithms, not for promising times.
 """
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.schedules.events import Event, Trace
 from torchdist_ref.schedules.messages import Message, messages
-from torchdist_ref.schedules.schedule import Round, Schedule, pattern_of
+from torchdist_ref.schedules.schedule import Runs, Schedule, pattern_of, runs_of
 
 REPRESENTED = 257
 
@@ -98,11 +98,11 @@ class _Clock:
         if self.cards and len(self.cards) == 1:
             self.cards = dict.fromkeys(self.hosts, self.cards[self.hosts[0]])
 
-    def round(self, moves: Round) -> None:
+    def round(self, moves: Runs) -> None:
         # Only ranks that take part are touched: a chain has as many rounds as ranks, and two busy ranks in each.
         self.sending, self.receiving, self.working = _Until(self.ready), _Until(self.ready), _Until(self.ready)
         for message in self._in_turn(messages(moves)):
-            nbytes, label = len(message.moves) * self.slot, message.label
+            nbytes, label = message.slots * self.slot, message.label
             arrived = self._travel(message, nbytes, label)
             self._reduce(message, arrived, label)
         for times in (self.sending, self.receiving, self.working):
@@ -153,7 +153,7 @@ class _Clock:
             self.working[rank] = end = start + nbytes * self.network.gamma
             self._saw(message.dst, "reduce", start, end, message.src, nbytes, label)
         elif message.src == message.dst:
-            nbytes = len(message.moves) * self.slot
+            nbytes = message.slots * self.slot
             self._saw(message.dst, "copy", arrived, arrived, message.src, nbytes, label)
 
     def _saw(self, rank: int, kind: str, start: float, end: float, peer: int, nbytes: float, label: str) -> None:
@@ -229,8 +229,8 @@ def _round(schedule: Schedule, step: int, clock: _Clock, few: int) -> bool:
     """Run one round, with few ranks for all if that can be; say whether."""
     pattern = pattern_of(schedule.rounds, step) if few < schedule.world else None
     if pattern and few % pattern.period == 0 and clock.narrowed(few):
-        clock.round(pattern.moves(few))
+        clock.round(pattern.runs(few))
         return True
     clock.widen()
-    clock.round(schedule.rounds[step])
+    clock.round(runs_of(schedule.rounds, step))
     return False
