@@ -30,7 +30,10 @@ def key_text(operation: str, key: Text, argument: str = "key") -> str:
 def key_bytes(operation: str, key: Text, argument: str = "key") -> bytes:
     """The key as bytes."""
     if isinstance(key, str):
-        return key.encode("utf-8", "surrogateescape")
+        try:
+            return key.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            raise ArgumentTypeError(explain(operation, argument, "text that UTF-8 has bytes for", key)) from None
     if isinstance(key, (bytes, bytearray)):
         return bytes(key)
     raise ArgumentTypeError(explain(operation, argument, "a str or bytes", key))
