@@ -26,7 +26,7 @@ from torchdist_ref.errors import DistBackendError, UnsupportedError
 from torchdist_ref.stores import Store
 from torchdist_ref.transports.base import Link
 from torchdist_ref.transports.memory import OneMemory, Token
-from torchdist_ref.transports.layout import KINDS, Layout
+from torchdist_ref.transports.layout import KINDS, Layout, half_for
 from torchdist_ref.transports.liveness import Peers
 
 _SEMAPHORE = 1
@@ -89,7 +89,7 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
     """
     if reason := available():
         raise UnsupportedError(f"{reason}. Use backend 'gloo', or ranks as threads.")
-    layout = Layout(len(members))
+    layout = Layout(len(members), half_for(len(members)))
     memory = attach(store, layout, rank) if rank else create(store, layout, range(1, layout.size))
     link = Link(memory, layout, rank, members, name, timeout)
     link.line.arrive(os.getpid())
