@@ -80,10 +80,27 @@ def nobody_sends_to_himself(rank: int, group: Any) -> None:
     refused("not connected", lambda: oracle.isend(torch.ones(2), rank, group))
 
 
+def a_nan_may_vanish(rank: int, group: Any) -> None:
+    tensor = torch.tensor([float("nan") if rank == 1 else 1.0])
+    oracle.all_reduce(tensor, oracle.ReduceOp.MIN, group)
+    assert tensor.tolist() == [1.0]
+
+
+def stacked_blocks_are_refused(rank: int, group: Any) -> None:
+    refused("invalid tensor size", lambda: oracle.all_gather_into_tensor(torch.zeros(2, 3), torch.ones(3), group))
+
+
+def a_destroyed_group_counts_still(rank: int, group: Any) -> None:
+    gone = oracle.new_group(timeout=TIMEOUT)
+    oracle.destroy_process_group(gone)
+    assert oracle.get_world_size(gone) == 2
+    oracle.all_reduce(torch.ones(1), group=gone)
+
+
 FACTS = (
     strided_writes_beside, sums_of_truth_leave_other_bytes, reduce_scatter_has_no_future, types_are_refused,
     complex_is_not_gathered, sizes_must_be_alike, no_dimensions_are_refused, premul_sum_is_refused,
-    nobody_sends_to_himself,
+    nobody_sends_to_himself, a_nan_may_vanish, stacked_blocks_are_refused, a_destroyed_group_counts_still,
 )  # fmt: skip
 
 
