@@ -173,6 +173,7 @@ def refused(rank: int, size: int) -> list[tuple[str, str]]:
         lambda: group.allreduce([one, one]),
         lambda: group.all_gather_single(three, one),
         lambda: group.allgather([[one]], [one]),
+        lambda: group.all_gather_single(torch.ones(3, 4)[:, ::2], three),
         lambda: group.reduce_scatter_single(one, torch.ones(4)),
         lambda: group.allreduce([torch.ones(2, 2).to_sparse()]),
         lambda: group.allreduce([torch.ones(2, device="meta")]),
@@ -192,7 +193,8 @@ def failure(attempt: Any) -> tuple[str, str]:
 WANTED = [
     ("UnsupportedError", "PREMUL_SUM"), ("ArgumentError", "rootRank"), ("UnsupportedError", "rootTensor"),
     ("ArgumentError", "a list of one"), ("ArgumentError", "divides into 2"), ("ArgumentError", "2 tensors, one a rank"),
-    ("ArgumentError", "1 elements a rank"), ("UnsupportedError", "sparse"), ("UnsupportedError", "meta"),
+    ("ArgumentError", "by its first dimension"), ("ArgumentError", "1 elements a rank"),
+    ("UnsupportedError", "sparse"), ("UnsupportedError", "meta"),
     ("UnsupportedError", "cuda"),
 ]  # fmt: skip
 

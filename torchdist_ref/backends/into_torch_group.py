@@ -112,13 +112,11 @@ class Hosted(c10d.ProcessGroup):
 
     def _rows(self, op: str, argument: str, tensor: Tensor) -> Tensors:
         """A tensor as one equal block for each rank."""
-        if tensor.numel() % self.size():
-            expected = f"a tensor that divides into {self.size()} equal blocks"
+        size = self.size()
+        if tensor.numel() % size or not (tensor.is_contiguous() or tensor.shape[0] % size == 0):
+            expected = f"a tensor that divides into {size} equal blocks, by its first dimension if it is not contiguous"
             raise ArgumentError(explain(op, argument, expected, list(tensor.shape), rank=self.rank()))
-        if self.size() == 1:
-            return (tensor,)
-        in_rows = tensor.is_contiguous() or (tensor.dim() and not tensor.shape[0] % self.size())
-        return Rows(tensor, self.size()) if in_rows else tensor.chunk(self.size())
+        return Rows(tensor, size) if size > 1 else (tensor,)
 
     def _fit(self, op: str, argument: str, blocks: Tensors, tensor: Tensor) -> None:
         """Raise unless there is a block for each rank, and this rank's has the size of the tensor."""
