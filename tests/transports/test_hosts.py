@@ -136,7 +136,7 @@ def test_a_peer_may_write_only_its_own_part() -> None:
 
 
 def test_a_mesh_refuses_bytes_for_a_part_that_is_not_the_senders() -> None:
-    layout = Layout(2, half=8192, box=4096)
+    layout = Layout(2, window=8192)
     memory = bytearray(layout.nbytes)
     mesh = Mesh(0, layout, lambda rank: memoryview(memory))
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -144,11 +144,11 @@ def test_a_mesh_refuses_bytes_for_a_part_that_is_not_the_senders() -> None:
         ours, _ = server.accept()
     with theirs, ours:
         mesh.add(1, ours)
-        begin = layout.stage(1, 0)
+        begin = layout.pocket(1, 0)
         theirs.sendall(pack(Frame(KINDS.index("full"), 1, ((begin, 3),))) + b"abc")
         mesh.pump(1.0)
         assert bytes(memory[begin : begin + 3]) == b"abc" and mesh.counts["full", 1] == 1
-        theirs.sendall(pack(Frame(KINDS.index("full"), 1, ((layout.stage(0, 0), 3),))) + b"xyz")
+        theirs.sendall(pack(Frame(KINDS.index("full"), 1, ((layout.pocket(0, 0), 3),))) + b"xyz")
         with pytest.raises(DistNetworkError, match="not its part"):
             mesh.pump(1.0)
         mesh.close()
@@ -188,7 +188,7 @@ def may_move(rank: int) -> bool:
 
 
 def test_a_mesh_takes_bytes_for_anywhere_only_where_they_are_expected() -> None:
-    layout = Layout(2, half=8192, box=4096)
+    layout = Layout(2, window=8192)
     memory, wanted = bytearray(layout.nbytes), bytearray(3)
     mesh = Mesh(0, layout, lambda rank: memoryview(memory))
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -208,7 +208,7 @@ def test_a_mesh_takes_bytes_for_anywhere_only_where_they_are_expected() -> None:
 
 
 def test_a_peer_that_does_not_read_is_named_in_time() -> None:
-    layout = Layout(2, half=8192, box=4096)
+    layout = Layout(2, window=8192)
     memory = bytearray(layout.nbytes)
     mesh = Mesh(0, layout, lambda rank: memoryview(memory), patience=0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:

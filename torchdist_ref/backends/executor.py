@@ -4,8 +4,9 @@ The first round of a call is its opening: every rank gives a token to every othe
 so that all ranks have seen each other's announcement before anybody writes. If the announcements differ,
 all ranks see the same difference and raise, nothing has been written, and the link is as before.
 
-A half of the stage is laid out again only when all readers of its last content have freed it. With two
-halves in turn that wait is over before it begins, and no barrier is needed between rounds or calls.
+Rounds take turns. What a round lays out lies elsewhere than what the round before laid out, and may lie where the one
+before that did: so its readers have to have freed that. The wait is over before it begins, and no barrier is needed
+between rounds or calls.
 One call at a time: the engine holds the lock. Don't add decisions here.
 """
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from torchdist_ref.backends.lent import Lending
-from torchdist_ref.backends.plan import Peer, Plan
+from torchdist_ref.backends.plan import Code, Peer, Plan
 from torchdist_ref.backends.progress import OutOfTurnError
 from torchdist_ref.errors import MismatchError
 from torchdist_ref.numbers import Number
@@ -49,13 +50,25 @@ class SomeLendError(Exception):
     """Not for users: some ranks lend their tensors and some don't, so all stage."""
 
 
+class _First(dict[int, Code]):
+    """A plan's code for the first window, by place: most calls have no other, and find it here soonest."""
+
+    def __init__(self, code: Callable[[int, int], Code]) -> None:
+        self._code = code
+
+    def __missing__(self, place: int) -> Code:
+        found = self[place] = self._code(0, place)
+        return found
+
+
 class Executor:
-    """The state of a link between calls: the next call's number, the stage's turn, who still reads it."""
+    """The state of a link between calls: the next call's number, the stage's turn and place, who still reads it."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
         self.sequence = 0
-        self._half = 0
+        # All ranks count alike what rounds take, of turns and of the ring: a call that fails in its opening takes none.
+        self._turn = self._head = 0
         self._readers: list[tuple[Peer, ...]] = [(), ()]
         self._staged_last = -1
         self._said = [(link.line.said[n], tuple(link.lines[p].said[n] for p in link.peers)) for n in (0, 1)]
@@ -87,8 +100,6 @@ class Executor:
             parity = sequence & 1
             line.announce(sequence, lending.record, number)
             line.lent[parity][:] = place
-            # As many turns of the stage as a rank takes that begins to stage.
-            self._half = 1 - self._half
             try:
                 hear_all()
                 mine, theirs = said[parity]
@@ -124,53 +135,70 @@ class Executor:
         return hear_all
 
     def _staged(self, plan: Plan) -> Callable[..., None]:
-        line, wait, said, windows, first = self.link.line, self.link.wait, self._said, plan.windows, plan.first
-        announce, record, later, words = line.announce, plan.record, plan.code, line.words
+        announce, record, windows, room = self.link.line.announce, plan.record, plan.windows, plan.room
+        words, code, carry_out, first = self.link.line.words, plan.code, self._rounds(plan), _First(plan.code)
 
         def run(tensors: Sequence[Tensor], number: Number, unseen: bool = True) -> None:
             sequence = self.sequence
+            before = self._turn, self._head
             if unseen:
                 announce(sequence, record, number)
             try:
                 for begin in windows:
-                    for stage, posts, waits, steps, frees, readers in (
-                        later(begin, self._half) if begin else first[self._half]
-                    ):
-                        half = self._half
-                        self._half = 1 - half
-                        if stage:
-                            if self._readers[0] or self._readers[1]:
-                                self._make_room(half, plan)
-                            self._staged_last = half
-                            for lay in stage:
-                                lay(tensors, begin)
-                        for post in posts:
-                            post()
-                        for token, peer in waits:
-                            if not token.acquire(False):
-                                wait(token, peer, plan.doing)
-                        if unseen:
-                            mine, theirs = said[sequence & 1]
-                            for other in theirs:
-                                if other != mine:
-                                    raise self._difference(plan)
-                            unseen = False
-                        if readers:
-                            self._readers[half] = readers
-                        for step in steps:
-                            step(tensors, begin)
-                        for free in frees:
-                            free()
+                    place = self._place(plan) if room else self._turn
+                    carry_out(code(begin, place) if begin else first[place], tensors, begin, unseen)
+                    unseen = False
             except SomeLendError:
+                self._turn, self._head = before
                 # Not by its own name: a function that knows itself is garbage that keeps the group's memory.
                 return self._staged(plan)(tensors, number, False)
             except BaseException as error:
+                self._turn, self._head = before
                 self._failed(plan, error)
                 raise
             words[DONE] = sequence
             self.sequence = sequence + 1
 
         return run
+
+    def _rounds(self, plan: Plan) -> Callable[[Code, Sequence[Tensor], int, bool], None]:
+        """What carries out the rounds of a window. The first can be the opening, the others' calls being unseen."""
+        wait, said = self.link.wait, self._said
+
+        def carry_out(code: Code, tensors: Sequence[Tensor], begin: int, unseen: bool) -> None:
+            for stage, posts, waits, steps, frees, readers in code:
+                turn = self._turn
+                self._turn = 1 - turn
+                if stage:
+                    if self._readers[0] or self._readers[1]:
+                        self._make_room(turn, plan)
+                    self._staged_last = turn
+                    for lay in stage:
+                        lay(tensors, begin)
+                for post in posts:
+                    post()
+                for token, peer in waits:
+                    if not token.acquire(False):
+                        wait(token, peer, plan.doing)
+                if unseen:
+                    mine, theirs = said[self.sequence & 1]
+                    if theirs.count(mine) < len(theirs):
+                        raise self._difference(plan)
+                    unseen = False
+                if readers:
+                    self._readers[turn] = readers
+                for step in steps:
+                    step(tensors, begin)
+                for free in frees:
+                    free()
+
+        return carry_out
+
+    def _place(self, plan: Plan) -> int:
+        """The place on every ring for the next window's first round: the same on all ranks."""
+        place = self.link.layout.next_place(self._head, plan.room)
+        self._head = place + plan.room * len(plan.rounds)
+        return place
 
     def _failed(self, plan: Plan, error: BaseException) -> None:
         """After a difference the link goes on; after anything else it does not."""
@@ -179,17 +207,17 @@ class Executor:
         else:
             self.link.give_up(error, plan.doing)
 
-    def _make_room(self, half: int, plan: Plan) -> None:
-        """Wait until nobody reads this half any more.
+    def _make_room(self, turn: int, plan: Plan) -> None:
+        """Wait until nobody reads what was laid out in the turn before the last one.
 
-        Free tokens don't say which half they are for; they come in the order of the stagings. So where a
-        round without staging made the turns uneven, the other half's readers are waited for first.
+        Free tokens don't say which turn they are for; they come in the order of the stagings. So where a
+        round without staging made the turns uneven, the other turn's readers are waited for first.
         """
-        if self._staged_last == half:
-            self._take(self._readers[1 - half], plan)
-            self._readers[1 - half] = ()
-        self._take(self._readers[half], plan)
-        self._readers[half] = ()
+        if self._staged_last == turn:
+            self._take(self._readers[1 - turn], plan)
+            self._readers[1 - turn] = ()
+        self._take(self._readers[turn], plan)
+        self._readers[turn] = ()
 
     def _take(self, tokens: tuple[Peer, ...], plan: Plan) -> None:
         for token, peer in tokens:

@@ -30,6 +30,8 @@ KIB = 1024
 MIB = 1024 * KIB
 # Up to here a staged call of two ranks is over as soon; with more, where they don't have a core each, up to more.
 WORTH = 64 * KIB
+# Bytes that are worked on before the next round: two ranks' windows fit in a core's second-level cache.
+WINDOW = 512 * KIB
 # Sets of tensors that a plan remembers. Programs call again and again with the same ones.
 MOST = 16
 
@@ -146,7 +148,7 @@ class Lending:
         there = zip(self._neighbours, Place.unpack_all(places), strict=True)
         tensors = [neighbour.view(place, self._plan.dtype, self._count) for neighbour, place in there]
         rounds = self._schedule.rounds
-        window = max(1, self._plan.link.layout.half // self._plan.dtype.itemsize)
+        window = max(1, WINDOW // self._plan.dtype.itemsize)
         windows = range(0, self._stride, window)
         phases: list[list[Step]] = [[] for _ in range(len(windows) + 1 if len(rounds) > 1 else 1)]
         for number, begin in enumerate(windows):

@@ -27,7 +27,7 @@ from torchdist_ref.schedules.schedule import Move, Schedule, Slot
 from torchdist_ref.transports.base import Link
 from torchdist_ref.transports.memory import Range, Token
 from torchdist_ref.transports.board import Record
-from torchdist_ref.transports.layout import ANNOUNCEMENT
+from torchdist_ref.transports.layout import ANNOUNCEMENT, room
 
 ALIGN = 64
 # Bytes that are copied in the time that it takes to make a view (measured: about 1 us).
@@ -44,7 +44,7 @@ class RoundCode(NamedTuple):
         waits: (token, peer) to take before reading.
         steps: What to do then with the slots of this rank.
         frees: Tokens to give once everything is read.
-        readers: (token, peer) to take before this half of the stage is used again.
+        readers: (token, peer) to take before the turn after the next one lays out anything.
     """
 
     stage: tuple[Step, ...]
@@ -134,10 +134,22 @@ class Plan:
         return tuple(_staged(moves) for moves in self.rounds)
 
     @cached_property
+    def _most(self) -> int:
+        return max((len(slots) for by_rank in self.staged for slots in by_rank.values()), default=1)
+
+    @cached_property
+    def _stride(self) -> int:
+        return -(-self.window * self.dtype.itemsize // ALIGN) * ALIGN
+
+    @cached_property
+    def room(self) -> int:
+        """Bytes of the ring that each round takes on every stage; 0 if it has a pocket."""
+        return room(self._most * self._stride if self._carries_data else 0)
+
+    @cached_property
     def window(self) -> int:
         """Elements of a slot that go through the stage at once."""
-        most = max((len(slots) for by_rank in self.staged for slots in by_rank.values()), default=1)
-        room = self.link.layout.half // max(1, most) // ALIGN * ALIGN // self.dtype.itemsize
+        room = self.link.layout.window // self._most // ALIGN * ALIGN // self.dtype.itemsize
         return max(1, min(room, self.sizes.largest))
 
     @cached_property
@@ -154,36 +166,32 @@ class Plan:
         """Elements of `slot` on `rank` that lie in the window that begins there."""
         return max(0, min(self.window, self.sizes.of(rank, slot) - begin))
 
-    @cached_property
-    def first(self) -> tuple[Code, Code]:
-        """What to do for the first window, by the stage's turn."""
-        return self._window(0, 0), self._window(0, 1)
-
-    def code(self, begin: int, half: int) -> Code:
-        """What to do for a later window, which begins at element `begin`, the stage's turn being `half`."""
-        key = ("inner" if begin + self.window <= self._smallest else begin, half)
+    def code(self, begin: int, place: int) -> Code:
+        """What to do for the window that begins there, if its first round has that place on every ring, or pocket."""
+        key = (-1 if 0 < begin <= self._smallest - self.window else begin, place)
         code = self._code.get(key)
         if code is None:
-            code = self._code[key] = self._window(begin, half)
+            numbers = range(len(self.rounds))
+            code = self._code[key] = tuple(self._round(n, begin, self._place(place, n)) for n in numbers)
         return code
 
-    def _window(self, begin: int, half: int) -> Code:
-        return tuple(self._round(number, begin, (half + number) & 1) for number in range(len(self.rounds)))
+    def _place(self, first: int, number: int) -> int:
+        after = first + number * (self.room or 1)
+        return self.link.layout.next_place(after, self.room) if self.room else after & 1
 
     @cached_property
     def _frees(self) -> bool:
         """Whether readers must say that they are done.
 
-        In a call of one round they need not: who comes to the next call's opening has finished this one, and
-        this half of the stage is not laid out before the call after that.
+        In one round they need not: who opens the next call has finished this one, and that lies elsewhere on the stage.
         """
-        return self._carries_data and (len(self.rounds) > 1 or len(self.windows) > 1)
+        return self._carries_data and max(len(self.rounds), len(self.windows)) > 1
 
     @cached_property
     def _smallest(self) -> int:
         return min((self.sizes.of(m.src, m.read) for moves in self.rounds for m in moves), default=0)
 
-    def _round(self, number: int, begin: int, half: int) -> RoundCode:
+    def _round(self, number: int, begin: int, place: int) -> RoundCode:
         link, rank, moves = self.link, self.link.rank, self.rounds[number]
         opening = number == 0 and begin == 0
         sources = _unique(m.src for m in moves if m.dst == rank and m.src != rank)
@@ -192,31 +200,32 @@ class Plan:
         mine = [s for s in self.staged[number].get(rank, ()) if self.length(rank, s, begin) and self._carries_data]
         return RoundCode(
             stage=tuple(
-                self._copy(self._view(number, rank, s, begin, half), self._own(s, begin), s, begin) for s in mine
+                self._copy(self._view(number, rank, s, begin, place), self._own(s, begin), s, begin) for s in mine
             ),
-            posts=tuple(link.giver("full", p, self._shown(number, p, begin, half, opening)) for p in told),
+            posts=tuple(link.giver("full", p, self._shown(number, p, begin, place, opening)) for p in told),
             waits=tuple((link.full_from[p], p) for p in (link.peers if opening else sources)),
-            steps=(*self._steps(number, begin, half), *self._last_steps(number, begin)),
+            steps=(*self._steps(number, begin, place), *self._last_steps(number, begin)),
             frees=tuple(link.giver("free", p) for p in sources if self._frees),
             readers=tuple((link.free_from[p], p) for p in targets if self._frees),
         )
 
-    def _shown(self, number: int, peer: int, begin: int, half: int, opening: bool) -> list[Range]:
+    def _shown(self, number: int, peer: int, begin: int, place: int, opening: bool) -> list[Range]:
         """What a peer gets to see with its token: the slots that it reads, and in an opening the announcement."""
         link = self.link
         line = [(link.layout.board(link.rank), ANNOUNCEMENT)] if opening else []
         moves = [m for m in self.rounds[number] if (m.src, m.dst) == (link.rank, peer) and self._carries_data]
-        return line + [self._range(number, link.rank, slot, begin, half) for slot in _unique(m.read for m in moves)]
+        return line + [self._range(number, link.rank, slot, begin, place) for slot in _unique(m.read for m in moves)]
 
-    def _range(self, number: int, rank: int, slot: Slot, begin: int, half: int) -> Range:
+    def _range(self, number: int, rank: int, slot: Slot, begin: int, place: int) -> Range:
         """Where a slot of some rank lies on that rank's stage in this round, and how many bytes it has there."""
-        stride = -(-self.window * self.dtype.itemsize // ALIGN) * ALIGN
-        offset = self.link.layout.stage(rank, half) + self.staged[number][rank].index(slot) * stride
+        layout = self.link.layout
+        first = layout.ring(rank, place) if self.room else layout.pocket(rank, place)
+        offset = first + self.staged[number][rank].index(slot) * self._stride
         return offset, self.length(rank, slot, begin) * self.dtype.itemsize
 
-    def _view(self, number: int, rank: int, slot: Slot, begin: int, half: int) -> Tensor:
+    def _view(self, number: int, rank: int, slot: Slot, begin: int, place: int) -> Tensor:
         """A slot of some rank as it lies on that rank's stage in this round."""
-        offset, nbytes = self._range(number, rank, slot, begin, half)
+        offset, nbytes = self._range(number, rank, slot, begin, place)
         count = nbytes // self.dtype.itemsize
         view = torch.frombuffer(self.link.memory.buffer_of(rank), dtype=self.dtype, count=count, offset=offset)
         return view.view(self.shape) if self.whole and self.shape is not None else view
@@ -231,13 +240,13 @@ class Plan:
         size = self.dtype.itemsize
         return steps.copy(target, source, self.length(self.link.rank, slot, begin) * size, size)
 
-    def _steps(self, number: int, begin: int, half: int) -> Iterable[Step]:
+    def _steps(self, number: int, begin: int, place: int) -> Iterable[Step]:
         mine = [m for m in self.rounds[number] if m.dst == self.link.rank]
         for slot in _unique(m.write for m in mine):
             arriving = [m for m in mine if m.write == slot]
             count = self.length(self.link.rank, slot, begin)
             if self._carries_data and count:
-                sources = [self._source(number, m, begin, half) for m in arriving]
+                sources = [self._source(number, m, begin, place) for m in arriving]
                 yield from self.write(self._own(slot, begin), count, arriving, sources)
 
     def _last_steps(self, number: int, begin: int) -> Iterable[Step]:
@@ -248,10 +257,10 @@ class Plan:
                 if slot[0] in ("data", "out") and count:
                     yield steps.divide(self._own(slot, begin), count, self.divide)
 
-    def _source(self, number: int, move: Move, begin: int, half: int) -> Operand:
+    def _source(self, number: int, move: Move, begin: int, place: int) -> Operand:
         if move.src == self.link.rank and move.read not in self.staged[number].get(move.src, ()):
             return self._own(move.read, begin)
-        return self._view(number, move.src, move.read, begin, half)
+        return self._view(number, move.src, move.read, begin, place)
 
     def write(self, into: Operand, count: int, moves: Sequence[Move], sources: Sequence[Operand]) -> Iterable[Step]:
         """The steps that bring several arrivals of so many elements into one slot, in listed order."""

@@ -24,7 +24,7 @@ Cut = tuple[int, int, int]
 # A block of the own source, one of the own result, another rank, and the slot or block there.
 Blocks = tuple[int, int, int, int]
 # The default: what the engine lays out at once.
-WINDOW = Layout(2).half
+WINDOW = Layout(2).window
 
 
 def _reduce(rank: int, n: int) -> Work:

@@ -54,9 +54,9 @@ def check_transport(connect: Connect, size: int = 3) -> None:
 
 
 def _meet(link: Link) -> None:
-    """Meet, and show what lies at the beginning of both halves of the stage."""
+    """Meet, and show what lies in both pockets of the stage."""
     shown = [(link.layout.board(link.rank), BOARD_LINE)]
-    shown += [(link.layout.stage(link.rank, half), 4 * 500) for half in (0, 1)]
+    shown += [(link.layout.pocket(link.rank, turn), 4 * 500) for turn in (0, 1)]
     for peer in link.peers:
         link.giver("full", peer, shown)()
     for peer in link.peers:
@@ -77,17 +77,16 @@ def tokens_count(link: Link) -> None:
 def stages_are_seen_after_a_token(link: Link) -> None:
     """What a rank laid out before it gave a token is what the taker sees; the stages don't overlap."""
     for turn in range(20):
-        half = turn & 1
-        _stage(link, link.rank, half).copy_(fill(link.rank + turn, (500,)))
+        _pocket(link, link.rank, turn & 1).copy_(fill(link.rank + turn, (500,)))
         _meet(link)
         for peer in link.peers:
-            seen = _stage(link, peer, half)
+            seen = _pocket(link, peer, turn & 1)
             assert torch.equal(seen, fill(peer + turn, (500,))), f"stage of rank {peer} in turn {turn}"
         _meet(link)
 
 
-def _stage(link: Link, rank: int, half: int) -> torch.Tensor:
-    offset = link.layout.stage(rank, half)
+def _pocket(link: Link, rank: int, turn: int) -> torch.Tensor:
+    offset = link.layout.pocket(rank, turn)
     return torch.frombuffer(link.memory.buffer_of(rank), dtype=torch.float32, count=500, offset=offset)
 
 
@@ -111,7 +110,9 @@ def messages_arrive_whole(link: Link) -> None:
     if link.rank > 1:
         return
     box = Mailbox(link, 0, 1)
-    for count in (0, 1, 1000, 3 * link.layout.box // 4 + 5):
+    # Some that go round in the mailbox, some of which it must not come back too early.
+    part = link.layout.box // 4 // 5
+    for count in (0, 1, 1000, 2 * part, 2, 2 * part, 2 * part + 1, 3 * link.layout.box // 4 + 5, part):
         record = Record(count, f"message of {count}".encode())
         if link.rank == 0:
             box.send(count + 1, record, fill(count, (count,)))
@@ -126,25 +127,26 @@ def messages_arrive_whole(link: Link) -> None:
 
 
 def refusals_reach_the_sender(link: Link) -> None:
-    """A receiver that refuses a message makes the send raise; the next message gets through."""
+    """A receiver that refuses a message, a long one too, makes the send raise; the next message gets through."""
     if link.rank > 1:
         return
     box = Mailbox(link, 0, 1)
-    if link.rank == 0:
-        try:
-            box.send(1, Record(1, b"first"), torch.ones(3))
-        except MismatchError as error:
-            assert "rank 1 (global 10) expects something else: five" in str(error), str(error)
-        else:
-            raise AssertionError("the send returned")
-        box.send(2, Record(2, b"second"), torch.ones(5))
-        return
-    link.wait(box.offer, 0, "receive", alone=True)
-    box.refuse("five")
-    link.wait(box.offer, 0, "receive", alone=True)
-    tensor = torch.zeros(5)
-    box.take(tensor, "receive")
-    assert tensor.sum() == 5
+    for count in (3, link.layout.box // 16, link.layout.box):
+        if link.rank == 0:
+            try:
+                box.send(1, Record(1, b"first"), torch.ones(count))
+            except MismatchError as error:
+                assert "rank 1 (global 10) expects something else: five" in str(error), str(error)
+            else:
+                raise AssertionError("the send returned")
+            box.send(2, Record(2, b"second"), fill(count, (5000,)))
+            continue
+        link.wait(box.offer, 0, "receive", alone=True)
+        box.refuse("five")
+        link.wait(box.offer, 0, "receive", alone=True)
+        tensor = torch.zeros(5000)
+        box.take(tensor, "receive")
+        assert torch.equal(tensor, fill(count, (5000,)))
 
 
 def waits_end_at_the_deadline(link: Link) -> None:

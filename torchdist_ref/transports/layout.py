@@ -7,8 +7,12 @@
 * The *board* holds, per rank: status, pid, the number of the last finished call, whom it waits for, why it gave up,
   and the announcements (sequence number, fingerprint, text) of its last two calls.
 * A *token* is a counting semaphore from one rank to another (see `KINDS`).
-* A *stage* is what a rank lays out for its peers to read in a round; it has two halves, used in turn.
-* A *box* is the point-to-point mailbox of one ordered pair of ranks: an envelope and two halves.
+* A *stage* is what a rank lays out for its peers to read in a round: two pockets for little, used in turn, and a ring
+  for more (see `Layout.next_place`).
+* A *box* is the point-to-point mailbox of one ordered pair of ranks: an envelope and a ring.
+
+Rings are larger than what is laid out at once, for speed. What a peer has read is still in its core's cache, and to
+write that again costs four times as much as to write what has left the caches since (measured, for 64 KiB).
 
 Nothing here touches memory; don't add anything that does.
 """
@@ -31,13 +35,19 @@ ENVELOPE = 1024
 
 # Offsets in a board line.
 STATUS, DONE, PID, GAVE_UP_AT, WAITS, BEAT, HEADS, TEXTS, REASON = 0, 8, 16, 24, 32, 40, 64, 192, 704
+# A round that lays out no more than this does so in a pocket: so little is written as fast wherever it lies.
+POCKET = 4 * 1024
+# The least that a round takes of a ring. Rounds of one kind lie in as many places as fit, and each has code of its own.
+GRAIN = 64 * 1024
+# Bytes of a stage's ring within a host: more than a core's second-level cache holds.
+RING = 2 * 1024 * 1024
 # What of a line changes in every call: everything before the reason.
 ANNOUNCEMENT = REASON
 TEXT_BYTES, REASON_BYTES = 256, 1344
 
 
-def half_for(size: int) -> int:
-    """Bytes of one half of a stage where all ranks see the same memory.
+def window_for(size: int) -> int:
+    """Bytes that are laid out at once, at most, where all ranks see the same memory.
 
     Two ranks work side by side, and what one lays out should still be in its cache when the other reads it. More ranks
     often share cores: each window then costs every rank a turn, which is dearer (measured) than a slower cache.
@@ -49,19 +59,33 @@ def _up(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
+def room(nbytes: int) -> int:
+    """What a round that lays out so many bytes takes of a ring; 0 if a pocket is enough.
+
+    Powers of two, so that places which follow each other never overlap, though rounds of several kinds take turns.
+
+    >>> room(POCKET), room(POCKET + 1), room(GRAIN + 1)
+    (0, 65536, 131072)
+    """
+    return 0 if nbytes <= POCKET else max(GRAIN, 1 << (nbytes - 1).bit_length())
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The map of a segment for `size` ranks.
 
     Attributes:
         size: Ranks in the group.
-        half: Bytes of one half of a stage (see `half_for`).
-        box: Bytes of one half of a mailbox.
+        window: Bytes that are laid out at once, at most: a power of two. See `window_for`.
+        turns: So many windows follow each other on a ring: a power of two, and at least two. Four of the default size
+            are more than a second-level cache holds.
+        letters: Bytes of a rank's mailboxes together; each gets an equal part of them, between 64 KiB and 1 MiB.
     """
 
     size: int
-    half: int = 512 * 1024
-    box: int = 256 * 1024
+    window: int = 512 * 1024
+    turns: int = 4
+    letters: int = 8 * 1024 * 1024
 
     def board(self, rank: int) -> int:
         """Where the board line of `rank` begins."""
@@ -72,17 +96,40 @@ class Layout:
         index = (KINDS.index(kind) * self.size + source) * self.size + target
         return HEADER + _up(self.size * BOARD_LINE) + index * CACHE_LINE
 
-    def stage(self, rank: int, half: int) -> int:
-        """Where a half of the stage of `rank` begins."""
-        return self._stages + (2 * rank + half) * self.half
+    def pocket(self, rank: int, turn: int) -> int:
+        """Where the pocket for even or odd turns begins on the stage of `rank`."""
+        return self._stages + rank * self.stage + turn * POCKET
+
+    def ring(self, rank: int, place: int) -> int:
+        """Where a place of the ring of `rank` is."""
+        return self._stages + rank * self.stage + 2 * POCKET + place
+
+    @property
+    def stage(self) -> int:
+        """Bytes of a stage."""
+        return 2 * POCKET + self.turns * self.window
+
+    def next_place(self, place: int, taken: int) -> int:
+        """The first place at `place` or after it where a round that takes so many bytes can lie; the ring has no end.
+
+        >>> [Layout(2, window=256, turns=2).next_place(place, 128) for place in (0, 1, 384, 385)]
+        [0, 128, 384, 0]
+        """
+        return -(-place // taken) * taken % (self.turns * self.window)
+
+    @property
+    def box(self) -> int:
+        """Bytes of a mailbox's ring."""
+        share = self.letters // max(1, self.size - 1) // PAGE * PAGE
+        return max(GRAIN, min(16 * GRAIN, share))
 
     def envelope(self, source: int, target: int) -> int:
         """Where the envelope of the mailbox from `source` to `target` begins."""
-        return self._boxes + (source * self.size + target) * (_up(ENVELOPE) + 2 * self.box)
+        return self._boxes + (source * self.size + target) * (_up(ENVELOPE) + self.box)
 
-    def mailbox(self, source: int, target: int, half: int) -> int:
-        """Where a half of the mailbox from `source` to `target` begins."""
-        return self.envelope(source, target) + _up(ENVELOPE) + half * self.box
+    def mailbox(self, source: int, target: int) -> int:
+        """Where the ring of the mailbox from `source` to `target` begins."""
+        return self.envelope(source, target) + _up(ENVELOPE)
 
     @property
     def _stages(self) -> int:
@@ -90,7 +137,7 @@ class Layout:
 
     @property
     def _boxes(self) -> int:
-        return self._stages + 2 * self.size * self.half
+        return self._stages + self.size * self.stage
 
     @property
     def nbytes(self) -> int:

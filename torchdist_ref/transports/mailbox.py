@@ -2,9 +2,10 @@
 
 There is a mailbox for each ordered pair of ranks. The sender writes an envelope (tag, fingerprint, bytes) and the
 first piece of the data, and offers it; a longer message follows in pieces, as many as the box has room for, so that
-both sides work at once. The receiver looks at the envelope, and takes the message or refuses it; either way it replies,
-so that a send that returned was received, and a mismatch is an error on both sides. Where the two ranks don't see the
-same memory, what follows goes down a `Lane`, from tensor to tensor, once the receiver has agreed.
+both sides work at once. The box is a ring: a message begins where the one before ended, if it has room there. The
+receiver looks at the envelope, and takes the message or refuses it; either way it replies, so that a send that returned
+was received, and a mismatch is an error on both sides. Where the two ranks don't see the same memory, what follows goes
+down a `Lane`, from tensor to tensor, once the receiver has agreed.
 
 Matching by tag is above (`backends.point_to_point`); a mailbox only knows the message at its head.
 """
@@ -21,7 +22,7 @@ from torchdist_ref.errors import MismatchError
 from torchdist_ref.transports.base import Link
 from torchdist_ref.transports.memory import Lane, Range, Token
 from torchdist_ref.transports.board import Record
-from torchdist_ref.transports.layout import ENVELOPE
+from torchdist_ref.transports.layout import CACHE_LINE, ENVELOPE
 from torchdist_ref.transports.moving import mover
 
 _TAG, _FINGERPRINT, _NBYTES, _VERDICT = range(4)
@@ -35,13 +36,15 @@ LANE_WINDOW = 512 * 1024
 _KEPT = 64
 # A message is cut in four, so that the receiver starts early, but not in pieces so small that hand-overs cost more
 # than they hide, nor in such that leave the cache before they are read.
-_PARTS, _LEAST, _MOST = 4, 16 * 1024, 128 * 1024
+_PARTS, _LEAST, _MOST = 4, 64 * 1024, 256 * 1024
+# Messages that are no longer stay where they are: so little is written as fast wherever it lies.
+_SHORT = 4 * 1024
 
 
 class Piece(NamedTuple):
-    """A part of a message: where it lies in the box and in the tensor, and how the receiver comes to know of it."""
+    """A part of a message: where it lies behind the message's place in the box, and in the tensor; how it is given."""
 
-    address: int
+    offset: int
     first: int
     nbytes: int
     give: Callable[[], Any]
@@ -53,11 +56,13 @@ class Route(NamedTuple):
     Attributes:
         pieces: In order; piece `i` uses the place of piece `i - room`.
         room: How many of them have a place of their own.
+        taken: Bytes that the message takes of the ring.
         move: What moves a piece.
     """
 
     pieces: tuple[Piece, ...]
     room: int
+    taken: int
     move: Callable[[int, int, int], None]
 
 
@@ -72,10 +77,11 @@ class Mailbox:
         # A mailbox belongs to its sender; the receiver has the same bytes, or a copy that is kept up.
         self._bytes = memory.bytes_of(source)[begin : begin + ENVELOPE]
         self._words = self._bytes[:_WORDS].cast("q")
-        self._place, self._nbytes = layout.mailbox(source, target, 0), 2 * layout.box
+        self._place, self._nbytes, self._next = layout.mailbox(source, target), layout.box, 0
         self._box = torch.frombuffer(
             memory.buffer_of(source), dtype=torch.uint8, count=self._nbytes, offset=self._place
         )  # fmt: skip
+        self._address = self._box.data_ptr()
         self._shown: Record | None = None
         self._tag, self._doing = -1, ""
         self._routes: dict[int, Route] = {}
@@ -96,15 +102,16 @@ class Mailbox:
         """
         words, nbytes, address = self._words, tensor.nbytes, tensor.data_ptr()
         route = self._routes.get(nbytes) or self._new_route(nbytes)
+        begin = self._begin_of(route)
         words[_TAG], words[_FINGERPRINT], words[_NBYTES], words[_VERDICT] = tag, record.fingerprint, nbytes, TAKEN
         if self._shown is not record or self._tag != tag:
             self._show(record, tag)
-        place, _, size, give = route.pieces[0]
-        route.move(place, address, size)
+        _, _, size, give = route.pieces[0]
+        route.move(begin, address, size)
         give()
         self._ring()
         if size < nbytes and self._lane is None:
-            self._send_rest(route, address, timeout)
+            self._send_rest(route, begin, address, timeout)
         if not self._reply.acquire(False):
             self._wait(self._reply, self._doing, timeout)
         if words[_VERDICT] == REFUSED:
@@ -120,13 +127,19 @@ class Mailbox:
         self._doing = f"send(dst={self.target}, tag={tag}): {record.text.decode()}"
         self._put(_TEXT, record.text)
 
-    def _send_rest(self, route: Route, address: int, timeout: float | None) -> None:
-        for number, (place, first, nbytes, give) in enumerate(route.pieces[1:], 1):
+    def _begin_of(self, route: Route) -> int:
+        """Where the next message lies; both sides count alike."""
+        begin = self._next if self._next + route.taken <= self._nbytes else 0
+        self._next = begin + (route.taken if route.taken > _SHORT else 0)
+        return self._address + begin
+
+    def _send_rest(self, route: Route, begin: int, address: int, timeout: float | None) -> None:
+        for number, (offset, first, nbytes, give) in enumerate(route.pieces[1:], 1):
             if number >= route.room:
                 self._wait(self._room, self._doing, timeout)
                 if self._words[_VERDICT] == REFUSED:
                     return
-            route.move(place, address + first, nbytes)
+            route.move(begin + offset, address + first, nbytes)
             give()
 
     def _send_down(self, lane: Lane, windows: list[memoryview], timeout: float | None) -> None:
@@ -150,6 +163,7 @@ class Mailbox:
         """Tell the sender that its message does not fit what is expected here."""
         nbytes = self._words[_NBYTES]
         route = self._routes.get(nbytes) or self._new_route(nbytes)
+        self._begin_of(route)
         self._put(_REPLY, text.encode())
         self._words[_VERDICT] = REFUSED
         if len(route.pieces) > route.room:
@@ -163,10 +177,10 @@ class Mailbox:
         """Receive the message at the head into a contiguous tensor of its size."""
         nbytes = self._words[_NBYTES]
         route, address = self._routes.get(nbytes) or self._new_route(nbytes), tensor.data_ptr()
-        place, _, size, _ = route.pieces[0]
-        route.move(address, place, size)
+        begin, size = self._begin_of(route), route.pieces[0].nbytes
+        route.move(address, begin, size)
         if size < nbytes and self._lane is None:
-            self._take_rest(route, address, doing, timeout)
+            self._take_rest(route, begin, address, doing, timeout)
         windows = [] if self._lane is None or size == nbytes else _windows(tensor, size)
         if self._lane is not None and windows:
             self._lane.expect(windows)
@@ -175,14 +189,14 @@ class Mailbox:
             self._wait(self._more, doing, timeout)
             self._free()
 
-    def _take_rest(self, route: Route, address: int, doing: str, timeout: float | None) -> None:
+    def _take_rest(self, route: Route, begin: int, address: int, doing: str, timeout: float | None) -> None:
         waited_for = len(route.pieces) - route.room
-        for number, (place, first, nbytes, _) in enumerate(route.pieces[1:]):
+        for number, (offset, first, nbytes, _) in enumerate(route.pieces[1:]):
             if number < waited_for:
                 self._free()
             if not self._more.acquire(False):
                 self._wait(self._more, doing, timeout)
-            route.move(address + first, place, nbytes)
+            route.move(address + first, begin + offset, nbytes)
 
     def _wait(self, token: Token, doing: str, timeout: float | None) -> None:
         self.link.wait(token, self.peer, doing, timeout, alone=True)
@@ -193,16 +207,18 @@ class Mailbox:
     def _new_route(self, nbytes: int) -> Route:
         if len(self._routes) >= _KEPT:
             self._routes.clear()
-        size = self._nbytes // 2 if self._lane else min(max(nbytes // _PARTS, _LEAST), _MOST, self._nbytes // 2)
+        size = min(_MOST if self._lane else max(nbytes // _PARTS, _LEAST), _MOST, self._nbytes // 2)
         room, end = self._nbytes // size, min(nbytes, size) if self._lane else nbytes
         pieces = [self._piece(at, min(size, nbytes - at), at // size % room * size) for at in range(0, end, size)]
-        route = self._routes[nbytes] = Route(tuple(pieces) or (self._piece(0, 0, 0),), room, mover(size))
+        # What goes down a lane is announced with its place, which is always the same.
+        taken = 0 if self._lane else min(-(-nbytes // CACHE_LINE) * CACHE_LINE, self._nbytes)
+        route = self._routes[nbytes] = Route(tuple(pieces) or (self._piece(0, 0, 0),), room, taken, mover(size))
         return route
 
     def _piece(self, first: int, nbytes: int, offset: int) -> Piece:
         shown = [(self._place + offset, nbytes)]
         give = self._giver("more", shown) if first else self._giver("offer", [(self._begin, ENVELOPE), *shown])
-        return Piece(self._box.data_ptr() + offset, first, nbytes, give)
+        return Piece(offset, first, nbytes, give)
 
     def _put(self, at: int, text: bytes) -> None:
         text = text[: _FIELD - 2]

@@ -66,8 +66,8 @@ class Mesh:
         if frame.ranges and frame.ranges[0][0] == ELSEWHERE:
             return [self._next_expected(peer, frame.ranges[0][1])]
         if frame.owner == peer:
-            boxes = layout.mailbox(peer, self.rank, 1) + layout.box - layout.envelope(peer, self.rank)
-            allowed = [(layout.board(peer), BOARD_LINE), (layout.stage(peer, 0), 2 * layout.half)]
+            boxes = layout.mailbox(peer, self.rank) + layout.box - layout.envelope(peer, self.rank)
+            allowed = [(layout.board(peer), BOARD_LINE), (layout.pocket(peer, 0), layout.stage)]
             allowed.append((layout.envelope(peer, self.rank), boxes))
         else:
             allowed = [(layout.envelope(self.rank, peer), ENVELOPE)]

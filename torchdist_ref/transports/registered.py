@@ -159,6 +159,15 @@ def place_of(tensor: Tensor) -> Place | None:
     return None if region is None else Place(_arena.fd, *region, region[0] + tensor.data_ptr() - address)
 
 
+def open_of(pid: int, fd: int) -> int:
+    """A descriptor of this process for the file that another one has open, which may have no name.
+
+    Raises:
+        OSError: That process is out of sight, or has no such descriptor.
+    """
+    return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+
+
 class Neighbour:
     """Registered memory of another process, as this one sees it.
 
@@ -189,7 +198,7 @@ class Neighbour:
 
     def _open(self, place: Place) -> mmap.mmap:
         try:
-            fd = os.open(f"/proc/{self._pid}/fd/{place.fd}", os.O_RDWR | os.O_CLOEXEC)
+            fd = open_of(self._pid, place.fd)
         except OSError as error:
             raise DistBackendError(
                 f"registered memory: process {self._pid}, in which a peer's tensor lies, is out of sight ({error}). "

@@ -26,8 +26,9 @@ from torchdist_ref.errors import DistBackendError, UnsupportedError
 from torchdist_ref.stores import Store
 from torchdist_ref.transports.base import Link
 from torchdist_ref.transports.memory import OneMemory, Token
-from torchdist_ref.transports.layout import KINDS, Layout, half_for
+from torchdist_ref.transports.layout import KINDS, RING, Layout, window_for
 from torchdist_ref.transports.liveness import Peers
+from torchdist_ref.transports.registered import open_of
 
 _SEMAPHORE = 1
 _MOST = 2**31 - 1
@@ -89,7 +90,8 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
     """
     if reason := available():
         raise UnsupportedError(f"{reason}. Use backend 'gloo', or ranks as threads.")
-    layout = Layout(len(members), half_for(len(members)))
+    window = window_for(len(members))
+    layout = Layout(len(members), window, RING // window)
     memory = attach(store, layout, rank) if rank else create(store, layout, range(1, layout.size))
     link = Link(memory, layout, rank, members, name, timeout)
     link.line.arrive(os.getpid())
@@ -122,7 +124,7 @@ def attach(store: Store, layout: Layout, rank: int) -> SharedMemory:
     """
     pid, number, mark = store.get("segment").decode().split()
     try:
-        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        fd = open_of(int(pid), int(number))
     except OSError as error:
         raise UnsupportedError(
             f"shared memory: process {pid}, which holds the group's segment, is out of sight from here ({error}); "

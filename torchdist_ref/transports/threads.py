@@ -70,7 +70,7 @@ _segments: WeakValueDictionary[str, PrivateMemory] = WeakValueDictionary()
 
 def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
     """Meet the other ranks of this process. Arguments and result as in `shared_memory.connect`."""
-    layout = Layout(len(members), half=256 * 1024, box=64 * 1024)
+    layout = Layout(len(members), window=256 * 1024, turns=2, letters=0)
     link = Link(_segment(store, rank, layout), layout, rank, members, name, timeout)
     # Threads can't run at once: a spin would only keep the lock from the rank that is waited for.
     link.spins = link.yields = 0
