@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, groupby
 
 import torch
@@ -117,10 +118,14 @@ def product(M: torch.Tensor, Q: torch.Tensor, P: torch.Tensor) -> None:
     >>> torch.equal(P, M)
     True
     """
-    n, r = P.shape
-    if not _few_columns(M, r):
+    if _cut_pays(M, P.size(1)):
+        _by_pairs(M, Q, P)
+    else:
         _whole(M, Q, P)
-        return
+
+
+def _by_pairs(M: torch.Tensor, Q: torch.Tensor, P: torch.Tensor) -> None:
+    n, r = P.shape
     columns = P.new_empty(r, n)
     width = 3 if r == 3 else 2
     for rows in blocks(M):
@@ -137,9 +142,13 @@ def transposed_product(M: torch.Tensor, P: torch.Tensor, Q: torch.Tensor) -> Non
     >>> Q.tolist()
     [[0.0, 1.0], [2.0, 3.0]]
     """
-    if not _few_columns(M, P.size(1)):
+    if _cut_pays(M, P.size(1)):
+        _by_columns(M, P, Q)
+    else:
         _whole(M.t(), P, Q)
-        return
+
+
+def _by_columns(M: torch.Tensor, P: torch.Tensor, Q: torch.Tensor) -> None:
     for column, p in enumerate(P.t().contiguous()):
         Q[:, column] = torch.mv(M.t(), p)
 
@@ -163,8 +172,21 @@ def _whole(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor) -> None:
     torch.bmm(A[None], B[None], out=out[None])
 
 
-def _few_columns(M: torch.Tensor, r: int) -> bool:
-    return 1 < r <= FEW and M.device.type == "cpu" and M.dtype in (torch.float32, torch.float64)
+def _cut_pays(M: torch.Tensor, r: int) -> bool:
+    return 1 < r <= FEW and M.device.type == "cpu" and M.dtype == torch.float32 and _cut_keeps_bits(r)
+
+
+@cache
+def _cut_keeps_bits(r: int) -> bool:
+    """Whether this processor's BLAS adds in the same order either way: not every one need do."""
+    random = torch.Generator().manual_seed(r)
+    M, Q, P = (torch.randn(size, generator=random) for size in ((331, 203), (203, r), (331, r)))
+    cut, whole, cut_t, whole_t = torch.empty_like(P), torch.empty_like(P), torch.empty_like(Q), torch.empty_like(Q)
+    _by_pairs(M, Q, cut)
+    _whole(M, Q, whole)
+    _by_columns(M, P, cut_t)
+    _whole(M.t(), P, whole_t)
+    return torch.equal(cut, whole) and torch.equal(cut_t, whole_t)
 
 
 def blocks(M: torch.Tensor) -> list[slice]:
