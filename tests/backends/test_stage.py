@@ -87,7 +87,7 @@ def test_nothing_is_laid_out_before_the_readers_are_done() -> None:
 
     executor.link.wait = look  # type: ignore[method-assign,assignment]
     code = RoundCode(stage=(lay,), posts=(), waits=(), steps=(), frees=(), readers=())
-    rounds = {"windows": (0,), "room": 0, "code": lambda begin, place: (code,)}
+    rounds = {"windows": (0,), "room": 0, "carries_data": True, "code": lambda begin, place: (code,)}
     plan: Any = SimpleNamespace(**rounds, record=None, doing="a call", fits=None, inputs=0, nbytes=12)
     executor.prepared(plan).run([torch.tensor([1.0, 2.0, 3.0])], (0, 0))
     assert seen == ["waited for reader of turn 0"]

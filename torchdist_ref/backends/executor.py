@@ -24,6 +24,7 @@ from torchdist_ref.errors import MismatchError
 from torchdist_ref.numbers import Number
 from torchdist_ref.transports.base import Link
 from torchdist_ref.transports.board import LENT
+from torchdist_ref.transports.layout import ANNOUNCEMENT
 from torchdist_ref.transports.layout import DONE as DONE_BYTE
 
 DONE = DONE_BYTE // 8
@@ -85,8 +86,38 @@ class Executor:
             MismatchError: Some rank announced another call. Nothing was written; the link can be used.
             DistBackendError: A rank died, gave up or did not come; the link cannot be used any more.
         """
+        if not plan.carries_data and len(plan.rounds) < 2:
+            return Prepared(self._meeting(plan), plan.fits, plan.inputs, plan.nbytes)
         staged = self._staged(plan)
         return Prepared(self._lent(plan, lending, staged) if lending else staged, plan.fits, plan.inputs, plan.nbytes)
+
+    def _meeting(self, plan: Plan) -> Callable[..., None]:
+        """A call that moves no data is its opening: it is over when all ranks have seen each other begin it."""
+        link, said, record = self.link, self._said, plan.record
+        announce, words, wait = link.line.announce, link.line.words, link.wait
+        posts = [link.giver("full", peer, [(link.layout.board(link.rank), ANNOUNCEMENT)]) for peer in link.peers]
+        waits = [(link.full_from[peer], peer) for peer in link.peers]
+
+        def run(tensors: Sequence[Tensor], number: Number) -> None:
+            sequence = self.sequence
+            announce(sequence, record, number)
+            try:
+                for post in posts:
+                    post()
+                for full, peer in waits:
+                    if not full.acquire(False):
+                        wait(full, peer, plan.doing)
+                mine, theirs = said[sequence & 1]
+                for other in theirs:
+                    if other != mine:
+                        raise self._difference(plan)
+            except BaseException as error:
+                self._failed(plan, error)
+                raise
+            words[DONE] = sequence
+            self.sequence = sequence + 1
+
+        return run
 
     def _lent(self, plan: Plan, lending: Lending, staged: Callable[..., None]) -> Callable[..., None]:
         """Work on the peers' tensors where they lie; with staging after all where some rank does not lend its own."""

@@ -101,11 +101,12 @@ class Plan:
         return tuple(tuple(m for m in moves if self._carries(m)) for moves in self.schedule.rounds)
 
     @property
-    def _carries_data(self) -> bool:
+    def carries_data(self) -> bool:
+        """Whether there is anything to move; else the call only says that every rank has come to it."""
         return self.schedule.chunks > 0
 
     def _carries(self, move: Move) -> bool:
-        return not self._carries_data or self.sizes.of(move.src, move.read) > 0
+        return not self.carries_data or self.sizes.of(move.src, move.read) > 0
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
@@ -144,7 +145,7 @@ class Plan:
     @cached_property
     def room(self) -> int:
         """Bytes of the ring that each round takes on every stage; 0 if it has a pocket."""
-        return room(self._most * self._stride if self._carries_data else 0)
+        return room(self._most * self._stride if self.carries_data else 0)
 
     @cached_property
     def window(self) -> int:
@@ -185,7 +186,7 @@ class Plan:
 
         In one round they need not: who opens the next call has finished this one, and that lies elsewhere on the stage.
         """
-        return self._carries_data and max(len(self.rounds), len(self.windows)) > 1
+        return self.carries_data and max(len(self.rounds), len(self.windows)) > 1
 
     @cached_property
     def _smallest(self) -> int:
@@ -197,7 +198,7 @@ class Plan:
         sources = _unique(m.src for m in moves if m.dst == rank and m.src != rank)
         targets = _unique(m.dst for m in moves if m.src == rank and m.dst != rank)
         told = link.peers if opening else targets
-        mine = [s for s in self.staged[number].get(rank, ()) if self.length(rank, s, begin) and self._carries_data]
+        mine = [s for s in self.staged[number].get(rank, ()) if self.length(rank, s, begin) and self.carries_data]
         return RoundCode(
             stage=tuple(
                 self._copy(self._view(number, rank, s, begin, place), self._own(s, begin), s, begin) for s in mine
@@ -213,7 +214,7 @@ class Plan:
         """What a peer gets to see with its token: the slots that it reads, and in an opening the announcement."""
         link = self.link
         line = [(link.layout.board(link.rank), ANNOUNCEMENT)] if opening else []
-        moves = [m for m in self.rounds[number] if (m.src, m.dst) == (link.rank, peer) and self._carries_data]
+        moves = [m for m in self.rounds[number] if (m.src, m.dst) == (link.rank, peer) and self.carries_data]
         return line + [self._range(number, link.rank, slot, begin, place) for slot in _unique(m.read for m in moves)]
 
     def _range(self, number: int, rank: int, slot: Slot, begin: int, place: int) -> Range:
@@ -245,7 +246,7 @@ class Plan:
         for slot in _unique(m.write for m in mine):
             arriving = [m for m in mine if m.write == slot]
             count = self.length(self.link.rank, slot, begin)
-            if self._carries_data and count:
+            if self.carries_data and count:
                 sources = [self._source(number, m, begin, place) for m in arriving]
                 yield from self.write(self._own(slot, begin), count, arriving, sources)
 

@@ -8,7 +8,7 @@ goes through the group's order. Planning, running, and matching messages have fi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from time import monotonic, perf_counter
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from torchdist_ref.backends.point_to_point import Inbox, Outbox, Posted
 from torchdist_ref.backends.progress import Lane, Order, OutOfTurnError
 from torchdist_ref.backends.ranges import in_a_range
 from torchdist_ref.backends.staging import bring_back, plain, settle
-from torchdist_ref.calls import Call, Recv, Send
+from torchdist_ref.calls import Barrier, Call, Recv, Send
 from torchdist_ref.errors import GroupAbortedError
 from torchdist_ref.numbers import Number, Numbers
 from torchdist_ref.trace import Recorder
@@ -67,9 +67,12 @@ class Ref(Backend):
             return self._send(call, plain(inputs[0], call), wait)
         if isinstance(call, Recv):
             return self._recv(call, outputs[0], wait)
-        written = uncut(outputs)
-        tensors = written if call.op in IN_PLACE else (*uncut(inputs), *written)
-        plan = self._planner.plan(call, tensors, len(tensors) - len(written), (inputs, outputs))
+        if isinstance(call, Barrier):
+            plan, tensors = self._barrier, outputs
+        else:
+            written = uncut(outputs)
+            tensors = written if call.op in IN_PLACE else (*uncut(inputs), *written)
+            plan = self._planner.plan(call, tensors, len(tensors) - len(written), (inputs, outputs))
         number, order = self._numbers.next(), self._order
         if not (wait and order.try_now()):
             return self._later(plan, call, tensors, outputs, number, wait)
@@ -80,6 +83,11 @@ class Ref(Backend):
         finally:
             order.done()
         return _DONE
+
+    @cached_property
+    def _barrier(self) -> Prepared:
+        """What every barrier is: it has no operands that a plan could depend on."""
+        return self._planner.plan(Barrier(), (), 0, ((), ()))
 
     def _later(
         self, plan: Prepared, call: Call, tensors: Tensors, outputs: Tensors, number: Number, wait: bool
