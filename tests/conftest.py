@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,10 @@ import torch
 
 # Two ranks on two cores with a thread pool each would measure the scheduler.
 torch.set_num_threads(1)
+
+# A shell that starts the tests in its background has them ignore Ctrl-C, and ranks inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 PATIENCE = 3.0
 # multiprocessing starts these once per process and keeps them.
