@@ -26,6 +26,7 @@ from torchdist_ref.transports.base import Link
 from torchdist_ref.transports.board import LENT
 from torchdist_ref.transports.layout import ANNOUNCEMENT
 from torchdist_ref.transports.layout import DONE as DONE_BYTE
+from torchdist_ref.transports.memory import Range
 
 DONE = DONE_BYTE // 8
 
@@ -94,19 +95,14 @@ class Executor:
     def _meeting(self, plan: Plan) -> Callable[..., None]:
         """A call that moves no data is its opening: it is over when all ranks have seen each other begin it."""
         link, said, record = self.link, self._said, plan.record
-        announce, words, wait = link.line.announce, link.line.words, link.wait
-        posts = [link.giver("full", peer, [(link.layout.board(link.rank), ANNOUNCEMENT)]) for peer in link.peers]
-        waits = [(link.full_from[peer], peer) for peer in link.peers]
+        announce, words = link.line.announce, link.line.words
+        hear_all = self._hearing(plan, [(link.layout.board(link.rank), ANNOUNCEMENT)])
 
         def run(tensors: Sequence[Tensor], number: Number) -> None:
             sequence = self.sequence
             announce(sequence, record, number)
             try:
-                for post in posts:
-                    post()
-                for full, peer in waits:
-                    if not full.acquire(False):
-                        wait(full, peer, plan.doing)
+                hear_all()
                 mine, theirs = said[sequence & 1]
                 for other in theirs:
                     if other != mine:
@@ -150,10 +146,15 @@ class Executor:
 
         return run
 
-    def _hearing(self, plan: Plan) -> Callable[[], None]:
-        """What tells all peers that this rank is where it is in the call, and hears the same from them."""
+    def _hearing(self, plan: Plan, shown: Sequence[Range] = ()) -> Callable[[], None]:
+        """What tells all peers that this rank is where it is in the call, and hears the same from them.
+
+        Args:
+            plan: The call.
+            shown: What of this rank's memory peers on other hosts get to see with it.
+        """
         link = self.link
-        posts = [link.giver("full", peer) for peer in link.peers]
+        posts = [link.giver("full", peer, shown) for peer in link.peers]
         waits = [(link.full_from[peer], peer) for peer in link.peers]
 
         def hear_all() -> None:

@@ -1,8 +1,7 @@
 """Sparse gradients, averaged over the ranks without ever becoming dense.
 
-Ranks touch different rows, so a flat buffer does not fit them: they bypass the buckets and the
-hook. Every rank gathers all ranks' indices and values (padded to the longest, since collectives move equal
-shapes) and adds them up locally.
+Ranks touch different rows, so a flat buffer does not fit them: they bypass the buckets and the hook. How sparse tensors
+are summed is `groups.sparse`; here is what a gradient has to be for it.
 """
 
 from __future__ import annotations
@@ -27,12 +26,9 @@ def average(parameter: torch.Tensor, name: str, group: Any, divisor: float) -> t
     Raises:
         DistError: The gradient is dense, though a sparse one was announced.
     """
-    mine = _sparse_gradient(parameter, name)
-    counts = _counts(mine, group)
-    indices = _gathered(mine.indices().t().contiguous(), counts, group)
-    values = _gathered(mine.values().contiguous(), counts, group)
-    parts = torch.cat(indices).t(), torch.cat(values) / divisor
-    return torch.sparse_coo_tensor(*parts, parameter.shape, check_invariants=False).coalesce()
+    total = _sparse_gradient(parameter, name) / divisor
+    groups.all_reduce(total, group=group)
+    return total.coalesce()
 
 
 def _sparse_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor:
@@ -45,19 +41,3 @@ def _sparse_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor:
             "Use it in that embedding only, or build the embedding with sparse=False."
         )
     return gradient.detach().coalesce()
-
-
-def _counts(mine: torch.Tensor, group: Any) -> list[int]:
-    counts = [torch.zeros(1, dtype=torch.int64, device=mine.device) for _ in range(groups.get_world_size(group))]
-    groups.all_gather(counts, torch.tensor([mine._nnz()], device=mine.device), group=group)
-    return [int(count) for count in counts]
-
-
-def _gathered(rows: torch.Tensor, counts: list[int], group: Any) -> list[torch.Tensor]:
-    """Every rank's rows; all ranks send as many as the longest has."""
-    padded = rows.new_zeros((max(counts), *rows.shape[1:]))
-    padded[: len(rows)] = rows
-    everyone = [torch.empty_like(padded) for _ in counts]
-    if max(counts):
-        groups.all_gather(everyone, padded, group=group)
-    return [rows[:count] for rows, count in zip(everyone, counts, strict=True)]
