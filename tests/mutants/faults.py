@@ -169,6 +169,11 @@ PLANTED = (
           "tests/transports/test_transports.py -k tcp"),
     Fault("a peer may write anywhere", "transports/mesh.py",
           "inside(frame.ranges, allowed)", "allowed.clear()", "tests/transports"),
+    Fault("ranks are strangers to one another's scheduler", "launcher/worker.py",
+          "process_group=0", "start_new_session=True", "tests/launcher/test_terminal.py"),
+    Fault("a terminal stops the rank that reads it", "launcher/worker.py",
+          "fcntl.ioctl(terminal, termios.TIOCNOTTY)", "fcntl.fcntl(terminal, fcntl.F_GETFD)",
+          "tests/launcher/test_terminal.py"),
     Fault("threads are all one rank", "groups/world.py",
           "return _of_context.get() or _of_process", "return _of_process", ENGINE),
 )  # fmt: skip

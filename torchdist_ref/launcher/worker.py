@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import subprocess
 import sys
+import termios
 from collections.abc import Mapping, Sequence
 
 from torchdist_ref.launcher.lifelines import die_with_parent, wait_without_reaping
@@ -17,7 +19,10 @@ class Worker:
     """A running rank.
 
     Its process group is its own, so that a signal reaches what it started too, and Ctrl-C reaches it only once: by way
-    of the launcher. Rank 0 gets the launcher's standard input, as under mpiexec; one input cannot serve several.
+    of the launcher. Its session is the launcher's: Linux may share out processor time by session first (sched(7),
+    autogroup), and ranks that wait for one another must not be strangers to the scheduler.
+
+    Rank 0 gets the launcher's standard input, as under mpiexec; one input cannot serve several.
 
     Attributes:
         rank: Which one.
@@ -34,8 +39,8 @@ class Worker:
             stdin=None if rank == 0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+            process_group=0,
+            preexec_fn=functools.partial(_settle, os.getpid()),
         )
         self.rank = rank
         self.pid = self._process.pid
@@ -63,3 +68,12 @@ class Worker:
         for pipe in (self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()
+
+
+def _settle(parent: int) -> None:
+    die_with_parent(parent)
+    # A terminal stops whoever reads it from beside its foreground group, but not those that it does not control.
+    with contextlib.suppress(OSError):
+        terminal = os.open("/dev/tty", os.O_RDWR)
+        fcntl.ioctl(terminal, termios.TIOCNOTTY)
+        os.close(terminal)
