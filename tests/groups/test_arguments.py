@@ -149,7 +149,7 @@ def test_groups_that_ranks_make_differently_are_an_error_on_all_ranks() -> None:
 
 def test_tensors_of_other_devices_are_refused_by_name() -> None:
     def program(rank: int) -> None:
-        with pytest.raises(dist.UnsupportedError, match=r"'ref' works on tensors of the CPU and of CUDA.*on meta"):
+        with pytest.raises(dist.UnsupportedError, match=r"'ref' works on tensors of cpu and cuda.*on meta"):
             dist.all_reduce(torch.ones(3, device="meta"))
 
     run(program, 1)

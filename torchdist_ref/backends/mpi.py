@@ -22,6 +22,7 @@ from torchdist_ref.backends.callbacks import Callbacks
 from torchdist_ref.backends.mpi_operands import counts, joined, operand, raw, split_into
 from torchdist_ref.backends.mpi_work import Ended, Finish, MpiWork, Poller, Started
 from torchdist_ref.backends.ranges import in_a_range
+from torchdist_ref.backends.unfit import refuse_unfit
 from torchdist_ref.calls import (
     OWN_TAGS, AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Gather, Recv, Reduce, ReduceScatter, Scatter,
     Send,
@@ -96,8 +97,9 @@ class Mpi(Backend):
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""
         start = perf_counter()
+        refuse_unfit(call, (*uncut(inputs), *uncut(outputs)), self.name, ("cpu",))
         try:
-            started = self._start(call, [_plain(t, call) for t in inputs], outputs)
+            started = self._start(call, [tensor.detach().contiguous() for tensor in inputs], outputs)
         except self._mpi.Exception as error:
             raise self._failed(call, error) from error
         work = MpiWork(
@@ -234,12 +236,6 @@ class Mpi(Backend):
         """See `Backend.abort`. Members that wait look into the store now and then."""
         m = self._membership
         self._store.set("aborted", f"rank {m.rank} gave up: {reason}")
-
-
-def _plain(tensor: Tensor, call: Call) -> Tensor:
-    if not tensor.is_cpu:
-        raise UnsupportedError(f"{call.op}: backend 'mpi' works on CPU tensors, and this one is on {tensor.device}.")
-    return tensor.detach().contiguous()
 
 
 def _row(outputs: Tensors) -> Tensor:

@@ -21,8 +21,9 @@ from torchdist_ref.backends.lent import lending
 from torchdist_ref.backends.operands import Sizes
 from torchdist_ref.backends.plan import Plan
 from torchdist_ref.backends.reductions import reduction
+from torchdist_ref.backends.unfit import refuse_unfit
 from torchdist_ref.calls import Call, Shape, fingerprint, signature
-from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
+from torchdist_ref.errors import ArgumentError
 from torchdist_ref.schedules import catalogue
 from torchdist_ref.schedules.choose import choose, overrides
 from torchdist_ref.schedules.schedule import Schedule
@@ -80,9 +81,7 @@ class Planner:
         if len({t.dtype for t in tensors}) > 1:
             dtypes = sorted({str(t.dtype) for t in tensors})
             raise ArgumentError(f"{call.op}: all tensors need one dtype, got {dtypes}.")
-        if any(t.is_quantized for t in tensors):
-            hint = "Send .int_repr(), and the scale and zero point once."
-            raise UnsupportedError(f"{call.op}: no engine works on quantized tensors{on_rank()}. {hint}")
+        refuse_unfit(call, tensors, "ref", ("cpu", "cuda"))
         dtype = tensors[0].dtype if tensors else torch.uint8
         shapes = self._blocks(call.op, *lists)
         rows = frozenset(name for name, blocks in zip(("in", "out"), lists, strict=True) if type(blocks) is Rows)

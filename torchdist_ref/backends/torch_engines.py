@@ -15,9 +15,11 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+from torchdist_ref.backends.base import uncut
 from torchdist_ref.backends.torch_engine import TorchEngine
 from torchdist_ref.backends.torch_operands import carried
 from torchdist_ref.backends.torch_work import Carried, TorchWork
+from torchdist_ref.backends.unfit import refuse_unfit
 from torchdist_ref.calls import Call, Recv, Send
 from torchdist_ref.errors import UnsupportedError
 
@@ -76,6 +78,7 @@ class Gloo(TorchEngine):
             raise UnsupportedError(
                 f"{call} {self._here()}: Gloo has no messages from a rank to itself. Use backend 'ref', or .copy_()."
             )
+        refuse_unfit(call, (*uncut(inputs), *uncut(outputs)), self.name, ("cpu", "cuda"))
         return carried(call, inputs, outputs, self._membership.rank, self._membership.size)
 
     def _message(self, call: Send | Recv, tensors: list[Tensor]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, strided
 from torch.distributed import ReduceOp
 
 from torchdist_ref.backends.base import Rows
@@ -67,23 +67,32 @@ reduce_call = cache(Reduce)
 
 
 def check_tensor(operation: str, argument: str, value: Any) -> None:
-    """Raise unless the value is a tensor."""
+    """Raise unless the value is a dense tensor."""
     if not isinstance(value, Tensor):
         raise ArgumentTypeError(
             f"{operation}: Invalid function argument. Expected parameter `{argument}` of type torch.Tensor\n"
             f"             but got {type(value)} instead.{on_rank()}"
         )
+    if value.layout is not strided:
+        _refuse_layout(operation, argument, value)
 
 
 def check_tensors(operation: str, argument: str, value: Any, count: int | None = None) -> None:
-    """Raise unless the value is a list of tensors, of this length."""
+    """Raise unless the value is a list of dense tensors, of this length."""
     if type(value) is not list and not isinstance(value, Sequence):
         _refuse_list(operation, argument, value)
-    for item in value:
+    for index, item in enumerate(value):
         if not isinstance(item, Tensor):
             _refuse_list(operation, argument, value)
+        if item.layout is not strided:
+            _refuse_layout(operation, f"{argument}[{index}]", item)
     if count is not None and len(value) != count:
         raise EngineArgumentError(explain(operation, argument, f"a list of {count} tensors, one a rank", len(value)))
+
+
+def _refuse_layout(operation: str, argument: str, tensor: Tensor) -> NoReturn:
+    # Their values lie in several tensors, or where no engine can find them.
+    raise UnsupportedError(explain(operation, argument, "a dense tensor (use .to_dense())", tensor.layout))
 
 
 def _refuse_list(operation: str, argument: str, value: Any) -> NoReturn:
@@ -132,19 +141,15 @@ def blocks_fit(value: Any, count: int, like: Tensor | None) -> bool:
     for tensor in value:
         if not isinstance(tensor, Tensor) or tensor.dtype is not dtype or tensor.numel() != elements:
             return False
+        if tensor.layout is not strided:
+            return False
     return True
 
 
 def check_writable(operation: str, argument: str, tensor: Tensor) -> None:
-    """Raise unless a result can be written there."""
-    if not tensor.is_contiguous():
-        check_apart(operation, argument, tensor)
-
-
-def check_apart(operation: str, argument: str, tensor: Tensor) -> None:
-    """Raise if two elements of an output are one place in memory, or if it is sparse and has no places for most."""
-    if tensor.is_sparse:
-        raise UnsupportedError(explain(operation, argument, "a dense tensor (use .to_dense())", tensor.layout))
+    """Raise if two elements of an output are one place in memory."""
+    if tensor.is_contiguous():
+        return
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise ArgumentError(explain(operation, argument, "a tensor whose elements don't overlap (use .clone())",
                                     f"strides {tensor.stride()}"))  # fmt: skip

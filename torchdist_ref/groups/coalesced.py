@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, strided
 from torch.futures import Future
 
 from torchdist_ref.calls import AllGather
@@ -132,7 +132,7 @@ def _alike(lists: Any, inputs: Any, size: int) -> bool:
         return False
     dtype, counts = getattr(inputs[0], "dtype", None), []
     for tensor in inputs:
-        if not isinstance(tensor, Tensor) or tensor.dtype is not dtype:
+        if not isinstance(tensor, Tensor) or tensor.dtype is not dtype or tensor.layout is not strided:
             return False
         counts.append(tensor.numel())
     for outputs in lists:
@@ -141,7 +141,7 @@ def _alike(lists: Any, inputs: Any, size: int) -> bool:
         for index, tensor in enumerate(outputs):
             if not isinstance(tensor, Tensor) or tensor.dtype is not dtype or tensor.numel() != counts[index]:
                 return False
-            if not tensor.is_contiguous():
+            if tensor.layout is not strided or not tensor.is_contiguous():
                 return False
     return True
 

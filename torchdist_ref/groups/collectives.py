@@ -15,11 +15,11 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, sparse_coo
 
 from torchdist_ref.calls import Barrier, Broadcast, Call
 from torchdist_ref.groups.arguments import (
-    ALL_REDUCE, SUM, check_apart, check_tensor, check_writable, member_group, reduce_call, root_of, word_of,
+    ALL_REDUCE, SUM, check_tensor, check_writable, member_group, reduce_call, root_of, word_of,
 )  # fmt: skip
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.premultiplied import submit_multiplied
@@ -77,11 +77,10 @@ def all_reduce(
     found = member_group("all_reduce", group)
     if found is None:
         return None
+    if getattr(tensor, "layout", None) is sparse_coo:
+        return sum_sparse(found, tensor, op, async_op)
     check_tensor("all_reduce", "tensor", tensor)
-    if not tensor.is_contiguous():
-        if tensor.is_sparse:
-            return sum_sparse(found, tensor, op, async_op)
-        check_apart("all_reduce", "tensor", tensor)
+    check_writable("all_reduce", "tensor", tensor)
     call, operands = ALL_REDUCE[word_of(op, "all_reduce")], (tensor,)
     if call is _PREMUL_SUM:
         return submit_multiplied(found, "all_reduce", call, tensor, op, async_op)
