@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.futures import Future
 
-from torchdist_ref.errors import RankStalledError
+from torchdist_ref.errors import RankStalledError, UnsupportedError, on_rank
 from torchdist_ref.numbers import CallFuture, Scope
 
 Runner = Callable[[Callable[[], None]], None]
@@ -101,7 +101,16 @@ class Work:
         return list(self.outputs)
 
     def source_rank(self) -> int:
-        """For a receive from any rank: the group rank that sent. Else -1."""
+        """For a receive: the group rank that sent; -1 as long as that is not known.
+
+        Raises:
+            UnsupportedError: It is no receive.
+        """
+        if not self.name.startswith("recv"):
+            raise UnsupportedError(
+                f"source_rank: only a receive has a source, and this Work is of {self.name or 'a call that has ended'}"
+                f"{on_rank()}. Ask the Work that irecv returns."
+            )
         return self.source
 
     def get_future(self) -> Future[Any]:

@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+import pytest
 import torch
 
 import torchdist_ref as dist
@@ -147,3 +148,27 @@ def test_a_message_that_comes_while_another_is_taken_is_not_forgotten() -> None:
     start = time.monotonic()
     assert run(program, 3)[1] == [*fill(0, (3,)).tolist(), *fill(2, (3,)).tolist()]
     assert time.monotonic() - start < 10, "it was found only at the time-out"
+
+
+def sources(rank: int) -> list[int]:
+    """What works of all kinds say of their source: a receive from rank 1, one from anybody; the others raise."""
+    tensor, known = torch.zeros(2), []
+    others = [dist.all_reduce(tensor, async_op=True), dist.barrier(async_op=True), dist.isend(tensor, 1 - rank)]
+    receives = [dist.irecv(tensor, 1 - rank)]
+    others.append(dist.isend(tensor, 1 - rank, tag=1))
+    receives.append(dist.irecv(tensor, tag=1))
+    for work in receives:
+        assert work is not None and work.source_rank() in (-1, 1 - rank)
+        work.wait()
+        known.append(work.source_rank())
+    for work in others:
+        assert work is not None
+        with pytest.raises(RuntimeError, match=rf"source_rank: only a receive.*rank {rank}.*irecv"):
+            work.source_rank()
+        work.wait()
+    return known
+
+
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+def test_only_receives_have_a_source(backend: str) -> None:
+    assert run(sources, 2, backend=backend) == [[1, 1], [0, 0]]

@@ -74,7 +74,7 @@ class RefWork(c10d.Work):
         return self._outputs
 
     def source_rank(self) -> int:
-        """For a receive from any rank: the group rank that sent. Else -1."""
+        """See `Work.source_rank`."""
         return self._works[-1].source_rank()
 
     _source_rank = source_rank

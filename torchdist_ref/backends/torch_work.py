@@ -77,7 +77,7 @@ class TorchWork(Work):
     def _deliver(self, error: BaseException | None) -> None:
         if error is None:
             self._bring_back()
-        if self.source < 0:
+        if self.name == "recv" and self.source < 0:
             self.source = _source(self._theirs)
         translated = self._finished(error)
         self.finish() if translated is None else self.fail(translated)
