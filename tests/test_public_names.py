@@ -133,3 +133,17 @@ def test_every_public_name_is_on_a_reference_page(name: str) -> None:
     there = {entry.rsplit(".", 1)[-1] for entry in documented()}
     absent = [own for own in importlib.import_module(name).__all__ if own not in there and own != "__version__"]
     assert not absent
+
+
+def imported_by_pages() -> Iterator[tuple[str, str]]:
+    """Yield every name that a page tells its readers to import, with the page."""
+    for page in sorted(pages.DOCS.rglob("*.md")):
+        for found in re.findall(r"^\s*from torchdist_ref\S* import ([\w, ]+)$", page.read_text("utf-8"), re.MULTILINE):
+            for name in found.split(", "):
+                yield page.name, name.split(" as ")[0]
+
+
+def test_what_pages_import_is_on_a_reference_page() -> None:
+    there = {part for entry in documented() for part in entry.split(".")}
+    absent = [(page, name) for page, name in imported_by_pages() if name not in there]
+    assert not absent

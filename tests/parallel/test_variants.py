@@ -15,7 +15,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import torchdist_ref as dist
 from tests.parallel.training import batch, build, clear, forked, update
-from torchdist_ref.parallel.precision import MixedPrecision
+from torchdist_ref.parallel import MixedPrecision
 from torchdist_ref.testing import fill, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")

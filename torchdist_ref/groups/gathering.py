@@ -34,6 +34,7 @@ def all_gather(
     Args:
         tensor_list: Output: one tensor for each rank, in rank order; entry `r` has the shape of rank `r`'s
             `tensor`. Shapes may differ from rank to rank (on ``ref``), but all ranks pass the same list of them.
+            Entries that share memory hold one rank's numbers afterwards; which rank's is not said.
         tensor: Input: this rank's tensor.
         group: Which ranks. Default: all.
         async_op: Return at once with a Work to wait for.

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchdist_ref.parallel.bucket import GradBucket
     from torchdist_ref.parallel.distributed_data_parallel import DistributedDataParallel
+    from torchdist_ref.parallel.precision import MixedPrecision
 
-__all__ = ["DistributedDataParallel", "GradBucket"]
+__all__ = ["DistributedDataParallel", "GradBucket", "MixedPrecision"]
 
-_HOMES = {"DistributedDataParallel": "distributed_data_parallel", "GradBucket": "bucket"}
+_HOMES = {
+    "DistributedDataParallel": "distributed_data_parallel", "GradBucket": "bucket", "MixedPrecision": "precision"
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
