@@ -41,7 +41,7 @@ def taken(bucket: Bucket, scale: float = 1.0, dtype: torch.dtype | None = None) 
     for place in range(len(SIZES)):
         bucket.take(place)
     sent = bucket.offer()
-    return sent.buffer() if bucket.laid is None else bucket.room(bucket.laid)
+    return torch.cat(sent.gradients()) if bucket.laid is None else bucket.room(bucket.laid)
 
 
 @pytest.mark.usefixtures("alone")

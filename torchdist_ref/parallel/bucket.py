@@ -35,12 +35,27 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride()
 
 
+def width(tensor: torch.Tensor, buffer: torch.Tensor) -> int:
+    """How many elements of ``buffer`` stand for one of ``tensor``: two where a complex number is two real ones."""
+    return 2 if tensor.is_complex() and not buffer.is_complex() else 1
+
+
 def split(buffer: torch.Tensor, templates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of ``buffer``, one after another, with the shapes and strides of ``templates``."""
+    """Views of ``buffer``, one after another, with the shapes and strides of ``templates``.
+
+    In a buffer of real numbers, the view for a complex tensor is complex too; in one of bfloat16, which no complex
+    dtype is made of, its last dimension counts real and imaginary part.
+    """
     views, start = [], buffer.storage_offset()
     for template in templates:
-        views.append(torch.as_strided(buffer, template.shape, dense_strides(template), start))
-        start += template.numel()
+        wide = width(template, buffer)
+        if wide == 1:
+            views.append(torch.as_strided(buffer, template.shape, dense_strides(template), start))
+        else:
+            strides = *(2 * stride for stride in dense_strides(template)), 1
+            pairs = torch.as_strided(buffer, (*template.shape, 2), strides, start)
+            views.append(pairs if buffer.dtype is torch.bfloat16 else torch.view_as_complex(pairs))
+        start += wide * template.numel()
     return views
 
 
@@ -53,7 +68,8 @@ class GradBucket:
         buffer: One-dimensional tensor with every gradient of the bucket, one after another. The hook owns it
             until the Future that it returned is done.
         gradients: One tensor per parameter; their shapes and strides say how ``buffer`` is divided, in
-            order. They have to add up to the buffer's length. Left out, the whole buffer is one gradient.
+            order. They have to add up to the buffer's length, in which a complex number counts as two
+            real ones if the buffer is real. Left out, the whole buffer is one gradient.
         parameters: The parameters to which the gradients belong, in the same order. Default: none.
         is_last: Whether this is the last bucket of the iteration. Default True.
 
@@ -118,7 +134,7 @@ class GradBucket:
         return bucket
 
     def _check(self) -> None:
-        total = sum(template.numel() for template in self._templates)
+        total = sum(width(template, self._buffer) * template.numel() for template in self._templates)
         if total != self._buffer.numel():
             expected = f"tensors of {self._buffer.numel()} elements together, like the buffer"
             raise _wrong("GradBucket", "gradients", expected, total)

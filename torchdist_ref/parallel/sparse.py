@@ -34,7 +34,10 @@ def average(parameter: torch.Tensor, name: str, group: Any, divisor: float) -> t
 def _sparse_gradient(parameter: torch.Tensor, name: str) -> torch.Tensor:
     gradient = parameter.grad
     if gradient is None:
-        return torch.zeros_like(parameter, layout=torch.sparse_coo).coalesce()
+        # Like those of the other ranks: whole rows.
+        nowhere = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+        rows = parameter.new_empty((0, *parameter.shape[1:]))
+        return torch.sparse_coo_tensor(nowhere, rows, parameter.shape, is_coalesced=True, check_invariants=False)
     if not gradient.is_sparse:
         raise DistError(
             f"DistributedDataParallel: parameter {name!r} of an embedding with sparse=True got a dense gradient. "

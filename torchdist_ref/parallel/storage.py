@@ -28,11 +28,13 @@ class Rooms:
 
     Args:
         parameters: The bucket's parameters.
+        length: That of the bucket.
         group: Who exchanges it.
     """
 
-    def __init__(self, parameters: list[torch.Tensor], group: Any) -> None:
+    def __init__(self, parameters: list[torch.Tensor], length: int, group: Any) -> None:
         self.parameters = parameters
+        self.length = length
         self.group = group
         self._made: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
@@ -47,8 +49,7 @@ class Rooms:
     def _of(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
         found = self._made.get(dtype)
         if found is None:
-            length = sum(parameter.numel() for parameter in self.parameters)
-            memory = _empty(length, self.parameters[0], self.group, dtype)
+            memory = _empty(self.length, self.parameters[0], self.group, dtype)
             found = self._made[dtype] = memory, split(memory, self.parameters)
         return found
 
@@ -73,9 +74,12 @@ class Bucket:
         self.parameters = parameters
         self.is_last = is_last
         self.pointing = pointing
-        self.length = sum(parameter.numel() for parameter in parameters)
-        self.room = Rooms(parameters, group)
-        self.buffer = _empty(self.length, parameters[0], group, parameters[0].dtype).zero_()
+        # Complex gradients travel as real numbers, or a hook that rounds them would lose their imaginary parts.
+        dtype = parameters[0].dtype.to_real()
+        self._complex = dtype is not parameters[0].dtype
+        self.length = sum(parameter.numel() for parameter in parameters) * (2 if self._complex else 1)
+        self.room = Rooms(parameters, self.length, group)
+        self.buffer = _empty(self.length, parameters[0], group, dtype).zero_()
         self.views = split(self.buffer, parameters)
         self.waiting = len(members)
         self.started: Any = None
@@ -96,9 +100,10 @@ class Bucket:
         Args:
             scale: What they are multiplied by on their way, while they are in the cache.
             dtype: In which they travel, if not in their own: then they go into `room`, and are multiplied after that.
-                Where they lie in the buffer after all (`.grad` is a view of it, or has that dtype) nothing is done.
+                Where they lie in the buffer after all (`.grad` is a view of it, has that dtype or is complex) nothing
+                is done.
         """
-        self.laid = None if self.pointing or dtype is self.buffer.dtype else dtype
+        self.laid = None if self.pointing or self._complex or dtype is self.buffer.dtype else dtype
         self.scale = scale if self.laid is dtype else 1.0
         self._targets = self.views if self.laid is None else self.room.views(self.laid)
         # As a number of Python's it would be made a tensor for each gradient, which costs more than to multiply one.
@@ -148,7 +153,7 @@ class Bucket:
 
     def _adopt(self, place: int, gradient: torch.Tensor) -> None:
         # During backward in low precision they differ; then `give` points, when the full parameter is back.
-        if gradient is not self.views[place] and gradient.dtype == self.buffer.dtype:
+        if gradient is not self.views[place] and gradient.dtype == self.views[place].dtype:
             self.parameters[place].grad = self.views[place]
 
     def offer(self) -> GradBucket:
@@ -191,7 +196,7 @@ class Bucket:
             return self.views
         if self.laid is not None and where == (self.room(self.laid).data_ptr(), self.laid):
             return self._targets
-        if self.pointing:
+        if self.pointing or self._complex:
             self.buffer.copy_(value.detach().reshape(-1))
             return self.views
         return split(value.detach().contiguous().view(-1), self.parameters)

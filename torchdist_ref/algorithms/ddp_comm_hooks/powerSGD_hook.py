@@ -33,7 +33,7 @@ from torchdist_ref.algorithms.ddp_comm_hooks.low_rank import (
 from torchdist_ref.algorithms.ddp_comm_hooks.peers import Peers, comm_hook
 from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_state import PowerSGDState
 from torchdist_ref.algorithms.ddp_comm_hooks.sequence import Rounds
-from torchdist_ref.parallel.bucket import GradBucket
+from torchdist_ref.parallel.bucket import GradBucket, width
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -127,7 +127,8 @@ def _unpadded(rounds: Rounds, buffer: torch.Tensor) -> Rounds:
 
 def _layout(state: PowerSGDState, bucket: GradBucket) -> Plan:
     """The bucket's plan, made again (and its memory dropped) when the bucket is not what it was."""
-    gradients = bucket.gradients()
+    # A complex gradient lies in the buffer as real numbers, and is compressed as those.
+    gradients = [torch.view_as_real(g) if width(g, bucket.buffer()) == 2 else g for g in bucket.gradients()]
     key = (bucket.buffer().dtype, state.matrix_approximation_rank, [(g.shape, g.stride()) for g in gradients])
     known = state.plans.get(bucket.index())
     if known is not None and known[0] == key:
@@ -149,9 +150,7 @@ def _rounds(state: PowerSGDState, bucket: GradBucket, layout: Plan, world: int) 
     orthonormalize(Qs, state.orthogonalization_epsilon)
 
     for matrix, M, P, Q in zip(layout.matrices, Ms, Ps, Qs, strict=True):
-        if state.use_error_feedback:
-            M += matrix.of(out)
-        product(M, Q, P)
+        product(M, Q, P, matrix.of(out) if state.use_error_feedback else None)
     _load(first, out, layout)
     yield from _first_round(first, layout.rest_size, state.factor_dtype)
     _unload(first[: layout.rest_size].div_(world), out, layout)
