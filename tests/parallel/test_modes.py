@@ -281,6 +281,21 @@ def test_sparse_gradients_are_averaged_without_becoming_dense(backend: str) -> N
     assert all(kept and rows == [0, 1, 2, 3, 5] for _, kept, rows in outcomes)
 
 
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+def test_a_rank_that_has_run_out_of_inputs_adds_nothing_to_sparse_gradients(backend: str) -> None:
+    def program(rank: int) -> Any:
+        ddp = DDP(Words())
+        with ddp.join():
+            for _ in range(1 + rank):
+                ddp.zero_grad()
+                ddp(torch.tensor([rank, 3])).sum().backward()
+        return ddp.module.words.weight.grad.to_dense()
+
+    alone = Words()
+    alone(torch.tensor([1, 3])).sum().backward()
+    assert torch.equal(run(program, 2, backend=backend)[1], alone.words.weight.grad.to_dense() / 2)  # type: ignore[union-attr]
+
+
 def test_only_the_members_of_a_subgroup_take_part() -> None:
     def program(rank: int) -> Any:
         group = dist.new_group([0, 2])
@@ -349,6 +364,16 @@ def test_buckets_are_rebuilt_in_rank_0s_order_of_arrival() -> None:
         return before, [bucket.members for bucket in ddp.reducer.buckets]
 
     assert run(program, 2) == [([[0, 1, 2, 3]], [[1], [3], [0], [2]])] * 2
+
+
+def test_what_a_static_graph_leaves_unused_is_rebuilt_into_the_last_buckets() -> None:
+    def program(rank: int) -> Any:
+        ddp = DDP(Branches(), bucket_cap_mb=TINY, static_graph=True)
+        for _ in range(3):
+            ddp(fill(rank, (2, 3)), [1, 2]).sum().backward()
+        return [bucket.members for bucket in ddp.reducer.buckets]
+
+    assert run(program, 2) == [[[2], [1], [0], [3]]] * 2
 
 
 def test_state_dicts_go_both_ways_between_torchs_ddp_and_ours() -> None:

@@ -79,7 +79,9 @@ class Reducer:
         """Once, after an iteration in which all gradients arrived: new buckets, in rank 0's order of arrival."""
         if self.rebuilt or len(self._arrivals) < len(self.dense) or (self.options.find_unused and not self.static):
             return False
-        order = agreement.agree(self._arrivals, self.group, self.parameters[0].device)
+        # What a static graph leaves unused was settled first; it is not to hold the others up.
+        arrived = sorted(self._arrivals, key=self._absent.__contains__)
+        order = agreement.agree(arrived, self.group, self.parameters[0].device)
         self._allot(bucketing.assign(self.parameters, self.options.caps.rebuilt, order))
         self.rebuilt = True
         logger.info("DistributedDataParallel: %d buckets, rebuilt in the order of arrival", len(self.buckets))
