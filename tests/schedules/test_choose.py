@@ -58,6 +58,12 @@ def test_between_hosts_the_classic_cut_offs_hold(op: str, nbytes: int, name: str
     assert choose(op, 16, nbytes, hosts=tuple(range(16))) == name
 
 
+@pytest.mark.parametrize("op", ["broadcast", "reduce"])
+def test_between_two_hosts_a_root_has_nobody_to_share_its_work_with(op: str) -> None:
+    assert {choose(op, 2, nbytes, hosts=(0, 1)) for nbytes in (1, 1 << 20, 1 << 30)} == {"tree"}
+    assert choose(op, 2, 1 << 20, transport="tcp") == "tree" != choose(op, 3, 1 << 20, transport="tcp")
+
+
 def test_several_ranks_on_several_hosts_are_a_hierarchy() -> None:
     for op in operations():
         name = choose(op, 4, 1024, hosts=(0, 0, 1, 1), transport="tcp")

@@ -69,9 +69,9 @@ def choose(
         raise ArgumentError(explain("choose", "transport", "'shared_memory' or 'tcp'", transport))
     if hosts and len(set(hosts)) > 1:
         shared = max(Counter(hosts).values()) > 1 and op != "send"
-        return "hierarchical" if shared else _first(BETWEEN_HOSTS[op], nbytes)
+        return "hierarchical" if shared else _between_hosts(op, world, nbytes)
     if transport == "tcp" and world > 1:
-        return _first(BETWEEN_HOSTS[op], nbytes)
+        return _between_hosts(op, world, nbytes)
     return "two_shot" if op in ("all_reduce", "reduce") and nbytes > one_shot(op, world) else "direct"
 
 
@@ -87,6 +87,11 @@ def one_shot(op: str, world: int) -> float:
     if world == 1 or (op == "reduce" and world == 2):
         return float("inf")
     return 4 * MIB if op == "reduce" or world == 2 else 256 * KIB
+
+
+def _between_hosts(op: str, world: int, nbytes: int) -> str:
+    # Two ranks have nobody to share a root's work with: a second round would only bring it back what it has.
+    return "tree" if world == 2 and op in ("broadcast", "reduce") else _first(BETWEEN_HOSTS[op], nbytes)
 
 
 def _first(table: _Table, nbytes: int) -> str:
