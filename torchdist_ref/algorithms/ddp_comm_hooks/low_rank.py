@@ -10,16 +10,20 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 
 import torch
 
 # Smallest norm that a column is divided by: what is smaller counts as zero, and stays zero.
 TINY = {torch.float16: 6e-5}
-# Columns up to which a product column by column has the same bits as a product of matrices (measured with MKL).
+# Columns up to which a product by twos or threes has the same bits as one of all columns (measured with MKL).
 FEW = 4
 # Elements of a matrix that are worked on while they stay in a processor's own cache.
 BLOCK = 1 << 17
+# Elements below which calls cost more than they save.
+SMALL = 1 << 15
+# Elements of a line of the cache.
+LINE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,35 +111,50 @@ def matrix_shape(gradient: torch.Tensor) -> tuple[int, int]:
 
 # The three products of a step. Each has the bits of one call of torch.bmm, as torch's hook makes it, but in less time:
 # BLAS rearranges a large matrix before it multiplies it, and with few columns that takes longer than the product. Bits
-# matter because error feedback magnifies rounding: another order of additions moves twenty steps by 1e-5 and more.
+# matter because error feedback magnifies rounding: another order of additions moves twenty steps by 2e-6 and more.
 
 
-def product(M: torch.Tensor, Q: torch.Tensor, P: torch.Tensor) -> None:
-    """P ← M Q, two columns at a time (or three) where those are few.
+def product(M: torch.Tensor, Q: torch.Tensor, P: torch.Tensor, added: torch.Tensor | None = None) -> None:
+    """P ← M Q; before that M ← M + ``added``, part by part, while each is in the cache.
 
     >>> M, Q, P = torch.arange(6.0).view(3, 2), torch.eye(2), torch.empty(3, 2)
-    >>> product(M, Q, P)
-    >>> torch.equal(P, M)
-    True
+    >>> product(M, Q, P, added=torch.ones(3, 2))
+    >>> P.tolist()
+    [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
     """
     if _cut_pays(M, P.size(1)):
-        _by_pairs(M, Q, P)
-    else:
-        _whole(M, Q, P)
+        return _by_blocks(M, Q, P, added)
+    if added is not None:
+        M += added
+    _whole(M, Q, P)
 
 
-def _by_pairs(M: torch.Tensor, Q: torch.Tensor, P: torch.Tensor) -> None:
-    n, r = P.shape
-    columns = P.new_empty(r, n)
-    width = 3 if r == 3 else 2
+def _by_blocks(M: torch.Tensor, Q: torch.Tensor, P: torch.Tensor, added: torch.Tensor | None = None) -> None:
+    """Rows by rows, turned so that BLAS finds neighbours where it needs them, and columns by twos or threes."""
+    columns = _columns(P)
     for rows in blocks(M):
-        for j in range(0, r, width):
-            torch.mm(M[rows], Q[:, j : j + width], out=columns[j : j + width, rows].t())
+        block = M[rows]
+        if added is not None:
+            block += added[rows]
+        turned = _turned(block)
+        for pair in _pairs(P.size(1)):
+            torch.mm(turned.t(), Q[:, pair], out=columns[pair, rows].t())
     P.copy_(columns.t())
 
 
+def _turned(M: torch.Tensor) -> torch.Tensor:
+    """Mᵀ, laid out anew. Channels in groups, shuffled, are just that, by vector instructions; ``contiguous`` has none.
+
+    >>> _turned(torch.arange(6.0).view(2, 3)).tolist()
+    [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    """
+    n, m = M.shape
+    pixel = M.as_strided((1, n * m, 1, 1), (n * m, 1, n * m, n * m))
+    return torch.channel_shuffle(pixel, n).view(m, n)
+
+
 def transposed_product(M: torch.Tensor, P: torch.Tensor, Q: torch.Tensor) -> None:
-    """Q ← Mᵀ P, column by column where those are few: M is read as it lies.
+    """Q ← Mᵀ P.
 
     >>> M, P, Q = torch.eye(3)[:, :2].clone(), torch.arange(6.0).view(3, 2), torch.empty(2, 2)
     >>> transposed_product(M, P, Q)
@@ -143,14 +162,35 @@ def transposed_product(M: torch.Tensor, P: torch.Tensor, Q: torch.Tensor) -> Non
     [[0.0, 1.0], [2.0, 3.0]]
     """
     if _cut_pays(M, P.size(1)):
-        _by_columns(M, P, Q)
+        _as_it_lies(M, P, Q)
     else:
         _whole(M.t(), P, Q)
 
 
-def _by_columns(M: torch.Tensor, P: torch.Tensor, Q: torch.Tensor) -> None:
-    for column, p in enumerate(P.t().contiguous()):
-        Q[:, column] = torch.mv(M.t(), p)
+def _as_it_lies(M: torch.Tensor, P: torch.Tensor, Q: torch.Tensor) -> None:
+    """Sums over rows go on from block to block, so each block is read once from afar for all columns."""
+    columns = _columns(Q)
+    for rows in blocks(M):
+        for pair in _pairs(Q.size(1)):
+            sums = columns[pair].t()
+            torch.addmm(sums, M[rows].t(), P[rows, pair], beta=int(rows.start > 0), out=sums)
+    Q.copy_(columns.t())
+
+
+def _columns(factor: torch.Tensor) -> torch.Tensor:
+    """Memory for a factor column by column, each at the beginning of a `LINE`: elsewhere BLAS adds in another order."""
+    n, r = factor.shape
+    return factor.new_empty(r, math.ceil(n / LINE) * LINE)[:, :n]
+
+
+def _pairs(r: int) -> list[slice]:
+    """Columns by twos, or three at once: four at once have other bits.
+
+    >>> _pairs(4)
+    [slice(0, 2, None), slice(2, 4, None)]
+    """
+    width = 3 if r == 3 else 2
+    return [slice(j, j + width) for j in range(0, r, width)]
 
 
 def approximate(P: torch.Tensor, Q: torch.Tensor, out: torch.Tensor, error: torch.Tensor | None) -> None:
@@ -173,31 +213,36 @@ def _whole(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _cut_pays(M: torch.Tensor, r: int) -> bool:
-    return 1 < r <= FEW and M.device.type == "cpu" and M.dtype == torch.float32 and _cut_keeps_bits(r)
+    if not (1 < r <= FEW and M.numel() >= SMALL and M.device.type == "cpu" and M.dtype == torch.float32):
+        return False
+    return _cut_keeps_bits(r)
 
 
 @cache
 def _cut_keeps_bits(r: int) -> bool:
     """Whether this processor's BLAS adds in the same order either way: not every one need do."""
     random = torch.Generator().manual_seed(r)
-    M, Q, P = (torch.randn(size, generator=random) for size in ((331, 203), (203, r), (331, r)))
+    M, Q, P = (torch.randn(size, generator=random) for size in ((1203, 1204), (1204, r), (1203, r)))
     cut, whole, cut_t, whole_t = torch.empty_like(P), torch.empty_like(P), torch.empty_like(Q), torch.empty_like(Q)
-    _by_pairs(M, Q, cut)
+    _by_blocks(M, Q, cut)
     _whole(M, Q, whole)
-    _by_columns(M, P, cut_t)
+    _as_it_lies(M, P, cut_t)
     _whole(M.t(), P, whole_t)
     return torch.equal(cut, whole) and torch.equal(cut_t, whole_t)
 
 
 def blocks(M: torch.Tensor) -> list[slice]:
-    """Ranges of rows of about `BLOCK` elements; one range on an accelerator, where each costs a launch.
+    """Ranges of rows of about `BLOCK` elements, none of a few rows only (BLAS adds those in another order).
+
+    One range on an accelerator, where each costs a launch.
 
     >>> blocks(torch.empty(1024, 256))
     [slice(0, 512, None), slice(512, 1024, None)]
     """
-    count = M.numel() // BLOCK if M.device.type == "cpu" else 1
-    size = math.ceil(M.size(0) / max(1, count))
-    return [slice(start, start + size) for start in range(0, M.size(0), size)]
+    n, count = M.size(0), M.numel() // BLOCK if M.device.type == "cpu" else 1
+    size = math.ceil(n / max(1, count) / LINE) * LINE
+    starts = range(0, max(1, n - LINE + 1), size)
+    return [slice(start, stop) for start, stop in pairwise([*starts, n])]
 
 
 def orthonormalize(matrices: Sequence[torch.Tensor], epsilon: float = 0.0) -> None:
