@@ -98,12 +98,25 @@ def faults(rank: int, size: int) -> None:
     expect(dist.UnsupportedError, "complex32", lambda: dist.all_reduce(one.to(torch.complex32)))
     expect(dist.ArgumentError, "BAND", lambda: dist.all_reduce(one, dist.ReduceOp.BAND))
     dist.barrier()
+    compared(rank)
     broken: Any = dist.new_group()
     if rank == 0:
         broken.backend.abort("out of memory")
     else:
         expect(dist.GroupAbortedError, "rank 0 gave up: out of memory", lambda: dist.barrier(broken))
     dist.barrier()
+
+
+def compared(rank: int) -> None:
+    """MPI itself says nothing where ranks make different calls; at the level DETAIL all of them are told."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group, tensor = dist.new_group(), torch.ones(3)
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    first = dist.all_reduce if rank == 0 else dist.barrier
+    expect(dist.MismatchError, "rank 1: barrier", lambda: first(*([tensor] if rank == 0 else []), group=group))
+    expect(dist.MismatchError, "rank 0: all_reduce", lambda: dist.all_reduce(tensor[: 2 - rank % 2], group=group))
+    dist.all_reduce(tensor, group=group)
+    assert tensor[0].item() == dist.get_world_size(group)
 
 
 CHECKS = {check.__name__: check for check in (contract, other_types, unequal_blocks, callbacks, faults)}

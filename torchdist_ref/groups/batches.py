@@ -113,8 +113,4 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     if found is None:
         return []
     with found.backend.together():
-        return [op.op(op.tensor, group=found, tag=op.tag, **_peer(op)) for op in p2p_op_list]
-
-
-def _peer(op: P2POp) -> dict[str, int | None]:
-    return {"group_dst" if op.op is isend else "group_src": op.group_peer}
+        return [op.op(op.tensor, None, found, op.tag, op.group_peer) for op in p2p_op_list]
