@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from torchdist_ref.benchmark.faults import Result as FaultResult
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.benchmark.progress import Progress
 from torchdist_ref.benchmark.results import DIRECT, LIMIT, Row
-from torchdist_ref.benchmark.timing import Strangers, busy, calls_for, durations
+from torchdist_ref.benchmark.timing import Strangers, busy, calls_for, durations, own_clock, shared_out
 from torchdist_ref.benchmark.units import parse_size, show_size
 from torchdist_ref.errors import ArgumentError
 
@@ -77,14 +79,26 @@ def test_the_limit_costs_what_the_formula_says(op: str, world: int) -> None:
     assert found == {tuple(round(part, 9) for part in parts) for parts in expected}
 
 
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_two_processors_reduce_with_least_work_when_the_root_adds_all(world: int) -> None:
+    costs = [limit.cost("reduce", rank, world, processors=2) for rank in range(world)]
+    assert costs == [(0.0, world - 1)] + [(1.0, 0.0)] * (world - 1)
+    parts = [limit.cost("reduce", rank, world, processors=3 * world) for rank in range(world)]
+    # More work in sum, less for the busiest; two ranks are no more than two processors.
+    assert (parts == costs) == (world == 2)
+    assert world == 2 or sum(map(sum, parts)) > sum(map(sum, costs))
+    assert max(map(sum, parts)) <= max(map(sum, costs))
+
+
+@pytest.mark.parametrize("processors", [2, None])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("op", [op for op in OPERATIONS if op != "barrier"])
-def test_the_limit_moves_as_many_bytes_as_it_costs(op: str, world: int) -> None:
-    stages = limit.Stages(bytearray(world * 4096), window=4096)
+def test_the_limit_moves_as_many_bytes_as_it_costs(op: str, world: int, processors: int | None) -> None:
+    stages = limit.Stages(bytearray(world * 4096), 4096, processors)
     for rank in range(world):
         buffers = OPERATIONS[op].buffers(rank, world, 48 * 1024, torch.float32)
         written = [operands[0].nbytes for _, *operands in limit.kernels(op, buffers, stages)]
-        assert sum(written) == pytest.approx(sum(limit.cost(op, rank, world)) * 48 * 1024)
+        assert sum(written) == pytest.approx(sum(limit.cost(op, rank, world, processors=processors)) * 48 * 1024)
         assert max(written) <= 4096
         limit.bind(OPERATIONS[op], buffers, stages)()
 
@@ -119,6 +133,17 @@ def test_a_call_lasts_from_the_last_start_to_the_last_end() -> None:
     assert durations([[(0.0, 5.0), (6.0, 7.0)], [(1.0, 4.0), (6.5, 9.5)]]) == [4.0, 3.0]
     assert durations([[(0.0, 8.0)], [(0.0, 6.0)]], parts=4) == [2.0]
     assert calls_for([3e-3, 1e-3, 2e-3], 0.05) == 25
+
+
+def test_a_bound_is_the_longest_rank_or_an_even_share_of_all_whichever_is_longer() -> None:
+    # The root works 6 s, three others 2 s each: together 12 s. When they began plays no part.
+    worked = [[(0.0, 6.0)], [(3.0, 5.0)], [(0.0, 2.0)], [(7.0, 9.0)]]
+    assert [shared_out(worked, processors=many) for many in (1, 2, 3, 4)] == [[12.0], [6.0], [6.0], [6.0]]
+    alike = [[(0.0, 2.0), (1.0, 2.0)]] * 8
+    assert shared_out(alike, processors=2) == [8.0, 4.0] and shared_out(alike, parts=4, processors=8) == [0.5, 0.25]
+    assert shared_out(worked) == shared_out(worked, processors=len(os.sched_getaffinity(0)))
+    assert own_clock(len(os.sched_getaffinity(0))) is time.perf_counter
+    assert own_clock(len(os.sched_getaffinity(0)) + 1) is time.thread_time
 
 
 def test_ratios_compare_the_same_round_and_leave_out_disturbed_ones() -> None:

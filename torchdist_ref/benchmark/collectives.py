@@ -8,10 +8,12 @@ the file is the command around it.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,9 +23,9 @@ from torchdist_ref.benchmark.crew import Place, go
 from torchdist_ref.benchmark.hosts import on_hosts
 from torchdist_ref.benchmark.operations import OPERATIONS, Action, Buffers, Make, Operation
 from torchdist_ref.benchmark.progress import Progress
-from torchdist_ref.benchmark.results import DIRECT, LIMIT, Row
+from torchdist_ref.benchmark.results import BOUNDS, DIRECT, LIMIT, Row
 from torchdist_ref.benchmark.timing import (
-    Strangers, apart, calls_for, durations, in_a_row, own_time, undisturbed,
+    Strangers, apart, calls_for, durations, in_a_row, own_clock, own_time, shared_out, undisturbed,
 )  # fmt: skip
 from torchdist_ref.benchmark.units import parse_size, show_size
 from torchdist_ref.errors import ArgumentError, DistBackendError, UnsupportedError, explain
@@ -72,7 +74,7 @@ class Settings:
 
 def measure(place: Place, settings: Settings) -> None:
     """What each rank does. Reports the names of operations, and rows."""
-    stages = limit.Stages(place.circle.memory, settings.window)
+    stages = limit.Stages(place.circle.memory, settings.window, len(os.sched_getaffinity(0)))
     bounds = {LIMIT: stages, **({DIRECT: _tensors(place, settings)} if engines.REGISTERED in settings.backends else {})}
     contestants = engines.join(settings.backends, place)
     try:
@@ -157,16 +159,17 @@ class _Case:
             strangers.mark()
             used = own_time()
             for name in names[first:] + names[:first]:
-                samples[name].append(median(self._turn(actions[name], calls[name])))
+                samples[name].append(median(self._turn(actions[name], calls[name], name in BOUNDS)))
             disturbed.append(strangers.disturbed(sum(self.place.exchange(own_time() - used))))
         return samples, calls, disturbed
 
-    def _turn(self, action: Action, calls: int) -> list[float]:
-        """One contestant's calls in one round, on the same clock for all ranks."""
+    def _turn(self, action: Action, calls: int, bound: bool) -> list[float]:
+        """One contestant's calls in one round; of a bound, whose ranks don't wait, how long its work takes at least."""
+        place, parts = self.place, self.operation.messages * (calls if self.settings.loop else 1)
+        clock, figure = (own_clock(place.world), shared_out) if bound else (perf_counter, durations)
         with undisturbed():
-            times = self.time(action, calls, self.place.line_up)
-        parts = self.operation.messages * (calls if self.settings.loop else 1)
-        return durations(self.place.exchange(times), parts)
+            times = self.time(action, calls, place.line_up, clock)
+        return figure(place.exchange(times), parts)
 
     def _calls(self, action: Action) -> int:
         """How many calls a turn has; all ranks find the same number, having seen the same times."""

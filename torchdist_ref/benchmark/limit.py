@@ -3,8 +3,9 @@
 What each rank must do is a formula (`work`), in blocks of one rank's part of the whole buffer. `bind` turns it into
 the same tensor kernels that an engine would use, in the engine's windows, over a shared stage (`Stages`) or over
 tensors in shared memory (`Tensors`: what registered buffers allow), without any waiting for one another, so that the
-result is garbage and the time is a bound. It is timed in turn with the engines, as one more contestant. Below some
-64 KiB the bound shows what a call of torch from Python costs, and says nothing on memory.
+result is garbage and the time is a bound. It is timed in turn with the engines, as one more contestant, and where
+ranks outnumber processors by the processor time that they take (see `timing.shared_out`). Below some 64 KiB the bound
+shows what a call of torch from Python costs, and says nothing on memory.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ WINDOW = Layout(2).window
 
 
 def _reduce(rank: int, n: int) -> Work:
-    if n == 2:
-        # One reads straight from the stage of the other.
-        return (("add_each", 2),) if rank == ROOT else (("in", 2),)
     gathered = ("out", n - 1) if rank == ROOT else ("lay", 1)
     return ("in", n - 1), ("add", n - 1), gathered
+
+
+def _reduce_by_root(rank: int, n: int) -> Work:
+    return (("add_each", n),) * (n - 1) if rank == ROOT else (("in", n),)
 
 
 _WORK: dict[str, Callable[[int, int], Work]] = {
@@ -61,8 +63,12 @@ _DIRECT: dict[str, Callable[[int, int], Work]] = {
 }
 
 
-def work(op: str, rank: int, world: int, direct: bool = False) -> Work:
+def work(op: str, rank: int, world: int, direct: bool = False, processors: int | None = None) -> Work:
     """What a rank must do, in steps of so many blocks of 1/world of the whole buffer.
+
+    It depends on how many `processors` there are, by default one for each rank, where one way has the least work and
+    another the shortest: a reduction that the root does alone while the others copy keeps two processors busy, and
+    needs no second round of copies; more processors gain from one in which each rank reduces a part.
 
     Steps: ``in`` copies to the own stage, ``out`` from another's, ``own`` from one private tensor to another, ``lay``
     a result to the own stage; ``add`` adds from another's stage into one block, ``add_each`` into each in turn, ``sum``
@@ -74,16 +80,19 @@ def work(op: str, rank: int, world: int, direct: bool = False) -> Work:
     >>> work("all_reduce", 0, 4, direct=True)
     (('add', 3), ('out', 3))
     """
-    return tuple((kind, blocks) for kind, blocks in (_DIRECT if direct else _WORK)[op](rank, world) if blocks)
+    steps = (_DIRECT if direct else _WORK)[op]
+    if steps is _reduce and min(world, processors or world) <= 2:
+        steps = _reduce_by_root
+    return tuple((kind, blocks) for kind, blocks in steps(rank, world) if blocks)
 
 
-def cost(op: str, rank: int, world: int, direct: bool = False) -> tuple[float, float]:
+def cost(op: str, rank: int, world: int, direct: bool = False, processors: int | None = None) -> tuple[float, float]:
     """Bytes copied and bytes added by a rank, as parts of the whole buffer.
 
-    >>> cost("all_reduce", 0, 2), cost("broadcast", 1, 2)
-    ((1.5, 0.5), (1.0, 0.0))
+    >>> cost("all_reduce", 0, 2), cost("reduce", 0, 4), cost("reduce", 0, 4, processors=2)
+    ((1.5, 0.5), (1.5, 0.75), (0.0, 3.0))
     """
-    steps = work(op, rank, world, direct)
+    steps = work(op, rank, world, direct, processors)
     adds = sum(blocks for kind, blocks in steps if kind in _ADDS)
     return (sum(blocks for _, blocks in steps) - adds) / world, adds / world
 
@@ -92,10 +101,13 @@ _ADDS = ("add", "add_each", "sum")
 
 
 class Stages:
-    """A stage for every rank, in memory that all share: `world` times `window` bytes of it."""
+    """A stage for every rank, in memory that all share: `world` times `window` bytes of it.
 
-    def __init__(self, memory: Any, window: int = WINDOW) -> None:
-        self.window, self.memory = window, memory
+    `processors` is how many the ranks share, if they do not have one each.
+    """
+
+    def __init__(self, memory: Any, window: int = WINDOW, processors: int | None = None) -> None:
+        self.window, self.memory, self.processors = window, memory, processors
 
     direct = False
 
@@ -106,7 +118,9 @@ class Stages:
 
     def blocks(self, op: str, kind: str, number: int, b: Buffers) -> Blocks:
         """Which blocks the step of this number works on."""
-        return number, 0 if kind in ("add", "sum") else number, (b.rank + 1 + number) % b.world, number
+        # What a rank reads was written on another processor: never its own stage.
+        peer = (b.rank + 1 + number % (b.world - 1)) % b.world
+        return number, 0 if kind in ("add", "sum") else number, peer, number
 
 
 class Tensors(Stages):
@@ -170,7 +184,7 @@ def _sum(target: Tensor, source: Tensor, own: Tensor) -> Any:
 
 def kernels(op: str, b: Buffers, stages: Stages) -> Iterator[tuple[Any, ...]]:
     """The work on a rank's tensors, in order: (kernel, tensor written, tensors read)."""
-    steps = work(op, b.rank, b.world, stages.direct)
+    steps = work(op, b.rank, b.world, stages.direct, stages.processors)
     block = -(-b.whole // b.world)
     # All blocks that are laid out in one round share the window, as they share an engine's stage.
     laid = max((blocks for kind, blocks in steps if kind in ("in", "out", "add_each")), default=1)

@@ -1,7 +1,8 @@
 """One repetition: some calls on every rank, each from the start line, and when each rank began and ended.
 
 A call's time is from the moment when the last rank began to the moment when the last rank was done. Ranks only take
-down times; what they mean is computed once, by rank 0, from everybody's.
+down times; what they mean is computed once, by rank 0, from everybody's. A bound, whose ranks don't wait for one
+another, has no common end: it is what each rank has to do, shared out among the processors (`shared_out`).
 """
 
 from __future__ import annotations
@@ -12,34 +13,35 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter, process_time, thread_time
 
 from torchdist_ref.benchmark.operations import Action
 
 Times = list[tuple[float, float]]
+Clock = Callable[[], float]
 # Others' processor time is counted in ticks of a hundredth of a second.
 _TICK = 0.01
 _TOLERATED = 0.15
 
 
-def apart(call: Action, calls: int, line_up: Callable[[], None]) -> Times:
-    """Make so many calls, each from the start line: (begin, end) of each, on a clock that all processes share."""
+def apart(call: Action, calls: int, line_up: Callable[[], None], clock: Clock = perf_counter) -> Times:
+    """Make so many calls, each from the start line: (begin, end) of each, by default on a clock that all share."""
     times = []
     for _ in range(calls):
         line_up()
-        begin = perf_counter()
+        begin = clock()
         call()
-        times.append((begin, perf_counter()))
+        times.append((begin, clock()))
     return times
 
 
-def in_a_row(call: Action, calls: int, line_up: Callable[[], None]) -> Times:
+def in_a_row(call: Action, calls: int, line_up: Callable[[], None], clock: Clock = perf_counter) -> Times:
     """Make so many calls back to back after one start line: (begin, end) of all together."""
     line_up()
-    begin = perf_counter()
+    begin = clock()
     for _ in range(calls):
         call()
-    return [(begin, perf_counter())]
+    return [(begin, clock())]
 
 
 def durations(by_rank: Sequence[Times], parts: int = 1) -> list[float]:
@@ -52,6 +54,30 @@ def durations(by_rank: Sequence[Times], parts: int = 1) -> list[float]:
         (max(end for _, end in call) - max(begin for begin, _ in call)) / parts
         for call in zip(*by_rank, strict=True)
     ]
+
+
+def own_clock(world: int) -> Clock:
+    """What tells how long a rank has worked, however long it waited for a processor.
+
+    A rank with a processor to itself does not wait, and any clock tells; the one of processor time takes a call of
+    the kernel to read, as long as copying 10 KiB.
+    """
+    return perf_counter if world <= len(os.sched_getaffinity(0)) else thread_time
+
+
+def shared_out(by_rank: Sequence[Times], parts: int = 1, processors: int | None = None) -> list[float]:
+    """Seconds below which processors cannot do each call's work, from how long every rank worked on it.
+
+    No rank's work can be split, and all of it has to be done by somebody: at best it ends with the longest rank's, or
+    when the sum is shared out evenly, whichever is later. By default among those that this process may run on.
+
+    >>> four = [[(0.0, 2.0)], [(0.0, 2.0)], [(0.0, 2.0)], [(0.0, 3.0)]]
+    >>> shared_out(four, processors=2), shared_out(four, processors=4)
+    ([4.5], [3.0])
+    """
+    many = processors or len(os.sched_getaffinity(0))
+    worked = ([end - begin for begin, end in call] for call in zip(*by_rank, strict=True))
+    return [max(max(seconds), sum(seconds) / many) / parts for seconds in worked]
 
 
 def calls_for(first: Sequence[float], seconds: float, most: int = 1000) -> int:
