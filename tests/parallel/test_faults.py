@@ -179,6 +179,9 @@ WRONG: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "None": (lambda state, bucket: None, dist.ArgumentTypeError, "bucket 0, rank {} returned NoneType. It has to"),
     "a tensor": (lambda state, bucket: bucket.buffer(), dist.ArgumentTypeError, "bucket 0, rank {} returned Tensor."),
     "a list": (lambda state, bucket: done([bucket.buffer()]), dist.ArgumentTypeError, "rank {}: its Future holds list"),
+    "sparse": (lambda state, bucket: done(bucket.buffer().to_sparse()), dist.DistError, "layout torch.sparse_coo"),
+    "no memory": (lambda state, bucket: done(bucket.buffer().to("meta")), dist.DistError, "torch.float32 on meta"),
+    "complex": (lambda state, bucket: done(bucket.buffer() * 1j), dist.DistError, "tensor of torch.complex64"),
     "too short": (lambda state, bucket: done(torch.ones(3)), dist.DistError, "rank {}: its Future holds a tensor of 3"),
 }
 
@@ -245,6 +248,10 @@ def annotated(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
     return done(bucket.buffer())
 
 
+def annotated_in_short(state: Any, bucket: Any) -> Future:  # type: ignore[type-arg]
+    return done(bucket.buffer())
+
+
 def misled(state: Any, bucket: int) -> Any:
     return bucket
 
@@ -253,7 +260,7 @@ def misleading(state: Any, bucket: Any) -> list[int]:
     return bucket
 
 
-@pytest.mark.parametrize("hook", [Callable2(), partial(annotated), annotated, Callable2().__call__])
+@pytest.mark.parametrize("hook", [Callable2(), partial(annotated), annotated, annotated_in_short, Callable2().__call__])
 def test_hooks_of_every_callable_kind_are_taken(hook: Any) -> None:
     def program(rank: int) -> float:
         ddp = DDP(nn.Linear(1, 1, bias=False))

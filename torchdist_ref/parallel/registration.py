@@ -68,7 +68,8 @@ def _check_annotations(hook: Callable[..., Any], signature: inspect.Signature, r
 def _known(annotation: Any, known: tuple[Any, ...]) -> bool:
     """Whether an annotation is one of those expected; text (postponed annotations) passes if it ends alike."""
     if isinstance(annotation, str):
-        return annotation.split(".")[-1].startswith(("GradBucket", "Future[", "Tensor]")) or annotation == "Any"
+        last = annotation.split(".")[-1]
+        return last.startswith(("GradBucket", "Future[", "Tensor]")) or last in ("Any", "Future")
     return annotation is Any or any(annotation is one or annotation == one for one in known)
 
 
