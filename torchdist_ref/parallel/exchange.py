@@ -151,6 +151,10 @@ class Hooked:
         if value.numel() != length:
             sizes = f"{value.numel()} elements, and the bucket has {length}"
             raise DistError(f"{self.where(bucket)}: its Future holds a tensor of {sizes}.")
+        if value.layout is not torch.strided or value.is_meta or value.is_quantized or value.is_complex():
+            kind = f"{value.dtype} on {value.device}, layout {value.layout}"
+            expected = f"It has to be dense and hold real numbers, best {bucket.buffer().dtype} as the buffer does."
+            raise DistError(f"{self.where(bucket)}: its Future holds a tensor of {kind}. {expected}")
         return value
 
     def where(self, bucket: GradBucket) -> str:
