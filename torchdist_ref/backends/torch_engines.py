@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as c10d
 from torch import Tensor
+from torch.distributed import distributed_c10d as options
 
 from torchdist_ref.backends.base import uncut
 from torchdist_ref.backends.torch_engine import TorchEngine
-from torchdist_ref.backends.torch_operands import carried
+from torchdist_ref.backends.torch_operands import Exchange, carried
 from torchdist_ref.backends.torch_work import Carried, TorchWork
 from torchdist_ref.backends.unfit import refuse_unfit
 from torchdist_ref.calls import Call, Recv, Send
@@ -80,6 +81,12 @@ class Gloo(TorchEngine):
             )
         refuse_unfit(call, (*uncut(inputs), *uncut(outputs)), self.name, ("cpu", "cuda"))
         return carried(call, inputs, outputs, self._membership.rank, self._membership.size)
+
+    def _start(self, call: Call, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
+        if isinstance(call, Exchange):
+            source, target, how = inputs[0], outputs[0], options.AllToAllOptions()
+            return self._engine.alltoall_base(target, source, list(call.taken), list(call.given), how)
+        return super()._start(call, inputs, outputs)
 
     def _message(self, call: Send | Recv, tensors: list[Tensor]) -> list[Tensor]:
         """Gloo refuses messages of no bytes, so they travel as one."""

@@ -2,19 +2,21 @@
 
 Gloo knows eight types, one size for all blocks, and contiguous memory; it forgets a type's meaning where it adds truth
 values. So data that only moves travels as bytes, whatever it is; numbers that Gloo can't reduce travel as others that
-give the same result; and blocks of several sizes are padded to the largest. Don't add knowledge of C++ calls here.
+give the same result; gathered blocks of several sizes are padded to the largest; and blocks that ranks exchange lie in
+one tensor. Don't add knowledge of C++ calls here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from torchdist_ref.backends.base import uncut
 from torchdist_ref.backends.reductions import WIDENED, check, divide, reduction
 from torchdist_ref.backends.torch_work import Carried, brought_back
 from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Barrier, Call, Reduce, ReduceScatter
@@ -32,6 +34,17 @@ _OF_BOOL = {"sum": "max", "product": "min"}
 _TOP = torch.iinfo(torch.int64).min
 
 
+@dataclass(frozen=True)
+class Exchange(AllToAll):
+    """An exchange of blocks that lie in one tensor: how many bytes for each rank, and from each.
+
+    Gloo takes lists of blocks from torch 2.13 on only.
+    """
+
+    given: tuple[int, ...] = ()
+    taken: tuple[int, ...] = ()
+
+
 def carried(call: Call, inputs: Tensors, outputs: Tensors, rank: int, size: int) -> Carried:
     """Make a call fit for Gloo.
 
@@ -43,6 +56,8 @@ def carried(call: Call, inputs: Tensors, outputs: Tensors, rank: int, size: int)
             return _in_place(call, outputs[0], rank)
         case ReduceScatter():
             return _scattering(call, inputs, outputs[0], size)
+        case AllToAll():
+            return _exchange(inputs, outputs)
         case AllGather() if len({t.numel() for t in outputs}) > 1:
             return _padded(call, inputs, outputs)
         case Barrier():
@@ -72,8 +87,8 @@ def _scattering(call: ReduceScatter, inputs: Tensors, output: Tensor, size: int)
     Gloo's own operation has no future, is never said to be completed, and does not come back for some small tensors.
     """
     operation = reduction(call.reduction, output.dtype, call.op)
-    moved = _padded(AllToAll(), inputs, [output] * size)
-    parts = [row[: output.nbytes].view(output.dtype) for row in moved.outputs]
+    moved = _exchange(inputs, [output] * size)
+    parts = [row.view(output.dtype) for row in moved.outputs[0].split([output.nbytes] * size)]
 
     def deliver() -> bool:
         wide = torch.float32 if output.dtype in WIDENED else output.dtype
@@ -129,6 +144,19 @@ def _padded(call: Call, inputs: Tensors, outputs: Tensors) -> Carried:
     targets = [torch.empty(longest, dtype=torch.uint8, device=t.device) for t in outputs]
     used = [row[: tensor.nbytes] for row, tensor in zip(targets, outputs, strict=True)]
     return Carried(call, sources, targets, lambda: brought_back(used, outputs))
+
+
+def _exchange(inputs: Tensors, outputs: Tensors) -> Carried:
+    given, taken = (tuple(t.nbytes for t in tensors) for tensors in (inputs, outputs))
+    source, whole = uncut(inputs), uncut(outputs)
+    sent = as_bytes(source[0]) if len(source) == 1 else torch.cat([as_bytes(t) for t in source])
+    if len(whole) == 1:
+        target = as_bytes(whole[0])
+        rows: Sequence[Tensor] = [target]
+    else:
+        target = torch.empty(sum(taken), dtype=torch.uint8, device=outputs[0].device)
+        rows = target.split(taken)
+    return Carried(Exchange(given, taken), [sent], [target], lambda: brought_back(rows, whole))
 
 
 def _nothing() -> bool:
