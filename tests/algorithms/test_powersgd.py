@@ -230,6 +230,23 @@ def test_products_are_those_of_whole_matrices(n: int, m: int, r: int) -> None:
         assert float((found - wanted).norm() / wanted.norm()) < 1e-6
 
 
+# Sides that no block, no line of the cache and no vector unit divides; memory that begins anywhere.
+@pytest.mark.parametrize("r", [2, 3, 4])
+@pytest.mark.parametrize(("n", "m"), [(803, 804), (1203, 805), (257, 2310), (1778, 514)])
+def test_products_in_parts_have_the_bits_of_whole_ones(n: int, m: int, r: int) -> None:
+    M, G = fill(0, (n * m + 1,))[1:].view(n, m), fill(3, (n, m))
+    P, Q, p, q = fill(1, (n, r)), fill(2, (m, r)), torch.empty(n, r), torch.empty(m, r)
+    whole = M + G
+    low_rank.product(M, Q, p, added=G)
+    low_rank.transposed_product(M, P, q)
+    assert torch.equal(M, whole)
+    assert torch.equal(p, torch.bmm(whole[None], Q[None])[0])
+    assert torch.equal(q, torch.bmm(whole.t()[None], P[None])[0])
+    out = torch.empty_like(M)
+    low_rank.approximate(P, Q, out, M)
+    assert torch.equal(out, torch.bmm(P[None], Q.t()[None])[0]) and torch.equal(M, whole - out)
+
+
 def several(rank: int, hook: Any, slow: int, **kw: Any) -> tuple[Tensor, int]:
     ddp = DDP(Given(), bucket_cap_mb=0.006, gradient_as_bucket_view=True)
     ddp.register_comm_hook(PowerSGDState(None, 2, 2, **kw), hook)
