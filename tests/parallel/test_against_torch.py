@@ -34,7 +34,7 @@ def beside(rank: int, world: int, name: str, ways: dict[str, dict[str, Any]], st
         ours = train(dist.DistributedDataParallel, name, rank, steps, bucket_cap_mb=SMALL, **kw)
         same = all(torch.equal(a, b) for a, b in zip(theirs[:2], ours[:2], strict=True))
         apart = max(float((a - b).abs().max()) for a, b in zip(theirs[:2], ours[:2], strict=True))
-        found.append((same, apart, len(ours[2].reducer.buckets), ours[1]))
+        found.append((same, apart, len(ours[2].reducer.assignment), ours[1]))
     torch.distributed.destroy_process_group()
     return found
 

@@ -165,7 +165,7 @@ def slowed(rank: int, path: str, name: str) -> list[Any]:
     theirs = train(late(TorchDDP), name, rank, 50, bucket_cap_mb=SMALL)
     ours = train(late(DDP), name, rank, 50, bucket_cap_mb=SMALL)
     torch.distributed.destroy_process_group()
-    return [theirs[:2], ours[:2], len(ours[2].reducer.buckets)]
+    return [theirs[:2], ours[:2], len(ours[2].reducer.assignment)]
 
 
 # Fifty steps of two models: some 2 s each.

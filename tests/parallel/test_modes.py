@@ -73,7 +73,7 @@ def step(rank: int, make: Callable[[], nn.Module], loss: Callable[[Any, int], Te
     for _ in range(steps):
         model.zero_grad()
         loss(ddp, rank).backward()
-    return grads(model), len(ddp.reducer.buckets)
+    return grads(model), len(ddp.reducer.assignment)
 
 
 @pytest.mark.parametrize("views", [False, True])
@@ -357,11 +357,11 @@ def test_buckets_are_rebuilt_in_rank_0s_order_of_arrival() -> None:
 
     def program(rank: int) -> Any:
         ddp = DDP(Order(), bucket_cap_mb=TINY)
-        before = [bucket.members for bucket in ddp.reducer.buckets]
+        before = ddp.reducer.assignment
         for _ in range(2):
             # Each rank uses the layers in an order of its own; rank 0's is 2, 0, 3, 1, and backward runs it in reverse.
             ddp(fill(rank, (2, 3)), [2, 0, 3, 1] if rank == 0 else [0, 1, 2, 3]).sum().backward()
-        return before, [bucket.members for bucket in ddp.reducer.buckets]
+        return before, ddp.reducer.assignment
 
     assert run(program, 2) == [([[0, 1, 2, 3]], [[1], [3], [0], [2]])] * 2
 
@@ -396,7 +396,7 @@ def test_a_copy_is_a_ddp_of_its_own(way: Callable[[Any], Any]) -> None:
         for _ in range(2):
             other.zero_grad()
             quadratic(other, rank).backward()
-        return grads(ddp.module), grads(other.module), len(other.reducer.buckets)
+        return grads(ddp.module), grads(other.module), len(other.reducer.assignment)
 
     for one, other, buckets in run(program, 2):
         check([one, other], expected(lambda: build("mlp"), 2, quadratic))

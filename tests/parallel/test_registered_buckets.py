@@ -54,7 +54,7 @@ def test_the_same_bits_as_with_ordinary_buckets(size: int, pointing: bool) -> No
     lent, staged = (run(train, size, pointing, registered, ranks="processes") for registered in (True, False))
     for (one, calls, there), (other, none, _) in zip(lent, staged, strict=True):
         assert len(one) == len(other) == 6 and all(map(torch.equal, one, other))
-        assert calls > 3 and none == 0
+        assert calls >= 2 and none == 0
         assert there == pointing
 
 

@@ -124,6 +124,11 @@ class Backend(ABC):
     name: str
     recorder: Recorder
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks get at each other's CPU tensors without a network: several, on one host."""
+        return False
+
     @abstractmethod
     def submit(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
         """Start a call.
@@ -167,6 +172,11 @@ class Around(Backend):
 
     def __init__(self, engine: Backend) -> None:
         self.name, self.recorder, self._engine = engine.name, engine.recorder, engine
+
+    @property
+    def shares_memory(self) -> bool:
+        """See `Backend.shares_memory`."""
+        return self._engine.shares_memory
 
     def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """See `Backend.empty`."""

@@ -63,6 +63,11 @@ class ByDevice(Backend):
             )
         return found
 
+    @property
+    def shares_memory(self) -> bool:
+        """See `Backend.shares_memory`."""
+        return self._engines.get("cpu", self._first).shares_memory
+
     def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """See `Backend.empty`."""
         return self._engines.get("cpu", self._first).empty(size, dtype)

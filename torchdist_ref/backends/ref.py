@@ -183,10 +183,14 @@ class Ref(Backend):
         finally:
             self.recorder.add(POINT_TO_POINT[0], call, tensor.nbytes, start, error)
 
+    @property
+    def shares_memory(self) -> bool:
+        """See `Backend.shares_memory`."""
+        return self.link.hosts is None and self.link.size > 1
+
     def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """See `Backend.empty`."""
-        shared = self.link.hosts is None and self.link.size > 1
-        return registered.empty(size, dtype) if shared else super().empty(size, dtype)
+        return registered.empty(size, dtype) if self.shares_memory else super().empty(size, dtype)
 
     def close(self) -> None:
         """See `Backend.close`."""

@@ -118,7 +118,8 @@ class Trainee:
 
     def buckets(self) -> list[list[torch.Size]]:
         """The shapes in each bucket, as they are now."""
-        return [[parameter.shape for parameter in bucket.parameters] for bucket in self.model.reducer.buckets]
+        reducer = self.model.reducer
+        return [[reducer.parameters[member].shape for member in members] for members in reducer.assignment]
 
     def owed(self) -> float:
         """Bytes that a step should send, by the hook's formula."""

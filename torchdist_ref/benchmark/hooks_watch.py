@@ -102,11 +102,11 @@ class Spans:
 
     def __enter__(self) -> Spans:
         self._seen = self._recorder.total
-        self._model.reducer.exchange = self
+        self._model.reducer.use(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._model.reducer.exchange = self._inner
+        self._model.reducer.use(self._inner)
         made = self._recorder.total - self._seen
         self._calls = list(self._recorder)[-made:] if made else []
 

@@ -19,6 +19,7 @@ from torchdist_ref.algorithms.join import Join
 from torchdist_ref.parallel import agreement, bucketing, construction, joining, registration, variants
 from torchdist_ref.parallel.compiling import untraced
 from torchdist_ref.parallel.exchange import Hooked
+from torchdist_ref.parallel.foreign_names import ForeignNames
 from torchdist_ref.parallel.options import Options
 from torchdist_ref.parallel.precision import MixedPrecision
 from torchdist_ref.parallel.reducer import Reducer
@@ -29,7 +30,7 @@ __all__ = ["DistributedDataParallel"]
 _MixedPrecision = MixedPrecision
 
 
-class DistributedDataParallel(nn.Module, joining.UnevenInputs):
+class DistributedDataParallel(nn.Module, joining.UnevenInputs, ForeignNames):
     """A module whose gradients are averaged over the ranks of a group while backward runs.
 
     Every rank builds the same module and wraps it; at construction all ranks take rank 0's parameters
@@ -235,8 +236,7 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward pass takes buffers from rank 0 first."""
-        wanted = self.require_forward_param_sync and self.broadcast_buffers
-        return wanted and self.states.has_buffers
+        return self.require_forward_param_sync and self.broadcast_buffers and self.states.has_buffers
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
@@ -279,7 +279,8 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs):
         registration.check_hook(hook, rank)
         # A hook that was written for torch asks torch for its group.
         groups.mirror()
-        self.reducer.exchange = hooked = Hooked(hook, state, self.process_group, not self._options.skip_unused)
+        hooked = Hooked(hook, state, self.process_group, not self._options.skip_unused)
+        self.reducer.use(hooked)
         self._hook_name = hooked.name
 
     # ---- copies

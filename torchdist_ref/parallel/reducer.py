@@ -6,7 +6,7 @@ One iteration, in the order in which things happen:
 2. Autograd finishes a parameter's gradient and calls `_on_gradient`, which copies it into its bucket.
 3. Full buckets are launched in index order, never in the order in which they fill: ranks must agree.
 4. When nothing is awaited any more, `_finish` is queued to run at the end of backward; it waits for the
-   buckets, again in order, and hands the results to the parameters.
+   buckets, again in order, and hands the results to the parameters. The last bucket can be averaged `in_place`.
 
 After the first iteration `rebuild` divides the parameters anew, in the order in which gradients arrived
 on rank 0. The reducer knows no backends, and what a hook does with a bucket is none of its business.
@@ -18,6 +18,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.autograd import Variable
 
 from torchdist_ref import groups
 from torchdist_ref.errors import DistError
-from torchdist_ref.parallel import agreement, bucketing, faults, graph, sparse
+from torchdist_ref.parallel import agreement, bucketing, faults, graph, in_place, sparse
 from torchdist_ref.parallel.exchange import Averaging, Exchange
 from torchdist_ref.parallel.options import Entry, Options
 from torchdist_ref.parallel.precision import LowPrecision
@@ -66,12 +67,16 @@ class Reducer:
         self.precision: LowPrecision | None = None
         self.watch()
 
+    def use(self, exchange: Exchange) -> None:
+        """Let this decide how buckets are exchanged, in place of what did until now."""
+        self.exchange = exchange
+        self._allot(self.assignment)
+
     def watch(self) -> None:
         """Be told by autograd of each gradient. Again, when parameters have changed their dtype."""
         self._nodes = [graph.accumulator(parameter) for parameter in self.parameters]
-        reference = weakref.ref(self)
         for index, node in enumerate(self._nodes):
-            graph.when_done(node, _notifier(reference, index))
+            graph.when_done(node, _telling(self, partial(Reducer._on_gradient, index=index)))
 
     # ---- before forward
 
@@ -84,11 +89,18 @@ class Reducer:
         order = agreement.agree(arrived, self.group, self.parameters[0].device)
         self._allot(bucketing.assign(self.parameters, self.options.caps.rebuilt, order))
         self.rebuilt = True
-        logger.info("DistributedDataParallel: %d buckets, rebuilt in the order of arrival", len(self.buckets))
+        logger.info("DistributedDataParallel: %d buckets, rebuilt in the order of arrival", len(self.assignment))
         return True
 
+    # Lightning calls it by torch's name, and `prepare` too.
+    _rebuild_buckets = rebuild
+
     def _allot(self, assignment: list[list[int]]) -> None:
-        self.buckets = allocate(assignment, self.parameters, self.options.pointing, self.group)
+        self.assignment = assignment
+        rests = self.exchange is self.average and in_place.suits(self.options, self.parameters, self.group)
+        travelling, resting = (assignment[:-1], assignment[-1:]) if rests else (assignment, [])
+        self.in_place = in_place.InPlace([self.parameters[m] for members in resting for m in members], self.group)
+        self.buckets = allocate(travelling, self.parameters, self.options.pointing, self.group)
         self._places: list[tuple[Bucket, int] | None] = [None] * len(self.entries)
         for bucket in self.buckets:
             for place, member in enumerate(bucket.members):
@@ -109,6 +121,8 @@ class Reducer:
         self._expect(outputs)
         self._armed = True
 
+    prepare_for_backward = prepare
+
     def _expect(self, outputs: Any) -> None:
         """Note which parameters this backward can't reach, and be told when it starts even if it reaches none."""
         if self._surveying or (self.options.find_unused and not self.static):
@@ -118,7 +132,7 @@ class Reducer:
                 self._absent = [i for i, node in enumerate(self._nodes) if node not in nodes]
             for tensor in tensors:
                 if tensor.grad_fn is not None:
-                    graph.when_reached(tensor, _starter(weakref.ref(self)))
+                    graph.when_reached(tensor, _telling(self, lambda reducer, _: reducer.begin()))
 
     def _check_finished(self) -> None:
         if self._armed and self._begun and not self._failed:
@@ -141,9 +155,9 @@ class Reducer:
                 for index in self._absent:
                     self._ready(index)
 
-    def _on_gradient(self, index: int, defined: bool) -> None:
+    def _on_gradient(self, _: Any, gradients: Any, index: int) -> None:
         """Autograd is done with parameter ``index``: it has added a gradient, or found there was none to add."""
-        if defined:
+        if gradients[0] is not None:
             self._used[index] = 1
         if self.precision is not None:
             self.precision.restore_after_backward()
@@ -168,13 +182,14 @@ class Reducer:
             bucket, slot = place
             bucket.take(slot)
             bucket.waiting -= 1
-            if not self.rebuilt:
-                self._arrivals.append(index)
             if not bucket.waiting:
                 self._launch_full()
+        if not (self.rebuilt or self.entries[index].sparse):
+            self._arrivals.append(index)
         self._missing -= 1
-        if not self._missing:
-            self._all_ready()
+        closing = self._surveying or (self.options.find_unused and not self.static)
+        if not (self._missing or closing):
+            Variable._execution_engine.queue_callback(self._finish)
 
     def _launch_full(self) -> None:
         """Launch every full bucket whose predecessors have gone."""
@@ -188,11 +203,6 @@ class Reducer:
         self._failed = True
         bucket.started = self.exchange.start(bucket.offer())
         self._failed = False
-
-    def _all_ready(self) -> None:
-        closing = self._surveying or (self.options.find_unused and not self.static)
-        if not closing:
-            Variable._execution_engine.queue_callback(self._finish)
 
     # ---- at the end of backward
 
@@ -224,6 +234,7 @@ class Reducer:
             else:
                 # While one bucket is copied out, the next one is still on its way.
                 self._hand_out(map(self._collect, self.buckets))
+            self.in_place.average(self.average.divisor)
             for index in self.sparse:
                 self._exchange_sparse(index)
         self._end()
@@ -260,6 +271,7 @@ class Reducer:
             for bucket in self.buckets:
                 self._collect(bucket)
             self._survey_use()
+            self.in_place.shadow()
             for index in self.sparse:
                 self.parameters[index].grad = None
                 self._exchange_sparse(index)
@@ -275,21 +287,13 @@ class Reducer:
         self._used = bytearray(len(self.entries))
 
 
-def _notifier(reference: weakref.ref[Reducer], index: int) -> Callable[..., None]:
-    """A hook for autograd that doesn't keep the reducer alive."""
+def _telling(reducer: Reducer, tell: Callable[..., None]) -> Callable[..., None]:
+    """A hook for autograd that doesn't keep the reducer alive, to which it tells what it sees."""
+    reference = weakref.ref(reducer)
 
-    def notify(_: Any, gradients: Any) -> None:
-        reducer = reference()
-        if reducer is not None:
-            reducer._on_gradient(index, gradients[0] is not None)
+    def hook(*seen: Any) -> None:
+        found = reference()
+        if found is not None:
+            tell(found, *seen)
 
-    return notify
-
-
-def _starter(reference: weakref.ref[Reducer]) -> Callable[[torch.Tensor], None]:
-    def start(_: torch.Tensor) -> None:
-        reducer = reference()
-        if reducer is not None:
-            reducer.begin()
-
-    return start
+    return hook

@@ -1,0 +1,138 @@
+"""The last bucket is averaged where its gradients lie: torch's bits, whatever their size, layout and dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchdist_ref as dist
+from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torchdist_ref.parallel import in_place
+from torchdist_ref.testing import fill, run
+
+DDP = dist.DistributedDataParallel
+
+
+class Uneven(nn.Module):
+    """Large and small parameters, one of them stored by columns, for the last bucket; and one of a dtype of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(fill(1, (40, 30)))
+        self.columns = nn.Parameter(fill(2, (25, 40)).t())
+        self.small = nn.Parameter(fill(3, (25,)))
+        self.wide = nn.Parameter(fill(4, (25, 33), torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x @ self.large.t()) @ self.columns + self.small).double() @ self.wide
+
+
+def gradients(model: Any, rank: int) -> list[Tensor]:
+    model(fill(rank, (7, 30))).sin().sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def average(world: int) -> list[Tensor]:
+    every = [gradients(Uneven(), rank) for rank in range(world)]
+    return [sum(each / world for each in grads) for grads in zip(*every, strict=True)]  # type: ignore[misc]
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits so low that small tensors are cut like large ones."""
+    monkeypatch.setattr(in_place, "LARGE", 2048)
+    monkeypatch.setattr(in_place, "PIECE", 1024)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_are_averages_and_stay_the_tensors_that_they_are(pieces: None, world: int) -> None:
+    def program(rank: int) -> tuple[list[Tensor], bool]:
+        ddp = DDP(Uneven())
+        first = gradients(ddp, rank)
+        kept = [p.grad for p in ddp.parameters()]
+        for gradient in kept:
+            gradient.zero_()  # type: ignore[union-attr]
+        second = gradients(ddp, rank)
+        same = all(p.grad is gradient for p, gradient in zip(ddp.parameters(), kept, strict=True))
+        return first + second, same and len(ddp.reducer.in_place.parameters) == 3
+
+    expected = average(world)
+    for found, same in run(program, world):
+        torch.testing.assert_close(found, expected + expected, rtol=1e-4, atol=1e-3)
+        assert same
+
+
+def test_two_ranks_get_the_bits_of_buckets(pieces: None) -> None:
+    def program(rank: int, views: bool) -> list[Tensor]:
+        return gradients(DDP(Uneven(), gradient_as_bucket_view=views), rank)
+
+    apart, together = run(program, 2, False), run(program, 2, True)
+    for one, other in zip(apart, together, strict=True):
+        assert len(one) == 4 and all(map(torch.equal, one, other))
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey:UserWarning")
+def test_a_gradient_that_lies_otherwise_or_is_missing_takes_part(pieces: None) -> None:
+    """Rank 0 has its gradient by columns, rank 1 by rows; the small one is missing on rank 1."""
+
+    def program(rank: int) -> tuple[list[Tensor], bool]:
+        model = Uneven()
+        if rank == 0:
+            model.large.grad = torch.zeros(30, 40).t()
+        ddp = DDP(model)
+        if rank == 1:
+            model.small.register_hook(lambda gradient: gradient * 0)
+        found = gradients(ddp, rank)
+        return found, model.large.grad is not None and model.large.grad.is_contiguous() == (rank == 1)
+
+    expected = average(2)
+    (one, by_columns), (other, by_rows) = run(program, 2)
+    assert by_columns and by_rows
+    assert all(map(torch.equal, one, other))
+    torch.testing.assert_close(one[:2], expected[:2], rtol=1e-4, atol=1e-3)
+
+
+def test_until_backward_is_over_gradients_are_this_ranks_own(pieces: None) -> None:
+    def program(rank: int) -> tuple[bool, bool]:
+        x = fill(rank, (7, 30)).requires_grad_()
+        model = Uneven()
+        ddp, seen = DDP(model), []
+        # The input's gradient comes last of all.
+        x.register_hook(lambda _: seen.append(model.wide.grad.clone()))  # type: ignore[union-attr]
+        ddp(x).sin().sum().backward()
+        own = gradients(Uneven(), rank)[3]
+        return torch.equal(seen[0], own), torch.equal(model.wide.grad, own)  # type: ignore[arg-type]
+
+    assert run(program, 2) == [(True, False)] * 2
+
+
+def test_a_rank_without_inputs_adds_zeros_and_keeps_its_gradients(pieces: None) -> None:
+    def program(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+        ddp, found = DDP(Uneven()), []
+        with ddp.join():
+            for step in range(1 + rank):
+                ddp.zero_grad()
+                found = gradients(ddp, 2 * step + rank)
+        return found, [p.grad for p in ddp.parameters()]  # type: ignore[misc]
+
+    idle, busy = run(program, 2)
+    alone = gradients(Uneven(), 3)
+    assert all(map(torch.equal, *idle)) and all(map(torch.equal, *busy))
+    torch.testing.assert_close(busy[0], [gradient / 2 for gradient in alone], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("way", ["hook", "views", "unused", "static", "gloo"])
+def test_where_somebody_needs_buckets_all_travel(way: str) -> None:
+    asked = {"views": "gradient_as_bucket_view", "unused": "find_unused_parameters", "static": "static_graph"}
+
+    def program(rank: int) -> int:
+        ddp = DDP(Uneven(), **({asked[way]: True} if way in asked else {}))
+        if way == "hook":
+            ddp.register_comm_hook(None, allreduce_hook)
+        return len(ddp.reducer.buckets) - len(ddp.reducer.assignment)
+
+    gloo = way == "gloo"
+    assert run(program, 2, backend="gloo" if gloo else "ref", ranks="processes" if gloo else "threads") == [0, 0]
