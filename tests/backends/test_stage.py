@@ -22,8 +22,6 @@ from torchdist_ref.errors import MismatchError
 from torchdist_ref.testing import fill, run
 from torchdist_ref.transports.layout import GRAIN, POCKET, Layout, room
 
-PLAN: Any = SimpleNamespace(doing="a call")
-
 
 class Reader:
     """A reader's token, which writes down that it was waited for."""
@@ -37,43 +35,53 @@ class Reader:
         return self.ready
 
 
-def executor_with(last: int, ready: bool) -> tuple[Executor, list[str]]:
-    """What was laid out in even and in odd turns is being read, by one reader each; turn `last` was the last one."""
+def executor_with(turns: int, ready: bool) -> tuple[Executor, list[str]]:
+    """What was laid out in rounds 0, 1 and 3 is being read, by one reader each; round 4 comes next."""
     seen: list[str] = []
 
     def wait(token: Reader, peer: int, doing: str) -> None:
         seen.append(f"waited for {token.name}")
 
     line = SimpleNamespace(said=(b"", b""), words=[0] * 4, announce=lambda *_: None)
-    link: Any = SimpleNamespace(line=line, lines=(), peers=(), wait=wait)
+    link: Any = SimpleNamespace(line=line, lines=(), peers=(), wait=wait, layout=Layout(2, turns=turns))
     executor = Executor(link)
-    executor._readers = [((Reader(f"reader of turn {turn}", seen, ready), 1),) for turn in (0, 1)]
-    executor._staged_last = last
+    for number in (0, 1, 3):
+        executor._turns.readers.append((number, ((Reader(f"reader of round {number}", seen, ready), 1),)))
+    executor._turns.number = 4
     return executor, seen
 
 
-def test_in_turn_only_the_readers_of_that_turn_are_waited_for() -> None:
-    executor, seen = executor_with(last=1, ready=True)
-    executor._make_room(0, PLAN)
-    assert seen == ["reader of turn 0"]
-    assert [len(readers) for readers in executor._readers] == [0, 1]
+@pytest.mark.parametrize(("turns", "first"), [(4, [0]), (2, [0, 1])])
+def test_readers_of_as_many_rounds_ago_as_there_are_turns_are_waited_for_and_no_others(
+    turns: int, first: list[int]
+) -> None:
+    executor, seen = executor_with(turns, ready=True)
+    executor._turns.make_room(4, "a call")
+    assert seen == [f"reader of round {number}" for number in first]
+    assert [number for number, _ in executor._turns.readers] == [number for number in (0, 1, 3) if number not in first]
 
 
-def test_out_of_turn_the_readers_of_the_other_turn_come_first() -> None:
-    executor, seen = executor_with(last=0, ready=True)
-    executor._make_room(0, PLAN)
-    assert seen == ["reader of turn 1", "reader of turn 0"]
-    assert [len(readers) for readers in executor._readers] == [0, 0]
+def test_readers_of_older_rounds_come_first() -> None:
+    executor, seen = executor_with(4, ready=True)
+    executor._turns.make_room(6, "a call")
+    assert seen == ["reader of round 0", "reader of round 1"]
 
 
 def test_a_reader_that_is_not_done_is_waited_for() -> None:
-    executor, seen = executor_with(last=0, ready=False)
-    executor._make_room(0, PLAN)
-    assert seen == ["waited for reader of turn 1", "waited for reader of turn 0"]
+    executor, seen = executor_with(2, ready=False)
+    executor._turns.make_room(4, "a call")
+    assert seen == ["waited for reader of round 0", "waited for reader of round 1"]
 
 
-def test_nothing_is_laid_out_before_the_readers_are_done() -> None:
-    executor, seen = executor_with(last=1, ready=False)
+def plan_of(windows: tuple[int, ...], code: tuple[RoundCode, ...]) -> Any:
+    """A plan that has this code for each of its windows."""
+    rounds = {"windows": windows, "rounds": [()] * len(code), "room": 0, "code": lambda begin, place: code}
+    return SimpleNamespace(**rounds, carries_data=True, record=None, doing="a call", fits=None, inputs=0, nbytes=12)
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 3)], ids=["one round", "several"])
+def test_nothing_is_laid_out_before_the_readers_are_done(windows: tuple[int, ...]) -> None:
+    executor, seen = executor_with(4, ready=False)
     stage = torch.zeros(3)
     at_the_wait: list[float] = []
     wait = executor.link.wait
@@ -83,26 +91,27 @@ def test_nothing_is_laid_out_before_the_readers_are_done() -> None:
         wait(token, peer, doing)
 
     def lay(tensors: Sequence[torch.Tensor], begin: int) -> None:
-        stage.copy_(tensors[0])
+        stage.copy_(tensors[0][begin : begin + 3])
 
     executor.link.wait = look  # type: ignore[method-assign,assignment]
     code = RoundCode(stage=(lay,), posts=(), waits=(), steps=(), frees=(), readers=())
-    rounds = {"windows": (0,), "room": 0, "carries_data": True, "code": lambda begin, place: (code,)}
-    plan: Any = SimpleNamespace(**rounds, record=None, doing="a call", fits=None, inputs=0, nbytes=12)
-    executor.prepared(plan).run([torch.tensor([1.0, 2.0, 3.0])], (0, 0))
-    assert seen == ["waited for reader of turn 0"]
-    assert at_the_wait == [0.0, 0.0, 0.0]
-    assert stage.tolist() == [1.0, 2.0, 3.0]
+    executor.prepared(plan_of(windows, (code,))).run([torch.arange(1.0, 7.0)], (0, 0))
+    # Round 5, if there is one, lies where round 1 did.
+    assert seen == [f"waited for reader of round {number}" for number in range(len(windows))]
+    assert at_the_wait == [0.0, 0.0, 0.0, 1.0, 2.0, 3.0][: 3 * len(windows)]
+    assert stage.tolist() == [begin + 1.0 for begin in range(windows[-1], windows[-1] + 3)]
 
 
 @given(st.lists(st.integers(POCKET + 1, 4 * GRAIN), max_size=30), st.sampled_from((2, 4)))
-def test_places_that_follow_each_other_do_not_overlap(nbytes: list[int], turns: int) -> None:
-    layout, head, last = Layout(2, window=4 * GRAIN, turns=turns), 0, range(0)
+def test_as_many_places_in_a_row_as_there_are_turns_do_not_overlap(nbytes: list[int], turns: int) -> None:
+    layout, head, found = Layout(2, window=4 * GRAIN, turns=turns), 0, []
     for taken in map(room, nbytes):
         place = layout.next_place(head, taken)
         assert 0 <= place <= place + taken <= turns * layout.window
-        assert place >= last.stop or place + taken <= last.start
-        head, last = place + taken, range(place, place + taken)
+        for other in found[1 - turns :]:
+            assert place >= other.stop or place + taken <= other.start
+        head = place + taken
+        found.append(range(place, head))
 
 
 # Elements of float32, for: a pocket, the least of a ring, more, several windows in one round and in two.

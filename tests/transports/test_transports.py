@@ -38,13 +38,13 @@ def test_transport_keeps_the_contract(connect: Connect, size: int) -> None:
 
 
 def test_the_parts_of_a_segment_do_not_overlap() -> None:
-    plan = layout.Layout(3, window=8192, turns=2)
+    plan = layout.Layout(3, window=8192, turns=4)
     parts = [(0, layout.HEADER)]
     parts += [(plan.board(r), layout.BOARD_LINE) for r in range(3)]
     pairs = [(a, b) for a in range(3) for b in range(3)]
     parts += [(plan.token(kind, a, b), layout.CACHE_LINE) for kind in layout.KINDS for a, b in pairs]
-    parts += [(plan.pocket(r, turn), layout.POCKET) for r in range(3) for turn in (0, 1)]
-    parts += [(plan.ring(r, place), 8192) for r in range(3) for place in (0, 8192)]
+    parts += [(plan.pocket(r, turn), layout.POCKET) for r in range(3) for turn in range(4)]
+    parts += [(plan.ring(r, place), 8192) for r in range(3) for place in range(0, 4 * 8192, 8192)]
     parts += [(plan.envelope(a, b), layout.ENVELOPE) for a, b in pairs]
     parts += [(plan.mailbox(a, b), plan.box) for a, b in pairs]
     parts.sort()

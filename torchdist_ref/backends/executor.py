@@ -4,9 +4,8 @@ The first round of a call is its opening: every rank gives a token to every othe
 so that all ranks have seen each other's announcement before anybody writes. If the announcements differ,
 all ranks see the same difference and raise, nothing has been written, and the link is as before.
 
-Rounds take turns. What a round lays out lies elsewhere than what the round before laid out, and may lie where the one
-before that did: so its readers have to have freed that. The wait is over before it begins, and no barrier is needed
-between rounds or calls.
+Rounds take turns on the stage (`turns`). Whoever still reads what lies where a round is to lay out is waited for, which
+seldom takes any time, and no barrier is needed between rounds or calls.
 One call at a time: the engine holds the lock. Don't add decisions here.
 """
 
@@ -18,8 +17,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from torchdist_ref.backends.lent import Lending
-from torchdist_ref.backends.plan import Code, Peer, Plan
+from torchdist_ref.backends.plan import Plan
 from torchdist_ref.backends.progress import OutOfTurnError
+from torchdist_ref.backends.turns import Places, Turns
 from torchdist_ref.errors import MismatchError
 from torchdist_ref.numbers import Number
 from torchdist_ref.transports.base import Link
@@ -52,27 +52,16 @@ class SomeLendError(Exception):
     """Not for users: some ranks lend their tensors and some don't, so all stage."""
 
 
-class _First(dict[int, Code]):
-    """A plan's code for the first window, by place: most calls have no other, and find it here soonest."""
-
-    def __init__(self, code: Callable[[int, int], Code]) -> None:
-        self._code = code
-
-    def __missing__(self, place: int) -> Code:
-        found = self[place] = self._code(0, place)
-        return found
+CarryOut = Callable[[Sequence[Tensor], bool], None]
 
 
 class Executor:
-    """The state of a link between calls: the next call's number, the stage's turn and place, who still reads it."""
+    """The state of a link between calls: the next call's number, and whose turn it is on the stage."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
         self.sequence = 0
-        # All ranks count alike what rounds take, of turns and of the ring: a call that fails in its opening takes none.
-        self._turn = self._head = 0
-        self._readers: list[tuple[Peer, ...]] = [(), ()]
-        self._staged_last = -1
+        self._turns = Turns(link)
         self._said = [(link.line.said[n], tuple(link.lines[p].said[n] for p in link.peers)) for n in (0, 1)]
 
     def prepared(self, plan: Plan, lending: Lending | None = None) -> Prepared:
@@ -167,25 +156,22 @@ class Executor:
         return hear_all
 
     def _staged(self, plan: Plan) -> Callable[..., None]:
-        announce, record, windows, room = self.link.line.announce, plan.record, plan.windows, plan.room
-        words, code, carry_out, first = self.link.line.words, plan.code, self._rounds(plan), _First(plan.code)
+        announce, record, words = self.link.line.announce, plan.record, self.link.line.words
+        one = len(plan.rounds) == len(plan.windows) == 1
+        carry_out = self._one_round(plan) if one else self._rounds(plan)
 
         def run(tensors: Sequence[Tensor], number: Number, unseen: bool = True) -> None:
-            sequence = self.sequence
-            before = self._turn, self._head
+            sequence, head = self.sequence, self._turns.head
             if unseen:
                 announce(sequence, record, number)
             try:
-                for begin in windows:
-                    place = self._place(plan) if room else self._turn
-                    carry_out(code(begin, place) if begin else first[place], tensors, begin, unseen)
-                    unseen = False
+                carry_out(tensors, unseen)
             except SomeLendError:
-                self._turn, self._head = before
+                self._turns.head = head
                 # Not by its own name: a function that knows itself is garbage that keeps the group's memory.
                 return self._staged(plan)(tensors, number, False)
             except BaseException as error:
-                self._turn, self._head = before
+                self._turns.head = head
                 self._failed(plan, error)
                 raise
             words[DONE] = sequence
@@ -193,44 +179,60 @@ class Executor:
 
         return run
 
-    def _rounds(self, plan: Plan) -> Callable[[Code, Sequence[Tensor], int, bool], None]:
-        """What carries out the rounds of a window. The first can be the opening, the others' calls being unseen."""
-        wait, said = self.link.wait, self._said
+    def _one_round(self, plan: Plan) -> CarryOut:
+        """What carries out a call of one round, which most are: it is the opening, if the others' calls are unseen."""
+        wait, said, code, room, turns = self.link.wait, self._said, Places(plan.code), plan.room, self._turns
 
-        def carry_out(code: Code, tensors: Sequence[Tensor], begin: int, unseen: bool) -> None:
-            for stage, posts, waits, steps, frees, readers in code:
-                turn = self._turn
-                self._turn = 1 - turn
-                if stage:
-                    if self._readers[0] or self._readers[1]:
-                        self._make_room(turn, plan)
-                    self._staged_last = turn
-                    for lay in stage:
-                        lay(tensors, begin)
-                for post in posts:
-                    post()
-                for token, peer in waits:
-                    if not token.acquire(False):
-                        wait(token, peer, plan.doing)
-                if unseen:
-                    mine, theirs = said[self.sequence & 1]
-                    if theirs.count(mine) < len(theirs):
-                        raise self._difference(plan)
-                    unseen = False
-                if readers:
-                    self._readers[turn] = readers
-                for step in steps:
-                    step(tensors, begin)
-                for free in frees:
-                    free()
+        def carry_out(tensors: Sequence[Tensor], unseen: bool) -> None:
+            number = turns.number
+            ((stage, posts, waits, steps, _, _),) = code[turns.place(plan) if room else number % turns.turns]
+            if stage:
+                if turns.readers:
+                    turns.make_room(number, plan.doing)
+                for lay in stage:
+                    lay(tensors, 0)
+            for post in posts:
+                post()
+            for token, peer in waits:
+                if not token.acquire(False):
+                    wait(token, peer, plan.doing)
+            if unseen:
+                mine, theirs = said[self.sequence & 1]
+                if theirs.count(mine) < len(theirs):
+                    raise self._difference(plan)
+            for step in steps:
+                step(tensors, 0)
+            turns.number = number + 1
 
         return carry_out
 
-    def _place(self, plan: Plan) -> int:
-        """The place on every ring for the next window's first round: the same on all ranks."""
-        place = self.link.layout.next_place(self._head, plan.room)
-        self._head = place + plan.room * len(plan.rounds)
-        return place
+    def _rounds(self, plan: Plan) -> CarryOut:
+        """What carries out several rounds, window after window."""
+        said, turns, doing = self._said, self._turns, plan.doing
+
+        def carry_out(tensors: Sequence[Tensor], unseen: bool) -> None:
+            for begin in plan.windows:
+                place = turns.place(plan) if plan.room else turns.number % turns.turns
+                for stage, posts, waits, steps, frees, readers in plan.code(begin, place):
+                    if stage:
+                        turns.make_room(turns.number, doing)
+                        for lay in stage:
+                            lay(tensors, begin)
+                    for post in posts:
+                        post()
+                    turns.take(waits, doing)
+                    if unseen:
+                        mine, theirs = said[self.sequence & 1]
+                        if theirs.count(mine) < len(theirs):
+                            raise self._difference(plan)
+                        unseen = False
+                    turns.read_by(readers)
+                    for step in steps:
+                        step(tensors, begin)
+                    for free in frees:
+                        free()
+
+        return carry_out
 
     def _failed(self, plan: Plan, error: BaseException) -> None:
         """After a difference the link goes on; after anything else it does not."""
@@ -238,23 +240,6 @@ class Executor:
             self.link.line.done, self.sequence = self.sequence, self.sequence + 1
         else:
             self.link.give_up(error, plan.doing)
-
-    def _make_room(self, turn: int, plan: Plan) -> None:
-        """Wait until nobody reads what was laid out in the turn before the last one.
-
-        Free tokens don't say which turn they are for; they come in the order of the stagings. So where a
-        round without staging made the turns uneven, the other turn's readers are waited for first.
-        """
-        if self._staged_last == turn:
-            self._take(self._readers[1 - turn], plan)
-            self._readers[1 - turn] = ()
-        self._take(self._readers[turn], plan)
-        self._readers[turn] = ()
-
-    def _take(self, tokens: tuple[Peer, ...], plan: Plan) -> None:
-        for token, peer in tokens:
-            if not token.acquire(False):
-                self.link.wait(token, peer, plan.doing)
 
     def _difference(self, plan: Plan) -> MismatchError | OutOfTurnError | SomeLendError:
         """Ranks at different calls begin with the smallest number; at one call they must mean the same."""

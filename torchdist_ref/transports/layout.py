@@ -7,8 +7,8 @@
 * The *board* holds, per rank: status, pid, the number of the last finished call, whom it waits for, why it gave up,
   and the announcements (sequence number, fingerprint, text) of its last two calls.
 * A *token* is a counting semaphore from one rank to another (see `KINDS`).
-* A *stage* is what a rank lays out for its peers to read in a round: two pockets for little, used in turn, and a ring
-  for more (see `Layout.next_place`).
+* A *stage* is what a rank lays out for its peers to read in a round: pockets for little, used in turn, and a ring for
+  more (see `Layout.next_place`).
 * A *box* is the point-to-point mailbox of one ordered pair of ranks: an envelope and a ring.
 
 Rings are larger than what is laid out at once, for speed. What a peer has read is still in its core's cache, and to
@@ -77,8 +77,8 @@ class Layout:
     Attributes:
         size: Ranks in the group.
         window: Bytes that are laid out at once, at most: a power of two. See `window_for`.
-        turns: So many windows follow each other on a ring: a power of two, and at least two. Four of the default size
-            are more than a second-level cache holds.
+        turns: So many windows follow each other on a ring, and there are so many pockets: a power of two, and at least
+            two. Four of the default size are more than a second-level cache holds.
         letters: Bytes of a rank's mailboxes together; each gets an equal part of them, between 64 KiB and 1 MiB.
     """
 
@@ -97,17 +97,17 @@ class Layout:
         return HEADER + _up(self.size * BOARD_LINE) + index * CACHE_LINE
 
     def pocket(self, rank: int, turn: int) -> int:
-        """Where the pocket for even or odd turns begins on the stage of `rank`."""
+        """Where the pocket for a turn begins on the stage of `rank`."""
         return self._stages + rank * self.stage + turn * POCKET
 
     def ring(self, rank: int, place: int) -> int:
         """Where a place of the ring of `rank` is."""
-        return self._stages + rank * self.stage + 2 * POCKET + place
+        return self._stages + rank * self.stage + self.turns * POCKET + place
 
     @property
     def stage(self) -> int:
         """Bytes of a stage."""
-        return 2 * POCKET + self.turns * self.window
+        return self.turns * (POCKET + self.window)
 
     def next_place(self, place: int, taken: int) -> int:
         """The first place at `place` or after it where a round that takes so many bytes can lie; the ring has no end.
