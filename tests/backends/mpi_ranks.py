@@ -36,7 +36,7 @@ def other_types(rank: int, size: int) -> None:
         same(truth, combine(torch.tensor([[r == 0, True, False] for r in range(size)]), 0))
     for dtype in (torch.float32, torch.float16, torch.complex64):
         tensor = fill(rank, (9,), dtype)
-        dist.all_reduce(tensor, dist.ReduceOp.PREMUL_SUM(0.5 + rank))
+        dist.all_reduce(tensor, torch.distributed._make_nccl_premul_sum(0.5 + rank))
         same(tensor, sum((0.5 + r) * fill(r, (9,), dtype) for r in range(size)))
     eighth = fill(rank, (5,)).to(torch.float8_e4m3fn)
     dist.broadcast(eighth, size - 1)

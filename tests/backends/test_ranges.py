@@ -28,9 +28,9 @@ def calls(peer: int) -> None:
 
 def watched(rank: int) -> list[list[str]]:
     engine, cpu = dist.get_backend(), [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu) as new:
+    with torch.profiler.profile(activities=cpu, acc_events=True) as new:
         calls(1 - rank)
-    with torch.autograd.profiler.profile() as old:
+    with torch.autograd.profiler.profile(acc_events=True) as old:
         calls(1 - rank)
     return [named(new.events(), engine), named(old.function_events, engine)]
 
@@ -45,7 +45,7 @@ def test_both_profilers_show_what_was_called(backend: str) -> None:
 
 def late(rank: int) -> bool:
     """A call that nobody waits for ends with its range, not where it was started."""
-    with torch.autograd.profiler.profile() as seen:
+    with torch.autograd.profiler.profile(acc_events=True) as seen:
         with torch.autograd.profiler.record_function("before the others came"):
             work = dist.all_reduce(torch.ones(3), async_op=True) if rank == 0 else None
         dist.barrier(dist.new_group())
@@ -64,7 +64,7 @@ def stopped_at_once(rank: int) -> list[int]:
     """Rank 1's profiler stops as soon as it may; rank 0's while its last call is on its way."""
     seen, other = [], dist.new_group()
     for _ in range(20):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
             work = dist.all_reduce(torch.ones(4), async_op=True)
             assert work is not None and work.wait()
             late = dist.all_reduce(torch.ones(4), async_op=True) if rank == 0 else None
@@ -82,7 +82,7 @@ def test_a_profiler_may_stop_at_any_moment() -> None:
 
 def test_engines_of_ours_that_drive_nothing_show_too() -> None:
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=512)
-    with torch.autograd.profiler.profile() as seen:
+    with torch.autograd.profiler.profile(acc_events=True) as seen:
         dist.all_reduce(torch.ones(2))
     dist.destroy_process_group()
     assert named(seen.function_events, "fake") == ["fake:all_reduce"]

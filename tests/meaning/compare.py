@@ -189,6 +189,9 @@ def torch_can(case: Case, size: int) -> bool:
     """Whether torch's Gloo gives the right answer to a case in a group of this size."""
     if case.call in OBJECTS or case.call == "barrier":
         return True
+    if torch.__version__ < "2.13" and (case.call == "all_to_all" or case.call in SINGLE):
+        # Some of these names are newer, and Gloo did not take lists of blocks.
+        return False
     if case.dtype in ("int16", "uint16", "uint32", "uint64", *EIGHTHS):
         return False
     if case.dtype == "bool" and case.op == "SUM" and (case.call.startswith(("all_reduce", "reduce"))):

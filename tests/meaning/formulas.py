@@ -74,8 +74,9 @@ class View:
 
     def op(self, library: Any) -> Any:
         """The reduction as the function takes it."""
-        op = getattr(library.ReduceOp, self.case.op)
-        return op(self.factor(self.me)) if self.case.op == "PREMUL_SUM" else op
+        if self.case.op == "PREMUL_SUM":
+            return torch.distributed._make_nccl_premul_sum(self.factor(self.me))
+        return getattr(library.ReduceOp, self.case.op)
 
     def factor(self, rank: int) -> float:
         """This rank's weight in a PREMUL_SUM."""

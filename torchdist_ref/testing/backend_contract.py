@@ -8,6 +8,7 @@ Add a clause where an engine could get something wrong that users would notice.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,10 +93,12 @@ def multiplies_before_it_adds(rank: int, size: int) -> None:
     """PREMUL_SUM adds what each rank has multiplied by a factor of its own, and reads inputs without changing them."""
     wanted = torch.stack([(r + 0.5) * fill(r, (301,)) for r in range(size)]).sum(0)
     tensor, output = fill(rank, (301,)), torch.empty(301)
-    dist.all_reduce(tensor, dist.ReduceOp.PREMUL_SUM(rank + 0.5))
+    # ReduceOp.PREMUL_SUM(factor) is torch 2.13's; this name is older.
+    times: Any = torch.distributed._make_nccl_premul_sum  # type: ignore[attr-defined]
+    dist.all_reduce(tensor, times(rank + 0.5))
     same(tensor, wanted)
     inputs = [fill(rank, (301,)) for _ in range(size)]
-    dist.reduce_scatter(output, inputs, dist.ReduceOp.PREMUL_SUM(torch.tensor(rank + 0.5)))
+    dist.reduce_scatter(output, inputs, times(torch.tensor(rank + 0.5)))
     same(output, wanted)
     same(inputs[0], fill(rank, (301,)))
 
