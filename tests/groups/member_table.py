@@ -38,13 +38,9 @@ ABSENT = {
     r"BuiltinCommHookType\..*|DistributedDataParallel\._register_builtin_comm_hook":
         "Hooks in C++. `register_comm_hook` takes the Python ones, which do the same.",
     r"DeviceMesh\._flatten": "Private to torch; DTensor and FSDP2 take torch's meshes, also over `ref`.",
-    r"DistributedDataParallel\._get_ddp_logging_data|Logger\..*":
-        "torch's C++ statistics. A group's `recorder` has the calls.",
+    r"Logger\..*": "torch's C++ statistics. A group's `recorder` has the calls.",
     r"DistributedDataParallel\._register_buffer_comm_hook": "Private to torch: buffers are broadcast, as in torch.",
-    r"DistributedDataParallel\._set_params_and_buffers_to_ignore_for_model":
-        "Private to torch. A parameter that should not be averaged has `requires_grad=False`.",
-    r"DistributedDataParallel\._set_static_graph": "Private to torch; the constructor has `static_graph=True`.",
-    r"DistributedDataParallel\.broadcast_buffers": "torch's older name for what the constructor was told.",
+    r"DistributedDataParallel\.broadcast_buffers": "Each object has it.",
     r"DistributedDataParallel\.(gather|scatter|to_kwargs)":
         "Of the time when one process had several devices; torch no longer calls them either.",
     r"ProcessGroupGloo\..*": "torch's class works as before beside this library; by name, its engine is `\"gloo\"`.",
