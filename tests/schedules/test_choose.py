@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from torchdist_ref.errors import ArgumentError
-from torchdist_ref.schedules import algorithms, build, choose, operations, overrides, verify
+from torchdist_ref.schedules import Schedule, algorithms, build, choose, cost, operations, overrides, verify
+from torchdist_ref.transports.layout import window_for
 
 KIB = 1024
 SIZES = (0, 1, 4 * KIB, 32 * KIB, 32 * KIB + 1, 100 * KIB, 1 << 20, (1 << 20) + 1, 1 << 30)
@@ -26,18 +27,42 @@ def test_every_choice_can_be_built_and_is_right(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", operations())
-def test_on_shared_memory_everything_is_direct_but_large_reductions(op: str) -> None:
+def test_on_shared_memory_all_is_direct_but_large_reductions_and_exchanges(op: str) -> None:
     mib = 1024 * KIB
-    limits = {("all_reduce", 2): 4 * mib, ("reduce", 5): 4 * mib, ("reduce", 64): 4 * mib}
-    limits |= {("all_reduce", world): 256 * KIB for world in (5, 64)}
+    limits = {("all_reduce", 2): 4 * mib} | {("all_reduce", world): 256 * KIB for world in (5, 64)}
+    limits |= {("reduce", world): 4 * mib for world in (5, 64)} | {("all_to_all", world): 2 * mib for world in (5, 64)}
+    large = {"all_reduce": "two_shot", "reduce": "two_shot", "all_to_all": "pairwise"}
     for world in (2, 5, 64):
-        limit = limits.get((op, world), 4 * KIB)
-        two_rounds = op == "all_reduce" or (op == "reduce" and world > 2)
-        names = [choose(op, world, size) for size in (0, limit, limit + 1024, 1 << 30)]
-        assert names[:2] == ["direct", "direct"]
-        assert names[3] == ("two_shot" if two_rounds else "direct")
-        assert (op, world) not in limits or names[2] == "two_shot"
+        most = limits.get((op, world), 1 << 30)
+        found = [choose(op, world, size) for size in (0, most, most + 1, 1 << 31)]
+        assert found == ["direct"] * 2 + [large[op] if (op, world) in limits else "direct"] * 2
     assert choose(op, 1, 1 << 30) == "direct"
+
+
+@pytest.mark.parametrize("world", [3, 4, 8])
+@pytest.mark.parametrize("op", ["all_reduce", "reduce"])
+def test_small_reductions_have_few_rounds_and_large_ones_share_out_the_additions(op: str, world: int) -> None:
+    costs = {name: cost(build(op, name, world)) for name in ("direct", "two_shot")}
+    assert choose(op, world, 64 * KIB) == min(costs, key=lambda name: costs[name].steps)
+    assert choose(op, world, 1 << 26) == min(costs, key=lambda name: costs[name].reduced)
+
+
+def waits(schedule: Schedule, nbytes: int) -> int:
+    """How often rank 0 waits for a peer: for each that it reads from, in each window that takes what all lay out."""
+    found = 0
+    for moves in schedule.rounds:
+        peers = {move.src for move in moves if move.dst == 0 != move.src}
+        laid_out = {move.read for move in moves if move.src == 0 != move.dst}
+        found += len(peers) * -(-len(laid_out) * nbytes // schedule.chunks // window_for(schedule.world))
+    return found
+
+
+@pytest.mark.parametrize("nbytes", [KIB, 1 << 20, 1 << 22, 1 << 26])
+@pytest.mark.parametrize("world", [3, 4, 8])
+def test_an_exchange_waits_as_seldom_as_it_can_and_then_has_few_rounds(world: int, nbytes: int) -> None:
+    found = {name: build("all_to_all", name, world) for name in ("direct", "pairwise")}
+    least = min(found, key=lambda name: (waits(found[name], nbytes), len(found[name].rounds)))
+    assert choose("all_to_all", world, nbytes) == least
 
 
 @pytest.mark.parametrize(

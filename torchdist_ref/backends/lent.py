@@ -20,7 +20,7 @@ from torchdist_ref.backends.operands import IN_PLACE
 from torchdist_ref.backends.plan import Plan
 from torchdist_ref.backends.steps import Part, Step
 from torchdist_ref.schedules import direct, shared, two_shot
-from torchdist_ref.schedules.choose import one_shot
+from torchdist_ref.schedules.choose import ONE_ROUND
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
 from torchdist_ref.transports import registered
 from torchdist_ref.transports.board import LENT
@@ -67,7 +67,7 @@ def _one_round(size: int) -> float:
     Sums of more than two must not depend on where tensors lie, and with one round they are added in another order.
     Two ranks gain only where the tensors leave a core's cache (measured), since here each sum changes cores.
     """
-    return MIB if size == 2 else one_shot("all_reduce", size)
+    return MIB if size == 2 else ONE_ROUND
 
 
 class Lending:

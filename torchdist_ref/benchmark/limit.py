@@ -34,7 +34,7 @@ def _reduce(rank: int, n: int) -> Work:
 
 
 def _reduce_by_root(rank: int, n: int) -> Work:
-    return (("add_each", n),) * (n - 1) if rank == ROOT else (("in", n),)
+    return (("add_each", n * (n - 1)),) if rank == ROOT else (("in", n),)
 
 
 _WORK: dict[str, Callable[[int, int], Work]] = {
@@ -71,7 +71,7 @@ def work(op: str, rank: int, world: int, direct: bool = False, processors: int |
     needs no second round of copies; more processors gain from one in which each rank reduces a part.
 
     Steps: ``in`` copies to the own stage, ``out`` from another's, ``own`` from one private tensor to another, ``lay``
-    a result to the own stage; ``add`` adds from another's stage into one block, ``add_each`` into each in turn, ``sum``
+    a result to the own stage; ``add`` adds from others' stages into one block, ``add_each`` into each in turn, ``sum``
     writes the sum of a private block and one of another's stage. If `direct`, another's tensor stands for its stage,
     and ``put`` copies to it.
 
@@ -184,15 +184,23 @@ def _sum(target: Tensor, source: Tensor, own: Tensor) -> Any:
 
 def kernels(op: str, b: Buffers, stages: Stages) -> Iterator[tuple[Any, ...]]:
     """The work on a rank's tensors, in order: (kernel, tensor written, tensors read)."""
-    steps = work(op, b.rank, b.world, stages.direct, stages.processors)
-    block = -(-b.whole // b.world)
+    steps, parts = _merged(work(op, b.rank, b.world, stages.direct, stages.processors), b.world)
+    block = -(-b.whole // parts)
     # All blocks that are laid out in one round share the window, as they share an engine's stage.
-    laid = max((blocks for kind, blocks in steps if kind in ("in", "out", "add_each")), default=1)
+    laid = max((blocks for kind, blocks in steps if kind in ("in", "out")), default=1)
     piece = max(1, min(block, stages.window // laid // b.result.dtype.itemsize))
     for begin in range(0, block, piece):
         for kind, blocks in steps:
             for number in range(blocks):
-                yield from _kernel(kind, stages.blocks(op, kind, number, b), b, stages, (block, begin, piece))
+                first, second, peer, slot = stages.blocks(op, kind, number, b)
+                yield from _kernel(kind, (first, second, peer, slot % parts), b, stages, (block, begin, piece))
+
+
+def _merged(steps: Work, world: int) -> tuple[Work, int]:
+    """The steps, in parts of the whole buffer. One that takes all blocks takes the buffer, by one call of a kernel."""
+    if any(blocks % world for _, blocks in steps):
+        return steps, world
+    return tuple(("add" if kind == "add_each" else kind, blocks // world) for kind, blocks in steps), 1
 
 
 def _kernel(kind: str, blocks: Blocks, b: Buffers, stages: Stages, cut: Cut) -> Iterator[tuple[Any, ...]]:
@@ -212,7 +220,7 @@ def _kernel(kind: str, blocks: Blocks, b: Buffers, stages: Stages, cut: Cut) -> 
             yield _copy, result, other
         case "own":
             yield _copy, result, source
-        case "add" | "add_each":
+        case "add":
             yield _add, result, other
         case "sum":
             yield _sum, result, other, source

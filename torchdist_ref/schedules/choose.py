@@ -17,9 +17,25 @@ from torchdist_ref.schedules.catalogue import algorithms, operations
 KIB = 1024
 MIB = 1024 * KIB
 
-# (largest nbytes, algorithm), read from the top: the cut-offs of Thakur, Rabenseifner and Gropp 2005, scaled
-# for a latency of tens of microseconds through Python.
+# (largest nbytes, algorithm), read from the top.
 _Table = tuple[tuple[float, str], ...]
+
+# Up to here everybody reads everybody's tensor in one round of all_reduce, where there are more than two ranks.
+ONE_ROUND = 256 * KIB
+# Within a host everything is direct but for this, measured with four and eight ranks on two cores:
+# - A second round costs every rank a hand-over, and spares those that reduce to add all of everybody's tensors.
+# - When the blocks for all ranks no longer fit into one window, each window of a direct exchange waits for all ranks,
+#   and one with a peer after the other waits for one. A reduction would have to round its sums after each peer.
+WITHIN_A_HOST: dict[str, _Table] = {
+    "all_reduce": ((ONE_ROUND, "direct"), (float("inf"), "two_shot")),
+    "reduce": ((4 * MIB, "direct"), (float("inf"), "two_shot")),
+    "all_to_all": ((2 * MIB, "direct"), (float("inf"), "pairwise")),
+}
+# Two ranks have one peer each, and gain from a second round only where tensors leave the cache.
+BETWEEN_TWO: dict[str, _Table] = {"all_reduce": ((4 * MIB, "direct"), (float("inf"), "two_shot"))}
+_DIRECT: _Table = ((float("inf"), "direct"),)
+
+# The cut-offs of Thakur, Rabenseifner and Gropp 2005, scaled for a latency of tens of microseconds through Python.
 BETWEEN_HOSTS: dict[str, _Table] = {
     "all_reduce": ((64 * KIB, "recursive_doubling"), (1024 * KIB, "halving_doubling"), (float("inf"), "ring")),
     "reduce": ((64 * KIB, "tree"), (float("inf"), "halving_doubling")),
@@ -72,21 +88,8 @@ def choose(
         return "hierarchical" if shared else _between_hosts(op, world, nbytes)
     if transport == "tcp" and world > 1:
         return _between_hosts(op, world, nbytes)
-    return "two_shot" if op in ("all_reduce", "reduce") and nbytes > one_shot(op, world) else "direct"
-
-
-def one_shot(op: str, world: int) -> float:
-    """Up to how many bytes a reduction on shared memory goes in one round.
-
-    In one round each rank with a result reads everybody's tensor; in two, each reduces a part of it and then hands it
-    round, which reads less but costs a hand-over and, at two ranks, half a copy more. Two ranks gain from the second
-    round only where tensors leave the cache. For more, one round is ``n - 1`` additions of all, two rounds are twice
-    ``n - 1`` copies and ``n - 1`` additions of a part: what a step costs in Python and what a byte costs balance at the
-    same size for any ``n``. Measured on two cores with two, four and eight ranks.
-    """
-    if world == 1 or (op == "reduce" and world == 2):
-        return float("inf")
-    return 4 * MIB if op == "reduce" or world == 2 else 256 * KIB
+    table = {1: {}, 2: BETWEEN_TWO}.get(world, WITHIN_A_HOST)
+    return _first(table.get(op, _DIRECT), nbytes)
 
 
 def _between_hosts(op: str, world: int, nbytes: int) -> str:
