@@ -128,6 +128,12 @@ def compiled_in_place(rank: int, size: int) -> list[Tensor]:
     return [program(fill(rank + shift, (4, 3))) for shift in range(STEPS)]
 
 
+def compiled_ddp(rank: int, size: int) -> list[Tensor]:
+    """C++ calls the group's methods while the compiler watches: buffers travel before each forward."""
+    net = DistributedDataParallel(nn.Sequential(model(), nn.BatchNorm1d(3)))
+    return train(torch.compile(net, backend="eager"), rank)
+
+
 # What the recorder must have seen at least once.
 USERS: dict[Callable[[int, int], list[Tensor]], set[str]] = {
     ddp: {"all_reduce", "broadcast", "all_gather"},
@@ -138,6 +144,7 @@ USERS: dict[Callable[[int, int], list[Tensor]], set[str]] = {
     functional_collectives: {"all_gather", "all_reduce", "reduce_scatter", "broadcast", "all_to_all"},
     compiled: {"all_gather", "all_reduce"},
     compiled_in_place: {"all_reduce"},
+    compiled_ddp: {"all_reduce", "broadcast"},
 }
 
 # Sums of three half-precision numbers depend on the order.

@@ -15,10 +15,12 @@ How torch learns that there is a `ref` is in `_autoload`. Don't add collectives:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import isfunction
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame as compiler
 from torch.distributed import distributed_c10d as options
 
 from torchdist_ref.backends.base import Membership
@@ -189,3 +191,19 @@ class RefProcessGroup(Hosted):
         for row, tensor in zip(rows[1], outputs, strict=True):
             tensor.detach().copy_(row[: tensor.numel()].view(tensor.shape))
         return RefWork([Done("all_to_all", outputs)], outputs, None)
+
+
+def _hide_from_compilers(*kinds: type) -> None:
+    """Have torch's compiler pass over methods, and over what they call.
+
+    C++ calls them while compiled programs run, DDP's for one, and the compiler looks at every Python function that
+    begins then. It refuses to look into groups of processes, and the program with them.
+    """
+    over = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.SKIP)
+    for kind in kinds:
+        for method in vars(kind).values():
+            if isfunction(method):
+                compiler.set_code_exec_strategy(method.__code__, over)
+
+
+_hide_from_compilers(Hosted, RefProcessGroup, RefWork)
