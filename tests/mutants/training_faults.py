@@ -34,6 +34,8 @@ PLANTED = (
           "for bucket in [b for b in self.buckets if not b.waiting and b.started is None]:\n"
           "            self._launch(bucket)",
           "tests/parallel"),
+    Fault("the last bucket is summed, not averaged", "parallel/in_place.py",
+          "piece.mul_(1.0 / divisor)", "piece", "tests/parallel/test_in_place.py"),
     Fault("unused parameters are those that this rank did not use", "parallel/reducer.py",
           "groups.all_reduce(used, group=self.group)", "pass", "tests/parallel/test_modes.py"),
     Fault("gradients that travel in 16 bits are summed before they are divided", f"{HOOKS}/default_hooks.py",
