@@ -17,7 +17,9 @@ import pytest
 import torch
 
 import torchdist_ref as dist
+from torchdist_ref.backends.ref import Ref
 from torchdist_ref.errors import DistNetworkError, RankStalledError
+from torchdist_ref.groups.world import default_group
 from torchdist_ref.stores import HashStore
 from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.testing.backend_contract import CLAUSES
@@ -252,6 +254,89 @@ def test_ctrl_c_is_answered_while_another_host_is_waited_for(
     path = str(tmp_path_factory.mktemp("meet") / "store")
     # The goal is 0.1 s; the rest is for a machine with other work.
     assert run(interrupted, 2, path, call, ranks="processes", init=False)[0] < 0.1 + 0.4
+
+
+def send_from_tensors(rank: int, path: str) -> tuple[list[float], bool, bool]:
+    """A short and a long tensor; whether anything lies on this rank's stage then, and in its copy of the other's."""
+    join(rank, "ab", path)
+    sums = []
+    for count in (5, 700_000):
+        tensor = fill(rank, (count,))
+        dist.broadcast(tensor, 0)
+        dist.all_reduce(tensor)
+        sums.append(tensor.double().sum().item())
+    backend = default_group().backend
+    assert isinstance(backend, Ref)
+    memory, layout = backend.link.memory, backend.link.layout
+    first = layout.pocket(0, 0), layout.pocket(1, 0)
+    mine, theirs = (any(memory.bytes_of(r)[first[r] : first[r] + layout.stage]) for r in (rank, 1 - rank))
+    dist.destroy_process_group()
+    return sums, mine, theirs
+
+
+def test_what_other_hosts_read_is_sent_from_where_it_lies(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = str(tmp_path_factory.mktemp("meet") / "store")
+    wanted = [(2 * fill(0, (count,))).double().sum().item() for count in (5, 700_000)]
+    for sums, mine, theirs in run(send_from_tensors, 2, path, ranks="processes", init=False):
+        assert (sums, mine, theirs) == (wanted, False, True)
+
+
+def sockets() -> int:
+    return sum(os.readlink(f"/proc/self/fd/{fd}").startswith("socket") for fd in open_descriptors())
+
+
+def open_descriptors() -> list[str]:
+    """Without the one that listing them takes."""
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+
+
+def count_sockets(rank: int, hosts: str, path: str) -> list[int]:
+    """How many more sockets there are than before: with the group, after a ring, after messages, without the group."""
+    os.environ["TORCHDIST_REF_ALGORITHM"] = "all_reduce=ring"
+    before, counts = sockets(), []
+    join(rank, hosts, path)
+    counts.append(sockets() - before)
+    tensor = fill(rank, (40_000,))
+    dist.all_reduce(tensor)
+    assert torch.allclose(tensor, sum(fill(r, (40_000,)) for r in range(len(hosts))))
+    counts.append(sockets() - before)
+    if rank < 2:
+        dist.send(tensor, 1 - rank) if rank else dist.recv(tensor, 1 - rank)
+    counts.append(sockets() - before)
+    dist.barrier()
+    dist.destroy_process_group()
+    counts.append(sockets() - before)
+    return counts
+
+
+@pytest.mark.parametrize(("hosts", "each"), [("abcd", [3, 3, 3, 3]), ("aabc", [2, 2, 3, 3])])
+def test_two_ranks_of_different_hosts_have_one_connection(
+    hosts: str, each: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = str(tmp_path_factory.mktemp("meet") / "store")
+    found = run(count_sockets, len(hosts), hosts, path, ranks="processes", init=False)
+    assert found == [[count, count, count, 0] for count in each]
+
+
+def hear_of_a_death(rank: int, path: str, call: str) -> tuple[str, float]:
+    """Rank 2 ends before anybody has made a call: no byte but those of the meeting has gone between any two ranks."""
+    join(rank, "abcd", path)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(dist.DistError) as caught:
+        dist.recv(torch.ones(3), 2) if call == "recv" else dist.all_reduce(torch.ones(3))
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "recv"])
+def test_a_death_before_the_first_call_is_known_to_all(call: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = str(tmp_path_factory.mktemp("meet") / "store")
+    with pytest.raises(RankError) as caught:
+        run(hear_of_a_death, 4, path, call, ranks="processes", init=False)
+    for rank in (0, 1, 3):
+        text, seconds = caught.value.outcomes[rank].value
+        assert "rank 2 died" in text and call in text and seconds < SOON, text
 
 
 def exchange_kinds(rank: int, path: str) -> bool:
