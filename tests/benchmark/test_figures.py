@@ -187,7 +187,7 @@ def test_a_report_says_where_when_and_with_what(tmp_path: Path) -> None:
     report.write(str(tmp_path / "out.json"), report.report("collectives", {"world": 4}, row().as_json(), ["a note"]))
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["schema"] == 1 and found["benchmark"] == "collectives" and found["notes"] == ["a note"]
-    assert found["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(found["versions"]["torch"])
     assert {"processor", "processors_for_us", "memory_kib", "load_average"} <= set(found["machine"])
     entry = next(entry for entry in found["results"] if entry["backend"] == "ref")
     assert entry["samples_seconds"] == [100e-6, 200e-6, 110e-6]
