@@ -36,8 +36,7 @@ SCHEDULES = "tests/schedules"
 
 PLANTED = (
     Fault("the opening does not wait for the other ranks", "backends/executor.py",
-          "for token, peer in waits:\n                    if not token.acquire(False):",
-          "for token, peer in waits:\n                    if False:",
+          "if not token.acquire(False):\n                    link.wait(", "if False:\n                    link.wait(",
           "tests/backends/test_every_algorithm.py -k barrier"),
     Fault("an average is not divided", "backends/planner.py",
           'self._link.size if name == "avg" else 0', "0", CONTRACT),
@@ -166,10 +165,8 @@ PLANTED = (
     Fault("the largest number goes first", "backends/executor.py",
           "OutOfTurnError(min(numbers))", "OutOfTurnError(max(numbers))", "tests/backends/test_async.py -k callbacks"),
     Fault("frames forget their last range", "transports/mesh.py",
-          "in ranges[: len(ranges) - elsewhere]]", "in ranges[: len(ranges) - 1]]",
+          "for begin, size in ranges)])\n", "for begin, size in ranges[:-1])])\n",
           "tests/transports/test_transports.py -k tcp"),
-    Fault("ranks of this host read what was laid out for nobody", "backends/shown.py",
-          "else m.dst not in link.lanes))", "else False))", "tests/backends/test_conformance.py"),
     Fault("a peer may write anywhere", "transports/mesh.py",
           "inside(frame.ranges, allowed)", "allowed.clear()", "tests/transports"),
     Fault("ranks are strangers to one another's scheduler", "launcher/worker.py",

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends import shown, steps
+from torchdist_ref.backends import steps
 from torchdist_ref.backends.operands import IN_PLACE, Sizes
 from torchdist_ref.backends.reductions import WIDENED, Reduction
 from torchdist_ref.backends.steps import Operand, Part, Step
@@ -39,7 +39,7 @@ class RoundCode(NamedTuple):
     """What a rank does in one round of one window.
 
     Attributes:
-        stage: Copies that lay out on the stage what peers read, and what sends it to those who don't see the stage.
+        stage: Copies that lay out on the stage what peers read.
         posts: Tokens to give once that is done.
         waits: (token, peer) to take before reading.
         steps: What to do then with the slots of this rank.
@@ -132,11 +132,7 @@ class Plan:
     @cached_property
     def staged(self) -> tuple[dict[int, tuple[Slot, ...]], ...]:
         """For each round and rank: the slots that are laid out on its stage, in order."""
-        return tuple(shown.staged(moves) for moves in self.rounds)
-
-    @cached_property
-    def _laid_out(self) -> tuple[frozenset[Slot], ...]:
-        return tuple(shown.laid_out(moves, self.link) for moves in self.rounds)
+        return tuple(_staged(moves) for moves in self.rounds)
 
     @cached_property
     def _most(self) -> int:
@@ -204,28 +200,23 @@ class Plan:
         targets = _unique(m.dst for m in moves if m.src == rank and m.dst != rank)
         told = link.peers if opening else targets
         mine = [s for s in self.staged[number].get(rank, ()) if self.length(rank, s, begin) and self.carries_data]
-        laid = [s for s in mine if s in self._laid_out[number]]
-        sends = dict(shown.sends(self, number, begin, place))
         return RoundCode(
-            stage=(*(self._lay(number, s, begin, place) for s in laid), *sends.values()),
-            posts=tuple(link.giver("full", p, self.shown(p, number, begin, place)) for p in told if p not in sends),
+            stage=tuple(
+                self._copy(self._view(number, rank, s, begin, place), self._own(s, begin), s, begin) for s in mine
+            ),
+            posts=tuple(link.giver("full", p, self._shown(number, p, begin, place, opening)) for p in told),
             waits=tuple((link.full_from[p], p) for p in (link.peers if opening else sources)),
             steps=(*self._steps(number, begin, place), *self._last_steps(number, begin)),
             frees=tuple(link.giver("free", p) for p in sources if self._frees),
             readers=tuple((link.free_from[p], p) for p in targets if self._frees),
         )
 
-    def shown(self, peer: int, number: int, begin: int, place: int) -> list[Range]:
+    def _shown(self, number: int, peer: int, begin: int, place: int, opening: bool) -> list[Range]:
         """What a peer gets to see with its token: the slots that it reads, and in an opening the announcement."""
         link = self.link
-        line = [(link.layout.board(link.rank), ANNOUNCEMENT)] if number == begin == 0 else []
-        return line + [self._range(number, link.rank, s, begin, place) for s in self.read_by(peer, number, begin)]
-
-    def read_by(self, peer: int, number: int, begin: int) -> list[Slot]:
-        """The slots of this rank that a peer reads in a round, as far as they have anything in the window."""
-        rank = self.link.rank
-        slots = _unique(m.read for m in self.rounds[number] if (m.src, m.dst) == (rank, peer) and self.carries_data)
-        return [slot for slot in slots if self.length(rank, slot, begin)]
+        line = [(link.layout.board(link.rank), ANNOUNCEMENT)] if opening else []
+        moves = [m for m in self.rounds[number] if (m.src, m.dst) == (link.rank, peer) and self.carries_data]
+        return line + [self._range(number, link.rank, slot, begin, place) for slot in _unique(m.read for m in moves)]
 
     def _range(self, number: int, rank: int, slot: Slot, begin: int, place: int) -> Range:
         """Where a slot of some rank lies on that rank's stage in this round, and how many bytes it has there."""
@@ -241,16 +232,15 @@ class Plan:
         view = torch.frombuffer(self.link.memory.buffer_of(rank), dtype=self.dtype, count=count, offset=offset)
         return view.view(self.shape) if self.whole and self.shape is not None else view
 
-    def own(self, slot: Slot, begin: int) -> Operand:
+    def _own(self, slot: Slot, begin: int) -> Operand:
         """A slot of this rank: part of a tensor of the call, or as much of its scratch as passes in this window."""
         if slot[0] == "tmp":
             return self.scratch[slot][: self.length(self.link.rank, slot, begin)]
         return Part(*self.sizes.place(slot, self.inputs), self.whole and slot[0] not in self.sizes.rows)
 
-    def _lay(self, number: int, slot: Slot, begin: int, place: int) -> Step:
-        size, rank = self.dtype.itemsize, self.link.rank
-        target = self._view(number, rank, slot, begin, place)
-        return steps.copy(target, self.own(slot, begin), self.length(rank, slot, begin) * size, size)
+    def _copy(self, target: Operand, source: Operand, slot: Slot, begin: int) -> Step:
+        size = self.dtype.itemsize
+        return steps.copy(target, source, self.length(self.link.rank, slot, begin) * size, size)
 
     def _steps(self, number: int, begin: int, place: int) -> Iterable[Step]:
         mine = [m for m in self.rounds[number] if m.dst == self.link.rank]
@@ -259,7 +249,7 @@ class Plan:
             count = self.length(self.link.rank, slot, begin)
             if self.carries_data and count:
                 sources = [self._source(number, m, begin, place) for m in arriving]
-                yield from self.write(self.own(slot, begin), count, arriving, sources)
+                yield from self.write(self._own(slot, begin), count, arriving, sources)
 
     def _last_steps(self, number: int, begin: int) -> Iterable[Step]:
         """An average is divided where the call ends, while its window is in the cache."""
@@ -267,11 +257,11 @@ class Plan:
             for slot in self.slots:
                 count = self.length(self.link.rank, slot, begin)
                 if slot[0] in ("data", "out") and count:
-                    yield steps.divide(self.own(slot, begin), count, self.divide)
+                    yield steps.divide(self._own(slot, begin), count, self.divide)
 
     def _source(self, number: int, move: Move, begin: int, place: int) -> Operand:
-        if move.src == self.link.rank and move.read not in self._laid_out[number]:
-            return self.own(move.read, begin)
+        if move.src == self.link.rank and move.read not in self.staged[number].get(move.src, ()):
+            return self._own(move.read, begin)
         return self._view(number, move.src, move.read, begin, place)
 
     def write(self, into: Operand, count: int, moves: Sequence[Move], sources: Sequence[Operand]) -> Iterable[Step]:
@@ -293,6 +283,16 @@ class Plan:
             yield from (steps.reduce(into, source, count, reduction) for source in sources[2:])
         else:
             yield from (steps.reduce(into, source, count, reduction) for source in sources)
+
+
+def _staged(moves: Sequence[Move]) -> dict[int, tuple[Slot, ...]]:
+    """Slots that a peer reads, and own slots that are both read and overwritten in the round."""
+    written = {(m.dst, m.write) for m in moves}
+    staged: dict[int, dict[Slot, None]] = {}
+    for move in moves:
+        if move.src != move.dst or (move.src, move.read) in written:
+            staged.setdefault(move.src, {})[move.read] = None
+    return {rank: tuple(slots) for rank, slots in staged.items()}
 
 
 def _unique(items: Iterable[Any]) -> list[Any]:

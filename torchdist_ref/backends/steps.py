@@ -15,7 +15,7 @@ from torch import Tensor, float32
 
 from torchdist_ref.backends import reductions
 from torchdist_ref.backends.reductions import Reduction
-from torchdist_ref.transports.moving import bytes_at, mover
+from torchdist_ref.transports.moving import mover
 
 Tensors = Sequence[Tensor]
 Step = Callable[[Tensors, int], Any]
@@ -50,12 +50,6 @@ def copy(target: Operand, source: Operand, nbytes: int, itemsize: int) -> Step:
             return lambda tensors, begin: move(address, tensors[at].data_ptr() + (first + begin) * itemsize, nbytes)
     to, of = _address(target, itemsize), _address(source, itemsize)
     return lambda tensors, begin: move(to(tensors, begin), of(tensors, begin), nbytes)
-
-
-def send(give: Callable[..., Any], sources: Sequence[tuple[Operand, int]], itemsize: int) -> Step:
-    """Sources of so many bytes go to a rank that does not see this one's memory, from where they lie."""
-    found = [(_address(operand, itemsize), bytes_at(nbytes)) for operand, nbytes in sources]
-    return lambda tensors, begin: give(*[view(address(tensors, begin)) for address, view in found])
 
 
 def _address(operand: Operand, itemsize: int) -> Callable[[Tensors, int], int]:

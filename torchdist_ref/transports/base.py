@@ -37,7 +37,6 @@ class Link:
         name: The group's name, for messages.
         members: The global ranks of the group's members, for messages.
         hosts: The host of each rank, numbered from 0; None where all share one.
-        lanes: The peers that don't see this rank's memory, and the ways to them.
         broken: The error that ended the group, once there is one.
     """
 
@@ -52,7 +51,6 @@ class Link:
         self.lines = tuple(Line(memory.bytes_of(r), layout, r) for r in range(self.size))
         self.line = self.lines[rank]
         self.peers = tuple(r for r in range(self.size) if r != rank)
-        self.lanes = {p: lane for p in self.peers if (lane := memory.lane(p)) is not None}
         self._given: dict[tuple[str, int], Token] = {}
         self.full_from = {p: memory.token(layout, "full", p, rank) for p in self.peers}
         self.free_from = {p: memory.token(layout, "free", p, rank) for p in self.peers}

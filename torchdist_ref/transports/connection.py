@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torchdist_ref.errors import DistNetworkError
-from torchdist_ref.transports.memory import Buffer, Range
+from torchdist_ref.transports.memory import Range
 
 _HEAD = struct.Struct("<BBI")
 _RANGE = struct.Struct("<QQ")
@@ -84,13 +84,13 @@ class Connection:
         """The socket's descriptor."""
         return self.sock.fileno()
 
-    def send(self, parts: Sequence[Buffer], meanwhile: Callable[[], None]) -> None:
+    def send(self, parts: Sequence[memoryview | bytes], meanwhile: Callable[[], None]) -> None:
         """Send all parts, doing something else whenever there is no room.
 
         Raises:
             OSError: The peer is gone.
         """
-        left = [view for part in parts if len(view := memoryview(part))]
+        left = [memoryview(part) for part in parts if len(part)]
         while left:
             try:
                 sent = self.sock.sendmsg(left)

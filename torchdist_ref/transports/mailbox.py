@@ -89,7 +89,7 @@ class Mailbox:
         self._reply = memory.token(layout, "reply", target, source)
         self._more = memory.token(layout, "more", source, target)
         self._room = memory.token(layout, "room", target, source)
-        self._lane = link.lanes.get(self.peer)
+        self._lane = memory.lane(self.peer)
         words = [(begin, _WORDS)]
         self._ring = self._giver("bell")
         self._answer, self._free = self._giver("reply", words), self._giver("room", words)

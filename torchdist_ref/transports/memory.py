@@ -6,7 +6,6 @@ a class for each of them. How waits end and what is on a board is the link's (`b
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -36,9 +35,6 @@ class Liveness(Protocol):
 Range = tuple[int, int]
 """(offset, bytes) in a segment."""
 
-Buffer = memoryview | bytes | ctypes.Array[ctypes.c_char]
-"""Bytes that lie anywhere."""
-
 
 class Memory(Protocol):
     """What a link stands on: a segment that all ranks see (or a copy of it that is kept up), and tokens."""
@@ -63,13 +59,6 @@ class Memory(Protocol):
 
 class Lane(Protocol):
     """A way for bytes to a peer, and from it, that spares the copy into a segment which only one of the two sees."""
-
-    def giver(self, kind: str, ranges: Sequence[Range], elsewhere: int) -> Callable[..., Any]:
-        """What to call to show the peer these ranges of this rank's part, and give it a token.
-
-        The bytes of so many of them, the last ones, don't lie there. The function is given them, and is done with them
-        when it returns.
-        """
 
     def send(self, kind: str, data: memoryview) -> None:
         """Give the peer these bytes, and a token. They go where it `expects` the next ones."""

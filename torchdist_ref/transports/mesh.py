@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError, RankStalledError
-from torchdist_ref.transports.memory import Buffer, Range, Token
+from torchdist_ref.transports.memory import Range, Token
 from torchdist_ref.transports.connection import ELSEWHERE, Connection, Frame, inside, pack
 from torchdist_ref.transports.layout import BOARD_LINE, ENVELOPE, KINDS, Layout
 
@@ -88,28 +88,17 @@ class Mesh:
         else:
             self.counts[kind, peer] += 1
 
-    def giver(
-        self, peer: int, kind: str, owner: int, ranges: Sequence[Range], elsewhere: int = 0
-    ) -> Callable[..., None]:
-        """What to call to show a peer these ranges and give it a token. One that is gone gets nothing: waits say so.
-
-        Args:
-            peer: Whom.
-            kind: Which token.
-            owner: The rank whose part of the segment it is.
-            ranges: What of it.
-            elsewhere: The bytes of so many ranges, the last ones, don't lie there: the function is given them.
-        """
+    def send(self, peer: int, kind: str, owner: int, ranges: Sequence[Range]) -> None:
+        """Show a peer these ranges and give it a token. A peer that is gone gets nothing: waits will say so."""
         memory = self._bytes_of(owner)
         head = pack(Frame(KINDS.index(kind), owner, tuple(ranges)))
-        here = [memory[begin : begin + size] for begin, size in ranges[: len(ranges) - elsewhere]]
-        return lambda *there: self._send(peer, [head, *here, *there])
+        self._send(peer, [head, *(memory[begin : begin + size] for begin, size in ranges)])
 
     def send_bytes(self, peer: int, kind: str, data: memoryview) -> None:
         """Give a peer bytes that lie anywhere, and a token; they go where it expects them."""
         self._send(peer, [pack(Frame(KINDS.index(kind), self.rank, ((ELSEWHERE, len(data)),))), data])
 
-    def _send(self, peer: int, parts: Sequence[Buffer]) -> None:
+    def _send(self, peer: int, parts: Sequence[memoryview | bytes]) -> None:
         if peer in self.gone or peer in self._cut_off:
             return
         deadline = monotonic() + self._patience
@@ -184,10 +173,6 @@ class PeerLane:
 
     def __init__(self, mesh: Mesh, peer: int) -> None:
         self._mesh, self._peer = mesh, peer
-
-    def giver(self, kind: str, ranges: Sequence[Range], elsewhere: int) -> Callable[..., None]:
-        """See `Lane`."""
-        return self._mesh.giver(self._peer, kind, self._mesh.rank, ranges, elsewhere)
 
     def send(self, kind: str, data: memoryview) -> None:
         """See `Lane`."""

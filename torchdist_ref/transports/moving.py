@@ -17,17 +17,6 @@ _HOLD = 16 * 1024
 _briefly, _freely = ctypes.PYFUNCTYPE(*_POINTERS)(_MOVE), ctypes.CFUNCTYPE(*_POINTERS)(_MOVE)
 
 
-def bytes_at(nbytes: int) -> Callable[[int], ctypes.Array[ctypes.c_char]]:
-    """What gives so many bytes from an address on as something that a socket sends.
-
-    >>> import torch
-    >>> tensor = torch.tensor([1, 2, 3], dtype=torch.uint8)
-    >>> bytes(bytes_at(2)(tensor.data_ptr()))
-    b'\\x01\\x02'
-    """
-    return (ctypes.c_char * nbytes).from_address
-
-
 def mover(nbytes: int) -> Callable[[int, int, int], None]:
     """What moves so many bytes: (to this address, from this address, bytes).
 

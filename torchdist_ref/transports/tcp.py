@@ -71,7 +71,7 @@ class TcpMemory:
         """See `Memory`."""
         if target in self._near:
             return token.release
-        return self.mesh.giver(target, kind, owner, ranges)
+        return lambda: self.mesh.send(target, kind, owner, ranges)
 
     def lane(self, peer: int) -> Lane | None:
         """See `Memory`."""
@@ -82,7 +82,11 @@ class Outgoing:
     """A token for a distant rank, without bytes to show."""
 
     def __init__(self, mesh: Mesh, kind: str, target: int) -> None:
-        self.release = mesh.giver(target, kind, mesh.rank, ())
+        self._mesh, self._kind, self._target = mesh, kind, target
+
+    def release(self) -> None:
+        """Send it."""
+        self._mesh.send(self._target, self._kind, self._mesh.rank, ())
 
     def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
         """Not for this end."""
