@@ -75,7 +75,8 @@ class Conversation:
         Raises:
             DistNetworkError: nobody answers, the name does not resolve, or no store answers there.
         """
-        pause = 0.005
+        # Ranks start together: whoever runs the server is late by a millisecond or two, seldom by more.
+        pause = 0.0005
         while True:
             try:
                 return self._open(deadline)
