@@ -123,10 +123,19 @@ def product(M: torch.Tensor, Q: torch.Tensor, P: torch.Tensor, added: torch.Tens
     [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
     """
     if _cut_pays(M, P.size(1)):
-        return _by_blocks(M, Q, P, added)
+        return (_by_blocks if P.size(1) > 1 else _by_rows)(M, Q, P, added)
     if added is not None:
         M += added
     _whole(M, Q, P)
+
+
+def _by_rows(M: torch.Tensor, Q: torch.Tensor, P: torch.Tensor, added: torch.Tensor | None = None) -> None:
+    """Rows by rows, which is all that one column needs: BLAS does not rearrange the matrix for it."""
+    for rows in blocks(M):
+        block = M[rows]
+        if added is not None:
+            block += added[rows]
+        _whole(block, Q, P[rows])
 
 
 def _by_blocks(M: torch.Tensor, Q: torch.Tensor, P: torch.Tensor, added: torch.Tensor | None = None) -> None:
@@ -161,7 +170,7 @@ def transposed_product(M: torch.Tensor, P: torch.Tensor, Q: torch.Tensor) -> Non
     >>> Q.tolist()
     [[0.0, 1.0], [2.0, 3.0]]
     """
-    if _cut_pays(M, P.size(1)):
+    if P.size(1) > 1 and _cut_pays(M, P.size(1)):
         _as_it_lies(M, P, Q)
     else:
         _whole(M.t(), P, Q)
@@ -213,7 +222,7 @@ def _whole(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _cut_pays(M: torch.Tensor, r: int) -> bool:
-    if not (1 < r <= FEW and M.numel() >= SMALL and M.device.type == "cpu" and M.dtype == torch.float32):
+    if not (r <= FEW and M.numel() >= SMALL and M.device.type == "cpu" and M.dtype == torch.float32):
         return False
     return _cut_keeps_bits(r)
 
@@ -224,8 +233,10 @@ def _cut_keeps_bits(r: int) -> bool:
     random = torch.Generator().manual_seed(r)
     M, Q, P = (torch.randn(size, generator=random) for size in ((1203, 1204), (1204, r), (1203, r)))
     cut, whole, cut_t, whole_t = torch.empty_like(P), torch.empty_like(P), torch.empty_like(Q), torch.empty_like(Q)
-    _by_blocks(M, Q, cut)
+    (_by_blocks if r > 1 else _by_rows)(M, Q, cut)
     _whole(M, Q, whole)
+    if r == 1:
+        return torch.equal(cut, whole)
     _as_it_lies(M, P, cut_t)
     _whole(M.t(), P, whole_t)
     return torch.equal(cut, whole) and torch.equal(cut_t, whole_t)
