@@ -149,7 +149,18 @@ def _client(store: Any, name: str) -> Client:
         "get": lambda: store.get(value),
         "add": lambda: store.add(number, 1),
     }
-    return Client(actions, store.barrier)
+    return Client(actions, store.barrier if hasattr(store, "barrier") else _counted(store))
+
+
+def _counted(store: Any) -> Callable[[str, int], None]:
+    """A barrier as programs made it before torch 2.13 had one: the last to come sets a key that all wait for."""
+
+    def barrier(key: str, world: int) -> None:
+        if store.add(key, 1) == world:
+            store.set(f"{key}/all", b"")
+        store.wait([f"{key}/all"])
+
+    return barrier
 
 
 OPERATIONS = ("set", "get", "add")
