@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import os
 import subprocess
 import sys
-import termios
 from collections.abc import Mapping, Sequence
 
 from torchdist_ref.launcher.lifelines import die_with_parent, wait_without_reaping
 from torchdist_ref.launcher.output import Relay, sink_of
+
+# Windows has neither, and this package can be imported there.
+with contextlib.suppress(ImportError):
+    import fcntl
+    import termios
 
 
 class Worker:

@@ -187,8 +187,7 @@ class Reducer:
         if not (self.rebuilt or self.entries[index].sparse):
             self._arrivals.append(index)
         self._missing -= 1
-        closing = self._surveying or (self.options.find_unused and not self.static)
-        if not (self._missing or closing):
+        if not (self._missing or self._surveying or (self.options.find_unused and not self.static)):
             Variable._execution_engine.queue_callback(self._finish)
 
     def _launch_full(self) -> None:
