@@ -83,6 +83,8 @@ def integer(operation: str, argument: str, number: SupportsIndex) -> int:
 
 def world_of(operation: str, number: SupportsIndex) -> int:
     """A world size: a whole number of one or more."""
+    if type(number) is int and 0 < number < INT64.stop:
+        return number  # what nearly all callers give
     value = integer(operation, "world_size", number)
     if value < 1:
         raise ArgumentError(explain(operation, "world_size", "1 or more", value))

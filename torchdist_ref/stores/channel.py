@@ -46,21 +46,13 @@ class Channel:
     def take(self, size: int, deadline: Deadline) -> bytes:
         """Exactly `size` bytes, or Lost, or TimeoutError at the deadline."""
         while len(self._buffer) < size:
-            self._buffer += self._receive(max(_ROOM, min(size - len(self._buffer), _LARGE)), deadline)
+            self._buffer += self.receive(deadline, max(_ROOM, min(size - len(self._buffer), _LARGE)))
         piece = bytes(self._buffer[:size])
         del self._buffer[:size]
         return piece
 
-    def take_some(self, least: int, deadline: Deadline) -> bytes:
-        """All that has come, but `least` bytes of it, or Lost, or TimeoutError at the deadline."""
-        if not self._buffer:
-            data = self._receive(_ROOM, deadline)
-            if len(data) >= least:
-                return data
-            self._buffer += data
-        return self.take(least, deadline)
-
-    def _receive(self, most: int, deadline: Deadline) -> bytes:
+    def receive(self, deadline: Deadline, most: int = _ROOM) -> bytes:
+        """What comes next from the socket, some bytes at least, or Lost, or TimeoutError at the deadline."""
         while True:
             if self._slice < SLICE or deadline.at - monotonic() < SLICE:
                 self._wait_until(deadline)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.stores.channel import Channel
 from torchdist_ref.stores.tcp_parse import read, take_whole
-from torchdist_ref.stores.tcp_wire import ANSWER_HEAD, Op, Status, WireError, reply_shape, write_request
+from torchdist_ref.stores.tcp_wire import ANSWER_HEAD, REPLIES, Op, Status, WireError, reply_shape, write_request
 from torchdist_ref.stores.waiting import Deadline
 
 WAITS = {Op.WAIT, Op.WAIT_GET, Op.WAIT_GET_ALL, Op.WAIT_POP, Op.WAIT_NUMBER, Op.BARRIER}
@@ -49,9 +49,11 @@ def ask_numbered(
     """
     channel.send(write_request(op, *fields, number=mine), deadline)
     try:
-        answer = channel.take_some(_HEAD, deadline)
+        answer = channel.receive(deadline)
     except TimeoutError:
         answer = _late_answer(channel, op, deadline)
+    if len(answer) < _HEAD:
+        answer += channel.take(_HEAD - len(answer), _late(deadline))
     number, size, status = _answer_head(answer)
     if len(answer) < _HEAD + size:
         answer += channel.take(_HEAD + size - len(answer), _late(deadline))
@@ -59,7 +61,7 @@ def ask_numbered(
         raise WireError(f"answer {number} to question {mine}")
     if status != _DONE:
         _failed(status, answer[_HEAD:])
-    return read(reply_shape(op, fields), answer, _HEAD) if size else ()
+    return read(REPLIES[op], answer, _HEAD) if len(answer) > _HEAD else ()
 
 
 def _late(deadline: Deadline) -> Deadline:
@@ -70,7 +72,7 @@ def _late_answer(channel: Channel, op: Op, deadline: Deadline) -> bytes:
     """Nothing came until the deadline: have the waiting ended, and hear what the server says."""
     if op in WAITS:
         channel.send(write_request(Op.CANCEL_WAIT), _late(deadline))
-    return channel.take_some(_HEAD, _late(deadline))
+    return channel.receive(_late(deadline))
 
 
 def _failed(status: int, body: bytes) -> NoReturn:

@@ -28,15 +28,17 @@ from torchdist_ref.stores.tcp_wire import (
     Request,
     Status,
     WireError,
-    reply_shape,
     write,
     write_answer,
+    write_reply,
 )
 
 MOST_SESSIONS = 4096
 CHANGES = {Op.SET, Op.COMPARE_SET, Op.ADD, Op.APPEND, Op.MULTI_SET, Op.QUEUE_PUSH}
 ONCE = CHANGES | {Op.DELETE_KEY, Op.QUEUE_POP, Op.WAIT_POP}
 APART = {Op.VALIDATE, Op.CANCEL_WAIT, Op.HELLO}
+# That it is over is all there is to say, and the status of a numbered answer says it.
+WORDLESS = {Op.SET, Op.APPEND, Op.MULTI_SET, Op.QUEUE_PUSH, Op.WAIT, Op.BARRIER}
 # To look up a member of an enumeration takes a Python function's time; this is needed for every request.
 _DONE = int(Status.DONE)
 
@@ -174,11 +176,11 @@ class Service:
 
     def _answer(self, peer: Peer, request: Request, reply: tuple[Any, ...]) -> None:
         op, fields, number = request
-        pieces = write(reply_shape(op, fields), reply) if reply else []
-        if number is not None:
-            pieces = write_answer(number, _DONE, pieces)
-            if op in ONCE and peer.session is not None:
-                peer.session.answer = pieces
+        if number is None:
+            return peer.send(write_reply(op, fields, reply))
+        pieces = write_answer(number, _DONE, [] if op in WORDLESS else write_reply(op, fields, reply))
+        if op in ONCE and peer.session is not None:
+            peer.session.answer = pieces
         peer.send(pieces)
 
     def _refuse(self, peer: Peer, request: Request, error: ArgumentError) -> None:

@@ -16,6 +16,7 @@ number, and how many bytes follow) and answered likewise; a repeated number is a
     TRACKED | u64 number | u32 bytes of fields | operation | fields
               u64 number | u64 bytes of fields | u8 status | fields
 
+Answers to WAIT and BARRIER are framed without fields, since the status says that the waiting is over.
 Sockets and what an operation does don't belong here.
 """
 
@@ -203,6 +204,7 @@ def _writer(shape: str) -> Callable[..., list[bytes]]:
 
 
 _REQUEST_WRITERS = {op: _writer(shape) for op, shape in REQUESTS.items()}
+_REPLY_WRITERS = {op: _writer(shape) for op, shape in REPLIES.items()}
 
 
 def write(shape: str, fields: Sequence[Any]) -> list[bytes]:
@@ -218,6 +220,12 @@ def write_request(op: Op, *fields: Any, number: int | None = None) -> bytes:
     """
     written = b"".join(_REQUEST_WRITERS[op](*fields))
     return (_U8(op) if number is None else TRACKED_HEAD.pack(_TRACKED, number, len(written), op)) + written
+
+
+def write_reply(op: Op, asked: Sequence[Any], reply: Sequence[Any]) -> list[bytes]:
+    """The plain reply to a request with these fields, as pieces of bytes."""
+    writer = _REPLY_WRITERS.get(op)
+    return writer(*reply) if writer else write(reply_shape(op, asked), reply)
 
 
 def write_answer(number: int, status: int, pieces: Sequence[bytes]) -> list[bytes]:
