@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
 import torchdist_ref as dist
-from torchdist_ref.errors import UnsupportedError
-from torchdist_ref.stores import HashStore, Store
+from torchdist_ref import transports
+from torchdist_ref.errors import StoreTimeoutError, UnsupportedError
+from torchdist_ref.stores import HashStore, PrefixStore, Store
+from torchdist_ref.stores.arguments import Text
 from torchdist_ref.testing import RankError, run
 from torchdist_ref.testing.transport_contract import Connect, check_transport
 from torchdist_ref.transports import Link, layout, shared_memory, tcp, threads
@@ -85,3 +91,68 @@ def test_an_out_of_sight_segment_is_explained() -> None:
 
     with pytest.raises(RankError, match=r"process 999999999.*out of sight.*namespaces.*gloo"):
         run(program, 2, HashStore(), init=False)
+
+
+class Asked(PrefixStore):
+    """A store that takes down what it is asked."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__("asked", store)
+        self.questions: list[str] = []
+
+    def set(self, key: Text, value: Text) -> None:
+        self.questions.append("set")
+        super().set(key, value)
+
+    def get(self, key: Text) -> bytes:
+        self.questions.append("get")
+        return super().get(key)
+
+    def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
+        self.questions.append("wait")
+        super().wait(keys, timeout)
+
+    def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
+        self.questions.append("multi_get")
+        return super().multi_get(keys)
+
+
+def asked(rank: int, path: str, ready: int) -> list[str]:
+    transports._READY = ready
+    store = Asked(dist.FileStore(path, 3))
+    link = transports.connect(store, rank, range(3), "world", 1000.0)
+    assert link.memory.kind == "shared_memory"
+    link.close()
+    return store.questions
+
+
+def test_ranks_of_one_host_say_where_they_are_and_ask_once(tmp_path: Path) -> None:
+    """Every question costs a turn of the server and of the rank, and these are most of what making a group takes."""
+    assert run(partial(asked, path=str(tmp_path / "a"), ready=3), 3, ranks="processes", init=False) == [
+        ["set", "multi_get"]
+    ] * 3
+    # A segment for more ranks is made when it is known that they share a host.
+    found = run(partial(asked, path=str(tmp_path / "b"), ready=2), 3, ranks="processes", init=False)
+    assert found == [["set", "multi_get", "set"], *[["set", "multi_get", "get"]] * 2]
+
+
+def test_a_group_may_be_more_patient_than_its_store() -> None:
+    came_to_nothing = threading.Event()
+
+    class Impatient(HashStore):
+        def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
+            try:
+                return super().multi_get(keys)
+            except StoreTimeoutError:
+                came_to_nothing.set()
+                raise
+
+    store = Impatient()
+    store.set_timeout(timedelta(seconds=0.01))
+
+    def program(rank: int) -> int:
+        if rank:
+            assert came_to_nothing.wait(10)
+        return transports.connect(store, rank, range(2), "world", 20.0).size
+
+    assert run(program, 2, init=False) == [2, 2]

@@ -11,10 +11,11 @@ Don't add bytes or windows here: how a message travels is `transports.mailbox`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from time import monotonic
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from torchdist_ref.transports.base import Link
 from torchdist_ref.transports.board import Record
 from torchdist_ref.transports.liveness import SLICE
 from torchdist_ref.transports.mailbox import Mailbox
+
+T = TypeVar("T")
 
 
 def record_of(tensor: Tensor) -> Record:
@@ -72,11 +75,28 @@ class Kept:
     data: Tensor
 
 
+class OnFirstUse(dict[int, T]):
+    """What there is for each rank, made when it is first asked for: many groups never see a message.
+
+    >>> names = OnFirstUse(lambda rank: f"rank {rank}")
+    >>> names[2], dict(names)
+    ('rank 2', {2: 'rank 2'})
+    """
+
+    def __init__(self, make: Callable[[int], T]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, rank: int) -> T:
+        # Of two threads that ask at once both get the same.
+        return self.setdefault(rank, self._make(rank))
+
+
 class Outbox:
     """This rank's sends, in order for each destination."""
 
     def __init__(self, link: Link) -> None:
-        self._ways = {peer: (Mailbox(link, link.rank, peer), threading.Lock()) for peer in link.peers}
+        self._ways = OnFirstUse(lambda peer: (Mailbox(link, link.rank, peer), threading.Lock()))
         self.lanes = {peer: Lane(f"{link.name} to {peer}") for peer in link.peers}
 
     def send(self, call: Send, tensor: Tensor) -> None:
@@ -91,7 +111,7 @@ class Inbox:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._boxes: dict[int | None, Mailbox] = {peer: Mailbox(link, peer, link.rank) for peer in link.peers}
+        self._boxes = OnFirstUse(lambda peer: Mailbox(link, peer, link.rank))
         self._bell = link.memory.token(link.layout, "bell", link.rank, link.rank)
         self._posted: list[Posted] = []
         self._kept: list[Kept] = []
@@ -142,8 +162,11 @@ class Inbox:
         Raises:
             MismatchError: As `finish` does.
         """
-        box = self._boxes.get(call.src)
-        if box is None or not self._taking.acquire(False):
+        source = call.src
+        if source is None or source == self._link.rank:
+            return False
+        box = self._boxes[source]
+        if not self._taking.acquire(False):
             return False
         try:
             while not self._posted and not self._kept and (box.offer.acquire(False) or self._link.soon(box.offer)):
@@ -208,7 +231,7 @@ class Inbox:
         with self._state:
             wanted = {p.call.src for p in self._posted}
         for peer in self._link.peers if None in wanted else wanted:
-            if peer in self._boxes and self._boxes[peer].offer.acquire(False):
+            if peer is not None and peer != self._link.rank and self._boxes[peer].offer.acquire(False):
                 self._accept(self._boxes[peer])
 
     def _accept(self, box: Mailbox) -> None:

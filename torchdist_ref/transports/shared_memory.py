@@ -1,7 +1,7 @@
 """Shared memory: one anonymous segment per group, so that there is nothing to leak.
 
-Group rank 0 makes a memfd and tells the others its pid and descriptor through the store; they open it
-under /proc and map it. No name exists anywhere: when the last process is gone, however it went, so is
+Group rank 0 makes a memfd and tells the others its pid and descriptor (a *deed*) together with the place where it is;
+they open it under /proc and map it. No name exists anywhere: when the last process is gone, however it went, so is
 the memory. (POSIX shm_open needs /dev/shm, which containers keep at 64 MB and which outlives a SIGKILL.)
 
 Order: tokens are POSIX semaphores that lie inside the segment. `sem_post` is an atomic read-modify-write
@@ -20,13 +20,16 @@ import mmap
 import os
 import secrets
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 from torchdist_ref.errors import DistBackendError, UnsupportedError
 from torchdist_ref.stores import Store
 from torchdist_ref.transports.base import Link
 from torchdist_ref.transports.memory import OneMemory, Token
-from torchdist_ref.transports.layout import KINDS, RING, Layout, window_for
+from torchdist_ref.transports.layout import CACHE_LINE, KINDS, RING, Layout, window_for
 from torchdist_ref.transports.liveness import Peers
 from torchdist_ref.transports.registered import open_of
 
@@ -47,16 +50,22 @@ class SharedMemory(OneMemory):
 
     def lay_tokens(self, layout: Layout) -> None:
         """Make every semaphore, at zero. Done once, by the rank that made the segment."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        for kind in KINDS:
-            for source in range(layout.size):
-                for target in range(layout.size):
-                    _check(libc.sem_init(ctypes.c_void_p(self._base + layout.token(kind, source, target)), 1, 0))
+        make, last = _maker_of_semaphores(), layout.size - 1
+        begin, end = layout.token(KINDS[0], 0, 0), layout.token(KINDS[-1], last, last) + CACHE_LINE
+        for address in range(self._base + begin, self._base + end, CACHE_LINE):
+            _check(make(address, 1, 0))
 
     def token(self, layout: Layout, kind: str, source: int, target: int) -> Token:
         """The semaphore at its place in the map. It has no name, so nothing is opened and nothing is closed."""
         address = self._base + layout.token(kind, source, target)
         return _multiprocessing.SemLock._rebuild(address, _SEMAPHORE, _MOST, None)  # type: ignore[no-any-return]
+
+
+@cache
+def _maker_of_semaphores() -> Callable[[int, int, int], int]:
+    make: Any = ctypes.CDLL(None, use_errno=True).sem_init
+    make.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+    return make  # type: ignore[no-any-return]
 
 
 def _check(result: int) -> None:
@@ -72,7 +81,7 @@ def available() -> str:
 
 
 def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
-    """Meet the other ranks of this host in one segment.
+    """Meet the other ranks of this host in one segment, which they find through the store.
 
     Args:
         store: Where the ranks find each other; keys of this group only.
@@ -90,9 +99,21 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
     """
     if reason := available():
         raise UnsupportedError(f"{reason}. Use backend 'gloo', or ranks as threads.")
-    window = window_for(len(members))
-    layout = Layout(len(members), window, RING // window)
-    memory = attach(store, layout, rank) if rank else create(store, layout, range(1, layout.size))
+    layout = layout_for(len(members))
+    with found(store, layout, rank == 0) as memory:
+        return meet(memory, layout, rank, members, name, timeout)
+
+
+def layout_for(size: int) -> Layout:
+    """The map of a segment for the ranks of one host."""
+    window = window_for(size)
+    return Layout(size, window, RING // window)
+
+
+def meet(
+    memory: SharedMemory, layout: Layout, rank: int, members: Sequence[int], name: str, timeout: float
+) -> Link:
+    """Wait in a segment until all ranks are there. Arguments and result as in `connect`."""
     link = Link(memory, layout, rank, members, name, timeout)
     link.line.arrive(os.getpid())
     link.alive = Peers({})
@@ -101,28 +122,39 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
     return link
 
 
-def create(store: Store, layout: Layout, others: Iterable[int]) -> SharedMemory:
-    """Make the segment of this host, and wait until the others have mapped it."""
+@contextmanager
+def made(layout: Layout) -> Iterator[tuple[SharedMemory, bytes]]:
+    """A new segment, and the deed by which others find it: until this ends, by when all should have mapped it."""
     fd = os.memfd_create("torchdist_ref", os.MFD_CLOEXEC)
-    os.ftruncate(fd, layout.nbytes)
-    memory = SharedMemory(fd, layout.nbytes)
-    mark = secrets.token_bytes(_MARK)
-    memory.bytes[:_MARK] = mark
-    memory.lay_tokens(layout)
-    store.set("segment", f"{os.getpid()} {fd} {mark.hex()}".encode())
-    # The others open the descriptor under /proc, so it stays open until they are all here.
-    store.wait([f"mapped/{r}" for r in others])
-    os.close(fd)
-    return memory
+    try:
+        os.ftruncate(fd, layout.nbytes)
+        memory = SharedMemory(fd, layout.nbytes)
+        mark = secrets.token_bytes(_MARK)
+        memory.bytes[:_MARK] = mark
+        memory.lay_tokens(layout)
+        yield memory, f"{os.getpid()} {fd} {mark.hex()}".encode()
+    finally:
+        os.close(fd)
 
 
-def attach(store: Store, layout: Layout, rank: int) -> SharedMemory:
+@contextmanager
+def found(store: Store, layout: Layout, first: bool) -> Iterator[SharedMemory]:
+    """The segment of a host: its first rank makes it, the others learn of it through the store."""
+    if not first:
+        yield attach(store.get("segment"), layout)
+        return
+    with made(layout) as (memory, deed):
+        store.set("segment", deed)
+        yield memory
+
+
+def attach(deed: bytes, layout: Layout) -> SharedMemory:
     """Map the segment that another process of this host has made.
 
     Raises:
         UnsupportedError: That process is out of sight.
     """
-    pid, number, mark = store.get("segment").decode().split()
+    pid, number, mark = deed.decode().split()
     try:
         fd = open_of(int(pid), int(number))
     except OSError as error:
@@ -134,7 +166,6 @@ def attach(store: Store, layout: Layout, rank: int) -> SharedMemory:
     os.close(fd)
     if memory.bytes[:_MARK] != bytes.fromhex(mark):
         raise DistBackendError(f"shared memory: descriptor {number} of process {pid} is not the group's segment.")
-    store.set(f"mapped/{rank}", b"")
     return memory
 
 
@@ -147,15 +178,14 @@ def host_identity() -> str:
     if given is not None:
         return given
     try:
-        boot = _read("/proc/sys/kernel/random/boot_id")
-        spaces = "/".join(str(os.stat(f"/proc/self/ns/{space}").st_ino) for space in ("pid", "ipc", "user"))
+        return "/".join([_boot(), *(os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "ipc", "user"))])
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EACCES):
             raise
         return os.uname().nodename
-    return f"{boot}/{spaces}"
 
 
-def _read(path: str) -> str:
-    with open(path) as file:
+@cache
+def _boot() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()

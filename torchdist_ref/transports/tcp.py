@@ -19,6 +19,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
 from typing import Any
 
@@ -125,26 +126,24 @@ def connect(
     # What crosses hosts is read by this rank alone, out of its copy: the sooner again in the same place, the better.
     layout = Layout(len(members), turns=2)
     near = [r for r in range(len(members)) if hosts[r] == hosts[rank]]
-    common = _common(PrefixStore(f"host/{near[0]}", store), layout, rank, near)
-    memory = TcpMemory(rank, layout, near, common, timeout)
-    far = [r for r in range(len(members)) if r not in near]
-    _connect_all(store, memory.mesh, rank, far, timeout)
-    typed: Memory = memory
-    link = Link(typed, layout, rank, members, name, timeout)
-    link.hosts = tuple([*dict.fromkeys(hosts)].index(host) for host in hosts)
-    link.line.arrive(os.getpid())
-    link.alive = NearAndFar(NoPeers(), memory.mesh)
-    link.meet("init_process_group")
+    with _common(PrefixStore(f"host/{near[0]}", store), layout, rank, near) as common:
+        memory = TcpMemory(rank, layout, near, common, timeout)
+        far = [r for r in range(len(members)) if r not in near]
+        _connect_all(store, memory.mesh, rank, far, timeout)
+        typed: Memory = memory
+        link = Link(typed, layout, rank, members, name, timeout)
+        link.hosts = tuple([*dict.fromkeys(hosts)].index(host) for host in hosts)
+        link.line.arrive(os.getpid())
+        link.alive = NearAndFar(NoPeers(), memory.mesh)
+        link.meet("init_process_group")
     link.alive = NearAndFar(Peers({r: link.lines[r].pid for r in near if r != rank}), memory.mesh)
     return link
 
 
-def _common(store: Store, layout: Layout, rank: int, near: Sequence[int]) -> Any:
+def _common(store: Store, layout: Layout, rank: int, near: Sequence[int]) -> AbstractContextManager[Any]:
     if len(near) == 1:
-        return PrivateMemory(layout.nbytes)
-    if rank == near[0]:
-        return shared_memory.create(store, layout, near[1:])
-    return shared_memory.attach(store, layout, rank)
+        return nullcontext(PrivateMemory(layout.nbytes))
+    return shared_memory.found(store, layout, rank == near[0])
 
 
 def _connect_all(store: Store, mesh: Mesh, rank: int, far: Sequence[int], timeout: float) -> None:
