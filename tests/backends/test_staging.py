@@ -1,81 +1,28 @@
-"""Tensors of a device on `ref`, on a stand-in for one: its streams do nothing before somebody waits for them.
+"""Tensors of a device on `ref`, through the host's memory, on a stand-in for a device (`device_stand_in`).
 
-That is the most that a real one may put things off, so whoever forgets to wait reads old values for sure. What only a
-real device shows is in `test_on_gpu`.
+What only a real device shows is in `test_on_gpu`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import torchdist_ref as dist
+from tests.backends.device_stand_in import (
+    OnDevice, Stream, current_stream, instead_of_cuda, on_device, on_stream, seen_by_host, to_be_doubled,
+)  # fmt: skip
 from torchdist_ref.backends import staging
 from torchdist_ref.calls import AllReduce
 from torchdist_ref.testing import fill, run
 
 
-class Stream:
-    """Tasks that are put off until somebody waits."""
-
-    def __init__(self) -> None:
-        self.tasks: list[Callable[[], object]] = []
-
-    def synchronize(self) -> None:
-        while self.tasks:
-            with torch._C.DisableTorchFunctionSubclass():
-                self.tasks.pop(0)()
-
-
-_of_thread = threading.local()
-
-
-def current_stream(device: object = None) -> Stream:
-    """Each thread has a stream of its own: what it puts off no other thread's waiting brings about."""
-    if not hasattr(_of_thread, "stream"):
-        _of_thread.stream = Stream()
-    found: Stream = _of_thread.stream
-    return found
-
-
-class OnDevice(Tensor):
-    """A tensor of the stand-in: copies to it and from it that need not be waited for are put off."""
-
-    is_cuda = True
-    is_cpu = False
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.copy_ and (kwargs or {}).get("non_blocking"):
-            current_stream().tasks.append(lambda: Tensor.copy_(*args[:2]))
-            return args[0]
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-def on_device(tensor: Tensor) -> Tensor:
-    return tensor.as_subclass(OnDevice)
-
-
-def to_be_doubled(tensor: Tensor) -> Tensor:
-    """The caller's stream has yet to double the tensor."""
-    current_stream().tasks.append(lambda: tensor.mul_(2))
-    return tensor
-
-
-def seen_by_host(tensor: Tensor) -> Tensor:
-    return tensor.as_subclass(Tensor).clone()
-
-
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    monkeypatch.setattr(staging, "_pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
-    yield
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    instead_of_cuda(monkeypatch)
 
 
 TOTAL = fill(0, (1000,)) + fill(1, (1000,))
@@ -84,7 +31,7 @@ TOTAL = fill(0, (1000,)) + fill(1, (1000,))
 def wait_for_calls(rank: int) -> tuple[bool, Tensor]:
     tensor = to_be_doubled(on_device(fill(rank, (1000,))))
     dist.all_reduce(tensor)
-    put_off = bool(current_stream().tasks)
+    put_off = not current_stream().idle
     current_stream().synchronize()
     return put_off, seen_by_host(tensor)
 
@@ -106,6 +53,27 @@ def test_after_wait_the_result_is_there_for_every_stream() -> None:
     assert all(torch.equal(result, 2 * TOTAL) for result in run(go_on, 2))
 
 
+def make_while_the_stream_is_busy(rank: int) -> tuple[bool, Tensor]:
+    """The host goes on at once, and what the caller's stream does after the call is no matter to the call."""
+    busy, side = threading.Event(), Stream()
+    tensor = on_device(fill(rank, (1000,)))
+    with on_stream(side):
+        side.put(lambda: busy.wait(5))
+        to_be_doubled(tensor)
+        work = dist.all_reduce(tensor, async_op=True)
+        tensor.add_(1)
+    assert work is not None and not work.is_completed()
+    busy.set()
+    assert work.wait()
+    return not side.idle, seen_by_host(tensor)
+
+
+def test_a_call_on_its_way_comes_after_what_was_begun_and_waits_for_nothing_else() -> None:
+    for put_off, result in run(make_while_the_stream_is_busy, 2):
+        assert torch.equal(result, 2 * TOTAL)
+        assert put_off, "a stream that the call is not on was waited for"
+
+
 def lists(rank: int) -> list[Tensor]:
     ours, rows = to_be_doubled(on_device(fill(rank, (50,)))), [on_device(torch.zeros(50)) for _ in range(2)]
     dist.all_gather(rows, ours)
@@ -113,16 +81,19 @@ def lists(rank: int) -> list[Tensor]:
     dist.reduce_scatter_tensor(part, ours)
     strided = on_device(fill(rank, (6, 4))).t()
     dist.broadcast(strided, 1)
+    spread = on_device(torch.zeros(50, 2))
+    dist.all_gather_into_tensor(spread.view(100)[::2], on_device(fill(rank, (25,))))
     current_stream().synchronize()
-    return [seen_by_host(tensor) for tensor in (*rows, part, strided)]
+    return [seen_by_host(tensor) for tensor in (*rows, part, strided, spread)]
 
 
 def test_lists_blocks_and_strides() -> None:
     data = [fill(rank, (50,)) for rank in range(2)]
-    for rank, (first, second, part, strided) in enumerate(run(lists, 2)):
+    for rank, (first, second, part, strided, spread) in enumerate(run(lists, 2)):
         assert torch.equal(first, 2 * data[0]) and torch.equal(second, 2 * data[1])
         assert torch.equal(part, (2 * data[0] + 2 * data[1])[25 * rank : 25 * rank + 25])
         assert torch.equal(strided, fill(1, (6, 4)).t())
+        assert torch.equal(spread[:, 0], torch.cat([fill(0, (25,)), fill(1, (25,))])) and not spread[:, 1].any()
 
 
 def messages(rank: int) -> list[Tensor]:
@@ -130,22 +101,39 @@ def messages(rank: int) -> list[Tensor]:
     sending = dist.isend(to_be_doubled(on_device(fill(rank, (3,)))), other)
     dist.recv(got, other)
     assert sending is not None and sending.wait()
+    to_be_doubled(late.fill_(5))
     receiving = dist.irecv(late, other)
     dist.send(on_device(fill(rank, (3,))), other)
     assert receiving is not None and receiving.wait()
     at_once = seen_by_host(late)
     current_stream().synchronize()
-    return [seen_by_host(got), at_once]
+    return [seen_by_host(got), at_once, seen_by_host(late)]
 
 
 def test_messages() -> None:
-    for rank, (got, late) in enumerate(run(messages, 2)):
-        assert torch.equal(got, 2 * fill(1 - rank, (3,))) and torch.equal(late, fill(1 - rank, (3,)))
+    for rank, (got, late, later) in enumerate(run(messages, 2)):
+        assert torch.equal(got, 2 * fill(1 - rank, (3,)))
+        assert torch.equal(late, fill(1 - rank, (3,))) and torch.equal(later, late)
+
+
+def test_only_what_is_read_is_copied_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
+    seen = OnDevice.__torch_function__
+
+    def note(cls: type, func: object, types: object, args: tuple[Tensor, ...] = (), kwargs: object = None) -> object:
+        if func is Tensor.copy_ and type(args[0]) is Tensor:
+            copied.append(args[1].numel())
+        return seen(func, types, args, kwargs)
+
+    monkeypatch.setattr(OnDevice, "__torch_function__", classmethod(note))
+    run(lambda rank: dist.all_gather_into_tensor(on_device(torch.zeros(20)), on_device(fill(rank, (10,)))), 2)
+    assert copied == [10, 10]
 
 
 def test_what_is_plain_is_not_copied() -> None:
     tensor, call = fill(0, (4, 3)), AllReduce("sum")
-    assert staging.plain(tensor, call) is tensor
+    assert staging.plain(tensor, call) is tensor and staging.blank(tensor, call) is tensor
     assert staging.plain(tensor.t(), call).data_ptr() != tensor.data_ptr()
-    with pytest.raises(dist.DistBackendError, match="meta"):
-        staging.plain(torch.empty(2, device="meta"), call)
+    for look in (staging.plain, staging.blank):
+        with pytest.raises(dist.DistBackendError, match="meta"):
+            look(torch.empty(2, device="meta"), call)

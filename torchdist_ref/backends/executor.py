@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torchdist_ref.backends.lent import Lending
+from torchdist_ref.backends.lent import Lends
 from torchdist_ref.backends.plan import Plan
 from torchdist_ref.backends.progress import OutOfTurnError
 from torchdist_ref.backends.turns import Places, Turns
@@ -53,6 +53,7 @@ class SomeLendError(Exception):
 
 
 CarryOut = Callable[[Sequence[Tensor], bool], None]
+Staging = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 class Executor:
@@ -64,12 +65,13 @@ class Executor:
         self._turns = Turns(link)
         self._said = [(link.line.said[n], tuple(link.lines[p].said[n] for p in link.peers)) for n in (0, 1)]
 
-    def prepared(self, plan: Plan, lending: Lending | None = None) -> Prepared:
+    def prepared(self, plan: Plan, lending: Lends | None = None, staging: Staging = lambda staged: staged) -> Prepared:
         """A plan as one function of a call's operands and number, which has all that it needs at hand.
 
         Args:
             plan: What to do, with staging.
             lending: What to do where all ranks lend their tensors, if that is any better.
+            staging: Makes what stages these operands out of what stages tensors of the host.
 
         The function raises:
             OutOfTurnError: Another call comes first, which another rank has begun. Nothing was written.
@@ -78,7 +80,7 @@ class Executor:
         """
         if not plan.carries_data and len(plan.rounds) < 2:
             return Prepared(self._meeting(plan), plan.fits, plan.inputs, plan.nbytes)
-        staged = self._staged(plan)
+        staged = staging(self._staged(plan))
         return Prepared(self._lent(plan, lending, staged) if lending else staged, plan.fits, plan.inputs, plan.nbytes)
 
     def _meeting(self, plan: Plan) -> Callable[..., None]:
@@ -104,7 +106,7 @@ class Executor:
 
         return run
 
-    def _lent(self, plan: Plan, lending: Lending, staged: Callable[..., None]) -> Callable[..., None]:
+    def _lent(self, plan: Plan, lending: Lends, staged: Callable[..., None]) -> Callable[..., None]:
         """Work on the peers' tensors where they lie; with staging after all where some rank does not lend its own."""
         line, lines, said, hear_all = self.link.line, self.link.lines, self._said, self._hearing(plan)
 

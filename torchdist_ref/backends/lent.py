@@ -11,7 +11,8 @@ another reads (`DIVIDED` says who works on what). Don't add schedules for which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from torchdist_ref.schedules import direct, shared, two_shot
 from torchdist_ref.schedules.choose import ONE_ROUND
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
 from torchdist_ref.transports import registered
-from torchdist_ref.transports.board import LENT
+from torchdist_ref.transports.board import REGISTERED, Record
 from torchdist_ref.transports.registered import Neighbour, Place
 
 KIB = 1024
@@ -47,6 +48,22 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
 # Calls in which the number of a chunk says who works on it. In the others that is the rank that gets the result.
 DIVIDED = ("reduce", "broadcast")
 Rounds = tuple[tuple[Step, ...], ...]
+
+
+class Lends(Protocol):
+    """A way to run a call without staging, where all ranks' tensors are fit for it.
+
+    Attributes:
+        record: What is announced: the call's, with the bits that say which way it is (`board.LENT`).
+    """
+
+    record: Record
+
+    def place(self, tensors: Sequence[Tensor]) -> bytes | None:
+        """What to announce besides, in 32 bytes; None where these tensors are not fit."""
+
+    def rounds(self, places: bytes) -> Iterable[Iterable[Step]]:
+        """What this rank does, where the ranks announced that; after each round all hear from all."""
 
 
 def lending(plan: Plan, root: int, neighbours: Sequence[Neighbour]) -> Lending | None:
@@ -83,7 +100,7 @@ class Lending:
     """
 
     def __init__(self, plan: Plan, schedule: Schedule, neighbours: Sequence[Neighbour]) -> None:
-        self.record = plan.record._replace(fingerprint=plan.record.fingerprint | LENT)
+        self.record = plan.record._replace(fingerprint=plan.record.fingerprint | REGISTERED)
         self._plan, self._schedule, self._neighbours = plan, schedule, neighbours
         self._op, size, block = plan.sizes.op, plan.link.size, plan.sizes.blocks[0]
         # Elements of a slot: a chunk of the one tensor, or a block of the list; and how many slots are lent.

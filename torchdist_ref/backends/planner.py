@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchdist_ref.backends.lent import lending
 from torchdist_ref.backends.operands import Sizes
 from torchdist_ref.backends.plan import Plan
 from torchdist_ref.backends.reductions import reduction
+from torchdist_ref.backends.staging import through_host
 from torchdist_ref.backends.unfit import refuse_unfit
 from torchdist_ref.calls import Call, Shape, fingerprint, signature
 from torchdist_ref.errors import ArgumentError
@@ -102,6 +104,8 @@ class Planner:
             divide=self._link.size if name == "avg" else 0,
             fits=_fits(dtype, tensors),
         )
+        if not all(t.is_cpu for t in tensors):
+            return self._executor.prepared(plan, None, partial(through_host, call=call, inputs=inputs))
         lent = None if call.op in self._forced else lending(plan, getattr(call, "root", 0), self._neighbours)
         return self._executor.prepared(plan, lent)
 
@@ -132,7 +136,7 @@ def _fits(dtype: torch.dtype, tensors: Sequence[Tensor]) -> Callable[[Tensor], b
     A contiguous tensor can be read through a conjugation or a minus sign (`Tensor.conj`): complex ones, and of the
     imaginary parts of such tensors single elements.
     """
-    if not all(t.is_cpu and not t.requires_grad for t in tensors):
+    if any(t.requires_grad for t in tensors):
         return lambda tensor: False
     if dtype.is_complex:
         return lambda tensor: tensor.is_contiguous() and not tensor.is_conj()

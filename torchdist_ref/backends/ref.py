@@ -23,7 +23,7 @@ from torchdist_ref.backends.planner import Planner
 from torchdist_ref.backends.point_to_point import Inbox, Outbox, Posted
 from torchdist_ref.backends.progress import Lane, Order, OutOfTurnError
 from torchdist_ref.backends.ranges import in_a_range
-from torchdist_ref.backends.staging import bring_back, plain, settle
+from torchdist_ref.backends.staging import after, blank, bring_back, plain, straight
 from torchdist_ref.calls import Barrier, Call, Recv, Send
 from torchdist_ref.errors import GroupAbortedError
 from torchdist_ref.numbers import Number, Numbers
@@ -92,13 +92,12 @@ class Ref(Backend):
     def _later(
         self, plan: Prepared, call: Call, tensors: Tensors, outputs: Tensors, number: Number, wait: bool
     ) -> Work:
-        work = self._work(call, outputs, number)
+        work, aside = self._work(call, outputs, number), after(tensors)
 
         def run() -> None:
-            self._run(plan, call, tensors, number)
-            settle(tensors[plan.inputs :])
+            with aside():
+                self._run(plan, call, tensors, number)
 
-        settle(tensors)
         self._order.later(number, lambda: _settle(work, lambda: self._order.carry_out(number, run)))
         if wait:
             work.wait()
@@ -121,7 +120,7 @@ class Ref(Backend):
         self.recorder.add(number[0], call, plan.nbytes, start)
 
     def _run_on_copies(self, plan: Prepared, call: Call, tensors: Tensors, number: Number) -> None:
-        copies = [plain(t, call) for t in tensors]
+        copies = [straight(t, call) for t in tensors]
         plan.run(copies, number)
         for tensor, result in zip(tensors[plan.inputs :], copies[plan.inputs :], strict=True):
             bring_back(result, tensor)
@@ -144,15 +143,15 @@ class Ref(Backend):
         return work
 
     def _recv(self, call: Recv, tensor: Tensor, wait: bool) -> Work:
-        into = plain(tensor, call)
+        into = blank(tensor, call)
         if wait:
             return self._timed(call, tensor, self._receive, call, into, tensor)
-        receive = self._posted(call, into)
+        receive, aside = self._posted(call, into), after((tensor,))
         work = self._work(call, [tensor], POINT_TO_POINT)
 
         def finish_later() -> None:
-            work.source = self._timed(call, tensor, self._finish, receive, tensor)
-            settle((tensor,))
+            with aside():
+                work.source = self._timed(call, tensor, self._finish, receive, tensor)
 
         self._receives.put(lambda: _settle(work, finish_later))
         return work

@@ -19,8 +19,8 @@ ABSENT, PRESENT, LEFT, GAVE_UP = range(4)
 MEETING, MET = -2, -1
 
 
-# The bit of a fingerprint that says that a rank lends its tensors.
-LENT = 1
+# The bits of a fingerprint that say whether a rank lends its tensors, and how: in registered memory, or on a device.
+LENT, REGISTERED, ON_DEVICE = 3, 1, 2
 
 
 class Record(NamedTuple):

@@ -1,0 +1,144 @@
+"""A stand-in for CUDA devices on the CPU: streams that do nothing before somebody waits, and tensors of them.
+
+That is the most that a device may put things off, so whoever forgets to wait reads old values for sure. Whoever takes
+an address of the device for one of the host, or calculates with tensors of both, gets an error, as with a device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+
+class Stream:
+    """Tasks that are put off until somebody waits."""
+
+    def __init__(self, device: object = None) -> None:
+        self._tasks: list[Callable[[], object]] = []
+        self._running = threading.RLock()
+
+    @property
+    def idle(self) -> bool:
+        return not self._tasks
+
+    def put(self, task: Callable[[], object]) -> None:
+        self._tasks.append(task)
+
+    def run_until(self, over: Callable[[], bool]) -> None:
+        with self._running, torch._C.DisableTorchFunctionSubclass():
+            while not over():
+                self._tasks.pop(0)()
+
+    def synchronize(self) -> None:
+        self.run_until(lambda: self.idle)
+
+    def record_event(self) -> Event:
+        return Event(self)
+
+    def wait_event(self, event: Event) -> None:
+        self.put(event.synchronize)
+
+
+class Event:
+    """A place among the tasks of a stream."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream, self._over = stream, threading.Event()
+        stream.put(self._over.set)
+
+    def synchronize(self) -> None:
+        self._stream.run_until(self._over.is_set)
+
+
+_of_thread = threading.local()
+
+
+def current_stream(device: object = None) -> Stream:
+    """Each thread has a stream of its own: what it puts off no other thread's waiting brings about."""
+    if not hasattr(_of_thread, "stream"):
+        _of_thread.stream = Stream()
+    found: Stream = _of_thread.stream
+    return found
+
+
+@contextmanager
+def on_stream(stream: Stream) -> Iterator[None]:
+    before, _of_thread.stream = current_stream(), stream
+    try:
+        yield
+    finally:
+        _of_thread.stream = before
+
+
+class OnDevice(Tensor):
+    """A tensor of the stand-in: all that is calculated with it is put off."""
+
+    is_cuda = True
+    is_cpu = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        assert func is not Tensor.data_ptr, "an address of the device is none of the host's"
+        into = kwargs.get("out", args[0] if name.endswith("_") and not name.endswith("__") else None)
+        if into is not None:
+            _together(name, (*args, *kwargs.values()))
+            current_stream().put(lambda: func(*args, **kwargs))
+            if name == "copy_" and not (kwargs.get("non_blocking") or args[2:]) and not _all_here(args[:2]):
+                current_stream().synchronize()
+            return into
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, Tensor) and not any(_views(result, arg) for arg in args):
+            _together(name, args)
+            current_stream().put(lambda: result.copy_(func(*args, **kwargs)))
+        return result
+
+
+def _tensors(operands: Any) -> list[Tensor]:
+    return [operand for operand in operands if isinstance(operand, Tensor) and operand.dim()]
+
+
+def _all_here(operands: Any) -> bool:
+    return len({type(tensor) for tensor in _tensors(operands)}) < 2
+
+
+def _together(name: str, operands: Any) -> None:
+    assert name == "copy_" or _all_here(operands), f"{name} of tensors of the device and of the host"
+
+
+def _views(result: Tensor, operand: Any) -> bool:
+    if not isinstance(operand, Tensor):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return result.untyped_storage().data_ptr() == operand.untyped_storage().data_ptr()
+
+
+def on_device(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(OnDevice)
+
+
+def to_be_doubled(tensor: Tensor) -> Tensor:
+    """The caller's stream has yet to double the tensor."""
+    return tensor.mul_(2)
+
+
+def seen_by_host(tensor: Tensor) -> Tensor:
+    """What is there now, whatever streams have yet to do."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor).clone()
+
+
+def instead_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process, and those forked from it, take the stand-in for CUDA."""
+    from torchdist_ref.backends import staging
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    monkeypatch.setattr(staging, "_stream", Stream)
+    monkeypatch.setattr(staging, "_pinned", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
