@@ -21,29 +21,35 @@ TENSORS = st.lists(
     max_size=20,
 )
 LIMITS = st.lists(st.integers(1, 200), min_size=1, max_size=3)
+SPARSE = st.frozensets(st.integers(0, 19), max_size=4)
 # Buckets that reach their limit to the byte, which drawn sizes hardly ever do.
 EXACT = [torch.empty(n) for n in (1, 3, 2, 2, 4, 1)]
 
 
 @settings(max_examples=200, deadline=None)
-@given(TENSORS, LIMITS)
-@example(EXACT, [16])
-def test_the_first_buckets_are_torchs(tensors: list[torch.Tensor], limits: list[int]) -> None:
-    theirs, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, limits, [False] * len(tensors))
-    ours = bucketing.in_definition_order(tensors, limits, range(len(tensors)))
+@given(TENSORS, LIMITS, SPARSE)
+@example(EXACT, [16], frozenset())
+@example(EXACT, [16], frozenset([1]))
+def test_the_first_buckets_are_torchs(tensors: list[torch.Tensor], limits: list[int], sparse: frozenset[int]) -> None:
+    flags = [index in sparse for index in range(len(tensors))]
+    theirs, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, limits, flags)
+    ours = bucketing.in_definition_order(tensors, limits, sparse)
     assert ours == list(reversed(theirs))
 
 
 @settings(max_examples=200, deadline=None)
-@given(TENSORS, LIMITS, st.randoms())
-@example(EXACT, [16], random.Random(0))
-def test_buckets_in_order_of_arrival_are_torchs(tensors: list[torch.Tensor], limits: list[int], source: object) -> None:
+@given(TENSORS, LIMITS, SPARSE, st.randoms())
+@example(EXACT, [16], frozenset(), random.Random(0))
+def test_buckets_in_order_of_arrival_are_torchs(
+    tensors: list[torch.Tensor], limits: list[int], sparse: frozenset[int], source: object
+) -> None:
     order = list(range(len(tensors)))
     source.shuffle(order)  # type: ignore[attr-defined]
     arrived = [tensors[i] for i in order]
-    theirs, _ = torch.distributed._compute_bucket_assignment_by_size(arrived, limits, [False] * len(tensors), order)
+    flags = [index in sparse for index in range(len(tensors))]
+    theirs, _ = torch.distributed._compute_bucket_assignment_by_size(arrived, limits, flags, order)
     # torch leaves open in which order the last, unfilled bucket of each dtype comes.
-    assert sorted(bucketing.assign(tensors, limits, order)) == sorted(theirs)
+    assert sorted(bucketing.assign(tensors, limits, order, sparse)) == sorted(theirs)
 
 
 def test_every_parameter_is_in_one_bucket_of_its_kind() -> None:

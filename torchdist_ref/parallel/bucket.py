@@ -2,8 +2,9 @@
 
 A bucket is a flat buffer of gradients, with the same numbers also visible as one tensor per
 parameter. The buffer is the truth and the per-parameter tensors are views of it, so a hook may work
-on whichever form suits it. Nothing here knows reducers, hooks or groups, and nothing here may:
-that is why a hook can be tested with a bucket built by hand, in one process.
+on whichever form suits it. A sparse gradient is a buffer by itself, without views. Nothing here knows
+reducers, hooks or groups, and nothing here may: that is why a hook can be tested with a bucket built
+by hand, in one process.
 """
 
 from __future__ import annotations
@@ -66,10 +67,11 @@ class GradBucket:
         index: Place of the bucket in the order of communication. 0 holds the gradients that are
             ready first, those of the last layers. Default 0.
         buffer: One-dimensional tensor with every gradient of the bucket, one after another. The hook owns it
-            until the Future that it returned is done.
+            until the Future that it returned is done. Or one sparse gradient, in coordinate format and in the shape
+            of its parameter: it is not divided, and `gradients` of such a bucket are none, as on torch.
         gradients: One tensor per parameter; their shapes and strides say how ``buffer`` is divided, in
             order. They have to add up to the buffer's length, in which a complex number counts as two
-            real ones if the buffer is real. Left out, the whole buffer is one gradient.
+            real ones if the buffer is real. Left out, the whole buffer is one gradient (none if it is sparse).
         parameters: The parameters to which the gradients belong, in the same order. Default: none.
         is_last: Whether this is the last bucket of the iteration. Default True.
 
@@ -89,7 +91,9 @@ class GradBucket:
         tensor([ 8., 10.])
     """
 
-    __slots__ = ("_buffer", "_index", "_is_last", "_laid", "_parameters", "_room", "_scale", "_templates", "_views")
+    __slots__ = (
+        "_buffer", "_index", "_is_last", "_laid", "_layout", "_parameters", "_room", "_scale", "_templates", "_views",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -99,12 +103,14 @@ class GradBucket:
         parameters: Sequence[torch.Tensor] = (),
         is_last: bool = True,
     ) -> None:
-        if buffer is None or buffer.dim() != 1:
+        if buffer is None or not (buffer.is_sparse or buffer.dim() == 1):
             shape = None if buffer is None else tuple(buffer.shape)
-            raise _wrong("GradBucket", "buffer", "a one-dimensional tensor", shape)
+            raise _wrong("GradBucket", "buffer", "a one-dimensional tensor, or sparse", shape)
         self._index = index
         self._buffer = buffer
-        self._templates = [buffer] if gradients is None else list(gradients)
+        self._layout = buffer.layout
+        whole = [] if buffer.is_sparse else [buffer]
+        self._templates = whole if gradients is None else list(gradients)
         self._parameters = list(parameters)
         self._is_last = is_last
         self._views: list[torch.Tensor] | None = None
@@ -129,11 +135,15 @@ class GradBucket:
         bucket = cls.__new__(cls)
         bucket._scale, bucket._room, bucket._laid = scale, room, laid
         bucket._index, bucket._buffer, bucket._is_last = index, buffer, is_last
+        bucket._layout = torch.strided
         bucket._templates = bucket._views = views
         bucket._parameters = parameters
         return bucket
 
     def _check(self) -> None:
+        if self._layout is torch.sparse_coo:
+            self._check_sparse()
+            return
         total = sum(width(template, self._buffer) * template.numel() for template in self._templates)
         if total != self._buffer.numel():
             expected = f"tensors of {self._buffer.numel()} elements together, like the buffer"
@@ -142,12 +152,20 @@ class GradBucket:
             expected = f"one per gradient ({len(self._templates)})"
             raise _wrong("GradBucket", "parameters", expected, len(self._parameters))
 
+    def _check_sparse(self) -> None:
+        if self._templates:
+            raise _wrong("GradBucket", "gradients", "left out where the buffer is sparse", len(self._templates))
+        shapes = [tuple(parameter.shape) for parameter in self._parameters]
+        if shapes not in ([], [tuple(self._buffer.shape)]):
+            expected = f"none, or one of shape {tuple(self._buffer.shape)} as the sparse buffer"
+            raise _wrong("GradBucket", "parameters", expected, shapes)
+
     def index(self) -> int:
         """Place of the bucket in the order of communication; 0 holds the last layers' gradients."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """The flat tensor of all gradients. Not divided by the number of ranks: that is the hook's work."""
+        """All gradients, flat, or a sparse one as it is. Not divided by the number of ranks: that is a hook's work."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
@@ -168,7 +186,7 @@ class GradBucket:
         """Put another tensor in the buffer's place, say a compressed copy; `gradients` then views that one.
 
         Args:
-            tensor: One-dimensional, as long as the buffer; any dtype and device.
+            tensor: Of the buffer's shape; any dtype and device.
 
         Raises:
             ValueError: The tensor has another shape than the buffer.

@@ -1,16 +1,15 @@
 """Which gradients travel together: a pure function from sizes to buckets, the same on every rank.
 
-Gradients of one bucket share dtype and device. A bucket closes as soon as its size *reaches* the
-cap, so it may overshoot by one parameter. The first iteration uses a single bucket (the order of the
-gradients is not yet known); after it the buckets are rebuilt in the order in which gradients arrived,
-the first one small so that communication starts early. Only sizes and limits belong here: no
-storage, no communication.
+Gradients of one bucket share dtype and device; a sparse one has a bucket to itself. A bucket closes as soon as its
+size *reaches* the cap, so it may overshoot by one parameter. The first iteration uses a single bucket (the order of
+the gradients is not yet known); after it the buckets are rebuilt in the order in which gradients arrived, the first
+one small so that communication starts early. Only sizes and limits belong here: no storage, no communication.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,17 +49,26 @@ class _Open:
         self.closed = 0
 
 
-def assign(tensors: Sequence[torch.Tensor], limits: Sequence[int], order: Iterable[int]) -> list[list[int]]:
+def assign(
+    tensors: Sequence[torch.Tensor], limits: Sequence[int], order: Iterable[int], alone: Container[int] = ()
+) -> list[list[int]]:
     """Divide ``order`` (indices into ``tensors``) into buckets that close when they reach their limit.
+
+    Those in ``alone`` have a bucket to themselves, which neither waits for others nor counts towards limits.
 
     >>> import torch
     >>> tensors = [torch.empty(n) for n in (1, 2, 3, 4)]
     >>> assign(tensors, (8, 16), [3, 2, 1, 0])
     [[3], [2, 1], [0]]
+    >>> assign(tensors, (8, 16), [3, 2, 1, 0], alone={1})
+    [[3], [1], [2, 0]]
     """
     buckets: list[list[int]] = []
     opened: dict[tuple[torch.dtype, torch.device], _Open] = {}
     for index in order:
+        if index in alone:
+            buckets.append([index])
+            continue
         tensor = tensors[index]
         box = opened.setdefault((tensor.dtype, tensor.device), _Open())
         box.members.append(index)
@@ -72,10 +80,10 @@ def assign(tensors: Sequence[torch.Tensor], limits: Sequence[int], order: Iterab
 
 
 def in_definition_order(
-    tensors: Sequence[torch.Tensor], limits: Sequence[int], dense: Iterable[int]
+    tensors: Sequence[torch.Tensor], limits: Sequence[int], alone: Container[int] = ()
 ) -> list[list[int]]:
     """The buckets before any gradient was seen: filled first layer to last, launched last to first.
 
     Backward usually runs from the last layer to the first, so that is the best guess at arrival order.
     """
-    return sorted(assign(tensors, limits, dense), key=min, reverse=True)
+    return sorted(assign(tensors, limits, range(len(tensors)), alone), key=min, reverse=True)

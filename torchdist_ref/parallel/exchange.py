@@ -77,7 +77,7 @@ class Averaging:
 
     def start(self, bucket: GradBucket) -> Any:
         """Begin to add up."""
-        if not self.early:
+        if bucket._scale == 1.0 and self.divisor != 1.0:
             bucket.buffer().div_(self.divisor)
         return groups.all_reduce(bucket.buffer(), group=self.group, async_op=True)
 
@@ -117,7 +117,7 @@ class Hooked:
         try:
             future: Any = self.hook(self.state, bucket)
         except Exception as error:
-            raise DistError(f"{self.where(bucket)} raised {type(error).__name__}: {error}") from error
+            raise DistError(f"{self.where(bucket)} raised {type(error).__name__}: {error}{_of(bucket)}") from error
         if not isinstance(future, AnyFuture):
             expected = "It has to return a torch.futures.Future whose value is one tensor, as long as bucket.buffer()."
             raise ArgumentTypeError(f"{self.where(bucket)} returned {type(future).__name__}. {expected}")
@@ -130,7 +130,8 @@ class Hooked:
         try:
             value = future.wait()
         except Exception as error:
-            raise DistError(f"{self.where(bucket)}: its Future ended with {type(error).__name__}: {error}") from error
+            ending = f"its Future ended with {type(error).__name__}: {error}"
+            raise DistError(f"{self.where(bucket)}: {ending}{_of(bucket)}") from error
         return self._checked(bucket, value, length)
 
     def _await(self, bucket: GradBucket, future: Future[torch.Tensor]) -> None:
@@ -151,15 +152,37 @@ class Hooked:
         if value.numel() != length:
             sizes = f"{value.numel()} elements, and the bucket has {length}"
             raise DistError(f"{self.where(bucket)}: its Future holds a tensor of {sizes}.")
-        if value.layout is not torch.strided or value.is_meta or value.is_quantized or value.is_complex():
-            kind = f"{value.dtype} on {value.device}, layout {value.layout}"
-            expected = f"It has to be dense and hold real numbers, best {bucket.buffer().dtype} as the buffer does."
-            raise DistError(f"{self.where(bucket)}: its Future holds a tensor of {kind}. {expected}")
+        fault = _unfit(bucket, value)
+        if fault:
+            kind = f"{value.dtype} on {value.device}, layout {value.layout}, shape {tuple(value.shape)}"
+            raise DistError(f"{self.where(bucket)}: its Future holds a tensor of {kind}. {fault}")
         return value
 
     def where(self, bucket: GradBucket) -> str:
         """How errors begin: which hook, which bucket, which rank."""
         return f"DistributedDataParallel: communication hook {self.name!r}, bucket {bucket.index()}, rank {self.rank}"
+
+
+def _unfit(bucket: GradBucket, value: torch.Tensor) -> str:
+    """What a hook's tensor should have been, if it is of a kind that can't be handed out."""
+    if bucket._layout is torch.sparse_coo:
+        shape = bucket.parameters()[0].shape
+        return "" if value.is_sparse and value.shape == shape else _SPARSE.format(tuple(shape))
+    if value.layout is not torch.strided or value.is_meta or value.is_quantized or value.is_complex():
+        return f"It has to be dense and hold real numbers, best {bucket.buffer().dtype} as the buffer does."
+    return ""
+
+
+def _of(bucket: GradBucket) -> str:
+    """What to add to the error of a hook that may not have been made for the bucket that it got."""
+    shape = tuple(bucket.parameters()[0].shape) if bucket._layout is torch.sparse_coo else ()
+    return f". {_SPARSE.format(shape)}" if shape else ""
+
+
+_SPARSE = (
+    "The bucket is one sparse gradient of shape {}, and such a tensor has to come back, of layout torch.sparse_coo. "
+    "Hooks that can't take that ask for embeddings with sparse=False."
+)
 
 
 def patience(group: Any) -> float:

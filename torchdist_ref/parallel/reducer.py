@@ -26,11 +26,10 @@ from torch.autograd import Variable
 
 from torchdist_ref import groups
 from torchdist_ref.errors import DistError
-from torchdist_ref.parallel import agreement, bucketing, faults, graph, in_place, sparse
+from torchdist_ref.parallel import agreement, allotment, bucketing, faults, graph, in_place
 from torchdist_ref.parallel.exchange import Averaging, Exchange
 from torchdist_ref.parallel.options import Entry, Options
 from torchdist_ref.parallel.precision import LowPrecision
-from torchdist_ref.parallel.storage import Bucket, allocate
 
 logger = logging.getLogger("torchdist_ref.parallel")
 
@@ -53,8 +52,7 @@ class Reducer:
         self.average = Averaging(group, groups.get_world_size(group), early=not options.skip_unused)
         self.exchange: Exchange = self.average
         self.parameters = [entry.parameter for entry in entries]
-        self.dense = [i for i, entry in enumerate(entries) if not entry.sparse]
-        self.sparse = [i for i, entry in enumerate(entries) if entry.sparse]
+        self.sparse = frozenset(i for i, entry in enumerate(entries) if entry.sparse)
         self.rebuilt = not entries
         self._lock = threading.RLock()
         self._expected = [1] * len(entries)
@@ -63,7 +61,7 @@ class Reducer:
         self._unused_everywhere: set[int] = set()
         self._absent: list[int] = []
         self._armed = self._begun = self._failed = False
-        self._allot(bucketing.in_definition_order(self.parameters, options.caps.initial, self.dense))
+        self._allot(bucketing.in_definition_order(self.parameters, options.caps.initial, self.sparse))
         self.precision: LowPrecision | None = None
         self.watch()
 
@@ -82,12 +80,12 @@ class Reducer:
 
     def rebuild(self) -> bool:
         """Once, after an iteration in which all gradients arrived: new buckets, in rank 0's order of arrival."""
-        if self.rebuilt or len(self._arrivals) < len(self.dense) or (self.options.find_unused and not self.static):
+        if self.rebuilt or len(self._arrivals) < len(self.entries) or (self.options.find_unused and not self.static):
             return False
         # What a static graph leaves unused was settled first; it is not to hold the others up.
         arrived = sorted(self._arrivals, key=self._absent.__contains__)
         order = agreement.agree(arrived, self.group, self.parameters[0].device)
-        self._allot(bucketing.assign(self.parameters, self.options.caps.rebuilt, order))
+        self._allot(bucketing.assign(self.parameters, self.options.caps.rebuilt, order, self.sparse))
         self.rebuilt = True
         logger.info("DistributedDataParallel: %d buckets, rebuilt in the order of arrival", len(self.assignment))
         return True
@@ -98,10 +96,8 @@ class Reducer:
     def _allot(self, assignment: list[list[int]]) -> None:
         self.assignment = assignment
         rests = self.exchange is self.average and in_place.suits(self.options, self.parameters, self.group)
-        travelling, resting = (assignment[:-1], assignment[-1:]) if rests else (assignment, [])
-        self.in_place = in_place.InPlace([self.parameters[m] for members in resting for m in members], self.group)
-        self.buckets = allocate(travelling, self.parameters, self.options.pointing, self.group)
-        self._places: list[tuple[Bucket, int] | None] = [None] * len(self.entries)
+        self.buckets, self.in_place = allotment.allot(assignment, self.entries, self.options, self.group, rests)
+        self._places: list[tuple[allotment.AnyBucket, int] | None] = [None] * len(self.entries)
         for bucket in self.buckets:
             for place, member in enumerate(bucket.members):
                 self._places[member] = bucket, place
@@ -184,7 +180,7 @@ class Reducer:
             bucket.waiting -= 1
             if not bucket.waiting:
                 self._launch_full()
-        if not (self.rebuilt or self.entries[index].sparse):
+        if not self.rebuilt:
             self._arrivals.append(index)
         self._missing -= 1
         if not (self._missing or self._surveying or (self.options.find_unused and not self.static)):
@@ -196,7 +192,7 @@ class Reducer:
             self._launch(self.buckets[self._launched])
             self._launched += 1
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: allotment.AnyBucket) -> None:
         if self.options.skip_unused and all(member in self._absent for member in bucket.members):
             return
         self._failed = True
@@ -234,8 +230,6 @@ class Reducer:
                 # While one bucket is copied out, the next one is still on its way.
                 self._hand_out(map(self._collect, self.buckets))
             self.in_place.average(self.average.divisor)
-            for index in self.sparse:
-                self._exchange_sparse(index)
         self._end()
 
     def _hand_out(self, values: Iterable[torch.Tensor | None]) -> None:
@@ -243,15 +237,10 @@ class Reducer:
             if value is not None:
                 bucket.give(value, self._unused_everywhere, self.exchange.unchanged)
 
-    def _collect(self, bucket: Bucket) -> torch.Tensor | None:
+    def _collect(self, bucket: allotment.AnyBucket) -> torch.Tensor | None:
         if bucket.started is None or bucket.sent is None:
             return None
         return self.exchange.finish(bucket.sent, bucket.started, bucket.length)
-
-    def _exchange_sparse(self, index: int) -> None:
-        if index not in self._unused_everywhere:
-            entry = self.entries[index]
-            entry.parameter.grad = sparse.average(entry.parameter, entry.name, self.group, self.average.divisor)
 
     def _survey_use(self) -> None:
         """Learn which parameters no rank has used: their gradients are left as they are."""
@@ -271,11 +260,8 @@ class Reducer:
                 self._collect(bucket)
             self._survey_use()
             self.in_place.shadow()
-            for index in self.sparse:
-                self.parameters[index].grad = None
-                self._exchange_sparse(index)
         if not self.rebuilt:
-            self._arrivals = list(self.dense)
+            self._arrivals = list(range(len(self.entries)))
         self._end()
 
     def _end(self) -> None:

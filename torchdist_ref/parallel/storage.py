@@ -234,18 +234,3 @@ def _empty(length: int, like: torch.Tensor, group: Any, dtype: torch.dtype) -> t
     if like.device.type == "cpu":
         return groups.empty_registered(length, dtype=dtype, group=group)
     return torch.empty(length, dtype=dtype, device=like.device)
-
-
-def allocate(
-    assignment: Sequence[list[int]], parameters: Sequence[torch.Tensor], pointing: bool, group: Any
-) -> list[Bucket]:
-    """The buckets of an assignment, in the order of communication."""
-    last = len(assignment) - 1
-    with torch.no_grad():
-        buckets = [
-            Bucket(index, members, [parameters[m] for m in members], index == last, pointing, group)
-            for index, members in enumerate(assignment)
-        ]
-        for bucket in buckets:
-            bucket.adopt()
-    return buckets

@@ -46,7 +46,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
     and warm start make good over the following steps. Before step ``state.start_powerSGD_iter`` it averages exactly.
     Works with any number of buckets on any backend: all ranks make the same calls in the same order.
 
-    On one bucket, numbers are those of torch's hook.
+    On one bucket, numbers are those of torch's hook. Sparse gradients, which torch's leaves as they are, are averaged.
 
     Args:
         state: What to do, and the memory of the steps so far. Every rank builds its own, with the same arguments.
@@ -75,6 +75,8 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)
         return average(peers, bucket)
+    if bucket.buffer().is_sparse:
+        return state.line.add(_exactly(state, bucket, peers.size), peers, bucket.buffer().device)
     layout = _layout(state, bucket)
     before, after = bucket.buffer().numel(), sum(layout.sizes()) + layout.rest_size
     state.count(bucket, before, after)
@@ -111,6 +113,8 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)
         return average(peers, bucket)
+    if buffer.is_sparse:
+        return state.line.add(_exactly(state, bucket, peers.size), peers, buffer.device)
     side = math.isqrt(max(0, buffer.numel() - 1)) + 1
     layout = Plan((Matrix(0, side, side, min(side, state.matrix_approximation_rank)),), ())
     state.count(bucket, buffer.numel(), sum(layout.sizes()))
@@ -123,6 +127,14 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
 def _unpadded(rounds: Rounds, buffer: torch.Tensor) -> Rounds:
     square = yield from rounds
     return buffer.copy_(square[: buffer.numel()])
+
+
+def _exactly(state: PowerSGDState, bucket: GradBucket, world: int) -> Rounds:
+    """One step on a sparse gradient, which is no matrix to be factored: its average, when its turn comes."""
+    out = bucket.buffer().div_(world)
+    yield out
+    state.maybe_increase_iter(bucket)
+    return out
 
 
 def _layout(state: PowerSGDState, bucket: GradBucket) -> Plan:
