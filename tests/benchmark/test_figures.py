@@ -129,6 +129,20 @@ def test_the_limit_copes_with_what_does_not_divide() -> None:
     assert len(list(limit.kernels("all_reduce", buffers, stages))) == 4
 
 
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_to_all", "scatter"])
+def test_the_slots_of_the_limit_begin_where_cache_lines_do(op: str) -> None:
+    """As an engine's do: blocks for eight ranks that lay across lines made this bound longer than what it bounds."""
+    window = 64 * 1024
+    stages = limit.Stages(bytearray(8 * window + 64), window)
+    begin = -torch.frombuffer(stages.memory, dtype=torch.uint8).data_ptr() % 64
+    stages.memory = memoryview(stages.memory)[begin:]
+    first = torch.frombuffer(stages.memory, dtype=torch.uint8).data_ptr()
+    buffers = OPERATIONS[op].buffers(0, 8, 1 << 20, torch.float32)
+    operands = [operand for _, *operands in limit.kernels(op, buffers, stages) for operand in operands]
+    staged = [offset for operand in operands if 0 <= (offset := operand.data_ptr() - first) < 8 * window]
+    assert len(staged) > 8 and not any(offset % 64 for offset in staged)
+
+
 def test_a_call_lasts_from_the_last_start_to_the_last_end() -> None:
     assert durations([[(0.0, 5.0), (6.0, 7.0)], [(1.0, 4.0), (6.5, 9.5)]]) == [4.0, 3.0]
     assert durations([[(0.0, 8.0)], [(0.0, 6.0)]], parts=4) == [2.0]
@@ -192,6 +206,8 @@ def test_a_report_says_where_when_and_with_what(tmp_path: Path) -> None:
     entry = next(entry for entry in found["results"] if entry["backend"] == "ref")
     assert entry["samples_seconds"] == [100e-6, 200e-6, 110e-6]
     assert entry["times_longer_than"]["gloo"] == pytest.approx(1 / 9)
+    assert entry["quartiles_seconds"] == pytest.approx([105e-6, 155e-6])
+    assert entry["quartiles_times_longer_than"]["gloo"] == pytest.approx([(1 / 10 + 1 / 9) / 2, (1 / 9 + 1 / 5) / 2])
     assert entry["disturbed"] == [False] * 3 and entry["size_bytes"] == 1 << 20
 
 

@@ -29,12 +29,14 @@ from torchdist_ref.benchmark.timing import (
 )  # fmt: skip
 from torchdist_ref.benchmark.units import parse_size, show_size
 from torchdist_ref.errors import ArgumentError, DistBackendError, UnsupportedError, explain
+from torchdist_ref.transports.layout import window_for
 
 # A whole buffer of one element for each rank may be larger than the size that was asked for.
 _SPARE = 4096
 # Up to here a check after the timing costs next to nothing.
 _CHECK_AGAIN = 1 << 20
-_FIRST = 3
+# So many calls say how many are timed, and one before so many of those is not: others have just had the processors.
+_FIRST, _WARM = 3, 4
 _LIST = "A,B,..."
 
 
@@ -100,14 +102,13 @@ class _Case:
 
     def __init__(self, place: Place, settings: Settings, operation: Operation, size: int) -> None:
         self.place, self.settings, self.operation, self.size = place, settings, operation, size
-        dtype = getattr(torch, settings.dtype)
+        self.dtype = getattr(torch, settings.dtype)
         self.buffers = self._made_by(None)
-        self.nbytes = self.buffers.whole * dtype.itemsize
+        self.nbytes = self.buffers.whole * self.dtype.itemsize
         self.time = in_a_row if settings.loop else apart
 
     def _made_by(self, make: Make | None) -> Buffers:
-        place, dtype = self.place, getattr(torch, self.settings.dtype)
-        return self.operation.buffers(place.rank, place.world, self.size, dtype, make)
+        return self.operation.buffers(self.place.rank, self.place.world, self.size, self.dtype, make)
 
     def row(self, contestants: Sequence[engines.Engine], bounds: Mapping[str, limit.Stages]) -> Row | None:
         """Check, time, check again. Rank 0 gets the row."""
@@ -168,13 +169,14 @@ class _Case:
         place, parts = self.place, self.operation.messages * (calls if self.settings.loop else 1)
         clock, figure = (own_clock(place.world), shared_out) if bound else (perf_counter, durations)
         with undisturbed():
+            apart(action, -(-calls // _WARM), place.line_up)
             times = self.time(action, calls, place.line_up, clock)
         return figure(place.exchange(times), parts)
 
     def _calls(self, action: Action) -> int:
         """How many calls a turn has; all ranks find the same number, having seen the same times."""
         first = durations(self.place.exchange(apart(action, _FIRST, self.place.line_up)))
-        return calls_for(first, self.settings.seconds)
+        return calls_for([min(first)], self.settings.seconds)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -192,7 +194,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--loop", action="store_true", help="calls back to back, not each from a common start line")
     parser.add_argument("--dtype", default="float32", help="of the tensors (%(default)s)")
-    parser.add_argument("--window", type=parse_size, default=limit.WINDOW, help="of the limit column (the engine's)")
+    parser.add_argument("--window", type=parse_size, help="of the limit column (the engine's)")
     parser.add_argument("--namespaces", action="store_true", help="half the ranks on a host of their own (needs root)")
     parser.add_argument("--against", metavar="BACKEND", help="what the others are compared with (the last backend)")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw time over size")
@@ -231,10 +233,9 @@ def _settings(options: argparse.Namespace, names: Sequence[str]) -> Settings:
     dtype = getattr(torch, options.dtype, None)
     if not isinstance(dtype, torch.dtype) or dtype == torch.bool:
         raise ArgumentError(explain("benchmark", "--dtype", "a dtype of torch that can be added", options.dtype))
-    sizes = tuple(map(parse_size, options.sizes.split(",")))
     return Settings(
-        ops, sizes, tuple(names), options.world, options.repetitions, options.seconds, options.loop, options.dtype,
-        options.window, options.namespaces,
+        ops, tuple(map(parse_size, options.sizes.split(","))), tuple(names), options.world, options.repetitions,
+        options.seconds, options.loop, options.dtype, options.window or window_for(options.world), options.namespaces,
     )  # fmt: skip
 
 

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.benchmark.operations import ROOT, Action, Buffers, Make, Operation
-from torchdist_ref.transports.layout import Layout
+from torchdist_ref.transports.layout import CACHE_LINE, window_for
 
 Work = tuple[tuple[str, int], ...]
 # Elements of a block, where in it a window begins, and how many it has.
 Cut = tuple[int, int, int]
 # A block of the own source, one of the own result, another rank, and the slot or block there.
 Blocks = tuple[int, int, int, int]
-# The default: what the engine lays out at once.
-WINDOW = Layout(2).window
+# What the engine lays out at once between two ranks.
+WINDOW = window_for(2)
 
 
 def _reduce(rank: int, n: int) -> Work:
@@ -188,12 +188,17 @@ def kernels(op: str, b: Buffers, stages: Stages) -> Iterator[tuple[Any, ...]]:
     block = -(-b.whole // parts)
     # All blocks that are laid out in one round share the window, as they share an engine's stage.
     laid = max((blocks for kind, blocks in steps if kind in ("in", "out")), default=1)
-    piece = max(1, min(block, stages.window // laid // b.result.dtype.itemsize))
+    piece = max(1, min(block, _whole_lines(stages.window // laid) // b.result.dtype.itemsize))
     for begin in range(0, block, piece):
         for kind, blocks in steps:
             for number in range(blocks):
                 first, second, peer, slot = stages.blocks(op, kind, number, b)
                 yield from _kernel(kind, (first, second, peer, slot % parts), b, stages, (block, begin, piece))
+
+
+def _whole_lines(nbytes: int) -> int:
+    """What lies across cache lines is copied slower, so slots begin where lines do, as an engine's do."""
+    return nbytes // CACHE_LINE * CACHE_LINE or nbytes
 
 
 def _merged(steps: Work, world: int) -> tuple[Work, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from torchdist_ref.benchmark.operations import OPERATIONS
@@ -59,8 +59,10 @@ class Row:
         >>> Row("barrier", 0, 2, {"a": [2, 8, 3], "b": [1, 2, 3]}, {}, [False] * 3, {}).ratio("a", "b")
         2.0
         """
-        pairs = zip(self.samples[of], self.samples[to], strict=True)
-        return float(median(self._counted([x / y for x, y in pairs])))
+        return float(median(self._ratios(of, to)))
+
+    def _ratios(self, of: str, to: str) -> list[float]:
+        return self._counted([x / y for x, y in zip(self.samples[of], self.samples[to], strict=True)])
 
     def algorithm_bandwidth(self, name: str) -> float:
         """Bytes of the whole buffer a second."""
@@ -84,9 +86,20 @@ class Row:
             "seconds": self.seconds(name),
             "algorithm_bytes_per_second": self.algorithm_bandwidth(name),
             "bus_bytes_per_second": self.bus_bandwidth(name),
+            "quartiles_seconds": quartiles(self._counted(self.samples[name])),
             "times_longer_than": {other: self.ratio(name, other) for other in others},
+            "quartiles_times_longer_than": {other: quartiles(self._ratios(name, other)) for other in others},
             "calls_per_sample": self.calls[name],
             "samples_seconds": list(self.samples[name]),
             "disturbed": list(self.disturbed),
             "noisy": self.noisy,
         }
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Between which two values the middle half lies.
+
+    >>> quartiles([1, 2, 3, 4, 5]), quartiles([7.0])
+    ([2.0, 4.0], [7.0, 7.0])
+    """
+    return quantiles(values, n=4, method="inclusive")[::2] if len(values) > 1 else [values[0], values[0]]
