@@ -139,6 +139,16 @@ class Spans:
         """The exchange's own."""
         return self._inner.unchanged
 
+    @property
+    def over(self) -> None:
+        """All buckets are to be seen."""
+        return None
+
+    @property
+    def divisor(self) -> float:
+        """The exchange's own."""
+        return self._inner.divisor
+
     def start(self, bucket: Any) -> Any:
         """Note when a bucket goes."""
         self._started[bucket.index()] = perf_counter()

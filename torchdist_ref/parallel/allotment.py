@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torchdist_ref.parallel.exchange import Exchange
 from torchdist_ref.parallel.in_place import InPlace
 from torchdist_ref.parallel.options import Entry, Options
 from torchdist_ref.parallel.sparse import SparseBucket
@@ -21,7 +22,7 @@ AnyBucket = Bucket | SparseBucket
 
 
 def allot(
-    assignment: Sequence[list[int]], entries: Sequence[Entry], options: Options, group: Any, resting: bool
+    assignment: Sequence[list[int]], entries: Sequence[Entry], options: Options, group: Any, resting: Exchange | None
 ) -> tuple[list[AnyBucket], InPlace]:
     """The buckets of an assignment, in the order of communication, and what is averaged in place after them.
 
@@ -30,15 +31,16 @@ def allot(
         entries: The parameters.
         options: How DDP was asked to work.
         group: Who exchanges the buckets.
-        resting: Whether the last dense bucket is to be averaged in place.
+        resting: How the last dense bucket is averaged, if that is to be done in place.
     """
     dense = [members for members in assignment if not entries[members[0]].sparse]
-    rest = dense[-1] if resting and dense else []
+    rest = dense[-1] if resting is not None and dense else []
     travelling = [members for members in assignment if members is not rest]
     last = len(travelling) - 1
     with torch.no_grad():
         buckets = [_bucket(i, members, entries, i == last, options, group) for i, members in enumerate(travelling)]
-    return buckets, InPlace([entries[member].parameter for member in rest], group)
+    over, dtype = (group, None) if resting is None else (resting.over, resting.dtype)
+    return buckets, InPlace([entries[member].parameter for member in rest], over, dtype)
 
 
 def _bucket(

@@ -33,6 +33,8 @@ class Exchange(Protocol):
         scale: What gradients are multiplied by when they are laid into the bucket.
         dtype: In which they are laid out, if not in their own; they are multiplied after that.
         unchanged: Whether the new contents are the old ones.
+        over: The group whose average the new contents are, if they are that and nobody has to see the bucket.
+        divisor: By what sums over that group are divided.
     """
 
     @property
@@ -43,6 +45,12 @@ class Exchange(Protocol):
 
     @property
     def unchanged(self) -> bool: ...
+
+    @property
+    def over(self) -> Any: ...
+
+    @property
+    def divisor(self) -> float: ...
 
     def start(self, bucket: GradBucket) -> Any:
         """Begin; what is returned is handed to `finish`."""
@@ -69,6 +77,7 @@ class Averaging:
         self.early = early
         self.dtype: torch.dtype | None = None
         self.unchanged = False
+        self.over = group
 
     @property
     def scale(self) -> float:
@@ -102,11 +111,14 @@ class Hooked:
     def __init__(self, hook: Hook, state: Any, group: Any, early: bool = True) -> None:
         self.hook = hook
         says = promises(hook) if early else {}
+        averages = bool(says.get("only_averages"))
         size = groups.get_world_size(group)
-        # Hooks divide, and to multiply by 1/size gives the same bits only where that is a power of two.
-        self.scale = 1.0 / size if says.get("takes_divided") and size & (size - 1) == 0 else 1.0
+        self.scale = 1.0 / size if averages and _power_of_two(size) else 1.0
         self.dtype: torch.dtype | None = says.get("takes_rounded")
         self.unchanged = bool(says.get("changes_nothing"))
+        over = _group_of(state) if averages else None
+        self.divisor = float(over.size()) if over else 1.0
+        self.over = over if _power_of_two(int(self.divisor)) else None
         self.state = state
         self.rank = groups.get_rank(group)
         self.patience = patience(group)
@@ -183,6 +195,18 @@ _SPARSE = (
     "The bucket is one sparse gradient of shape {}, and such a tensor has to come back, of layout torch.sparse_coo. "
     "Hooks that can't take that ask for embeddings with sparse=False."
 )
+
+
+def _power_of_two(size: int) -> bool:
+    """Whether to multiply by 1/size gives the same bits as to divide, which is what hooks do."""
+    return size & (size - 1) == 0
+
+
+def _group_of(state: Any) -> groups.ProcessGroup | None:
+    """Which group of ours the state of a hook means that takes a group."""
+    if state is None:
+        return groups.GroupMember.WORLD
+    return state if isinstance(state, groups.ProcessGroup) else None
 
 
 def patience(group: Any) -> float:

@@ -61,14 +61,16 @@ class Reducer:
         self._unused_everywhere: set[int] = set()
         self._absent: list[int] = []
         self._armed = self._begun = self._failed = False
-        self._allot(bucketing.in_definition_order(self.parameters, options.caps.initial, self.sparse))
+        rests = in_place.suits(self.average, options, self.parameters)
+        self._allot(bucketing.in_definition_order(self.parameters, options.caps.initial, self.sparse), rests)
         self.precision: LowPrecision | None = None
         self.watch()
 
     def use(self, exchange: Exchange) -> None:
         """Let this decide how buckets are exchanged, in place of what did until now."""
         self.exchange = exchange
-        self._allot(self.assignment)
+        # Hooks see all buckets until all ranks have agreed that nobody has to.
+        self._allot(self.assignment, False)
 
     def watch(self) -> None:
         """Be told by autograd of each gradient. Again, when parameters have changed their dtype."""
@@ -85,7 +87,8 @@ class Reducer:
         # What a static graph leaves unused was settled first; it is not to hold the others up.
         arrived = sorted(self._arrivals, key=self._absent.__contains__)
         order = agreement.agree(arrived, self.group, self.parameters[0].device)
-        self._allot(bucketing.assign(self.parameters, self.options.caps.rebuilt, order, self.sparse))
+        rests = in_place.agreed(self.exchange, self.options, self.parameters, self.group)
+        self._allot(bucketing.assign(self.parameters, self.options.caps.rebuilt, order, self.sparse), rests)
         self.rebuilt = True
         logger.info("DistributedDataParallel: %d buckets, rebuilt in the order of arrival", len(self.assignment))
         return True
@@ -93,10 +96,10 @@ class Reducer:
     # Lightning calls it by torch's name, and `prepare` too.
     _rebuild_buckets = rebuild
 
-    def _allot(self, assignment: list[list[int]]) -> None:
+    def _allot(self, assignment: list[list[int]], rests: bool) -> None:
         self.assignment = assignment
-        rests = self.exchange is self.average and in_place.suits(self.options, self.parameters, self.group)
-        self.buckets, self.in_place = allotment.allot(assignment, self.entries, self.options, self.group, rests)
+        resting = self.exchange if rests else None
+        self.buckets, self.in_place = allotment.allot(assignment, self.entries, self.options, self.group, resting)
         self._places: list[tuple[allotment.AnyBucket, int] | None] = [None] * len(self.entries)
         for bucket in self.buckets:
             for place, member in enumerate(bucket.members):
@@ -229,7 +232,7 @@ class Reducer:
             else:
                 # While one bucket is copied out, the next one is still on its way.
                 self._hand_out(map(self._collect, self.buckets))
-            self.in_place.average(self.average.divisor)
+            self.in_place.average(self.exchange.divisor)
         self._end()
 
     def _hand_out(self, values: Iterable[torch.Tensor | None]) -> None:

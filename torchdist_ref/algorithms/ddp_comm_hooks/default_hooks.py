@@ -50,8 +50,8 @@ def allreduce_hook(process_group: Any, bucket: GradBucket) -> Future[torch.Tenso
     return average(Peers(process_group, bucket), bucket)
 
 
-# Our DDP may divide gradients while it lays them into the bucket.
-vars(allreduce_hook)["takes_divided"] = True
+# Our DDP may divide gradients while it lays them into the bucket, or average them where they lie, without a bucket.
+vars(allreduce_hook)["only_averages"] = True
 
 
 def average(peers: Peers, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -91,8 +91,8 @@ def fp16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[torch.T
 
 
 # Our DDP may round gradients while it takes them, then divide them, and leave their conversion back to the moment when
-# it hands them out.
-vars(fp16_compress_hook).update(takes_rounded=torch.float16, takes_divided=True)
+# it hands them out; or do all of that where they lie.
+vars(fp16_compress_hook).update(takes_rounded=torch.float16, only_averages=True)
 
 
 @comm_hook
@@ -122,7 +122,7 @@ def bf16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[torch.T
     return _compressed_average(torch.bfloat16, process_group, bucket)
 
 
-vars(bf16_compress_hook).update(takes_rounded=torch.bfloat16, takes_divided=True)
+vars(bf16_compress_hook).update(takes_rounded=torch.bfloat16, only_averages=True)
 
 
 def _wrapper(dtype: torch.dtype, hook: Hook, name: str) -> Hook:
@@ -134,7 +134,7 @@ def _wrapper(dtype: torch.dtype, hook: Hook, name: str) -> Hook:
     wrapped.__name__ = wrapped.__qualname__ = name
     says = promises(hook)
     # A hook that rounds once more divides after that.
-    vars(wrapped).update(takes_rounded=dtype, takes_divided=says.get("takes_divided") and "takes_rounded" not in says)
+    vars(wrapped).update(takes_rounded=dtype, only_averages=says.get("only_averages") and "takes_rounded" not in says)
     return comm_hook(wrapped)
 
 

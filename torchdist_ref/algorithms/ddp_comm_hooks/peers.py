@@ -31,8 +31,9 @@ def comm_hook(hook: HookType) -> HookType:
 
 
 def promises(hook: Any) -> dict[str, Any]:
-    """What a hook says of itself to our DDP: ``takes_divided``, ``takes_rounded``, ``changes_nothing``.
+    """What a hook says of itself to our DDP: ``only_averages``, ``takes_rounded``, ``changes_nothing``.
 
+    One that only averages takes gradients divided already (`Peers.divided`), and has a group or None for its state.
     It doesn't hold for a function that wraps the hook, even if that has taken over its attributes.
     """
     return {} if hasattr(hook, "__wrapped__") else getattr(hook, "__dict__", {})
