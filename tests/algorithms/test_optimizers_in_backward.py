@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
 from tests.parallel.training import batch, build, forked
-from torchdist_ref.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks, optimizer_overlap_hooks, powerSGD_hook
+from torchdist_ref.algorithms.ddp_comm_hooks import (
+    ddp_zero_hook, default_hooks, optimizer_overlap_hooks, powerSGD_hook, quantization_hooks,
+)  # fmt: skip
 from torchdist_ref.optim import ZeroRedundancyOptimizer
 from torchdist_ref.testing import run
 
@@ -83,6 +85,31 @@ def after_hook(rank: int, path: str, some: bool, views: bool) -> list[Tensor]:
 def test_hook_then_optimizer_is_torchs(some: bool, views: bool, tmp_path: Path) -> None:
     for theirs, ours in forked(after_hook, 2, str(tmp_path / "meet"), some, views, backend="ref"):
         assert torch.equal(theirs, ours)
+
+
+def elsewhere(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Average, in memory of its own and in another precision."""
+    return default_hooks.allreduce_hook(state, bucket).then(lambda done: done.value().double().view(1, -1))
+
+
+@pytest.mark.parametrize("hook", [elsewhere, quantization_hooks.quantization_pertensor_hook])
+def test_the_optimizer_steps_on_what_the_hook_returned_wherever_it_lies(hook: Any) -> None:
+    # Steps on the gradients from before the exchange would drive the ranks apart.
+    def program(rank: int, hook: Any) -> Tensor:
+        ddp = DDP(build("mlp"), bucket_cap_mb=SMALL)
+        ddp.register_comm_hook(
+            None,
+            optimizer_overlap_hooks._hook_then_optimizer(
+                hook, optimizer_overlap_hooks._OptimizerHookState(Momentum())
+            ),
+        )
+        steps(ddp, rank, 4)
+        return states(ddp.module)
+
+    wanted = run(program, 2, default_hooks.allreduce_hook)[0]
+    first, second = run(program, 2, hook)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, wanted, rtol=0, atol=0 if hook is elsewhere else 0.01)
 
 
 def carrying(rank: int, path: str, views: bool) -> list[Any]:

@@ -56,7 +56,7 @@ def _hook_then_optimizer(hook: Hook, optimizer_state: _OptimizerHookState) -> Ho
     """A hook that does what ``hook`` does, and then updates the bucket's parameters.
 
     Args:
-        hook: Leaves its result in the bucket's buffer, as all hooks here do.
+        hook: Any hook.
         optimizer_state: The optimizer.
 
     Returns:
@@ -77,9 +77,12 @@ def _hook_then_optimizer(hook: Hook, optimizer_state: _OptimizerHookState) -> Ho
 
     def hook_then_optimizer_wrapper(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         def step(done: Future[torch.Tensor]) -> torch.Tensor:
-            done.value()
+            value, buffer = done.value(), bucket.buffer()
+            # Some hooks leave their result in memory of its own.
+            if value.data_ptr() != buffer.data_ptr():
+                buffer.copy_(value.reshape(-1))
             optimizer_state.step(bucket)
-            return bucket.buffer()
+            return buffer
 
         return hook(state, bucket).then(step)
 

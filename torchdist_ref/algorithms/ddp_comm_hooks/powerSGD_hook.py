@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
+from itertools import accumulate
 
 import torch
 from torch.futures import Future
@@ -31,7 +32,7 @@ from torchdist_ref.algorithms.ddp_comm_hooks.low_rank import (
     transposed_product,
 )
 from torchdist_ref.algorithms.ddp_comm_hooks.peers import Peers, comm_hook
-from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_state import PowerSGDState
+from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_state import Layout, PowerSGDState
 from torchdist_ref.algorithms.ddp_comm_hooks.sequence import Rounds
 from torchdist_ref.parallel.bucket import GradBucket, width
 
@@ -72,6 +73,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
         [([4.0, 8.0, 12.0], (4.0, 64, 16)), ([4.0, 8.0, 12.0], (4.0, 64, 16))]
     """
     peers = Peers(state.process_group, bucket)
+    state.meet(bucket)
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)
         return average(peers, bucket)
@@ -109,7 +111,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
         [[1.5, 1.5], [1.5, 1.5]]
     """
     peers = Peers(state.process_group, bucket)
-    buffer = bucket.buffer()
+    buffer, numbers = bucket.buffer(), state.meet(bucket)
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)
         return average(peers, bucket)
@@ -117,6 +119,9 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
         return state.line.add(_exactly(state, bucket, peers.size), peers, buffer.device)
     side = math.isqrt(max(0, buffer.numel() - 1)) + 1
     layout = Plan((Matrix(0, side, side, min(side, state.matrix_approximation_rank)),), ())
+    key = (buffer.dtype, layout, numbers)
+    if bucket.index() not in state.layouts or state.layouts[bucket.index()].key != key:
+        state.settle(bucket.index(), Layout(key, layout, {}), buffer)
     state.count(bucket, buffer.numel(), sum(layout.sizes()))
     square = torch.zeros(side * side, dtype=buffer.dtype, device=buffer.device)
     square[: buffer.numel()] = buffer
@@ -138,17 +143,19 @@ def _exactly(state: PowerSGDState, bucket: GradBucket, world: int) -> Rounds:
 
 
 def _layout(state: PowerSGDState, bucket: GradBucket) -> Plan:
-    """The bucket's plan, made again (and its memory dropped) when the bucket is not what it was."""
+    """The bucket's plan, made again when the bucket is not what it was; what is remembered of its parameters moves."""
     # A complex gradient lies in the buffer as real numbers, and is compressed as those.
     gradients = [torch.view_as_real(g) if width(g, bucket.buffer()) == 2 else g for g in bucket.gradients()]
-    key = (bucket.buffer().dtype, state.matrix_approximation_rank, [(g.shape, g.stride()) for g in gradients])
-    known = state.plans.get(bucket.index())
-    if known is not None and known[0] == key:
-        return known[1]
-    if known is not None:
-        state.forget(bucket.index())
+    numbers = state.meet(bucket)
+    shapes = [(number, g.shape, g.stride()) for number, g in zip(numbers, gradients, strict=True)]
+    key = (bucket.buffer().dtype, state.matrix_approximation_rank, shapes)
+    known = state.layouts.get(bucket.index())
+    if known is not None and known.key == key:
+        return known.plan
     layout = plan(gradients, [state.ranks_for(parameter) for parameter in bucket.parameters() or gradients])
-    state.plans[bucket.index()] = key, layout
+    starts = accumulate((gradient.numel() for gradient in gradients), initial=0)
+    # Of those that begin at one place only the last has elements.
+    state.settle(bucket.index(), Layout(key, layout, dict(zip(starts, numbers, strict=False))), bucket.buffer())
     return layout
 
 

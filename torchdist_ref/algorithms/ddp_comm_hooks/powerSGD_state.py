@@ -1,13 +1,15 @@
 """The state of the PowerSGD hooks: what the user chose, and what is remembered from step to step.
 
-All that a step needs of the past is here, keyed by bucket, so that a pickled state resumes to the same
-numbers. How a step computes is in `powerSGD_hook`.
+All that a step needs of the past is here, so that a pickled state resumes to the same numbers. It lies in memory
+bucket by bucket, and moves with the parameters when they come in other buckets: those of a new DDP are not those
+that it has after its first step. How a step computes is in `powerSGD_hook`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,6 +53,21 @@ class SeedStream:
         self.generator.set_state(state["generator"])
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How a bucket is divided.
+
+    Attributes:
+        key: All that the division depends on.
+        plan: The division.
+        owners: For the beginning of each matrix, the number of its parameter; none where a matrix has no one parameter.
+    """
+
+    key: Any
+    plan: Plan
+    owners: dict[int, Any]
+
+
 class PowerSGDState:
     """What `powerSGD_hook` and `batched_powerSGD_hook` were asked to do, and what they remember.
 
@@ -73,6 +90,10 @@ class PowerSGDState:
             gradients' own.
         rank_rule: Called with each parameter; returns the rank to use in place of ``matrix_approximation_rank``, 0 for
             no compression. Has to answer alike on all ranks. See `layer_ranks`. Not part of a pickle. Default None.
+
+    A pickle of the state goes on where it was: on a new DDP of the same model too, registered before its first step,
+    although the buckets of that step are others. That holds for `powerSGD_hook` with ``warm_start``; what the batched
+    hook remembers belongs to a bucket as a whole, and is dropped when the bucket changes.
 
     Raises:
         ArgumentError: ``start_powerSGD_iter`` is too small.
@@ -117,18 +138,62 @@ class PowerSGDState:
         self.error_dict: dict[int, torch.Tensor] = {}
         self.p_memory_dict: dict[int, torch.Tensor] = {}
         self.q_memory_dict: dict[int, torch.Tensor] = {}
+        self.layouts: dict[int, Layout] = {}
+        self._loose: dict[Any, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         self.iter = 0
         self.next_stats_report = 0
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self._begin()
 
-    NOT_SAVED = ("line", "plans", "process_group", "rank_rule")
+    NOT_SAVED = ("line", "process_group", "rank_rule", "_seen")
 
     def _begin(self) -> None:
         """What is not worth keeping in a pickle: it is made again when needed."""
         self.line = Line()
-        self.plans: dict[int, tuple[Any, Plan]] = {}
+        self._seen: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def meet(self, bucket: Any) -> list[Any]:
+        """Give each parameter of a bucket its number: its place in the order in which parameters were first met.
+
+        A new DDP shows them in the order of definition, so a state from a pickle knows its own again, whatever the
+        buckets. Gradients without parameters go by their place in the bucket.
+        """
+        parameters = bucket.parameters()
+        if not parameters:
+            return [(bucket.index(), place) for place in range(len(bucket.gradients()))]
+        for parameter in parameters:
+            self._seen.setdefault(id(parameter), (parameter, len(self._seen)))
+        return [self._seen[id(parameter)][1] for parameter in parameters]
+
+    def settle(self, index: int, layout: Layout, like: torch.Tensor) -> None:
+        """From now on the bucket is divided like this: what is remembered of its parameters moves to their new places.
+
+        Buckets behind it, which have not begun their step, give up what they hold, for it may be wanted here.
+        """
+        for behind in sorted(self.layouts):
+            if behind >= index:
+                self._loosen(behind, self.layouts.pop(behind))
+        self.layouts[index] = layout
+        matrices = layout.plan.matrices
+        found = [self._loose.pop(layout.owners.get(matrix.start), None) for matrix in matrices]
+        if self.use_error_feedback and any(found):
+            errors = self.error_dict[index] = torch.zeros_like(like)
+            for matrix, known in zip(matrices, found, strict=True):
+                if known is not None and known[0] is not None and known[0].shape == (matrix.n, matrix.m):
+                    matrix.of(errors).copy_(known[0])
+        Qs = [known[1] for known in found if known is not None and known[1] is not None]
+        if Qs and [(Q.shape, Q.dtype) for Q in Qs] == [((x.m, x.r), like.dtype) for x in matrices]:
+            self.q_memory_dict[index] = torch.cat([Q.flatten() for Q in Qs])
+
+    def _loosen(self, index: int, layout: Layout) -> None:
+        error, Q = self.error_dict.pop(index, None), self.q_memory_dict.pop(index, None)
+        self.p_memory_dict.pop(index, None)
+        matrices = layout.plan.matrices
+        Qs = [None] * len(matrices) if Q is None else layout.plan.qs(Q)
+        for matrix, one in zip(matrices, Qs, strict=True):
+            if matrix.start in layout.owners:
+                self._loose[layout.owners[matrix.start]] = None if error is None else matrix.of(error), one
 
     def ranks_for(self, parameter: torch.Tensor) -> Callable[[int, int], int]:
         """The rank with which a parameter is compressed, given its matrix's size; 0 if that saves too little."""
@@ -163,11 +228,6 @@ class PowerSGDState:
         """
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0), before, after
-
-    def forget(self, index: int) -> None:
-        """Drop what is remembered of a bucket."""
-        for memory in (self.error_dict, self.p_memory_dict, self.q_memory_dict):
-            memory.pop(index, None)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {k: v for k, v in vars(self).items() if k not in self.NOT_SAVED}
