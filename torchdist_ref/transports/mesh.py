@@ -118,7 +118,10 @@ class Mesh:
                 f"or pass a longer timeout to init_process_group or new_group."
             )
         self.pump(0.0)
-        select.select([], [self.connections[peer]], [], GLANCE)
+        # Not `select.select`, which takes no descriptor above 1023.
+        room = select.poll()
+        room.register(self.connections[peer].fileno(), select.POLLOUT)
+        room.poll(GLANCE * 1000)
 
     def pump(self, seconds: float) -> None:
         """Read what comes within this time, unless somebody else is reading."""

@@ -14,27 +14,25 @@ without one would learn of it at the time-out, or from others, who would have to
 
 from __future__ import annotations
 
-import hmac
 import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from time import monotonic
 from typing import Any
 
-from torchdist_ref.errors import DistNetworkError, RankStalledError
+from torchdist_ref.errors import DistNetworkError
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import shared_memory
 from torchdist_ref.transports.addresses import interface_address
 from torchdist_ref.transports.base import Link
+from torchdist_ref.transports.door import SECRET, Door, greeting
 from torchdist_ref.transports.memory import Lane, Liveness, Memory, Range, Token
 from torchdist_ref.transports.layout import Layout
 from torchdist_ref.transports.liveness import NoPeers, Peers
 from torchdist_ref.transports.mesh import Incoming, Mesh, PeerLane, Pumped
 from torchdist_ref.transports.threads import PrivateMemory
-
-_SECRET = 16
 
 
 class TcpMemory:
@@ -149,7 +147,7 @@ def _common(store: Store, layout: Layout, rank: int, near: Sequence[int]) -> Abs
 def _connect_all(store: Store, mesh: Mesh, rank: int, far: Sequence[int], timeout: float) -> None:
     family, address = interface_address(store)
     with socket.create_server((address, 0), family=family, backlog=len(far) + 8) as server:
-        secret = secrets.token_bytes(_SECRET)
+        secret = secrets.token_bytes(SECRET)
         store.set(f"address/{rank}", f"{family} {address} {server.getsockname()[1]} {secret.hex()}".encode())
         deadline = monotonic() + timeout
         lower = [peer for peer in far if peer < rank]
@@ -157,48 +155,21 @@ def _connect_all(store: Store, mesh: Mesh, rank: int, far: Sequence[int], timeou
         for peer, text in zip(lower, addresses, strict=True):
             mesh.add(peer, _dial(text.decode(), rank, peer, deadline))
         waiting = {peer for peer in far if peer > rank}
-        while waiting:
-            sock, peer = _accept(server, secret, waiting, deadline)
-            mesh.add(peer, sock)
-            waiting.discard(peer)
+        with closing(Door(server, secret)) as door:
+            while waiting:
+                peer, sock = door.next(waiting, deadline)
+                mesh.add(peer, sock)
+                waiting.discard(peer)
 
 
 def _dial(text: str, rank: int, peer: int, deadline: float) -> socket.socket:
     _, address, port, secret = text.split()
     try:
         sock = socket.create_connection((address, int(port)), max(0.1, deadline - monotonic()))
-        sock.sendall(bytes.fromhex(secret) + rank.to_bytes(4, "little"))
+        sock.sendall(greeting(bytes.fromhex(secret), rank))
     except OSError as error:
         raise DistNetworkError(
             f"init_process_group on rank {rank}: rank {peer} cannot be reached at {address} port {port}: {error}. "
             f"Name the right interface in TORCHDIST_REF_SOCKET_IFNAME on that host."
         ) from error
     return sock
-
-
-def _accept(server: socket.socket, secret: bytes, waiting: set[int], deadline: float) -> tuple[socket.socket, int]:
-    """The next caller that knows the secret; others are turned away."""
-    while True:
-        server.settimeout(max(0.01, deadline - monotonic()))
-        try:
-            sock, _ = server.accept()
-            sock.settimeout(max(0.01, min(5.0, deadline - monotonic())))
-            greeting = _exactly(sock, _SECRET + 4)
-        except TimeoutError as error:
-            if monotonic() < deadline:
-                continue
-            raise RankStalledError(f"init_process_group: ranks {sorted(waiting)} did not connect in time.") from error
-        peer = int.from_bytes(greeting[_SECRET:], "little")
-        if hmac.compare_digest(greeting[:_SECRET], secret) and peer in waiting:
-            return sock, peer
-        sock.close()
-
-
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        more = sock.recv(count - len(data))
-        if not more:
-            return data.ljust(count, b"\0")
-        data += more
-    return data
