@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextvars
 import itertools
+import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -88,7 +89,20 @@ class Numbers:
         return Scope(self._group, number)
 
 
-class CallFuture(Future[Any]):
+class InterruptibleFuture(Future[Any]):
+    """A future that answers Ctrl-C while it is waited for. torch's own does when it is done, not before."""
+
+    def wait(self) -> Any:
+        """Block until the future is done; its value, or the exception that it was given."""
+        if not self.done():
+            gate = threading.Lock()
+            gate.acquire()
+            super().add_done_callback(lambda _: gate.release())
+            gate.acquire()
+        return super().wait()
+
+
+class CallFuture(InterruptibleFuture):
     """A future whose callbacks run in the scope of a call."""
 
     def __init__(self, scope: Scope, devices: Sequence[Any] = ()) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from torch.futures import Future
 
 from torchdist_ref.errors import RankStalledError, UnsupportedError, on_rank
-from torchdist_ref.numbers import CallFuture, Scope
+from torchdist_ref.numbers import CallFuture, InterruptibleFuture, Scope
 
 Runner = Callable[[Callable[[], None]], None]
 
@@ -119,7 +119,8 @@ class Work:
             future = self._future
             if future is None:
                 devices = devices_of(self.outputs)
-                made = Future(devices=devices) if self._scope is None else CallFuture(self._scope, devices)
+                scope = self._scope
+                made = InterruptibleFuture(devices=devices) if scope is None else CallFuture(scope, devices)
                 future = self._future = made
                 settled = self._over
             else:
