@@ -134,6 +134,12 @@ def test_a_wrong_result_stops_it() -> None:
         (["--namespaces", "--backends", "ref,mpi4py"], "--namespaces"),
         (["store", "--clients", "0"], "--clients"),
         (["faults", "--ops", "gossip"], "--ops"),
+        (["faults", "--size", "large"], "'large'"),
+        (["faults", "--world", "1"], "--world"),
+        (["faults", "--trials", "0"], "--trials"),
+        (["--json", "/no/such/folder/out.json"], "--json"),
+        (["calls", "--json", "/"], "--json"),
+        (["--plot", "/no/such/folder/out.svg"], "--plot"),
     ],
 )
 def test_wrong_options_are_named(options: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchdist_ref.benchmark import calls, collectives, ddp, faults, hooks, start, store
+from torchdist_ref.benchmark import calls, collectives, ddp, faults, hooks, report, start, store
 from torchdist_ref.errors import ArgumentError, DistError
 from torchdist_ref.testing import RankError
 
@@ -28,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         given.insert(0, "collectives")
     options = _parser().parse_args(given)
     try:
+        for option in ("json", "plot"):
+            if path := getattr(options, option, None):
+                report.check_place(f"--{option}", path)
         return int(_COMMANDS[options.benchmark][0].main(options))
     except (ArgumentError, DistError, RankError) as error:
         print(error, file=sys.stderr)

@@ -106,7 +106,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", default=",".join(_OPS), metavar="A,B,...", help="operations (%(default)s)")
     parser.add_argument("--backends", default="ref,gloo", metavar="A,B,...", help="engines (%(default)s)")
     parser.add_argument("--world", type=int, default=3, metavar="N", help="ranks (%(default)s)")
-    parser.add_argument("--size", type=parse_size, default=64 * 1024, help="bytes of the whole buffer (64K)")
+    parser.add_argument("--size", default="64K", metavar="BYTES", help="of the whole buffer (%(default)s)")
     parser.add_argument("--trials", type=int, default=10, metavar="N", help="of each kind (%(default)s)")
 
 
@@ -118,22 +118,32 @@ def main(options: argparse.Namespace) -> int:
     names, left_out = engines.split(options.backends.split(","), forked=True)
     for each in left_out:
         print(each)
-    results = _run(_trials(ops, names), options)
+    size = _checked(options, names)
+    results = _run(_trials(ops, names), options, size)
     print(table.columns(_TITLES, [result.cells() for result in results], left=3))
     print(f"late: no error within {PATIENCE:g} s")
     if options.json:
-        settings = {"world": options.world, "trials": options.trials, "size": options.size}
+        settings = {"world": options.world, "trials": options.trials, "size": size}
         entries, notes = [_entry(result) for result in results], [str(each) for each in left_out]
         report.write(options.json, report.report("faults", settings, entries, notes))
         print(f"wrote {options.json}")
     return 0
 
 
-def _run(trials: Sequence[_Trial], options: argparse.Namespace) -> list[Result]:
+def _checked(options: argparse.Namespace, names: Sequence[str]) -> int:
+    """The size, where there is something to try."""
+    if options.world < 2 or options.trials < 1:
+        raise ArgumentError("benchmark faults: --world must be at least 2 and --trials at least 1.")
+    if not names:
+        raise ArgumentError("benchmark faults: no backend is left to try; see --backends.")
+    return parse_size(options.size)
+
+
+def _run(trials: Sequence[_Trial], options: argparse.Namespace, size: int) -> list[Result]:
     progress, results = Progress(len(trials)), []
     for trial in trials:
         progress.heading(f"{trial.fault}, {trial.what}")
-        results.append(trial.run(options.trials, options.size, options.world))
+        results.append(trial.run(options.trials, size, options.world))
         progress.advance(trial.backend)
     progress.clear()
     return results

@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from torchdist_ref.errors import ArgumentError, explain
+
 SCHEMA = 1
 _PACKAGES = ("torch", "torchdist_ref", "numpy", "mpi4py")
 
@@ -43,6 +45,18 @@ def report(
         "notes": list(notes),
         "results": list(results),
     }
+
+
+def check_place(option: str, path: str) -> None:
+    """See now, and not after minutes of measuring, whether a file can be written there.
+
+    Raises:
+        ArgumentError: It can't.
+    """
+    target = Path(path)
+    if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
+        expected = "a file that can be written, in a folder that is there"
+        raise ArgumentError(explain("benchmark", option, expected, path))
 
 
 def write(path: str, content: Mapping[str, Any]) -> None:
