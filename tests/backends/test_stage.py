@@ -95,7 +95,7 @@ def test_nothing_is_laid_out_before_the_readers_are_done(windows: tuple[int, ...
 
     executor.link.wait = look  # type: ignore[method-assign,assignment]
     code = RoundCode(stage=(lay,), posts=(), waits=(), steps=(), frees=(), readers=())
-    executor.prepared(plan_of(windows, (code,))).run([torch.arange(1.0, 7.0)], (0, 0))
+    executor.run(executor.prepared(plan_of(windows, (code,))), [torch.arange(1.0, 7.0)], (0, 0))
     # Round 5, if there is one, lies where round 1 did.
     assert seen == [f"waited for reader of round {number}" for number in range(len(windows))]
     assert at_the_wait == [0.0, 0.0, 0.0, 1.0, 2.0, 3.0][: 3 * len(windows)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -26,9 +27,12 @@ from torchdist_ref.transports.base import Link
 from torchdist_ref.transports.board import LENT
 from torchdist_ref.transports.layout import ANNOUNCEMENT
 from torchdist_ref.transports.layout import DONE as DONE_BYTE
-from torchdist_ref.transports.memory import Range
 
 DONE = DONE_BYTE // 8
+
+
+CarryOut = Callable[[Sequence[Tensor], bool], None]
+"""Does a plan on a call's operands; the other argument says whether the other ranks' calls are still unseen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +40,18 @@ class Prepared:
     """A plan that is ready to run on one link.
 
     Attributes:
-        run: Carries it out on a call's operands, under the call's number.
-        fits: Whether an operand is a plain row of values in memory, as `run` needs it.
-        inputs: How many of the operands are inputs only.
-        nbytes: Bytes of the call's whole buffer, for the recorder.
+        plan: What to do.
+        carry_out: Does it.
+        staged: Does it with staging, for when all ranks have seen that some lend their tensors and some don't.
     """
 
-    run: Callable[[Sequence[Tensor], Number], None]
-    fits: Callable[[Tensor], bool]
-    inputs: int
-    nbytes: int
+    plan: Plan
+    carry_out: CarryOut
+    staged: CarryOut
 
 
 class SomeLendError(Exception):
     """Not for users: some ranks lend their tensors and some don't, so all stage."""
-
-
-CarryOut = Callable[[Sequence[Tensor], bool], None]
-Staging = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 class Executor:
@@ -63,89 +61,80 @@ class Executor:
         self.link = link
         self.sequence = 0
         self._turns = Turns(link)
+        self._announce, self._words = link.line.announce, link.line.words
         self._said = [(link.line.said[n], tuple(link.lines[p].said[n] for p in link.peers)) for n in (0, 1)]
 
-    def prepared(self, plan: Plan, lending: Lends | None = None, staging: Staging = lambda staged: staged) -> Prepared:
-        """A plan as one function of a call's operands and number, which has all that it needs at hand.
+    def prepared(
+        self, plan: Plan, lending: Lends | None = None, staging: Callable[[CarryOut], CarryOut] = lambda staged: staged
+    ) -> Prepared:
+        """A plan as functions of a call's operands, which have all that they need at hand.
 
         Args:
             plan: What to do, with staging.
             lending: What to do where all ranks lend their tensors, if that is any better.
             staging: Makes what stages these operands out of what stages tensors of the host.
+        """
+        meets = not plan.carries_data and len(plan.rounds) < 2
+        staged = self._meeting(plan) if meets else staging(self._staged(plan))
+        return Prepared(plan, self._lent(plan, lending, staged) if lending else staged, staged)
 
-        The function raises:
+    def run(self, prepared: Prepared, tensors: Sequence[Tensor], number: Number) -> None:
+        """Carry out a call, under its number, on operands that its plan `fits`.
+
+        Raises:
             OutOfTurnError: Another call comes first, which another rank has begun. Nothing was written.
             MismatchError: Some rank announced another call. Nothing was written; the link can be used.
             DistBackendError: A rank died, gave up or did not come; the link cannot be used any more.
         """
-        if not plan.carries_data and len(plan.rounds) < 2:
-            return Prepared(self._meeting(plan), plan.fits, plan.inputs, plan.nbytes)
-        staged = staging(self._staged(plan))
-        return Prepared(self._lent(plan, lending, staged) if lending else staged, plan.fits, plan.inputs, plan.nbytes)
-
-    def _meeting(self, plan: Plan) -> Callable[..., None]:
-        """A call that moves no data is its opening: it is over when all ranks have seen each other begin it."""
-        link, said, record = self.link, self._said, plan.record
-        announce, words = link.line.announce, link.line.words
-        hear_all = self._hearing(plan, [(link.layout.board(link.rank), ANNOUNCEMENT)])
-
-        def run(tensors: Sequence[Tensor], number: Number) -> None:
-            sequence = self.sequence
-            announce(sequence, record, number)
+        sequence, turns, plan = self.sequence, self._turns, prepared.plan
+        head = turns.head
+        self._announce(sequence, plan.record, number)
+        try:
             try:
-                hear_all()
-                mine, theirs = said[sequence & 1]
-                for other in theirs:
-                    if other != mine:
-                        raise self._difference(plan)
-            except BaseException as error:
-                self._failed(plan, error)
-                raise
-            words[DONE] = sequence
-            self.sequence = sequence + 1
+                prepared.carry_out(tensors, True)
+            except SomeLendError:
+                turns.head = head
+                prepared.staged(tensors, False)
+        except BaseException as error:
+            turns.head = head
+            self._failed(plan, error)
+            raise
+        self._words[DONE] = sequence
+        self.sequence = sequence + 1
 
-        return run
+    def _meeting(self, plan: Plan) -> CarryOut:
+        """A call that moves no data is its opening: it is over when all ranks have seen each other begin it."""
+        hear_all, compare = self._hearing(plan), self._comparing(plan)
 
-    def _lent(self, plan: Plan, lending: Lends, staged: Callable[..., None]) -> Callable[..., None]:
-        """Work on the peers' tensors where they lie; with staging after all where some rank does not lend its own."""
-        line, lines, said, hear_all = self.link.line, self.link.lines, self._said, self._hearing(plan)
+        def carry_out(tensors: Sequence[Tensor], unseen: bool) -> None:
+            hear_all()
+            compare()
 
-        def run(tensors: Sequence[Tensor], number: Number) -> None:
+        return carry_out
+
+    def _lent(self, plan: Plan, lending: Lends, staged: CarryOut) -> CarryOut:
+        """Work on the peers' tensors where they lie; with staging where this rank does not lend its own."""
+        line, lines, hear_all, compare = self.link.line, self.link.lines, self._hearing(plan), self._comparing(plan)
+
+        def carry_out(tensors: Sequence[Tensor], unseen: bool) -> None:
             place = lending.place(tensors)
             if place is None:
-                return staged(tensors, number)
-            sequence = self.sequence
-            parity = sequence & 1
-            line.announce(sequence, lending.record, number)
-            line.lent[parity][:] = place
-            try:
+                return staged(tensors, unseen)
+            parity = self.sequence & 1
+            line.lend(parity, lending.mark, place)
+            hear_all()
+            compare()
+            for steps in lending.rounds(b"".join([each.lent[parity] for each in lines])):
+                for step in steps:
+                    step(tensors, 0)
                 hear_all()
-                mine, theirs = said[parity]
-                if theirs.count(mine) < len(theirs):
-                    raise self._difference(plan)
-                for steps in lending.rounds(b"".join([each.lent[parity] for each in lines])):
-                    for step in steps:
-                        step(tensors, 0)
-                    hear_all()
-            except SomeLendError:
-                return staged(tensors, number, False)
-            except BaseException as error:
-                self._failed(plan, error)
-                raise
-            line.done = sequence
-            self.sequence = sequence + 1
 
-        return run
+        return carry_out
 
-    def _hearing(self, plan: Plan, shown: Sequence[Range] = ()) -> Callable[[], None]:
-        """What tells all peers that this rank is where it is in the call, and hears the same from them.
-
-        Args:
-            plan: The call.
-            shown: What of this rank's memory peers on other hosts get to see with it.
-        """
+    def _hearing(self, plan: Plan) -> Callable[[], None]:
+        """What tells all peers that this rank is where it is in the call, and hears the same from them."""
         link = self.link
-        posts = [link.giver("full", peer, shown) for peer in link.peers]
+        posts = [link.giver("full", peer, [(link.layout.board(link.rank), ANNOUNCEMENT)]) for peer in link.peers]
         waits = [(link.full_from[peer], peer) for peer in link.peers]
 
         def hear_all() -> None:
@@ -157,78 +146,42 @@ class Executor:
 
         return hear_all
 
-    def _staged(self, plan: Plan) -> Callable[..., None]:
-        announce, record, words = self.link.line.announce, plan.record, self.link.line.words
-        one = len(plan.rounds) == len(plan.windows) == 1
-        carry_out = self._one_round(plan) if one else self._rounds(plan)
+    def _comparing(self, plan: Plan) -> Callable[[], None]:
+        """What raises where another rank, whose token this one has taken, is not at the same call."""
+        said = self._said
 
-        def run(tensors: Sequence[Tensor], number: Number, unseen: bool = True) -> None:
-            sequence, head = self.sequence, self._turns.head
-            if unseen:
-                announce(sequence, record, number)
-            try:
-                carry_out(tensors, unseen)
-            except SomeLendError:
-                self._turns.head = head
-                # Not by its own name: a function that knows itself is garbage that keeps the group's memory.
-                return self._staged(plan)(tensors, number, False)
-            except BaseException as error:
-                self._turns.head = head
-                self._failed(plan, error)
-                raise
-            words[DONE] = sequence
-            self.sequence = sequence + 1
+        def compare() -> None:
+            mine, theirs = said[self.sequence & 1]
+            if theirs.count(mine) < len(theirs):
+                raise self._difference(plan)
 
-        return run
+        return compare
 
-    def _one_round(self, plan: Plan) -> CarryOut:
-        """What carries out a call of one round, which most are: it is the opening, if the others' calls are unseen."""
-        wait, said, code, room, turns = self.link.wait, self._said, Places(plan.code), plan.room, self._turns
+    def _staged(self, plan: Plan) -> CarryOut:
+        """Lay out, tell the peers, wait for theirs, and read: round after round, and window after window."""
+        wait, doing, room, turns, compare = self.link.wait, plan.doing, plan.room, self._turns, self._comparing(plan)
+        windows = [(begin, Places(partial(plan.code, begin))) for begin in plan.windows]
 
         def carry_out(tensors: Sequence[Tensor], unseen: bool) -> None:
-            number = turns.number
-            ((stage, posts, waits, steps, _, _),) = code[turns.place(plan) if room else number % turns.turns]
-            if stage:
-                if turns.readers:
-                    turns.make_room(number, plan.doing)
-                for lay in stage:
-                    lay(tensors, 0)
-            for post in posts:
-                post()
-            for token, peer in waits:
-                if not token.acquire(False):
-                    wait(token, peer, plan.doing)
-            if unseen:
-                mine, theirs = said[self.sequence & 1]
-                if theirs.count(mine) < len(theirs):
-                    raise self._difference(plan)
-            for step in steps:
-                step(tensors, 0)
-            turns.number = number + 1
-
-        return carry_out
-
-    def _rounds(self, plan: Plan) -> CarryOut:
-        """What carries out several rounds, window after window."""
-        said, turns, doing = self._said, self._turns, plan.doing
-
-        def carry_out(tensors: Sequence[Tensor], unseen: bool) -> None:
-            for begin in plan.windows:
-                place = turns.place(plan) if plan.room else turns.number % turns.turns
-                for stage, posts, waits, steps, frees, readers in plan.code(begin, place):
+            for begin, code in windows:
+                place = turns.place(plan) if room else turns.number % turns.turns
+                for stage, posts, waits, steps, frees, readers in code[place]:
                     if stage:
-                        turns.make_room(turns.number, doing)
+                        if turns.readers:
+                            turns.make_room(turns.number, doing)
                         for lay in stage:
                             lay(tensors, begin)
                     for post in posts:
                         post()
-                    turns.take(waits, doing)
+                    for token, peer in waits:
+                        if not token.acquire(False):
+                            wait(token, peer, doing)
                     if unseen:
-                        mine, theirs = said[self.sequence & 1]
-                        if theirs.count(mine) < len(theirs):
-                            raise self._difference(plan)
+                        compare()
                         unseen = False
-                    turns.read_by(readers)
+                    if readers:
+                        turns.read_by(readers)
+                    turns.number += 1
                     for step in steps:
                         step(tensors, begin)
                     for free in frees:

@@ -24,7 +24,7 @@ from torchdist_ref.schedules import direct, shared, two_shot
 from torchdist_ref.schedules.choose import ONE_ROUND
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
 from torchdist_ref.transports import registered
-from torchdist_ref.transports.board import REGISTERED, Record
+from torchdist_ref.transports.board import REGISTERED
 from torchdist_ref.transports.registered import Neighbour, Place
 
 KIB = 1024
@@ -54,10 +54,10 @@ class Lends(Protocol):
     """A way to run a call without staging, where all ranks' tensors are fit for it.
 
     Attributes:
-        record: What is announced: the call's, with the bits that say which way it is (`board.LENT`).
+        mark: The bits that say which way it is (`board.LENT`).
     """
 
-    record: Record
+    mark: int
 
     def place(self, tensors: Sequence[Tensor]) -> bytes | None:
         """What to announce besides, in 32 bytes; None where these tensors are not fit."""
@@ -94,13 +94,11 @@ class Lending:
         plan: The same call with staging.
         schedule: What to do in place of it.
         neighbours: The memory of every rank, this one's too.
-
-    Attributes:
-        record: What is announced.
     """
 
+    mark = REGISTERED
+
     def __init__(self, plan: Plan, schedule: Schedule, neighbours: Sequence[Neighbour]) -> None:
-        self.record = plan.record._replace(fingerprint=plan.record.fingerprint | REGISTERED)
         self._plan, self._schedule, self._neighbours = plan, schedule, neighbours
         self._op, size, block = plan.sizes.op, plan.link.size, plan.sizes.blocks[0]
         # Elements of a slot: a chunk of the one tensor, or a block of the list; and how many slots are lent.

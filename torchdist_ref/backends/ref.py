@@ -48,7 +48,8 @@ class Ref(Backend):
         self.link = connect(m.store, m.rank, m.members, m.name, m.timeout)
         self.recorder = Recorder()
         self._timeout = m.timeout
-        self._planner = Planner(self.link, Executor(self.link))
+        self._executor = Executor(self.link)
+        self._planner = Planner(self.link, self._executor)
         self._outbox = Outbox(self.link)
         self._inbox = Inbox(self.link)
         # What a receive that was waited for returns, by its source: it says who sent.
@@ -68,18 +69,18 @@ class Ref(Backend):
         if isinstance(call, Recv):
             return self._recv(call, outputs[0], wait)
         if isinstance(call, Barrier):
-            plan, tensors = self._barrier, outputs
+            prepared, tensors = self._barrier, outputs
         else:
             written = uncut(outputs)
             tensors = written if call.op in IN_PLACE else (*uncut(inputs), *written)
-            plan = self._planner.plan(call, tensors, len(tensors) - len(written), (inputs, outputs))
+            prepared = self._planner.plan(call, tensors, len(tensors) - len(written), (inputs, outputs))
         number, order = self._numbers.next(), self._order
         if not (wait and order.try_now()):
-            return self._later(plan, call, tensors, outputs, number, wait)
+            return self._later(prepared, call, tensors, outputs, number, wait)
         try:
-            self._run(plan, call, tensors, number)
+            self._run(prepared, call, tensors, number)
         except OutOfTurnError as turn:
-            order.carry_out(number, partial(self._run, plan, call, tensors, number), turn)
+            order.carry_out(number, partial(self._run, prepared, call, tensors, number), turn)
         finally:
             order.done()
         return _DONE
@@ -90,28 +91,29 @@ class Ref(Backend):
         return self._planner.plan(Barrier(), (), 0, ((), ()))
 
     def _later(
-        self, plan: Prepared, call: Call, tensors: Tensors, outputs: Tensors, number: Number, wait: bool
+        self, prepared: Prepared, call: Call, tensors: Tensors, outputs: Tensors, number: Number, wait: bool
     ) -> Work:
         work, aside = self._work(call, outputs, number), after(tensors)
 
         def run() -> None:
             with aside():
-                self._run(plan, call, tensors, number)
+                self._run(prepared, call, tensors, number)
 
         self._order.later(number, lambda: _settle(work, lambda: self._order.carry_out(number, run)))
         if wait:
             work.wait()
         return work
 
-    def _run(self, plan: Prepared, call: Call, tensors: Tensors, number: Number) -> None:
-        start, fits = perf_counter(), plan.fits
+    def _run(self, prepared: Prepared, call: Call, tensors: Tensors, number: Number) -> None:
+        start, plan = perf_counter(), prepared.plan
+        fits = plan.fits
         try:
             for tensor in tensors:
                 if not fits(tensor):
-                    self._run_on_copies(plan, call, tensors, number)
+                    self._run_on_copies(prepared, call, tensors, number)
                     break
             else:
-                plan.run(tensors, number)
+                self._executor.run(prepared, tensors, number)
         except OutOfTurnError:
             raise
         except BaseException as failure:
@@ -119,10 +121,11 @@ class Ref(Backend):
             raise
         self.recorder.add(number[0], call, plan.nbytes, start)
 
-    def _run_on_copies(self, plan: Prepared, call: Call, tensors: Tensors, number: Number) -> None:
+    def _run_on_copies(self, prepared: Prepared, call: Call, tensors: Tensors, number: Number) -> None:
         copies = [straight(t, call) for t in tensors]
-        plan.run(copies, number)
-        for tensor, result in zip(tensors[plan.inputs :], copies[plan.inputs :], strict=True):
+        self._executor.run(prepared, copies, number)
+        inputs = prepared.plan.inputs
+        for tensor, result in zip(tensors[inputs:], copies[inputs:], strict=True):
             bring_back(result, tensor)
 
     def _work(self, call: Call, outputs: Tensors, number: Number) -> Work:
@@ -190,6 +193,10 @@ class Ref(Backend):
     def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """See `Backend.empty`."""
         return registered.empty(size, dtype) if self.shares_memory else super().empty(size, dtype)
+
+    def trouble(self, ranks: Sequence[int], doing: str) -> BaseException | None:
+        """See `Backend.trouble`."""
+        return self.link.ended(ranks, doing)
 
     def close(self) -> None:
         """See `Backend.close`."""

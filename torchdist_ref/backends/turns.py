@@ -42,10 +42,8 @@ class Turns:
             self.take(self.readers.popleft()[1], doing)
 
     def read_by(self, readers: tuple[Peer, ...]) -> None:
-        """What this round laid out is read by these peers; the next round comes."""
-        if readers:
-            self.readers.append((self.number, readers))
-        self.number += 1
+        """What the round under way lays out is read by these peers."""
+        self.readers.append((self.number, readers))
 
     def take(self, tokens: tuple[Peer, ...], doing: str) -> None:
         """Take a token from each of these peers."""
@@ -55,11 +53,11 @@ class Turns:
 
 
 class Places(dict[int, Code]):
-    """A plan's code for the first window, by place: most calls have no other, and find it here soonest."""
+    """A plan's code for one window, by place: what `Plan.code` finds, found sooner."""
 
-    def __init__(self, code: Callable[[int, int], Code]) -> None:
+    def __init__(self, code: Callable[[int], Code]) -> None:
         self._code = code
 
     def __missing__(self, place: int) -> Code:
-        found = self[place] = self._code(0, place)
+        found = self[place] = self._code(place)
         return found

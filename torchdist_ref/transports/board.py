@@ -38,8 +38,8 @@ class Line:
         self.words = memory[begin : begin + BOARD_LINE].cast("q")
         self._bytes = memory[begin : begin + BOARD_LINE]
         self.heads = tuple(self.words[at : at + 4] for at in (HEADS // 8, HEADS // 8 + 8))
-        # What of an announcement ranks compare: all but the sequence number, as bytes.
-        self.said = tuple(self._bytes[at + 8 : at + 32] for at in (HEADS, HEADS + 64))
+        # What of an announcement ranks compare: all but the sequence number.
+        self.said = tuple(head[1:] for head in self.heads)
         # Where the tensors of a call lie that are lent, in bytes that mean something to `registered` only.
         self.lent = tuple(self._bytes[at + 32 : at + 64] for at in (HEADS, HEADS + 64))
         self._texts = tuple(self._bytes[at : at + TEXT_BYTES] for at in (TEXTS, TEXTS + TEXT_BYTES))
@@ -61,6 +61,11 @@ class Line:
         if self._shown[parity] is not record:
             self._shown[parity] = record
             _put(self._texts[parity], record.text)
+
+    def lend(self, parity: int, mark: int, place: bytes) -> None:
+        """Say of the call just announced that this rank lends its tensors, in which way, and where they lie."""
+        self.heads[parity][1] |= mark
+        self.lent[parity][:] = place
 
     def text(self, sequence: int) -> str:
         """The text of call number `sequence`, if it is one of the last two."""
