@@ -98,9 +98,11 @@ class Reducer:
 
     def _allot(self, assignment: list[list[int]], rests: bool) -> None:
         self.assignment = assignment
+        # The memory of those before goes first.
+        self.buckets: list[allotment.AnyBucket] = []
+        self._places: list[tuple[allotment.AnyBucket, int] | None] = [None] * len(self.entries)
         resting = self.exchange if rests else None
         self.buckets, self.in_place = allotment.allot(assignment, self.entries, self.options, self.group, resting)
-        self._places: list[tuple[allotment.AnyBucket, int] | None] = [None] * len(self.entries)
         for bucket in self.buckets:
             for place, member in enumerate(bucket.members):
                 self._places[member] = bucket, place

@@ -79,7 +79,8 @@ class Bucket:
         self._complex = dtype is not parameters[0].dtype
         self.length = sum(parameter.numel() for parameter in parameters) * (2 if self._complex else 1)
         self.room = Rooms(parameters, self.length, group)
-        self.buffer = _empty(self.length, parameters[0], group, dtype).zero_()
+        # Never written where gradients travel in another dtype, and so no memory is taken for it then.
+        self.buffer = _empty(self.length, parameters[0], group, dtype)
         self.views = split(self.buffer, parameters)
         self.waiting = len(members)
         self.started: Any = None
