@@ -120,8 +120,9 @@ class CallFuture(InterruptibleFuture):
         def follow(done: Future[Any]) -> None:
             try:
                 value = callback(done)
-            except Exception as error:
-                following.set_exception(error)
+            except BaseException as error:
+                # A future takes exceptions of programs only; whoever waits for it learns of a KeyboardInterrupt too.
+                following.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             else:
                 following.set_result(value)
 

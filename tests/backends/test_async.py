@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
+import pytest
 import torch
 from torch.futures import Future
 
@@ -184,3 +186,18 @@ def test_a_callback_computes_on_as_many_cores_as_the_process_chose() -> None:
     lane.put(work)
     lane.close()
     assert torch.get_num_threads() == 1 and helpers == [0]
+
+
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
+def test_whatever_a_callback_raises_ends_its_future(kind: type[BaseException], backend: str) -> None:
+    def program(rank: int) -> None:
+        def raises(_: Any) -> None:
+            raise kind("in a callback")
+
+        work = dist.all_reduce(fill(rank, (3,)), async_op=True)
+        assert work is not None
+        with pytest.raises((ValueError, RuntimeError), match="in a callback"):
+            work.get_future().then(raises).wait()
+
+    run(program, 2, backend=backend, timeout=5)
