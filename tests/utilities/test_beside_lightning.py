@@ -1,0 +1,96 @@
+"""The helpers beside those of today's Lightning, on torch's Gloo, for what has kept its meaning since 1.7."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor
+
+from tests.parallel.training import forked
+from torchdist_ref.testing import fill, run
+from torchdist_ref.utilities import distributed as helpers
+
+# Imports part of Lightning: some 2 s.
+lightning = pytest.importorskip("lightning.fabric.utilities.distributed")
+
+WORLD = 3
+Value = Callable[[Any, int], Any]
+
+
+class Theirs:
+    """Lightning's functions under the names that they had."""
+
+    gather_all_tensors = staticmethod(lightning._gather_all_tensors)
+    sync_ddp = staticmethod(lightning._sync_ddp)
+    all_gather_ddp_if_available = staticmethod(lightning._all_gather_ddp_if_available)
+
+
+def gathered(shape: Callable[[int], tuple[int, ...]], dtype: torch.dtype = torch.float32) -> Value:
+    return lambda module, rank: module.gather_all_tensors(fill(rank, shape(rank), dtype))
+
+
+def reduced(name: Any) -> Value:
+    if name in ("band", "bor", "BXOR"):
+        return lambda module, rank: module.sync_ddp(torch.arange(6) * (rank + 3), reduce_op=name)
+    return lambda module, rank: module.sync_ddp(fill(rank, (3, 2)), reduce_op=name)
+
+
+def differentiated(shape: tuple[int, ...], turned: bool = False) -> Value:
+    def value(module: Any, rank: int) -> tuple[Tensor, Tensor]:
+        leaf = fill(rank, shape).requires_grad_()
+        rows = module.all_gather_ddp_if_available(leaf.t() if turned else leaf, sync_grads=True)
+        weights = torch.arange(1.0, rows.numel() + 1).view(rows.shape)
+        (rows * weights * (rank + 1)).pow(2).sum().backward()
+        assert leaf.grad is not None
+        return rows.detach(), leaf.grad
+
+    return value
+
+
+VALUES: dict[str, Value] = {
+    "numbers": gathered(lambda rank: ()),
+    "1 dimension": gathered(lambda rank: (rank + 1,)),
+    "1 dimension, one empty": gathered(lambda rank: (rank,), torch.int64),
+    "2 dimensions": gathered(lambda rank: (3 - rank, rank + 1)),
+    "2 dimensions, no columns on rank 0": gathered(lambda rank: (2, rank)),
+    "all empty": gathered(lambda rank: (0, rank)),
+    "3 dimensions": gathered(lambda rank: (2, rank + 1, 3 - rank)),
+    "3 dimensions, alike": gathered(lambda rank: (2, 2, 2)),
+    "strided": lambda module, rank: module.gather_all_tensors(fill(rank, (3, rank + 2)).t()),
+    **{f"reduced by {name}": reduced(name) for name in ("sum", "SUM", "Max", "min", "product", "avg", "mean")},
+    **{f"bits reduced by {name}": reduced(name) for name in ("band", "bor", "BXOR")},
+    "reduced by torch's MAX": reduced(torch.distributed.ReduceOp.MAX),
+    "gradients": differentiated((2, 3)),
+    "gradients of a strided tensor": differentiated((2, 3), turned=True),
+    "gradients of numbers": differentiated(()),
+}
+
+
+def theirs(rank: int, path: str) -> dict[str, Any]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
+    with warnings.catch_warnings():
+        # Lightning takes slices with a list of them, which torch has deprecated.
+        warnings.simplefilter("ignore")
+        found = {name: value(Theirs, rank) for name, value in VALUES.items()}
+    torch.distributed.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return forked(theirs, WORLD, str(tmp_path_factory.mktemp("torch") / "meet"), init=False)
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("ref", "threads"), ("ref", "processes"), ("gloo", "threads")])
+def test_values_are_those_of_lightning(wanted: list[dict[str, Any]], backend: str, ranks: Any) -> None:
+    def program(rank: int) -> dict[str, Any]:
+        return {name: value(helpers, rank) for name, value in VALUES.items()}
+
+    for right, found in zip(wanted, run(program, WORLD, backend=backend, ranks=ranks), strict=True):
+        for name in VALUES:
+            torch.testing.assert_close(found[name], right[name], rtol=1e-6, atol=1e-6, msg=name)
