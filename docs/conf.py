@@ -38,6 +38,7 @@ extensions = [
     "foreign_names",
     "own_names",
     "site_directives",
+    "speed",
 ]
 exclude_patterns = ["_build", "_generated", "_inventories", "**.ipynb_checkpoints"]
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}

@@ -1,0 +1,131 @@
+"""How fast it is, from what the benchmark wrote: the tables of a page can't say other than the measurement.
+
+`.. speed:: 2 seconds`
+    Microseconds a call of `ref` on two ranks, by operation and size.
+`.. speed:: 2 gloo`
+    How many times longer Gloo takes; likewise `mpich`, `openmpi`. `limit`: how many times its limit a call takes.
+    With the option `namespaces`: where the halves of the ranks are on hosts of their own.
+
+`python docs/_ext/speed.py mpich=FILE openmpi=FILE ...` makes `docs/explanation/speed.json` from reports of
+``python -m torchdist_ref.benchmark --json``, in which ``mpi4py`` is the MPI that the file is given for. Several
+reports of one cell count as one with all their rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar
+
+from docutils import nodes
+from docutils.parsers.rst import Directive, directives
+
+KEPT = Path(__file__).parents[1] / "explanation" / "speed.json"
+Cell = dict[str, list[float]]
+
+
+def condense(reports: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Bring reports down to what the page shows: for each cell the median time, and the median ratios to others."""
+    cells: defaultdict[tuple[bool, int, str, int], Cell] = defaultdict(lambda: defaultdict(list))
+    for mpi, report in reports:
+        for rows in by_cell(report["results"]).values():
+            ref = rows["ref"]
+            cell = cells[report["settings"]["namespaces"], ref["world"], ref["op"], ref["size_bytes"]]
+            cell["seconds"] += ref["samples_seconds"]
+            for other in rows.keys() - {"ref"}:
+                pairs = list(zip(rows[other]["samples_seconds"], ref["samples_seconds"], strict=True))
+                cell[mpi if other == "mpi4py" else other] += [b / a if other == "limit" else a / b for a, b in pairs]
+    entries = [
+        dict(zip(("namespaces", "world", "op", "bytes"), key, strict=True))
+        | {name: round_off(found) for name, found in cell.items()}
+        for key, cell in cells.items()
+    ]
+    last = max((report for _, report in reports), key=lambda report: str(report["date"]))
+    return {"date": last["date"][:10], "machine": last["machine"], "versions": last["versions"], "cells": entries}
+
+
+def round_off(found: list[float]) -> float:
+    """The median, in three digits."""
+    return float(f"{median(found):.3g}")
+
+
+def by_cell(results: list[dict[str, Any]]) -> dict[tuple[int, str, int], dict[str, dict[str, Any]]]:
+    """The entries of a report: for each number of ranks, operation and size those of all engines."""
+    found: defaultdict[tuple[int, str, int], dict[str, dict[str, Any]]] = defaultdict(dict)
+    for entry in results:
+        found[entry["world"], entry["op"], entry["size_bytes"]][entry["backend"]] = entry
+    return found
+
+
+class SpeedDirective(Directive):
+    """Show one figure of all operations and sizes for a number of ranks."""
+
+    required_arguments = 2
+    option_spec: ClassVar[dict[str, Any]] = {"namespaces": directives.flag}
+
+    def run(self) -> list[nodes.Node]:
+        """Read what was kept, and lay it out."""
+        where, what = ("namespaces" in self.options, int(self.arguments[0])), self.arguments[1]
+        cells = json.loads(KEPT.read_text(encoding="utf-8"))["cells"]
+        cells = [cell for cell in cells if (cell["namespaces"], cell["world"]) == where]
+        sizes = sorted({column(cell) for cell in cells} - {0})
+        by_op: dict[str, dict[int, str]] = {}
+        for cell in cells:
+            by_op.setdefault(cell["op"], {})[column(cell)] = figure(cell, what)
+        # What moves no bytes stands in the first column.
+        first = {op: {sizes[0]: found[0], **found} if 0 in found else found for op, found in by_op.items()}
+        rows = [(op, *(found.get(size, "") for size in sizes)) for op, found in first.items()]
+        return [table(("", *map(named, sizes)), rows)]
+
+
+def column(cell: dict[str, Any]) -> int:
+    """The size that was asked for: blocks for all ranks may need a few bytes more."""
+    return 4 if 0 < cell["bytes"] <= 64 else int(cell["bytes"])
+
+
+def named(size: int) -> str:
+    """Say a size as people do."""
+    for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
+        if size >= unit:
+            return f"{size // unit} {letter}iB"
+    return f"{size} B"
+
+
+def figure(cell: dict[str, Any], what: str) -> str:
+    """One figure in two digits; times in microseconds."""
+    if what not in cell:
+        return ""
+    value = cell[what] * (1e6 if what == "seconds" else 1)
+    rounded = float(f"{value:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.1f}" if rounded >= 1 else f"{rounded:.2g}"
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> nodes.table:
+    """Build a table node, the figures to the right."""
+    group = nodes.tgroup(cols=len(header))
+    group += [nodes.colspec(colwidth=1) for _ in header]
+    group += nodes.thead("", line(header))
+    group += nodes.tbody("", *map(line, rows))
+    return nodes.table("", group)
+
+
+def line(cells: tuple[str, ...]) -> nodes.row:
+    """Build one row of a table."""
+    first, *rest = cells
+    figures = [nodes.entry("", nodes.paragraph("", cell), classes=["text-right"]) for cell in rest]
+    return nodes.row("", nodes.entry("", nodes.paragraph("", first)), *figures)
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Register the directive with Sphinx."""
+    app.add_directive("speed", SpeedDirective)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
+
+
+if __name__ == "__main__":
+    given = [argument.partition("=")[::2] for argument in sys.argv[1:]]
+    kept = condense([(mpi, json.loads(Path(path).read_text(encoding="utf-8"))) for mpi, path in given])
+    KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
