@@ -35,11 +35,8 @@ ABSENT = {
     r"\w+Options\..*": "Calls are plain values here, so nothing carries options; see the page Design.",
     r"Backend\.backend_.*": "Lists that torch's own code keeps. `is_backend_available` asks for one.",
     r"BackendConfig\..*": "torch's record of engines by device type. `get_backend` says them.",
-    r"BuiltinCommHookType\..*|DistributedDataParallel\._register_builtin_comm_hook":
-        "Hooks in C++. `register_comm_hook` takes the Python ones, which do the same.",
     r"DeviceMesh\._flatten": "Private to torch; DTensor and FSDP2 take torch's meshes, also over `ref`.",
     r"Logger\..*": "torch's C++ statistics. A group's `recorder` has the calls.",
-    r"DistributedDataParallel\._register_buffer_comm_hook": "Private to torch: buffers are broadcast, as in torch.",
     r"DistributedDataParallel\.broadcast_buffers": "Each object has it.",
     r"DistributedDataParallel\.(gather|scatter|to_kwargs)":
         "Of the time when one process had several devices; torch no longer calls them either.",
@@ -110,6 +107,7 @@ def objects() -> dict[str, frozenset[str]]:
         shown = {
             "ProcessGroup": group,
             "Work": work,
+            "BuiltinCommHookType": dist.BuiltinCommHookType.ALLREDUCE,
             "algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState": PowerSGDState(None),
             "algorithms.ddp_comm_hooks.post_localSGD_hook.PostLocalSGDState": PostLocalSGDState(None, None, 1, False),
         }

@@ -43,7 +43,6 @@ ABSENT = {
         )
     },
     "BackendConfig": "Engines by device type, as a value. Here `get_backend` says them, `cpu:gloo,cuda:nccl` say.",
-    "BuiltinCommHookType": "Hooks in C++. `register_comm_hook` takes the Python ones, which do the same.",
     "GroupName": INSIDE,
     "Logger": "torch's C++ statistics of its DDP. A group's `recorder` has the calls.",
     "ProcessGroupGloo": "torch's class works as before beside this library; by name, its engine is `\"gloo\"`.",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +86,46 @@ def told(wrap: Any, rank: int) -> Any:
     return [(name, statistics[name]) for name in (*same, *more)], attributes
 
 
+def library(wrap: Any) -> Any:
+    return torch.distributed if wrap is TorchDDP else dist
+
+
+def builtin(wrap: Any, rank: int, kind: str) -> Any:
+    ddp = wrap(build("mlp"), bucket_cap_mb=SMALL)
+    ddp._register_builtin_comm_hook(getattr(library(wrap).BuiltinCommHookType, kind))
+    losses = [backward(ddp, rank, step) for step in range(3)]
+    return losses, gradients(ddp.module), ddp._get_ddp_logging_data()["comm_hook"]
+
+
+def moved(wrap: Any, rank: int) -> Any:
+    """From one group to another, to one that only rank 0 is in, and back."""
+    ddp = wrap(build("convnet"), bucket_cap_mb=SMALL)
+    whole, pair = ddp.process_group, library(wrap).new_group([0, 1])
+    single = library(wrap).new_group([0])
+    found = []
+    for step, group in enumerate((whole, pair, pair, single, whole, whole, whole)):
+        if group is not ddp.process_group:
+            ddp._update_process_group(group)
+        if rank == 0 or group is not single:
+            ddp.zero_grad()
+            found.append(backward(ddp, rank, step))
+            found.append(gradients(ddp.module))
+    return (found,)
+
+
+def taking_part(wrap: Any, rank: int) -> Any:
+    model = build("convnet")
+    wrap._set_params_and_buffers_to_ignore_for_model(model, ["1.bias"])
+    named = dict(wrap._get_data_parallel_params(model, named_params=True))
+    # torch's forgets to leave parameters out where it is asked for names.
+    named.pop("1.bias", None)
+    return list(named), [parameter.detach() for parameter in wrap._get_data_parallel_params(model)]
+
+
 PROGRAMS: dict[str, Callable[[Any, int], Any]] = {
-    "static": static, "fused": fused, "ignored": ignored, "manual": manual, "told": told,
+    "static": static, "fused": fused, "ignored": ignored, "manual": manual, "told": told, "moved": moved,
+    "taking part": taking_part, "builtin": partial(builtin, kind="ALLREDUCE"),
+    "builtin in half": partial(builtin, kind="FP16_COMPRESS"),
 }  # fmt: skip
 
 
@@ -123,3 +163,51 @@ def test_a_graph_is_not_made_static_after_it_was_used() -> None:
         ddp._set_static_graph()
 
     run(program, 1)
+
+
+def test_a_group_that_has_lost_an_iteration_is_left_for_another() -> None:
+    def program(rank: int) -> bool:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(12, 4), nn.Linear(12, 4)])
+        ddp = DDP(Either(model))
+        ddp(batch(rank, 0)[0], [0]).sum().backward()
+        with pytest.raises(dist.DistError, match="did not finish"):
+            ddp(batch(rank, 0)[0], [0, 1])
+        ddp._update_process_group(dist.new_group([0, 1]))
+        ddp.zero_grad()
+        ddp(batch(rank, 0)[0], [0, 1]).sum().backward()
+        expected = (batch(0, 0)[0].sum(0) + batch(1, 0)[0].sum(0)) / 2
+        return all(torch.allclose(layer.weight.grad[0], expected) for layer in model)  # type: ignore[index, arg-type]
+
+    assert all(run(program, 2))
+
+
+class Either(nn.Module):
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        return torch.stack([self.layers[index](x) for index in chosen]).sum(0)
+
+
+def test_what_is_no_builtin_hook_is_refused_by_name() -> None:
+    def program(rank: int) -> None:
+        ddp = DDP(build("mlp"))
+        with pytest.raises(dist.ArgumentTypeError, match=r"_register_builtin_comm_hook: argument 'comm_hook_type'"):
+            ddp._register_builtin_comm_hook(dist.ReduceOp.SUM)
+        ddp._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.ALLREDUCE)
+        with pytest.raises(dist.DistError, match=r"has a hook already, 'BuiltinCommHookType.ALLREDUCE'"):
+            ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+
+    run(program, 1)
+
+
+def test_the_page_names_what_torchs_class_has_and_ours_has_not() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "explanation" / "differences.md").read_text(encoding="utf-8")
+    rest = page.partition("## Private methods of torch's DDP")[2].partition("\n## ")[0].partition("\n- ")[2]
+    written = set(re.findall(r"`(\w+)`", rest))
+    absent = set(dir(TorchDDP)) - set(dir(nn.Module)) - set(dir(DDP)) - {"broadcast_buffers"}
+    assert not written & set(dir(DDP))
+    if torch.__version__.startswith("2.13"):
+        assert written == absent

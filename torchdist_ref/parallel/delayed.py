@@ -35,8 +35,7 @@ class Delayed:
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]], trigger: torch.Tensor, group: Any) -> None:
         self.names, self.parameters = zip(*named, strict=True)
-        self.group = group
-        self.world_size = groups.get_world_size(group)
+        self.change_group(group)
         kinds = {(p.dtype, p.device) for p in self.parameters}
         if len(kinds) > 1:
             expected = "parameters of one dtype on one device"
@@ -50,6 +49,11 @@ class Delayed:
         for index, parameter in enumerate(self.parameters):
             if parameter is not trigger:
                 parameter.register_post_accumulate_grad_hook(_watcher(reference, index))
+
+    def change_group(self, group: Any) -> None:
+        """Average over this group from now on."""
+        self.group = group
+        self.world_size = groups.get_world_size(group)
 
     def point(self) -> None:
         """After forward: gradients that are None become zeros in the buffer, so that backward adds up there."""

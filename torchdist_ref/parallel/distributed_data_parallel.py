@@ -1,6 +1,6 @@
 """DistributedDataParallel: the module that a user wraps around a model.
 
-Forward is the model's own, with a little before it (buffers from rank 0) and after it (the reducer is
+Forward is the model's own, with a little before it (`buffers` from rank 0) and after it (the reducer is
 armed). Everything that happens during backward is in `reducer`; checks of arguments are in
 `construction` and `registration`. This file only ties them together.
 """
@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from torchdist_ref import groups
-from torchdist_ref.algorithms.join import Join
 from torchdist_ref.parallel import agreement, bucketing, construction, joining, registration, variants
+from torchdist_ref.parallel.buffers import BufferHook, SharedBuffers
+from torchdist_ref.parallel.buffers import _BufferCommHookLocation as _BufferCommHookLocation
 from torchdist_ref.parallel.compiling import untraced
 from torchdist_ref.parallel.exchange import Hooked
 from torchdist_ref.parallel.foreign_names import ForeignNames
@@ -27,10 +28,11 @@ from torchdist_ref.parallel.states import States
 
 __all__ = ["DistributedDataParallel"]
 
+# Names that programs look for in torch's module.
 _MixedPrecision = MixedPrecision
 
 
-class DistributedDataParallel(nn.Module, joining.UnevenInputs, ForeignNames):
+class DistributedDataParallel(nn.Module, joining.UnevenInputs, SharedBuffers, ForeignNames):
     """A module whose gradients are averaged over the ranks of a group while backward runs.
 
     Every rank builds the same module and wraps it; at construction all ranks take rank 0's parameters
@@ -130,6 +132,7 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs, ForeignNames):
         self.mixed_precision = mixed_precision
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._hook_name: str | None = None
+        self._buffer_hook: BufferHook | None = None
         self._options = Options(
             bucketing.caps(bucket_cap_mb, bucket_cap_mb_list, find_unused_parameters and not static_graph),
             find_unused_parameters, gradient_as_bucket_view, static_graph, skip_all_reduce_unused_params,
@@ -168,11 +171,11 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs, ForeignNames):
         if self._fresh:
             self._fresh = False
             variants.adopt_optimizers(self)
-        self._count_ranks()
+        joining.count_ranks(self)
         if torch.is_grad_enabled():
             self.reducer.rebuild()
-        if self.will_sync_module_buffers():
-            self.states.share_buffers(joining.common_rank(self, True) if self._join_config.enable else 0)
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
         if self._join_config.enable:
             joining.announce(self)
         if self.device_ids is not None:
@@ -186,14 +189,10 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs, ForeignNames):
             self.reducer.watch()
         return self.reducer.precision.cast(inputs), self.reducer.precision.cast(kwargs)
 
-    def _count_ranks(self) -> None:
-        """Inside `join`: learn how many ranks still have inputs."""
-        work = Join.notify_join_context(self)
-        if work is not None and not self._divide_by_initial_world_size:
-            self.reducer.average.divisor = float(work.result()[0])
-
     @untraced
     def _after(self, output: Any) -> None:
+        if self._buffer_hook is not None and self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.require_forward_param_sync = True
             self.reducer.prepare(output)
@@ -231,17 +230,6 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs, ForeignNames):
             yield
         finally:
             self.require_backward_grad_sync = before
-
-    # ---- buffers
-
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward pass takes buffers from rank 0 first."""
-        return self.require_forward_param_sync and self.broadcast_buffers and self.states.has_buffers
-
-    @property
-    def _has_rebuilt_buckets(self) -> bool:
-        """Whether buckets are final. Under torch's name: hooks ask for it."""
-        return self.reducer.rebuilt or (self.find_unused_parameters and not self.static_graph)
 
     # ---- hooks
 
@@ -285,7 +273,7 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs, ForeignNames):
 
     # ---- copies
 
-    NOT_SAVED = ("process_group", "reducer", "states")
+    NOT_SAVED = ("process_group", "reducer", "states", "_buffer_hook")
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what belongs to this process; hooks are registered anew."""
@@ -296,5 +284,5 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs, ForeignNames):
         nn.Module.__setstate__(self, state)
         self.process_group = construction.choose_group(None, None)
         self._entries = construction.entries(self.module, self.parameters_to_ignore)
-        self._hook_name = None
+        self._hook_name = self._buffer_hook = None
         self._build()

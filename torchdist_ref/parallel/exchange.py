@@ -147,9 +147,7 @@ class Hooked:
         return self._checked(bucket, value, length)
 
     def _await(self, bucket: GradBucket, future: Future[torch.Tensor]) -> None:
-        done = threading.Event()
-        future.add_done_callback(lambda _: done.set())
-        if not done.wait(self.patience):
+        if not ended_within(future, self.patience):
             raise RankStalledError(
                 f"{self.where(bucket)}: its Future was not completed within {self.patience:g} s, the group's time-out. "
                 "Some rank may not have reached this bucket, or the hook never sets its Future."
@@ -195,6 +193,13 @@ _SPARSE = (
     "The bucket is one sparse gradient of shape {}, and such a tensor has to come back, of layout torch.sparse_coo. "
     "Hooks that can't take that ask for embeddings with sparse=False."
 )
+
+
+def ended_within(future: Future[Any], seconds: float) -> bool:
+    """Wait for a Future, and say whether it was completed in time."""
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    return done.wait(seconds)
 
 
 def _power_of_two(size: int) -> bool:

@@ -7,17 +7,20 @@ belong there; here are only names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
 from torchdist_ref import groups
+from torchdist_ref.algorithms.ddp_comm_hooks.builtin import builtin_hook
 from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torchdist_ref.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _hook_then_optimizer, _OptimizerHookState
 from torchdist_ref.errors import DistError
+from torchdist_ref.parallel.exchange import Hooked
 from torchdist_ref.parallel.reducer import Reducer
+from torchdist_ref.parallel.states import States
 
 if TYPE_CHECKING:
     from torchdist_ref.parallel.distributed_data_parallel import DistributedDataParallel
@@ -48,17 +51,57 @@ class ForeignNames:
             )
         ddp.static_graph = True
         ddp._options = replace(ddp._options, static_graph=True)
+        self._begin_anew()
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Go on in another group, larger or smaller: gradients and buffers are exchanged there from now on.
+
+        Buckets begin anew. Hooks keep their state: to give them the new group is left to whoever gave them the old one.
+        Ranks that are not in the new group keep what they have.
+        """
+        ddp = self._ddp
+        if groups.get_rank(new_process_group) < 0:
+            return
+        ddp.process_group = new_process_group
+        ddp.states = States(ddp.module, ddp.parameters_to_ignore, new_process_group)
+        if ddp._delayed is not None:
+            ddp._delayed.change_group(new_process_group)
+        if ddp._buffer_hook is not None:
+            ddp._buffer_hook.group = new_process_group
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """A reducer as of a new DDP, with the hooks that are registered."""
+        ddp = self._ddp
         before, ddp.reducer = ddp.reducer, Reducer(ddp._entries, ddp.process_group, ddp._options)
-        ddp.reducer.precision = before.precision
-        if before.exchange is not before.average:
-            ddp.reducer.use(before.exchange)
+        ddp.reducer.precision, ddp.reducer.at_the_end = before.precision, before.at_the_end
+        hooked = before.exchange
+        if isinstance(hooked, Hooked):
+            ddp.reducer.use(Hooked(hooked.hook, hooked.state, ddp.process_group, not ddp._options.skip_unused))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Register a hook that torch has in C++, by a member of `BuiltinCommHookType`."""
+        hook = builtin_hook(comm_hook_type)
+        self._ddp.register_comm_hook(self._ddp.process_group, hook)
+        self._ddp._hook_name = str(comm_hook_type)
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """The parameters of a module, or names and parameters, without those that were named to be left alone."""
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
         """Leave parameters and buffers of these names to each rank, when ``module`` is wrapped later."""
-        module._ddp_params_and_buffers_to_ignore = list(params_and_buffers_to_ignore)  # type: ignore[assignment]
+        names = list(params_and_buffers_to_ignore)
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in names:
+                vars(tensor)["_ddp_ignored"] = True
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         """Average gradients, and let an optimizer of this class step on each bucket inside backward."""
@@ -90,6 +133,11 @@ class ForeignNames:
             "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
             "world_size": groups.get_world_size(ddp.process_group),
         }
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether buckets are final. Hooks ask for it."""
+        return self._ddp.reducer.rebuilt or (self._ddp.find_unused_parameters and not self._ddp.static_graph)
 
     @property
     def bucket_bytes_cap(self) -> int:

@@ -34,9 +34,12 @@ class Shadow(JoinHook):
         """One iteration: rebuild, buffers, whether the others will communicate, buckets."""
         ddp = self.ddp
         ddp.reducer.rebuild()
-        if ddp.will_sync_module_buffers():
-            ddp.states.share_buffers(common_rank(ddp, candidate=False))
-        ddp.require_forward_param_sync = self._others_communicate()
+        if ddp._check_sync_bufs_pre_fwd():
+            ddp._sync_buffers(working=False)
+        communicate = self._others_communicate()
+        if ddp._check_sync_bufs_post_fwd():
+            ddp._sync_buffers(working=False)
+        ddp.require_forward_param_sync = communicate
         if ddp.require_forward_param_sync:
             ddp.reducer.shadow()
 
@@ -112,6 +115,13 @@ def common_rank(ddp: DistributedDataParallel, candidate: bool) -> int:
     rank = torch.tensor([groups.get_rank(ddp.process_group) if candidate else -1], device=ddp.device)
     groups.all_reduce(rank, op=groups.ReduceOp.MAX, group=ddp.process_group)
     return int(rank)
+
+
+def count_ranks(ddp: DistributedDataParallel) -> None:
+    """Inside `join`: learn how many ranks still have inputs."""
+    work = Join.notify_join_context(ddp)
+    if work is not None and not ddp._divide_by_initial_world_size:
+        ddp.reducer.average.divisor = float(work.result()[0])
 
 
 def announce(ddp: DistributedDataParallel) -> None:

@@ -64,6 +64,8 @@ class Reducer:
         rests = in_place.suits(self.average, options, self.parameters)
         self._allot(bucketing.in_definition_order(self.parameters, options.caps.initial, self.sparse), rests)
         self.precision: LowPrecision | None = None
+        # What else is to be waited for before backward is over.
+        self.at_the_end: Callable[[], None] | None = None
         self.watch()
 
     def use(self, exchange: Exchange) -> None:
@@ -270,6 +272,8 @@ class Reducer:
         self._end()
 
     def _end(self) -> None:
+        if self.at_the_end is not None:
+            self.at_the_end()
         if self._surveying:
             self._arrivals = []
             self._surveying = False

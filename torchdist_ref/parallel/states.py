@@ -40,10 +40,14 @@ class States:
         """Whether the module has buffers at all."""
         return next(self.module.buffers(), None) is not None
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that all ranks hold alike, by name."""
+        return {name: tensor for name, tensor in self.module.named_buffers() if name not in self.ignored}
+
     @torch.no_grad()
     def share_buffers(self, root: int) -> None:
         """Take the buffers of rank ``root``, in one message that is laid out once."""
-        buffers = [tensor for name, tensor in self.module.named_buffers() if name not in self.ignored]
+        buffers = list(self.buffers().values())
         if not buffers:
             return
         if self._pack is None or not _same(self._pack.tensors, buffers):
