@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import io
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
@@ -223,6 +225,26 @@ def test_a_peer_that_does_not_read_is_named_in_time() -> None:
         mesh.send_bytes(1, "more", memoryview(bytes(64 << 20)))
         assert time.monotonic() - start < SOON
         mesh.close()
+
+
+def test_a_full_socket_may_have_any_descriptor() -> None:
+    """Programs with many files have descriptors that `select.select` can't take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+    layout = Layout(2, window=8192)
+    memory = bytearray(layout.nbytes)
+    mesh = Mesh(0, layout, lambda rank: memoryview(memory), patience=0.05)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    try:
+        with theirs, ours, socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 2000)) as far_up:
+            mesh.add(1, far_up)
+            with pytest.raises(RankStalledError, match="rank 1 has not read"):
+                mesh.send_bytes(1, "more", memoryview(bytes(64 << 20)))
+            mesh.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def interrupted(rank: int, path: str, call: str) -> float:

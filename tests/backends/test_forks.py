@@ -1,0 +1,78 @@
+"""A rank forks: the child has no group, and whatever it does or lets go of, the parent's goes on."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchdist_ref as dist
+from torchdist_ref.testing import fill, run
+
+LARGE = 300_000
+
+
+def said_by_child(act: Callable[[], str]) -> str:
+    """What a forked child answers. It ends without what Python does at an exit, as `multiprocessing` has it."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writing, act().encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        said = answer.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+def try_to_reduce() -> str:
+    try:
+        dist.all_reduce(torch.ones(3))
+    except dist.DistError as error:
+        return f"DistError: {error}"
+    except ValueError as error:
+        return f"ValueError: {error}"
+    return "reduced"
+
+
+def fork_and_go_on(rank: int) -> tuple[str, list[bool]]:
+    tensor = dist.empty_registered(LARGE)
+    tensor.copy_(fill(rank, (LARGE,)))
+    held = [tensor]
+
+    def let_go() -> str:
+        held.clear()
+        gc.collect()
+        return ""
+
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    assert work is not None
+    said = said_by_child(try_to_reduce)
+    said_by_child(let_go)
+    work.wait()
+    kept = torch.equal(tensor, fill(rank, (LARGE,)))
+    dist.all_reduce(tensor)
+    return said, [kept, torch.equal(tensor, fill(0, (LARGE,)) + fill(1, (LARGE,)))]
+
+
+def test_a_child_is_told_that_it_has_no_group_and_the_parent_goes_on() -> None:
+    for said, right in run(fork_and_go_on, 2, ranks="processes"):
+        assert said.startswith("ValueError: Default process group has not been initialized")
+        assert right == [True, True]
+
+
+def load(rank: int) -> float:
+    total = 0.0
+    for (batch,) in DataLoader(TensorDataset(torch.arange(24.0)), batch_size=8, num_workers=2):
+        part = batch.sum() * (rank + 1)
+        dist.all_reduce(part)
+        total += part.item()
+    return total
+
+
+def test_workers_of_a_data_loader_may_be_forked_between_calls() -> None:
+    assert run(load, 2, ranks="processes") == [3 * 276.0] * 2
