@@ -175,7 +175,7 @@ def refused(rank: int, size: int) -> list[tuple[str, str]]:
         lambda: group.allgather([[one]], [one]),
         lambda: group.all_gather_single(torch.ones(3, 4)[:, ::2], three),
         lambda: group.reduce_scatter_single(one, torch.ones(4)),
-        lambda: group.allreduce([torch.ones(2, 2).to_sparse()]),
+        lambda: group.broadcast([torch.ones(2, 2).to_sparse()]),
         lambda: group.allreduce([torch.ones(2, device="meta")]),
         lambda: group._get_backend(torch.device("cuda")),
     ]

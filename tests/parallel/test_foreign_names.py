@@ -76,6 +76,22 @@ def manual(wrap: Any, rank: int) -> Any:
     return (gradients(ddp.module),)
 
 
+def stepwise(wrap: Any, rank: int) -> Any:
+    """mmcv's: what forward does around the module, step by step, to call another method of the module."""
+    ddp = wrap(build("convnet"), bucket_cap_mb=SMALL)
+    for step in range(3):
+        inputs, labels = batch(rank, step)
+        ddp.reducer._rebuild_buckets()
+        if ddp._check_sync_bufs_pre_fwd():
+            ddp._sync_buffers()
+        loss = nn.functional.cross_entropy(ddp.module.forward(inputs), labels)
+        if ddp._check_sync_bufs_post_fwd():
+            ddp._sync_buffers()
+        ddp.reducer.prepare_for_backward([])
+        loss.backward()
+    return gradients(ddp.module), torch.cat([buffer.flatten().float() for buffer in ddp.module.buffers()])
+
+
 def told(wrap: Any, rank: int) -> Any:
     ddp = wrap(build("mlp"), bucket_cap_mb=SMALL, gradient_as_bucket_view=True)
     backward(ddp, rank, 0)
@@ -126,6 +142,7 @@ PROGRAMS: dict[str, Callable[[Any, int], Any]] = {
     "static": static, "fused": fused, "ignored": ignored, "manual": manual, "told": told, "moved": moved,
     "taking part": taking_part, "builtin": partial(builtin, kind="ALLREDUCE"),
     "builtin in half": partial(builtin, kind="FP16_COMPRESS"),
+    "stepwise": stepwise,
 }  # fmt: skip
 
 

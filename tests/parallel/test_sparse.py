@@ -223,6 +223,19 @@ def test_a_sparse_table_that_nobody_uses_keeps_its_gradient() -> None:
 
 
 @BACKENDS
+@pytest.mark.parametrize("hook", [torch_default.allreduce_hook, torch_default.bf16_compress_hook])
+def test_torchs_own_hooks_average_sparse_gradients_on_ours(backend: str, hook: Hook) -> None:
+    def program(rank: int) -> list[Tensor]:
+        ddp = DDP(Words())
+        ddp.register_comm_hook(None, hook)
+        backward(ddp, rank, 0)
+        return dense(ddp.module)
+
+    for found in forked(program, 2, backend=backend):
+        torch.testing.assert_close(found, expected(2, lambda rank: [True]), rtol=1e-2, atol=1e-2)
+
+
+@BACKENDS
 @pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
 def test_powersgd_averages_sparse_gradients_exactly(backend: str, hook: Hook) -> None:
     def program(rank: int) -> tuple[list[Tensor], int]:

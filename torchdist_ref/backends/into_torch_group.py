@@ -20,6 +20,7 @@ from torchdist_ref.backends.base import Rows, uncut
 from torchdist_ref.backends.into_torch_options import limit, usable
 from torchdist_ref.backends.into_torch_work import RefWork
 from torchdist_ref.backends.ref import Ref
+from torchdist_ref.backends.sparse import start_sum
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
 from torchdist_ref.trace import Recorder
@@ -101,6 +102,12 @@ class Hosted(c10d.ProcessGroup):
         if opts is not None and not opts.asyncOp:
             made.wait()
         return made
+
+    def _sum_sparse(self, tensor: Tensor, seconds: float | None) -> RefWork:
+        works, add_up = start_sum(self.engine, self.size(), tensor)
+        RefWork(works, [tensor], seconds).wait()
+        add_up()
+        return RefWork([Done("all_reduce", [tensor])], [tensor], None)
 
     def _root(self, op: str, opts: Any) -> int:
         if getattr(opts, "rootTensor", 0):

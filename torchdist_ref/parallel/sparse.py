@@ -2,7 +2,7 @@
 
 Ranks touch different rows, so sparse gradients fit neither a flat buffer nor each other: each parameter has a bucket
 to itself, which takes its place in the order of all buckets, passes the hook, and never becomes dense. How sparse
-tensors are summed is `groups.sparse`; which parameters have such a bucket is known from the module, in `construction`.
+tensors are summed is `backends.sparse`; which parameters have such a bucket is seen in the module, by `construction`.
 """
 
 from __future__ import annotations
