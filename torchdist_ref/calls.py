@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-# Tags of messages from here on are this library's own: no message of a user's is taken for one of them.
-OWN_TAGS = 2**30
+# As large as every engine takes one.
+MOST_TAG = 2**30 - 1
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 
 
@@ -91,9 +91,13 @@ class ReduceScatter(Call):
 
 @dataclass(frozen=True, slots=True)
 class AllToAll(Call):
-    """Output `s` of rank `d` becomes input `d` of rank `s`."""
+    """Output `s` of rank `d` becomes input `d` of rank `s`.
+
+    Blocks have one size, or if `uneven` any: then no rank knows more than the sizes of what it gives and takes itself.
+    """
 
     op = "all_to_all"
+    uneven: bool = False
 
 
 @dataclass(frozen=True, slots=True)

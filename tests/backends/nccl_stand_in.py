@@ -59,6 +59,14 @@ class StandIn:
     def recv(self, *arguments: Any) -> Any:
         return self._start(self._gloo.recv(*arguments))
 
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], how: Any) -> Together:
+        """Blocks of any sizes, which Gloo's own refuses and NCCL's sends one by one."""
+        me = self._gloo.rank()
+        outputs[me].copy_(inputs[me])
+        peers = [peer for peer in range(self._gloo.size()) if peer != me]
+        sends = [self._gloo.send([inputs[peer]], peer, 0) for peer in peers if inputs[peer].numel()]
+        return Together(sends + [self._gloo.recv([outputs[peer]], peer, 0) for peer in peers if outputs[peer].numel()])
+
     def _start(self, work: Any) -> Any:
         if self._held is None:
             return work

@@ -60,6 +60,47 @@ def test_every_survivor_names_the_dead_rank(name: str, victim: int) -> None:
         assert seconds < SOON
 
 
+MEETINGS = {
+    "monitored_barrier": lambda: dist.monitored_barrier(timeout=timedelta(seconds=20)),
+    "new_group": lambda: dist.new_group([0, 1, 2]),
+    "split_group": lambda: dist.split_group(split_ranks=[[0, 1, 2]]),
+}
+
+
+def meet_in_the_store(rank: int, name: str) -> tuple[str, str, float]:
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return failing(MEETINGS[name])
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_who_waits_in_the_store_for_a_dead_rank_is_told(name: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run(meet_in_the_store, 3, name, ranks="processes")
+    for rank in (0, 2):
+        kind, text, seconds = caught.value.outcomes[rank].value
+        assert kind == "RankDiedError" and f"{name} on rank {rank} of group 'world': rank 1 will not come" in text
+        assert seconds < SOON
+
+
+def make_a_group_without_the_dead(rank: int) -> float:
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group = dist.new_group([0, 2], use_local_synchronization=True)
+    tensor = fill(rank, (1,))
+    dist.all_reduce(tensor, group=group)
+    return float(tensor)
+
+
+def test_ranks_that_do_not_need_the_dead_one_make_a_group() -> None:
+    with pytest.raises(RankError) as caught:
+        run(make_a_group_without_the_dead, 3, ranks="processes")
+    expected = float(fill(0, (1,)) + fill(2, (1,)))
+    assert [caught.value.outcomes[rank].value for rank in (0, 2)] == [expected, expected]
+
+
 def test_a_receive_names_the_dead_sender() -> None:
     with pytest.raises(RankError) as caught:
         run(survive, 2, "recv", 1, ranks="processes")

@@ -45,6 +45,24 @@ DISAGREE: dict[str, Callable[[int], Any]] = {
 }
 
 
+def test_sizes_of_an_exchange_are_compared_pair_by_pair() -> None:
+    def program(rank: int) -> str:
+        give, take = ([1, 3], [1, 1]) if rank == 0 else ([1, 1], [2, 1])
+        output = torch.full((sum(take),), -1.0)
+        with pytest.raises(dist.MismatchError) as caught:
+            dist.all_to_all_single(output, fill(rank, (sum(give),)), take, give)
+        assert output.eq(-1).all()
+        take = [2, 1] if rank == 0 else [3, 1]
+        output = torch.zeros(sum(take))
+        dist.all_to_all_single(output, fill(rank, (5 if rank == 0 else 2,)), take, [2, 3] if rank == 0 else [1, 1])
+        wanted = [*fill(0, (5,))[:2], *fill(1, (2,))[:1]] if rank == 0 else [*fill(0, (5,))[2:], *fill(1, (2,))[1:]]
+        assert output.tolist() == torch.stack(wanted).tolist()
+        return str(caught.value)
+
+    for text in run(program, 2, backend="gloo"):
+        assert "rank 0 gives rank 1 3 elements, which expects 2" in text
+
+
 @pytest.mark.parametrize("name", DISAGREE)
 def test_calls_that_differ_are_an_error_on_all_ranks(name: str) -> None:
     def program(rank: int) -> tuple[str, list[float]]:

@@ -234,13 +234,15 @@ def test_sizes_that_pairs_see_differently_are_named() -> None:
         output, sent = torch.full((3 - rank,), -1.0), torch.ones(3 - rank)
         with pytest.raises(dist.MismatchError) as caught:
             dist.all_to_all_single(output, sent, rows, rows)
+        assert output.eq(-1).all(), "nothing was written"
         tensor = fill(rank, (1,))
         dist.all_reduce(tensor)
         assert tensor.item() == (fill(0, (1,)) + fill(1, (1,))).item()
         return str(caught.value)
 
-    for text in run(program, 2):
-        assert "float32" in text and "message" in text
+    for rank, text in enumerate(run(program, 2)):
+        assert f"of float32 on rank {rank} of group 'world'" in text
+        assert "rank 0 gives rank 1 2 elements, and rank 1 expects 1" in text
 
 
 class Boom(Exception):

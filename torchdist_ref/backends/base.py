@@ -150,6 +150,15 @@ class Backend(ABC):
         """A new CPU tensor in the memory that this engine's calls are fastest on, if that is not just any."""
         return torch.empty(size, dtype=dtype)
 
+    def trouble(self, ranks: Sequence[int], doing: str) -> BaseException | None:
+        """Why one of these group ranks will not come any more, if this engine knows of a reason; else None.
+
+        Args:
+            ranks: Whom the caller waits for, by other means than this engine's calls.
+            doing: What for, in words.
+        """
+        return None
+
     def together(self) -> AbstractContextManager[None]:
         """While this is open, sends and receives may be held back, to be started as one when it closes.
 
@@ -165,34 +174,6 @@ class Backend(ABC):
     @abstractmethod
     def abort(self, reason: str) -> None:
         """Leave the group now; members that wait for this rank get an error with the reason."""
-
-
-class Around(Backend):
-    """An engine that does something at each call, in `submit`, and leaves the rest to another engine."""
-
-    def __init__(self, engine: Backend) -> None:
-        self.name, self.recorder, self._engine = engine.name, engine.recorder, engine
-
-    @property
-    def shares_memory(self) -> bool:
-        """See `Backend.shares_memory`."""
-        return self._engine.shares_memory
-
-    def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
-        """See `Backend.empty`."""
-        return self._engine.empty(size, dtype)
-
-    def together(self) -> AbstractContextManager[None]:
-        """See `Backend.together`."""
-        return self._engine.together()
-
-    def close(self) -> None:
-        """See `Backend.close`."""
-        self._engine.close()
-
-    def abort(self, reason: str) -> None:
-        """See `Backend.abort`."""
-        self._engine.abort(reason)
 
 
 Factory = Callable[[Membership], Backend]

@@ -72,6 +72,10 @@ class ByDevice(Backend):
         """See `Backend.empty`."""
         return self._engines.get("cpu", self._first).empty(size, dtype)
 
+    def trouble(self, ranks: Sequence[int], doing: str) -> BaseException | None:
+        """See `Backend.trouble`."""
+        return next(filter(None, (engine.trouble(ranks, doing) for engine in self._engines.values())), None)
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """See `Backend.together`."""

@@ -75,7 +75,7 @@ class Executor:
             staging: Makes what stages these operands out of what stages tensors of the host.
         """
         meets = not plan.carries_data and len(plan.rounds) < 2
-        staged = self._meeting(plan) if meets else staging(self._staged(plan))
+        staged = self._meeting(plan) if meets else staging(self.staged(plan))
         return Prepared(plan, self._lent(plan, lending, staged) if lending else staged, staged)
 
     def run(self, prepared: Prepared, tensors: Sequence[Tensor], number: Number) -> None:
@@ -157,8 +157,11 @@ class Executor:
 
         return compare
 
-    def _staged(self, plan: Plan) -> CarryOut:
-        """Lay out, tell the peers, wait for theirs, and read: round after round, and window after window."""
+    def staged(self, plan: Plan) -> CarryOut:
+        """What does a plan by way of the stage.
+
+        Lay out, tell the peers, wait for theirs, and read: round after round, and window after window.
+        """
         wait, doing, room, turns, compare = self.link.wait, plan.doing, plan.room, self._turns, self._comparing(plan)
         windows = [(begin, Places(partial(plan.code, begin))) for begin in plan.windows]
 

@@ -33,8 +33,7 @@ from torchdist_ref.calls import (
     AllGather, AllReduce, AllToAll, Barrier, Broadcast, Gather, Recv, Reduce, ReduceScatter, Scatter,
     Send,
 )  # fmt: skip
-from torchdist_ref.errors import ArgumentError, adopt_torch, explain
-from torchdist_ref.work import Done
+from torchdist_ref.errors import adopt_torch
 
 Tensors = Sequence[Tensor]
 Lists = Sequence[Sequence[Tensor]]
@@ -173,26 +172,8 @@ class RefProcessGroup(Hosted):
         return ReduceScatter(reduction(op, opts)), inputs, (tensor,)
 
     def _exchange(self, opts: Any, outputs: Tensors, inputs: Tensors) -> RefWork:
-        """All to all with blocks of any sizes: at once where all are alike, else padded to the largest."""
-        sizes = [t.numel() for t in [*inputs, *outputs]]
-        everyone = torch.empty(self.size(), len(sizes), dtype=torch.int64)
-        self.engine.submit(AllGather(), (torch.tensor(sizes),), everyone.unbind(), True)
-        given, wanted = everyone.chunk(2, dim=1)
-        if not torch.equal(given, wanted.t()):
-            expected = "blocks as large as the ones that their senders give"
-            raise ArgumentError(explain("all_to_all", "outputs", expected, wanted.tolist(), rank=self.rank()))
-        if int(given.min()) == int(given.max()):
-            return self._submit(opts, (AllToAll(), inputs, outputs))
-        return self._exchange_padded(outputs, inputs, int(given.max()))
-
-    def _exchange_padded(self, outputs: Tensors, inputs: Tensors, widest: int) -> RefWork:
-        rows = [tensor.new_zeros(self.size(), widest) for tensor in (inputs[0], outputs[0])]
-        for row, tensor in zip(rows[0], inputs, strict=True):
-            row[: tensor.numel()].copy_(tensor.reshape(-1))
-        self.engine.submit(AllToAll(), rows[0].unbind(), rows[1].unbind(), True)
-        for row, tensor in zip(rows[1], outputs, strict=True):
-            tensor.detach().copy_(row[: tensor.numel()].view(tensor.shape))
-        return RefWork([Done("all_to_all", outputs)], outputs, None)
+        """All to all with blocks of any sizes, since other ranks' may be of others than this one's."""
+        return self._submit(opts, (AllToAll(uneven=True), list(inputs), list(outputs)))
 
 
 def _hide_from_compilers(*kinds: type) -> None:

@@ -24,7 +24,7 @@ from torchdist_ref.backends.mpi_work import Ended, Finish, MpiWork, Poller, Star
 from torchdist_ref.backends.ranges import in_a_range
 from torchdist_ref.backends.unfit import refuse_unfit
 from torchdist_ref.calls import (
-    OWN_TAGS, AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Gather, Recv, Reduce, ReduceScatter, Scatter,
+    AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Gather, Recv, Reduce, ReduceScatter, Scatter,
     Send,
 )  # fmt: skip
 from torchdist_ref.errors import (
@@ -35,7 +35,6 @@ from torchdist_ref.trace import Recorder
 from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]
-_KEPT_TAGS = 16
 
 
 def load() -> Any:
@@ -162,12 +161,10 @@ class Mpi(Backend):
         raise UnsupportedError(f"{call.op}: backend 'mpi' has no such operation.")
 
     def _tag(self, call: Send | Recv) -> int:
-        """MPI's tags end sooner than ours; the library's own come last, from the top down."""
+        """MPI's tags end sooner than ours."""
         most = int(self._comm.Get_attr(self._mpi.TAG_UB))
-        if call.tag >= OWN_TAGS:
-            return most - (call.tag - OWN_TAGS)
-        if call.tag > most - _KEPT_TAGS:
-            expected = f"at most {most - _KEPT_TAGS} with this MPI library"
+        if call.tag > most:
+            expected = f"at most {most} with this MPI library"
             raise ArgumentError(explain(call.op, "tag", expected, call.tag))
         return call.tag
 

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as options
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.torch_engine import TorchEngine
 from torchdist_ref.backends.torch_work import TorchWork
-from torchdist_ref.calls import OWN_TAGS, AllReduce, Call, Recv, Reduce, ReduceScatter, Send
+from torchdist_ref.calls import AllReduce, Call, Recv, Reduce, ReduceScatter, Send
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
 from torchdist_ref.work import Work
 
@@ -213,9 +213,8 @@ class Nccl(TorchEngine):
 
     def _message(self, call: Send | Recv, tensors: list[Tensor]) -> list[Tensor]:
         """NCCL matches messages by their order alone, so it could not honour a tag, nor take them from anybody."""
-        tagged = 0 < call.tag < OWN_TAGS
-        if tagged or (isinstance(call, Recv) and call.src is None):
-            wanted = f"tag {call.tag}" if tagged else "receive from any rank"
+        if call.tag or (isinstance(call, Recv) and call.src is None):
+            wanted = f"tag {call.tag}" if call.tag else "receive from any rank"
             raise UnsupportedError(
                 f"{call.op}: NCCL has no {wanted}: between two ranks, messages come in the order of sending. "
                 f"Leave the tag at 0 and name the source, or use backend 'ref' or 'gloo' with CPU tensors."

@@ -24,12 +24,14 @@ class Sizes:
         blocks: In-place calls: one number, the tensor. Others: elements of block 0, 1, ... of the group.
         chunks: In-place calls: how many chunks the schedule cuts the tensor in.
         rows: Which of ``in`` and ``out`` are rows of one tensor.
+        pairs: Of an uneven exchange: for each rank, what it gives each rank.
     """
 
     op: str
     blocks: tuple[int, ...]
     chunks: int
     rows: frozenset[str] = frozenset()
+    pairs: tuple[tuple[int, ...], ...] = ()
 
     def of(self, rank: int, slot: Slot) -> int:
         """Elements of `slot` on `rank`."""
@@ -38,6 +40,8 @@ class Sizes:
             return self.chunk(index % self.chunks) if self.op in IN_PLACE else self.largest
         if buffer == "data":
             return self.chunk(index)
+        if self.pairs:
+            return self.pairs[rank][index] if buffer == "in" else self.pairs[index][rank]
         whose = rank if self._own(buffer) else index
         return self.blocks[whose] if len(self.blocks) > 1 else self.blocks[0]
 

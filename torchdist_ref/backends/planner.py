@@ -23,6 +23,7 @@ from torchdist_ref.backends.operands import Sizes
 from torchdist_ref.backends.plan import Plan
 from torchdist_ref.backends.reductions import reduction
 from torchdist_ref.backends.staging import through_host
+from torchdist_ref.backends.uneven import Uneven
 from torchdist_ref.backends.unfit import refuse_unfit
 from torchdist_ref.calls import Call, Shape, fingerprint, signature
 from torchdist_ref.errors import ArgumentError
@@ -52,6 +53,7 @@ class Planner:
         self._link, self._executor = link, executor
         self._plans: dict[Any, Prepared] = {}
         self._neighbours = tuple(Neighbour(line.pid) for line in link.lines)
+        self._uneven = Uneven(link, executor)
         self._forced = overrides(os.environ.get("TORCHDIST_REF_ALGORITHM", ""))
 
     def plan(self, call: Call, tensors: Sequence[Tensor], inputs: int, lists: Lists) -> Prepared:
@@ -88,7 +90,10 @@ class Planner:
         shapes = self._blocks(call.op, *lists)
         rows = frozenset(name for name, blocks in zip(("in", "out"), lists, strict=True) if type(blocks) is Rows)
         blocks = tuple(torch.Size(shape).numel() for shape in shapes)
-        text = signature(call, str(dtype).removeprefix("torch."), shapes)
+        uneven = getattr(call, "uneven", False)
+        kind = str(dtype).removeprefix("torch.")
+        # Of an uneven exchange, ranks hear the sizes in the course of the call.
+        text = f"{call} of {kind}" if uneven else signature(call, kind, shapes)
         schedule = self._schedule(call, sum(blocks) * dtype.itemsize, even=len(blocks) < 2)
         name = getattr(call, "reduction", None)
         plan = Plan(
@@ -104,6 +109,8 @@ class Planner:
             divide=self._link.size if name == "avg" else 0,
             fits=_fits(dtype, tensors),
         )
+        if uneven:
+            return self._uneven.prepared(plan, partial(through_host, call=call, inputs=inputs), tensors)
         if not all(t.is_cpu for t in tensors):
             return self._executor.prepared(plan, None, partial(through_host, call=call, inputs=inputs))
         lent = None if call.op in self._forced else lending(plan, getattr(call, "root", 0), self._neighbours)

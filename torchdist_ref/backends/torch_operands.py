@@ -156,7 +156,7 @@ def _exchange(inputs: Tensors, outputs: Tensors) -> Carried:
     else:
         target = torch.empty(sum(taken), dtype=torch.uint8, device=outputs[0].device)
         rows = target.split(taken)
-    return Carried(Exchange(given, taken), [sent], [target], lambda: brought_back(rows, whole))
+    return Carried(Exchange(given=given, taken=taken), [sent], [target], lambda: brought_back(rows, whole))
 
 
 def _nothing() -> bool:

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from torchdist_ref import groups
-from torchdist_ref.backends.base import Around, Backend
+from torchdist_ref.backends.around import Around
+from torchdist_ref.backends.base import Backend
 from torchdist_ref.benchmark import engines, report, table
 from torchdist_ref.benchmark.crew import Place, go
 from torchdist_ref.benchmark.operations import OPERATIONS

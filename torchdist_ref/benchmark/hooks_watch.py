@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import Around, Backend
+from torchdist_ref.backends.around import Around
+from torchdist_ref.backends.base import Backend
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.calls import Call
 from torchdist_ref.parallel import DistributedDataParallel

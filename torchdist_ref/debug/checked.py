@@ -13,11 +13,13 @@ import logging
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import product
 
 from torch import Tensor
 
-from torchdist_ref.backends.base import Around, Backend, Membership
-from torchdist_ref.calls import Call, Recv, Scatter, Send, signature
+from torchdist_ref.backends.around import Around
+from torchdist_ref.backends.base import Backend, Membership
+from torchdist_ref.calls import AllToAll, Call, Recv, Scatter, Send, signature
 from torchdist_ref.debug.levels import DebugLevel, get_debug_level
 from torchdist_ref.errors import MismatchError, RankStalledError, StoreTimeoutError
 from torchdist_ref.work import Work
@@ -53,13 +55,30 @@ class Checked(Around):
         if isinstance(call, (Send, Recv)):
             return self._engine.submit(call, inputs, outputs, wait)
         with self._turn:
-            self._agree(call, outputs if isinstance(call, Scatter) else inputs)
+            if isinstance(call, AllToAll) and call.uneven:
+                self._fit(call, inputs, outputs)
+            else:
+                self._agree(call, outputs if isinstance(call, Scatter) else inputs)
             return self._engine.submit(call, inputs, outputs, wait)
 
-    def _agree(self, call: Call, tensors: Tensors) -> None:
+    def _fit(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
+        """Each rank has sizes of its own; what one gives is what the other takes."""
+        mine = [tensor.numel() for tensor in (*inputs, *outputs)]
+        said = [list(map(int, text.split())) for text in self._agree(call, (), " ".join(map(str, mine)))]
+        size = len(said)
+        for giver, taker in product(range(size), repeat=2):
+            if (given := said[giver][taker]) != (taken := said[taker][size + giver]):
+                m = self._membership
+                raise MismatchError(
+                    f"{call.op} (on rank {m.members[m.rank]} of group {m.name!r}): rank {m.members[giver]} gives rank "
+                    f"{m.members[taker]} {given} elements, which expects {taken}. Nothing was written."
+                )
+
+    def _agree(self, call: Call, tensors: Tensors, own: str = "") -> list[str]:
+        """What the ranks add of their own, once it is known that they make the same call."""
         number, self._made, m = self._made, self._made + 1, self._membership
         keys = [f"checked/{number}/{rank}" for rank in range(m.size)]
-        m.store.set(keys[m.rank], _described(call, tensors))
+        m.store.set(keys[m.rank], f"{_described(call, tensors)}\n{own}")
         self._wait(keys, call)
         said = [answer.decode() for answer in m.store.multi_get(keys)]
         # Everybody has made this call, so nobody reads the last one's keys any more.
@@ -72,6 +91,7 @@ class Checked(Around):
                 f"{call.op} (call {number} of group {m.name!r}, on rank {m.members[m.rank]}): ranks make different "
                 f"calls. {sides}. Nothing was written; all ranks must make the same calls in the same order."
             )
+        return [text.split("\n")[2] for text in said]
 
     def _wait(self, keys: list[str], call: Call) -> None:
         m = self._membership

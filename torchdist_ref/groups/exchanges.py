@@ -1,7 +1,7 @@
 """all_to_all_single: blocks of one tensor to all ranks, equal or not.
 
-Equal blocks are one call of the engine. Unequal ones are messages between pairs, because a rank knows only its own
-sizes; then sender and receiver compare theirs, pair by pair.
+Where ranks give no sizes, all blocks are equal, and all ranks know it. Where they do, a rank knows only its own; how
+ranks learn of each other's is the engine's business.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
-from torchdist_ref.calls import OWN_TAGS, AllToAll, Recv, Send
+from torchdist_ref.calls import AllToAll
 from torchdist_ref.errors import EngineArgumentError, explain
 from torchdist_ref.groups.arguments import (
     check_elements, check_one_dtype, check_tensor, check_writable, in_rows, member_group,
 )  # fmt: skip
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.group import ProcessGroup
-from torchdist_ref.groups.joined import joined
 from torchdist_ref.work import Work
 
-_ALL_TO_ALL = AllToAll()
-# Messages of this tag are the library's own; they pass each other in order, as all messages of one pair and tag do.
-TAG = OWN_TAGS
+_ALL_TO_ALL, _UNEVEN = AllToAll(), AllToAll(uneven=True)
 _NAME = "all_to_all_single"
 
 
@@ -53,7 +50,8 @@ def all_to_all_single(
         ArgumentError: Sizes that don't fit the tensors or the number of ranks, or dtypes that differ.
         ArgumentTypeError: Not tensors.
         NotInitializedError: There is no group yet.
-        MismatchError: A rank sends another number of rows than this one expects. That block was not written.
+        MismatchError: A rank sends another number of rows than the other expects. On ``ref``, all ranks get this, and
+            nothing was written.
         DistBackendError: A rank died, gave up, or did not come in time.
 
     Example:
@@ -81,7 +79,12 @@ def all_to_all_single(
     # A tensor without a gradient is its own detached self, which takes a microsecond to make.
     inputs = _blocks("input", input.detach() if input.requires_grad else input, input_split_sizes, found)
     if output_split_sizes or input_split_sizes:
-        return _between_pairs(found, output, inputs, outputs, async_op)
+        check_elements(_NAME, f"output_split_sizes[{found.rank()}]", outputs[found.rank()],
+                       inputs[found.rank()].numel(), "what this rank keeps")  # fmt: skip
+        work = submit(found, _UNEVEN, list(inputs), list(outputs), async_op)
+        if work is not None:
+            work.outputs = [output]
+        return work
     if output.numel() != input.numel():
         check_elements(_NAME, "output", output, input.numel(), "as the input has")
     return submit(found, _ALL_TO_ALL, inputs, outputs, async_op)
@@ -111,19 +114,3 @@ def _check_sizes(name: str, sizes: Any, length: int, group: ProcessGroup) -> Non
 
 def _wrong(argument: str, expected: str, got: Any, group: ProcessGroup) -> None:
     raise EngineArgumentError(explain(_NAME, argument, expected, got))
-
-
-def _between_pairs(
-    group: ProcessGroup, output: Tensor, inputs: Sequence[Tensor], outputs: Sequence[Tensor], async_op: bool
-) -> Work | None:
-    me, size, submit_to = group.rank(), group.size(), group.backend.submit
-    check_elements(_NAME, f"output_split_sizes[{me}]", outputs[me], inputs[me].numel(), "what this rank keeps")
-    outputs[me].copy_(inputs[me])
-    parts = []
-    with group.backend.together():
-        for step in range(1, size):
-            # In step s everybody sends to the rank s further on, so no rank is waited for by two at once.
-            source, target = (me - step) % size, (me + step) % size
-            parts.append(submit_to(Recv(source, TAG), (), (outputs[source],), False))
-            parts.append(submit_to(Send(target, TAG), (inputs[target],), (), False))
-    return joined(_NAME, [output], parts, async_op)

@@ -17,7 +17,7 @@ from torchdist_ref.errors import (
     ArgumentError, ArgumentTypeError, EngineArgumentError, NotInitializedError, UsageError, explain, on_rank,
 )  # fmt: skip
 from torchdist_ref.groups.group import GroupMember, ProcessGroup, whole_number
-from torchdist_ref.groups.places import agreed_place, next_place, place_of_members
+from torchdist_ref.groups.places import agreed_place, next_place, place_of_members, watched
 from torchdist_ref.groups.world import DEFAULT_TIMEOUT, World, current, default_group, resolve
 from torchdist_ref.rendezvous import rendezvous
 from torchdist_ref.stores import Store
@@ -138,9 +138,10 @@ def _make(
     rank: int,
     seconds: float,
     for_engine: tuple[Any, Any],
+    meeting: Store | None = None,
 ) -> ProcessGroup:
     chosen = backend or _choose(store, rank, len(members))
-    membership = Membership(store, rank, members, name, seconds, *for_engine)
+    membership = Membership(meeting or store, rank, members, name, seconds, *for_engine)
     engine = as_asked(create(chosen, membership), membership)
     group = ProcessGroup(members, rank, engine, name, seconds, store)
     world.groups.append(group)
@@ -237,7 +238,8 @@ def new_group(
     if me not in members:
         return GroupMember.NON_GROUP_MEMBER
     chosen, name = backend or default.backend.name, group_desc or place.prefix.replace("/", " ")
-    return _make(world, place, chosen, name, members, members.index(me), seconds, (pg_options, device_id))
+    waiting = watched(place, default, [default.members.index(m) for m in members if m != me], "new_group")
+    return _make(world, place, chosen, name, members, members.index(me), seconds, (pg_options, device_id), waiting)
 
 
 def _members(ranks: Iterable[int] | None, default: ProcessGroup, in_order: bool) -> tuple[int, ...]:

@@ -54,4 +54,8 @@ def monitored_barrier(
                                 f"got {timeout!r}{on_rank()}.")  # fmt: skip
     if allowed <= timedelta(0):
         raise EngineArgumentError(explain("monitored_barrier", "timeout", "more than zero", timeout))
-    meet(found.store, found.rank(), found.members, allowed, found.name)
+    others = [rank for rank in range(found.size()) if rank != found.rank()]
+    meet(
+        found.store, found.rank(), found.members, allowed, found.name,
+        lambda: found.backend.trouble(others, "monitored_barrier"),
+    )  # fmt: skip

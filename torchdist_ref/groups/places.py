@@ -7,6 +7,7 @@ by list, because nobody else hears of them. Don't add how members connect: that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import sha256
 
 from torchdist_ref.backends.base import decline
@@ -14,6 +15,7 @@ from torchdist_ref.errors import MismatchError
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.world import World
 from torchdist_ref.stores import PrefixStore
+from torchdist_ref.stores.watched import WatchedStore
 
 Members = tuple[int, ...]
 
@@ -51,6 +53,11 @@ def _disagreement(place: PrefixStore, me: int, mine: str, said: str) -> Mismatch
     if me in theirs:
         decline(place, theirs.index(me), reason)
     return MismatchError(reason)
+
+
+def watched(place: PrefixStore, parent: ProcessGroup, ranks: Sequence[int], operation: str) -> WatchedStore:
+    """The same place, to wait there for these ranks of an older group: not in vain, if that knows that they died."""
+    return WatchedStore(place.prefix, place.underlying_store, lambda: parent.backend.trouble(ranks, operation))
 
 
 def place_of_members(world: World, members: Members) -> PrefixStore:

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from torchdist_ref.calls import OWN_TAGS, Recv, Send
+from torchdist_ref.calls import MOST_TAG, Recv, Send
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, EngineArgumentError, explain, on_rank
 from torchdist_ref.groups.arguments import check_tensor, check_writable, member_group, root_of
 from torchdist_ref.groups.group import ProcessGroup, whole_number
@@ -191,12 +191,12 @@ def _recv_call(
 
 
 def _tag(operation: str, tag: int) -> int:
-    if tag.__class__ is int and 0 <= tag < OWN_TAGS:
+    if tag.__class__ is int and 0 <= tag <= MOST_TAG:
         return tag
     number = whole_number(tag)
-    if number is None or number >= OWN_TAGS:
+    if number is None or number > MOST_TAG:
         # Where a tag is too large for torch's engines, torch raises a TypeError.
-        raise ArgumentTypeError(explain(operation, "tag", f"an integer from 0 to {OWN_TAGS - 1}", tag))
+        raise ArgumentTypeError(explain(operation, "tag", f"an integer from 0 to {MOST_TAG}", tag))
     if number < 0:
-        raise EngineArgumentError(explain(operation, "tag", f"an integer from 0 to {OWN_TAGS - 1}", tag))
+        raise EngineArgumentError(explain(operation, "tag", f"an integer from 0 to {MOST_TAG}", tag))
     return number

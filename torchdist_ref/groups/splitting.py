@@ -13,6 +13,7 @@ from torchdist_ref.errors import ArgumentError, MismatchError, RankStalledError,
 from torchdist_ref.groups.destroyed import refuse_destroyed
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.lifecycle import seconds_of
+from torchdist_ref.groups.places import watched
 from torchdist_ref.groups.world import current, default_group, resolve
 from torchdist_ref.stores import PrefixStore
 
@@ -69,8 +70,9 @@ def split_group(
     index = next((index for index, ranks in enumerate(lists) if parent.rank() in ranks), None)
     if index is None:
         return None
+    others = [rank for rank in lists[index] if rank != parent.rank()]
     store = place_of_part(_NAME, parent, number, index)
-    await_part(_NAME, parent, store, lists[index], seconds)
+    await_part(_NAME, parent, watched(store, parent, others, _NAME), lists[index], seconds)
     name = group_desc or f"{parent.name}, split {number}, part {index}"
     return _join(parent, store, lists[index], backend or parent.backend.name, name, seconds)
 

@@ -35,7 +35,8 @@ def is_loopback(host: str) -> bool:
 
 def look_up(host: str, port: int) -> list[Address]:
     """The addresses of a name. May block as long as the system's resolver likes."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    # As bytes, where that says the same: for text, Python loads its codec for names in other scripts first.
+    found = socket.getaddrinfo(host.encode() if host.isascii() else host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
 

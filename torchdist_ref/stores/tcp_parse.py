@@ -96,17 +96,6 @@ def _key_and_number(data: bytes, at: int) -> tuple[tuple[bytes, int], int]:
     return (data[at + 8 : middle], _I64(data, middle)[0]), middle + 8
 
 
-def _only_blob(longest: int) -> Callable[[bytes, int], tuple[tuple[bytes], int]]:
-    def blob(data: bytes, at: int) -> tuple[tuple[bytes], int]:
-        size = _U64(data, at)[0]
-        if size > longest:
-            _checked(size, longest)
-        end = at + 8 + size
-        return (data[at + 8 : end],), end
-
-    return blob
-
-
 READERS: dict[str, Callable[[bytes, int], tuple[Any, int]]] = {
     "k": _key,
     "v": _value,
@@ -125,8 +114,6 @@ READERS: dict[str, Callable[[bytes, int], tuple[Any, int]]] = {
 WHOLE: dict[str, Callable[[bytes, int], tuple[tuple[Any, ...], int]]] = {
     "": lambda data, at: ((), at),
     "i": lambda data, at: (_I64(data, at), at + 8),
-    "k": _only_blob(LONGEST_KEY),
-    "r": _only_blob(ANY_SIZE),
     "kv": _key_and_value,
     "ki": _key_and_number,
 }

@@ -144,6 +144,12 @@ class Link:
             return GroupAbortedError(f"{self.here(doing)}: {self.who(left)} destroyed the group; it {last}.")
         return None
 
+    def ended(self, ranks: Sequence[int], doing: str) -> BaseException | None:
+        """An error if the process of one of these ranks has ended, for who waits for them by other means; else None."""
+        gone = [rank for rank in self.alive.dead() if rank in ranks]
+        text = f"{self.here(doing)}: {self.who(gone)} will not come any more: the process has ended. {self._advice}"
+        return RankDiedError(text) if gone else None
+
     def _owes(self, rank: int) -> bool:
         """Whether a rank has not finished the call that this rank is in. Who has may end as it likes."""
         return self.lines[rank].done < self.line.announced
