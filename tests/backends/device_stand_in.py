@@ -6,6 +6,8 @@ an address of the device for one of the host, or calculates with tensors of both
 
 from __future__ import annotations
 
+import os
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+from torchdist_ref.backends import stages_on_device, staging
+from torchdist_ref.transports import registered
 
 
 class Stream:
@@ -135,10 +140,41 @@ def seen_by_host(tensor: Tensor) -> Tensor:
 
 
 def instead_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process, and those forked from it, take the stand-in for CUDA."""
-    from torchdist_ref.backends import staging
-
+    """Let this process, and those forked from it, take the stand-in for CUDA, where ranks can't share memory."""
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     monkeypatch.setattr(staging, "_stream", Stream)
     monkeypatch.setattr(staging, "_pinned", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+    monkeypatch.setattr(stages_on_device, "MEMORY", Nameless())
+
+
+class SharedDevice:
+    """`DeviceMemory` for the stand-in: memory that other processes can map is the host's registered memory."""
+
+    def name(self, device: torch.device) -> str:
+        return "the one device"
+
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        return on_device(registered.empty((nbytes,), torch.uint8))
+
+    def export(self, tensor: Tensor) -> bytes:
+        with torch._C.DisableTorchFunctionSubclass():
+            return pickle.dumps((os.getpid(), registered.place_of(tensor)))
+
+    def open(self, exported: bytes) -> Tensor:
+        pid, place = pickle.loads(exported)
+        return on_device(registered.Neighbour(pid).view(place, torch.uint8, place.end - place.begin))
+
+
+class Separate(SharedDevice):
+    """A device whose memory is its process's own."""
+
+    def export(self, tensor: Tensor) -> bytes:
+        raise RuntimeError("not exported")
+
+
+class Nameless(SharedDevice):
+    """A device of which nobody knows whether another one is the same."""
+
+    def name(self, device: torch.device) -> str:
+        raise AttributeError("uuid")

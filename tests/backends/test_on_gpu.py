@@ -6,13 +6,15 @@ Run by hand where there is one, with ``pytest -m gpu``; what was seen, and where
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import torchdist_ref as dist
+from tests.backends import on_one_gpu
 from torchdist_ref.testing import fill, run
 
 pytestmark = [
@@ -140,6 +142,17 @@ def test_two_ranks_share_one_gpu_on_ref() -> None:
     for rank, (first, second, got) in enumerate(run(two_on_one, 2)):
         assert torch.equal(first, total) and torch.equal(second, total * 2)
         assert torch.equal(got, fill(1 - rank, (3,)))
+
+
+SHARED = (on_one_gpu.every_collective, on_one_gpu.fresh_tensors, on_one_gpu.two_streams, on_one_gpu.training,
+          on_one_gpu.without_ipc)  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("program", SHARED, ids=[program.__name__ for program in SHARED])
+def test_processes_share_one_gpu_on_ref(program: Callable[[int, int], None], size: int, tmp_path: Path) -> None:
+    """Some seconds each: every rank starts a Python and a device of its own."""
+    on_one_gpu.start(program, size, tmp_path)
 
 
 def test_training_on_nccl_equals_training_alone() -> None:

@@ -245,6 +245,23 @@ def test_sizes_that_pairs_see_differently_are_named() -> None:
         assert "rank 0 gives rank 1 2 elements, and rank 1 expects 1" in text
 
 
+@pytest.mark.parametrize("algorithm", ["pairwise", "bruck"])
+def test_a_rank_whose_blocks_are_equal_goes_by_what_all_can_do(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHDIST_REF_ALGORITHM", f"all_to_all={algorithm}")
+    given = [[2, 2, 2], [1, 2, 0], [3, 2, 4]]
+
+    def program(rank: int) -> list[float]:
+        taken = [row[rank] for row in given]
+        output = torch.zeros(sum(taken))
+        dist.all_to_all_single(output, fill(rank, (sum(given[rank]),)), taken, given[rank])
+        return output.tolist()
+
+    blocks = [fill(rank, (sum(sizes),)).split(sizes) for rank, sizes in enumerate(given)]
+    assert run(program, 3) == [torch.cat([row[rank] for row in blocks]).tolist() for rank in range(3)]
+
+
 class Boom(Exception):
     pass
 

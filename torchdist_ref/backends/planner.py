@@ -19,9 +19,11 @@ from torch import Tensor
 from torchdist_ref.backends.base import Rows, nbytes_of
 from torchdist_ref.backends.executor import Executor, Prepared
 from torchdist_ref.backends.lent import lending
+from torchdist_ref.backends.one_gpu import on_one_gpu
 from torchdist_ref.backends.operands import Sizes
 from torchdist_ref.backends.plan import Plan
 from torchdist_ref.backends.reductions import reduction
+from torchdist_ref.backends.stages_on_device import Stages
 from torchdist_ref.backends.staging import through_host
 from torchdist_ref.backends.uneven import Uneven
 from torchdist_ref.backends.unfit import refuse_unfit
@@ -53,6 +55,7 @@ class Planner:
         self._link, self._executor = link, executor
         self._plans: dict[Any, Prepared] = {}
         self._neighbours = tuple(Neighbour(line.pid) for line in link.lines)
+        self._stages = Stages(link, self._neighbours)
         self._uneven = Uneven(link, executor)
         self._forced = overrides(os.environ.get("TORCHDIST_REF_ALGORITHM", ""))
 
@@ -94,7 +97,7 @@ class Planner:
         kind = str(dtype).removeprefix("torch.")
         # Of an uneven exchange, ranks hear the sizes in the course of the call.
         text = f"{call} of {kind}" if uneven else signature(call, kind, shapes)
-        schedule = self._schedule(call, sum(blocks) * dtype.itemsize, even=len(blocks) < 2)
+        schedule = self._schedule(call, sum(blocks) * dtype.itemsize, even=len(blocks) < 2 and not uneven)
         name = getattr(call, "reduction", None)
         plan = Plan(
             link=self._link,
@@ -109,11 +112,14 @@ class Planner:
             divide=self._link.size if name == "avg" else 0,
             fits=_fits(dtype, tensors),
         )
+        through = partial(through_host, call=call, inputs=inputs)
         if uneven:
-            return self._uneven.prepared(plan, partial(through_host, call=call, inputs=inputs), tensors)
+            return self._uneven.prepared(plan, through, tensors)
+        root = getattr(call, "root", 0)
         if not all(t.is_cpu for t in tensors):
-            return self._executor.prepared(plan, None, partial(through_host, call=call, inputs=inputs))
-        lent = None if call.op in self._forced else lending(plan, getattr(call, "root", 0), self._neighbours)
+            shared = None if call.op in self._forced else on_one_gpu(plan, root, self._stages)
+            return self._executor.prepared(plan, shared, through)
+        lent = None if call.op in self._forced else lending(plan, root, self._neighbours)
         return self._executor.prepared(plan, lent)
 
     def _blocks(self, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Shape]:

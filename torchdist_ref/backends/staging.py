@@ -1,7 +1,7 @@
 """Tensors that `ref` can't work on where they are: strided ones, and those on a GPU, by way of copies.
 
 Strided tensors go through contiguous copies, so that nothing outside a view is ever written. Tensors of a CUDA device
-go through pinned memory of the host: that is slow, and it is enough for two ranks on one GPU, where NCCL refuses.
+go through pinned memory of the host, but for ranks that share a device and can lay out data there (`one_gpu`).
 
 A call that its caller waits for works on the caller's current stream: after what that stream still does, and before
 what it does next. A call on its way works on a stream that no program uses, after what the caller's current stream

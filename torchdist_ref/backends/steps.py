@@ -42,6 +42,9 @@ def copy(target: Operand, source: Operand, nbytes: int, itemsize: int) -> Step:
     """The target becomes the source."""
     move = mover(nbytes)
     match target, source:
+        case Tensor(is_cuda=True), Tensor():
+            # The host can't reach that memory.
+            return lambda tensors, begin: target.copy_(source)
         case Part(at=at, first=first), Tensor():
             address = source.data_ptr()
             return lambda tensors, begin: move(tensors[at].data_ptr() + (first + begin) * itemsize, address, nbytes)
