@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchdist_ref as dist
-from torchdist_ref.testing import run
+from torchdist_ref.testing import fill, run
 
 ENGINES = [("ref", "threads"), ("gloo", "processes")]
 LARGE = 2**63
@@ -67,3 +67,33 @@ def several_tensors(rank: int) -> list[Any]:
 
 def test_every_function_that_reduces_takes_a_factor() -> None:
     assert run(several_tensors, 2)[1] == [[4.0], [8.0, 12.0], [12.0], [12.0], [4.0]]
+
+
+def halves(rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+    """Numbers of which two are too large to be added, and most sums have to be rounded."""
+    values = fill(rank, (count,)) / 3
+    values[0] = 60000.0
+    return values.to(dtype)
+
+
+def average_of(rank: int, dtype: torch.dtype, count: int, registered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    size, data = dist.get_world_size(), halves(rank, dtype, count)
+    tensor = dist.empty_registered(count, dtype=dtype).copy_(data) if registered else data.clone()
+    dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    scattered = torch.empty(count // size, dtype=dtype)
+    dist.reduce_scatter_tensor(scattered, data[: count // size * size], dist.ReduceOp.AVG)
+    return tensor, scattered
+
+
+# Large enough for registered memory to be lent, and for windows.
+@pytest.mark.parametrize(("size", "count", "registered"), [(2, 7, False), (3, 12, False), (2, 1_200_002, True)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_averages_of_halves_are_rounded_once(dtype: torch.dtype, size: int, count: int, registered: bool) -> None:
+    exact = sum(halves(rank, dtype, count).double() for rank in range(size)) / size
+    assert isinstance(exact, torch.Tensor)
+    for rank, (whole, part) in enumerate(run(average_of, size, dtype, count, registered, ranks="processes")):
+        # To be rounded to float32 first changes one number in thousands.
+        assert whole.isfinite().all() and (whole != exact.to(dtype)).double().mean() < 1e-3
+        share = count // size
+        wanted = exact[rank * share : (rank + 1) * share].to(dtype)
+        assert part.isfinite().all() and (part != wanted).double().mean() < 1e-3

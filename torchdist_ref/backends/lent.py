@@ -16,7 +16,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from torchdist_ref.backends import steps
 from torchdist_ref.backends.operands import IN_PLACE
 from torchdist_ref.backends.plan import Plan
 from torchdist_ref.backends.steps import Part, Step
@@ -183,9 +182,7 @@ class Lending:
             if count := len(sources[0]):
                 out = slot[0] == "out"
                 into = self._out(slot, begin) if out else self._part(tensors[rank], slot, begin, end)
-                yield from self._plan.write(into, count, found, sources)
-                if self._plan.divide and any(move.reduce for move in found):
-                    yield steps.divide(into, count, self._plan.divide)
+                yield from self._plan.arrivals.steps(into, count, found, sources, self._plan.divide)
 
     def _out(self, slot: Slot, begin: int) -> Part:
         at, first = self._plan.sizes.place(slot, self._plan.inputs)

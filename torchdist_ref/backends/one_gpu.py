@@ -19,7 +19,6 @@ from functools import partial
 
 from torch import Tensor
 
-from torchdist_ref.backends import steps
 from torchdist_ref.backends.plan import ALIGN, Plan
 from torchdist_ref.backends.stages_on_device import Stages
 from torchdist_ref.backends.staging import settle
@@ -98,9 +97,7 @@ class OneGpu:
 
     def _steps(self, into: Tensor, moves: Sequence[Move], sources: Sequence[Tensor]) -> Iterator[Step]:
         if count := into.numel():
-            yield from self._plan.write(into, count, moves, sources)
-            if self._plan.divide:
-                yield steps.divide(into, count, self._plan.divide)
+            yield from self._plan.arrivals.steps(into, count, moves, sources, self._plan.divide)
 
     def _source(self, stages: Sequence[Tensor], move: Move, tensors: Sequence[Tensor], number: int) -> Tensor:
         if move.read in self._staged.get(move.src, ()):

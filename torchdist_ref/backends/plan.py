@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.backends import steps
+from torchdist_ref.backends.arrivals import Arrivals
 from torchdist_ref.backends.operands import IN_PLACE, Sizes
-from torchdist_ref.backends.reductions import WIDENED, Reduction
+from torchdist_ref.backends.reductions import Reduction
 from torchdist_ref.backends.steps import Operand, Part, Step
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
 from torchdist_ref.transports.base import Link
@@ -125,9 +126,11 @@ class Plan:
         return uncut and self.shape is not None and len(self.windows) == 1 and not self.scratch
 
     @cached_property
-    def _short_rows(self) -> bool:
-        """Whether it takes longer to cut a block out of its tensor than to copy it."""
-        return bool(self.sizes.rows) and self.sizes.largest * self.dtype.itemsize <= SHORT
+    def arrivals(self) -> Arrivals:
+        """How what arrives is brought into slots."""
+        # Short blocks take longer to cut out of their tensor than to copy.
+        short = bool(self.sizes.rows) and self.sizes.largest * self.dtype.itemsize <= SHORT
+        return Arrivals(self.dtype, self.reduction, short)
 
     @cached_property
     def staged(self) -> tuple[dict[int, tuple[Slot, ...]], ...]:
@@ -249,11 +252,12 @@ class Plan:
             count = self.length(self.link.rank, slot, begin)
             if self.carries_data and count:
                 sources = [self._source(number, m, begin, place) for m in arriving]
-                yield from self.write(self._own(slot, begin), count, arriving, sources)
+                divide = self.divide if self._at_once else 0
+                yield from self.arrivals.steps(self._own(slot, begin), count, arriving, sources, divide)
 
     def _last_steps(self, number: int, begin: int) -> Iterable[Step]:
-        """An average is divided where the call ends, while its window is in the cache."""
-        if self.divide and number == len(self.rounds) - 1:
+        """A sum that several rounds make is divided where the call ends, while its window is in the cache."""
+        if self.divide and not self._at_once and number == len(self.rounds) - 1:
             for slot in self.slots:
                 count = self.length(self.link.rank, slot, begin)
                 if slot[0] in ("data", "out") and count:
@@ -264,25 +268,10 @@ class Plan:
             return self._own(move.read, begin)
         return self._view(number, move.src, move.read, begin, place)
 
-    def write(self, into: Operand, count: int, moves: Sequence[Move], sources: Sequence[Operand]) -> Iterable[Step]:
-        """The steps that bring several arrivals of so many elements into one slot, in listed order."""
-        last = max((i for i, m in enumerate(moves) if not m.reduce), default=-1)
-        moves, sources = moves[max(0, last) :], sources[max(0, last) :]
-        size, reduction = self.dtype.itemsize, self.reduction
-        start = [] if last >= 0 else [into]
-        reduces = sum(m.reduce for m in moves)
-        if reduction is None or not reduces:
-            yield from (steps.copy(into, source, count * size, size) for source in sources)
-        elif reduces > 1 and self.dtype in WIDENED:
-            yield steps.widened(into, [*start, *sources], count, reduction)
-        elif last >= 0 and self._short_rows:
-            yield steps.copy(into, sources[0], count * size, size)
-            yield from (steps.reduce(into, source, count, reduction) for source in sources[1:])
-        elif last >= 0:
-            yield steps.combine(into, sources[0], sources[1], count, reduction)
-            yield from (steps.reduce(into, source, count, reduction) for source in sources[2:])
-        else:
-            yield from (steps.reduce(into, source, count, reduction) for source in sources)
+    @cached_property
+    def _at_once(self) -> bool:
+        """Whether all that is reduced into a slot arrives there in one round."""
+        return sum(any(move.reduce for move in moves) for moves in self.schedule.rounds) <= 1
 
 
 def _staged(moves: Sequence[Move]) -> dict[int, tuple[Slot, ...]]:

@@ -97,14 +97,16 @@ def combine(target: Operand, first: Operand, second: Operand, count: int, reduct
     return lambda tensors, begin: together(one(tensors, begin), two(tensors, begin), out=to(tensors, begin))
 
 
-def widened(target: Operand, sources: Sequence[Operand], count: int, reduction: Reduction) -> Step:
-    """The target becomes the reduction of half-precision sources, made in float32 and rounded once."""
+def widened(target: Operand, sources: Sequence[Operand], count: int, reduction: Reduction, by: int = 0) -> Step:
+    """The target becomes the reduction of halves, made in float32, divided there if not by 0, and rounded once."""
     to, of = _tensor(target, count), [_tensor(source, count) for source in sources]
 
     def step(tensors: Tensors, begin: int) -> None:
         total = of[0](tensors, begin).to(float32)
         for source in of[1:]:
             reduction.into(total, source(tensors, begin).to(float32))
+        if by:
+            total.div_(by)
         to(tensors, begin).copy_(total)
 
     return step
