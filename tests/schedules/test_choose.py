@@ -106,6 +106,7 @@ def test_overrides_are_parsed() -> None:
         ("ring", "'TORCHDIST_REF_ALGORITHM' must be op=algorithm with op one of all_reduce, .*, got 'ring'"),
         ("allreduce=ring", "must be op=algorithm with op one of all_reduce"),
         ("all_reduce=bruck", "must be all_reduce= one of direct, two_shot, .*, got 'all_reduce=bruck'"),
+        ("all_reduce=ring,all_reduce=tree", "must be each operation once, got 'all_reduce=ring,all_reduce=tree'"),
     ],
 )
 def test_overrides_say_what_they_do_not_understand(text: str, message: str) -> None:
@@ -118,3 +119,19 @@ def test_unknown_operations_and_transports_are_named() -> None:
         choose("reduce_all", 4, 1)
     with pytest.raises(ArgumentError, match="'transport' must be 'shared_memory' or 'tcp', got 'udp'"):
         choose("all_reduce", 4, 1, transport="udp")
+
+
+@pytest.mark.parametrize(
+    ("world", "nbytes", "hosts", "message"),
+    [
+        (0, 1, None, "'world' must be at least 1, got 0"),
+        (4, -5, None, "'nbytes' must be 0 or more, got -5"),
+        (4, float("nan"), None, "'nbytes' must be 0 or more, got nan"),
+        (4, 1, (0, 1), r"'hosts' must be one host for each of 4 ranks, got \(0, 1\)"),
+    ],
+)
+def test_worlds_and_sizes_that_cannot_be_are_named(
+    world: int, nbytes: int, hosts: tuple[int, ...] | None, message: str
+) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        choose("all_reduce", world, nbytes, hosts=hosts)

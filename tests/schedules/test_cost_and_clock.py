@@ -206,5 +206,12 @@ def test_a_wrong_number_of_hosts_is_named() -> None:
         simulate(build("all_reduce", "ring", 4), 1, Network(hosts=(0, 1)))
 
 
+def test_times_that_run_backwards_are_named() -> None:
+    with pytest.raises(ArgumentError, match="'nbytes' must be 0 or more, got -1"):
+        simulate(build("all_reduce", "ring", 4), -1)
+    with pytest.raises(ArgumentError, match=r"'local_beta' must be seconds, 0 or more, got -1\.0"):
+        Network(local_beta=-1.0)
+
+
 def test_the_chain_has_as_many_pieces_as_the_catalogue_says() -> None:
     assert PIECES == 8

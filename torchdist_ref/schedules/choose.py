@@ -73,7 +73,7 @@ def choose(
         A name that `catalogue.build` takes for this operation.
 
     Raises:
-        ArgumentError: no such operation or transport.
+        ArgumentError: no such operation, transport, world or size, or ``hosts`` of another length.
 
     >>> choose("all_reduce", 4, 1024), choose("all_reduce", 4, 1 << 20)
     ('direct', 'two_shot')
@@ -81,6 +81,12 @@ def choose(
     'ring'
     """
     algorithms(op)
+    if world < 1:
+        raise ArgumentError(explain("choose", "world", "at least 1", world))
+    if not nbytes >= 0:
+        raise ArgumentError(explain("choose", "nbytes", "0 or more", nbytes))
+    if hosts is not None and len(hosts) != world:
+        raise ArgumentError(explain("choose", "hosts", f"one host for each of {world} ranks", hosts))
     if transport not in ("shared_memory", "tcp"):
         raise ArgumentError(explain("choose", "transport", "'shared_memory' or 'tcp'", transport))
     if hosts and len(set(hosts)) > 1:
@@ -111,12 +117,16 @@ def overrides(text: str) -> dict[str, str]:
         Operation -> algorithm.
 
     Raises:
-        ArgumentError: an item is not of the form ``op=algorithm``, or names what the catalogue has not.
+        ArgumentError: an item is not of the form ``op=algorithm``, names what the catalogue has not, or an operation
+            that another item has named.
 
     >>> overrides("all_reduce=ring, broadcast=tree")
     {'all_reduce': 'ring', 'broadcast': 'tree'}
     """
-    return dict(_override(item.strip()) for item in text.split(",") if item.strip())
+    found = [_override(item.strip()) for item in text.split(",") if item.strip()]
+    if len(dict(found)) < len(found):
+        raise ArgumentError(explain("choose", "TORCHDIST_REF_ALGORITHM", "each operation once", text))
+    return dict(found)
 
 
 def _override(item: str) -> tuple[str, str]:

@@ -45,6 +45,9 @@ class Network:
         hosts: the host of each rank, numbered in any way (default: every rank has a host to itself).
         local_alpha: seconds per message within a host (default 0.3 microseconds, a semaphore).
         local_beta: seconds per byte within a host (default 8 GB/s, a copy).
+
+    Raises:
+        ArgumentError: one of the times is negative.
     """
 
     alpha: float = 30e-6
@@ -53,6 +56,11 @@ class Network:
     hosts: tuple[int, ...] | None = None
     local_alpha: float = 0.3e-6
     local_beta: float = 1 / 8e9
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta", "gamma", "local_alpha", "local_beta"):
+            if not getattr(self, name) >= 0:
+                raise ArgumentError(explain("Network", name, "seconds, 0 or more", getattr(self, name)))
 
 
 class _Until(dict[int, float]):
@@ -202,7 +210,7 @@ def simulate(
         was done.
 
     Raises:
-        ArgumentError: ``network.hosts`` has another length.
+        ArgumentError: ``network.hosts`` has another length, or ``nbytes`` is negative.
 
     Source: R. Hockney, "The communication challenge for MPP", 1994; Thakur, Rabenseifner, Gropp 2005.
 
@@ -215,6 +223,8 @@ def simulate(
     if network.hosts is not None and len(network.hosts) != world:
         expected = f"one host for each of {world} ranks"
         raise ArgumentError(explain("simulate", "network.hosts", expected, network.hosts))
+    if not nbytes >= 0:
+        raise ArgumentError(explain("simulate", "nbytes", "0 or more", nbytes))
     if representative is None:
         representative = world >= REPRESENTED
     few = _period(network.hosts, world) if representative else world
