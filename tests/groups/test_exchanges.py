@@ -245,6 +245,20 @@ def test_sizes_that_pairs_see_differently_are_named() -> None:
         assert "rank 0 gives rank 1 2 elements, and rank 1 expects 1" in text
 
 
+def too_little_on_gloo(rank: int) -> list[float]:
+    output = torch.full((2 if rank == 0 else 4,), -1.0)
+    dist.all_to_all_single(output, fill(rank, (2,)), [1, 1] if rank == 0 else [3, 1], [1, 1])
+    return output.tolist()
+
+
+def test_what_gloo_does_not_write_stays_as_it_was() -> None:
+    """It says nothing of it either: but for the level DETAIL, sizes are not compared there."""
+    first, second = (fill(rank, (2,)).tolist() for rank in range(2))
+    assert run(too_little_on_gloo, 2, backend="gloo", ranks="processes") == [
+        [first[0], second[0]], [first[1], -1.0, -1.0, second[1]],
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("algorithm", ["pairwise", "bruck"])
 def test_a_rank_whose_blocks_are_equal_goes_by_what_all_can_do(
     algorithm: str, monkeypatch: pytest.MonkeyPatch

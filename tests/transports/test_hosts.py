@@ -12,6 +12,8 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,6 +31,16 @@ from torchdist_ref.transports.layout import KINDS, Layout
 from torchdist_ref.transports.mesh import Mesh, PeerLane
 
 SOON = 2.0
+
+
+@contextmanager
+def a_line() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    with theirs, ours:
+        yield theirs, ours
 
 
 def join(rank: int, hosts: str, path: str, interface: str = "") -> None:
@@ -141,10 +153,7 @@ def test_a_mesh_refuses_bytes_for_a_part_that_is_not_the_senders() -> None:
     layout = Layout(2, window=8192)
     memory = bytearray(layout.nbytes)
     mesh = Mesh(0, layout, lambda rank: memoryview(memory))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        theirs = socket.create_connection(server.getsockname())
-        ours, _ = server.accept()
-    with theirs, ours:
+    with a_line() as (theirs, ours):
         mesh.add(1, ours)
         begin = layout.pocket(1, 0)
         theirs.sendall(pack(Frame(KINDS.index("full"), 1, ((begin, 3),))) + b"abc")
@@ -193,10 +202,7 @@ def test_a_mesh_takes_bytes_for_anywhere_only_where_they_are_expected() -> None:
     layout = Layout(2, window=8192)
     memory, wanted = bytearray(layout.nbytes), bytearray(3)
     mesh = Mesh(0, layout, lambda rank: memoryview(memory))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        theirs = socket.create_connection(server.getsockname())
-        ours, _ = server.accept()
-    with theirs, ours:
+    with a_line() as (theirs, ours):
         mesh.add(1, ours)
         PeerLane(mesh, 1).expect([memoryview(wanted)])
         frame = pack(Frame(KINDS.index("more"), 1, ((ELSEWHERE, 3),))) + b"abc"
@@ -213,10 +219,7 @@ def test_a_peer_that_does_not_read_is_named_in_time() -> None:
     layout = Layout(2, window=8192)
     memory = bytearray(layout.nbytes)
     mesh = Mesh(0, layout, lambda rank: memoryview(memory), patience=0.1)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        theirs = socket.create_connection(server.getsockname())
-        ours, _ = server.accept()
-    with theirs, ours:
+    with a_line() as (_, ours):
         mesh.add(1, ours)
         start = time.monotonic()
         with pytest.raises(RankStalledError, match=r"rank 1 has not read for 0\.1 s"):
@@ -234,11 +237,8 @@ def test_a_full_socket_may_have_any_descriptor() -> None:
     layout = Layout(2, window=8192)
     memory = bytearray(layout.nbytes)
     mesh = Mesh(0, layout, lambda rank: memoryview(memory), patience=0.05)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        theirs = socket.create_connection(server.getsockname())
-        ours, _ = server.accept()
     try:
-        with theirs, ours, socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 2000)) as far_up:
+        with a_line() as (_, ours), socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 2000)) as far_up:
             mesh.add(1, far_up)
             with pytest.raises(RankStalledError, match="rank 1 has not read"):
                 mesh.send_bytes(1, "more", memoryview(bytes(64 << 20)))

@@ -112,11 +112,11 @@ class Planner:
             divide=self._link.size if name == "avg" else 0,
             fits=_fits(dtype, tensors),
         )
-        through = partial(through_host, call=call, inputs=inputs)
+        on_host, through = all(t.is_cpu for t in tensors), partial(through_host, call=call, inputs=inputs)
         if uneven:
-            return self._uneven.prepared(plan, through, tensors)
+            return self._uneven.prepared(plan, None if on_host else through)
         root = getattr(call, "root", 0)
-        if not all(t.is_cpu for t in tensors):
+        if not on_host:
             shared = None if call.op in self._forced else on_one_gpu(plan, root, self._stages)
             return self._executor.prepared(plan, shared, through)
         lent = None if call.op in self._forced else lending(plan, root, self._neighbours)

@@ -57,7 +57,7 @@ def carried(call: Call, inputs: Tensors, outputs: Tensors, rank: int, size: int)
         case ReduceScatter():
             return _scattering(call, inputs, outputs[0], size)
         case AllToAll():
-            return _exchange(inputs, outputs)
+            return _exchange(inputs, outputs, call.uneven)
         case AllGather() if len({t.numel() for t in outputs}) > 1:
             return _padded(call, inputs, outputs)
         case Barrier():
@@ -146,7 +146,7 @@ def _padded(call: Call, inputs: Tensors, outputs: Tensors) -> Carried:
     return Carried(call, sources, targets, lambda: brought_back(used, outputs))
 
 
-def _exchange(inputs: Tensors, outputs: Tensors) -> Carried:
+def _exchange(inputs: Tensors, outputs: Tensors, uneven: bool = False) -> Carried:
     given, taken = (tuple(t.nbytes for t in tensors) for tensors in (inputs, outputs))
     source, whole = uncut(inputs), uncut(outputs)
     sent = as_bytes(source[0]) if len(source) == 1 else torch.cat([as_bytes(t) for t in source])
@@ -154,7 +154,11 @@ def _exchange(inputs: Tensors, outputs: Tensors) -> Carried:
         target = as_bytes(whole[0])
         rows: Sequence[Tensor] = [target]
     else:
-        target = torch.empty(sum(taken), dtype=torch.uint8, device=outputs[0].device)
+        # Where a rank gives less than is expected, Gloo says nothing: the rest stays as it is.
+        target = (
+            torch.cat([as_bytes(t) for t in outputs]) if uneven
+            else torch.empty(sum(taken), dtype=torch.uint8, device=outputs[0].device)
+        )  # fmt: skip
         rows = target.split(taken)
     return Carried(Exchange(given=given, taken=taken), [sent], [target], lambda: brought_back(rows, whole))
 

@@ -33,16 +33,15 @@ class Uneven:
         self._link, self._executor = link, executor
         self._exchanges: dict[tuple[torch.dtype, Pairs], CarryOut] = {}
 
-    def prepared(self, plan: Plan, through_host: Callable[[CarryOut], CarryOut], tensors: Sequence[Tensor]) -> Prepared:
+    def prepared(self, plan: Plan, through_host: Callable[[CarryOut], CarryOut] | None) -> Prepared:
         """A call ready to run.
 
         Args:
             plan: Says all but the sizes of the blocks.
-            through_host: Makes what runs on tensors of the host run on those of devices.
-            tensors: The operands.
+            through_host: Makes what runs on tensors of the host run on those of devices; None where none is needed.
         """
         made = self._carry_out(plan)
-        carry_out = made if all(tensor.is_cpu for tensor in tensors) else through_host(made)
+        carry_out = made if through_host is None else through_host(made)
         return Prepared(plan, carry_out, carry_out)
 
     def _carry_out(self, plan: Plan) -> CarryOut:

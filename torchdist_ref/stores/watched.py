@@ -7,13 +7,15 @@ is, does not belong here.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torchdist_ref.errors import StoreTimeoutError
 from torchdist_ref.stores.arguments import Text
-from torchdist_ref.stores.base import Store
+from torchdist_ref.stores.base import POLL, Store
 from torchdist_ref.stores.prefix import PrefixStore
+from torchdist_ref.stores.waiting import Deadline
 
 LOOK = 0.05
 """Seconds between two looks, and so the longest time that trouble stays unseen."""
@@ -48,14 +50,25 @@ class WatchedStore(PrefixStore):
 
     def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
         deadline = self._deadline("wait", timeout)
-        while True:
+        while not self._came(keys, Deadline(min(LOOK, deadline.left()))):
+            trouble = self._trouble()
+            # What was waited for may have come just before the trouble did.
+            if (trouble is not None or deadline.passed()) and not self.check(keys):
+                raise trouble or self._timed_out("wait", self._missing(keys), deadline)
+
+    def _came(self, keys: Sequence[Text], look: Deadline) -> bool:
+        """Whether the keys come before the next look."""
+        store: object = self._underlying_non_prefix_store
+        if isinstance(store, Store):
             try:
-                return super().wait(keys, timedelta(seconds=min(LOOK, deadline.left())))
+                super().wait(keys, timedelta(seconds=look.seconds))
             except StoreTimeoutError:
-                trouble = self._trouble()
-                # What was waited for may have come just before the trouble did.
-                if (trouble is not None or deadline.passed()) and not self.check(keys):
-                    raise trouble or self._timed_out("wait", self._missing(keys), deadline) from None
+                return False
+            return True
+        # torch's stores have several types of errors for a time-out, and put a line into the log for each.
+        while not (here := self.check(keys)) and not look.passed():
+            time.sleep(min(POLL, look.left()))
+        return here
 
     def _missing(self, keys: Sequence[Text]) -> list[Text]:
         return [key for key in keys if not self.check([key])]

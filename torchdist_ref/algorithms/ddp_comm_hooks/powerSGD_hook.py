@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.futures import Future
@@ -73,13 +74,13 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
         [([4.0, 8.0, 12.0], (4.0, 64, 16)), ([4.0, 8.0, 12.0], (4.0, 64, 16))]
     """
     peers = Peers(state.process_group, bucket)
-    state.meet(bucket)
+    numbers = state.meet(bucket)
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)
         return average(peers, bucket)
     if bucket.buffer().is_sparse:
         return state.line.add(_exactly(state, bucket, peers.size), peers, bucket.buffer().device)
-    layout = _layout(state, bucket)
+    layout = _layout(state, bucket, numbers)
     before, after = bucket.buffer().numel(), sum(layout.sizes()) + layout.rest_size
     state.count(bucket, before, after)
     return state.line.add(_rounds(state, bucket, layout, peers.size), peers, bucket.buffer().device)
@@ -142,11 +143,10 @@ def _exactly(state: PowerSGDState, bucket: GradBucket, world: int) -> Rounds:
     return out
 
 
-def _layout(state: PowerSGDState, bucket: GradBucket) -> Plan:
+def _layout(state: PowerSGDState, bucket: GradBucket, numbers: list[Any]) -> Plan:
     """The bucket's plan, made again when the bucket is not what it was; what is remembered of its parameters moves."""
     # A complex gradient lies in the buffer as real numbers, and is compressed as those.
     gradients = [torch.view_as_real(g) if width(g, bucket.buffer()) == 2 else g for g in bucket.gradients()]
-    numbers = state.meet(bucket)
     shapes = [(number, g.shape, g.stride()) for number, g in zip(numbers, gradients, strict=True)]
     key = (bucket.buffer().dtype, state.matrix_approximation_rank, shapes)
     known = state.layouts.get(bucket.index())
