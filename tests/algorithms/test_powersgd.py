@@ -418,7 +418,7 @@ def by_hand(state: PowerSGDState, gradients: list[Tensor], steps: int, parameter
     for _ in range(steps):
         buffer = torch.cat([g.flatten() for g in gradients])
         bucket = dist.GradBucket(buffer=buffer, gradients=gradients, parameters=parameters)
-        travelling = list(module._rounds(state, bucket, module._layout(state, bucket), 1))
+        travelling = list(module._rounds(state, bucket, module._layout(state, bucket, state.meet(bucket)), 1))
     return bucket.gradients(), travelling
 
 
