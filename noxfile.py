@@ -127,6 +127,7 @@ def lint(session: nox.Session) -> None:
     set_up(session, 3)
     session.log("[3/3] ruff")
     call(session, "-m", "ruff", "check", ".")
+    call(session, "-m", "ruff", "format", "--check", ".")
 
 
 @nox.session(venv_backend="none")

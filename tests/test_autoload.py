@@ -94,9 +94,7 @@ def test_torch_starts_whatever_is_wrong_with_what_it_loads(text: str | None, tmp
     assert "torch can't be told of backend 'ref'" in result.stderr
 
 
-def test_a_torch_that_refuses_is_only_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_torch_that_refuses_is_only_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise TypeError("another signature")
 

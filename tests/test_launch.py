@@ -40,8 +40,13 @@ def launch(tmp_path: Path) -> Launch:
         (tmp_path / "script.py").write_text(script)
         return subprocess.run(
             command(*options, "script.py", *args),
-            cwd=tmp_path, env=environment(), input=feed, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env=environment(),
+            input=feed,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
 
     return run
 
@@ -52,8 +57,12 @@ def running(folder: Path, first: str, *options: str) -> Iterator[tuple[subproces
     (folder / "script.py").write_text(f"import os, signal, sys\n{first}\nprint(os.getpid(), flush=True)\n{WAIT}")
     process = subprocess.Popen(
         command("--nproc-per-node", "2", *options, "script.py"),
-        cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout
     try:
         yield process, [int(process.stdout.readline()) for _ in range(2)]

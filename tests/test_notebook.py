@@ -107,9 +107,18 @@ class TestCells:
 
     @pytest.mark.parametrize(
         ("source", "value"),
-        [("1 + 1", "2"), ("1 + 1;", None), ("a = 1", None), ("None", None), ("", None), ("# only this", None),
-         ("'é'; 3 # end", "3"), ("if True:\n  5", None), ("_spam = 2\n_spam  ; # quiet", None)],
-    )  # fmt: skip
+        [
+            ("1 + 1", "2"),
+            ("1 + 1;", None),
+            ("a = 1", None),
+            ("None", None),
+            ("", None),
+            ("# only this", None),
+            ("'é'; 3 # end", "3"),
+            ("if True:\n  5", None),
+            ("_spam = 2\n_spam  ; # quiet", None),
+        ],
+    )
     def test_the_value_of_the_last_line_is_shown(self, pool: RankPool, source: str, value: str | None) -> None:
         assert shown(pool, source) == [(rank, value) for rank in range(3) if value is not None]
 
@@ -153,8 +162,10 @@ class TestCells:
 
 class TestRichValues:
     def test_a_value_shows_itself(self, pool: RankPool) -> None:
-        pool.run("class Picture:\n  _repr_svg_ = lambda s: '<svg/>'\n  _repr_png_ = lambda s: b'png'\n"
-                 "  __repr__ = lambda s: 'a picture'\n  _repr_html_ = lambda s: None")  # fmt: skip
+        pool.run(
+            "class Picture:\n  _repr_svg_ = lambda s: '<svg/>'\n  _repr_png_ = lambda s: b'png'\n"
+            "  __repr__ = lambda s: 'a picture'\n  _repr_html_ = lambda s: None"
+        )
         items: Shown = []
         pool.run("Picture() if rank == 1 else None", show=lambda rank, item: items.append((rank, item)))
         png = base64.b64encode(b"png").decode()
@@ -168,8 +179,11 @@ class TestRichValues:
 
     def test_display_keeps_its_place_between_prints(self, pool: RankPool) -> None:
         assert shown(pool, "if rank == 0:\n  print('a', end='')\n  display([1], 'b')\n  print('c')") == [
-            (0, "a"), (0, "[1]"), (0, "'b'"), (0, "c"),
-        ]  # fmt: skip
+            (0, "a"),
+            (0, "[1]"),
+            (0, "'b'"),
+            (0, "c"),
+        ]
 
     def test_figures_are_shown_and_closed_and_always_the_same(self, pool: RankPool) -> None:
         # Slow, a second or two: one rank imports matplotlib.
@@ -383,9 +397,13 @@ class TestLife:
     # Slow for "fork", a second or two: its server imports torch.
     @pytest.mark.parametrize(
         ("method", "end"),
-        [("fork", "os.kill(os.getpid(), 9)"), ("spawn", "os.kill(os.getpid(), 9)"), ("spawn", "raise SystemExit"),
-         ("spawn", "os._exit(0)")],
-    )  # fmt: skip
+        [
+            ("fork", "os.kill(os.getpid(), 9)"),
+            ("spawn", "os.kill(os.getpid(), 9)"),
+            ("spawn", "raise SystemExit"),
+            ("spawn", "os._exit(0)"),
+        ],
+    )
     def test_no_rank_outlives_its_kernel(self, method: str, end: str) -> None:
         script = (
             "import os\nfrom torchdist_ref.notebook import RankPool, RankServer\n"

@@ -63,12 +63,32 @@ PARTS = (
     Part("backends.base", "2 engines", (*WORDS, "stores", "transports", "_autoload")),
     Part("backends.around", "2 engines", (*WORDS, "backends.base")),
     Part("backends.sparse", "2 engines", (*WORDS, "backends.base")),
-    Part("backends", "2 engines", (
-        *WORDS, "schedules", "stores", "rendezvous", "transports", "backends.base", "backends.sparse",
-    )),
-    Part("debug", "2 engines", (
-        *WORDS, "schedules", "stores", "rendezvous", "transports", "backends.base", "backends.around",
-    )),
+    Part(
+        "backends",
+        "2 engines",
+        (
+            *WORDS,
+            "schedules",
+            "stores",
+            "rendezvous",
+            "transports",
+            "backends.base",
+            "backends.sparse",
+        ),
+    ),
+    Part(
+        "debug",
+        "2 engines",
+        (
+            *WORDS,
+            "schedules",
+            "stores",
+            "rendezvous",
+            "transports",
+            "backends.base",
+            "backends.around",
+        ),
+    ),
     Part("groups", "3 front door", (*WORDS, "stores", "rendezvous", "backends.base", "backends.sparse", "debug")),
     Part("device_mesh", "3 front door", ("groups",)),
     Part("parallel.bucket", "4 training"),

@@ -13,11 +13,10 @@ from typing import Any
 
 from docutils import nodes
 from docutils.parsers.rst.states import Inliner
+from foreign_names import exists
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
-
-from foreign_names import exists
 
 PACKAGE = "torchdist_ref"
 

@@ -30,13 +30,21 @@ with warnings.catch_warnings():
     from torch.distributed.optim import PostLocalSGDOptimizer as THEIRS
 
 OURS = SimpleNamespace(
-    api=dist, ddp=dist.DistributedDataParallel, hook=post_localSGD_hook, optimizer=PostLocalSGDOptimizer,
-    periodic=averagers.PeriodicModelAverager, hierarchical=hierarchical_model_averager.HierarchicalModelAverager,
-)  # fmt: skip
+    api=dist,
+    ddp=dist.DistributedDataParallel,
+    hook=post_localSGD_hook,
+    optimizer=PostLocalSGDOptimizer,
+    periodic=averagers.PeriodicModelAverager,
+    hierarchical=hierarchical_model_averager.HierarchicalModelAverager,
+)
 TORCHS = SimpleNamespace(
-    api=torch.distributed, ddp=TorchDDP, hook=their_hook, optimizer=THEIRS,
-    periodic=their_averagers.PeriodicModelAverager, hierarchical=their_hierarchical.HierarchicalModelAverager,
-)  # fmt: skip
+    api=torch.distributed,
+    ddp=TorchDDP,
+    hook=their_hook,
+    optimizer=THEIRS,
+    periodic=their_averagers.PeriodicModelAverager,
+    hierarchical=their_hierarchical.HierarchicalModelAverager,
+)
 WORLD, STEPS = 3, 14
 # Averager, whether neighbours average gradients later on, whether training is saved and loaded on the way.
 WAYS = {

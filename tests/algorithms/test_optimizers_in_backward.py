@@ -15,8 +15,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import torchdist_ref as dist
 from tests.parallel.training import batch, build, forked
 from torchdist_ref.algorithms.ddp_comm_hooks import (
-    ddp_zero_hook, default_hooks, optimizer_overlap_hooks, powerSGD_hook, quantization_hooks,
-)  # fmt: skip
+    ddp_zero_hook,
+    default_hooks,
+    optimizer_overlap_hooks,
+    powerSGD_hook,
+    quantization_hooks,
+)
 from torchdist_ref.optim import ZeroRedundancyOptimizer
 from torchdist_ref.testing import run
 
@@ -99,9 +103,7 @@ def test_the_optimizer_steps_on_what_the_hook_returned_wherever_it_lies(hook: An
         ddp = DDP(build("mlp"), bucket_cap_mb=SMALL)
         ddp.register_comm_hook(
             None,
-            optimizer_overlap_hooks._hook_then_optimizer(
-                hook, optimizer_overlap_hooks._OptimizerHookState(Momentum())
-            ),
+            optimizer_overlap_hooks._hook_then_optimizer(hook, optimizer_overlap_hooks._OptimizerHookState(Momentum())),
         )
         steps(ddp, rank, 4)
         return states(ddp.module)

@@ -134,9 +134,7 @@ def sequence(ddp: Any, rank: int, steps: int, first: int = 0) -> Tensor:
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(1000 * step + rank)
         common = torch.Generator().manual_seed(5)
-        gradients = [
-            torch.randn(s, generator=common) + 0.1 * torch.randn(s, generator=generator) for s in Given.SHAPES
-        ]
+        gradients = [torch.randn(s, generator=common) + 0.1 * torch.randn(s, generator=generator) for s in Given.SHAPES]
         ddp.zero_grad()
         ddp(gradients).backward()
         found.append(torch.cat([p.grad.flatten() for p in ddp.parameters()]))

@@ -24,14 +24,16 @@ HOOKS: dict[str, tuple[Hook, Hook]] = {
     "fp16": (ours.fp16_compress_hook, theirs.fp16_compress_hook),
     "bf16": (ours.bf16_compress_hook, theirs.bf16_compress_hook),
     "fp16 wrapper": (
-        ours.fp16_compress_wrapper(ours.allreduce_hook), theirs.fp16_compress_wrapper(theirs.allreduce_hook),
+        ours.fp16_compress_wrapper(ours.allreduce_hook),
+        theirs.fp16_compress_wrapper(theirs.allreduce_hook),
     ),
     "bf16 wrapper": (
-        ours.bf16_compress_wrapper(ours.allreduce_hook), theirs.bf16_compress_wrapper(theirs.allreduce_hook),
+        ours.bf16_compress_wrapper(ours.allreduce_hook),
+        theirs.bf16_compress_wrapper(theirs.allreduce_hook),
     ),
     # torch's inner wrapper doesn't convert back; so ours beside itself, where it doesn't say how it takes gradients.
     "two wrappers": (TWICE, lambda state, bucket: TWICE(state, bucket)),
-}  # fmt: skip
+}
 
 
 def trained(hook: Hook, rank: int, **options: Any) -> list[torch.Tensor]:

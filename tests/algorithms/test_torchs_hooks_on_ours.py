@@ -31,17 +31,21 @@ HOOKS: dict[str, tuple[Any, Any, float]] = {
     "allreduce": (lambda group: group, default_hooks.allreduce_hook, 0),
     "fp16": (lambda group: group, default_hooks.fp16_compress_hook, 0.01),
     "fp16 around allreduce": (
-        lambda group: group, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), 0.01,
+        lambda group: group,
+        default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+        0.01,
     ),
     "ours around torch's": (lambda group: group, ours.fp16_compress_wrapper(default_hooks.allreduce_hook), 0.01),
     "InternVL": (lambda group: group, as_in_internvl, 0.01),
     "local SGD": (
         # Beyond the last step: torch would make subgroups of its own, for which it wants accelerators.
-        lambda group: post_localSGD_hook.PostLocalSGDState(group, group, 9), post_localSGD_hook.post_localSGD_hook, 0,
+        lambda group: post_localSGD_hook.PostLocalSGDState(group, group, 9),
+        post_localSGD_hook.post_localSGD_hook,
+        0,
     ),
     # Compresses from the third step on.
     "PowerSGD": (lambda group: powersgd.PowerSGDState(group, 2, 3), powersgd.powerSGD_hook, 0.2),
-}  # fmt: skip
+}
 
 
 def registered(state: Any, hook: Any) -> Any:
@@ -98,14 +102,21 @@ def test_lightning_registers_hooks_on_our_ddp() -> None:
 def test_the_five_hooks_of_internvl_are_where_its_imports_look() -> None:
     # InternVL's training script begins: from ddp_hooks import fp16_compress_hook, and so on.
     from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import (
-        allreduce_hook, bf16_compress_hook, bf16_compress_wrapper, fp16_compress_hook, fp16_compress_wrapper,
-    )  # fmt: skip
+        allreduce_hook,
+        bf16_compress_hook,
+        bf16_compress_wrapper,
+        fp16_compress_hook,
+        fp16_compress_wrapper,
+    )
 
     def program(rank: int) -> list[Tensor]:
         hooks = [
-            allreduce_hook, fp16_compress_hook, bf16_compress_hook,
-            fp16_compress_wrapper(as_in_internvl), bf16_compress_wrapper(allreduce_hook),
-        ]  # fmt: skip
+            allreduce_hook,
+            fp16_compress_hook,
+            bf16_compress_hook,
+            fp16_compress_wrapper(as_in_internvl),
+            bf16_compress_wrapper(allreduce_hook),
+        ]
         group = dist.new_group([0, 1])
         return [train(registered(group, hook), "mlp", rank, 3)[1] for hook in hooks]
 

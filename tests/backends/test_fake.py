@@ -27,8 +27,12 @@ def recorded(group: Any = None) -> list[str]:
 
 
 REDUCED = {
-    "SUM": lambda t: t * SIZE, "AVG": lambda t: t, "MIN": lambda t: t, "MAX": lambda t: t, "PRODUCT": lambda t: t**SIZE,
-}  # fmt: skip
+    "SUM": lambda t: t * SIZE,
+    "AVG": lambda t: t,
+    "MIN": lambda t: t,
+    "MAX": lambda t: t,
+    "PRODUCT": lambda t: t**SIZE,
+}
 
 
 @pytest.mark.parametrize("op", REDUCED)

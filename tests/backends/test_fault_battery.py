@@ -101,9 +101,7 @@ def live(rank: int, trial: Trial, path: str) -> Heard:
     os.environ["TORCHDIST_REF_HOST_ID"] = trial.hosts[rank]
     patience = STALL if trial.fault == "stall" else 20.0
     store = dist.FileStore(f"{path}/store", trial.world)
-    dist.init_process_group(
-        "ref", store=store, rank=rank, world_size=trial.world, timeout=timedelta(seconds=patience)
-    )
+    dist.init_process_group("ref", store=store, rank=rank, world_size=trial.world, timeout=timedelta(seconds=patience))
     Path(path, f"pid{rank}").write_text(str(os.getpid()))
     dist.barrier()
     if rank == trial.victim:

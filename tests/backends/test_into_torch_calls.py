@@ -19,8 +19,16 @@ from torchdist_ref.testing import fill, run
 # The older names are the ones that torch 2.11 has too.
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 
-OPS = {"SUM": torch.float32, "AVG": torch.float64, "PRODUCT": torch.int64, "MIN": torch.float32, "MAX": torch.uint8,
-       "BAND": torch.int32, "BOR": torch.uint8, "BXOR": torch.int64}  # fmt: skip
+OPS = {
+    "SUM": torch.float32,
+    "AVG": torch.float64,
+    "PRODUCT": torch.int64,
+    "MIN": torch.float32,
+    "MAX": torch.uint8,
+    "BAND": torch.int32,
+    "BOR": torch.uint8,
+    "BXOR": torch.int64,
+}
 
 
 def reductions(rank: int, size: int) -> Iterator[Tensor]:
@@ -191,12 +199,18 @@ def failure(attempt: Any) -> tuple[str, str]:
 
 
 WANTED = [
-    ("UnsupportedError", "PREMUL_SUM"), ("ArgumentError", "rootRank"), ("UnsupportedError", "rootTensor"),
-    ("ArgumentError", "a list of one"), ("ArgumentError", "divides into 2"), ("ArgumentError", "2 tensors, one a rank"),
-    ("ArgumentError", "by its first dimension"), ("ArgumentError", "1 elements a rank"),
-    ("UnsupportedError", "sparse"), ("UnsupportedError", "meta"),
+    ("UnsupportedError", "PREMUL_SUM"),
+    ("ArgumentError", "rootRank"),
+    ("UnsupportedError", "rootTensor"),
+    ("ArgumentError", "a list of one"),
+    ("ArgumentError", "divides into 2"),
+    ("ArgumentError", "2 tensors, one a rank"),
+    ("ArgumentError", "by its first dimension"),
+    ("ArgumentError", "1 elements a rank"),
+    ("UnsupportedError", "sparse"),
+    ("UnsupportedError", "meta"),
     ("UnsupportedError", "cuda"),
-]  # fmt: skip
+]
 
 
 def test_what_cannot_be_honoured_is_an_error_and_the_group_goes_on(tmp_path: Path) -> None:

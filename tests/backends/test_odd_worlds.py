@@ -14,9 +14,14 @@ from torchdist_ref.testing import fill, run
 OPS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
 DTYPES = (torch.bfloat16, torch.complex64, torch.bool, torch.int8, torch.float64, torch.uint8, torch.float16)
 FOLDS = {
-    "SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum,
-    "BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor,
-}  # fmt: skip
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
 
 
 def fits(name: str, dtype: torch.dtype) -> bool:

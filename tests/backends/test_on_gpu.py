@@ -144,8 +144,13 @@ def test_two_ranks_share_one_gpu_on_ref() -> None:
         assert torch.equal(got, fill(1 - rank, (3,)))
 
 
-SHARED = (on_one_gpu.every_collective, on_one_gpu.fresh_tensors, on_one_gpu.two_streams, on_one_gpu.training,
-          on_one_gpu.without_ipc)  # fmt: skip
+SHARED = (
+    on_one_gpu.every_collective,
+    on_one_gpu.fresh_tensors,
+    on_one_gpu.two_streams,
+    on_one_gpu.training,
+    on_one_gpu.without_ipc,
+)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -20,8 +20,15 @@ from torch import Tensor
 
 import torchdist_ref as dist
 from tests.backends.device_stand_in import (
-    Nameless, Separate, SharedDevice, current_stream, instead_of_cuda, on_device, seen_by_host, to_be_doubled,
-)  # fmt: skip
+    Nameless,
+    Separate,
+    SharedDevice,
+    current_stream,
+    instead_of_cuda,
+    on_device,
+    seen_by_host,
+    to_be_doubled,
+)
 from torchdist_ref.backends import stages_on_device, staging
 from torchdist_ref.backends.one_gpu import OneGpu
 from torchdist_ref.testing import RankError, fill, run

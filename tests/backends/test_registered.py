@@ -392,9 +392,12 @@ def test_wrong_arguments(name: str) -> None:
 def test_shapes_are_given_as_to_torch() -> None:
     def program(rank: int) -> list[object]:
         made = [
-            dist.empty_registered(2, 3), dist.empty_registered((2, 3)), dist.empty_registered([4]),
-            dist.empty_registered(()), dist.empty_registered(torch.Size([0, 2]), dtype=torch.int8),
-        ]  # fmt: skip
+            dist.empty_registered(2, 3),
+            dist.empty_registered((2, 3)),
+            dist.empty_registered([4]),
+            dist.empty_registered(()),
+            dist.empty_registered(torch.Size([0, 2]), dtype=torch.int8),
+        ]
         gradient = dist.empty_registered(3, requires_grad=True)
         assert gradient.requires_grad and gradient.is_leaf
         return [(tuple(tensor.shape), tensor.dtype) for tensor in made]

@@ -13,8 +13,15 @@ from torch import Tensor
 
 import torchdist_ref as dist
 from tests.backends.device_stand_in import (
-    OnDevice, Stream, current_stream, instead_of_cuda, on_device, on_stream, seen_by_host, to_be_doubled,
-)  # fmt: skip
+    OnDevice,
+    Stream,
+    current_stream,
+    instead_of_cuda,
+    on_device,
+    on_stream,
+    seen_by_host,
+    to_be_doubled,
+)
 from torchdist_ref.backends import staging
 from torchdist_ref.calls import AllReduce
 from torchdist_ref.testing import fill, run

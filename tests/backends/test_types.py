@@ -40,7 +40,7 @@ WRONG: list[tuple[torch.Tensor, Any, type[Exception], str]] = [
     (torch.ones(2), torch.tensor(0.5, dtype=torch.float64), ValueError, "factor of torch.float32, got torch.float64"),
     (torch.ones(2, dtype=torch.complex64), torch.tensor(1j), ValueError, "factor of torch.float32.*complex64"),
     (torch.ones(2), None, TypeError, "PREMUL_SUM needs a factor"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("tensor", "factor", "kind", "words"), WRONG)

@@ -23,9 +23,16 @@ from torchdist_ref.errors import ArgumentError
 
 # nccl-tests, doc/PERFORMANCE.md, for 4 ranks.
 BUS_FACTORS = {
-    "all_reduce": 1.5, "reduce": 1.0, "broadcast": 1.0, "all_gather": 0.75, "reduce_scatter": 0.75,
-    "all_to_all": 0.75, "gather": 0.75, "scatter": 0.75, "sendrecv": 1.0,
-}  # fmt: skip
+    "all_reduce": 1.5,
+    "reduce": 1.0,
+    "broadcast": 1.0,
+    "all_gather": 0.75,
+    "reduce_scatter": 0.75,
+    "all_to_all": 0.75,
+    "gather": 0.75,
+    "scatter": 0.75,
+    "sendrecv": 1.0,
+}
 
 
 def least(op: str, n: int) -> set[tuple[float, float]]:

@@ -42,15 +42,21 @@ def by_hand(name: str, world: int) -> float:
         for rank, some in worth.items()
     }
     return {
-        "none": 4 * NUMBERS * summed, "allreduce": 4 * NUMBERS * summed, "noop": 0.0,
-        "fp16": 2 * NUMBERS * summed, "bf16": 2 * NUMBERS * summed,
-        "powersgd-1": 4 * factors[1] * summed, "powersgd-2": 4 * factors[2] * summed,
+        "none": 4 * NUMBERS * summed,
+        "allreduce": 4 * NUMBERS * summed,
+        "noop": 0.0,
+        "fp16": 2 * NUMBERS * summed,
+        "bf16": 2 * NUMBERS * summed,
+        "powersgd-1": 4 * factors[1] * summed,
+        "powersgd-2": 4 * factors[2] * summed,
         "powersgd-4": 4 * factors[4] * summed,
-        "fp16-powersgd-2": 2 * factors[2] * summed, "bf16-powersgd-2": 2 * factors[2] * summed,
+        "fp16-powersgd-2": 2 * factors[2] * summed,
+        "bf16-powersgd-2": 2 * factors[2] * summed,
         "batched-powersgd-1": 4 * 2 * 100 * summed,
-        "quantize-tensor": (world - 1) * (NUMBERS + 8), "quantize-channel": (world - 1) * 20 * (512 + 8),
+        "quantize-tensor": (world - 1) * (NUMBERS + 8),
+        "quantize-channel": (world - 1) * 20 * (512 + 8),
         "local-sgd": 4 * NUMBERS * summed / LOCAL_STEPS,
-    }[name]  # fmt: skip
+    }[name]
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -259,9 +265,21 @@ def result(hook: str = "none", link: str = "fast", times: float = 1.0, **changes
     spans = [("compute", "backward", 0.0, 0.01)]
     spans += [("buckets", "bucket 0", 0.002, 0.01), ("buckets", "bucket 1", 0.004, 0.009)]
     plain = Result(
-        "text", "ref", link, hook, 2, 1000, 4000.0, 4000.0, None, [0.25, 0.35], seconds, [4.0, 3.0, 2.5, 2.25],
-        turn=1, spans=spans,
-    )  # fmt: skip
+        "text",
+        "ref",
+        link,
+        hook,
+        2,
+        1000,
+        4000.0,
+        4000.0,
+        None,
+        [0.25, 0.35],
+        seconds,
+        [4.0, 3.0, 2.5, 2.25],
+        turn=1,
+        spans=spans,
+    )
     return replace(plain, **changes)
 
 
@@ -312,11 +330,15 @@ def test_of_many_curves_those_that_differ_are_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--hooks", "gzip"], "--hooks"), (["--tasks", "chess"], "--tasks"), (["--links", "string"], "--links"),
-        (["--links", "0mbit"], "--links"), (["--backends", "torch:gloo"], "--backends"), (["--turns", "1"], "--turns"),
+        (["--hooks", "gzip"], "--hooks"),
+        (["--tasks", "chess"], "--tasks"),
+        (["--links", "string"], "--links"),
+        (["--links", "0mbit"], "--links"),
+        (["--backends", "torch:gloo"], "--backends"),
+        (["--turns", "1"], "--turns"),
         (["--world", "1"], "--world"),
     ],
-)  # fmt: skip
+)
 def test_wrong_options_are_named(options: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["hooks", *options]) == 1
     assert named in capsys.readouterr().err

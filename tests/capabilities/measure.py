@@ -25,11 +25,27 @@ ASPECTS = ("plain", "unequal", "subgroup")
 # How the table names what a case of `tests.meaning` calls.
 NAMED = {"ring": "isend, recv", "from_anybody": "recv from any rank"}
 FUNCTIONS = (
-    "ring", "from_anybody", "broadcast", "all_reduce", "all_reduce_coalesced", "reduce", "all_gather",
-    "all_gather_coalesced", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor",
-    "all_to_all", "all_to_all_single", "barrier", "all_gather_object", "broadcast_object_list", "gather_object",
+    "ring",
+    "from_anybody",
+    "broadcast",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "reduce",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
     "scatter_object_list",
-)  # fmt: skip
+)
 WITH_BLOCKS = ("all_gather", "reduce_scatter", "all_to_all", "all_to_all_single")
 FROM_A_ROOT = ("gather", "scatter")
 
@@ -112,6 +128,8 @@ def _split(group: Any, device: str) -> None:
 
 
 OTHERS: dict[str, Callable[[Any, str], None]] = {
-    "batch_isend_irecv": _batch, "send_object_list, recv_object_list": _objects, "monitored_barrier": _monitored,
+    "batch_isend_irecv": _batch,
+    "send_object_list, recv_object_list": _objects,
+    "monitored_barrier": _monitored,
     "split_group": _split,
-}  # fmt: skip
+}

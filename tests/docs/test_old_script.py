@@ -25,8 +25,10 @@ def test_it_trains_on_processes_that_it_spawns(backend: str, tmp_path: os.PathLi
     answer = subprocess.run(
         [sys.executable, script],
         env={**os.environ, "MASTER_PORT": str(get_free_port()), "PYTHONPATH": str(pages.ROOT)},
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert answer.returncode == 0, answer.stderr
     shown = [block.text for block in pages.blocks(FOLDER / "run_an_old_script.md") if block.language == "text"]
     assert answer.stdout == shown[0].partition("\n")[2]

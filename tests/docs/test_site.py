@@ -84,8 +84,12 @@ def test_nothing_is_fetched_from_elsewhere(site: Path, parsed: dict[Path, Page])
 
 
 def test_every_link_inside_leads_to_a_page_and_a_place_on_it(site: Path, parsed: dict[Path, Page]) -> None:
-    dead = [f"{path.relative_to(site)}: {link}" for path, page in parsed.items() for link in page.links
-            if not leads_somewhere(path, link, parsed)]  # fmt: skip
+    dead = [
+        f"{path.relative_to(site)}: {link}"
+        for path, page in parsed.items()
+        for link in page.links
+        if not leads_somewhere(path, link, parsed)
+    ]
     assert not dead
 
 

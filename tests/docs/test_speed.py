@@ -30,10 +30,17 @@ def test_rounds_of_several_reports_are_one_and_ratios_are_of_the_same_round() ->
     assert kept["date"] == "2026-11-22"
     assert kept["cells"] == [
         {
-            "namespaces": False, "world": 2, "op": "all_gather", "bytes": 8, "seconds": 3e-6, "gloo": 2.5, "mpich": 1.0,
-            "openmpi": 0.25, "limit": 3.0,
+            "namespaces": False,
+            "world": 2,
+            "op": "all_gather",
+            "bytes": 8,
+            "seconds": 3e-6,
+            "gloo": 2.5,
+            "mpich": 1.0,
+            "openmpi": 0.25,
+            "limit": 3.0,
         }
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -47,5 +54,8 @@ def test_what_is_kept_has_every_operation() -> None:
     cells = json.loads(speed.KEPT.read_text(encoding="utf-8"))["cells"]
     for apart in (False, True):
         assert {cell["op"] for cell in cells if cell["namespaces"] == apart} >= set(OPERATIONS) - {"barrier"}
-    assert all({"gloo", "limit", "mpich", "openmpi"} <= cell.keys() for cell in cells if 0 < cell["bytes"] < 1 << 26
-               and not cell["namespaces"])  # fmt: skip
+    assert all(
+        {"gloo", "limit", "mpich", "openmpi"} <= cell.keys()
+        for cell in cells
+        if 0 < cell["bytes"] < 1 << 26 and not cell["namespaces"]
+    )

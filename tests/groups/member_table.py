@@ -20,8 +20,8 @@ import torch
 
 import torchdist_ref as dist
 from tests.groups.surface_table import VERSION, Signature, signature
-from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torchdist_ref.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torchdist_ref.testing import run
 
 HERE = Path(__file__).parent
@@ -38,9 +38,8 @@ ABSENT = {
     r"DeviceMesh\._flatten": "Private to torch; DTensor and FSDP2 take torch's meshes, also over `ref`.",
     r"Logger\..*": "torch's C++ statistics. A group's `recorder` has the calls.",
     r"DistributedDataParallel\.broadcast_buffers": "Each object has it.",
-    r"DistributedDataParallel\.(gather|scatter|to_kwargs)":
-        "Of the time when one process had several devices; torch no longer calls them either.",
-    r"ProcessGroupGloo\..*": "torch's class works as before beside this library; by name, its engine is `\"gloo\"`.",
+    r"DistributedDataParallel\.(gather|scatter|to_kwargs)": "One process, several devices; torch does not call them.",
+    r"ProcessGroupGloo\..*": 'torch\'s class works as before beside this library; by name, its engine is `"gloo"`.',
     r"Reducer\..*": "torch's DDP in C++. `torchdist_ref.parallel` has a reducer in Python.",
     r"Work\._source_rank": "torch's older name; `source_rank`.",
     r"Work\.(boxed|unbox)": "How torch's compiler holds a Work.",
@@ -52,10 +51,11 @@ ABSENT = {
     r"collective_utils.*": "Not documented by torch; the object collectives do the same.",
     r"constants.*": "`default_pg_timeout` is at the top level; NCCL's is torch's own.",
     r"distributed_c10d": "Where torch keeps its functions; here they are at the top level and in `groups`.",
-    r"elastic\.(agent|control_plane|events|metrics|multiprocessing|rendezvous|timer).*":
-        "The agent behind torchrun, which works beside this library as it is; see the page Launching.",
+    r"elastic\.(agent|control_plane|events|metrics|multiprocessing|rendezvous|timer).*": (
+        "The agent behind torchrun, which works beside this library as it is; see the page Launching."
+    ),
     r"run(\..*)?": "torchrun, which starts programs of this library as it is; our own is `torchdist_ref.launch`.",
-}  # fmt: skip
+}
 # Where ours takes other parameters, and why.
 DIFFERENT = {
     r"rendezvous\.rendezvous": "Further keyword arguments are collected under another name, which no caller sees.",

@@ -91,23 +91,46 @@ CORRECT: dict[str, Callable[[Place], dict[str, Any]]] = {
     "recv_object_list": lambda p: {"object_list": [5], "src": p.other},
 }
 TENSORS = {"tensor", "output_tensor", "input_tensor", "output", "input"}
-LISTS = {"tensor_list", "gather_list", "scatter_list", "input_list", "output_tensor_list", "input_tensor_list",
-         "tensors"}  # fmt: skip
+LISTS = {
+    "tensor_list",
+    "gather_list",
+    "scatter_list",
+    "input_list",
+    "output_tensor_list",
+    "input_tensor_list",
+    "tensors",
+}
 ROOTS = {"src", "dst"}
 OF_ROOT = ("gather_list", "scatter_list")
-REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
-            "all_reduce_coalesced")  # fmt: skip
+REDUCING = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_reduce_coalesced",
+)
 MESSAGES = ("send", "isend", "recv", "irecv", "send_object_list", "recv_object_list")
 
 NOT_TENSORS: dict[str, Any] = {"text": "x", "None": None, "a number": 3, "a list": two(), "numbers": [1.0, 2.0]}
 NOT_LISTS: dict[str, Any] = {
-    "text": "xy", "a number": 3, "a tensor": ones(), "numbers": [1, 2], "one tensor too few": [ones()],
-    "one too many": [*two(), ones()], "nothing": [], "two dtypes": [ones(), ones(4, torch.int64)],
+    "text": "xy",
+    "a number": 3,
+    "a tensor": ones(),
+    "numbers": [1, 2],
+    "one tensor too few": [ones()],
+    "one too many": [*two(), ones()],
+    "nothing": [],
+    "two dtypes": [ones(), ones(4, torch.int64)],
     "other sizes": [ones(3), ones(3)],
-}  # fmt: skip
+}
 NOT_ROOTS: dict[str, Any] = {"too large": 2, "negative": -1, "text": "0", "a fraction": 0.5, "None": None}
-NOT_OPS: dict[str, Any] = {"a number": 0, "text": "sum", "None": None,
-                           "no factor": torch.distributed.ReduceOp.PREMUL_SUM}  # fmt: skip
+NOT_OPS: dict[str, Any] = {
+    "a number": 0,
+    "text": "sum",
+    "None": None,
+    "no factor": torch.distributed.ReduceOp.PREMUL_SUM,
+}
 NOT_GROUPS: dict[str, Any] = {"text": "workers", "a number": 5}
 
 
@@ -255,7 +278,7 @@ def of_stores() -> Iterator[Misuse]:
         "multi_set one value for two keys": lambda s: s.multi_set(["a", "b"], ["1"]),
         "append value a number": lambda s: s.append("k", 5),
         "set value half a letter": lambda s: s.set("k", "\ud800"),
-        "get key half a letter": lambda s: s.get("\udfff" "\ud800"),
+        "get key half a letter": lambda s: s.get("\udfff\ud800"),
     }
     for name, call in calls.items():
         yield Misuse(name, lambda place, call=call: call(place.library.HashStore()))

@@ -38,36 +38,61 @@ ABSENT = {
     **{
         f"{name}Options": OPTIONS
         for name in (
-            "AllToAll", "Allreduce", "AllreduceCoalesced", "Barrier", "Broadcast", "Gather", "Reduce", "ReduceScatter",
+            "AllToAll",
+            "Allreduce",
+            "AllreduceCoalesced",
+            "Barrier",
+            "Broadcast",
+            "Gather",
+            "Reduce",
+            "ReduceScatter",
             "Scatter",
         )
     },
     "BackendConfig": "Engines by device type, as a value. Here `get_backend` says them, `cpu:gloo,cuda:nccl` say.",
     "GroupName": INSIDE,
     "Logger": "torch's C++ statistics of its DDP. A group's `recorder` has the calls.",
-    "ProcessGroupGloo": "torch's class works as before beside this library; by name, its engine is `\"gloo\"`.",
+    "ProcessGroupGloo": 'torch\'s class works as before beside this library; by name, its engine is `"gloo"`.',
     "RankType": INSIDE,
     "Reducer": "torch's DDP in C++. `torchdist_ref.parallel` has a reducer in Python.",
     "breakpoint": "Stops one rank in a debugger while the others wait. Thread ranks can be stopped with Python's own.",
     "get_backend_config": "Engines by device type, as text. `get_backend` gives the same text.",
     "record_comm": INSIDE,
-}  # fmt: skip
+}
 # Names that ours has beside torch's.
 OWN = {
     "DistributedDataParallel": "torch has it in `torch.nn.parallel`.",
     **dict.fromkeys(
-        ["all_gather_multigpu", "all_reduce_multigpu", "broadcast_multigpu", "reduce_multigpu",
-         "reduce_scatter_multigpu"],
+        [
+            "all_gather_multigpu",
+            "all_reduce_multigpu",
+            "broadcast_multigpu",
+            "reduce_multigpu",
+            "reduce_scatter_multigpu",
+        ],
         "torch had it until version 2.1.",
     ),
     "empty_registered": "Memory that the ranks of a host share; see the how-to page on registered buffers.",
     **dict.fromkeys(
-        ["ArgumentError", "ArgumentTypeError", "EngineArgumentError", "EntryError", "GroupAbortedError",
-         "MismatchError", "NotInitializedError", "PicklingError", "RankDiedError", "RankStalledError",
-         "RendezvousError", "StoreTimeoutError", "UnsupportedError", "UsageError"],
+        [
+            "ArgumentError",
+            "ArgumentTypeError",
+            "EngineArgumentError",
+            "EntryError",
+            "GroupAbortedError",
+            "MismatchError",
+            "NotInitializedError",
+            "PicklingError",
+            "RankDiedError",
+            "RankStalledError",
+            "RendezvousError",
+            "StoreTimeoutError",
+            "UnsupportedError",
+            "UsageError",
+        ],
         "A subclass of the type that torch raises; see the page Errors.",
     ),
-}  # fmt: skip
+}
 # Modules and helpers that torch's package shows at its top level without meaning them.
 NOT_MEANT = {"timedelta", "log"}
 

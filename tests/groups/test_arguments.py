@@ -55,7 +55,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("no such member", lambda: dist.get_global_rank(world(), 4), ValueError, "Group rank 4 is not part"),
     ("no such rank", lambda: dist.get_group_rank(world(), 7), ValueError, "Global rank 7 is not part"),
     ("backend of no group", lambda: dist.get_backend(-100), ValueError, "get_backend.*'group'"),
-]  # fmt: skip
+]
 
 
 def world() -> dist.ProcessGroup:
@@ -82,9 +82,15 @@ def test_misuse_is_answered(call: Callable[[], Any], kind: type[Exception], word
 
 
 BEFORE = [
-    lambda: dist.all_reduce(T), lambda: dist.get_rank(), lambda: dist.get_world_size(), lambda: dist.barrier(),
-    lambda: dist.new_group(), lambda: dist.destroy_process_group(), lambda: dist.send(T, 1), lambda: dist.get_backend(),
-]  # fmt: skip
+    lambda: dist.all_reduce(T),
+    lambda: dist.get_rank(),
+    lambda: dist.get_world_size(),
+    lambda: dist.barrier(),
+    lambda: dist.new_group(),
+    lambda: dist.destroy_process_group(),
+    lambda: dist.send(T, 1),
+    lambda: dist.get_backend(),
+]
 
 
 @pytest.mark.parametrize("call", BEFORE)

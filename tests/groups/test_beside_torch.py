@@ -71,8 +71,10 @@ def sparse_sums(library: Any, rank: int) -> Any:
 
 
 PROGRAMS: list[Callable[[Any, int], Any]] = [
-    a_batch_outside_the_group, ranks_of_other_kinds, sparse_sums,
-]  # fmt: skip
+    a_batch_outside_the_group,
+    ranks_of_other_kinds,
+    sparse_sums,
+]
 if torch.__version__ < "2.14":
     # There torch's ranks wait for one another in the third group, as long as they may.
     PROGRAMS.append(only_members_make_groups)

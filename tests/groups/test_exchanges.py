@@ -255,14 +255,13 @@ def test_what_gloo_does_not_write_stays_as_it_was() -> None:
     """It says nothing of it either: but for the level DETAIL, sizes are not compared there."""
     first, second = (fill(rank, (2,)).tolist() for rank in range(2))
     assert run(too_little_on_gloo, 2, backend="gloo", ranks="processes") == [
-        [first[0], second[0]], [first[1], -1.0, -1.0, second[1]],
-    ]  # fmt: skip
+        [first[0], second[0]],
+        [first[1], -1.0, -1.0, second[1]],
+    ]
 
 
 @pytest.mark.parametrize("algorithm", ["pairwise", "bruck"])
-def test_a_rank_whose_blocks_are_equal_goes_by_what_all_can_do(
-    algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_whose_blocks_are_equal_goes_by_what_all_can_do(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDIST_REF_ALGORITHM", f"all_to_all={algorithm}")
     given = [[2, 2, 2], [1, 2, 0], [3, 2, 4]]
 
@@ -345,7 +344,7 @@ MISUSE: list[tuple[str, Any, type[Exception], str]] = [
     ("nothing gathered", lambda: dist.all_gather_coalesced([[], []], []), ValueError, "at least one tensor"),
     ("gathered size", lambda: dist.all_gather_single(T, T), ValueError, "all_gather_single.*'output_tensor'.*8 elem"),
     ("scattered size", lambda: dist.reduce_scatter_single(T, T), ValueError, "reduce_scatter_single.*'input'.*8 elem"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("call", "kind", "words"), [case[1:] for case in MISUSE], ids=[case[0] for case in MISUSE])

@@ -115,7 +115,7 @@ MISUSE: list[tuple[str, Any, type[Exception], str]] = [
     ("unknown dimension", lambda: grid().get_local_rank("c"), KeyError, "'mesh_dim'.*'c'"),
     ("unknown override", lambda: dist.init_device_mesh("cpu", (2,), backend_override={3: "gloo"}), RuntimeError, "{3:"),
     ("odd group", lambda: dist.DeviceMesh.from_group(grid().get_group("a"), "cpu", [0, 1]), RuntimeError, "'group'"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("call", "kind", "words"), [case[1:] for case in MISUSE], ids=[case[0] for case in MISUSE])

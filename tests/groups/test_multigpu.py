@@ -15,9 +15,12 @@ from torchdist_ref.testing import fill, run
 EACH = 2
 Op = dist.ReduceOp
 FORMULAS: list[tuple[Any, Callable[[Tensor], Tensor]]] = [
-    (Op.SUM, lambda data: data.sum(0)), (Op.PRODUCT, lambda data: data.prod(0)), (Op.MIN, lambda data: data.amin(0)),
-    (Op.MAX, lambda data: data.amax(0)), (Op.AVG, lambda data: data.sum(0) / len(data)),
-]  # fmt: skip
+    (Op.SUM, lambda data: data.sum(0)),
+    (Op.PRODUCT, lambda data: data.prod(0)),
+    (Op.MIN, lambda data: data.amin(0)),
+    (Op.MAX, lambda data: data.amax(0)),
+    (Op.AVG, lambda data: data.sum(0) / len(data)),
+]
 
 
 def tensors_of(rank: int, salt: int = 0, each: int = EACH, shape: tuple[int, ...] = (2, 3)) -> list[Tensor]:
@@ -139,7 +142,7 @@ MISUSE: list[tuple[str, Any, type[Exception], str]] = [
     ("too few lists", lambda: dist.all_gather_multigpu([], [T]), ValueError, "'output_tensor_lists'.*1 lists.*got 0"),
     ("another size", lambda: dist.all_gather_multigpu([[T[:2]] * 2], [T]), ValueError, r"lists\[0\]\[0\]'.*4 elements"),
     ("no lists", lambda: dist.reduce_scatter_multigpu([T], 3), ValueError, "'input_tensor_lists'.*got 3"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("call", "kind", "words"), [case[1:] for case in MISUSE], ids=[case[0] for case in MISUSE])

@@ -49,9 +49,10 @@ CALLS: dict[str, tuple[str, Callable[[int, Make], Any]]] = {
     "all_to_all_single": ("output", lambda rank, make: dist.all_to_all_single(make(), make())),
     "all_reduce_coalesced": ("tensors[0]", lambda rank, make: dist.all_reduce_coalesced([make()])),
     "all_gather_coalesced": (
-        "input_tensor_list[0]", lambda rank, make: dist.all_gather_coalesced([[make()], [make()]], [make()])
+        "input_tensor_list[0]",
+        lambda rank, make: dist.all_gather_coalesced([[make()], [make()]], [make()]),
     ),
-}  # fmt: skip
+}
 # Those whose layouts are looked at before anything else is, and those that any engine could send as they are.
 MORE: dict[str, tuple[str, Callable[[int, Make], Any]]] = {
     "all_gather_into_tensor": ("output_tensor", lambda rank, make: dist.all_gather_into_tensor(make(), make())),
@@ -60,13 +61,19 @@ MORE: dict[str, tuple[str, Callable[[int, Make], Any]]] = {
     "irecv": ("tensor", lambda rank, make: dist.irecv(make(), 1 - rank)),
 }
 CASES = [
-    *[(name, kind, f"argument {argument!r}", partial(call, make=make))
-      for kind, make in LAYOUTS.items() for name, (argument, call) in (CALLS | MORE).items()
-      # What can be done.
-      if (name, kind) != ("all_reduce", "coordinates")],
-    *[(name, kind, "quantized" if kind == "quantized" else "is on meta", partial(call, make=make))
-      for kind, make in OTHERS.items() for name, (_, call) in CALLS.items()],
-]  # fmt: skip
+    *[
+        (name, kind, f"argument {argument!r}", partial(call, make=make))
+        for kind, make in LAYOUTS.items()
+        for name, (argument, call) in (CALLS | MORE).items()
+        # What can be done.
+        if (name, kind) != ("all_reduce", "coordinates")
+    ],
+    *[
+        (name, kind, "quantized" if kind == "quantized" else "is on meta", partial(call, make=make))
+        for kind, make in OTHERS.items()
+        for name, (_, call) in CALLS.items()
+    ],
+]
 
 
 def refusals(rank: int) -> list[str]:

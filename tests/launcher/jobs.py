@@ -12,9 +12,15 @@ from torchdist_ref.elastic.utils.store import synchronize
 from torchdist_ref.rendezvous import rendezvous
 
 ENVIRONMENT = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "ROLE_NAME", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
-    "TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES",
-)  # fmt: skip
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "ROLE_NAME",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RUN_ID",
+    "CUDA_VISIBLE_DEVICES",
+)
 
 
 def environment() -> dict[str, str | None]:

@@ -35,10 +35,15 @@ def test_every_rank_returns_its_result() -> None:
 def test_ranks_know_who_they_are_and_what_the_job_is() -> None:
     found = launch_agent(config(2, 5, run_id="job 7", role="trainer"), jobs.environment, [])
     assert found[1] == {
-        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "ROLE_NAME": "trainer", "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "5", "TORCHELASTIC_RUN_ID": "job 7",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "ROLE_NAME": "trainer",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "5",
+        "TORCHELASTIC_RUN_ID": "job 7",
         "CUDA_VISIBLE_DEVICES": found[0]["CUDA_VISIBLE_DEVICES"],
-    }  # fmt: skip
+    }
 
 
 def test_each_rank_may_see_its_own_device_only(monkeypatch: pytest.MonkeyPatch) -> None:

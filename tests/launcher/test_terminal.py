@@ -38,9 +38,10 @@ def test_ranks_in_a_terminal(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     launcher = subprocess.Popen(
         [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node", "2", "script.py"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         preexec_fn=lambda: os.login_tty(theirs),
-    )  # fmt: skip
+    )
     os.close(theirs)
     try:
         os.write(ours, b"words\n")

@@ -11,10 +11,28 @@ from dataclasses import dataclass, fields
 import torch
 from hypothesis import strategies as st
 
-REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
-            "all_reduce_coalesced")  # fmt: skip
-MOVING = ("broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single", "gather", "scatter", "all_to_all",
-          "all_to_all_single", "all_gather_coalesced", "ring", "from_anybody", "barrier")  # fmt: skip
+REDUCING = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_reduce_coalesced",
+)
+MOVING = (
+    "broadcast",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "all_to_all_single",
+    "all_gather_coalesced",
+    "ring",
+    "from_anybody",
+    "barrier",
+)
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 # Functions that take blocks whose size differs from rank to rank.
 UNEVEN = ("all_gather", "reduce_scatter", "all_to_all_single")

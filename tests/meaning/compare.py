@@ -22,8 +22,16 @@ from tests.meaning.formulas import Meaning, meaning
 from tests.meaning.memory import Placed
 
 # How far results may lie apart that are rounded at every addition, relative to the largest.
-ROUNDING = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-12, "complex64": 1e-5,
-            "complex128": 1e-12, "float8_e4m3fn": 0.25, "float8_e5m2": 0.5}  # fmt: skip
+ROUNDING = {
+    "float16": 4e-3,
+    "bfloat16": 3e-2,
+    "float32": 1e-5,
+    "float64": 1e-12,
+    "complex64": 1e-5,
+    "complex128": 1e-12,
+    "float8_e4m3fn": 0.25,
+    "float8_e5m2": 0.5,
+}
 SCATTERING = ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
 SINGLE = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
 NO_WORK = ("ring", "from_anybody", *OBJECTS)
@@ -179,8 +187,9 @@ def ended(act: Callable[[], Any]) -> str:
     try:
         answer = act()
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-        return next(kind.__name__ for kind in (ValueError, TypeError, RuntimeError, AttributeError)
-                    if isinstance(error, kind))  # fmt: skip
+        return next(
+            kind.__name__ for kind in (ValueError, TypeError, RuntimeError, AttributeError) if isinstance(error, kind)
+        )
     return "something" if isinstance(answer, list | dict) else repr(answer)
 
 

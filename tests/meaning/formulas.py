@@ -18,9 +18,16 @@ from tests.meaning.cases import Case
 from torchdist_ref.testing import fill
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "SUM": torch.add, "AVG": torch.add, "PREMUL_SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum,
-    "MAX": torch.maximum, "BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor,
-}  # fmt: skip
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PREMUL_SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
 TAG = 3
 
 
@@ -277,12 +284,26 @@ def _scatter_object_list(v: View) -> Meaning:
 
 
 MEANINGS: dict[str, Callable[[View], Meaning]] = {
-    "all_reduce": _all_reduce, "all_reduce_coalesced": _all_reduce_coalesced, "reduce": _reduce,
-    "broadcast": _broadcast, "all_gather": _all_gather, "all_gather_coalesced": _all_gather_coalesced,
-    "all_gather_into_tensor": _all_gather_into_tensor, "all_gather_single": _all_gather_into_tensor,
-    "gather": _gather, "scatter": _scatter, "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_tensor": _reduce_scatter_tensor, "reduce_scatter_single": _reduce_scatter_tensor,
-    "all_to_all": _all_to_all, "all_to_all_single": _all_to_all_single, "ring": _ring, "from_anybody": _ring,
-    "barrier": _barrier, "all_gather_object": _all_gather_object, "broadcast_object_list": _broadcast_object_list,
-    "gather_object": _gather_object, "scatter_object_list": _scatter_object_list,
-}  # fmt: skip
+    "all_reduce": _all_reduce,
+    "all_reduce_coalesced": _all_reduce_coalesced,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "all_gather_coalesced": _all_gather_coalesced,
+    "all_gather_into_tensor": _all_gather_into_tensor,
+    "all_gather_single": _all_gather_into_tensor,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_tensor": _reduce_scatter_tensor,
+    "reduce_scatter_single": _reduce_scatter_tensor,
+    "all_to_all": _all_to_all,
+    "all_to_all_single": _all_to_all_single,
+    "ring": _ring,
+    "from_anybody": _ring,
+    "barrier": _barrier,
+    "all_gather_object": _all_gather_object,
+    "broadcast_object_list": _broadcast_object_list,
+    "gather_object": _gather_object,
+    "scatter_object_list": _scatter_object_list,
+}

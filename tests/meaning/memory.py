@@ -84,5 +84,8 @@ def _gapped(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 PLACES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    "strided": _strided, "transposed": _transposed, "channels_last": _channels_last, "gapped": _gapped,
-}  # fmt: skip
+    "strided": _strided,
+    "transposed": _transposed,
+    "channels_last": _channels_last,
+    "gapped": _gapped,
+}

@@ -12,9 +12,12 @@ from tests.meaning.ranks import Pool
 
 WORLDS = (1, 2, 3, 4)
 RULES = {
-    "deadline": None, "database": None, "derandomize": True, "report_multiple_bugs": False,
+    "deadline": None,
+    "database": None,
+    "derandomize": True,
+    "report_multiple_bugs": False,
     "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"world {world}")

@@ -98,10 +98,19 @@ def a_destroyed_group_counts_still(rank: int, group: Any) -> None:
 
 
 FACTS = (
-    strided_writes_beside, sums_of_truth_leave_other_bytes, reduce_scatter_has_no_future, types_are_refused,
-    complex_is_not_gathered, sizes_must_be_alike, no_dimensions_are_refused, premul_sum_is_refused,
-    nobody_sends_to_himself, a_nan_may_vanish, stacked_blocks_are_refused, a_destroyed_group_counts_still,
-)  # fmt: skip
+    strided_writes_beside,
+    sums_of_truth_leave_other_bytes,
+    reduce_scatter_has_no_future,
+    types_are_refused,
+    complex_is_not_gathered,
+    sizes_must_be_alike,
+    no_dimensions_are_refused,
+    premul_sum_is_refused,
+    nobody_sends_to_himself,
+    a_nan_may_vanish,
+    stacked_blocks_are_refused,
+    a_destroyed_group_counts_still,
+)
 
 
 def program(rank: int, path: str) -> None:

@@ -16,25 +16,19 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.mutants import faults, training_faults
-from tests.mutants.faults import Fault
+from tests.mutants.planting import Fault, plant, planted
 
-PLANTED = (*faults.PLANTED, *training_faults.PLANTED)
 ROOT = Path(__file__).resolve().parents[2]
 # A fault may make the tests hang; then they have noticed it too.
 LIMIT = 120.0
 
 
-def plant(fault: Fault, folder: Path) -> None:
+def copy_with(fault: Fault, folder: Path) -> None:
     """Copy what the tests need into a folder, with the fault in it."""
     for part in ("torchdist_ref", "tests"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
-    file = folder / "torchdist_ref" / fault.file
-    text = file.read_text()
-    if text.count(fault.old) != 1:
-        raise LookupError(f"{fault.file} has {text.count(fault.old)} places like {fault.old!r}; it must be one")
-    file.write_text(text.replace(fault.old, fault.new))
+    plant(fault, folder / "torchdist_ref")
 
 
 def notice(fault: Fault) -> str:
@@ -50,7 +44,7 @@ def attempt(fault: Fault) -> str:
     """One run of `notice`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        plant(fault, folder)
+        copy_with(fault, folder)
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *split(fault.tests)]
         environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
         return run(command, folder, environment)
@@ -64,9 +58,14 @@ def split(tests: str) -> list[str]:
 
 def run(command: list[str], folder: Path, environment: dict[str, str]) -> str:
     process = subprocess.Popen(
-        command, cwd=folder, env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        command,
+        cwd=folder,
+        env=environment,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     try:
         output, _ = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
@@ -80,7 +79,7 @@ def run(command: list[str], folder: Path, environment: dict[str, str]) -> str:
 
 
 def main(words: str = "") -> int:
-    chosen = [fault for fault in PLANTED if words in fault.name]
+    chosen = [fault for fault in planted() if words in fault.name]
     survivors = []
     with ThreadPoolExecutor(2) as pool:
         for number, (fault, (how, seconds)) in enumerate(zip(chosen, pool.map(timed, chosen), strict=True), 1):

@@ -1,4 +1,4 @@
-"""Every planted fault fits the library as it is: its piece occurs exactly once in its file."""
+"""Every planted fault fits the library as it is: its pattern occurs exactly once."""
 
 from __future__ import annotations
 
@@ -7,13 +7,43 @@ from pathlib import Path
 import pytest
 
 import torchdist_ref
-from tests.mutants.__main__ import PLANTED
-from tests.mutants.faults import Fault
+from tests.mutants.planting import Fault, matches, places, plant, planted
 
 PACKAGE = Path(torchdist_ref.__file__).parent
+FEWEST = 95
 
 
-@pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", planted(), ids=lambda fault: fault.name)
 def test_fault_fits(fault: Fault) -> None:
-    assert (PACKAGE / fault.file).read_text().count(fault.old) == 1
+    found = [str(file) for file, _ in places(fault, PACKAGE)]
+    assert len(found) == 1, found
     assert fault.new != fault.old
+
+
+def test_there_are_enough_faults_and_each_has_a_name_of_its_own() -> None:
+    names = [fault.name for fault in planted()]
+    assert len(set(names)) == len(names) >= FEWEST
+
+
+def test_layout_comments_and_trailing_commas_do_not_matter() -> None:
+    source = "def f():\n    return g(  # why\n        a,\n        b,\n    )\n"
+    assert len(matches(source, "return g(a, b)")) == 1
+
+
+def test_a_placeholder_is_one_name_everywhere() -> None:
+    assert len(matches("x = y + y", "$a + $a")) == 1
+    assert not matches("x = y + z", "$a + $a")
+    assert not matches("x = 1 + 1", "$a + $a")
+
+
+def test_a_fault_is_planted_with_the_names_and_indentation_of_its_place(tmp_path: Path) -> None:
+    (tmp_path / "part.py").write_text("def f(many):\n    for one in many:\n        g(one)\n")
+    fault = Fault("", "part.py", "for $item in $all:\n    g($item)", "for $item in $all:\n    pass\ng($item)", "")
+    plant(fault, tmp_path)
+    assert (tmp_path / "part.py").read_text() == "def f(many):\n    for one in many:\n        pass\n    g(one)\n"
+
+
+def test_a_fault_that_fits_two_places_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "part.py").write_text("a = 1\nb = 1\n")
+    with pytest.raises(LookupError, match="2 places"):
+        plant(Fault("twice", "part.py", "$x = 1", "$x = 2", ""), tmp_path)

@@ -41,15 +41,13 @@ CALLS: dict[str, Call] = {
     "reduce": lambda f, x, rank, world, group: f.reduce(x, 1, ReduceOp.SUM, group),
     "reduce_scatter": lambda f, x, rank, world, group: f.reduce_scatter(torch.empty_like(x[0]), lists(x), group=group),
     "all_gather": lambda f, x, rank, world, group: f.all_gather(x, group),
-    "all_to_all": lambda f, x, rank, world, group: f.all_to_all(
-        [torch.empty_like(row) for row in x], lists(x), group
-    ),
+    "all_to_all": lambda f, x, rank, world, group: f.all_to_all([torch.empty_like(row) for row in x], lists(x), group),
     "all_to_all_single": lambda f, x, rank, world, group: f.all_to_all_single(torch.empty_like(x), x, group=group),
     "all_to_all_single, uneven": lambda f, x, rank, world, group: f.all_to_all_single(
         x.new_empty(world * (rank + 1)), x.flatten()[: world * (world + 1) // 2], *sizes(rank, world), group
     ),
     "all_reduce": lambda f, x, rank, world, group: f.all_reduce(x, group=group),
-}  # fmt: skip
+}
 # torch takes ranks in the group and global ranks for each other.
 WRONG_IN_SUBGROUPS = ("broadcast", "gather", "scatter", "all_gather", "all_to_all")
 NOT_LINEAR = {"product": ReduceOp.PRODUCT, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "avg": ReduceOp.AVG}

@@ -309,7 +309,7 @@ def zero(weights: Any, **options: Any) -> ZeroRedundancyOptimizer:
         (lambda w: zero([]), "ValueError: .*empty parameter list"),
         (lambda w: zero(w, process_group=dist.GroupMember.NON_GROUP_MEMBER), "ArgumentError: .*'process_group'"),
     ],
-)  # fmt: skip
+)
 def test_misuse_is_told(attempt: Callable[[list[nn.Parameter]], Any], message: str) -> None:
     (found,) = run(failure, 1, attempt)
     assert re.match(message, found, re.DOTALL), found

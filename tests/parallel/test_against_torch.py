@@ -59,9 +59,7 @@ def test_every_way_gives_what_torch_gives(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
-def test_three_ranks_agree_with_torch_within_rounding_and_with_each_other_exactly(
-    backend: str, tmp_path: Path
-) -> None:
+def test_three_ranks_agree_with_torch_within_rounding_and_with_each_other_exactly(backend: str, tmp_path: Path) -> None:
     everyone = forked(beside, 3, 3, "mlp", WAYS, 6, str(tmp_path / "meet"), backend=backend)
     for outcomes in everyone:
         for way, (_, apart, _, states), (_, _, _, first) in zip(WAYS, outcomes, everyone[0], strict=True):

@@ -83,9 +83,12 @@ def hooked(wrap: Any, rank: int, when: str, how: str) -> list[Any]:
 
 
 WAYS = [
-    ("PRE_FORWARD", "sum"), ("POST_FORWARD", "sum"), ("POST_FORWARD", "futures"),
-    ("PRE_FORWARD", "rank 0's"), ("POST_FORWARD", "rank 0's"),
-]  # fmt: skip
+    ("PRE_FORWARD", "sum"),
+    ("POST_FORWARD", "sum"),
+    ("POST_FORWARD", "futures"),
+    ("PRE_FORWARD", "rank 0's"),
+    ("POST_FORWARD", "rank 0's"),
+]
 
 
 def beside(rank: int, path: str) -> list[Any]:

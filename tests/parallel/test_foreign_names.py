@@ -139,11 +139,17 @@ def taking_part(wrap: Any, rank: int) -> Any:
 
 
 PROGRAMS: dict[str, Callable[[Any, int], Any]] = {
-    "static": static, "fused": fused, "ignored": ignored, "manual": manual, "told": told, "moved": moved,
-    "taking part": taking_part, "builtin": partial(builtin, kind="ALLREDUCE"),
+    "static": static,
+    "fused": fused,
+    "ignored": ignored,
+    "manual": manual,
+    "told": told,
+    "moved": moved,
+    "taking part": taking_part,
+    "builtin": partial(builtin, kind="ALLREDUCE"),
     "builtin in half": partial(builtin, kind="FP16_COMPRESS"),
     "stepwise": stepwise,
-}  # fmt: skip
+}
 
 
 def beside(rank: int, path: str) -> dict[str, list[Any]]:

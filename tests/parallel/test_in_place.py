@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 import torchdist_ref as dist
 from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import (
-    allreduce_hook, bf16_compress_hook, bf16_compress_wrapper, fp16_compress_wrapper,
-)  # fmt: skip
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_wrapper,
+)
 from torchdist_ref.parallel import in_place
 from torchdist_ref.testing import fill, run
 

@@ -137,9 +137,12 @@ HOOKS: dict[str, tuple[Hook | None, Hook | None]] = {
     ),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    "as it is": {}, "small buckets": {"bucket_cap_mb": TINY}, "views": {"gradient_as_bucket_view": True},
-    "static": {"static_graph": True}, "found": {"find_unused_parameters": True},
-}  # fmt: skip
+    "as it is": {},
+    "small buckets": {"bucket_cap_mb": TINY},
+    "views": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "found": {"find_unused_parameters": True},
+}
 kept: list[Any] = []
 
 

@@ -28,9 +28,16 @@ def mlp() -> nn.Module:
 
 def convnet() -> nn.Module:
     return nn.Sequential(
-        nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
-        nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4),
-    )  # fmt: skip
+        nn.Unflatten(1, (3, 2, 2)),
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64, 4),
+    )
 
 
 class Transformer(nn.Module):

@@ -246,8 +246,11 @@ def test_without_remote_calls_the_result_is_here() -> None:
         (lambda: Pipe(layers(), chunks="2"), ValueError, "'chunks' must be"),
         (lambda: Pipe(layers(), checkpoint="often"), ValueError, "one of always, except_last, never, got 'often'"),
         (lambda: Pipe(nn.Sequential(*[nn.Linear(1, 1)] * 2)), ValueError, "duplicate children"),
-        (lambda: Pipe(nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")))),
-         ValueError, "child '0' on .'cpu', 'meta'."),
+        (
+            lambda: Pipe(nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")))),
+            ValueError,
+            "child '0' on .'cpu', 'meta'.",
+        ),
         (lambda: Pipe(layers()).cuda(), TypeError, "have their devices"),
         (lambda: Pipe(layers()).cpu(), TypeError, "have their devices"),
         (lambda: Pipe(layers()).to("cpu"), TypeError, "have their devices"),
@@ -259,7 +262,7 @@ def test_without_remote_calls_the_result_is_here() -> None:
         (lambda: partition_model(layers(), [5, 0]), ValueError, "sum up to the 5 layers"),
         (lambda: partition_model(layers(), [2, 3], ["cpu"]), ValueError, "'devices' must be 2 devices"),
     ],
-)  # fmt: skip
+)
 def test_misuse_is_told(make: Callable[[], Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message) as caught:
         make()

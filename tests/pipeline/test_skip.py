@@ -42,9 +42,13 @@ def crossed() -> nn.Sequential:
     """Two connections that cross each other, over four partitions."""
     first, second = Namespace(), Namespace()
     return nn.Sequential(
-        Keep().isolate(first), nn.Linear(3, 3), Keep().isolate(second), Add().isolate(first), nn.Tanh(),
+        Keep().isolate(first),
+        nn.Linear(3, 3),
+        Keep().isolate(second),
+        Add().isolate(first),
+        nn.Tanh(),
         Add().isolate(second, only=["skip"]),
-    ).double()  # fmt: skip
+    ).double()
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])

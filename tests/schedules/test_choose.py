@@ -68,16 +68,26 @@ def test_an_exchange_waits_as_seldom_as_it_can_and_then_has_few_rounds(world: in
 @pytest.mark.parametrize(
     ("op", "nbytes", "name"),
     [
-        ("all_reduce", 64 * KIB, "recursive_doubling"), ("all_reduce", 64 * KIB + 1, "halving_doubling"),
-        ("all_reduce", 1024 * KIB, "halving_doubling"), ("all_reduce", 1024 * KIB + 1, "ring"),
-        ("reduce", 1, "tree"), ("reduce", 1 << 20, "halving_doubling"),
-        ("broadcast", 1, "tree"), ("broadcast", 1 << 20, "scatter_all_gather"),
-        ("all_gather", 512 * KIB, "bruck"), ("all_gather", 1 << 20, "ring"),
-        ("reduce_scatter", 1, "recursive_halving"), ("reduce_scatter", 1 << 20, "pairwise"),
-        ("all_to_all", 16 * KIB, "bruck"), ("all_to_all", 16 * KIB + 1, "pairwise"),
-        ("gather", 1, "tree"), ("scatter", 1 << 30, "tree"), ("barrier", 0, "dissemination"), ("send", 1, "direct"),
+        ("all_reduce", 64 * KIB, "recursive_doubling"),
+        ("all_reduce", 64 * KIB + 1, "halving_doubling"),
+        ("all_reduce", 1024 * KIB, "halving_doubling"),
+        ("all_reduce", 1024 * KIB + 1, "ring"),
+        ("reduce", 1, "tree"),
+        ("reduce", 1 << 20, "halving_doubling"),
+        ("broadcast", 1, "tree"),
+        ("broadcast", 1 << 20, "scatter_all_gather"),
+        ("all_gather", 512 * KIB, "bruck"),
+        ("all_gather", 1 << 20, "ring"),
+        ("reduce_scatter", 1, "recursive_halving"),
+        ("reduce_scatter", 1 << 20, "pairwise"),
+        ("all_to_all", 16 * KIB, "bruck"),
+        ("all_to_all", 16 * KIB + 1, "pairwise"),
+        ("gather", 1, "tree"),
+        ("scatter", 1 << 30, "tree"),
+        ("barrier", 0, "dissemination"),
+        ("send", 1, "direct"),
     ],
-)  # fmt: skip
+)
 def test_between_hosts_the_classic_cut_offs_hold(op: str, nbytes: int, name: str) -> None:
     assert choose(op, 16, nbytes, transport="tcp") == name
     assert choose(op, 16, nbytes, hosts=tuple(range(16))) == name

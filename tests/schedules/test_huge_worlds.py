@@ -25,9 +25,16 @@ FOLDING = [(op, name) for op, name in CLOCKED if "halving" in name or "doubling"
 
 @pytest.mark.parametrize(
     ("op", "name"),
-    [("all_reduce", "halving_doubling"), ("all_reduce", "ring"), ("all_reduce", "recursive_doubling"),
-     ("broadcast", "tree"), ("reduce", "tree"), ("all_to_all", "bruck"), ("barrier", "dissemination")],
-)  # fmt: skip
+    [
+        ("all_reduce", "halving_doubling"),
+        ("all_reduce", "ring"),
+        ("all_reduce", "recursive_doubling"),
+        ("broadcast", "tree"),
+        ("reduce", "tree"),
+        ("all_to_all", "bruck"),
+        ("barrier", "dissemination"),
+    ],
+)
 def test_16384_ranks_are_clocked_and_equal_the_formula(op: str, name: str) -> None:
     found = simulate(build(op, name, HUGE), M, Network(A, B, G)).total
     assert found == pytest.approx(formula(entry(op, name).cost, HUGE), rel=1e-6)

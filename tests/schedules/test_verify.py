@@ -65,8 +65,7 @@ def test_a_contribution_counted_twice_is_seen() -> None:
     text = refused("all_reduce", (there,), (back,), (there,))
     assert text.startswith("draft is not an all_reduce of 2 ranks:")
     assert (
-        "result: rank 0, data[0], in the end: expected 0.data[0] + 1.data[0], "
-        "got 0.data[0] more than once + 1.data[0]"
+        "result: rank 0, data[0], in the end: expected 0.data[0] + 1.data[0], got 0.data[0] more than once + 1.data[0]"
     ) in text
 
 

@@ -15,8 +15,15 @@ from torchdist_ref.transports import registered
 from torchdist_ref.transports.registered import Neighbour, Place, place_of
 
 DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int64, torch.bool, torch.complex64,
-)  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+)
 
 
 def where(tensor: torch.Tensor) -> Place:

@@ -33,8 +33,11 @@ def first_alone(store: Store, rank: int, members: Sequence[int], name: str, time
 
 
 TRANSPORTS = {
-    "threads": threads.connect, "shared_memory": shared_memory.connect, "tcp": each_on_a_host, "mixed": first_alone,
-}  # fmt: skip
+    "threads": threads.connect,
+    "shared_memory": shared_memory.connect,
+    "tcp": each_on_a_host,
+    "mixed": first_alone,
+}
 
 
 @pytest.mark.parametrize("connect", TRANSPORTS.values(), ids=TRANSPORTS)
@@ -57,8 +60,6 @@ def test_the_parts_of_a_segment_do_not_overlap() -> None:
     for (begin, size), (following, _) in pairwise(parts):
         assert begin + size <= following
     assert parts[-1][0] + parts[-1][1] <= plan.nbytes
-
-
 
 
 def test_the_default_engine_is_gloo_where_ranks_share_no_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -128,9 +129,10 @@ def asked(rank: int, path: str, ready: int) -> list[str]:
 
 def test_ranks_of_one_host_say_where_they_are_and_ask_once(tmp_path: Path) -> None:
     """Every question costs a turn of the server and of the rank, and these are most of what making a group takes."""
-    assert run(partial(asked, path=str(tmp_path / "a"), ready=3), 3, ranks="processes", init=False) == [
-        ["set", "multi_get"]
-    ] * 3
+    assert (
+        run(partial(asked, path=str(tmp_path / "a"), ready=3), 3, ranks="processes", init=False)
+        == [["set", "multi_get"]] * 3
+    )
     # A segment for more ranks is made when it is known that they share a host.
     found = run(partial(asked, path=str(tmp_path / "b"), ready=2), 3, ranks="processes", init=False)
     assert found == [["set", "multi_get", "set"], *[["set", "multi_get", "get"]] * 2]

@@ -30,9 +30,18 @@ from torchdist_ref.backends.into_torch_work import RefWork
 from torchdist_ref.backends.ref import Ref
 from torchdist_ref.backends.torch_stores import StoreFromTorch
 from torchdist_ref.calls import (
-    AllGather, AllReduce, AllToAll, Barrier, Broadcast, Gather, Recv, Reduce, ReduceScatter, Scatter,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Gather,
+    Recv,
+    Reduce,
+    ReduceScatter,
+    Scatter,
     Send,
-)  # fmt: skip
+)
 from torchdist_ref.errors import adopt_torch
 
 Tensors = Sequence[Tensor]

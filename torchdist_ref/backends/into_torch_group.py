@@ -91,9 +91,7 @@ class Hosted(c10d.ProcessGroup):
 
     def _submit(self, opts: Any, *requests: Request) -> RefWork:
         """Start the calls; they are done on return if that is what torch asked for."""
-        requests = tuple(
-            request for request in requests if usable(request[0], uncut(request[1]), uncut(request[2]))
-        )
+        requests = tuple(request for request in requests if usable(request[0], uncut(request[1]), uncut(request[2])))
         seconds = limit(opts)
         wait = opts is not None and not opts.asyncOp and seconds is None
         works = [self.engine.submit(call, inputs, outputs, wait) for call, inputs, outputs in requests]

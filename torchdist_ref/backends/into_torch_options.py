@@ -39,8 +39,10 @@ def reduction(op: str, opts: Any) -> str:
     if word is None:
         raise ArgumentTypeError(explain(op, "reduceOp", f"a ReduceOp, one of {', '.join(REDUCTIONS)}", asked))
     if word == "premul_sum":
-        raise UnsupportedError(f"{op}: torch offers ReduceOp.PREMUL_SUM on NCCL only. Multiply first and use SUM, or "
-                               f"call torchdist_ref.{op}, which takes it on every engine.")  # fmt: skip
+        raise UnsupportedError(
+            f"{op}: torch offers ReduceOp.PREMUL_SUM on NCCL only. Multiply first and use SUM, or "
+            f"call torchdist_ref.{op}, which takes it on every engine."
+        )
     return word
 
 

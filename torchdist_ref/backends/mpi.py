@@ -24,12 +24,27 @@ from torchdist_ref.backends.mpi_work import Ended, Finish, MpiWork, Poller, Star
 from torchdist_ref.backends.ranges import in_a_range
 from torchdist_ref.backends.unfit import refuse_unfit
 from torchdist_ref.calls import (
-    AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Gather, Recv, Reduce, ReduceScatter, Scatter,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Call,
+    Gather,
+    Recv,
+    Reduce,
+    ReduceScatter,
+    Scatter,
     Send,
-)  # fmt: skip
+)
 from torchdist_ref.errors import (
-    ArgumentError, DistBackendError, GroupAbortedError, MismatchError, UnsupportedError, explain,
-)  # fmt: skip
+    ArgumentError,
+    DistBackendError,
+    GroupAbortedError,
+    MismatchError,
+    UnsupportedError,
+    explain,
+)
 from torchdist_ref.stores import PrefixStore
 from torchdist_ref.trace import Recorder
 from torchdist_ref.work import Work
@@ -102,10 +117,15 @@ class Mpi(Backend):
         except self._mpi.Exception as error:
             raise self._failed(call, error) from error
         work = MpiWork(
-            f"{call} on {self._here()}", uncut(outputs), started, self._mpi.Status(),
-            self._end(call, start, nbytes_of(inputs, outputs)), self._callbacks.runner(),
-            self._membership.timeout, self._trouble,
-        )  # fmt: skip
+            f"{call} on {self._here()}",
+            uncut(outputs),
+            started,
+            self._mpi.Status(),
+            self._end(call, start, nbytes_of(inputs, outputs)),
+            self._callbacks.runner(),
+            self._membership.timeout,
+            self._trouble,
+        )
         return self._waited(work) if wait else self._watched(work)
 
     def _waited(self, work: MpiWork) -> Work:

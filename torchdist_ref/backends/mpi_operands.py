@@ -17,13 +17,30 @@ from torchdist_ref.errors import UnsupportedError
 
 # The names of MPI's types and operations, as mpi4py has them.
 _TYPES = {
-    torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int8: "INT8_T", torch.int16: "INT16_T",
-    torch.int32: "INT32_T", torch.int64: "INT64_T", torch.uint8: "UINT8_T", torch.uint16: "UINT16_T",
-    torch.uint32: "UINT32_T", torch.uint64: "UINT64_T", torch.complex64: "C_FLOAT_COMPLEX",
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.uint8: "UINT8_T",
+    torch.uint16: "UINT16_T",
+    torch.uint32: "UINT32_T",
+    torch.uint64: "UINT64_T",
+    torch.complex64: "C_FLOAT_COMPLEX",
     torch.complex128: "C_DOUBLE_COMPLEX",
-}  # fmt: skip
-_OPS = {"sum": "SUM", "premul_sum": "SUM", "avg": "SUM", "product": "PROD", "min": "MIN", "max": "MAX",
-        "band": "BAND", "bor": "BOR", "bxor": "BXOR"}  # fmt: skip
+}
+_OPS = {
+    "sum": "SUM",
+    "premul_sum": "SUM",
+    "avg": "SUM",
+    "product": "PROD",
+    "min": "MIN",
+    "max": "MAX",
+    "band": "BAND",
+    "bor": "BOR",
+    "bxor": "BXOR",
+}
 # What a reduction of truth values is on the bytes 0 and 1.
 _OF_BOOL = {"sum": "MAX", "product": "MIN"}
 

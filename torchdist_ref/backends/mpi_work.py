@@ -66,9 +66,16 @@ class MpiWork(Work):
     """
 
     def __init__(
-        self, name: str, outputs: Sequence[Any], started: Started, status: Any, ended: Ended,
-        callbacks: Runner, seconds: float, trouble: Callable[[], BaseException | None],
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        outputs: Sequence[Any],
+        started: Started,
+        status: Any,
+        ended: Ended,
+        callbacks: Runner,
+        seconds: float,
+        trouble: Callable[[], BaseException | None],
+    ) -> None:
         super().__init__(name, outputs, callbacks)
         self._started, self._status = started, status
         self._ended, self._trouble = ended, trouble
@@ -154,4 +161,3 @@ class Poller:
         """End, whatever is still open."""
         self._closed = True
         self._lane.close()
-

@@ -26,9 +26,9 @@ from torchdist_ref.backends.reductions import Reduction
 from torchdist_ref.backends.steps import Operand, Part, Step
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
 from torchdist_ref.transports.base import Link
-from torchdist_ref.transports.memory import Range, Token
 from torchdist_ref.transports.board import Record
 from torchdist_ref.transports.layout import ANNOUNCEMENT, room
+from torchdist_ref.transports.memory import Range, Token
 
 ALIGN = 64
 # Bytes that are copied in the time that it takes to make a view (measured: about 1 us).

@@ -16,8 +16,12 @@ from torch import Tensor
 from torchdist_ref.errors import EngineArgumentError, UnsupportedError, explain
 
 _EIGHTHS = {
-    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
-}  # fmt: skip
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+}
 WIDENED = {torch.float16, torch.bfloat16, *_EIGHTHS}
 # Types that torch stores but does not add or compare, and a type that holds all their values; sums wrap alike in both.
 _WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64, **dict.fromkeys(_EIGHTHS, torch.float32)}
@@ -71,14 +75,29 @@ def check(name: str, dtype: torch.dtype, operation: str) -> None:
     """Raise an ArgumentError unless this reduction makes sense for this dtype."""
     word = name.upper()
     if name in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
-        raise EngineArgumentError(explain(operation, "op", f"no ReduceOp.{word} where tensors are not integers or bool",
-                                    dtype))  # fmt: skip
+        raise EngineArgumentError(
+            explain(operation, "op", f"no ReduceOp.{word} where tensors are not integers or bool", dtype)
+        )
     if name in _NOT_COMPLEX and dtype.is_complex:
-        raise EngineArgumentError(explain(operation, "op", f"no ReduceOp.{word} where tensors are complex", str(dtype),
-                                    hint=f"torch does not support ReduceOp.{word} on complex tensors."))  # fmt: skip
+        raise EngineArgumentError(
+            explain(
+                operation,
+                "op",
+                f"no ReduceOp.{word} where tensors are complex",
+                str(dtype),
+                hint=f"torch does not support ReduceOp.{word} on complex tensors.",
+            )
+        )
     if name in _SCALED and not (dtype.is_floating_point or dtype.is_complex):
-        raise EngineArgumentError(explain(operation, "op", f"no ReduceOp.{word} where tensors are not floating point",
-                                    dtype, hint="Use SUM and divide."))  # fmt: skip
+        raise EngineArgumentError(
+            explain(
+                operation,
+                "op",
+                f"no ReduceOp.{word} where tensors are not floating point",
+                dtype,
+                hint="Use SUM and divide.",
+            )
+        )
 
 
 def _through(wide: torch.dtype, combine: Callable[..., Tensor]) -> Reduction:

@@ -21,18 +21,35 @@ from torchdist_ref.backends.base import Backend, Membership, nbytes_of, uncut
 from torchdist_ref.backends.torch_stores import StoreForTorch
 from torchdist_ref.backends.torch_work import Carried, Finished, TorchWork, brought_back
 from torchdist_ref.calls import (
-    AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Gather, Recv, Reduce, ReduceScatter, Scatter, Send,
-)  # fmt: skip
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Call,
+    Gather,
+    Recv,
+    Reduce,
+    ReduceScatter,
+    Scatter,
+    Send,
+)
 from torchdist_ref.errors import DistBackendError, GroupAbortedError, UnsupportedError
 from torchdist_ref.trace import Recorder
 from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]
 _OPS = {
-    "sum": c10d.ReduceOp.SUM, "avg": c10d.ReduceOp.AVG, "product": c10d.ReduceOp.PRODUCT,
-    "min": c10d.ReduceOp.MIN, "max": c10d.ReduceOp.MAX, "band": c10d.ReduceOp.BAND,
-    "bor": c10d.ReduceOp.BOR, "bxor": c10d.ReduceOp.BXOR, "premul_sum": c10d.ReduceOp.SUM,
-}  # fmt: skip
+    "sum": c10d.ReduceOp.SUM,
+    "avg": c10d.ReduceOp.AVG,
+    "product": c10d.ReduceOp.PRODUCT,
+    "min": c10d.ReduceOp.MIN,
+    "max": c10d.ReduceOp.MAX,
+    "band": c10d.ReduceOp.BAND,
+    "bor": c10d.ReduceOp.BOR,
+    "bxor": c10d.ReduceOp.BXOR,
+    "premul_sum": c10d.ReduceOp.SUM,
+}
 
 
 class TorchEngine(Backend):

@@ -25,10 +25,13 @@ Tensors = Sequence[Tensor]
 
 # Types that Gloo does not reduce, and one that it does, with the same result.
 _STAND_INS = {
-    torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
     torch.complex32: torch.complex64,
     **dict.fromkeys(WIDENED - {torch.float16, torch.bfloat16}, torch.float32),
-}  # fmt: skip
+}
 # What a reduction of truth values is on the bytes 0 and 1.
 _OF_BOOL = {"sum": "max", "product": "min"}
 _TOP = torch.iinfo(torch.int64).min
@@ -156,9 +159,10 @@ def _exchange(inputs: Tensors, outputs: Tensors, uneven: bool = False) -> Carrie
     else:
         # Where a rank gives less than is expected, Gloo says nothing: the rest stays as it is.
         target = (
-            torch.cat([as_bytes(t) for t in outputs]) if uneven
+            torch.cat([as_bytes(t) for t in outputs])
+            if uneven
             else torch.empty(sum(taken), dtype=torch.uint8, device=outputs[0].device)
-        )  # fmt: skip
+        )
         rows = target.split(taken)
     return Carried(Exchange(given=given, taken=taken), [sent], [target], lambda: brought_back(rows, whole))
 

@@ -175,10 +175,15 @@ def main(options: argparse.Namespace) -> int:
 def show(results: Sequence[Result]) -> str:
     """The table of calls, in microseconds."""
     rows = [
-        [each.op, str(each.world), show_micros(median(each.public)), show_micros(median(each.engine)),
-         show_micros(each.door)]
+        [
+            each.op,
+            str(each.world),
+            show_micros(median(each.public)),
+            show_micros(median(each.engine)),
+            show_micros(each.door),
+        ]
         for each in results
-    ]  # fmt: skip
+    ]
     return table.columns(["", "ranks", "whole us", "engine us", "door us"], rows)
 
 

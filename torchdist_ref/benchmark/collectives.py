@@ -25,8 +25,16 @@ from torchdist_ref.benchmark.operations import OPERATIONS, Action, Buffers, Make
 from torchdist_ref.benchmark.progress import Progress
 from torchdist_ref.benchmark.results import BOUNDS, DIRECT, LIMIT, Row
 from torchdist_ref.benchmark.timing import (
-    Strangers, apart, calls_for, durations, in_a_row, own_clock, own_time, shared_out, undisturbed,
-)  # fmt: skip
+    Strangers,
+    apart,
+    calls_for,
+    durations,
+    in_a_row,
+    own_clock,
+    own_time,
+    shared_out,
+    undisturbed,
+)
 from torchdist_ref.benchmark.units import parse_size, show_size
 from torchdist_ref.errors import ArgumentError, DistBackendError, UnsupportedError, explain
 from torchdist_ref.transports.layout import window_for
@@ -184,7 +192,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", default=",".join(OPERATIONS), help="operations (default: all)", metavar=_LIST)
     parser.add_argument("--sizes", default="4,1K,64K,1M,16M", metavar=_LIST, help="bytes of the whole buffer")
     parser.add_argument(
-        "--backends", default="ref,gloo", metavar=_LIST,
+        "--backends",
+        default="ref,gloo",
+        metavar=_LIST,
         help="ref, registered (ref on registered buffers), gloo, mpi, torch:gloo, mpi4py (%(default)s)",
     )
     parser.add_argument("--world", type=int, default=2, metavar="N", help="ranks (%(default)s)")
@@ -234,9 +244,17 @@ def _settings(options: argparse.Namespace, names: Sequence[str]) -> Settings:
     if not isinstance(dtype, torch.dtype) or dtype == torch.bool:
         raise ArgumentError(explain("benchmark", "--dtype", "a dtype of torch that can be added", options.dtype))
     return Settings(
-        ops, tuple(map(parse_size, options.sizes.split(","))), tuple(names), options.world, options.repetitions,
-        options.seconds, options.loop, options.dtype, options.window or window_for(options.world), options.namespaces,
-    )  # fmt: skip
+        ops,
+        tuple(map(parse_size, options.sizes.split(","))),
+        tuple(names),
+        options.world,
+        options.repetitions,
+        options.seconds,
+        options.loop,
+        options.dtype,
+        options.window or window_for(options.world),
+        options.namespaces,
+    )
 
 
 class _Show:

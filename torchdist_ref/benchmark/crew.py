@@ -78,8 +78,11 @@ def go(
         try:
             return run(
                 lambda rank: program(Place(rank, world, circle, folder, line)),
-                world, ranks="processes", init=False, timeout=timeout,
-            )  # fmt: skip
+                world,
+                ranks="processes",
+                init=False,
+                timeout=timeout,
+            )
         finally:
             circle.close()
 

@@ -56,9 +56,14 @@ def main(options: argparse.Namespace) -> int:
 def _settings(options: argparse.Namespace) -> Settings:
     hooks = tuple(HOOKS) if options.hooks == "all" else tuple(options.hooks.split(";"))
     settings = Settings(
-        tuple(options.models.split(",")), hooks, Settings().sides, options.world, options.repetitions,
-        options.seconds, options.zeroed,
-    )  # fmt: skip
+        tuple(options.models.split(",")),
+        hooks,
+        Settings().sides,
+        options.world,
+        options.repetitions,
+        options.seconds,
+        options.zeroed,
+    )
     for argument, known, given in (("models", MODELS, settings.models), ("hooks", HOOKS, settings.hooks)):
         if not set(given) <= set(known):
             raise ArgumentError(explain("benchmark ddp", argument, f"of {', '.join(known)}", given))

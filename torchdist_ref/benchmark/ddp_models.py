@@ -100,9 +100,12 @@ class _Block(nn.Module):
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width),
-        )  # fmt: skip
+            nn.Conv2d(before, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
         short = nn.Sequential(nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
         self.short = nn.Identity() if before == width else short
 

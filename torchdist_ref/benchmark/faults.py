@@ -94,8 +94,13 @@ class _Trial:
 
 
 def _trials(ops: Sequence[str], backends: Sequence[str]) -> list[_Trial]:
-    deaths = [_Trial(fault, op, name) for op in ops for fault in (WAITING, BUSY) for name in backends
-              if (fault, op) != (BUSY, RECV)]  # fmt: skip
+    deaths = [
+        _Trial(fault, op, name)
+        for op in ops
+        for fault in (WAITING, BUSY)
+        for name in backends
+        if (fault, op) != (BUSY, RECV)
+    ]
     comparing = [name for name in backends if name in _COMPARES_CALLS]
     different = [_Trial(MISMATCH, kind, name) for kind in MISMATCHES for name in comparing]
     return deaths + different + [_Trial(INTERRUPT, op, name) for op in ops[:1] for name in backends]

@@ -17,8 +17,16 @@ from typing import Any
 
 from torchdist_ref.backends import base
 from torchdist_ref.benchmark import (
-    engines, hooks_links, hooks_measure, hooks_plot, hooks_table, hooks_tasks, hooks_timeline, plot, report,
-)  # fmt: skip
+    engines,
+    hooks_links,
+    hooks_measure,
+    hooks_plot,
+    hooks_table,
+    hooks_tasks,
+    hooks_timeline,
+    plot,
+    report,
+)
 from torchdist_ref.benchmark.hooks_contestants import CONTESTANTS
 from torchdist_ref.benchmark.hooks_links import FAST, Link
 from torchdist_ref.benchmark.hooks_measure import Settings
@@ -42,9 +50,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--world", type=int, default=2, metavar="N", help="ranks (%(default)s)")
     parser.add_argument(
-        "--turns", type=int, default=_TURNS, metavar="N",
+        "--turns",
+        type=int,
+        default=_TURNS,
+        metavar="N",
         help=f"of {hooks_measure.TURN} steps for each hook; the first isn't counted (%(default)s)",
-    )  # fmt: skip
+    )
     parser.add_argument("--quick", action="store_true", help=f"{_QUICK} turns: to look at, not to rely on")
     parser.add_argument("--modelled", action="store_true", help="compute slow links, even if they can be had")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw time, error and loss")

@@ -17,15 +17,22 @@ import torch
 
 from torchdist_ref.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import (
-    allreduce_hook, bf16_compress_hook, bf16_compress_wrapper, fp16_compress_hook, fp16_compress_wrapper,
-)  # fmt: skip
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
 from torchdist_ref.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import (
-    PowerSGDState, batched_powerSGD_hook, powerSGD_hook,
-)  # fmt: skip
+    PowerSGDState,
+    batched_powerSGD_hook,
+    powerSGD_hook,
+)
 from torchdist_ref.algorithms.ddp_comm_hooks.quantization_hooks import (
-    quantization_perchannel_hook, quantization_pertensor_hook,
-)  # fmt: skip
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+)
 from torchdist_ref.parallel import DistributedDataParallel
 
 # The steps that every hook of a schedule averages exactly; PowerSGD needs two, DDP rebuilds its buckets in the first.
@@ -120,20 +127,28 @@ def _numel(bucket: Bucket) -> int:
 def _powers() -> list[Contestant]:
     plain = [
         Contestant(
-            f"powersgd-{rank}", f"two factors of rank {rank} in place of each matrix",
-            partial(_power, powerSGD_hook, rank), partial(_factors, rank, _FLOAT),
-        ) for rank in (1, 2, 4)
-    ]  # fmt: skip
+            f"powersgd-{rank}",
+            f"two factors of rank {rank} in place of each matrix",
+            partial(_power, powerSGD_hook, rank),
+            partial(_factors, rank, _FLOAT),
+        )
+        for rank in (1, 2, 4)
+    ]
     wrapped = [
         Contestant(
-            f"{name}-powersgd-2", f"the same with rank 2, in {name}: a wrapper around the hook",
-            partial(_power, wrapper(powerSGD_hook), 2), partial(_factors, 2, _HALF),
-        ) for name, wrapper in (("fp16", fp16_compress_wrapper), ("bf16", bf16_compress_wrapper))
-    ]  # fmt: skip
+            f"{name}-powersgd-2",
+            f"the same with rank 2, in {name}: a wrapper around the hook",
+            partial(_power, wrapper(powerSGD_hook), 2),
+            partial(_factors, 2, _HALF),
+        )
+        for name, wrapper in (("fp16", fp16_compress_wrapper), ("bf16", bf16_compress_wrapper))
+    ]
     batched = Contestant(
-        "batched-powersgd-1", "two factors of rank 1 in place of a whole bucket",
-        partial(_power, batched_powerSGD_hook, 1), partial(_square, 1),
-    )  # fmt: skip
+        "batched-powersgd-1",
+        "two factors of rank 1 in place of a whole bucket",
+        partial(_power, batched_powerSGD_hook, 1),
+        partial(_square, 1),
+    )
     return [*plain, *wrapped, batched]
 
 
@@ -144,17 +159,24 @@ _ALL = (
     Contestant("bf16", "averaged as bfloat16", partial(_hook, bf16_compress_hook), partial(_dense, _HALF)),
     *_powers(),
     Contestant(
-        "quantize-tensor", "8 bits a number, one scale a bucket",
-        partial(_hook, quantization_pertensor_hook), partial(_levels, 0),
+        "quantize-tensor",
+        "8 bits a number, one scale a bucket",
+        partial(_hook, quantization_pertensor_hook),
+        partial(_levels, 0),
     ),
     Contestant(
-        "quantize-channel", f"8 bits a number, a scale for every {_CHANNEL}",
-        partial(_hook, quantization_perchannel_hook), partial(_levels, _CHANNEL),
+        "quantize-channel",
+        f"8 bits a number, a scale for every {_CHANNEL}",
+        partial(_hook, quantization_perchannel_hook),
+        partial(_levels, _CHANNEL),
     ),
     Contestant(
-        "local-sgd", f"no gradients; every {LOCAL_STEPS} steps the models are averaged",
-        _local, partial(_now_and_then, LOCAL_STEPS), every=LOCAL_STEPS,
+        "local-sgd",
+        f"no gradients; every {LOCAL_STEPS} steps the models are averaged",
+        _local,
+        partial(_now_and_then, LOCAL_STEPS),
+        every=LOCAL_STEPS,
     ),
     Contestant("noop", "nothing is sent: the floor", partial(_hook, noop_hook), _nothing),
-)  # fmt: skip
+)
 CONTESTANTS = {contestant.name: contestant for contestant in _ALL}

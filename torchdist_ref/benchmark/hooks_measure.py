@@ -137,7 +137,11 @@ def _result(place: Place, trainee: Trainee, notes: _Notes, where: tuple[str, str
     task, backend, link = where
     sent, wire = notes.sent[1:], notes.wire[1:]
     return Result(
-        task, backend, link, trainee.contestant.name, place.world,
+        task,
+        backend,
+        link,
+        trainee.contestant.name,
+        place.world,
         parameters=sum(parameter.numel() for parameter in trainee.model.parameters()),
         expected_bytes=trainee.owed(),
         sent_bytes=sum(sent) / len(sent),
@@ -147,7 +151,7 @@ def _result(place: Place, trainee: Trainee, notes: _Notes, where: tuple[str, str
         losses=_mean([each.losses for each in everybodys]),
         turn=TURN,
         spans=notes.spans,
-    )  # fmt: skip
+    )
 
 
 def _mean(columns: Sequence[Sequence[float]]) -> list[float]:

@@ -58,10 +58,15 @@ class Digits:
         """Two convolutions and a linear layer."""
         return seeded(
             lambda: nn.Sequential(
-                nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
-                nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 10),
+                nn.Conv2d(1, 16, 3, padding=1),
+                nn.ReLU(),
+                nn.Conv2d(16, 32, 3, padding=1),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+                nn.Flatten(),
+                nn.Linear(512, 10),
             )
-        )  # fmt: skip
+        )
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Plain, with momentum."""

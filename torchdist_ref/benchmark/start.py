@@ -130,8 +130,13 @@ def show(results: Sequence[Result], names: Sequence[str]) -> str:
     against = names[-1]
     titles = ["", "ranks", *(f"{name} ms" for name in names), *(f"{name} x {against}" for name in names[:-1])]
     rows = [
-        [what, str(result.world), *(show_millis(median(result.samples[what][name])) for name in names),
-         *(show_number(result.ratio(what, against, name)) for name in names[:-1])]
-        for result in results for what in (INIT, CYCLE)
-    ]  # fmt: skip
+        [
+            what,
+            str(result.world),
+            *(show_millis(median(result.samples[what][name])) for name in names),
+            *(show_number(result.ratio(what, against, name)) for name in names[:-1]),
+        ]
+        for result in results
+        for what in (INIT, CYCLE)
+    ]
     return table.columns(titles, rows)

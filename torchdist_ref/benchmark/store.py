@@ -172,15 +172,27 @@ def show(results: Sequence[Result]) -> str:
     """Both tables: rates, then barriers."""
     ours, theirs, _ = SIDES
     rates = [
-        [result.operation, str(result.clients), *(show_number(result.value(side)) for side in SIDES),
-         show_number(result.ratio(ours, theirs)), show_number(result.ratio(ECHO, ours))]
-        for result in results if result.operation != BARRIER
-    ]  # fmt: skip
+        [
+            result.operation,
+            str(result.clients),
+            *(show_number(result.value(side)) for side in SIDES),
+            show_number(result.ratio(ours, theirs)),
+            show_number(result.ratio(ECHO, ours)),
+        ]
+        for result in results
+        if result.operation != BARRIER
+    ]
     barriers = [
-        [BARRIER, str(result.clients), show_micros(result.value(ours)), show_micros(result.value(theirs)),
-         show_number(result.ratio(ours, theirs))]
-        for result in results if result.operation == BARRIER
-    ]  # fmt: skip
+        [
+            BARRIER,
+            str(result.clients),
+            show_micros(result.value(ours)),
+            show_micros(result.value(theirs)),
+            show_number(result.ratio(ours, theirs)),
+        ]
+        for result in results
+        if result.operation == BARRIER
+    ]
     titles = ["", "clients", f"{ours} /s", f"{theirs} /s", f"{ECHO} /s", f"rate / {theirs}", f"time / {ECHO}"]
     return "\n\n".join(
         [

@@ -51,8 +51,7 @@ def durations(by_rank: Sequence[Times], parts: int = 1) -> list[float]:
     [2.0]
     """
     return [
-        (max(end for _, end in call) - max(begin for begin, _ in call)) / parts
-        for call in zip(*by_rank, strict=True)
+        (max(end for _, end in call) - max(begin for begin, _ in call)) / parts for call in zip(*by_rank, strict=True)
     ]
 
 

@@ -7,10 +7,18 @@ from torch.distributed import ReduceOp
 from torchdist_ref.debug.levels import DebugLevel, get_debug_level, set_debug_level, set_debug_level_from_env
 from torchdist_ref.errors import adopt_torch
 from torchdist_ref.groups.availability import (
-    get_default_backend_for_device, get_node_local_rank, get_pg_count, is_available, is_backend_available,
-    is_gloo_available, is_mpi_available, is_nccl_available, is_torchelastic_launched, is_ucc_available,
+    get_default_backend_for_device,
+    get_node_local_rank,
+    get_pg_count,
+    is_available,
+    is_backend_available,
+    is_gloo_available,
+    is_mpi_available,
+    is_nccl_available,
+    is_torchelastic_launched,
+    is_ucc_available,
     is_xccl_available,
-)  # fmt: skip
+)
 from torchdist_ref.groups.backend_names import Backend
 from torchdist_ref.groups.batches import P2POp, batch_isend_irecv
 from torchdist_ref.groups.coalesced import all_gather_coalesced, all_reduce_coalesced
@@ -28,13 +36,18 @@ from torchdist_ref.groups.object_messages import recv_object_list, send_object_l
 from torchdist_ref.groups.objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
 from torchdist_ref.groups.point_to_point import irecv, isend, recv, send
 from torchdist_ref.groups.queries import (
-    get_backend, get_global_rank, get_group_rank, get_process_group_ranks, get_rank, get_world_size,
-)  # fmt: skip
-from torchdist_ref.groups.registered import empty_registered
+    get_backend,
+    get_global_rank,
+    get_group_rank,
+    get_process_group_ranks,
+    get_rank,
+    get_world_size,
+)
 from torchdist_ref.groups.reduce_ops import reduce_op, supports_complex
 from torchdist_ref.groups.reduce_scattering import reduce_scatter, reduce_scatter_tensor
-from torchdist_ref.groups.singles import all_gather_single, reduce_scatter_single
+from torchdist_ref.groups.registered import empty_registered
 from torchdist_ref.groups.shrinking import shrink_group
+from torchdist_ref.groups.singles import all_gather_single, reduce_scatter_single
 from torchdist_ref.groups.splitting import split_group
 from torchdist_ref.groups.subgroups import new_subgroups, new_subgroups_by_enumeration
 from torchdist_ref.groups.world import default_pg_timeout

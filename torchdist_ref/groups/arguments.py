@@ -17,8 +17,13 @@ from torch.distributed import ReduceOp
 from torchdist_ref.backends.base import Rows
 from torchdist_ref.calls import AllReduce, Reduce, ReduceScatter
 from torchdist_ref.errors import (
-    ArgumentError, ArgumentTypeError, EngineArgumentError, UnsupportedError, explain, on_rank,
-)  # fmt: skip
+    ArgumentError,
+    ArgumentTypeError,
+    EngineArgumentError,
+    UnsupportedError,
+    explain,
+    on_rank,
+)
 from torchdist_ref.groups.group import ProcessGroup, whole_number
 from torchdist_ref.groups.world import default_group, resolve
 
@@ -151,8 +156,14 @@ def check_writable(operation: str, argument: str, tensor: Tensor) -> None:
     if tensor.is_contiguous():
         return
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ArgumentError(explain(operation, argument, "a tensor whose elements don't overlap (use .clone())",
-                                    f"strides {tensor.stride()}"))  # fmt: skip
+        raise ArgumentError(
+            explain(
+                operation,
+                argument,
+                "a tensor whose elements don't overlap (use .clone())",
+                f"strides {tensor.stride()}",
+            )
+        )
 
 
 def root_of(

@@ -103,9 +103,17 @@ def _factory(name: str, func: Callable[..., Any], extended_api: bool) -> base.Fa
         made = func(*arguments)
         if not isinstance(made, base.Backend):
             expected = "a function that returns a torchdist_ref.backends.base.Backend"
-            raise ArgumentTypeError(explain("register_backend", "func", expected, made, rank=m.rank,
-                                            hint=f"It is the engine {name!r}. Register one of torch's own kind "
-                                                 "with torch.distributed.Backend.register_backend."))  # fmt: skip
+            raise ArgumentTypeError(
+                explain(
+                    "register_backend",
+                    "func",
+                    expected,
+                    made,
+                    rank=m.rank,
+                    hint=f"It is the engine {name!r}. Register one of torch's own kind "
+                    "with torch.distributed.Backend.register_backend.",
+                )
+            )
         return made
 
     return make

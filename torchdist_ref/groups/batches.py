@@ -52,8 +52,9 @@ class P2POp:
         group_peer: int | None = None,
     ) -> None:
         if op not in (isend, irecv):
-            raise ArgumentError(explain("P2POp", "op", "torchdist_ref.isend or torchdist_ref.irecv", op,
-                                        hint="Invalid ``op``."))  # fmt: skip
+            raise ArgumentError(
+                explain("P2POp", "op", "torchdist_ref.isend or torchdist_ref.irecv", op, hint="Invalid ``op``.")
+            )
         check_tensor("P2POp", "tensor", tensor)
         self.op = op
         self.tensor = tensor

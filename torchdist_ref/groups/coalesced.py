@@ -11,8 +11,15 @@ from torch.futures import Future
 from torchdist_ref.calls import AllGather
 from torchdist_ref.errors import ArgumentTypeError, EngineArgumentError, explain
 from torchdist_ref.groups.arguments import (
-    ALL_REDUCE, SUM, check_elements, check_one_dtype, check_tensors, check_writable, member_group, word_of,
-)  # fmt: skip
+    ALL_REDUCE,
+    SUM,
+    check_elements,
+    check_one_dtype,
+    check_tensors,
+    check_writable,
+    member_group,
+    word_of,
+)
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.joined import Joined

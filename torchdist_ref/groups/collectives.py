@@ -19,8 +19,15 @@ from torch import Tensor, sparse_coo
 
 from torchdist_ref.calls import Barrier, Broadcast, Call
 from torchdist_ref.groups.arguments import (
-    ALL_REDUCE, SUM, check_tensor, check_writable, member_group, reduce_call, root_of, word_of,
-)  # fmt: skip
+    ALL_REDUCE,
+    SUM,
+    check_tensor,
+    check_writable,
+    member_group,
+    reduce_call,
+    root_of,
+    word_of,
+)
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.premultiplied import submit_multiplied
 from torchdist_ref.groups.sparse import sum_sparse

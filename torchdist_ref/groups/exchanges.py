@@ -14,8 +14,13 @@ from torch import Tensor
 from torchdist_ref.calls import AllToAll
 from torchdist_ref.errors import EngineArgumentError, explain
 from torchdist_ref.groups.arguments import (
-    check_elements, check_one_dtype, check_tensor, check_writable, in_rows, member_group,
-)  # fmt: skip
+    check_elements,
+    check_one_dtype,
+    check_tensor,
+    check_writable,
+    in_rows,
+    member_group,
+)
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.work import Work
@@ -79,8 +84,13 @@ def all_to_all_single(
     # A tensor without a gradient is its own detached self, which takes a microsecond to make.
     inputs = _blocks("input", input.detach() if input.requires_grad else input, input_split_sizes, found)
     if output_split_sizes or input_split_sizes:
-        check_elements(_NAME, f"output_split_sizes[{found.rank()}]", outputs[found.rank()],
-                       inputs[found.rank()].numel(), "what this rank keeps")  # fmt: skip
+        check_elements(
+            _NAME,
+            f"output_split_sizes[{found.rank()}]",
+            outputs[found.rank()],
+            inputs[found.rank()].numel(),
+            "what this rank keeps",
+        )
         work = submit(found, _UNEVEN, list(inputs), list(outputs), async_op)
         if work is not None:
             work.outputs = [output]

@@ -14,8 +14,16 @@ from torch import Tensor
 from torchdist_ref.calls import AllGather, AllToAll, Gather, Scatter
 from torchdist_ref.errors import ArgumentError, on_rank
 from torchdist_ref.groups.arguments import (
-    blocks_fit, check_blocks, check_elements, check_one_dtype, check_tensor, check_tensors, member_group, root_of, rows,
-)  # fmt: skip
+    blocks_fit,
+    check_blocks,
+    check_elements,
+    check_one_dtype,
+    check_tensor,
+    check_tensors,
+    member_group,
+    root_of,
+    rows,
+)
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.work import Work
@@ -230,8 +238,10 @@ def _list_of_root(
         check_tensors(operation, argument, given)
     if not at_root:
         if given:
-            raise ArgumentError(f"{operation}: Argument ``{argument}`` must NOT be specified on non-root ranks "
-                                f"(root is group rank {root}, this is {group.rank()}){on_rank()}.")  # fmt: skip
+            raise ArgumentError(
+                f"{operation}: Argument ``{argument}`` must NOT be specified on non-root ranks "
+                f"(root is group rank {root}, this is {group.rank()}){on_rank()}."
+            )
         return ()
     if not given:
         raise ArgumentError(f"{operation}: Argument ``{argument}`` must be specified on root rank {root}{on_rank()}.")

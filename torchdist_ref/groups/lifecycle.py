@@ -14,8 +14,14 @@ from typing import Any
 from torchdist_ref.backends.base import Membership, by_device, create, default_name
 from torchdist_ref.debug.checked import as_asked
 from torchdist_ref.errors import (
-    ArgumentError, ArgumentTypeError, EngineArgumentError, NotInitializedError, UsageError, explain, on_rank,
-)  # fmt: skip
+    ArgumentError,
+    ArgumentTypeError,
+    EngineArgumentError,
+    NotInitializedError,
+    UsageError,
+    explain,
+    on_rank,
+)
 from torchdist_ref.groups.group import GroupMember, ProcessGroup, whole_number
 from torchdist_ref.groups.places import agreed_place, next_place, place_of_members, watched
 from torchdist_ref.groups.world import DEFAULT_TIMEOUT, World, current, default_group, resolve

@@ -50,12 +50,18 @@ def monitored_barrier(
     refuse_destroyed(found, "monitored_barrier")
     allowed = timedelta(seconds=found.timeout) if timeout is None else timeout
     if not isinstance(allowed, timedelta):
-        raise ArgumentTypeError(f"monitored_barrier: Expected timeout argument to be of type datetime.timedelta, "
-                                f"got {timeout!r}{on_rank()}.")  # fmt: skip
+        raise ArgumentTypeError(
+            f"monitored_barrier: Expected timeout argument to be of type datetime.timedelta, "
+            f"got {timeout!r}{on_rank()}."
+        )
     if allowed <= timedelta(0):
         raise EngineArgumentError(explain("monitored_barrier", "timeout", "more than zero", timeout))
     others = [rank for rank in range(found.size()) if rank != found.rank()]
     meet(
-        found.store, found.rank(), found.members, allowed, found.name,
+        found.store,
+        found.rank(),
+        found.members,
+        allowed,
+        found.name,
         lambda: found.backend.trouble(others, "monitored_barrier"),
-    )  # fmt: skip
+    )

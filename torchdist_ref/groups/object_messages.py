@@ -114,6 +114,8 @@ def _receive(group: ProcessGroup, peer: int | None, tensor: torch.Tensor, device
 
 def _other(group: ProcessGroup, operation: str, peer: int, word: str) -> int:
     if peer == group.rank():
-        raise ArgumentError(f"{operation}: Invalid {word} rank: {word} rank should not be the same as the rank of "
-                            f"the current process{on_rank()}.")  # fmt: skip
+        raise ArgumentError(
+            f"{operation}: Invalid {word} rank: {word} rank should not be the same as the rank of "
+            f"the current process{on_rank()}."
+        )
     return peer

@@ -28,8 +28,12 @@ def _do(
     count = len(inputs)
     shared = outputs is inputs or (outputs and inputs and outputs[0] is inputs[0])
     tensors = inputs if shared else [*inputs, *outputs]
-    carried(tensors, group, device, lambda *there: submit(
-        group, call, there[:count], there if shared else there[count:], False))  # fmt: skip
+    carried(
+        tensors,
+        group,
+        device,
+        lambda *there: submit(group, call, there[:count], there if shared else there[count:], False),
+    )
 
 
 def headers_of(group: ProcessGroup, parcel: Parcel) -> list[list[int]]:

@@ -216,8 +216,10 @@ def scatter_object_list(
     parcels = _parcels(found, scatter_object_input_list) if found.rank() == root else []
     room = scattered(found, root, parcels)
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
-        raise ArgumentError(f"{operation}: Expected argument scatter_object_output_list to be a list of size at "
-                            f"least 1, got {scatter_object_output_list!r} (on rank {me(found)}).")  # fmt: skip
+        raise ArgumentError(
+            f"{operation}: Expected argument scatter_object_output_list to be a list of size at "
+            f"least 1, got {scatter_object_output_list!r} (on rank {me(found)})."
+        )
     scatter_object_output_list[0] = unpack(room.data, operation, found.members[root])
 
 

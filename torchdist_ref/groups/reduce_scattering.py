@@ -8,8 +8,16 @@ from typing import Any
 from torch import Tensor
 
 from torchdist_ref.groups.arguments import (
-    REDUCE_SCATTER, SUM, check_elements, check_one_dtype, check_tensor, check_tensors, member_group, rows, word_of,
-)  # fmt: skip
+    REDUCE_SCATTER,
+    SUM,
+    check_elements,
+    check_one_dtype,
+    check_tensor,
+    check_tensors,
+    member_group,
+    rows,
+    word_of,
+)
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.premultiplied import all_multiplied

@@ -62,8 +62,10 @@ def new_subgroups(
 
 def _size(given: int | None, world: int) -> int:
     if given is None and not torch.cuda.is_available():
-        raise ArgumentError("new_subgroups: the default of argument 'group_size' is the number of CUDA devices, and "
-                            "there is none here; give 'group_size'.")  # fmt: skip
+        raise ArgumentError(
+            "new_subgroups: the default of argument 'group_size' is the number of CUDA devices, and "
+            "there is none here; give 'group_size'."
+        )
     size = torch.cuda.device_count() if given is None else given
     if not isinstance(size, int) or not 0 < size <= world:
         raise ArgumentError(explain("new_subgroups", "group_size", f"a number from 1 to {world}", size))

@@ -13,9 +13,16 @@ from torchdist_ref.groups.arguments import check_elements, check_one_dtype, chec
 from torchdist_ref.groups.premultiplied import multiplied
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add, "avg": torch.add, "premul_sum": torch.add, "product": torch.mul, "min": torch.minimum,
-    "max": torch.maximum, "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
-}  # fmt: skip
+    "sum": torch.add,
+    "avg": torch.add,
+    "premul_sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
 
 
 def check_alike(name: str, argument: str, tensors: Any) -> None:

@@ -29,8 +29,13 @@ __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
 logger = logging.getLogger("torchdist_ref.launcher")
 
-_WITHOUT = ("logs_specs", "log_line_prefix_template", "numa_options", "duplicate_stdout_filters",
-            "duplicate_stderr_filters")  # fmt: skip
+_WITHOUT = (
+    "logs_specs",
+    "log_line_prefix_template",
+    "numa_options",
+    "duplicate_stdout_filters",
+    "duplicate_stderr_filters",
+)
 
 
 @dataclass

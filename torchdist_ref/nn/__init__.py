@@ -9,8 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from torchdist_ref.nn.functional import (
-    all_gather, all_reduce, all_to_all, all_to_all_single, broadcast, gather, reduce, reduce_scatter, scatter,
-)  # fmt: skip
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_all_single,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
 
 __all__ = [
     "RemoteModule",

@@ -191,4 +191,3 @@ class RankPool:
         for rank, status in report.died.items():
             self._trouble = f"rank {rank} {how_it_ended(status)}"
         return report
-

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DistributedDataParallel", "GradBucket", "MixedPrecision"]
 
-_HOMES = {
-    "DistributedDataParallel": "distributed_data_parallel", "GradBucket": "bucket", "MixedPrecision": "precision"
-}  # fmt: skip
+_HOMES = {"DistributedDataParallel": "distributed_data_parallel", "GradBucket": "bucket", "MixedPrecision": "precision"}
 
 
 def __getattr__(name: str) -> Any:

@@ -92,8 +92,17 @@ class GradBucket:
     """
 
     __slots__ = (
-        "_buffer", "_index", "_is_last", "_laid", "_layout", "_parameters", "_room", "_scale", "_templates", "_views",
-    )  # fmt: skip
+        "_buffer",
+        "_index",
+        "_is_last",
+        "_laid",
+        "_layout",
+        "_parameters",
+        "_room",
+        "_scale",
+        "_templates",
+        "_views",
+    )
 
     def __init__(
         self,
@@ -121,10 +130,16 @@ class GradBucket:
 
     @classmethod
     def of_views(
-        cls, index: int, buffer: torch.Tensor, views: list[torch.Tensor], parameters: list[torch.Tensor], is_last: bool,
-        scale: float = 1.0, room: Callable[[torch.dtype], torch.Tensor] | None = None,
+        cls,
+        index: int,
+        buffer: torch.Tensor,
+        views: list[torch.Tensor],
+        parameters: list[torch.Tensor],
+        is_last: bool,
+        scale: float = 1.0,
+        room: Callable[[torch.dtype], torch.Tensor] | None = None,
         laid: torch.dtype | None = None,
-    ) -> GradBucket:  # fmt: skip
+    ) -> GradBucket:
         """A bucket whose ``views`` are known to divide ``buffer``: nothing is checked or computed.
 
         Args:

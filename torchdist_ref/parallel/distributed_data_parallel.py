@@ -135,7 +135,10 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs, SharedBuffers, Fo
         self._buffer_hook: BufferHook | None = None
         self._options = Options(
             bucketing.caps(bucket_cap_mb, bucket_cap_mb_list, find_unused_parameters and not static_graph),
-            find_unused_parameters, gradient_as_bucket_view, static_graph, skip_all_reduce_unused_params,
+            find_unused_parameters,
+            gradient_as_bucket_view,
+            static_graph,
+            skip_all_reduce_unused_params,
         )
         if init_sync:
             self._meet(self.broadcast_buffers or forward_sync_buffers is not None)
@@ -146,8 +149,11 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs, SharedBuffers, Fo
         """Check that all ranks hold the same kinds of parameters, then take rank 0's values."""
         entries = self._entries
         agreement.verify(
-            [e.parameter for e in entries], [e.name for e in entries], [e.sparse for e in entries],
-            self.process_group, self.device,
+            [e.parameter for e in entries],
+            [e.name for e in entries],
+            [e.sparse for e in entries],
+            self.process_group,
+            self.device,
         )
         States(self.module, self.parameters_to_ignore, self.process_group).share(with_buffers)
 

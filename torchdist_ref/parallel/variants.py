@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchdist_ref.algorithms.ddp_comm_hooks.mixed_precision_hooks import (
-    _AllreduceUpcastHookState, _reducer_allreduce_and_upcast_hook,
-)  # fmt: skip
+    _AllreduceUpcastHookState,
+    _reducer_allreduce_and_upcast_hook,
+)
 from torchdist_ref.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _apply_optim_in_backward_hook
 from torchdist_ref.parallel import agreement
 from torchdist_ref.parallel.delayed import Delayed

@@ -60,9 +60,7 @@ def entry(op: str, algorithm: str) -> Entry:
 
 
 @lru_cache(maxsize=1024)
-def build(
-    op: str, algorithm: str, world: int, root: int = 0, *, hosts: tuple[int, ...] | None = None
-) -> Schedule:
+def build(op: str, algorithm: str, world: int, root: int = 0, *, hosts: tuple[int, ...] | None = None) -> Schedule:
     """The schedule of one algorithm for one operation, cached.
 
     Args:

@@ -161,9 +161,7 @@ def on_ranks(schedule: Schedule, ranks: Sequence[int], world: int) -> Schedule:
         return schedule
     spacing = world // len(ranks)
     even = list(ranks) == list(range(0, world, spacing))
-    moved = relabelled(
-        schedule, lambda m: Move(ranks[m.src], ranks[m.dst], m.read, m.write, m.reduce), even * spacing
-    )
+    moved = relabelled(schedule, lambda m: Move(ranks[m.src], ranks[m.dst], m.read, m.write, m.reduce), even * spacing)
     return replace(moved, world=world)
 
 

@@ -52,9 +52,15 @@ def _band(step: int, found: Sequence[Message], ranks: int) -> Iterator[str]:
     top = TOP + BAND * step
     yield svg.text(LEFT - 40, top + 32, f"round {step + 1}", anchor="start")
     yield svg.element(
-        "line", x1=LEFT - 40, y1=top + BAND - 4, x2=_x(ranks - 1) + 40, y2=top + BAND - 4,
-        stroke=svg.GREY, stroke_width=0.5, stroke_dasharray="2 4",
-    )  # fmt: skip
+        "line",
+        x1=LEFT - 40,
+        y1=top + BAND - 4,
+        x2=_x(ranks - 1) + 40,
+        y2=top + BAND - 4,
+        stroke=svg.GREY,
+        stroke_width=0.5,
+        stroke_dasharray="2 4",
+    )
     for x in map(_x, range(ranks)):
         yield svg.element("line", x1=x, y1=top - 2, x2=x, y2=top + ARROW, stroke=svg.GREY, stroke_width=0.6)
     shown = [part for part in found if max(part.src, part.dst) < ranks]

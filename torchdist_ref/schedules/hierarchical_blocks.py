@@ -111,7 +111,8 @@ def all_to_all(hosts: Hosts) -> Schedule:
         source = groups[(place - step - 1) % count] if rank == team[0] else []
         return [
             Move(source[0], rank, ("in", d) if s == source[0] else wait(s, d), ("out", s) if d == rank else wait(s, d))
-            for s in source for d in team
+            for s in source
+            for d in team
         ]
 
     def last(step: int, rank: int) -> list[Move]:

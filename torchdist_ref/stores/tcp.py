@@ -197,9 +197,7 @@ class TCPStore(Store):
         except TimedOut as late:
             raise self._late(late, operation, fields, Deadline(limit)) from None
 
-    def _late(
-        self, late: TimedOut, operation: str, fields: tuple[Any, ...], deadline: Deadline
-    ) -> StoreTimeoutError:
+    def _late(self, late: TimedOut, operation: str, fields: tuple[Any, ...], deadline: Deadline) -> StoreTimeoutError:
         keys = _user_keys(late.missing, fields)
         if late.silent:
             return self._no_answer(operation, keys, deadline)

@@ -36,9 +36,7 @@ def grace(seconds: float) -> float:
     return 0.09 + min(0.04 * seconds, 2.0)
 
 
-def ask_numbered(
-    channel: Channel, mine: int, op: Op, fields: tuple[Any, ...], deadline: Deadline
-) -> tuple[Any, ...]:
+def ask_numbered(channel: Channel, mine: int, op: Op, fields: tuple[Any, ...], deadline: Deadline) -> tuple[Any, ...]:
     """Ask our server; its answer has the question's number, and its length in front.
 
     Raises:

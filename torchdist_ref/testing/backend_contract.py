@@ -73,8 +73,10 @@ def reduces_as_asked(rank: int, size: int) -> None:
     """Each reduction is the one that was asked for: not the sum by another name."""
     data = torch.stack([fill(r, (301,), torch.int64) for r in range(size)])
     wanted = {
-        dist.ReduceOp.PRODUCT: data.prod(0), dist.ReduceOp.MIN: data.amin(0), dist.ReduceOp.MAX: data.amax(0),
-    }  # fmt: skip
+        dist.ReduceOp.PRODUCT: data.prod(0),
+        dist.ReduceOp.MIN: data.amin(0),
+        dist.ReduceOp.MAX: data.amax(0),
+    }
     for op, result in wanted.items():
         tensor = data[rank].clone()
         dist.all_reduce(tensor, op)
@@ -122,9 +124,10 @@ def works_bitwise(rank: int, size: int) -> None:
     """BAND, BOR and BXOR work on the bits of integers."""
     data = [fill(r, (64,), torch.uint8) for r in range(size)]
     for op, combine in (
-        (dist.ReduceOp.BAND, torch.bitwise_and), (dist.ReduceOp.BOR, torch.bitwise_or),
+        (dist.ReduceOp.BAND, torch.bitwise_and),
+        (dist.ReduceOp.BOR, torch.bitwise_or),
         (dist.ReduceOp.BXOR, torch.bitwise_xor),
-    ):  # fmt: skip
+    ):
         wanted = data[0]
         for other in data[1:]:
             wanted = combine(wanted, other)
@@ -281,8 +284,21 @@ def separates_groups(rank: int, size: int) -> None:
 
 
 CLAUSES: tuple[Callable[[int, int], None], ...] = (
-    sums_everywhere, reduces_as_asked, averages, multiplies_before_it_adds,
-    keeps_every_type, works_bitwise, leaves_replicas_identical, broadcasts_from_any_root,
-    reduces_to_any_root, gathers, scatters, reduces_and_scatters, finishes_async_calls_in_order, respects_strides,
-    passes_messages, matches_tags_in_any_order, separates_groups,
-)  # fmt: skip
+    sums_everywhere,
+    reduces_as_asked,
+    averages,
+    multiplies_before_it_adds,
+    keeps_every_type,
+    works_bitwise,
+    leaves_replicas_identical,
+    broadcasts_from_any_root,
+    reduces_to_any_root,
+    gathers,
+    scatters,
+    reduces_and_scatters,
+    finishes_async_calls_in_order,
+    respects_strides,
+    passes_messages,
+    matches_tags_in_any_order,
+    separates_groups,
+)

@@ -47,6 +47,4 @@ class Program:
 
     def _join(self, rank: int, store: Store) -> None:
         timeout = timedelta(seconds=self.timeout * _SOONER)
-        groups.init_process_group(
-            self.backend, store=store, rank=rank, world_size=self.world_size, timeout=timeout
-        )
+        groups.init_process_group(self.backend, store=store, rank=rank, world_size=self.world_size, timeout=timeout)

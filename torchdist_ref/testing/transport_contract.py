@@ -211,7 +211,13 @@ def a_rank_that_has_finished_may_leave(link: Link) -> None:
 
 
 CLAUSES: tuple[Callable[[Link], None], ...] = (
-    tokens_count, stages_are_seen_after_a_token, boards_show_calls, messages_arrive_whole, refusals_reach_the_sender,
-    waits_end_at_the_deadline, giving_up_reaches_all, leaving_reaches_all,
+    tokens_count,
+    stages_are_seen_after_a_token,
+    boards_show_calls,
+    messages_arrive_whole,
+    refusals_reach_the_sender,
+    waits_end_at_the_deadline,
+    giving_up_reaches_all,
+    leaving_reaches_all,
     a_rank_that_has_finished_may_leave,
-)  # fmt: skip
+)

@@ -11,8 +11,20 @@ from time import monotonic_ns
 from typing import NamedTuple
 
 from torchdist_ref.transports.layout import (
-    BEAT, BOARD_LINE, DONE, GAVE_UP_AT, HEADS, PID, REASON, REASON_BYTES, STATUS, TEXT_BYTES, TEXTS, WAITS, Layout,
-)  # fmt: skip
+    BEAT,
+    BOARD_LINE,
+    DONE,
+    GAVE_UP_AT,
+    HEADS,
+    PID,
+    REASON,
+    REASON_BYTES,
+    STATUS,
+    TEXT_BYTES,
+    TEXTS,
+    WAITS,
+    Layout,
+)
 
 ABSENT, PRESENT, LEFT, GAVE_UP = range(4)
 # Calls count from 0. Meeting is what comes before the first: a rank that has met has finished number -1.

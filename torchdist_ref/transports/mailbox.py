@@ -20,9 +20,9 @@ from torch import Tensor
 
 from torchdist_ref.errors import MismatchError
 from torchdist_ref.transports.base import Link
-from torchdist_ref.transports.memory import Lane, Range, Token
 from torchdist_ref.transports.board import Record
 from torchdist_ref.transports.layout import CACHE_LINE, ENVELOPE
+from torchdist_ref.transports.memory import Lane, Range, Token
 from torchdist_ref.transports.moving import mover
 
 _TAG, _FINGERPRINT, _NBYTES, _VERDICT = range(4)
@@ -80,7 +80,7 @@ class Mailbox:
         self._place, self._nbytes, self._next = layout.mailbox(source, target), layout.box, 0
         self._box = torch.frombuffer(
             memory.buffer_of(source), dtype=torch.uint8, count=self._nbytes, offset=self._place
-        )  # fmt: skip
+        )
         self._address = self._box.data_ptr()
         self._shown: Record | None = None
         self._tag, self._doing = -1, ""

@@ -15,9 +15,9 @@ from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError, RankStalledError
-from torchdist_ref.transports.memory import Range, Token
 from torchdist_ref.transports.connection import ELSEWHERE, Connection, Frame, inside, pack
 from torchdist_ref.transports.layout import BOARD_LINE, ENVELOPE, KINDS, Layout
+from torchdist_ref.transports.memory import Range, Token
 
 # How long a waiter looks at the sockets before it looks again at tokens that don't come through them.
 GLANCE = 0.0005

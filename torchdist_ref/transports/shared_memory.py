@@ -28,9 +28,9 @@ from typing import Any
 from torchdist_ref.errors import DistBackendError, UnsupportedError
 from torchdist_ref.stores import Store
 from torchdist_ref.transports.base import Link
-from torchdist_ref.transports.memory import OneMemory, Token
 from torchdist_ref.transports.layout import CACHE_LINE, KINDS, RING, Layout, window_for
 from torchdist_ref.transports.liveness import Peers
+from torchdist_ref.transports.memory import OneMemory, Token
 from torchdist_ref.transports.registered import open_of
 
 _SEMAPHORE = 1
@@ -110,9 +110,7 @@ def layout_for(size: int) -> Layout:
     return Layout(size, window, RING // window)
 
 
-def meet(
-    memory: SharedMemory, layout: Layout, rank: int, members: Sequence[int], name: str, timeout: float
-) -> Link:
+def meet(memory: SharedMemory, layout: Layout, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
     """Wait in a segment until all ranks are there. Arguments and result as in `connect`."""
     link = Link(memory, layout, rank, members, name, timeout)
     link.line.arrive(os.getpid())

@@ -28,9 +28,9 @@ from torchdist_ref.transports import shared_memory
 from torchdist_ref.transports.addresses import interface_address
 from torchdist_ref.transports.base import Link
 from torchdist_ref.transports.door import SECRET, Door, greeting
-from torchdist_ref.transports.memory import Lane, Liveness, Memory, Range, Token
 from torchdist_ref.transports.layout import Layout
 from torchdist_ref.transports.liveness import NoPeers, Peers
+from torchdist_ref.transports.memory import Lane, Liveness, Memory, Range, Token
 from torchdist_ref.transports.mesh import Incoming, Mesh, PeerLane, Pumped
 from torchdist_ref.transports.threads import PrivateMemory
 

@@ -17,9 +17,9 @@ from weakref import WeakValueDictionary
 
 from torchdist_ref.stores import Store
 from torchdist_ref.transports.base import Link
-from torchdist_ref.transports.memory import OneMemory, Token
 from torchdist_ref.transports.layout import Layout
 from torchdist_ref.transports.liveness import NoPeers
+from torchdist_ref.transports.memory import OneMemory, Token
 
 
 class Permits:

@@ -18,8 +18,11 @@ from torchdist_ref import groups
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 from torchdist_ref.groups import ProcessGroup, ReduceOp
 from torchdist_ref.utilities.gathering import (
-    AllGatherGrad, all_gather_ddp_if_available, gather_all_tensors, member_count,
-)  # fmt: skip
+    AllGatherGrad,
+    all_gather_ddp_if_available,
+    gather_all_tensors,
+    member_count,
+)
 
 __all__ = [
     "AllGatherGrad",

@@ -141,8 +141,11 @@ def barrier(
         try:
             store.wait([done])
         except StoreTimeoutError as error:
-            absent = "" if rank is None else _absent(store, world_size, key_prefix, rank, trace_timeout,
-                                                     rank_tracing_decoder or str)  # fmt: skip
+            absent = (
+                ""
+                if rank is None
+                else _absent(store, world_size, key_prefix, rank, trace_timeout, rank_tracing_decoder or str)
+            )
             raise StoreTimeoutError(
                 f"barrier {key_prefix!r}: not all {world_size} processes came within {barrier_timeout:g} s{absent}."
             ) from error
