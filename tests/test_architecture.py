@@ -31,8 +31,8 @@ def test_nothing_in_the_package_imports_what_is_beside_it() -> None:
         for found in layers.imports()
         if (target := layers.part_of(found.target))
         and found.target.startswith(layers.PACKAGE)
-        and target.name in layers.BESIDE
-        and part_name(found.module) not in layers.BESIDE
+        and target.name in layers.TOOLS
+        and part_name(found.module) not in layers.TOOLS
     ]
     assert not from_beside
 

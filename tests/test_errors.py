@@ -78,3 +78,11 @@ def test_what_cannot_be_pickled_is_what_pickle_raises_whatever_it_met() -> None:
         with pytest.raises(kind):
             pickle.dumps(thing)
         assert issubclass(dist.PicklingError, kind)
+
+
+def test_a_renamed_error_keeps_its_old_name_with_a_warning() -> None:
+    for home in (dist, dist.errors):
+        with pytest.warns(DeprecationWarning, match="EngineArgumentError is now called BackendArgumentError"):
+            assert home.EngineArgumentError is dist.BackendArgumentError
+    with pytest.raises(AttributeError):
+        _ = dist.errors.NoSuchError

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from torchdist_ref.errors import (
         ArgumentError,
         ArgumentTypeError,
+        BackendArgumentError,
         DistBackendError,
         DistError,
         DistNetworkError,
         DistStoreError,
-        EngineArgumentError,
         EntryError,
         GroupAbortedError,
         MismatchError,
@@ -119,7 +119,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "torchdist_ref.errors": (
         "ArgumentError ArgumentTypeError DistBackendError DistError DistNetworkError DistStoreError "
-        "EngineArgumentError EntryError GroupAbortedError MismatchError NotInitializedError PicklingError "
+        "BackendArgumentError EntryError GroupAbortedError MismatchError NotInitializedError PicklingError "
         "QueueEmptyError RankDiedError RankStalledError RendezvousError StoreTimeoutError UnsupportedError UsageError"
     ),
     "torchdist_ref.algorithms.ddp_comm_hooks.builtin": "BuiltinCommHookType",
@@ -150,6 +150,8 @@ __all__ = sorted(_HOME)  # noqa: PLE0605
 
 def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
+    if name == "EngineArgumentError":
+        return getattr(importlib.import_module("torchdist_ref.errors"), name)
     if home is None:
         raise AttributeError(f"module 'torchdist_ref' has no attribute {name!r}")
     value = getattr(importlib.import_module(home), name)

@@ -1,13 +1,13 @@
 """A collective is a value: frozen, comparable, printable, with its contract in its docstring.
 
-The front door builds a call once, and everything below passes it on unchanged: engines dispatch on it,
+The front door builds a call once, and everything below passes it on unchanged: backends dispatch on it,
 the planner caches by it, the recorder logs it, ranks compare it. That is why there is one class per
-operation and no method per operation on engines: an engine answers `submit(call, ...)`.
+operation and no method per operation on backends: a backend answers `submit(call, ...)`.
 
 Ranks in calls are *group* ranks: the door has translated them. Reductions are plain words
 (``"sum"``, ``"avg"``, ...), so that this file knows nothing of torch; for ``"premul_sum"`` the door has multiplied the
-operands, each rank by its own factor, and engines add. Don't add behaviour here:
-what to do with a call is the engines' business.
+operands, each rank by its own factor, and backends add. Don't add behaviour here:
+what to do with a call is the backends' business.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-# As large as every engine takes one.
+# As large as every backend takes one.
 MOST_TAG = 2**30 - 1
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 

@@ -4,19 +4,19 @@
 
     RuntimeError
     └── DistError                  anything this library raises about communication
-        ├── DistBackendError       an engine could not carry out a call
+        ├── DistBackendError       a backend could not carry out a call
         │   ├── RankDiedError      a member of the group is gone                        (may have happened)
         │   ├── RankStalledError   a member did not show up before the deadline         (may have happened)
         │   ├── GroupAbortedError  another rank gave up, or the group was destroyed     (may have happened)
         │   ├── MismatchError      ranks called different things; nothing was written   (did not happen)
-        │   └── UnsupportedError   this engine cannot do that; names one that can       (did not happen)
+        │   └── UnsupportedError   this backend cannot do that; names one that can       (did not happen)
         ├── DistNetworkError       a socket could not be opened, or broke
         └── DistStoreError         a store operation failed
             ├── StoreTimeoutError  a key did not appear in time
             └── QueueEmptyError    a queue had nothing to give
     ValueError
     ├── ArgumentError              an argument has a wrong value                        (did not happen)
-    │   ├── EngineArgumentError    lists, sizes, dtypes, tags, time-outs           (did not happen)
+    │   ├── BackendArgumentError    lists, sizes, dtypes, tags, time-outs           (did not happen)
     │   ├── EntryError             a list has too few entries                       (did not happen)
     │   ├── UsageError             arguments contradict each other, or lack one     (did not happen)
     │   │   └── NotInitializedError  a call before init_process_group               (did not happen)
@@ -37,6 +37,7 @@ once torch is there. Add a class here only where a caller would want to catch it
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -72,7 +73,7 @@ class DistError(_ErrorSlot):
 
 
 class DistBackendError(_BackendSlot, DistError):
-    """An engine could not carry out a call."""
+    """A backend could not carry out a call."""
 
 
 class DistNetworkError(_NetworkSlot, DistError):
@@ -110,7 +111,7 @@ class MismatchError(DistBackendError):
 
 
 class UnsupportedError(DistBackendError, NotImplementedError):
-    """This engine cannot do what was asked; the message names what can. It is a NotImplementedError too."""
+    """This backend cannot do what was asked; the message names what can. It is a NotImplementedError too."""
 
     definite = True
 
@@ -121,8 +122,8 @@ class ArgumentError(ValueError):
     definite = True
 
 
-class EngineArgumentError(ArgumentError, RuntimeError):
-    """What torch leaves to its engines to refuse: lists, sizes, dtypes, tags, time-outs. It is a RuntimeError too."""
+class BackendArgumentError(ArgumentError, RuntimeError):
+    """What torch leaves to its backends to refuse: lists, sizes, dtypes, tags, time-outs. It is a RuntimeError too."""
 
 
 class EntryError(ArgumentError, IndexError):
@@ -195,3 +196,16 @@ def explain(operation: str, argument: str, expected: str, got: Any, *, rank: int
     """
     where = on_rank() if rank is None else f" (on rank {rank})"
     return f"{operation}: argument {argument!r} must be {expected}, got {got!r}{where}.{' ' + hint if hint else ''}"
+
+
+# Names of earlier releases: kept for one release, with a warning.
+_RENAMED = {"EngineArgumentError": "BackendArgumentError"}
+
+
+def __getattr__(name: str) -> type[ArgumentError]:
+    new = _RENAMED.get(name)
+    if new is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{name} is now called {new}", DeprecationWarning, stacklevel=2)
+    found: type[ArgumentError] = globals()[new]
+    return found

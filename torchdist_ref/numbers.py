@@ -6,7 +6,7 @@ rank, and on the thread of the program where the call had completed already. Whe
 carry out the one with the smallest number first: a call's callbacks before what the program does next.
 
 `CallFuture` is a `torch.futures.Future` that runs its callbacks, and those of the futures made from it, in the scope
-of its call. Don't add what to do where numbers differ: that is the engine's order.
+of its call. Don't add what to do where numbers differ: that is the backend's order.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Event:
         sequence: The number of the call in its group, from 0; point-to-point calls have -1.
         call: What was called.
         nbytes: Bytes of the largest operand on this rank. A list of tensors is one operand.
-        start: When the engine began, in seconds of `time.perf_counter`.
+        start: When the backend began, in seconds of `time.perf_counter`.
         end: When it ended.
         error: The name of the exception that ended it, or the empty string.
     """
@@ -37,7 +37,7 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """How long the engine took."""
+        """How long the backend took."""
         return self.end - self.start
 
 

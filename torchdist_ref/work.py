@@ -1,9 +1,9 @@
 """Work: the handle of a call that may still be running.
 
-An engine makes a `Work`, hands it to the caller and later finishes it, once, with `finish` or `fail`.
+A backend makes a `Work`, hands it to the caller and later finishes it, once, with `finish` or `fail`.
 The caller waits, asks, or takes a `torch.futures.Future`, whose callbacks run on a thread that
-engines provide for that: never on the thread that has to make progress, so that a callback may wait
-on a new collective. Don't add knowledge of engines here: how a call runs is theirs.
+backends provide for that: never on the thread that has to make progress, so that a callback may wait
+on a new collective. Don't add knowledge of backends here: how a call runs is theirs.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Work:
         return future
 
     def before_the_end(self, act: Callable[[], None]) -> None:
-        """Engines: call this, which must not raise, before anybody can see that the call has ended."""
+        """Backends: call this, which must not raise, before anybody can see that the call has ended."""
         with self._lock:
             if not self._over:
                 self._last = act
@@ -138,11 +138,11 @@ class Work:
         act()
 
     def finish(self) -> None:
-        """Engines: the outputs hold the result."""
+        """Backends: the outputs hold the result."""
         self._complete()
 
     def fail(self, error: BaseException) -> None:
-        """Engines: the call ended with this."""
+        """Backends: the call ended with this."""
         self._error = error
         self._complete()
 

@@ -24,7 +24,7 @@ LATE = "only inside functions"
 FUTURES = "torch.futures only"
 YES = "yes"
 
-WORDS = ("errors", "calls", "numbers", "work", "trace")
+CORE = ("errors", "calls", "numbers", "work", "trace")
 
 
 @dataclass(frozen=True)
@@ -46,28 +46,28 @@ class Part:
     banned: tuple[str, ...] = ()
 
 
-DOOR = (*WORDS, "groups")
+API = (*CORE, "groups")
 ALL = "everything"
 
 PARTS = (
-    Part("errors", "0 words", torch=LATE),
-    Part("calls", "0 words", ("errors",), torch=NEVER),
-    Part("numbers", "0 words", ("errors",), torch=FUTURES),
-    Part("work", "0 words", ("errors", "numbers"), torch=FUTURES),
-    Part("trace", "0 words", ("errors", "calls"), torch=NEVER),
-    Part("schedules", "1 ideas", WORDS, torch=NEVER, banned=("os",)),
-    Part("stores", "1 places", WORDS, torch=LATE),
-    Part("job_environment", "1 places", torch=NEVER),
-    Part("rendezvous", "1 places", (*WORDS, "stores", "job_environment"), torch=LATE),
-    Part("transports", "1 places", (*WORDS, "stores")),
-    Part("backends.base", "2 engines", (*WORDS, "stores", "transports", "_autoload")),
-    Part("backends.around", "2 engines", (*WORDS, "backends.base")),
-    Part("backends.sparse", "2 engines", (*WORDS, "backends.base")),
+    Part("errors", "0 core types", torch=LATE),
+    Part("calls", "0 core types", ("errors",), torch=NEVER),
+    Part("numbers", "0 core types", ("errors",), torch=FUTURES),
+    Part("work", "0 core types", ("errors", "numbers"), torch=FUTURES),
+    Part("trace", "0 core types", ("errors", "calls"), torch=NEVER),
+    Part("schedules", "1 schedules", CORE, torch=NEVER, banned=("os",)),
+    Part("stores", "1 infrastructure", CORE, torch=LATE),
+    Part("job_environment", "1 infrastructure", torch=NEVER),
+    Part("rendezvous", "1 infrastructure", (*CORE, "stores", "job_environment"), torch=LATE),
+    Part("transports", "1 infrastructure", (*CORE, "stores")),
+    Part("backends.base", "2 backends", (*CORE, "stores", "transports", "_autoload")),
+    Part("backends.around", "2 backends", (*CORE, "backends.base")),
+    Part("backends.sparse", "2 backends", (*CORE, "backends.base")),
     Part(
         "backends",
-        "2 engines",
+        "2 backends",
         (
-            *WORDS,
+            *CORE,
             "schedules",
             "stores",
             "rendezvous",
@@ -78,9 +78,9 @@ PARTS = (
     ),
     Part(
         "debug",
-        "2 engines",
+        "2 backends",
         (
-            *WORDS,
+            *CORE,
             "schedules",
             "stores",
             "rendezvous",
@@ -89,27 +89,27 @@ PARTS = (
             "backends.around",
         ),
     ),
-    Part("groups", "3 front door", (*WORDS, "stores", "rendezvous", "backends.base", "backends.sparse", "debug")),
-    Part("device_mesh", "3 front door", ("groups",)),
+    Part("groups", "3 public API", (*CORE, "stores", "rendezvous", "backends.base", "backends.sparse", "debug")),
+    Part("device_mesh", "3 public API", ("groups",)),
     Part("parallel.bucket", "4 training"),
-    Part("parallel", "4 training", (*DOOR, "parallel.bucket", "algorithms")),
-    Part("algorithms", "4 training", (*DOOR, "parallel.bucket")),
-    Part("nn", "4 training", DOOR),
-    Part("optim", "4 training", (*DOOR, "algorithms")),
-    Part("utilities", "4 training", (*DOOR, "parallel", "algorithms")),
+    Part("parallel", "4 training", (*API, "parallel.bucket", "algorithms")),
+    Part("algorithms", "4 training", (*API, "parallel.bucket")),
+    Part("nn", "4 training", API),
+    Part("optim", "4 training", (*API, "algorithms")),
+    Part("utilities", "4 training", (*API, "parallel", "algorithms")),
     Part("pipeline", "4 training", ("errors",)),
-    Part("elastic.utils.data", "4 training", DOOR),
-    Part("launch", "side-car", ("errors", "stores", "rendezvous", "launcher"), torch=LATE),
-    Part("launcher", "side-car", ("errors", "stores", "rendezvous"), torch=LATE),
-    Part("_autoload", "side-car", ("backends",), torch=LATE),
-    Part("elastic", "side-car", ("errors", "stores", "rendezvous"), torch=LATE),
-    Part("testing", "beside", (ALL,)),
-    Part("benchmark", "beside", (ALL,)),
-    Part("notebook", "beside", (ALL,)),
+    Part("elastic.utils.data", "4 training", API),
+    Part("launch", "launcher", ("errors", "stores", "rendezvous", "launcher"), torch=LATE),
+    Part("launcher", "launcher", ("errors", "stores", "rendezvous"), torch=LATE),
+    Part("_autoload", "launcher", ("backends",), torch=LATE),
+    Part("elastic", "launcher", ("errors", "stores", "rendezvous"), torch=LATE),
+    Part("testing", "tools", (ALL,)),
+    Part("benchmark", "tools", (ALL,)),
+    Part("notebook", "tools", (ALL,)),
 )
 BY_NAME = {part.name: part for part in PARTS}
 TRAINING = tuple(part.name for part in PARTS if part.layer == "4 training")
-BESIDE = tuple(part.name for part in PARTS if part.layer == "beside")
+TOOLS = tuple(part.name for part in PARTS if part.layer == "tools")
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def size(name: str) -> tuple[int, int]:
     return len(own), sum(len(path.read_text(encoding="utf-8").splitlines()) for path in own)
 
 
-ROWS = ("4 training", "3 front door", "2 engines", "1 ideas", "0 words")
+ROWS = ("4 training", "3 public API", "2 backends", "1 schedules", "0 core types")
 WIDTH, BOX, GAP, ROW, LEFT = 860, 72, 14, 126, 104
 LETTER, LINE = 7.6, 15.0
 MOST = 5
@@ -265,7 +265,7 @@ def svg() -> str:
 
 def row_of(part: Part) -> int:
     """Return the row of a part: ideas and places share one."""
-    return ROWS.index("1 ideas" if part.layer == "1 places" else part.layer)
+    return ROWS.index("1 schedules" if part.layer == "1 infrastructure" else part.layer)
 
 
 def place() -> dict[str, tuple[float, float, float]]:
@@ -275,7 +275,7 @@ def place() -> dict[str, tuple[float, float, float]]:
         [
             part.name
             for part in PARTS
-            if part.layer in ROWS + ("1 places",) and row_of(part) == row and part.name in existing
+            if part.layer in ROWS + ("1 infrastructure",) and row_of(part) == row and part.name in existing
         ]
         for row in range(len(ROWS))
     ]
@@ -297,8 +297,8 @@ def divided(names: list[str], existing: dict[str, set[str]]) -> list[list[str]]:
 
 def drawn(source: str, target: str) -> bool:
     """Leave out the arrows to the words, which all may import, and those from and to the parts beside the layers."""
-    beside = {part.name for part in PARTS if part.layer in ("side-car", "beside")}
-    return target not in WORDS and not {source, target} & beside
+    beside = {part.name for part in PARTS if part.layer in ("launcher", "tools")}
+    return target not in CORE and not {source, target} & beside
 
 
 def arrow(source: tuple[float, float, float], target: tuple[float, float, float]) -> str:

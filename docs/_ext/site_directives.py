@@ -9,7 +9,7 @@
 `.. algorithms::`
     Every operation with its algorithms, and what each costs.
 `.. capabilities::`
-    What each engine can do, as the tests measured it.
+    What each backend can do, as the tests measured it.
 """
 
 from __future__ import annotations
@@ -128,39 +128,43 @@ def line(operation: str, algorithm: str) -> tuple[str, ...]:
 
 
 class CapabilitiesDirective(Directive):
-    """Show the table of what each engine can do, and with which torch and when it was measured."""
+    """Show the table of what each backend can do, and with which torch and when it was measured."""
 
     def run(self) -> list[nodes.Node]:
         """Read what `python -m tests.capabilities` wrote."""
         kept = json.loads(CAPABILITIES.read_text(encoding="utf-8"))
         unmeasured = {said for said in kept["cuda"].values() if isinstance(said, str)}
-        devices = {engine: found for engine, found in kept["cuda"].items() if not isinstance(found, str)}
+        devices = {backend: found for backend, found in kept["cuda"].items() if not isinstance(found, str)}
         header = ("call", "CPU tensors", "unequal shapes", "subgroups", *(["CUDA tensors"] if devices else []))
         rows = [capability(kept["cpu"], devices, name) for name in next(iter(kept["cpu"].values()))]
-        when = f"Measured on {kept['date']} with torch {kept['torch']} and {kept['world']} ranks, with the engines "
+        when = f"Measured on {kept['date']} with torch {kept['torch']} and {kept['world']} ranks, with the backends "
         when += f"{', '.join(kept['cpu'])}: where a cell names none of them, it holds for each. "
-        rest = [engine for engine in kept["cuda"] if engine not in devices]
+        rest = [backend for backend in kept["cuda"] if backend not in devices]
         when += f"CUDA tensors on {', '.join(rest)}: {', '.join(sorted(unmeasured))}." if rest else ""
         return [table("capabilities", header, rows), nodes.paragraph("", when)]
 
 
 def capability(cpu: Any, cuda: Any, name: str) -> tuple[str, ...]:
     """Make the row of one function."""
-    cells = [together({engine: found[name][aspect] for engine, found in cpu.items()}) for aspect in ASPECTS]
-    return name, *cells, *([together({engine: found[name]["plain"] for engine, found in cuda.items()})] if cuda else [])
+    cells = [together({backend: found[name][aspect] for backend, found in cpu.items()}) for aspect in ASPECTS]
+    return (
+        name,
+        *cells,
+        *([together({backend: found[name]["plain"] for backend, found in cuda.items()})] if cuda else []),
+    )
 
 
 ASPECTS = ("plain", "unequal", "subgroup")
 
 
 def together(found: dict[str, str]) -> str:
-    """Say in one cell what holds for all engines, or what for which."""
-    engines: dict[str, list[str]] = {}
-    for engine, said in found.items():
-        engines.setdefault(said, []).append(engine)
-    if len(engines) == 1:
-        return next(iter(engines))
-    return "; ".join(f"{', '.join(names)}: {said}" for said, names in engines.items())
+    """Say in one cell what holds for all backends, or what for which."""
+    backends: dict[str, list[str]] = {}
+    for backend, said in found.items():
+        backends.setdefault(said, []).append(backend)
+    if len(backends) == 1:
+        return next(iter(backends))
+    return "; ".join(f"{', '.join(names)}: {said}" for said, names in backends.items())
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

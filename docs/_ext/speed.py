@@ -53,7 +53,7 @@ def round_off(found: list[float]) -> float:
 
 
 def by_cell(results: list[dict[str, Any]]) -> dict[tuple[int, str, int], dict[str, dict[str, Any]]]:
-    """The entries of a report: for each number of ranks, operation and size those of all engines."""
+    """The entries of a report: for each number of ranks, operation and size those of all backends."""
     found: defaultdict[tuple[int, str, int], dict[str, dict[str, Any]]] = defaultdict(dict)
     for entry in results:
         found[entry["world"], entry["op"], entry["size_bytes"]][entry["backend"]] = entry

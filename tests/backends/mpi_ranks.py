@@ -49,7 +49,7 @@ def unequal_blocks(rank: int, size: int) -> None:
     for r, output in enumerate(outputs):
         same(output, fill(r, (r + 1,)))
     outputs = [torch.zeros(source * rank) for source in range(size)]
-    # At the engine: the door asks for equal blocks.
+    # At the backend: the door asks for equal blocks.
     inputs = [fill(10 * rank + to, (rank * to,)) for to in range(size)]
     default_group().backend.submit(AllToAll(), inputs, outputs, True)
     for source, output in enumerate(outputs):
@@ -125,7 +125,7 @@ CHECKS = {check.__name__: check for check in (contract, other_types, unequal_blo
 def main(check: str, folder: str) -> None:
     torch.set_num_threads(1)
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    # Our ranks count the other way round than MPI's: the engine must not take one for the other.
+    # Our ranks count the other way round than MPI's: the backend must not take one for the other.
     place = size - 1 - rank
     timeout = timedelta(seconds=20)
     dist.init_process_group("mpi", init_method=f"file://{folder}/meet", rank=place, world_size=size, timeout=timeout)

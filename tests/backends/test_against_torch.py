@@ -80,7 +80,7 @@ def compare_blocks(rank: int, size: int, shape: tuple[int, ...], dtype: torch.dt
         agree(exchanged["ours"][r], exchanged["theirs"][r], "all_to_all")
 
 
-# Over a second: some five hundred collectives on each of two engines, with more ranks than cores.
+# Over a second: some five hundred collectives on each of two backends, with more ranks than cores.
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ref_equals_torchs_gloo(world_size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("oracle") / "store"

@@ -1,4 +1,4 @@
-"""The engine that is none: it records, and its values follow its one rule."""
+"""The backend that is none: it records, and its values follow its one rule."""
 
 from __future__ import annotations
 

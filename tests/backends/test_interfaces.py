@@ -1,4 +1,4 @@
-"""Lists of network interfaces, as GLOO_SOCKET_IFNAME names them, reach both engines that use sockets."""
+"""Lists of network interfaces, as GLOO_SOCKET_IFNAME names them, reach both backends that use sockets."""
 
 from __future__ import annotations
 

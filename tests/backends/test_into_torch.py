@@ -151,7 +151,7 @@ USERS: dict[Callable[[int, int], list[Tensor]], set[str]] = {
 APART = {ddp_with_half_precision: 1e-2}
 
 
-# Over a second: two groups, on two engines, in more processes than there are cores; dynamo is slow to start.
+# Over a second: two groups, on two backends, in more processes than there are cores; dynamo is slow to start.
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("user", USERS, ids=lambda user: user.__name__)
 def test_on_ref_torch_computes_what_it_does_on_gloo(user: Any, size: int, tmp_path: Path) -> None:

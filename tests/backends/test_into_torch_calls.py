@@ -137,7 +137,7 @@ def listed(rank: int, size: int, program: Any) -> list[Tensor]:
     return [tensor.clone() for tensor in program(rank, size)]
 
 
-# Over a second: two groups, on two engines, in more processes than there are cores.
+# Over a second: two groups, on two backends, in more processes than there are cores.
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_functions_of_torch_agree(program: Any, size: int, tmp_path: Path) -> None:

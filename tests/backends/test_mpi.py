@@ -1,4 +1,4 @@
-"""The engine `mpi`, under mpiexec, by the contract of all engines; and what is said where MPI is not there."""
+"""The backend `mpi`, under mpiexec, by the contract of all backends; and what is said where MPI is not there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nccl` without a GPU: who is told what, names by device, and what the engine asks of torch's object.
+"""`nccl` without a GPU: who is told what, names by device, and what the backend asks of torch's object.
 
 What only a device can show is in `test_on_gpu`.
 """
@@ -45,12 +45,12 @@ def test_without_a_device_one_is_told_where_to_look(monkeypatch: pytest.MonkeyPa
     ("name", "words"),
     [
         ("smoke", "one of.*nccl.*got 'smoke'.*'smoke'"),
-        ("cpu:smoke", "No engine is called 'smoke'"),
+        ("cpu:smoke", "No backend is called 'smoke'"),
         ("cpu:ref,cpu:gloo", "one for each kind of device.*got 'cpu:ref,cpu:gloo'"),
         ("gloo,cuda:nccl", "one for each kind of device"),
         ("potato:gloo", "one for each kind of device"),
         ("cpu:0:gloo", "one for each kind of device"),
-        ("", "No engine is called ''"),
+        ("", "No backend is called ''"),
     ],
 )
 def test_names_that_mean_nothing_are_refused_before_anybody_waits(name: str, words: str) -> None:

@@ -33,7 +33,7 @@ def on_gpu(*shape: int, rank: int = 0) -> torch.Tensor:
 
 @pytest.fixture
 def alone(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A world of one rank on the engine that the test asks for."""
+    """A world of one rank on the backend that the test asks for."""
     if request.param == "nccl" and not torch.distributed.is_nccl_available():
         pytest.skip("this torch was built without NCCL")
     dist.init_process_group(request.param, store=dist.HashStore(), rank=0, world_size=1)
@@ -111,7 +111,7 @@ def test_lists_of_one_tensor_and_a_scaled_sum(alone: str) -> None:
     assert torch.equal(tensors[0].to(HOST), fill(0, (4,)) * 2)
 
 
-def test_with_no_name_each_tensor_finds_its_engine() -> None:
+def test_with_no_name_each_tensor_finds_its_backend() -> None:
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
         for tensor in (fill(0, (3,)), on_gpu(3)):

@@ -68,7 +68,7 @@ def test_ref_inside_torch_over_torchs_server() -> None:
 
 
 def on_a_store_of_theirs(rank: int, path: str, ours: bool) -> list[float]:
-    """One rank of torch's FileStore, one of ours, on one file: the engine meets over either."""
+    """One rank of torch's FileStore, one of ours, on one file: the backend meets over either."""
     store: Any = dist.FileStore(path, 2) if ours is bool(rank) else c10d.FileStore(path, 2)
     c10d.init_process_group("ref", store=store_for_torch(store), rank=rank, world_size=2, timeout=PATIENCE)
     kept.append(c10d.group.WORLD)

@@ -1,4 +1,4 @@
-"""Every engine's calls show in torch's profilers under their names, from start to end."""
+"""Every backend's calls show in torch's profilers under their names, from start to end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torchdist_ref as dist
 from torchdist_ref.testing import run
 
 
-def named(events: Any, engine: str) -> list[str]:
-    return sorted(event.name for event in events if event.name.startswith(f"{engine}:"))
+def named(events: Any, backend: str) -> list[str]:
+    return sorted(event.name for event in events if event.name.startswith(f"{backend}:"))
 
 
 def calls(peer: int) -> None:
@@ -27,12 +27,12 @@ def calls(peer: int) -> None:
 
 
 def watched(rank: int) -> list[list[str]]:
-    engine, cpu = dist.get_backend(), [torch.profiler.ProfilerActivity.CPU]
+    backend, cpu = dist.get_backend(), [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, acc_events=True) as new:
         calls(1 - rank)
     with torch.autograd.profiler.profile(acc_events=True) as old:
         calls(1 - rank)
-    return [named(new.events(), engine), named(old.function_events, engine)]
+    return [named(new.events(), backend), named(old.function_events, backend)]
 
 
 # Over a second: the profiler of torch takes that to start and to stop, on each rank.
@@ -80,7 +80,7 @@ def test_a_profiler_may_stop_at_any_moment() -> None:
     assert run(stopped_at_once, 2, ranks="processes") == [[2] * 20, [1] * 20]
 
 
-def test_engines_of_ours_that_drive_nothing_show_too() -> None:
+def test_backends_of_ours_that_drive_nothing_show_too() -> None:
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=512)
     with torch.autograd.profiler.profile(acc_events=True) as seen:
         dist.all_reduce(torch.ones(2))

@@ -331,15 +331,15 @@ def test_between_hosts_tensors_are_ordinary(tmp_path: Path) -> None:
     assert run(between_hosts, 2, str(tmp_path / "store"), ranks="processes", init=False) == [True, True]
 
 
-def with_an_engine_for_each_device(rank: int) -> bool:
+def with_a_backend_for_each_device(rank: int) -> bool:
     tensor = dist.empty_registered(300_000).fill_(rank)
     dist.all_reduce(tensor)
     assert tensor.eq(1).all()
     return place_of(tensor) is not None
 
 
-def test_with_an_engine_for_each_device_that_of_the_cpu_says_where() -> None:
-    program = with_an_engine_for_each_device
+def test_with_a_backend_for_each_device_that_of_the_cpu_says_where() -> None:
+    program = with_a_backend_for_each_device
     assert run(program, 2, backend="cpu:ref,meta:fake", ranks="processes") == [True, True]
 
 

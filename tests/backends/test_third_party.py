@@ -1,4 +1,4 @@
-"""Engines that others registered with torch, in Python and in C++, under our `init_process_group`."""
+"""Backends that others registered with torch, in Python and in C++, under our `init_process_group`."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_backend_that_cannot_be_made_is_named(registered: Any) -> None:
     with pytest.raises(dist.DistBackendError, match=r"backend 'broken' could not connect on rank 0.*no cable"):
         dist.init_process_group("broken", store=dist.HashStore(), rank=0, world_size=1)
     forget("broken")
-    with pytest.raises(ValueError, match="No engine is called 'broken'"):
+    with pytest.raises(ValueError, match="No backend is called 'broken'"):
         dist.init_process_group("broken", store=dist.HashStore(), rank=0, world_size=1)
 
 

@@ -10,7 +10,7 @@ import torch
 import torchdist_ref as dist
 from torchdist_ref.testing import fill, run
 
-ENGINES = [("ref", "threads"), ("gloo", "processes")]
+BACKENDS = [("ref", "threads"), ("gloo", "processes")]
 LARGE = 2**63
 
 
@@ -26,9 +26,9 @@ def unsigned(rank: int) -> dict[str, list[int]]:
     return {**found, "reduce_scatter": output.tolist()}
 
 
-@pytest.mark.parametrize(("engine", "ranks"), ENGINES)
-def test_large_numbers_without_a_sign_are_larger_than_small_ones(engine: str, ranks: str) -> None:
-    for rank, found in enumerate(run(unsigned, 2, backend=engine, ranks=ranks)):
+@pytest.mark.parametrize(("backend", "ranks"), BACKENDS)
+def test_large_numbers_without_a_sign_are_larger_than_small_ones(backend: str, ranks: str) -> None:
+    for rank, found in enumerate(run(unsigned, 2, backend=backend, ranks=ranks)):
         assert found["MIN"] == [LARGE, 2] and found["MAX"] == [LARGE + 5, LARGE]
         # Sums and products wrap at 64 bits.
         assert found["SUM"] == [5, LARGE + 2] and found["PRODUCT"] == [LARGE * (LARGE + 5) % 2**64, 0]

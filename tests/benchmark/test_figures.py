@@ -138,7 +138,7 @@ def test_the_limit_copes_with_what_does_not_divide() -> None:
 
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_to_all", "scatter"])
 def test_the_slots_of_the_limit_begin_where_cache_lines_do(op: str) -> None:
-    """As an engine's do: blocks for eight ranks that lay across lines made this bound longer than what it bounds."""
+    """As a backend's do: blocks for eight ranks that lay across lines made this bound longer than what it bounds."""
     window = 64 * 1024
     stages = limit.Stages(bytearray(8 * window + 64), window)
     begin = -torch.frombuffer(stages.memory, dtype=torch.uint8).data_ptr() % 64
@@ -184,7 +184,7 @@ def test_others_are_seen_in_the_busy_time_that_is_not_ours() -> None:
     assert not Strangers().disturbed(own=60.0)
 
 
-def test_the_table_shows_engines_side_by_side() -> None:
+def test_the_table_shows_backends_side_by_side() -> None:
     noisy = row("barrier", 0, (True, True, False))
     without = Row(noisy.op, 0, 4, {"ref": noisy.samples["ref"]}, {"ref": 5}, noisy.disturbed, {"gloo": "has none"})
     assert table.collectives([row(), without], ["ref", "gloo"], "gloo") == (

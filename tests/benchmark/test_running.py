@@ -1,6 +1,6 @@
 """The benchmark run for real, on few ranks and as briefly as it goes. What it measures is not judged here.
 
-Each run forks ranks and starts engines, which takes some tenths of a second.
+Each run forks ranks and starts backends, which takes some tenths of a second.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from torchdist_ref import groups
-from torchdist_ref.benchmark import engines
+from torchdist_ref.benchmark import competitors
 from torchdist_ref.benchmark.__main__ import main
 from torchdist_ref.benchmark.calls import ADDED, TORCH, WITHOUT
 from torchdist_ref.benchmark.collectives import Settings, _Case
@@ -33,7 +33,7 @@ def results(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("op", [op for op in OPERATIONS if op != "barrier"])
-def test_every_operation_has_the_answer_that_the_engine_gives(op: str, world: int) -> None:
+def test_every_operation_has_the_answer_that_the_backend_gives(op: str, world: int) -> None:
     def program(rank: int) -> tuple[list[float], list[float] | None]:
         operation = OPERATIONS[op]
         buffers = operation.buffers(rank, world, 24 * world, torch.float32)
@@ -47,7 +47,7 @@ def test_every_operation_has_the_answer_that_the_engine_gives(op: str, world: in
 
 
 @pytest.mark.parametrize("op", [op for op in OPERATIONS if op != "barrier"])
-def test_an_engine_that_does_nothing_is_wrong(op: str) -> None:
+def test_a_backend_that_does_nothing_is_wrong(op: str) -> None:
     operation = OPERATIONS[op]
     buffers: Buffers = operation.buffers(1, 2, 64, torch.float32)
     if (answer := operation.answer(buffers)) is None:
@@ -57,7 +57,7 @@ def test_an_engine_that_does_nothing_is_wrong(op: str) -> None:
     assert answer is not None and not torch.equal(buffers.result, answer)
 
 
-def test_engines_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_backends_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "out.json", tmp_path / "out.svg"
     ops = ["--ops", "all_reduce,sendrecv,barrier", "--sizes", "4,64K"]
     assert main([*ops, *BRIEF, "--backends", "ref,gloo", "--json", str(out), "--plot", str(picture)]) == 0
@@ -88,10 +88,10 @@ def test_halves_of_the_ranks_on_hosts_of_their_own(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["settings"]["namespaces"] is True
 
 
-def test_an_engine_that_cannot_be_made_is_left_out_with_a_reason(
+def test_a_backend_that_cannot_be_made_is_left_out_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(engines.UNDER_MPIEXEC, "mpi", "no_such_package")
+    monkeypatch.setitem(competitors.UNDER_MPIEXEC, "mpi", "no_such_package")
     assert main(["--ops", "barrier", *BRIEF, "--backends", "ref,mpi"]) == 0
     printed = capsys.readouterr().out
     assert "mpi is left out: needs the package no_such_package" in printed
@@ -100,7 +100,7 @@ def test_an_engine_that_cannot_be_made_is_left_out_with_a_reason(
 
 def test_mpi_takes_its_turns_under_mpiexec(tmp_path: Path) -> None:
     # mpiexec starts Pythons of its own, which import torch: seconds, once. Without MPI, ref runs alone and is told why.
-    names, left_out = engines.split(["ref", "mpi4py"])
+    names, left_out = competitors.split(["ref", "mpi4py"])
     assert names == ["ref", "mpi4py"] or "mpi4py is left out" in str(left_out[0])
     out = tmp_path / "out.json"
     assert main(["--sizes", "64", *BRIEF, "--backends", "ref,mpi4py", "--json", str(out)]) == 0
@@ -109,7 +109,7 @@ def test_mpi_takes_its_turns_under_mpiexec(tmp_path: Path) -> None:
 
 
 def test_mpi_is_left_out_where_ranks_are_forked() -> None:
-    names, left_out = engines.split(["ref", "mpi4py"], forked=True)
+    names, left_out = competitors.split(["ref", "mpi4py"], forked=True)
     assert names == ["ref"] and "mpi4py" in str(left_out[0])
 
 
@@ -149,7 +149,7 @@ def test_wrong_options_are_named(options: list[str], named: str, capsys: pytest.
 
 def test_an_unknown_backend_is_an_argument_error() -> None:
     with pytest.raises(ArgumentError, match="glue"):
-        engines.split(["ref", "glue"])
+        competitors.split(["ref", "glue"])
 
 
 def test_stores_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +197,7 @@ def test_the_front_door_and_imports(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [(entry["op"], entry["world"]) for entry in calls] == [
         (op, world) for world in (1, 2) for op in ("all_reduce", "all_gather", "barrier")
     ]
-    assert all(len(entry["public"]) == len(entry["engine"]) == 2 and min(entry["engine"]) > 0 for entry in calls)
+    assert all(len(entry["public"]) == len(entry["backend"]) == 2 and min(entry["backend"]) > 0 for entry in calls)
     (torch_alone,), (added,), (without,) = (loaded["imports"][what] for what in (TORCH, ADDED, WITHOUT))
     assert 0 < added < torch_alone and 0 < without < torch_alone
     printed = capsys.readouterr().out

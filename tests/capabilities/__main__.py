@@ -18,15 +18,15 @@ def main(*arguments: str) -> None:
         return
     old = table.kept() if table.FILE.exists() else {"cpu": {}, "cuda": {}}
     if arguments == ("--cuda",):
-        cuda = {engine: table.on_cuda(engine) for engine in table.CUDA}
+        cuda = {backend: table.on_cuda(backend) for backend in table.CUDA}
         table.written(old["cpu"], cuda)
     else:
-        cpu = {engine: table.on_cpu(engine) for engine in table.CPU}
-        table.written(cpu, {engine: old["cuda"].get(engine, table.UNKNOWN) for engine in table.CUDA})
+        cpu = {backend: table.on_cpu(backend) for backend in table.CPU}
+        table.written(cpu, {backend: old["cuda"].get(backend, table.UNKNOWN) for backend in table.CUDA})
 
 
 def be_mpi_rank(folder: str) -> None:
-    """Measure the engine `mpi`, and leave what was found in a file."""
+    """Measure the backend `mpi`, and leave what was found in a file."""
     from mpi4py import MPI
 
     import torchdist_ref as dist

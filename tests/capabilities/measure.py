@@ -1,4 +1,4 @@
-"""What one rank finds out about its engine: for each function whether it gives the right numbers, and where not.
+"""What one rank finds out about its backend: for each function whether it gives the right numbers, and where not.
 
 Every function is called in the default group, with blocks whose size differs from rank to rank where it takes blocks,
 and in a group that counts the ranks backwards. What is right is said by the formulas of `tests.meaning`.

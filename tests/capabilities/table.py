@@ -1,4 +1,4 @@
-"""The table of what each engine can do: measured on ranks, kept as JSON, shown by the site.
+"""The table of what each backend can do: measured on ranks, kept as JSON, shown by the site.
 
 CPU cells are measured anew by a test. CUDA cells are measured where there is a device, by ``python -m
 tests.capabilities --cuda``, and otherwise kept as they were recorded; until somebody has recorded them they say so.
@@ -29,11 +29,11 @@ WORLD = 2
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 
 
-def on_cpu(engine: str) -> Cells:
-    """Measure an engine with two ranks, on CPU tensors."""
-    if engine == "mpi":
+def on_cpu(backend: str) -> Cells:
+    """Measure a backend with two ranks, on CPU tensors."""
+    if backend == "mpi":
         return _under_mpiexec()
-    results = run(lambda rank: measured(), WORLD, backend=engine, ranks="processes")
+    results = run(lambda rank: measured(), WORLD, backend=backend, ranks="processes")
     return agreed(results)
 
 
@@ -55,15 +55,15 @@ def _under_mpiexec() -> Cells:
         return agreed([json.loads((Path(folder) / str(rank)).read_text()) for rank in range(WORLD)])
 
 
-def on_cuda(engine: str) -> Cells:
-    """Measure an engine on CUDA tensors: with one rank for each device, at most two."""
+def on_cuda(backend: str) -> Cells:
+    """Measure a backend on CUDA tensors: with one rank for each device, at most two."""
     ranks = min(WORLD, torch.cuda.device_count())
 
     def program(rank: int) -> Cells:
         torch.cuda.set_device(rank)
         return measured("cuda")
 
-    return agreed(run(program, ranks, backend=engine, ranks="processes"))
+    return agreed(run(program, ranks, backend=backend, ranks="processes"))
 
 
 def kept() -> dict[str, Any]:

@@ -36,7 +36,7 @@ def tutorial(rank: int) -> Names:
 
 
 def train(rank: int, prepare: Prepare, epochs: int) -> tuple[torch.Tensor, int]:
-    """Train as the tutorial does; return the weights and how many all_reduces the engine recorded."""
+    """Train as the tutorial does; return the weights and how many all_reduces the backend recorded."""
     names = tutorial(rank)
     model = dist.DistributedDataParallel(names["make_model"]())
     with prepare(rank, model):

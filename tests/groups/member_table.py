@@ -34,12 +34,12 @@ OURS = {"DistributedDataParallel": "torchdist_ref.DistributedDataParallel"}
 ABSENT = {
     r"\w+Options\..*": "Calls are plain values here, so nothing carries options; see the page Design.",
     r"Backend\.backend_.*": "Lists that torch's own code keeps. `is_backend_available` asks for one.",
-    r"BackendConfig\..*": "torch's record of engines by device type. `get_backend` says them.",
+    r"BackendConfig\..*": "torch's record of backends by device type. `get_backend` says them.",
     r"DeviceMesh\._flatten": "Private to torch; DTensor and FSDP2 take torch's meshes, also over `ref`.",
     r"Logger\..*": "torch's C++ statistics. A group's `recorder` has the calls.",
     r"DistributedDataParallel\.broadcast_buffers": "Each object has it.",
     r"DistributedDataParallel\.(gather|scatter|to_kwargs)": "One process, several devices; torch does not call them.",
-    r"ProcessGroupGloo\..*": 'torch\'s class works as before beside this library; by name, its engine is `"gloo"`.',
+    r"ProcessGroupGloo\..*": 'torch\'s class works as before beside this library; by name, its backend is `"gloo"`.',
     r"Reducer\..*": "torch's DDP in C++. `torchdist_ref.parallel` has a reducer in Python.",
     r"Work\._source_rank": "torch's older name; `source_rank`.",
     r"Work\.(boxed|unbox)": "How torch's compiler holds a Work.",
@@ -187,22 +187,22 @@ TAIL = """
 
 | name | here | why |
 | --- | --- | --- |
-| `c10d::ProcessGroup` | torch's own | The base class of engines in C++; registered ones work here by name. |
+| `c10d::ProcessGroup` | torch's own | The base class of backends in C++; registered ones work here by name. |
 | `torch.nn.parallel.DistributedDataParallel` | ours | `torchdist_ref.DistributedDataParallel`; torch's runs on `ref`. |
 | `torch.nn.DataParallel` | torch's own | Threads of one process and no ranks. |
 | `torch.multiprocessing.spawn` | torch's own | It starts processes; any process can be a rank, see Launching. |
-| `torch.profiler` | torch's own | Calls of every engine are ranges in it. |
+| `torch.profiler` | torch's own | Calls of every backend are ranges in it. |
 
 | variable | here |
 | --- | --- |
 | `TORCHELASTIC_USE_AGENT_STORE`, `LOCAL_RANK` | read |
 | `TORCHELASTIC_RUN_ID` | read by `is_torchelastic_launched`; set by the launcher |
 | `TORCHELASTIC_RESTART_COUNT`, `LOCAL_WORLD_SIZE`, `GROUP_RANK` | set by the launcher |
-| `TORCH_NCCL_BLOCKING_WAIT`, `TORCH_NCCL_ASYNC_ERROR_HANDLING` | read by torch's engine |
+| `TORCH_NCCL_BLOCKING_WAIT`, `TORCH_NCCL_ASYNC_ERROR_HANDLING` | read by torch's backend |
 | `TORCH_DIST_INIT_BARRIER` | not read: initialisation always ends when all ranks are there |
 | `USE_LIBUV` | not read: there is one kind of store server |
 | `PYTORCH_DDP_USE_SIDE_STREAM` | not read: DDP moves inputs on the current stream |
-| `TORCH_DISTRIBUTED_USE_TORCHCOMMS` | not read: it chooses among torch's own engines |
+| `TORCH_DISTRIBUTED_USE_TORCHCOMMS` | not read: it chooses among torch's own backends |
 """
 
 

@@ -49,14 +49,14 @@ ABSENT = {
             "Scatter",
         )
     },
-    "BackendConfig": "Engines by device type, as a value. Here `get_backend` says them, `cpu:gloo,cuda:nccl` say.",
+    "BackendConfig": "Backends by device type, as a value. Here `get_backend` says them, `cpu:gloo,cuda:nccl` say.",
     "GroupName": INSIDE,
     "Logger": "torch's C++ statistics of its DDP. A group's `recorder` has the calls.",
-    "ProcessGroupGloo": 'torch\'s class works as before beside this library; by name, its engine is `"gloo"`.',
+    "ProcessGroupGloo": 'torch\'s class works as before beside this library; by name, its backend is `"gloo"`.',
     "RankType": INSIDE,
     "Reducer": "torch's DDP in C++. `torchdist_ref.parallel` has a reducer in Python.",
     "breakpoint": "Stops one rank in a debugger while the others wait. Thread ranks can be stopped with Python's own.",
-    "get_backend_config": "Engines by device type, as text. `get_backend` gives the same text.",
+    "get_backend_config": "Backends by device type, as text. `get_backend` gives the same text.",
     "record_comm": INSIDE,
 }
 # Names that ours has beside torch's.
@@ -77,7 +77,7 @@ OWN = {
         [
             "ArgumentError",
             "ArgumentTypeError",
-            "EngineArgumentError",
+            "BackendArgumentError",
             "EntryError",
             "GroupAbortedError",
             "MismatchError",

@@ -1,4 +1,4 @@
-"""What can be used here, by name; engines of one's own; numbers that launchers leave in the environment."""
+"""What can be used here, by name; backends of one's own; numbers that launchers leave in the environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchdist_ref.backends.ref import Ref
 from torchdist_ref.testing import fill, run
 
 
-def test_the_names_of_engines_are_torchs_words() -> None:
+def test_the_names_of_backends_are_torchs_words() -> None:
     for name in ("GLOO", "NCCL", "MPI", "UCC", "XCCL", "FAKE", "UNDEFINED"):
         assert getattr(dist.Backend, name) == getattr(theirs.Backend, name)
     assert dist.Backend("GlOo") == theirs.Backend("GlOo") == "gloo"
@@ -30,23 +30,23 @@ def test_availability_says_what_init_can_use(name: str, monkeypatch: pytest.Monk
     assert asked() == dist.is_backend_available(name.upper())
     if name not in base.names():
         assert not asked()
-        monkeypatch.setitem(base._engines, name, "somewhere")
+        monkeypatch.setitem(base._backends, name, "somewhere")
         installed = {"gloo": theirs.is_gloo_available(), "nccl": theirs.is_nccl_available(), "ucc": True, "xccl": True}
         assert name == "mpi" or asked() == installed[name]
 
 
-def test_engines_by_device_must_all_be_there() -> None:
+def test_backends_by_device_must_all_be_there() -> None:
     assert dist.is_available() and dist.is_gloo_available()
     assert dist.is_backend_available("cpu:gloo") and dist.is_backend_available("cpu:ref,cuda:gloo")
     assert not dist.is_backend_available("cpu:gloo,cuda:smoke")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:3", torch.device("cpu"), "xpu", "mps"])
-def test_default_engines_are_torchs(device: str | torch.device) -> None:
+def test_default_backends_are_torchs(device: str | torch.device) -> None:
     assert dist.get_default_backend_for_device(device) == theirs.get_default_backend_for_device(device)
 
 
-def test_a_device_without_an_engine_is_named() -> None:
+def test_a_device_without_a_backend_is_named() -> None:
     with pytest.raises(ValueError, match=r"'device'.*cpu, cuda.*'meta'.*not registered"):
         dist.get_default_backend_for_device("meta")
 
@@ -63,9 +63,9 @@ def total(rank: int) -> list[float]:
     return tensor.tolist()
 
 
-def test_an_engine_of_ones_own_carries_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_of_ones_own_carries_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
-    monkeypatch.setattr(base, "_engines", dict(base._engines))
+    monkeypatch.setattr(base, "_backends", dict(base._backends))
     dist.Backend.register_backend("OurOwn", lambda *arguments: counted(calls, *arguments), devices=["fpga"])
     try:
         assert run(total, 2, backend="OUROWN") == [(fill(0, (5,)) + fill(1, (5,))).tolist()] * 2
@@ -77,10 +77,10 @@ def test_an_engine_of_ones_own_carries_calls(monkeypatch: pytest.MonkeyPatch) ->
         del dist.Backend.OUROWN  # type: ignore[attr-defined]
 
 
-def test_what_is_no_engine_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_engines", dict(base._engines))
-    dist.Backend.register_backend("gloo", lambda membership, options: "an engine", extended_api=True)
-    with pytest.raises(TypeError, match=r"'func'.*backends.base.Backend, got 'an engine' \(on rank 0\).*'gloo'"):
+def test_what_is_no_backend_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_backends", dict(base._backends))
+    dist.Backend.register_backend("gloo", lambda membership, options: "a backend", extended_api=True)
+    with pytest.raises(TypeError, match=r"'func'.*backends.base.Backend, got 'a backend' \(on rank 0\).*'gloo'"):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert not dist.is_initialized()
 

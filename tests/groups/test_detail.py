@@ -1,4 +1,4 @@
-"""The level DETAIL: engines of others get the comparison that `ref` always makes; INFO tells of groups."""
+"""The level DETAIL: backends of others get the comparison that `ref` always makes; INFO tells of groups."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def detail() -> Iterator[None]:
     levels._chosen[:] = before
 
 
-# Over a second: the whole contract of an engine, with a store between every two calls.
-def test_a_compared_engine_keeps_the_contract() -> None:
+# Over a second: the whole contract of a backend, with a store between every two calls.
+def test_a_compared_backend_keeps_the_contract() -> None:
     check_backend("gloo", 2)
 
 
@@ -114,7 +114,7 @@ def test_old_calls_leave_no_keys() -> None:
     assert max(run(program, 3, backend="gloo")) <= 3
 
 
-def test_only_engines_of_others_are_wrapped_and_every_group_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_backends_of_others_are_wrapped_and_every_group_is_told(caplog: pytest.LogCaptureFixture) -> None:
     def program(rank: int) -> list[bool]:
         split = dist.split_group(split_ranks=[[0, 1]], backend="gloo")
         groups = [dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([0, 1], backend="gloo"), split]

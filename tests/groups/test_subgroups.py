@@ -103,7 +103,7 @@ def test_a_group_is_split_by_its_members_alone(ranks: str, backend: str) -> None
     ]
 
 
-def test_a_split_may_be_on_another_engine() -> None:
+def test_a_split_may_be_on_another_backend() -> None:
     def program(rank: int) -> tuple[str, list[float]]:
         mine = dist.split_group(split_ranks=[[0, 1]], backend="gloo")
         return dist.get_backend(mine), total_of(mine, rank)

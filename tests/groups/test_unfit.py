@@ -1,6 +1,6 @@
-"""Tensors that no engine can work on are refused before an engine sees them: Gloo reads memory that isn't there.
+"""Tensors that no backend can work on are refused before a backend sees them: Gloo reads memory that isn't there.
 
-Layouts by the front door, which names the argument; quantized numbers and devices without memory by the engines.
+Layouts by the front door, which names the argument; quantized numbers and devices without memory by the backends.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CALLS: dict[str, tuple[str, Callable[[int, Make], Any]]] = {
         lambda rank, make: dist.all_gather_coalesced([[make()], [make()]], [make()]),
     ),
 }
-# Those whose layouts are looked at before anything else is, and those that any engine could send as they are.
+# Those whose layouts are looked at before anything else is, and those that any backend could send as they are.
 MORE: dict[str, tuple[str, Callable[[int, Make], Any]]] = {
     "all_gather_into_tensor": ("output_tensor", lambda rank, make: dist.all_gather_into_tensor(make(), make())),
     "reduce_scatter_tensor": ("output", lambda rank, make: dist.reduce_scatter_tensor(make(), make())),
@@ -77,7 +77,7 @@ CASES = [
 
 
 def refusals(rank: int) -> list[str]:
-    """What each case says that it should not. Engines name the operation that a function comes down to."""
+    """What each case says that it should not. Backends name the operation that a function comes down to."""
     wrong = []
     for name, kind, words, call in CASES:
         try:

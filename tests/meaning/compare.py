@@ -1,4 +1,4 @@
-"""One rank's part in checking a case: ours on each engine against the formula, and torch's Gloo against it too.
+"""One rank's part in checking a case: ours on each backend against the formula, and torch's Gloo against it too.
 
 Ours is called on tensors placed in memory as the case says, and every byte of their buffers is compared. torch's is
 called on plain copies of the same data: what it does to memory beside a strided view is a difference of its own (see
@@ -49,7 +49,7 @@ class Rank:
         rank: Its number.
         members: For each group its members, in order.
         theirs: torch's groups.
-        ours: Our groups, by engine.
+        ours: Our groups, by backend.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class Rank:
     ours: Mapping[str, Mapping[str, Any]]
 
     def check(self, case: Case) -> None:
-        """Run a case on all engines.
+        """Run a case on all backends.
 
         Raises:
             Wrong: With what differs.
@@ -69,10 +69,10 @@ class Rank:
         kinds = {}
         if torch_can(case, len(self.members[case.group])):
             kinds["torch"] = self._torch(case)
-        for engine, groups in self.ours.items():
-            if engine == "gloo" and case.call in ("ring", "from_anybody") and len(self.members[case.group]) == 1:
+        for backend, groups in self.ours.items():
+            if backend == "gloo" and case.call in ("ring", "from_anybody") and len(self.members[case.group]) == 1:
                 continue
-            kinds[engine] = self._one(case, f"ours on {engine}", dist, groups[case.group], case.layout)
+            kinds[backend] = self._one(case, f"ours on {backend}", dist, groups[case.group], case.layout)
         if len(set(kinds.values())) > 1:
             raise Wrong(f"answers of other kinds: {kinds}")
 
@@ -107,8 +107,8 @@ class Rank:
         # What a member would pass; which of them does not matter.
         part = meaning(case, 0, self.members[case.group])
         answers = {"torch": outside(part, oracle, common(case, self.theirs[case.group]))}
-        for engine, groups in self.ours.items():
-            answers[engine] = outside(part, dist, common(case, groups[case.group]))
+        for backend, groups in self.ours.items():
+            answers[backend] = outside(part, dist, common(case, groups[case.group]))
         if len(set(answers.values())) > 1:
             raise Wrong(f"a rank outside the group gets {answers}")
 

@@ -1,7 +1,7 @@
 """What every function means, as plain formulas over the data of all ranks, beside the call itself.
 
 A `Meaning` is one rank's part of one case: what it passes, how the function is called (torch's or ours, they are called
-alike), and what its outputs must hold then. Formulas know nothing of engines, groups or memory.
+alike), and what its outputs must hold then. Formulas know nothing of backends, groups or memory.
 """
 
 from __future__ import annotations

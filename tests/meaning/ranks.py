@@ -24,7 +24,7 @@ import torchdist_ref as dist
 from tests.meaning.cases import Case
 from tests.meaning.compare import Rank, Wrong
 
-ENGINES = ("ref", "gloo")
+BACKENDS = ("ref", "gloo")
 PATIENCE = 20.0
 
 
@@ -130,7 +130,7 @@ def _groups(rank: int, world: int, folder: Path) -> Rank:
     own = dist.FileStore(str(folder / "ours"), world)
     dist.init_process_group("ref", store=own, rank=rank, world_size=world, timeout=timeout)
     ours = {
-        engine: {name: dist.new_group(ranks, timeout=timeout, backend=engine) for name, ranks in members.items()}
-        for engine in ENGINES
+        backend: {name: dist.new_group(ranks, timeout=timeout, backend=backend) for name, ranks in members.items()}
+        for backend in BACKENDS
     }
     return Rank(rank, members, theirs, ours)

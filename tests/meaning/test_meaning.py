@@ -30,7 +30,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 @settings(max_examples=150, **RULES)
 @given(case=cases())
 def test_any_case(pool: Pool, case: Case) -> None:
-    """Over a second: 150 cases, each on three engines, with up to four ranks on two cores."""
+    """Over a second: 150 cases, each on three backends, with up to four ranks on two cores."""
     pool.check(case)
 
 

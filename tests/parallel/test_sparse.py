@@ -165,7 +165,7 @@ def beside(rank: int, path: str) -> dict[str, Any]:
     return found
 
 
-# Four steps each of 20 programs on both libraries, in processes of which each makes torch's engine: some 3 s a world.
+# Four steps each of 20 programs on both libraries, in processes of which each makes torch's backend: some 3 s a world.
 @pytest.mark.parametrize("world", [2, 3])
 def test_hooks_see_what_torchs_hooks_see_and_gradients_are_torchs(world: int, tmp_path: Path) -> None:
     for found in forked(beside, world, str(tmp_path / "meet")):

@@ -17,7 +17,7 @@ import torch._dynamo  # isort: skip
 
 
 def forked(fn: Callable[..., Any], world: int, *args: Any, **kw: Any) -> list[Any]:
-    """Run on processes, which must not inherit garbage: torch's engines, when collected, wait for their threads."""
+    """Run on processes, which must not inherit garbage: torch's backends, when collected, wait for their threads."""
     gc.collect()
     return run(fn, world, *args, ranks="processes", **kw)
 

@@ -58,7 +58,7 @@ def whole_contract(rank: int, hosts: str, path: str) -> None:
     dist.destroy_process_group()
 
 
-# Over a second: the whole contract of an engine, over sockets, with more ranks than cores.
+# Over a second: the whole contract of a backend, over sockets, with more ranks than cores.
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abab"])
 def test_ref_keeps_the_contract_between_hosts(hosts: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = str(tmp_path_factory.mktemp("meet") / "store")

@@ -38,7 +38,7 @@ def whole_contract(rank: int, places: Sequence[Host], address: str) -> None:
     dist.destroy_process_group()
 
 
-# Over a second: the whole contract of an engine, over sockets, with more ranks than cores.
+# Over a second: the whole contract of a backend, over sockets, with more ranks than cores.
 @pytest.mark.parametrize(
     ("where", "family"),
     [((0, 1), "ipv4"), ((0, 1), "ipv6"), ((0, 0, 1, 1), "ipv6")],

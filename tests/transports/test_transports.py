@@ -62,7 +62,7 @@ def test_the_parts_of_a_segment_do_not_overlap() -> None:
     assert parts[-1][0] + parts[-1][1] <= plan.nbytes
 
 
-def test_the_default_engine_is_gloo_where_ranks_share_no_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_default_backend_is_gloo_where_ranks_share_no_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = str(tmp_path_factory.mktemp("meet") / "file")
 
     def program(rank: int, hosts: list[str]) -> tuple[str, float]:

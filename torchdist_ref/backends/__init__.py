@@ -1,1 +1,1 @@
-"""Engines: what carries out calls. Found by name through `base`, loaded when first asked for."""
+"""Backends: what carries out calls. Found by name through `base`, loaded when first asked for."""

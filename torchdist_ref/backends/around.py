@@ -1,6 +1,6 @@
-"""An engine around an engine: where calls are compared, counted or disturbed on their way down.
+"""A backend around a backend: where calls are compared, counted or disturbed on their way down.
 
-All but `submit` goes to the engine inside. Don't add what to do at a call: that is each wrapper's own.
+All but `submit` goes to the backend inside. Don't add what to do at a call: that is each wrapper's own.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from torchdist_ref.backends.base import Backend
 
 
 class Around(Backend):
-    """An engine that does something at each call, in `submit`, and leaves the rest to another engine."""
+    """A backend that does something at each call, in `submit`, and leaves the rest to another backend."""
 
-    def __init__(self, engine: Backend) -> None:
-        self.name, self.recorder, self._engine = engine.name, engine.recorder, engine
+    def __init__(self, backend: Backend) -> None:
+        self.name, self.recorder, self._backend = backend.name, backend.recorder, backend
 
     @property
     def shares_memory(self) -> bool:
         """See `Backend.shares_memory`."""
-        return self._engine.shares_memory
+        return self._backend.shares_memory
 
     def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """See `Backend.empty`."""
-        return self._engine.empty(size, dtype)
+        return self._backend.empty(size, dtype)
 
     def trouble(self, ranks: Sequence[int], doing: str) -> BaseException | None:
         """See `Backend.trouble`."""
-        return self._engine.trouble(ranks, doing)
+        return self._backend.trouble(ranks, doing)
 
     def together(self) -> AbstractContextManager[None]:
         """See `Backend.together`."""
-        return self._engine.together()
+        return self._backend.together()
 
     def close(self) -> None:
         """See `Backend.close`."""
-        self._engine.close()
+        self._backend.close()
 
     def abort(self, reason: str) -> None:
         """See `Backend.abort`."""
-        self._engine.abort(reason)
+        self._backend.abort(reason)

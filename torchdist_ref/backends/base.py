@@ -1,9 +1,9 @@
-"""The narrow waist: an engine takes a call and tensors, and gives back a Work. Nothing else.
+"""The narrow waist: a backend takes a call and tensors, and gives back a Work. Nothing else.
 
 Everything that differs between `ref`, `gloo`, `nccl` and `mpi` is below `submit`; everything that they
 share (ranks, argument errors, default groups) is above it. Wrappers that record, check or disturb calls
-have the same one method. Engines are found by name in a registry and loaded when first asked for, so
-that an engine's package is needed only by those who use it. Don't add a method per operation here.
+have the same one method. Backends are found by name in a registry and loaded when first asked for, so
+that a backend's package is needed only by those who use it. Don't add a method per operation here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchdist_ref.work import Work
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Who is in a group, as an engine needs to know it.
+    """Who is in a group, as a backend needs to know it.
 
     Attributes:
         store: Keys of this group only, shared by its members.
@@ -39,8 +39,8 @@ class Membership:
         members: The global rank of every member, in group order.
         name: The group's name, the same on all members.
         timeout: Seconds that any wait in this group takes at most.
-        options: What the caller gave as `pg_options`, for engines that take any.
-        device: What the caller gave as `device_id`, for engines that bind a device.
+        options: What the caller gave as `pg_options`, for backends that take any.
+        device: What the caller gave as `device_id`, for backends that bind a device.
     """
 
     store: Store
@@ -60,7 +60,7 @@ class Membership:
 class Rows(Sequence[Tensor]):
     """One tensor as equal blocks, one for each rank: inputs or outputs of a call.
 
-    An engine that finds its way in one tensor takes `tensor` as it is; to any other this is a list of views, which are
+    A backend that finds its way in one tensor takes `tensor` as it is; to any other this is a list of views, which are
     made when they are first asked for. To make them takes as long as all that the front door does besides.
 
     Args:
@@ -114,7 +114,7 @@ def nbytes_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
 
 
 class Backend(ABC):
-    """An engine, for one group on one rank.
+    """A backend, for one group on one rank.
 
     Attributes:
         name: What `get_backend` answers.
@@ -147,14 +147,14 @@ class Backend(ABC):
         """
 
     def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A new CPU tensor in the memory that this engine's calls are fastest on, if that is not just any."""
+        """A new CPU tensor in the memory that this backend's calls are fastest on, if that is not just any."""
         return torch.empty(size, dtype=dtype)
 
     def trouble(self, ranks: Sequence[int], doing: str) -> BaseException | None:
-        """Why one of these group ranks will not come any more, if this engine knows of a reason; else None.
+        """Why one of these group ranks will not come any more, if this backend knows of a reason; else None.
 
         Args:
-            ranks: Whom the caller waits for, by other means than this engine's calls.
+            ranks: Whom the caller waits for, by other means than this backend's calls.
             doing: What for, in words.
         """
         return None
@@ -162,7 +162,7 @@ class Backend(ABC):
     def together(self) -> AbstractContextManager[None]:
         """While this is open, sends and receives may be held back, to be started as one when it closes.
 
-        Nothing, but for engines that start messages one after the other, where two ranks that send to each other
+        Nothing, but for backends that start messages one after the other, where two ranks that send to each other
         before they receive would wait for ever. Their Works can be waited for once it is closed.
         """
         return nullcontext()
@@ -178,10 +178,10 @@ class Backend(ABC):
 
 Factory = Callable[[Membership], Backend]
 
-# The one table that is module state: names of engines, and where each is found.
-_engines: dict[str, Factory | str] = {
+# The one table that is module state: names of backends, and where each is found.
+_backends: dict[str, Factory | str] = {
     "ref": "torchdist_ref.backends.ref:Ref",
-    "gloo": "torchdist_ref.backends.torch_engines:Gloo",
+    "gloo": "torchdist_ref.backends.gloo:Gloo",
     "nccl": "torchdist_ref.backends.nccl:Nccl",
     "mpi": "torchdist_ref.backends.mpi:Mpi",
     "fake": "torchdist_ref.backends.fake:Fake",
@@ -189,33 +189,33 @@ _engines: dict[str, Factory | str] = {
 
 
 def register(name: str, factory: Factory) -> None:
-    """Make an engine known under a name of lower-case letters."""
-    _engines[name.lower()] = factory
+    """Make a backend known under a name of lower-case letters."""
+    _backends[name.lower()] = factory
 
 
 def names() -> list[str]:
-    """The engines that can be asked for: ours, those registered here, and those that others registered with torch."""
-    return sorted({*_engines, *(name.lower() for name in _of_torch())})
+    """The backends that can be asked for: ours, those registered here, and those that others registered with torch."""
+    return sorted({*_backends, *(name.lower() for name in _of_torch())})
 
 
 def by_device(name: str, operation: str = "init_process_group") -> dict[str, str]:
-    """The engine that a name means for each kind of device; with one name for all, its key is the empty text.
+    """The backend that a name means for each kind of device; with one name for all, its key is the empty text.
 
     Args:
         name: ``"gloo"``, or pairs such as ``"cpu:gloo,cuda:nccl"``, in any case.
         operation: What was called, for messages.
 
     Raises:
-        UsageError: No engine has such a name, a device is given twice, or there is no such kind of device.
+        UsageError: No backend has such a name, a device is given twice, or there is no such kind of device.
 
     >>> by_device("GLOO"), by_device("cpu:ref,cuda:nccl")
     ({'': 'gloo'}, {'cpu': 'ref', 'cuda': 'nccl'})
     """
     pairs = [part.strip().rpartition(":") for part in name.lower().split(",")]
-    found = {device: engine for device, _, engine in pairs}
-    unknown = [engine for engine in found.values() if engine not in names()]
+    found = {device: backend for device, _, backend in pairs}
+    unknown = [backend for backend in found.values() if backend not in names()]
     if unknown:
-        hint = f"No engine is called {unknown[0]!r}; see register_backend."
+        hint = f"No backend is called {unknown[0]!r}; see register_backend."
         raise UsageError(explain(operation, "backend", f"one of {', '.join(names())}", name, hint=hint))
     if len(found) < len(pairs) or (len(found) > 1 and "" in found) or not all(map(_is_device, found)):
         expected = "one name, or one for each kind of device, as in 'cpu:gloo,cuda:nccl'"
@@ -231,18 +231,18 @@ def _is_device(kind: str) -> bool:
 
 
 def create(name: str, membership: Membership) -> Backend:
-    """Make the engine of this name for a group.
+    """Make the backend of this name for a group.
 
     Raises:
-        UsageError: No engine has this name; see `by_device`.
+        UsageError: No backend has this name; see `by_device`.
     """
-    engines = by_device(name)
-    if "" not in engines:
-        made: Backend = _load("torchdist_ref.backends.by_device:ByDevice")(engines, membership)
+    backends = by_device(name)
+    if "" not in backends:
+        made: Backend = _load("torchdist_ref.backends.by_device:ByDevice")(backends, membership)
         return made
-    found = _engines.get(engines[""])
+    found = _backends.get(backends[""])
     if found is None:
-        found = partial(_load("torchdist_ref.backends.third_party:ThirdParty"), engines[""])
+        found = partial(_load("torchdist_ref.backends.third_party:ThirdParty"), backends[""])
     return (_load(found) if isinstance(found, str) else found)(membership)
 
 
@@ -252,7 +252,7 @@ def _of_torch() -> Mapping[str, Any]:
 
 
 def default_name(store: Store, rank: int, size: int) -> str:
-    """The engine where nobody named one: for CPU tensors a fact about all ranks, so that all choose alike.
+    """The backend where nobody named one: for CPU tensors a fact about all ranks, so that all choose alike.
 
     Ranks that have CUDA devices add `nccl` for the tensors there; for CPU tensors they are one with ranks that don't.
     """

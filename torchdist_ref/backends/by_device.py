@@ -1,8 +1,8 @@
-"""ByDevice: one group with an engine for each kind of device, chosen call by call by where the tensors are.
+"""ByDevice: one group with a backend for each kind of device, chosen call by call by where the tensors are.
 
 ``"cpu:gloo,cuda:nccl"`` is what a program names that keeps its data on a GPU and its bookkeeping on the CPU. The
-engines know nothing of each other; a call without tensors goes to the first that was named. Don't add moving of tensors
-between devices: a call on a device that no engine was named for is an error.
+backends know nothing of each other; a call without tensors goes to the first named. Don't add moving of tensors
+between devices: a call on a device that no backend was named for is an error.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Tensors = Sequence[Tensor]
 
 
 class ByDevice(Backend):
-    """Several engines as one.
+    """Several backends as one.
 
     Args:
-        engines: The name of an engine for each kind of device.
+        backends: The name of a backend for each kind of device.
         membership: The group's.
 
     >>> import torch, torchdist_ref as dist
@@ -38,65 +38,65 @@ class ByDevice(Backend):
     >>> dist.destroy_process_group()
     """
 
-    def __init__(self, engines: Mapping[str, str], membership: Membership) -> None:
-        self.name = ",".join(f"{device}:{engine}" for device, engine in engines.items())
+    def __init__(self, backends: Mapping[str, str], membership: Membership) -> None:
+        self.name = ",".join(f"{device}:{backend}" for device, backend in backends.items())
         self.recorder = Recorder()
-        self._engines: dict[str, Backend] = {}
-        for device, engine in engines.items():
-            self._engines[device] = create(engine, _part(membership, device))
-            self._engines[device].recorder = self.recorder
-        self._first = next(iter(self._engines.values()))
+        self._backends: dict[str, Backend] = {}
+        for device, backend in backends.items():
+            self._backends[device] = create(backend, _part(membership, device))
+            self._backends[device].recorder = self.recorder
+        self._first = next(iter(self._backends.values()))
 
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""
-        return self._engine(call, inputs or outputs).submit(call, inputs, outputs, wait)
+        return self._backend(call, inputs or outputs).submit(call, inputs, outputs, wait)
 
-    def _engine(self, call: Call, tensors: Tensors) -> Backend:
+    def _backend(self, call: Call, tensors: Tensors) -> Backend:
         if not tensors:
             return self._first
-        found = self._engines.get(tensors[0].device.type)
+        found = self._backends.get(tensors[0].device.type)
         if found is None:
             device = tensors[0].device
             raise UnsupportedError(
                 f"{call.op}: No backend type associated with device type {device.type}: this tensor is on {device}, "
-                f"and the group's engines are {self.name!r}. Name one for it in init_process_group, or move it."
+                f"and the group's backends are {self.name!r}. Name one for it in init_process_group, or move it."
             )
         return found
 
     @property
     def shares_memory(self) -> bool:
         """See `Backend.shares_memory`."""
-        return self._engines.get("cpu", self._first).shares_memory
+        return self._backends.get("cpu", self._first).shares_memory
 
     def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """See `Backend.empty`."""
-        return self._engines.get("cpu", self._first).empty(size, dtype)
+        return self._backends.get("cpu", self._first).empty(size, dtype)
 
     def trouble(self, ranks: Sequence[int], doing: str) -> BaseException | None:
         """See `Backend.trouble`."""
-        return next(filter(None, (engine.trouble(ranks, doing) for engine in self._engines.values())), None)
+        return next(filter(None, (backend.trouble(ranks, doing) for backend in self._backends.values())), None)
 
     @contextmanager
     def together(self) -> Iterator[None]:
         """See `Backend.together`."""
         with ExitStack() as stack:
-            for engine in self._engines.values():
-                stack.enter_context(engine.together())
+            for backend in self._backends.values():
+                stack.enter_context(backend.together())
             yield
 
     def close(self) -> None:
         """See `Backend.close`."""
-        for engine in self._engines.values():
-            engine.close()
+        for backend in self._backends.values():
+            backend.close()
 
     def abort(self, reason: str) -> None:
         """See `Backend.abort`."""
-        for engine in self._engines.values():
-            engine.abort(reason)
+        for backend in self._backends.values():
+            backend.abort(reason)
 
 
 def _part(membership: Membership, device: str) -> Membership:
-    """The group as one of its engines sees it. CPU engines meet where they would meet alone: see `default_name`."""
+    """The group as one of its backends sees it. CPU backends meet where they would meet alone: see `default_name`."""
     if device == "cpu":
         return replace(membership, options=None, device=None)
     return replace(membership, store=PrefixStore(device, membership.store))

@@ -6,7 +6,7 @@ all ranks see the same difference and raise, nothing has been written, and the l
 
 Rounds take turns on the stage (`turns`). Whoever still reads what lies where a round is to lay out is waited for, which
 seldom takes any time, and no barrier is needed between rounds or calls.
-One call at a time: the engine holds the lock. Don't add decisions here.
+One call at a time: the backend holds the lock. Don't add decisions here.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ Tensors = Sequence[Tensor]
 
 
 class Fake(Backend):
-    """No engine at all: the calls are in `recorder`.
+    """No backend at all: the calls are in `recorder`.
 
     >>> import torch, torchdist_ref as dist
     >>> dist.init_process_group("fake", store=dist.HashStore(), rank=3, world_size=8)

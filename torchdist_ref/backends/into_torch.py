@@ -1,4 +1,4 @@
-"""`ref` inside torch: a ProcessGroup of torch's whose every method is one of our calls, handed to the engine.
+"""`ref` inside torch: a ProcessGroup of torch's whose every method is one of our calls, handed to the backend.
 
 torch's DDP, DTensor, FSDP2, functional collectives and compiled functions call these methods, from Python and from
 C++, under the names that torch gives them (in 2.13; older names stand beside). A method checks that the tensors fit,
@@ -60,7 +60,7 @@ def create(made_by_torch: Any) -> RefProcessGroup:
 
 
 class RefProcessGroup(Hosted):
-    """One group of torch's on the engine `ref`: torch's collectives, in the order of `calls`."""
+    """One group of torch's on the backend `ref`: torch's collectives, in the order of `calls`."""
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> RefWork:
         opts = opts or options.AllreduceOptions()

@@ -32,23 +32,23 @@ CPU = torch.device("cpu")
 
 
 class Hosted(c10d.ProcessGroup):
-    """One group of torch's on the engine `ref`.
+    """One group of torch's on the backend `ref`.
 
     Attributes:
-        engine: What carries out the calls.
+        backend: What carries out the calls.
         members: The global rank of every member, in group order.
     """
 
-    def __init__(self, engine: Ref, members: Sequence[int]) -> None:
-        super().__init__(engine.link.rank, engine.link.size)  # type: ignore[call-arg]
-        self.engine = engine
+    def __init__(self, backend: Ref, members: Sequence[int]) -> None:
+        super().__init__(backend.link.rank, backend.link.size)  # type: ignore[call-arg]
+        self.backend = backend
         self.members = tuple(members)
         self._name = self._description = ""
 
     @property
     def recorder(self) -> Recorder:
         """The last calls of this group on this rank."""
-        return self.engine.recorder
+        return self.backend.recorder
 
     # What torch asks of a group besides its collectives. C++ and Python know the same thing under different names.
 
@@ -79,22 +79,22 @@ class Hosted(c10d.ProcessGroup):
         if torch.device(device).type != "cpu":
             raise UnsupportedError(
                 f"No backend type associated with device type {device}: 'ref' works on CPU tensors. "
-                f"Name an engine for each device: init_process_group('cpu:gloo,cuda:nccl')."
+                f"Name a backend for each device: init_process_group('cpu:gloo,cuda:nccl')."
             )
         return self
 
     def shutdown(self) -> None:
-        self.engine.close()
+        self.backend.close()
 
     def abort(self) -> None:
-        self.engine.abort("torch.distributed aborted the group")
+        self.backend.abort("torch.distributed aborted the group")
 
     def _submit(self, opts: Any, *requests: Request) -> RefWork:
         """Start the calls; they are done on return if that is what torch asked for."""
         requests = tuple(request for request in requests if usable(request[0], uncut(request[1]), uncut(request[2])))
         seconds = limit(opts)
         wait = opts is not None and not opts.asyncOp and seconds is None
-        works = [self.engine.submit(call, inputs, outputs, wait) for call, inputs, outputs in requests]
+        works = [self.backend.submit(call, inputs, outputs, wait) for call, inputs, outputs in requests]
         outputs = [tensor for request in requests for tensor in uncut(request[2])]
         made = RefWork([Done("", outputs)] if wait else works, outputs, seconds)
         if opts is not None and not opts.asyncOp:
@@ -102,7 +102,7 @@ class Hosted(c10d.ProcessGroup):
         return made
 
     def _sum_sparse(self, tensor: Tensor, seconds: float | None) -> RefWork:
-        works, add_up = start_sum(self.engine, self.size(), tensor)
+        works, add_up = start_sum(self.backend, self.size(), tensor)
         RefWork(works, [tensor], seconds).wait()
         add_up()
         return RefWork([Done("all_reduce", [tensor])], [tensor], None)

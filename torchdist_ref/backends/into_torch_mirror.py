@@ -1,7 +1,7 @@
 """A group of ours, seen through torch's eyes: for torch's functions, called from hooks that were written for torch.
 
 torch's functions call methods of the group that they are given, under torch's names; a `Mirrored` has those methods
-and passes each call to the engine of a group of ours. Which one is asked at every call: so one mirror can stand for
+and passes each call to the backend of a group of ours. Which one is asked at every call: so one mirror can stand for
 "the default group of whoever calls" where ranks are threads. Don't add state: the mirrored group has all.
 """
 
@@ -46,7 +46,7 @@ class Mirrored(RefProcessGroup):
         self.shown_in: list[Any] = []
 
     # Hosted keeps these two; here they are those of the mirrored group.
-    engine = property(lambda self: self._find().backend)
+    backend = property(lambda self: self._find().backend)
     members = property(lambda self: self._find().members)
 
     def rank(self) -> int:
@@ -56,7 +56,7 @@ class Mirrored(RefProcessGroup):
         return self._find().size()
 
     def getBackendName(self) -> str:
-        return str(self.engine.name)
+        return str(self.backend.name)
 
     name = _get_backend_name = getBackendName
 

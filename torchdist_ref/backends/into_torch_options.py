@@ -41,7 +41,7 @@ def reduction(op: str, opts: Any) -> str:
     if word == "premul_sum":
         raise UnsupportedError(
             f"{op}: torch offers ReduceOp.PREMUL_SUM on NCCL only. Multiply first and use SUM, or "
-            f"call torchdist_ref.{op}, which takes it on every engine."
+            f"call torchdist_ref.{op}, which takes it on every backend."
         )
     return word
 

@@ -1,4 +1,4 @@
-"""MPI: an MPI library as the engine, through mpi4py; torch need not be rebuilt.
+"""MPI: an MPI library as the backend, through mpi4py; torch need not be rebuilt.
 
 A call is one `match` arm: an MPI operation of the non-blocking kind on the bytes of our tensors, polled until it is
 done (`mpi_work`). MPI can reduce only the types that it knows, so reductions have a table (`mpi_operands`); whatever

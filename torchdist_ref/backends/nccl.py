@@ -1,10 +1,10 @@
-"""NCCL: torch's engine for CUDA tensors, driven by our stores and groups. Calls run on streams; done means ordered.
+"""NCCL: torch's backend for CUDA tensors, driven by our stores and groups. Calls run on streams; done means ordered.
 
 A call is put on a stream of NCCL's and the host goes on. To wait for it is to order the current stream behind it: what
 that stream does next sees the result, the host has not waited, and other streams know nothing of it. So a call is
 complete, in the sense of `is_completed`, as soon as it is on its stream: the one who asks may use the outputs at once.
 
-What all of torch's engines share is in `torch_engine`. Don't add anything that a device has to tell before a group is
+What all of torch's backends share is in `torch_backend`. Don't add anything that a device has to tell before a group is
 made: ranks would then have to agree on it.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
 from torchdist_ref.backends.base import Membership
-from torchdist_ref.backends.torch_engine import TorchEngine
+from torchdist_ref.backends.torch_backend import TorchBackend
 from torchdist_ref.backends.torch_work import TorchWork
 from torchdist_ref.calls import AllReduce, Call, Recv, Reduce, ReduceScatter, Send
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
@@ -60,7 +60,7 @@ class NcclWork(TorchWork):
     _copied: Any = None
 
     def begin(self, theirs: Any) -> None:
-        """The engine, at the end of a batch: the call is on its stream now."""
+        """The backend, at the end of a batch: the call is on its stream now."""
         self._theirs = theirs
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
@@ -122,8 +122,8 @@ class NcclWork(TorchWork):
         return list(self.outputs)
 
 
-class Nccl(TorchEngine):
-    """torch's NCCL engine for one group.
+class Nccl(TorchBackend):
+    """torch's NCCL backend for one group.
 
     Attributes:
         device: The kind of device whose tensors it takes.
@@ -158,7 +158,7 @@ class Nccl(TorchEngine):
     def _settle_in(self) -> None:
         """With a device named, ranks connect now and hear of trouble now; without, at the first call."""
         if self._membership.device is not None:
-            self._engine.eager_connect_single_device(self._own_device())
+            self._backend.eager_connect_single_device(self._own_device())
 
     def _own_device(self) -> torch.device:
         """The device that `device_id` named, else the one that is current."""
@@ -182,12 +182,12 @@ class Nccl(TorchEngine):
     def together(self) -> Iterator[None]:
         """See `Backend.together`. One by one, a send would keep the receive behind it from starting, on both sides."""
         batch = self._batch = []
-        self._engine._start_coalescing()
+        self._backend._start_coalescing()
         try:
             yield
         finally:
             self._batch = None
-            theirs = self._engine._end_coalescing()
+            theirs = self._backend._end_coalescing()
             for work in batch:
                 work.begin(theirs)
 

@@ -1,6 +1,6 @@
-"""Named ranges for torch's profilers: each call of an engine shows as ``ref:all_reduce`` beside torch's own operators.
+"""Named ranges for torch's profilers: each call of a backend shows as ``ref:all_reduce`` beside torch's own operators.
 
-A range lasts from the start of the call to its end, also where the caller does not wait. torch's C++ engines show
+A range lasts from the start of the call to its end, also where the caller does not wait. torch's C++ backends show
 theirs by themselves, in the same form. Nobody pays who does not profile, but for the question whether to, which takes
 a tenth of a microsecond. Don't add numbers of bytes or ranks to a range: the recorder has them.
 
@@ -23,9 +23,9 @@ from torch.futures import Future
 from torchdist_ref.calls import Call
 from torchdist_ref.work import Work
 
-Engine = TypeVar("Engine")
+Backend = TypeVar("Backend")
 Tensors = Sequence[Tensor]
-Submit = Callable[[Engine, Call, Tensors, Tensors, bool], Work]
+Submit = Callable[[Backend, Call, Tensors, Tensors, bool], Work]
 
 # Ranges that outlived their profiler: what destroys one ends it first.
 _left_open: list[Future[None]] = []
@@ -33,8 +33,8 @@ _left_open: list[Future[None]] = []
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-def in_a_range(submit: Submit[Engine]) -> Submit[Engine]:
-    """For the `submit` of an engine: give its calls ranges while a profiler of torch's watches the calling thread.
+def in_a_range(submit: Submit[Backend]) -> Submit[Backend]:
+    """For the `submit` of a backend: give its calls ranges while a profiler of torch's watches the calling thread.
 
     >>> import torchdist_ref as dist
     >>> from torchdist_ref.testing import run
@@ -47,7 +47,7 @@ def in_a_range(submit: Submit[Engine]) -> Submit[Engine]:
     """
 
     @wraps(submit)
-    def asking(self: Engine, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
+    def asking(self: Backend, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         if _profiling():
             return _ranged(self, call, wait, partial(submit, self, call, inputs, outputs, wait))
         return submit(self, call, inputs, outputs, wait)
@@ -55,8 +55,8 @@ def in_a_range(submit: Submit[Engine]) -> Submit[Engine]:
     return asking
 
 
-def _ranged(engine: Any, call: Call, wait: bool, start: Callable[[], Work]) -> Work:
-    with profiler.record_function(f"{engine.name}:{call.op}") as named:
+def _ranged(backend: Any, call: Call, wait: bool, start: Callable[[], Work]) -> Work:
+    with profiler.record_function(f"{backend.name}:{call.op}") as named:
         work = start()
         if not wait:
             end: Future[None] = Future()

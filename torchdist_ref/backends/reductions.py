@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchdist_ref.errors import EngineArgumentError, UnsupportedError, explain
+from torchdist_ref.errors import BackendArgumentError, UnsupportedError, explain
 
 _EIGHTHS = {
     torch.float8_e4m3fn,
@@ -61,10 +61,10 @@ def reduction(name: str, dtype: torch.dtype, operation: str) -> Reduction:
 
     Raises:
         ArgumentError: It does not, with the dtype named.
-        UnsupportedError: No engine of ours has this reduction.
+        UnsupportedError: No backend of ours has this reduction.
     """
     if name not in _TABLE:
-        raise UnsupportedError(f"{operation}: no engine has a reduction {name!r}; there are {', '.join(_TABLE)}.")
+        raise UnsupportedError(f"{operation}: no backend has a reduction {name!r}; there are {', '.join(_TABLE)}.")
     check(name, dtype, operation)
     if dtype in _WIDER:
         return _through(_WIDER[dtype], _TABLE[name].combine)
@@ -75,11 +75,11 @@ def check(name: str, dtype: torch.dtype, operation: str) -> None:
     """Raise an ArgumentError unless this reduction makes sense for this dtype."""
     word = name.upper()
     if name in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
-        raise EngineArgumentError(
+        raise BackendArgumentError(
             explain(operation, "op", f"no ReduceOp.{word} where tensors are not integers or bool", dtype)
         )
     if name in _NOT_COMPLEX and dtype.is_complex:
-        raise EngineArgumentError(
+        raise BackendArgumentError(
             explain(
                 operation,
                 "op",
@@ -89,7 +89,7 @@ def check(name: str, dtype: torch.dtype, operation: str) -> None:
             )
         )
     if name in _SCALED and not (dtype.is_floating_point or dtype.is_complex):
-        raise EngineArgumentError(
+        raise BackendArgumentError(
             explain(
                 operation,
                 "op",

@@ -1,4 +1,4 @@
-"""Ref: the engine that this project is about. Schedules, run on a link.
+"""Ref: the backend that this project is about. Schedules, run on a link.
 
 `submit` is the whole of it: a call that waits and has nothing before it runs on the spot; everything else
 goes through the group's order. Planning, running, and matching messages have files of their own

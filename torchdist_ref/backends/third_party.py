@@ -1,8 +1,8 @@
-"""Engines that others registered with torch, in Python or C++: by the name that they took there, on our groups.
+"""Backends that others registered with torch, in Python or C++: by the name that they took there, on our groups.
 
 torch keeps a function for each name, which makes a process group or a backend of torch's from a store, a rank and a
-size; it gets one of our stores in torch's clothes. What comes back has torch's methods, so the rest is `torch_engine`.
-Such engines differ in what they leave out: ending in order, futures. Don't add support for one of them by name.
+size; it gets one of our stores in torch's clothes. What comes back has torch's methods, so the rest is `torch_backend`.
+Such backends differ in what they leave out: ending in order, futures. Don't add support for one of them by name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.ranges import in_a_range
-from torchdist_ref.backends.torch_engine import TorchEngine
+from torchdist_ref.backends.torch_backend import TorchBackend
 from torchdist_ref.backends.torch_work import TorchWork
 from torchdist_ref.calls import Call
 from torchdist_ref.work import Work
@@ -38,8 +38,8 @@ class ThirdPartyWork(TorchWork):
             return super().get_future()
 
 
-class ThirdParty(TorchEngine):
-    """An engine of torch's plugin table, for one group.
+class ThirdParty(TorchBackend):
+    """A backend of torch's plugin table, for one group.
 
     Args:
         name: As it was registered with ``torch.distributed.Backend.register_backend``, in any case.
@@ -64,20 +64,20 @@ class ThirdParty(TorchEngine):
 
     @in_a_range
     def submit(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
-        """See `Backend.submit`. Engines of torch's own name their ranges by themselves; of these nobody knows."""
+        """See `Backend.submit`. Backends of torch's own name their ranges by themselves; of these nobody knows."""
         return super().submit(call, inputs, outputs, wait)
 
     def close(self) -> None:
         """See `Backend.close`."""
         self._quietly(super().close)
-        self._engine = None
+        self._backend = None
 
     def abort(self, reason: str) -> None:
         """See `Backend.abort`."""
         self._quietly(lambda: super(ThirdParty, self).abort(reason))
 
     def _quietly(self, end: Any) -> None:
-        """torch makes an error of ending where an engine has nothing to end."""
+        """torch makes an error of ending where a backend has nothing to end."""
         try:
             end()
         except (RuntimeError, NotImplementedError, AttributeError) as error:

@@ -1,7 +1,7 @@
-"""Stores both ways: one of torch's as our engines see a store, and one of ours as torch's C++ sees one.
+"""Stores both ways: one of torch's as our backends see a store, and one of ours as torch's C++ sees one.
 
 With the first `ref` finds its peers when torch made the group; only what every store of torch has is asked of it, and
-the richer operations are `Store`'s own, built from those. With the second torch's engines find theirs when we did.
+the richer operations are `Store`'s own, built from those. With the second torch's backends find theirs when we did.
 Don't add operations here: a store of ours has them, or it has them not.
 """
 

@@ -1,7 +1,7 @@
-"""A work of torch's engines as ours: our errors, our outputs, settled once whoever asks first.
+"""A work of torch's backends as ours: our errors, our outputs, settled once whoever asks first.
 
-The engine copies nothing back into strided outputs and names no rank in its errors; both happen here, when the work
-has ended. How a call is started is in `torch_engine`. Don't add what only one engine does: it subclasses this.
+The backend copies nothing back into strided outputs and names no rank in its errors; both happen here, when the work
+has ended. How a call is started is in `torch_backend`. Don't add what only one backend does: it subclasses this.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BringBack = Callable[[], bool]
 
 
 class Carried(NamedTuple):
-    """A call as an engine of torch's gets it.
+    """A call as a backend of torch's gets it.
 
     Attributes:
         call: What to do, perhaps in other words.

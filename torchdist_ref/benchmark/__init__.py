@@ -1,4 +1,4 @@
-"""How fast is it: ``python -m torchdist_ref.benchmark``, in the manner of NVIDIA's nccl-tests, for every engine.
+"""How fast is it: ``python -m torchdist_ref.benchmark``, in the manner of NVIDIA's nccl-tests, for every backend.
 
 ::
 

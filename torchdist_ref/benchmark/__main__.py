@@ -11,8 +11,8 @@ from torchdist_ref.errors import ArgumentError, DistError
 from torchdist_ref.testing import RankError
 
 _COMMANDS = {
-    "calls": (calls, "what a call and an import cost besides the engine"),
-    "collectives": (collectives, "time of each operation, by size, on each engine (this one if none is named)"),
+    "calls": (calls, "what a call and an import cost besides the backend"),
+    "collectives": (collectives, "time of each operation, by size, on each backend (this one if none is named)"),
     "ddp": (ddp, "a step of training under our DistributedDataParallel and torch's, by model and hook"),
     "faults": (faults, "from a death, a mismatch or a Ctrl-C to the error"),
     "hooks": (hooks, "what DDP's communication hooks send, get wrong and take, on fast and on slow links"),

@@ -1,6 +1,6 @@
-"""``benchmark calls``: what the library costs besides its engine: checking and passing on a call, and being imported.
+"""``benchmark calls``: what the library costs besides its backend: checking and passing on a call, and being imported.
 
-A call is made twice over, through the public function and as that function hands it to the engine; the difference is
+A call is made twice over, through the public function and as that function hands it to the backend; the difference is
 what the front door takes. Both are made back to back on every rank, in turns, and ranks wait for one another in each.
 Imports are timed in fresh interpreters: torch, with no backend of others loaded; in the same interpreter after it, what
 this library adds; and this library without torch. What it adds is counted as a user meets it: torch's search of the
@@ -25,7 +25,7 @@ import torch
 from torchdist_ref import groups
 from torchdist_ref.backends.around import Around
 from torchdist_ref.backends.base import Backend
-from torchdist_ref.benchmark import engines, report, table
+from torchdist_ref.benchmark import competitors, report, table
 from torchdist_ref.benchmark.crew import Place, go
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.benchmark.progress import Progress
@@ -54,63 +54,63 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """For one operation and number of ranks: seconds a call in each round, through the door and of the engine."""
+    """For one operation and number of ranks: seconds a call in each round, through the door and of the backend."""
 
     op: str
     world: int
     public: Sequence[float]
-    engine: Sequence[float]
+    backend: Sequence[float]
 
     @property
     def door(self) -> float:
         """The median of what the front door took in each round."""
-        return median(whole - own for whole, own in zip(self.public, self.engine, strict=True))
+        return median(whole - own for whole, own in zip(self.public, self.backend, strict=True))
 
 
 class Spy(Around):
-    """Writes down what an engine is asked to do, and has it done."""
+    """Writes down what a backend is asked to do, and has it done."""
 
-    def __init__(self, engine: Backend) -> None:
-        super().__init__(engine)
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
         self.asked: list[tuple[Any, ...]] = []
 
     def submit(self, *asked: Any) -> Work:
         """See `Backend.submit`."""
         self.asked.append(asked)
-        return self._engine.submit(*asked)
+        return self._backend.submit(*asked)
 
 
 def measure(place: Place, settings: Settings) -> None:
     """What each rank does. Reports a result for each operation."""
-    engines.join(["ref"], place)
+    competitors.join(["ref"], place)
     for op in settings.ops:
         whole, own = _both(op, place)
         public: list[float] = []
-        engine: list[float] = []
+        backend: list[float] = []
         for turn in range(settings.repetitions):
-            pairs = [(whole, public), (own, engine)]
+            pairs = [(whole, public), (own, backend)]
             for act, times in pairs if turn % 2 else pairs[::-1]:
                 times.append(_a_call(act, settings.calls, place))
-        place.report(Result(op, place.world, public, engine))
-    engines.leave()
+        place.report(Result(op, place.world, public, backend))
+    competitors.leave()
 
 
 def _both(op: str, place: Place) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The public call, and what it asks of the engine, as functions."""
+    """The public call, and what it asks of the backend, as functions."""
     operation, group = OPERATIONS[op], default_group()
     buffers = operation.buffers(place.rank, place.world, NBYTES, torch.float32)
     operation.load(buffers)
     public = operation.bind(groups, None, buffers)
-    engine, spy = group.backend, Spy(group.backend)
+    backend, spy = group.backend, Spy(group.backend)
     group.backend = spy
     try:
         public()
     finally:
-        group.backend = engine
+        group.backend = backend
     if len(spy.asked) == 1:
         (asked,) = spy.asked
-        return public, lambda: engine.submit(*asked)
-    return public, lambda: [engine.submit(*asked) for asked in spy.asked]
+        return public, lambda: backend.submit(*asked)
+    return public, lambda: [backend.submit(*asked) for asked in spy.asked]
 
 
 def _a_call(act: Callable[[], Any], calls: int, place: Place) -> float:
@@ -179,12 +179,12 @@ def show(results: Sequence[Result]) -> str:
             each.op,
             str(each.world),
             show_micros(median(each.public)),
-            show_micros(median(each.engine)),
+            show_micros(median(each.backend)),
             show_micros(each.door),
         ]
         for each in results
     ]
-    return table.columns(["", "ranks", "whole us", "engine us", "door us"], rows)
+    return table.columns(["", "ranks", "whole us", "backend us", "door us"], rows)
 
 
 def show_imports(loaded: Mapping[str, Sequence[float]]) -> str:

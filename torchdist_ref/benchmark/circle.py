@@ -1,10 +1,10 @@
-"""Circle: what the ranks of a benchmark share apart from the engines under test.
+"""Circle: what the ranks of a benchmark share apart from the backends under test.
 
 A start line, so that a call is timed from the moment when all ranks are there: each rank counts up a word of its own
 in shared memory and spins on the others'. It carries no data, so nothing depends on the order in which a processor
 makes writes visible. Figures go through pipes, which block, and which the kernel orders.
 
-Made before the ranks are forked. Don't add anything that an engine could be measured with: this is the neutral ground.
+Made before the ranks are forked. Don't add anything that a backend could be measured with: this is the neutral ground.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``benchmark collectives``: every operation, at every size, on every engine, side by side.
+"""``benchmark collectives``: every operation, at every size, on every backend, side by side.
 
 `measure` is what each rank does: for each operation and size it makes one set of tensors for all contestants, checks
 each one's result, and times them in rounds in which each has its turn and the first is another each time. The rest of
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from torchdist_ref.benchmark import engines, limit, mpi_crew, plot, report, table
+from torchdist_ref.benchmark import competitors, limit, mpi_crew, plot, report, table
 from torchdist_ref.benchmark.crew import Place, go
 from torchdist_ref.benchmark.hosts import on_hosts
 from torchdist_ref.benchmark.operations import OPERATIONS, Action, Buffers, Make, Operation
@@ -55,10 +55,10 @@ class Settings:
     Attributes:
         ops: Operations.
         sizes: Bytes of the whole buffer.
-        backends: Engines, as in ``--backends``.
+        backends: Backends, as in ``--backends``.
         world: Ranks.
         repetitions: Rounds.
-        seconds: How long one engine's turn in a round takes, for calls that are shorter.
+        seconds: How long one backend's turn in a round takes, for calls that are shorter.
         loop: Whether calls are made back to back, and not each from the start line.
         dtype: Of the tensors.
         window: Bytes that the limit lays out at once.
@@ -85,15 +85,18 @@ class Settings:
 def measure(place: Place, settings: Settings) -> None:
     """What each rank does. Reports the names of operations, and rows."""
     stages = limit.Stages(place.circle.memory, settings.window, len(os.sched_getaffinity(0)))
-    bounds = {LIMIT: stages, **({DIRECT: _tensors(place, settings)} if engines.REGISTERED in settings.backends else {})}
-    contestants = engines.join(settings.backends, place)
+    bounds = {
+        LIMIT: stages,
+        **({DIRECT: _tensors(place, settings)} if competitors.REGISTERED in settings.backends else {}),
+    }
+    contestants = competitors.join(settings.backends, place)
     try:
         for operation, size in settings.cases():
             place.report(operation.name)
             row = _Case(place, settings, operation, size).row(contestants, bounds)
             place.report(row)
     finally:
-        engines.leave()
+        competitors.leave()
 
 
 def _tensors(place: Place, settings: Settings) -> limit.Tensors:
@@ -102,7 +105,7 @@ def _tensors(place: Place, settings: Settings) -> limit.Tensors:
 
 
 def _room(settings: Settings) -> int:
-    return 2 * (max(settings.sizes) + _SPARE) if engines.REGISTERED in settings.backends else 0
+    return 2 * (max(settings.sizes) + _SPARE) if competitors.REGISTERED in settings.backends else 0
 
 
 class _Case:
@@ -118,18 +121,20 @@ class _Case:
     def _made_by(self, make: Make | None) -> Buffers:
         return self.operation.buffers(self.place.rank, self.place.world, self.size, self.dtype, make)
 
-    def row(self, contestants: Sequence[engines.Engine], bounds: Mapping[str, limit.Stages]) -> Row | None:
+    def row(self, contestants: Sequence[competitors.Competitor], bounds: Mapping[str, limit.Stages]) -> Row | None:
         """Check, time, check again. Rank 0 gets the row."""
         actions, missing = {}, {}
-        tensors = {engine.name: self._made_by(engine.make) if engine.make else self.buffers for engine in contestants}
-        for engine in contestants:
-            action = self.operation.bind(engine.api, engine.group, tensors[engine.name])
+        tensors = {
+            backend.name: self._made_by(backend.make) if backend.make else self.buffers for backend in contestants
+        }
+        for backend in contestants:
+            action = self.operation.bind(backend.api, backend.group, tensors[backend.name])
             try:
-                self._check(engine.name, action, tensors[engine.name])
+                self._check(backend.name, action, tensors[backend.name])
             except UnsupportedError as error:
-                missing[engine.name] = str(error)
+                missing[backend.name] = str(error)
             else:
-                actions[engine.name] = action
+                actions[backend.name] = action
         checked = dict(actions)
         if self.operation.sized:
             actions |= {name: self._bound(stages) for name, stages in bounds.items()}
@@ -200,11 +205,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, default=2, metavar="N", help="ranks (%(default)s)")
     parser.add_argument("--repetitions", type=int, default=9, metavar="N", help="rounds (%(default)s)")
     parser.add_argument(
-        "--seconds", type=float, default=0.05, metavar="S", help="length of an engine's turn (%(default)s)"
+        "--seconds", type=float, default=0.05, metavar="S", help="length of a backend's turn (%(default)s)"
     )
     parser.add_argument("--loop", action="store_true", help="calls back to back, not each from a common start line")
     parser.add_argument("--dtype", default="float32", help="of the tensors (%(default)s)")
-    parser.add_argument("--window", type=parse_size, help="of the limit column (the engine's)")
+    parser.add_argument("--window", type=parse_size, help="of the limit column (the backend's)")
     parser.add_argument("--namespaces", action="store_true", help="half the ranks on a host of their own (needs root)")
     parser.add_argument("--against", metavar="BACKEND", help="what the others are compared with (the last backend)")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw time over size")
@@ -212,13 +217,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Measure, and print a table for each operation as soon as it is there."""
-    names, left_out = engines.split(options.backends.split(","))
+    names, left_out = competitors.split(options.backends.split(","))
     settings = _settings(options, names)
     show = _Show(settings, options.against)
     for each in left_out:
         show.hear(each)
     try:
-        start = mpi_crew.go if engines.UNDER_MPIEXEC.keys() & set(settings.backends) else go
+        start = mpi_crew.go if competitors.UNDER_MPIEXEC.keys() & set(settings.backends) else go
         extra = settings.world * (settings.window + _room(settings))
         with on_hosts(partial(measure, settings=settings), settings.namespaces) as program:
             start(program, settings.world, show.hear, extra=extra)
@@ -238,7 +243,7 @@ def _settings(options: argparse.Namespace, names: Sequence[str]) -> Settings:
         raise ArgumentError(explain("benchmark", "--against", f"one of {', '.join(names)}", options.against))
     if options.world < 2 or options.repetitions < 1:
         raise ArgumentError("benchmark: --world must be at least 2 and --repetitions at least 1.")
-    if options.namespaces and engines.UNDER_MPIEXEC.keys() & set(names):
+    if options.namespaces and competitors.UNDER_MPIEXEC.keys() & set(names):
         raise ArgumentError("benchmark: --namespaces is for forked ranks, and those of MPI are started by mpiexec.")
     dtype = getattr(torch, options.dtype, None)
     if not isinstance(dtype, torch.dtype) or dtype == torch.bool:
@@ -269,13 +274,13 @@ class _Show:
         self._waiting: list[Row] = []
 
     def hear(self, event: Any) -> None:
-        """A row, the name of the operation that comes next, or of an engine that won't come."""
+        """A row, the name of the operation that comes next, or of a backend that won't come."""
         match event:
             case Row():
                 self.rows.append(event)
                 self._waiting.append(event)
                 self._progress.advance(show_size(event.size))
-            case engines.LeftOut():
+            case competitors.LeftOut():
                 self.names = [name for name in self.names if name != event.name]
                 self._note(str(event))
             case str():

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchdist_ref import groups
-from torchdist_ref.benchmark import engines
+from torchdist_ref.benchmark import competitors
 from torchdist_ref.benchmark.crew import Place, go
 from torchdist_ref.benchmark.operations import OPERATIONS, Action
 from torchdist_ref.errors import MismatchError
@@ -42,7 +42,7 @@ def death(backend: str, op: str, nbytes: int, world: int, busy: bool, seed: int)
     """Kill the last rank with SIGKILL and wait for the others' errors.
 
     Args:
-        backend: An engine, as in ``--backends``.
+        backend: A backend, as in ``--backends``.
         op: An operation, or ``recv``: everybody waits for a message of the last rank.
         nbytes: Of the whole buffer.
         world: Ranks.
@@ -69,8 +69,8 @@ def in_time(seconds: float) -> float | None:
 
 
 def _until_death(place: Place, backend: str, op: str, nbytes: int, busy: bool, seed: int) -> Heard:
-    engine = engines.join([backend], place)[0]
-    action = _action(engine, place, op, nbytes)
+    competitor = competitors.join([backend], place)[0]
+    action = _action(competitor, place, op, nbytes)
     last = place.world - 1
     moment = _SOON * (1 + random.Random(seed).random())
     place.line_up()
@@ -90,18 +90,20 @@ def _die(place: Place, moment: float) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _action(engine: engines.Engine, place: Place, op: str, nbytes: int) -> Action:
+def _action(competitor: competitors.Competitor, place: Place, op: str, nbytes: int) -> Action:
     if op == RECV:
         into = torch.zeros(max(1, nbytes // 4))
-        return lambda: engine.api.recv(into, place.world - 1, group=engine.group)
+        return lambda: competitor.api.recv(into, place.world - 1, group=competitor.group)
     operation = OPERATIONS[op]
-    action = operation.bind(engine.api, engine.group, operation.buffers(place.rank, place.world, nbytes, torch.float32))
+    action = operation.bind(
+        competitor.api, competitor.group, operation.buffers(place.rank, place.world, nbytes, torch.float32)
+    )
     action()
     return action
 
 
 def _call_until_error(action: Action) -> Heard:
-    """Call on and on: some engines' calls come back on some ranks although a rank is missing."""
+    """Call on and on: some backends' calls come back on some ranks although a rank is missing."""
     end = perf_counter() + PATIENCE
     try:
         while perf_counter() < end:
@@ -131,7 +133,7 @@ def mismatches(backend: str, kind: str, world: int, trials: int) -> list[float]:
 
 
 def _mismatch(place: Place, backend: str, kind: str, trials: int) -> list[float]:
-    engines.join([backend], place)
+    competitors.join([backend], place)
     return [_until_mismatch(place, MISMATCHES[kind]) for _ in range(trials)]
 
 
@@ -152,8 +154,8 @@ def interrupt(backend: str, op: str, nbytes: int) -> float | None:
 
 
 def _interrupted(place: Place, backend: str, op: str, nbytes: int) -> float:
-    engine = engines.join([backend], place)[0]
-    action = _action(engine, place, op, nbytes)
+    competitor = competitors.join([backend], place)[0]
+    action = _action(competitor, place, op, nbytes)
     pids = place.exchange(os.getpid())
     if place.rank:
         sleep(_SOON)

@@ -1,6 +1,6 @@
 """``benchmark faults``: how long from a rank's death, from calls that differ, from Ctrl-C, to the error on the others.
 
-Every trial of a death has fresh processes. Ctrl-C is pressed on a rank that waits in a call. Only engines that compare
+Every trial of a death has fresh processes. Ctrl-C is pressed on a rank that waits in a call. Only backends that compare
 calls take part in the mismatches: on others, ranks that call different things hang, crash, or get wrong numbers.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from torchdist_ref.benchmark import engines, report, table
+from torchdist_ref.benchmark import competitors, report, table
 from torchdist_ref.benchmark.fault_trials import MISMATCHES, PATIENCE, RECV, death, interrupt, mismatches
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.benchmark.progress import Progress
@@ -33,7 +33,7 @@ class Result:
     Attributes:
         fault: Which kind.
         what: The operation, or what differs.
-        backend: The engine.
+        backend: The backend.
         seconds: To the error, of every rank that should have one, in every trial; None where none came in time.
     """
 
@@ -109,7 +109,7 @@ def _trials(ops: Sequence[str], backends: Sequence[str]) -> list[_Trial]:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
     parser.add_argument("--ops", default=",".join(_OPS), metavar="A,B,...", help="operations (%(default)s)")
-    parser.add_argument("--backends", default="ref,gloo", metavar="A,B,...", help="engines (%(default)s)")
+    parser.add_argument("--backends", default="ref,gloo", metavar="A,B,...", help="backends (%(default)s)")
     parser.add_argument("--world", type=int, default=3, metavar="N", help="ranks (%(default)s)")
     parser.add_argument("--size", default="64K", metavar="BYTES", help="of the whole buffer (%(default)s)")
     parser.add_argument("--trials", type=int, default=10, metavar="N", help="of each kind (%(default)s)")
@@ -120,7 +120,7 @@ def main(options: argparse.Namespace) -> int:
     ops = options.ops.split(",")
     if unknown := [op for op in ops if op not in OPERATIONS and op != RECV]:
         raise ArgumentError(explain("benchmark faults", "--ops", f"among {', '.join([*OPERATIONS, RECV])}", unknown[0]))
-    names, left_out = engines.split(options.backends.split(","), forked=True)
+    names, left_out = competitors.split(options.backends.split(","), forked=True)
     for each in left_out:
         print(each)
     size = _checked(options, names)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torchdist_ref.backends import base
 from torchdist_ref.benchmark import (
-    engines,
+    competitors,
     hooks_links,
     hooks_measure,
     hooks_plot,
@@ -44,7 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
     parser.add_argument("--hooks", default=",".join(CONTESTANTS), metavar=_LIST, help="which hooks (default: all)")
     parser.add_argument("--tasks", default=",".join(hooks_tasks.TASKS), metavar=_LIST, help="models (%(default)s)")
-    parser.add_argument("--backends", default="ref,gloo", metavar=_LIST, help="engines (%(default)s)")
+    parser.add_argument("--backends", default="ref,gloo", metavar=_LIST, help="backends (%(default)s)")
     parser.add_argument(
         "--links", default=f"{FAST},1gbit,100mbit", metavar=_LIST, help=f"{FAST}, or rates (%(default)s)"
     )
@@ -63,7 +63,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure, and print a table for each task and engine."""
+    """Measure, and print a table for each task and backend."""
     settings, notes = _settings(options)
     show = _Show(settings, notes)
     try:
@@ -76,9 +76,9 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _settings(options: argparse.Namespace) -> tuple[Settings, list[str]]:
-    names, left_out = engines.split(options.backends.split(","), forked=True)
+    names, left_out = competitors.split(options.backends.split(","), forked=True)
     if not names or not set(names) <= set(base.names()):
-        expected = "engines of this library, whose groups DDP takes: ref or gloo"
+        expected = "backends of this library, whose groups DDP takes: ref or gloo"
         raise ArgumentError(explain("benchmark hooks", "--backends", expected, options.backends))
     hooks = _known("--hooks", options.hooks, CONTESTANTS)
     tasks = _known("--tasks", options.tasks, hooks_tasks.TASKS)
@@ -130,7 +130,7 @@ class _Show:
         match event:
             case Result():
                 self.results.append(event)
-            case engines.LeftOut():
+            case competitors.LeftOut():
                 self._note(str(event))
             case int():
                 self._progress.advance()

@@ -1,7 +1,7 @@
 """The hooks that the laboratory compares: how each is put on a model, and how many bytes it should send in a step.
 
 The byte counts are written from the shapes alone, so that what is counted while they run can be checked against them.
-All follow one convention: what a rank has to send at the least for what the hook asks of the engine, 2 (n - 1) / n of
+All follow one convention: what a rank has to send at the least for what the hook asks of the backend, 2 (n - 1) / n of
 a tensor that is summed over n ranks, n - 1 times a tensor that is gathered. A new hook is a line in `CONTESTANTS`.
 """
 

@@ -1,6 +1,6 @@
 """The links of the hook laboratory: this machine's own, a slow one between two network namespaces, or a modelled one.
 
-``fast`` is whatever an engine does on one host: shared memory for ``ref``, the loopback for ``gloo``. A rate such as
+``fast`` is whatever a backend does on one host: shared memory for ``ref``, the loopback for ``gloo``. A rate such as
 ``100mbit`` puts the first half of the ranks on one host of `torchdist_ref.testing.namespaces` and the rest on another,
 with a cable of that rate between them. Where such hosts can't be had the rate is put into a formula instead, and
 everything that comes of it is marked as modelled.

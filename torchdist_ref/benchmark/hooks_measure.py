@@ -1,4 +1,4 @@
-"""The hook laboratory at work: on every link, engine and task, all hooks take turns, a few steps each, on forked ranks.
+"""The hook laboratory at work: on every link, backend and task, all hooks take turns, a few steps each.
 
 `measure` is what each rank does. All trainees of a round are alive at once and see the same batches; a turn begins with
 all ranks at the start line and so does each step of it. Between turns every trainee takes a step that isn't timed, in
@@ -13,7 +13,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from torchdist_ref.benchmark import engines, hooks_links, hooks_tasks
+from torchdist_ref.benchmark import competitors, hooks_links, hooks_tasks
 from torchdist_ref.benchmark.crew import Place, go
 from torchdist_ref.benchmark.hooks_contestants import CONTESTANTS, LOCAL_STEPS
 from torchdist_ref.benchmark.hooks_links import Link
@@ -33,7 +33,7 @@ class Settings:
 
     Attributes:
         tasks: What the models learn.
-        backends: Engines.
+        backends: Backends.
         links: What lies between the ranks.
         hooks: Which hooks.
         turns: How many turns each has; the first isn't counted.
@@ -80,19 +80,19 @@ def measure(place: Place, settings: Settings, link: Link, hosts: Sequence[Host])
     host = hooks_links.settle(hosts, place.rank, place.world)
     tasks = {name: hooks_tasks.TASKS[name]() for name in settings.tasks}
     try:
-        for engine in engines.join(settings.backends, place):
+        for backend in competitors.join(settings.backends, place):
             for name, task in tasks.items():
-                place.report(f"{name} on {engine.name}, {link.name}")
-                trainees = [Trainee(task, CONTESTANTS[hook], engine.group) for hook in settings.hooks]
+                place.report(f"{name} on {backend.name}, {link.name}")
+                trainees = [Trainee(task, CONTESTANTS[hook], backend.group) for hook in settings.hooks]
                 for trainee, notes in zip(trainees, _Round(place, trainees, host).all(settings.turns), strict=True):
-                    result = _result(place, trainee, notes, (name, engine.name, link.name))
+                    result = _result(place, trainee, notes, (name, backend.name, link.name))
                     place.report(result)
     finally:
-        engines.leave()
+        competitors.leave()
 
 
 class _Round:
-    """All trainees of one task, on one engine and link."""
+    """All trainees of one task, on one backend and link."""
 
     def __init__(self, place: Place, trainees: Sequence[Trainee], host: Host | None) -> None:
         self._place, self._host = place, host

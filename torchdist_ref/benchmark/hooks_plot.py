@@ -25,7 +25,7 @@ _MARKERS = ("o", "s", "D", "^", "v")
 
 
 def draw(path: str, results: Sequence[Result]) -> None:
-    """Write a figure with a row of panels for each task and engine: step times, errors, and loss on each link.
+    """Write a figure with a row of panels for each task and backend: step times, errors, and loss on each link.
 
     Args:
         path: Where to; by custom it ends in ``.svg``.

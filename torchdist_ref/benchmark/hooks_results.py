@@ -1,6 +1,6 @@
 """What the hook laboratory found out about one hook, and what it says. Values only; nothing here runs or prints.
 
-All hooks of one task, engine and link have taken their turns in the same rounds, so a ratio compares turns of the same
+All hooks of one task, backend and link have taken their turns in the same rounds, so a ratio compares turns of the same
 number, and is their median. The first turn is not counted: DDP lays its buckets out anew, and PowerSGD begins.
 """
 
@@ -20,17 +20,17 @@ _DIGITS = 5
 
 @dataclass(frozen=True)
 class Result:
-    """One hook on one task, engine and link.
+    """One hook on one task, backend and link.
 
     Attributes:
         task: What was learned.
-        backend: The engine.
+        backend: The backend.
         link: Between the ranks.
         hook: Which hook.
         world: Ranks.
         parameters: Of the model.
         expected_bytes: What a rank should send in a step, by the hook's formula.
-        sent_bytes: What the hook asked the engine to send in a step.
+        sent_bytes: What the hook asked the backend to send in a step.
         wire_bytes: What left the host by its cable in a step, headers included; None where there is no cable.
         error: Relative error of the gradients, of each step in which it was looked at.
         seconds: Of each step, from the last rank's begin to the last rank's end.

@@ -1,4 +1,4 @@
-"""The hook laboratory's table: one line a hook, for one task and engine, with a pair of columns for each link."""
+"""The hook laboratory's table: one line a hook, for one task and backend, with a pair of columns for each link."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ loss: the mean over the ranks at the end.
 
 
 def show(results: Sequence[Result], ratios: bool = True) -> str:
-    """The table of one task on one engine.
+    """The table of one task on one backend.
 
     Args:
         results: Of any number of hooks and links. The first hook is what the others are compared with.

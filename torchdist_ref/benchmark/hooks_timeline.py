@@ -1,6 +1,6 @@
-"""One training step as a picture, for each hook: what computes, which buckets are under way, what the engine works on.
+"""One training step as a picture, for each hook: what computes, which buckets are under way, what the backend works on.
 
-Time runs from left to right, on one scale for all hooks of one task, engine and link, so that the shorter step is the
+Time runs from left to right, on one scale for all hooks of one task, backend and link, so that the shorter step is the
 shorter picture. What overlaps in time stands one above the other. It is drawn with the words of
 `torchdist_ref.schedules.svg`, as schedules are.
 """
@@ -66,7 +66,7 @@ def picture(groups: Sequence[Mapping[str, Sequence[Span]]]) -> str:
         parts += _axis(y + 4, total)
         y += 32
     names = "; ".join(name for group in groups for name in group)
-    about = f"Three rows for each of: {names}. What the rank computes, buckets under way, the engine's calls."
+    about = f"Three rows for each of: {names}. What the rank computes, buckets under way, the backend's calls."
     parts.append(svg.text(4, y + 14, _LEGEND, anchor="start"))
     return svg.document(_LEFT + _WIDTH + 20, y + 24, "One training step", about, parts)
 

@@ -1,7 +1,7 @@
 """One model that learns with one hook, on one rank: steps, and what is to be seen of them.
 
 The error of a hook is seen from outside of it, by a second backward pass that goes round DDP, so that a hook cannot
-look better than it is. What passes between hook and engine meanwhile is for `hooks_watch` to see; which hooks take
+look better than it is. What passes between hook and backend meanwhile is for `hooks_watch` to see; which hooks take
 turns, on which link, is in `hooks_measure`.
 """
 

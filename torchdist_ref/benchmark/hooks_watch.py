@@ -1,6 +1,6 @@
-"""What passes between DDP, a hook and the engine while a model learns: bytes, and when each thing began and ended.
+"""What passes between DDP, a hook and the backend while a model learns: bytes, and when each thing began and ended.
 
-Both watchers stand in for something that DDP calls, count or note, and hand on: `Ledger` for the engine, `Spans` for
+Both watchers stand in for something that DDP calls, count or note, and hand on: `Ledger` for the backend, `Spans` for
 the reducer's exchange. Neither changes what is computed. What is made of the figures is not here.
 """
 
@@ -26,24 +26,24 @@ Span = tuple[str, str, float, float]
 
 
 class Ledger(Around):
-    """An engine that counts the bytes it is asked to send, and has another do the work.
+    """A backend that counts the bytes it is asked to send, and has another do the work.
 
     The convention is nccl-tests' one of bus bandwidth: what a rank has to send at the least for the operation, whatever
-    the algorithm does. So the figure is the same on every engine and link.
+    the algorithm does. So the figure is the same on every backend and link.
 
     Attributes:
         sent: Bytes of this rank so far.
     """
 
-    def __init__(self, engine: Backend, world: int) -> None:
-        super().__init__(engine)
+    def __init__(self, backend: Backend, world: int) -> None:
+        super().__init__(backend)
         self.sent, self._world = 0.0, world
 
     def submit(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
         """Count, and hand on."""
         whole = max(sum(tensor.nbytes for tensor in side) for side in (inputs, outputs))
         self.sent += whole * OPERATIONS[call.op].factor(self._world)
-        return self._engine.submit(call, inputs, outputs, wait)
+        return self._backend.submit(call, inputs, outputs, wait)
 
 
 @contextmanager
@@ -61,18 +61,18 @@ def counted(group: Any) -> Iterator[Ledger]:
     >>> run(program, 4)[0] == 2 * 3 / 4 * 4000 + 3 * 4000
     True
     """
-    engine = group.backend
-    group.backend = ledger = Ledger(engine, group.size())
+    backend = group.backend
+    group.backend = ledger = Ledger(backend, group.size())
     try:
         yield ledger
     finally:
-        group.backend = engine
+        group.backend = backend
 
 
 class Spans:
     """What happened in one step of a model under DDP: which row, what, from when to when, in seconds since it began.
 
-    The parts of the step are named by whoever takes it, with `part`; buckets and the engine's calls name themselves,
+    The parts of the step are named by whoever takes it, with `part`; buckets and the backend's calls name themselves,
     and what the step waits for them at the end of backward is a part of its own, ``wait``.
 
     Args:

@@ -1,6 +1,6 @@
 """Ranks of a benchmark on hosts of their own: each half of them in one network namespace, a cable between the two.
 
-Every engine then talks over TCP between the halves, and our ranks share memory within each, as on two machines.
+Every backend then talks over TCP between the halves, and our ranks share memory within each, as on two machines.
 """
 
 from __future__ import annotations

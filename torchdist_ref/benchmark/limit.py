@@ -1,9 +1,9 @@
-"""Limit: the copies and adds that no engine can avoid, and nothing else: by staging, and straight from peers' tensors.
+"""Limit: the copies and adds that no backend can avoid, and nothing else: by staging, and straight from peers' tensors.
 
 What each rank must do is a formula (`work`), in blocks of one rank's part of the whole buffer. `bind` turns it into
-the same tensor kernels that an engine would use, in the engine's windows, over a shared stage (`Stages`) or over
+the same tensor kernels that a backend would use, in the backend's windows, over a shared stage (`Stages`) or over
 tensors in shared memory (`Tensors`: what registered buffers allow), without any waiting for one another, so that the
-result is garbage and the time is a bound. It is timed in turn with the engines, as one more contestant, and where
+result is garbage and the time is a bound. It is timed in turn with the backends, as one more contestant, and where
 ranks outnumber processors by the processor time that they take (see `timing.shared_out`). Below some 64 KiB the bound
 shows what a call of torch from Python costs, and says nothing on memory.
 """
@@ -24,7 +24,7 @@ Work = tuple[tuple[str, int], ...]
 Cut = tuple[int, int, int]
 # A block of the own source, one of the own result, another rank, and the slot or block there.
 Blocks = tuple[int, int, int, int]
-# What the engine lays out at once between two ranks.
+# What the backend lays out at once between two ranks.
 WINDOW = window_for(2)
 
 
@@ -186,7 +186,7 @@ def kernels(op: str, b: Buffers, stages: Stages) -> Iterator[tuple[Any, ...]]:
     """The work on a rank's tensors, in order: (kernel, tensor written, tensors read)."""
     steps, parts = _merged(work(op, b.rank, b.world, stages.direct, stages.processors), b.world)
     block = -(-b.whole // parts)
-    # All blocks that are laid out in one round share the window, as they share an engine's stage.
+    # All blocks that are laid out in one round share the window, as they share a backend's stage.
     laid = max((blocks for kind, blocks in steps if kind in ("in", "out")), default=1)
     piece = max(1, min(block, _whole_lines(stages.window // laid) // b.result.dtype.itemsize))
     for begin in range(0, block, piece):
@@ -197,7 +197,7 @@ def kernels(op: str, b: Buffers, stages: Stages) -> Iterator[tuple[Any, ...]]:
 
 
 def _whole_lines(nbytes: int) -> int:
-    """What lies across cache lines is copied slower, so slots begin where lines do, as an engine's do."""
+    """What lies across cache lines is copied slower, so slots begin where lines do, as a backend's do."""
     return nbytes // CACHE_LINE * CACHE_LINE or nbytes
 
 

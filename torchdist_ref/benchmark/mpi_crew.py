@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from torchdist_ref.benchmark.circle import Circle, segment
+from torchdist_ref.benchmark.competitors import mpiexec
 from torchdist_ref.benchmark.crew import Place, listening
-from torchdist_ref.benchmark.engines import mpiexec
 from torchdist_ref.errors import DistBackendError
 
 _TASK, _LINE = "task", "line"

@@ -1,6 +1,6 @@
 """``mpi4py`` as a contestant: MPI's own collectives on the tensors' memory, called by mpi4py, with nothing of ours.
 
-What the engine ``mpi`` can reach at most, and what ``ref`` is compared with. The functions have the names and arguments
+What the backend ``mpi`` reaches at most, and what ``ref`` is compared to. The functions have the names and arguments
 of the public ones as far as the benchmark uses them, so that the same table of operations binds them.
 """
 

@@ -1,6 +1,6 @@
 """``benchmark start``: from nothing to a group of all ranks, and the whole cycle of making and leaving it.
 
-Ranks have torch loaded already. Every engine meets through a store of its own library at a TCP address, as it would
+Ranks have torch loaded already. Every backend meets through a store of its own library at a TCP address, as it would
 under a launcher; a time is from the moment when the last rank began to the moment when the last rank was there.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as theirs
 
 from torchdist_ref import groups
-from torchdist_ref.benchmark import engines, report, table
+from torchdist_ref.benchmark import competitors, report, table
 from torchdist_ref.benchmark.crew import Place, go
 from torchdist_ref.benchmark.progress import Progress
 from torchdist_ref.benchmark.timing import durations
@@ -30,7 +30,7 @@ INIT, CYCLE = "init", "init and destroy"
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: engines, numbers of ranks, and rounds."""
+    """What to measure: backends, numbers of ranks, and rounds."""
 
     backends: tuple[str, ...] = ("ref", "gloo", "torch:gloo")
     worlds: tuple[int, ...] = (2, 4)
@@ -39,7 +39,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """For one number of ranks: by what was timed and by engine, the seconds in each round."""
+    """For one number of ranks: by what was timed and by backend, the seconds in each round."""
 
     world: int
     samples: Mapping[str, Mapping[str, Sequence[float]]]
@@ -78,7 +78,7 @@ def _cycle(place: Place, name: str) -> tuple[float, float]:
 
 
 def _doors(name: str, port: int, place: Place) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """How to make the default group of an engine, and how to leave it."""
+    """How to make the default group of a backend, and how to leave it."""
     where = {"init_method": f"tcp://127.0.0.1:{port}", "rank": place.rank, "world_size": place.world}
     api, backend = (theirs, name.partition(":")[2]) if ":" in name else (groups, name)
     return partial(api.init_process_group, backend, **where), api.destroy_process_group
@@ -92,15 +92,15 @@ def _free_port() -> int:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
     defaults = Settings()
-    engine_names, worlds = ",".join(defaults.backends), ",".join(map(str, defaults.worlds))
-    parser.add_argument("--backends", default=engine_names, metavar="A,B,...", help="engines (%(default)s)")
+    backend_names, worlds = ",".join(defaults.backends), ",".join(map(str, defaults.worlds))
+    parser.add_argument("--backends", default=backend_names, metavar="A,B,...", help="backends (%(default)s)")
     parser.add_argument("--worlds", default=worlds, metavar="N,M,...", help="numbers of ranks (%(default)s)")
     parser.add_argument("--repetitions", type=int, default=defaults.repetitions, metavar="N", help="rounds")
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure and print."""
-    names, left_out = engines.split(options.backends.split(","), forked=True)
+    names, left_out = competitors.split(options.backends.split(","), forked=True)
     for each in left_out:
         print(each)
     worlds = tuple(int(world) for world in options.worlds.split(","))
@@ -126,7 +126,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def show(results: Sequence[Result], names: Sequence[str]) -> str:
-    """The table: milliseconds, and how many times faster than the last engine."""
+    """The table: milliseconds, and how many times faster than the last backend."""
     against = names[-1]
     titles = ["", "ranks", *(f"{name} ms" for name in names), *(f"{name} x {against}" for name in names[:-1])]
     rows = [

@@ -1,7 +1,7 @@
-"""An engine whose collectives are compared before they run: what the debug level DETAIL adds to engines of others.
+"""A backend whose collectives are compared before they run: what the debug level DETAIL adds to backends of others.
 
-`ref` compares on every call anyway. Other engines hang, abort or return garbage where ranks disagree; so here every
-rank writes its next call to the store, reads everybody's, and lets the engine go only if all are alike. That costs some
+`ref` compares on every call anyway. Other backends hang, abort or return garbage where ranks disagree; so here every
+rank writes its next call to the store, reads everybody's, and lets the backend go if all are alike. That costs some
 round trips to the store a call, and a call that was asked for as asynchronous waits for all ranks to make it.
 
 Messages between two ranks are not compared: a rank would have to wait for others that have no part in them.
@@ -28,24 +28,24 @@ Tensors = Sequence[Tensor]
 log = logging.getLogger("torchdist_ref.debug")
 
 
-def as_asked(engine: Backend, membership: Membership) -> Backend:
-    """The engine as the debug level wants it: itself, reported, or compared."""
+def as_asked(backend: Backend, membership: Membership) -> Backend:
+    """The backend as the debug level wants it: itself, reported, or compared."""
     level = get_debug_level()
     if level != DebugLevel.OFF:
         m = membership
         log.info(
-            "group %r on %s: rank %d of members %s, time-out %g s", m.name, engine.name, m.rank, m.members, m.timeout
+            "group %r on %s: rank %d of members %s, time-out %g s", m.name, backend.name, m.rank, m.members, m.timeout
         )
-    if level == DebugLevel.DETAIL and engine.name != "ref":
-        return Checked(engine, membership)
-    return engine
+    if level == DebugLevel.DETAIL and backend.name != "ref":
+        return Checked(backend, membership)
+    return backend
 
 
 class Checked(Around):
-    """An engine that runs a collective only when all ranks make the same one."""
+    """A backend that runs a collective only when all ranks make the same one."""
 
-    def __init__(self, engine: Backend, membership: Membership) -> None:
-        super().__init__(engine)
+    def __init__(self, backend: Backend, membership: Membership) -> None:
+        super().__init__(backend)
         self._membership = membership
         self._made = 0
         self._turn = threading.Lock()
@@ -53,13 +53,13 @@ class Checked(Around):
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""
         if isinstance(call, (Send, Recv)):
-            return self._engine.submit(call, inputs, outputs, wait)
+            return self._backend.submit(call, inputs, outputs, wait)
         with self._turn:
             if isinstance(call, AllToAll) and call.uneven:
                 self._fit(call, inputs, outputs)
             else:
                 self._agree(call, outputs if isinstance(call, Scatter) else inputs)
-            return self._engine.submit(call, inputs, outputs, wait)
+            return self._backend.submit(call, inputs, outputs, wait)
 
     def _fit(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
         """Each rank has sizes of its own; what one gives is what the other takes."""

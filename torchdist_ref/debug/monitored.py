@@ -1,4 +1,4 @@
-"""A barrier that knows who is missing, for any engine: it goes through the store and touches no engine.
+"""A barrier that knows who is missing, for any backend: it goes through the store and touches no backend.
 
 Every rank puts down that it came and counts itself. Whoever comes last writes the verdict "all came"; whoever has
 waited long enough looks who is missing and writes that. The first verdict stands (compare_set decides), and all go by

@@ -1,4 +1,4 @@
-"""The front door: what users call. Checks and rank translation happen here, once; engines do the rest."""
+"""The front door: what users call. Checks and rank translation happen here, once; backends do the rest."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What every collective asks of its arguments, said once: the group, tensors, lists, the reduction.
 
 A check here costs every call, so each is a few tests on values that are there anyway, and all words are
-made only when something is wrong. Don't add checks that need another rank: engines compare calls.
+made only when something is wrong. Don't add checks that need another rank: backends compare calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchdist_ref.calls import AllReduce, Reduce, ReduceScatter
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
-    EngineArgumentError,
+    BackendArgumentError,
     UnsupportedError,
     explain,
     on_rank,
@@ -55,7 +55,7 @@ def member_group(operation: str, group: ProcessGroup | int | None) -> ProcessGro
 
 
 def word_of(op: Any, operation: str) -> str:
-    """The reduction that a `ReduceOp` means, as calls and engines name it."""
+    """The reduction that a `ReduceOp` means, as calls and backends name it."""
     if op is SUM:
         return "sum"
     # An instance of ReduceOp holds its member in `op`; members equal plain numbers, which are no reductions.
@@ -92,11 +92,11 @@ def check_tensors(operation: str, argument: str, value: Any, count: int | None =
         if item.layout is not strided:
             _refuse_layout(operation, f"{argument}[{index}]", item)
     if count is not None and len(value) != count:
-        raise EngineArgumentError(explain(operation, argument, f"a list of {count} tensors, one a rank", len(value)))
+        raise BackendArgumentError(explain(operation, argument, f"a list of {count} tensors, one a rank", len(value)))
 
 
 def _refuse_layout(operation: str, argument: str, tensor: Tensor) -> NoReturn:
-    # Their values lie in several tensors, or where no engine can find them.
+    # Their values lie in several tensors, or where no backend can find them.
     raise UnsupportedError(explain(operation, argument, "a dense tensor (use .to_dense())", tensor.layout))
 
 
@@ -113,7 +113,7 @@ def check_one_dtype(operation: str, tensors: Sequence[Tensor], like: Tensor | No
     for tensor in tensors:
         if tensor.dtype is not first:
             dtypes = {str(first), *(str(t.dtype) for t in tensors)}
-            raise EngineArgumentError(
+            raise BackendArgumentError(
                 f"{operation}: Invalid usage of tensors with different dtypes, "
                 f"{' and '.join(sorted(dtypes))}{on_rank()}."
             )
@@ -122,7 +122,7 @@ def check_one_dtype(operation: str, tensors: Sequence[Tensor], like: Tensor | No
 def check_elements(operation: str, argument: str, tensor: Tensor, count: int, why: str) -> None:
     """Raise unless a tensor has this many elements."""
     if tensor.numel() != count:
-        raise EngineArgumentError(explain(operation, argument, f"{count} elements ({why})", list(tensor.shape)))
+        raise BackendArgumentError(explain(operation, argument, f"{count} elements ({why})", list(tensor.shape)))
 
 
 def check_blocks(operation: str, argument: str, value: Any, count: int, why: str, like: Tensor | None = None) -> None:
@@ -180,7 +180,7 @@ def root_of(
         number = whole_number(group_rank)
         if number is None or not 0 <= number < group.size():
             expected = f"a group rank from 0 to {group.size() - 1}"
-            raise EngineArgumentError(explain(operation, f"group_{argument}", expected, group_rank))
+            raise BackendArgumentError(explain(operation, f"group_{argument}", expected, group_rank))
         return number
     if rank is None:
         raise ArgumentError(f"{operation}: Must specify {argument} or group_{argument}{on_rank()}.")
@@ -191,12 +191,12 @@ def rows(operation: str, argument: str, tensor: Tensor, group: ProcessGroup) -> 
     """A tensor whose elements divide by the number of ranks, as one equal block for each of them.
 
     Raises:
-        EngineArgumentError: Its blocks can't be told apart where they lie: it has strides, and too few rows.
+        BackendArgumentError: Its blocks can't be told apart where they lie: it has strides, and too few rows.
     """
     size = len(group.members)
     if not tensor.is_contiguous() and tensor.shape[0] % size:
         expected = f"a contiguous tensor, or one whose first dimension divides by {size}"
-        raise EngineArgumentError(explain(operation, argument, expected, list(tensor.shape)))
+        raise BackendArgumentError(explain(operation, argument, expected, list(tensor.shape)))
     return in_rows(tensor, size)
 
 

@@ -1,7 +1,7 @@
-"""What can be used here: engines, launchers, numbers from the environment. Nothing in this file communicates.
+"""What can be used here: backends, launchers, numbers from the environment. Nothing in this file communicates.
 
-An engine counts as available if this library has it and what it drives is installed. Add a check here when an
-engine needs something installed; engines themselves are in `backends`.
+A backend counts as available if this library has it and what it drives is installed. Add a check here when an
+backend needs something installed; backends themselves are in `backends`.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ def is_available() -> bool:
 
 
 def is_gloo_available() -> bool:
-    """Whether the ``gloo`` engine can be used: torch was built with Gloo."""
+    """Whether the ``gloo`` backend can be used: torch was built with Gloo."""
     return _has("gloo", c10d.is_gloo_available)
 
 
 def is_nccl_available() -> bool:
-    """Whether the ``nccl`` engine can be used: this library has it, and torch was built with NCCL."""
+    """Whether the ``nccl`` backend can be used: this library has it, and torch was built with NCCL."""
     return _has("nccl", c10d.is_nccl_available)
 
 
 def is_mpi_available() -> bool:
-    """Whether the ``mpi`` engine can be used: this library has it, and ``mpi4py`` is installed."""
+    """Whether the ``mpi`` backend can be used: this library has it, and ``mpi4py`` is installed."""
     return _has("mpi", lambda: importlib.util.find_spec("mpi4py") is not None)
 
 
 def is_ucc_available() -> bool:
-    """Whether an engine named ``ucc`` can be used. This library has none; one may be registered."""
+    """Whether a backend named ``ucc`` can be used. This library has none; one may be registered."""
     return _has("ucc")
 
 
 def is_xccl_available() -> bool:
-    """Whether an engine named ``xccl`` can be used. This library has none; one may be registered."""
+    """Whether a backend named ``xccl`` can be used. This library has none; one may be registered."""
     return _has("xccl")
 
 
@@ -66,7 +66,7 @@ _CHECKS = {"gloo": is_gloo_available, "nccl": is_nccl_available, "mpi": is_mpi_a
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether `init_process_group` can use an engine.
+    """Whether `init_process_group` can use a backend.
 
     Args:
         backend: A name in any case, or names by device such as ``"cpu:gloo,cuda:nccl"``: then all must be there.
@@ -86,7 +86,7 @@ def is_backend_available(backend: str) -> bool:
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """The engine that works for tensors of a device wherever the ranks are.
+    """The backend that works for tensors of a device wherever the ranks are.
 
     Args:
         device: A device or its name, with or without a number.
@@ -96,7 +96,7 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
         `Backend.register_backend`. Where all ranks share a host, ``"ref"`` works on CPU tensors too.
 
     Raises:
-        ArgumentError: No engine is known for the device.
+        ArgumentError: No backend is known for the device.
 
     Example:
         >>> import torchdist_ref as dist

@@ -1,6 +1,6 @@
-"""Backend: names of engines as users write them, and the door through which engines of others come in.
+"""Backend: names of backends as users write them, and the door through which backends of others come in.
 
-What an engine is, and the table of them, is `backends.base`; here names are only spelled and passed on.
+What a backend is, and the table of them, is `backends.base`; here names are only spelled and passed on.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 
 
 class Backend(str):
-    """The name of an engine, in lower case. It is a ``str``, so plain text does as well everywhere.
+    """The name of a backend, in lower case. It is a ``str``, so plain text does as well everywhere.
 
     Args:
-        name: A name in any case. Whether there is such an engine is asked by `init_process_group`.
+        name: A name in any case. Whether there is such a backend is asked by `init_process_group`.
 
     Attributes:
-        REF: This library's own engine.
-        GLOO: torch's engine for CPU tensors.
+        REF: This library's own backend.
+        GLOO: torch's backend for CPU tensors.
         NCCL: NVIDIA's, for CUDA tensors.
         MPI: An MPI library, through mpi4py.
-        UCC: Accepted as a name; no engine comes with it.
-        XCCL: Accepted as a name; no engine comes with it.
+        UCC: Accepted as a name; no backend comes with it.
+        XCCL: Accepted as a name; no backend comes with it.
         FAKE: One process that plays one rank of many and records the calls.
-        TCP: Accepted as a name; torch removed that engine long ago.
-        UNDEFINED: What stands for no engine.
-        default_device_backend_map: Which engine `get_default_backend_for_device` answers for a device.
+        TCP: Accepted as a name; torch removed that backend long ago.
+        UNDEFINED: What stands for no backend.
+        default_device_backend_map: Which backend `get_default_backend_for_device` answers for a device.
 
     Raises:
         ArgumentError: Not a text.
@@ -64,16 +64,16 @@ class Backend(str):
         extended_api: bool = False,
         devices: str | Sequence[str] | None = None,
     ) -> None:
-        """Make an engine of your own known under a name, in this process.
+        """Make a backend of your own known under a name, in this process.
 
         Args:
             name: The name, kept in lower case; ``Backend.<NAME>`` is it from then on. A known name is replaced.
-            func: Makes the engine of one group on one rank, a `torchdist_ref.backends.base.Backend`. Called as
+            func: Makes the backend of one group on one rank, a `torchdist_ref.backends.base.Backend`. Called as
                 ``func(store, rank, size, timeout)``: a store of this group only, group rank and size, a timedelta.
             extended_api: Call it as ``func(membership, options)`` instead: a
                 `torchdist_ref.backends.base.Membership`, which has the members' global ranks and the group's name
                 besides, and the caller's `pg_options`.
-            devices: Devices whose default engine this becomes if they have none.
+            devices: Devices whose default backend this becomes if they have none.
 
         Raises:
             ArgumentTypeError: The name is no text, or `func` can't be called.
@@ -110,7 +110,7 @@ def _factory(name: str, func: Callable[..., Any], extended_api: bool) -> base.Fa
                     expected,
                     made,
                     rank=m.rank,
-                    hint=f"It is the engine {name!r}. Register one of torch's own kind "
+                    hint=f"It is the backend {name!r}. Register one of torch's own kind "
                     "with torch.distributed.Backend.register_backend.",
                 )
             )

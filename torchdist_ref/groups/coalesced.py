@@ -9,7 +9,7 @@ from torch import Tensor, strided
 from torch.futures import Future
 
 from torchdist_ref.calls import AllGather
-from torchdist_ref.errors import ArgumentTypeError, EngineArgumentError, explain
+from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explain
 from torchdist_ref.groups.arguments import (
     ALL_REDUCE,
     SUM,
@@ -65,7 +65,7 @@ def all_reduce_coalesced(
     given = [tensors] if isinstance(tensors, Tensor) else tensors
     check_tensors(operation, "tensors", given)
     if not given:
-        raise EngineArgumentError(explain(operation, "tensors", "a list of at least one tensor", given))
+        raise BackendArgumentError(explain(operation, "tensors", "a list of at least one tensor", given))
     check_one_dtype(operation, given)
     found = member_group(operation, group)
     if found is None:
@@ -158,12 +158,12 @@ def _check_gathered(lists: Any, inputs: Any, group: ProcessGroup) -> None:
     check_tensors(operation, "input_tensor_list", inputs)
     if not inputs:
         expected = "a list of at least one tensor"
-        raise EngineArgumentError(explain(operation, "input_tensor_list", expected, inputs))
+        raise BackendArgumentError(explain(operation, "input_tensor_list", expected, inputs))
     if not isinstance(lists, Sequence):
         raise ArgumentTypeError(explain(operation, "output_tensor_lists", "a list of lists of tensors", lists))
     if len(lists) != group.size():
         expected = f"a list of {group.size()} lists, one a rank"
-        raise EngineArgumentError(explain(operation, "output_tensor_lists", expected, len(lists)))
+        raise BackendArgumentError(explain(operation, "output_tensor_lists", expected, len(lists)))
     for rank, outputs in enumerate(lists):
         _check_list(operation, f"output_tensor_lists[{rank}]", outputs, inputs)
 

@@ -41,7 +41,7 @@ _broadcast = cache(Broadcast)
 def submit(
     group: ProcessGroup, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], async_op: bool
 ) -> Work | None:
-    """Hand a call to the group's engine: a Work where the caller wants one, else None once it is done."""
+    """Hand a call to the group's backend: a Work where the caller wants one, else None once it is done."""
     work = group.backend.submit(call, inputs, outputs, not async_op)
     return work if async_op else None
 

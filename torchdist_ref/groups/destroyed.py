@@ -1,4 +1,4 @@
-"""What takes the place of a group's engine when the group is destroyed, so that every use of it says so.
+"""What takes the place of a group's backend when the group is destroyed, so that every use of it says so.
 
 Don't add ways to bring a group back: make a new one.
 """
@@ -27,10 +27,10 @@ class DestroyedGroupError(GroupAbortedError, ArgumentError):
 
 
 class Destroyed(Backend):
-    """No engine; the calls that the group made can still be looked at."""
+    """No backend; the calls that the group made can still be looked at."""
 
-    def __init__(self, engine: Backend, group: str) -> None:
-        self.name, self.recorder, self._group = engine.name, engine.recorder, group
+    def __init__(self, backend: Backend, group: str) -> None:
+        self.name, self.recorder, self._group = backend.name, backend.recorder, group
 
     def refuse(self, operation: str) -> NoReturn:
         """Say that the group is gone.
@@ -54,7 +54,7 @@ class Destroyed(Backend):
 
 
 def refuse_destroyed(group: ProcessGroup, operation: str) -> None:
-    """For functions that ask nothing of an engine: raise if the group is gone.
+    """For functions that ask nothing of a backend: raise if the group is gone.
 
     Raises:
         DestroyedGroupError: It was destroyed.

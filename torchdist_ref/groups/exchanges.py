@@ -1,7 +1,7 @@
 """all_to_all_single: blocks of one tensor to all ranks, equal or not.
 
 Where ranks give no sizes, all blocks are equal, and all ranks know it. Where they do, a rank knows only its own; how
-ranks learn of each other's is the engine's business.
+ranks learn of each other's is the backend's business.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from torchdist_ref.calls import AllToAll
-from torchdist_ref.errors import EngineArgumentError, explain
+from torchdist_ref.errors import BackendArgumentError, explain
 from torchdist_ref.groups.arguments import (
     check_elements,
     check_one_dtype,
@@ -123,4 +123,4 @@ def _check_sizes(name: str, sizes: Any, length: int, group: ProcessGroup) -> Non
 
 
 def _wrong(argument: str, expected: str, got: Any, group: ProcessGroup) -> None:
-    raise EngineArgumentError(explain(_NAME, argument, expected, got))
+    raise BackendArgumentError(explain(_NAME, argument, expected, got))

@@ -1,6 +1,6 @@
-"""ProcessGroup: some ranks, an engine that connects them, and the translation between rank numbers.
+"""ProcessGroup: some ranks, a backend that connects them, and the translation between rank numbers.
 
-Users count ranks globally (`src=3`) or in the group (`group_src=1`); engines only know group ranks. The
+Users count ranks globally (`src=3`) or in the group (`group_src=1`); backends only know group ranks. The
 translation is here and is done at the front door, once. Don't add communication: that is `submit`.
 """
 
@@ -31,7 +31,7 @@ class ProcessGroup:
 
     Attributes:
         members: The global rank of every member, in group order.
-        backend: The engine.
+        backend: The backend.
         name: The group's name, the same on all members.
         timeout: Seconds that a wait in this group takes at most.
         store: Keys of this group only.

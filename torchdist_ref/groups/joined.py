@@ -1,4 +1,4 @@
-"""One Work for several calls of an engine, for functions that one call can't carry out."""
+"""One Work for several calls of a backend, for functions that one call can't carry out."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """From nothing to a group of all ranks, from there to smaller groups, and back.
 
-Don't add ways to meet (rendezvous) or engines (backends): here they are only put together.
+Don't add ways to meet (rendezvous) or backends (backends): here they are only put together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchdist_ref.debug.checked import as_asked
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
-    EngineArgumentError,
+    BackendArgumentError,
     NotInitializedError,
     UsageError,
     explain,
@@ -59,7 +59,7 @@ def init_process_group(
         rank: Which one this is, from 0.
         store: A store that all ranks share, in place of `init_method`.
         group_name: A name for error messages. Default: ``"world"``.
-        pg_options: For ``nccl`` a ``torch.distributed.ProcessGroupNCCL.Options``, for engines of others what they
+        pg_options: For ``nccl`` a ``torch.distributed.ProcessGroupNCCL.Options``, for backends of others what they
             take; ``ref``, ``gloo`` and ``mpi`` have none.
         device_id: For ``nccl`` the device of this rank: ranks connect at once then. Others need none.
         _ranks: Accepted for torch's sake, which names the group after them and uses them for nothing else.
@@ -95,8 +95,8 @@ def init_process_group(
     world.store, world.owns_store = store, owned
     try:
         everybody = tuple(range(world_size))
-        place, name, for_engine = next_place(world), group_name or "world", (pg_options, device_id)
-        world.default = _make(world, place, backend, name, everybody, rank, seconds, for_engine)
+        place, name, for_backend = next_place(world), group_name or "world", (pg_options, device_id)
+        world.default = _make(world, place, backend, name, everybody, rank, seconds, for_backend)
     except BaseException:
         world.close()
         raise
@@ -117,7 +117,7 @@ def seconds_of(timeout: timedelta | None, operation: str) -> float:
             f"{operation}: Expected timeout argument to be of type datetime.timedelta, got {timeout!r}{on_rank()}."
         )
     if timeout <= timedelta(0):
-        raise EngineArgumentError(explain(operation, "timeout", "more than zero", timeout))
+        raise BackendArgumentError(explain(operation, "timeout", "more than zero", timeout))
     return timeout.total_seconds()
 
 
@@ -130,8 +130,8 @@ def _check_place(rank: int, world_size: int) -> None:
     if world_size < 1:
         raise UsageError(explain("init_process_group", "world_size", "at least 1 when a store is given", world_size))
     if not 0 <= rank < world_size:
-        # torch asserts that it is not negative, and its engines that it is not too large.
-        kind = UsageError if rank < 0 else EngineArgumentError
+        # torch asserts that it is not negative, and its backends that it is not too large.
+        kind = UsageError if rank < 0 else BackendArgumentError
         raise kind(explain("init_process_group", "rank", f"from 0 to {world_size - 1}", rank))
 
 
@@ -143,13 +143,13 @@ def _make(
     members: tuple[int, ...],
     rank: int,
     seconds: float,
-    for_engine: tuple[Any, Any],
+    for_backend: tuple[Any, Any],
     meeting: Store | None = None,
 ) -> ProcessGroup:
     chosen = backend or _choose(store, rank, len(members))
-    membership = Membership(meeting or store, rank, members, name, seconds, *for_engine)
-    engine = as_asked(create(chosen, membership), membership)
-    group = ProcessGroup(members, rank, engine, name, seconds, store)
+    membership = Membership(meeting or store, rank, members, name, seconds, *for_backend)
+    made = as_asked(create(chosen, membership), membership)
+    group = ProcessGroup(members, rank, made, name, seconds, store)
     world.groups.append(group)
     return group
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchdist_ref.errors import DistError, explain
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.lifecycle import init_process_group, is_initialized
-from torchdist_ref.groups.mesh_lines import Names, check_mesh, engine_of, group_along, ranks_of, wrong
+from torchdist_ref.groups.mesh_lines import Names, backend_of, check_mesh, group_along, ranks_of, wrong
 from torchdist_ref.groups.queries import get_rank
 
 Groups = tuple[ProcessGroup | int, ...]
@@ -34,7 +34,7 @@ class DeviceMesh:
         device_type: What kind of device the ranks work on, such as ``"cpu"``.
         mesh: The global ranks, as a tensor or nested lists; each at most once. Ranks may be left out.
         mesh_dim_names: A name for each dimension, needed for slicing.
-        backend_override: For each dimension the engine of its groups, alone or with options, which are ignored; None
+        backend_override: For each dimension the backend of its groups, alone or with options, which are ignored; None
             for that of the default group.
 
     Raises:
@@ -62,10 +62,10 @@ class DeviceMesh:
             init_process_group()
         ranks = ranks_of(mesh)
         check_mesh(device_type, ranks, mesh_dim_names)
-        engines = [engine_of(wish) for wish in backend_override or [None] * ranks.dim()]
-        if len(engines) != ranks.dim():
+        backends = [backend_of(wish) for wish in backend_override or [None] * ranks.dim()]
+        if len(backends) != ranks.dim():
             wrong("backend_override", f"one entry for each of {ranks.dim()} dimensions", backend_override)
-        groups = tuple(group_along(ranks, dimension, engines[dimension]) for dimension in range(ranks.dim()))
+        groups = tuple(group_along(ranks, dimension, backends[dimension]) for dimension in range(ranks.dim()))
         self._be(device_type, ranks, mesh_dim_names, groups)
 
     def _be(self, device_type: str, ranks: Tensor, names: Names, groups: Groups) -> None:
@@ -246,7 +246,7 @@ def init_device_mesh(
         device_type: What kind of device the ranks work on, such as ``"cpu"``.
         mesh_shape: How long each dimension is.
         mesh_dim_names: A name for each dimension, needed for slicing.
-        backend_override: For some dimensions, by number or name, the engine of their groups, alone or with options,
+        backend_override: For some dimensions, by number or name, the backend of their groups, alone or with options,
             which are ignored.
 
     Returns:
@@ -265,8 +265,8 @@ def init_device_mesh(
         [[1, 3], [0, 1]]
     """
     overrides = dict(backend_override or {})
-    engines = [overrides.pop(d, overrides.pop((mesh_dim_names or {d: d})[d], None)) for d in range(len(mesh_shape))]
+    backends = [overrides.pop(d, overrides.pop((mesh_dim_names or {d: d})[d], None)) for d in range(len(mesh_shape))]
     if overrides:
         wrong("backend_override", f"about dimensions of {mesh_dim_names or mesh_shape}, each once", backend_override)
     ranks = torch.arange(prod(mesh_shape), dtype=torch.int).view(tuple(mesh_shape))
-    return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, backend_override=engines)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, backend_override=backends)

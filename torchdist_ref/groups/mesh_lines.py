@@ -40,16 +40,16 @@ def wrong(argument: str, expected: str, got: Any) -> NoReturn:
     raise DistError(explain("DeviceMesh", argument, expected, got))
 
 
-def engine_of(wish: Any) -> str | None:
-    """The engine that a caller wants for a dimension; None for the default group's."""
+def backend_of(wish: Any) -> str | None:
+    """The backend that a caller wants for a dimension; None for the default group's."""
     name = wish[0] if isinstance(wish, tuple) else wish
     return name if isinstance(name, str) else None
 
 
-def group_along(ranks: Tensor, dimension: int, engine: str | None) -> ProcessGroup | int:
+def group_along(ranks: Tensor, dimension: int, backend: str | None) -> ProcessGroup | int:
     """Make the groups of all lines along a dimension, on all ranks; this rank's is the one that counts."""
-    if ranks.dim() == 1 and engine is None and ranks.tolist() == list(default_group().members):
+    if ranks.dim() == 1 and backend is None and ranks.tolist() == list(default_group().members):
         return default_group()
     lines = ranks.movedim(dimension, -1).reshape(-1, ranks.shape[dimension]).tolist()
-    made = [new_group(line, backend=engine) for line in lines]
+    made = [new_group(line, backend=backend) for line in lines]
     return next((group for group in made if isinstance(group, ProcessGroup)), -100)

@@ -1,4 +1,4 @@
-"""Our groups, where torch's functions look for groups: so that hooks written for torch run on our engines unchanged.
+"""Our groups, where torch's functions look for groups: so that hooks written for torch run on our backends unchanged.
 
 Such a hook calls ``torch.distributed.all_reduce(tensor, group=state)``. With ``group=None`` torch looks up its default
 group: `mirror` puts a mirror of ours there, if torch has none of its own. With a group of ours, torch calls the group's

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from torchdist_ref.debug.monitored import meet
-from torchdist_ref.errors import ArgumentTypeError, EngineArgumentError, explain, on_rank
+from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explain, on_rank
 from torchdist_ref.groups.arguments import member_group
 from torchdist_ref.groups.destroyed import refuse_destroyed
 from torchdist_ref.groups.group import ProcessGroup
@@ -16,7 +16,7 @@ def monitored_barrier(
 ) -> None:
     """Wait until every rank of the group has called this, and say which ones did not.
 
-    It works with every engine, and the group can be used on after it has failed. For finding out where a job hangs;
+    It works with every backend, and the group can be used on after it has failed. For finding out where a job hangs;
     `barrier` is faster.
 
     Args:
@@ -55,7 +55,7 @@ def monitored_barrier(
             f"got {timeout!r}{on_rank()}."
         )
     if allowed <= timedelta(0):
-        raise EngineArgumentError(explain("monitored_barrier", "timeout", "more than zero", timeout))
+        raise BackendArgumentError(explain("monitored_barrier", "timeout", "more than zero", timeout))
     others = [rank for rank in range(found.size()) if rank != found.rank()]
     meet(
         found.store,

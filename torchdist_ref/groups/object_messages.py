@@ -28,7 +28,7 @@ def send_object_list(
         object_list: What to send; anything that can be pickled.
         dst: The destination, as a global rank. Give this or `group_dst`.
         group: Which ranks. Default: all.
-        device: Where the bytes are put to be sent. Default: where the engine sends from.
+        device: Where the bytes are put to be sent. Default: where the backend sends from.
         group_dst: The destination, as a rank in the group.
         use_batch: Accepted for torch's sake; the messages are the same.
 
@@ -74,7 +74,7 @@ def recv_object_list(
         object_list: Output, as long as the list that is sent; each entry is replaced.
         src: The source, as a global rank. None, with `group_src` None: any rank.
         group: Which ranks. Default: all.
-        device: Where the bytes are received. Default: where the engine receives.
+        device: Where the bytes are received. Default: where the backend receives.
         group_src: The source, as a rank in the group.
         use_batch: Accepted for torch's sake; the messages are the same.
 

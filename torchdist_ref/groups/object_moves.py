@@ -1,4 +1,4 @@
-"""How parcels move: numbers first, then bytes of one width, as calls of the group's engine.
+"""How parcels move: numbers first, then bytes of one width, as calls of the group's backend.
 
 Here a parcel's error becomes an exception, on all ranks. What users call is in `objects`.
 """
@@ -24,7 +24,7 @@ def me(group: ProcessGroup) -> int:
 def _do(
     group: ProcessGroup, call: Any, inputs: list[Tensor], outputs: list[Tensor], device: torch.device | None = None
 ) -> None:
-    """One collective on whichever device the engine works."""
+    """One collective on whichever device the backend works."""
     count = len(inputs)
     shared = outputs is inputs or (outputs and inputs and outputs[0] is inputs[0])
     tensors = inputs if shared else [*inputs, *outputs]

@@ -133,7 +133,7 @@ def broadcast_object_list(
             All ranks give lists of one length.
         src: The source, as a global rank. Default: 0, if `group_src` is not given.
         group: Which ranks. Default: all.
-        device: Where the bytes are put to be sent. Default: where the engine sends from.
+        device: Where the bytes are put to be sent. Default: where the backend sends from.
         group_src: The source, as a rank in the group.
 
     Raises:

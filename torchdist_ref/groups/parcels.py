@@ -97,7 +97,7 @@ class Room:
 def carried(
     tensors: Sequence[Tensor], group: ProcessGroup, device: torch.device | None, move: Callable[..., Any]
 ) -> Any:
-    """Do `move` on these tensors where the engine can reach them, and bring back what came."""
+    """Do `move` on these tensors where the backend can reach them, and bring back what came."""
     where = torch.device("cuda") if device is None and group.backend.name == "nccl" else device
     there = list(tensors) if where is None else [tensor.to(where) for tensor in tensors]
     result = move(*there)

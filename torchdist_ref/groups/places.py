@@ -2,7 +2,7 @@
 
 Groups that all ranks make are counted, so all ranks know the next one's number; whoever comes first writes down its
 members, so that ranks which disagree are told. Groups that only their members make are counted by their members, list
-by list, because nobody else hears of them. Don't add how members connect: that is the engines'.
+by list, because nobody else hears of them. Don't add how members connect: that is the backends'.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From one rank to one other: send, recv, isend, irecv.
 
 A send is done when the receiver has the message. Messages of one pair with one tag arrive in order; tags may be
-received in any order. Matching and moving are the engine's.
+received in any order. Matching and moving are the backend's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from torchdist_ref.calls import MOST_TAG, Recv, Send
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, EngineArgumentError, explain, on_rank
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, BackendArgumentError, explain, on_rank
 from torchdist_ref.groups.arguments import check_tensor, check_writable, member_group, root_of
 from torchdist_ref.groups.group import ProcessGroup, whole_number
 from torchdist_ref.work import Work
@@ -195,8 +195,8 @@ def _tag(operation: str, tag: int) -> int:
         return tag
     number = whole_number(tag)
     if number is None or number > MOST_TAG:
-        # Where a tag is too large for torch's engines, torch raises a TypeError.
+        # Where a tag is too large for torch's backends, torch raises a TypeError.
         raise ArgumentTypeError(explain(operation, "tag", f"an integer from 0 to {MOST_TAG}", tag))
     if number < 0:
-        raise EngineArgumentError(explain(operation, "tag", f"an integer from 0 to {MOST_TAG}", tag))
+        raise BackendArgumentError(explain(operation, "tag", f"an integer from 0 to {MOST_TAG}", tag))
     return number

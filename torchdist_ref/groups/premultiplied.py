@@ -1,7 +1,7 @@
 """PREMUL_SUM: each rank multiplies by a factor of its own, then the ranks add.
 
 torch offers it on NCCL only, and makes its operator by ``torch.distributed._make_nccl_premul_sum(factor)``. Here the
-door multiplies a copy, and every engine adds; so it is the same on all of them, and the caller's input stays as it was.
+function multiplies a copy, and every backend adds; the same on all of them, and the caller's input stays.
 The factor is rounded to the tensors' dtype first, as NCCL does it (its manual, ``ncclRedOpCreatePreMulSum``). Ranks
 need not give one factor: weights that differ are what the operation is for.
 """

@@ -39,7 +39,7 @@ def get_world_size(group: ProcessGroup | int | None = None) -> int:
 
 
 def get_backend(group: ProcessGroup | int | None = None) -> str:
-    """The name of a group's engine.
+    """The name of a group's backend.
 
     Args:
         group: Default: the group of all ranks.

@@ -19,7 +19,7 @@ def supports_complex(reduceOp: Any) -> bool:
         reduceOp: A member of `ReduceOp`, or a ``ReduceOp.PREMUL_SUM`` with its factor.
 
     Returns:
-        True for SUM, AVG and PREMUL_SUM. Complex numbers have no order and no bits to work on, and engines
+        True for SUM, AVG and PREMUL_SUM. Complex numbers have no order and no bits to work on, and backends
         multiply real numbers only.
 
     Raises:

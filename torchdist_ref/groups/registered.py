@@ -1,6 +1,6 @@
 """Registered buffers: tensors that the other ranks of this host read where they lie, so that calls need no staging.
 
-What such memory is, the engine knows (`Backend.empty`). Don't add anything that ranks must agree on: whether a call
+What such memory is, the backend knows (`Backend.empty`). Don't add anything that ranks must agree on: whether a call
 can do without staging is found out when it is made.
 """
 
@@ -30,7 +30,7 @@ def empty_registered(
     tensor that lies in it, also after `destroy_process_group`. This call is local: other ranks need not make it, nor
     are they told.
 
-    The memory is the process's: it serves every group whose ranks all share this host. On any other group, engine or
+    The memory is the process's: it serves every group whose ranks all share this host. On any other group, backend or
     platform the tensor is an ordinary one. After a fork, parent and child share its content; its storage cannot be
     resized.
 

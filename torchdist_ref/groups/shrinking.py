@@ -14,7 +14,7 @@ from typing import Any
 
 from torchdist_ref.backends.base import Membership, create
 from torchdist_ref.debug.checked import as_asked
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, EngineArgumentError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, BackendArgumentError, explain
 from torchdist_ref.groups.destroyed import refuse_destroyed
 from torchdist_ref.groups.group import ProcessGroup
 from torchdist_ref.groups.splitting import agree_on_parts, await_part, place_of_part
@@ -42,18 +42,18 @@ def shrink_group(
         pg_options: As for `init_process_group`.
 
     Returns:
-        The new group, in which the ranks that stay have their old order, on the same engine, with the same time-out.
+        The new group, in which the ranks that stay have their old order, on the same backend, with the same time-out.
 
     Raises:
         ArgumentTypeError: Not a list of whole numbers.
         ArgumentError: None, all, or ranks that are not in the group, or one twice; flags that mean nothing; a group of
             one rank, or one that this rank is not in.
-        EngineArgumentError: This rank is among the excluded.
+        BackendArgumentError: This rank is among the excluded.
         MismatchError: Ranks that stay gave different lists.
         RankStalledError: A rank that is to stay did not come within the group's time-out.
         DistNetworkError: The store is gone, with the rank that held it.
 
-    torch does this on NCCL only, whose ``ncclCommShrink`` it is named after; here it works on every engine.
+    torch does this on NCCL only, whose ``ncclCommShrink`` it is named after; here it works on every backend.
 
     Example:
         >>> import torch, torchdist_ref as dist
@@ -95,7 +95,7 @@ def _staying(group: ProcessGroup, exclude: Any, flags: Any) -> list[int]:
         raise ArgumentError(explain(_NAME, "ranks_to_exclude", expected, exclude))
     if group.rank() not in stay:
         hint = "A rank that is excluded takes no part: let its process end."
-        raise EngineArgumentError(explain(_NAME, "ranks_to_exclude", "other ranks than this one", exclude, hint=hint))
+        raise BackendArgumentError(explain(_NAME, "ranks_to_exclude", "other ranks than this one", exclude, hint=hint))
     return stay
 
 
@@ -106,8 +106,8 @@ def _in_place_of(parent: ProcessGroup, stay: list[int], store: Any, options: Any
         world.remove(group)
     rank, name = stay.index(parent.rank()), f"{parent.name}, shrunk"
     membership = Membership(store, rank, members, name, parent.timeout, options)
-    engine = as_asked(create(parent.backend.name, membership), membership)
-    made = ProcessGroup(members, rank, engine, name, parent.timeout, store)
+    backend = as_asked(create(parent.backend.name, membership), membership)
+    made = ProcessGroup(members, rank, backend, name, parent.timeout, store)
     return _known(world, made, everybody)
 
 

@@ -48,7 +48,7 @@ def split_group(
         MismatchError: Ranks called this with different lists.
         RankStalledError: A member did not come in time.
 
-    torch does this on NCCL only; here it works on every engine.
+    torch does this on NCCL only; here it works on every backend.
 
     Example:
         >>> import torchdist_ref as dist
@@ -139,7 +139,7 @@ def _join(
 ) -> ProcessGroup:
     members, rank = tuple(parent.members[r] for r in ranks), ranks.index(parent.rank())
     membership = Membership(store, rank, members, name, seconds)
-    engine = as_asked(create(backend, membership), membership)
-    group = ProcessGroup(members, rank, engine, name, seconds, store)
+    made = as_asked(create(backend, membership), membership)
+    group = ProcessGroup(members, rank, made, name, seconds, store)
     current().groups.append(group)
     return group

@@ -65,7 +65,7 @@ def packed(tensors: Sequence[Tensor]) -> Tensor:
 def combined_of(name: str, tensors: Sequence[Tensor], op: Any) -> Tensor:
     """This rank's tensors as one, so that the ranks have one to reduce."""
     word = word_of(op, name)
-    # An average of whole numbers is the engine's to refuse, on all ranks alike.
+    # An average of whole numbers is the backend's to refuse, on all ranks alike.
     whole = not (tensors[0].is_floating_point() or tensors[0].is_complex())
     total = tensors[0].detach().clone(memory_format=torch.contiguous_format)
     try:

@@ -2,9 +2,9 @@
 
 There is one world per process, as in torch: user code calls from plain threads, from completion callbacks
 and from autograd's threads, and all mean the same one. Only where ranks are threads (`testing`, notebooks)
-does a context variable override it. This and the table of engines are the package's only module state.
+does a context variable override it. This and the table of backends are the package's only module state.
 
-Don't add collectives here, nor anything that an engine needs to know.
+Don't add collectives here, nor anything that a backend needs to know.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class World:
     def remove(self, group: ProcessGroup) -> None:
         """Leave one group."""
         self.groups.remove(group)
-        engine, group.backend = group.backend, Destroyed(group.backend, group.name)
-        engine.close()
+        backend, group.backend = group.backend, Destroyed(group.backend, group.name)
+        backend.close()
 
     def say_goodbye(self) -> None:
         """Do what was asked to be done before the groups end."""
@@ -143,7 +143,7 @@ def _rank() -> int | None:
 
 
 def _after_fork() -> None:
-    # The child has no engine threads and must not use its parent's links.
+    # The child has no backend threads and must not use its parent's links.
     _of_process.say_goodbye()
     _of_process.forget()
 

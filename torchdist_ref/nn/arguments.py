@@ -1,6 +1,6 @@
 """What every differentiable collective asks of its arguments: the group, and what kind of reduction is meant.
 
-A reduction is linear, and then runs on the group's engine; or it is one of those here, which each rank carries out by
+A reduction is linear, and then runs on the group's backend; or it is one of those here, which each rank carries out by
 itself on the gathered tensors, because their derivative needs the tensors of all ranks.
 """
 

@@ -20,7 +20,7 @@ from torchdist_ref.algorithms.ddp_comm_hooks.peers import promises
 from torchdist_ref.errors import ArgumentTypeError, DistError, RankStalledError
 from torchdist_ref.parallel.bucket import GradBucket
 
-# What torch's own engines hand out: torch.futures.Future is a subclass of it.
+# What torch's own backends hand out: torch.futures.Future is a subclass of it.
 AnyFuture = torch._C.Future
 
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]

@@ -1,6 +1,6 @@
 """The catalogue: which algorithms there are for which operation, with what each costs and where it is from.
 
-The table in the documentation is made from it, the tests run over it, and an engine builds from it. To add
+The table in the documentation is made from it, the tests run over it, and a backend builds from it. To add
 an algorithm, write its file and add its line in `entries`.
 
 Do not add here: when to use which (`choose`).

@@ -13,7 +13,7 @@ Words:
 
 Because each arrow is one line, with both its ends, a send without a receive cannot be written down and no
 order of waiting can deadlock. Interpreters are elsewhere: `verify` runs a schedule symbolically, `simulate`
-clocks it, `draw` draws it, an engine plans from it what one rank has to do, and runs that.
+clocks it, `draw` draws it, a backend plans from it what one rank has to do, and runs that.
 
 Do not add here: algorithms (one file each), ways to combine them (`compose`), bytes, dtypes or devices.
 """

@@ -2,7 +2,7 @@
 
 Chunk ``c`` is the business of rank ``c``, wherever it comes from and goes to: in a reduction it adds everybody's into
 the root's, in a broadcast it copies the root's to everybody. So all ranks work at once and nothing is moved twice. Only
-an engine whose ranks can write into each other's tensors can run it as it is meant (registered buffers).
+a backend whose ranks can write into each other's tensors can run it as it is meant (registered buffers).
 
 Steps 1. Bytes handled by a rank: ``(n - 1)/n m`` (``m``: the whole buffer).
 

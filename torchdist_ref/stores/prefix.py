@@ -1,6 +1,6 @@
 """PrefixStore: a part of another store, set apart by a prefix in front of every key.
 
-Groups and engines that share one store each get a prefix, so that they can't read each other's keys by
+Groups and backends that share one store each get a prefix, so that they can't read each other's keys by
 accident. The key underneath is ``prefix/key``, exactly torch's, so that both read the same store. That form
 is not collision-proof: prefix "a" with key "b/c" meets prefix "a/b" with key "c". Every method is one line;
 an operation that can't be forwarded does not belong here.

@@ -1,4 +1,4 @@
-"""Tools to test programs that run on several ranks, and to test new stores, transports, engines and hooks.
+"""Tools to test programs that run on several ranks, and to test new stores, transports, backends and hooks.
 
 `run` calls a function on N ranks, as threads or as forked processes, and re-raises with the rank. `fill` makes data
 that a wrong collective cannot hide behind. The ``check_`` functions put an implementation through its whole

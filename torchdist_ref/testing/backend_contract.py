@@ -1,8 +1,8 @@
-"""What every engine must do, as a function that you can call on your own.
+"""What every backend must do, as a function that you can call on your own.
 
-`check_backend` makes a group of the engine and puts it through one clause after the other; each clause is a
+`check_backend` makes a group of the backend and puts it through one clause after the other; each clause is a
 function that compares tensors with a plain formula over `fill`. It says nothing about speed or about faults.
-Add a clause where an engine could get something wrong that users would notice.
+Add a clause where a backend could get something wrong that users would notice.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ DTYPES = (torch.int64, torch.float32, torch.float64, torch.uint8, torch.bfloat16
 
 
 def check_backend(name: str, world_size: int, ranks: str = "threads", timeout: float = 60.0) -> None:
-    """Put an engine through the whole contract of the front door.
+    """Put a backend through the whole contract of the front door.
 
     Args:
-        name: The engine's registered name.
+        name: The backend's registered name.
         world_size: How many ranks to use.
         ranks: ``"threads"`` or ``"processes"``.
         timeout: Seconds for everything.
@@ -106,7 +106,7 @@ def multiplies_before_it_adds(rank: int, size: int) -> None:
 
 
 def keeps_every_type(rank: int, size: int) -> None:
-    """Types that few engines know are added all the same: what small numbers add up to has one right answer."""
+    """Types that few backends know are added all the same: what small numbers add up to has one right answer."""
     for dtype in (torch.int16, torch.uint16, torch.int8, torch.float16, torch.float8_e5m2, torch.complex64):
         tensor, row = fill(rank, (9,), dtype), torch.empty(9 * size, dtype=dtype)
         dist.all_gather_into_tensor(row, tensor)

@@ -78,7 +78,7 @@ def _content(file: Any) -> bytes:
 def be_child(rank: int, task: Program, store: Callable[[], Store], papers: Papers, parent: int) -> NoReturn:
     """Run one rank and end the process."""
     status = 1
-    # What the parent left for its collector is not this process's to end: engines wait for threads that are not here.
+    # What the parent left for its collector is not this process's to end: backends wait for threads that are not here.
     gc.freeze()
     try:
         _settle(papers, parent)

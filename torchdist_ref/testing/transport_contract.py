@@ -1,7 +1,7 @@
 """What every transport must do, as a function that you can call on your own.
 
 `check_transport` connects ranks with the transport's `connect` and puts the links through one clause after the
-other: what a token orders, what a message carries, and that every wait ends. Engines rely on nothing else.
+other: what a token orders, what a message carries, and that every wait ends. Backends rely on nothing else.
 """
 
 from __future__ import annotations

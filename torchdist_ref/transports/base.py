@@ -1,8 +1,8 @@
 """Link: how the ranks of one group reach each other's memory, whatever that memory is.
 
-A link gives the engine a stage of its own to lay data out on, views of its peers' stages, and tokens
+A link gives the backend a stage of its own to lay data out on, views of its peers' stages, and tokens
 that say when to look. `shared_memory` and `threads` make links of the same kind over different memory;
-the engine does not know which it has. One collective is on a link at a time (the engine holds the lock).
+the backend does not know which it has. One collective is on a link at a time (the backend holds the lock).
 
 What a link guarantees in every wait: it ends. With the token; or with an error that names the rank that
 died, gave up, left or did not come before the deadline. Waits spin first where there is a core for each rank,

@@ -2,7 +2,7 @@
 
 Each rank has the same map of the segment as everywhere. Parts that belong to ranks of its own host are in shared
 memory; parts of distant ranks are private copies, which those ranks fill: a token that crosses hosts travels in a
-frame together with the bytes that it announces (`connection`). So engines run the same code, and the same schedules.
+frame together with the bytes that it announces (`connection`). So backends run the same code, and the same schedules.
 
 Every rank listens on one address, chosen as `interface_address` says, and publishes it in the store; of each pair
 of distant ranks the higher one connects. A secret from the store keeps strangers out.

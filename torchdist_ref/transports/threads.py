@@ -1,7 +1,7 @@
 """Threads: the ranks are threads of one process, and their segment is private memory.
 
 For tests, examples and notebooks: no process starts, a debugger sees all ranks at once, and it works
-wherever Python does. The segment has the map that shared memory has, so the engine above runs the same
+wherever Python does. The segment has the map that shared memory has, so the backend above runs the same
 code; tokens are `queue.SimpleQueue`s, which block without the GIL and answer Ctrl-C. Ranks share the
 interpreter lock, so this is for understanding, not for speed.
 """

@@ -90,7 +90,7 @@ def init_dist_connection(
 
     Args:
         cluster_environment: Says where rank 0 is, and rank and world size where they are not given.
-        torch_distributed_backend: The engine: ``"ref"``, ``"gloo"`` or another, see `init_process_group`.
+        torch_distributed_backend: The backend: ``"ref"``, ``"gloo"`` or another, see `init_process_group`.
         global_rank: This process's rank. Default: ``cluster_environment.global_rank()``.
         world_size: How many ranks there are. Default: ``cluster_environment.world_size()``.
         **kwargs: Handed to `init_process_group`, say ``timeout``.

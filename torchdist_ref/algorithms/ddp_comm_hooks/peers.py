@@ -40,7 +40,7 @@ def promises(hook: Any) -> dict[str, Any]:
 
 
 def uses_torch(group: Any, bucket: Any) -> bool:
-    """Whether torch's own engine is meant: by the group, or, where that is None, by the bucket."""
+    """Whether torch's own backend is meant: by the group, or, where that is None, by the bucket."""
     if group is None:
         return isinstance(bucket, TorchBucket)
     return isinstance(group, torch.distributed.ProcessGroup)

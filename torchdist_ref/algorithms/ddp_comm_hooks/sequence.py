@@ -2,10 +2,10 @@
 
 A hook such as PowerSGD sums something, computes with the sum, and sums again. Written with callbacks that is
 hard to follow, and it has a trap: with several buckets under way, two ranks may start their second
-sums in different orders, and an engine that matches calls by order pairs the wrong ones. Here
+sums in different orders, and a backend that matches calls by order pairs the wrong ones. Here
 such a hook is a generator that yields each tensor to be summed over the ranks, and goes on with the sum; a
 `Line` runs generators to their end one after another, in the order of the buckets, on a thread of its own.
-So every rank makes the same calls in the same order, on any engine, while backward goes on.
+So every rank makes the same calls in the same order, on any backend, while backward goes on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engines by the names that ``--backends`` takes, each as an API and a group that the public functions are called on.
+"""Backends by the names that ``--backends`` takes, each as an API and a group that the public functions are called on.
 
 ``ref``, ``gloo``, ``mpi`` and whatever else is registered go through this library's groups; ``torch:gloo`` is torch's
 own ``torch.distributed``, untouched, ``mpi4py`` is MPI without us, and ``registered`` is ``ref`` on registered buffers.
@@ -32,12 +32,12 @@ from torchdist_ref.stores import FileStore
 PATIENCE = timedelta(minutes=5)
 _TORCH = "torch:"
 MPI, DIRECT, REGISTERED = "mpi", "mpi4py", "registered"
-# Engines whose ranks `mpiexec` must start, and the package that they need.
+# Backends whose ranks `mpiexec` must start, and the package that they need.
 UNDER_MPIEXEC = {MPI: "mpi4py", DIRECT: "mpi4py"}
 
 
 @dataclass(frozen=True)
-class Engine:
+class Competitor:
     """A contestant: the functions to call, and the group to call them on.
 
     Attributes:
@@ -55,7 +55,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """An engine that was asked for and could not be made, and why."""
+    """A backend that was asked for and could not be made, and why."""
 
     name: str
     reason: str
@@ -94,7 +94,7 @@ def _missing(name: str, forked: bool) -> str:
     if name in (*names(), DIRECT, REGISTERED):
         return ""
     if package:
-        return "this version of torchdist_ref has no such engine yet"
+        return "this version of torchdist_ref has no such backend yet"
     expected = f"among {', '.join(dict.fromkeys([*names(), REGISTERED, *UNDER_MPIEXEC, 'torch:gloo']))}"
     raise ArgumentError(explain("benchmark", "--backends", expected, name))
 
@@ -105,37 +105,37 @@ def mpiexec() -> str:
     return beside if os.access(beside, os.X_OK) else shutil.which("mpiexec") or ""
 
 
-def join(asked: Sequence[str], place: Place) -> list[Engine]:
-    """Make a group on every engine, on a forked rank. All stay alive until `leave`.
+def join(asked: Sequence[str], place: Place) -> list[Competitor]:
+    """Make a group on every backend, on a forked rank. All stay alive until `leave`.
 
     Returns:
-        The engines that could be made on every rank. Of each other, rank 0 reports a `LeftOut`.
+        The backends that could be made on every rank. Of each other, rank 0 reports a `LeftOut`.
     """
     foreign = [name for name in asked if name.startswith(_TORCH) or name == DIRECT]
     ours = sorted(set(asked) - set(foreign), key=lambda name: (name in UNDER_MPIEXEC, asked.index(name)))
-    return [engine for name in asked if (engine := _attempt(name, place, ours[:1] == [name]))]
+    return [backend for name in asked if (backend := _attempt(name, place, ours[:1] == [name]))]
 
 
-def _attempt(name: str, place: Place, default: bool) -> Engine | None:
-    engine, reason = None, ""
+def _attempt(name: str, place: Place, default: bool) -> Competitor | None:
+    competitor, reason = None, ""
     try:
-        engine = _join_foreign(name, place) or _join_ours(name, place, default)
+        competitor = _join_foreign(name, place) or _join_ours(name, place, default)
     except (ImportError, UnsupportedError) as error:
         reason = str(error)
     reasons = [f"rank {rank}: {text}" for rank, text in enumerate(place.exchange(reason)) if text]
     if reasons:
         place.report(LeftOut(name, reasons[0]))
-    return None if reasons else engine
+    return None if reasons else competitor
 
 
-def _join_ours(name: str, place: Place, default: bool) -> Engine:
-    backend, group = "ref" if name == REGISTERED else name, None
+def _join_ours(name: str, place: Place, default: bool) -> Competitor:
+    chosen, group = "ref" if name == REGISTERED else name, None
     if default:
         store = FileStore(os.path.join(place.folder, "ours"), place.world)
-        groups.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=PATIENCE)
+        groups.init_process_group(chosen, store=store, rank=place.rank, world_size=place.world, timeout=PATIENCE)
     else:
-        group = groups.new_group(backend=backend, timeout=PATIENCE)
-    return Engine(name, groups, group, partial(_registered, group) if name == REGISTERED else None)
+        group = groups.new_group(backend=chosen, timeout=PATIENCE)
+    return Competitor(name, groups, group, partial(_registered, group) if name == REGISTERED else None)
 
 
 def _registered(group: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -143,9 +143,9 @@ def _registered(group: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
     return tensor
 
 
-def _join_foreign(name: str, place: Place) -> Engine | None:
+def _join_foreign(name: str, place: Place) -> Competitor | None:
     if name == DIRECT:
-        return Engine(name, Direct(), None)
+        return Competitor(name, Direct(), None)
     if not name.startswith(_TORCH):
         return None
     path = os.path.join(place.folder, "theirs")
@@ -153,7 +153,7 @@ def _join_foreign(name: str, place: Place) -> Engine | None:
     theirs.init_process_group(
         name.removeprefix(_TORCH), store=store, rank=place.rank, world_size=place.world, timeout=PATIENCE
     )
-    return Engine(name, theirs, None)
+    return Competitor(name, theirs, None)
 
 
 def leave() -> None:

@@ -1,9 +1,9 @@
-"""What all of torch's C++ engines have in common: our calls as their methods, our stores as theirs, our errors.
+"""What all of torch's C++ backends have in common: our calls as their methods, our stores as theirs, our errors.
 
-A call is one `match` arm: our value in, torch's method and options out. An engine keeps what C++ does not: a Python
+A call is one `match` arm: our value in, torch's method and options out. A backend keeps what C++ does not: a Python
 reference to the store and to every running work. Tensors with strides go through contiguous copies here too: Gloo would
 write outside a strided view, NCCL refuses one. Errors come back as ours, with the call, the rank and the group, because
-torch's own name none of them. What one engine alone needs is in its own file: `torch_engines`, `nccl`, `third_party`.
+torch's own name none of them. What one backend alone needs is in its own file: `gloo`, `nccl`, `third_party`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _OPS = {
 }
 
 
-class TorchEngine(Backend):
-    """An engine of torch's for one group.
+class TorchBackend(Backend):
+    """A backend of torch's for one group.
 
     Attributes:
         title: What its errors call it.
@@ -70,7 +70,7 @@ class TorchEngine(Backend):
         # C++ keeps no reference to a Python store.
         self._store = StoreForTorch(membership.store)
         try:
-            self._engine: Any = self._connect()
+            self._backend: Any = self._connect()
         except RuntimeError as error:
             if isinstance(error, DistBackendError) and error.definite:
                 raise
@@ -83,7 +83,7 @@ class TorchEngine(Backend):
         """Make torch's object. RuntimeErrors of it are reported as errors of the connection."""
 
     def _settle_in(self) -> None:
-        """What is to be done once the engine is there."""
+        """What is to be done once the backend is there."""
 
     def _here(self) -> str:
         m = self._membership
@@ -92,7 +92,7 @@ class TorchEngine(Backend):
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""
         start = perf_counter()
-        if self._engine is None:
+        if self._backend is None:
             raise GroupAbortedError(f"{call} {self._here()}: the group was destroyed on this rank.")
         theirs_call, sources, targets, bring_back = self._carried(call, inputs, outputs)
         try:
@@ -110,18 +110,18 @@ class TorchEngine(Backend):
         return work
 
     def _carried(self, call: Call, inputs: Tensors, outputs: Tensors) -> Carried:
-        """The call as the engine can take it."""
+        """The call as the backend can take it."""
         plain = {id(t): self._plain(call, t) for t in [*inputs, *outputs]}
         into = [plain[id(t)] for t in outputs]
         return Carried(call, [plain[id(t)] for t in inputs], into, lambda: brought_back(into, outputs))
 
     def _plain(self, call: Call, tensor: Tensor) -> Tensor:
-        """A tensor as the engine can take it: itself, flat, or a copy."""
+        """A tensor as the backend can take it: itself, flat, or a copy."""
         return tensor.detach().contiguous().view(-1)
 
     def _finisher(self, call: Call, nbytes: int, start: float) -> Finished:
         number, self._sequence = self._sequence, self._sequence + 1
-        # The function must not hold the engine: it may be dropped last on a thread of Gloo's, which would then
+        # The function must not hold the backend: it may be dropped last on a thread of Gloo's, which would then
         # have to wait for itself to end.
         recorder, here, title = self.recorder, self._here(), self.title
 
@@ -135,34 +135,34 @@ class TorchEngine(Backend):
         return _failed(call, self._here(), self.title, error)
 
     def _start(self, call: Call, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
-        engine = self._engine
+        backend = self._backend
         match call:
             case AllReduce():
-                return engine.allreduce(outputs, self._options(options.AllreduceOptions, call))
+                return backend.allreduce(outputs, self._options(options.AllreduceOptions, call))
             case Reduce():
-                return engine.reduce(outputs, self._options(options.ReduceOptions, call, call.root))
+                return backend.reduce(outputs, self._options(options.ReduceOptions, call, call.root))
             case Broadcast():
-                return engine.broadcast(outputs, self._options(options.BroadcastOptions, root=call.root))
+                return backend.broadcast(outputs, self._options(options.BroadcastOptions, root=call.root))
             case AllGather():
-                return engine.allgather([outputs], inputs, options.AllgatherOptions())
+                return backend.allgather([outputs], inputs, options.AllgatherOptions())
             case Gather():
                 lists = [outputs] if outputs else []
-                return engine.gather(lists, inputs, self._options(options.GatherOptions, root=call.root))
+                return backend.gather(lists, inputs, self._options(options.GatherOptions, root=call.root))
             case Scatter():
                 lists = [inputs] if inputs else []
-                return engine.scatter(outputs, lists, self._options(options.ScatterOptions, root=call.root))
+                return backend.scatter(outputs, lists, self._options(options.ScatterOptions, root=call.root))
             case ReduceScatter():
-                return engine.reduce_scatter(outputs, [inputs], self._options(options.ReduceScatterOptions, call))
+                return backend.reduce_scatter(outputs, [inputs], self._options(options.ReduceScatterOptions, call))
             case AllToAll():
-                return engine.alltoall(outputs, inputs, options.AllToAllOptions())
+                return backend.alltoall(outputs, inputs, options.AllToAllOptions())
             case Barrier():
-                return engine.barrier(self._barrier())
+                return backend.barrier(self._barrier())
             case Send():
-                return engine.send(self._message(call, inputs), call.dst, call.tag)
+                return backend.send(self._message(call, inputs), call.dst, call.tag)
             case Recv(src=None):
-                return engine.recv_anysource(self._message(call, outputs), call.tag)
+                return backend.recv_anysource(self._message(call, outputs), call.tag)
             case Recv():
-                return engine.recv(self._message(call, outputs), call.src, call.tag)
+                return backend.recv(self._message(call, outputs), call.src, call.tag)
         raise UnsupportedError(f"{call.op}: {self.title} has no such operation.")
 
     def _options(self, kind: Any, reducing: AllReduce | Reduce | ReduceScatter | None = None, root: int = -1) -> Any:
@@ -177,7 +177,7 @@ class TorchEngine(Backend):
         """torch's reduction for a call.
 
         Raises:
-            UnsupportedError: The engine has none.
+            UnsupportedError: The backend has none.
         """
         if call.reduction not in _OPS:
             raise UnsupportedError(
@@ -189,19 +189,19 @@ class TorchEngine(Backend):
         return options.BarrierOptions()
 
     def _message(self, call: Send | Recv, tensors: list[Tensor]) -> list[Tensor]:
-        """What is sent or received, as the engine takes it."""
+        """What is sent or received, as the backend takes it."""
         return tensors
 
     def close(self) -> None:
-        """See `Backend.close`. The engine's threads end here and now, not when garbage happens to be collected."""
-        if self._engine is not None:
-            self._engine.shutdown()
-        self._engine = None
+        """See `Backend.close`. The backend's threads end here and now, not when garbage happens to be collected."""
+        if self._backend is not None:
+            self._backend.shutdown()
+        self._backend = None
 
     def abort(self, reason: str) -> None:
         """See `Backend.abort`."""
-        if self._engine is not None:
-            self._engine.abort()
+        if self._backend is not None:
+            self._backend.abort()
 
 
 def _failed(call: Call, here: str, title: str, error: BaseException) -> DistBackendError:

@@ -1,7 +1,7 @@
-"""Gloo: torch's C++ engine for CPU tensors, driven by our stores and groups.
+"""Gloo: torch's C++ backend for CPU tensors, driven by our stores and groups.
 
-How our calls become calls of torch's is in `torch_engine`, and what Gloo can't take as it is in `torch_operands`; here
-is only how ranks connect. Don't add other engines of torch's: each has a file of its own.
+How our calls become calls of torch's is in `torch_backend`, and what Gloo can't take as it is in `torch_operands`; here
+is only how ranks connect. Don't add other backends of torch's: each has a file of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
 from torchdist_ref.backends.base import uncut
-from torchdist_ref.backends.torch_engine import TorchEngine
+from torchdist_ref.backends.torch_backend import TorchBackend
 from torchdist_ref.backends.torch_operands import Exchange, carried
 from torchdist_ref.backends.torch_work import Carried, TorchWork
 from torchdist_ref.backends.unfit import refuse_unfit
@@ -48,8 +48,8 @@ class GlooWork(TorchWork):
                 self._asking.release()
 
 
-class Gloo(TorchEngine):
-    """torch's Gloo engine for one group."""
+class Gloo(TorchBackend):
+    """torch's Gloo backend for one group."""
 
     name = "gloo"
     title = "Gloo"
@@ -85,7 +85,7 @@ class Gloo(TorchEngine):
     def _start(self, call: Call, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
         if isinstance(call, Exchange):
             source, target, how = inputs[0], outputs[0], options.AllToAllOptions()
-            return self._engine.alltoall_base(target, source, list(call.taken), list(call.given), how)
+            return self._backend.alltoall_base(target, source, list(call.taken), list(call.given), how)
         return super()._start(call, inputs, outputs)
 
     def _message(self, call: Send | Recv, tensors: list[Tensor]) -> list[Tensor]:
