@@ -31,7 +31,7 @@ def _register() -> None:
 
 
 def _create(options: Any, _: Any) -> Any:
-    """What torch calls for each new group on ``ref``."""
+    """Create the process group for each new torch group on ``ref``."""
     try:
         from torchdist_ref.backends.into_torch import create
     except Exception as error:

@@ -73,7 +73,7 @@ def _size(environment: Variables, starter: Starter) -> str:
 
 
 def _address(environment: Variables, starter: Starter, size: str) -> str:
-    """The host of rank 0; empty where that can't be known."""
+    """Return the host of rank 0; empty where that can't be known."""
     if environment.get(starter.local_size) == size:
         return "127.0.0.1"
     hosts = next((environment[name] for name in _NODE_LISTS if environment.get(name)), "")
@@ -81,7 +81,7 @@ def _address(environment: Variables, starter: Starter, size: str) -> str:
 
 
 def first_host(hosts: str) -> str:
-    """The first of a list as Slurm writes it.
+    """Return the first of a list as Slurm writes it.
 
     >>> first_host("gpu-[007-010,12]-ib,cpu3"), first_host("cpu3,cpu4"), first_host("")
     ('gpu-007-ib', 'cpu3', '')
@@ -99,7 +99,7 @@ def _port(environment: Variables) -> str:
 
 
 def _starter_of_session() -> str:
-    """The process that started this one's session: on one host, MPICH's mpiexec has one for all of its ranks."""
+    """Return the process that started this one's session: on one host, MPICH's mpiexec has one for all of its ranks."""
     try:
         after_name = Path(f"/proc/{os.getsid(0)}/stat").read_text().rpartition(")")[2]
     except OSError:
