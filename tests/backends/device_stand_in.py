@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends import stages_on_device, staging
+from torchdist_ref.backends.ref import stages_on_device, staging
 from torchdist_ref.transports import registered
 
 

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import torchdist_ref as dist
-from torchdist_ref.backends import stages_on_device, staging
+from torchdist_ref.backends.ref import stages_on_device, staging
 from torchdist_ref.testing import fill
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.futures import Future
 
 import torchdist_ref as dist
-from torchdist_ref.backends.progress import Lane
+from torchdist_ref.backends.ref.progress import Lane
 from torchdist_ref.testing import fill, run
 
 

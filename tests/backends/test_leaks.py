@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import torchdist_ref as dist
-from torchdist_ref.backends.planner import MOST
 from torchdist_ref.backends.ref import Ref
+from torchdist_ref.backends.ref.planner import MOST
 from torchdist_ref.groups.world import default_group
 from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.transports.liveness import Peers

@@ -29,8 +29,8 @@ from tests.backends.device_stand_in import (
     seen_by_host,
     to_be_doubled,
 )
-from torchdist_ref.backends import stages_on_device, staging
-from torchdist_ref.backends.one_gpu import OneGpu
+from torchdist_ref.backends.ref import stages_on_device, staging
+from torchdist_ref.backends.ref.one_gpu import OneGpu
 from torchdist_ref.testing import RankError, fill, run
 
 STAGE = 2048

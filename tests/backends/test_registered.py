@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import torchdist_ref as dist
-from torchdist_ref.backends import lent
-from torchdist_ref.backends.lent import DIVIDED, SCHEDULES, Lending
+from torchdist_ref.backends.ref import zero_copy as lent
+from torchdist_ref.backends.ref.zero_copy import DIVIDED, SCHEDULES, Lending
 from torchdist_ref.schedules import verify
 from torchdist_ref.schedules.schedule import Schedule
 from torchdist_ref.testing import RankError, fill, run

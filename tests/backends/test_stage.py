@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchdist_ref as dist
-from torchdist_ref.backends.executor import Executor
-from torchdist_ref.backends.plan import RoundCode
+from torchdist_ref.backends.ref.executor import Executor
+from torchdist_ref.backends.ref.plan import RoundCode
 from torchdist_ref.errors import MismatchError
 from torchdist_ref.testing import fill, run
 from torchdist_ref.transports.layout import GRAIN, POCKET, Layout, room

@@ -22,7 +22,7 @@ from tests.backends.device_stand_in import (
     seen_by_host,
     to_be_doubled,
 )
-from torchdist_ref.backends import staging
+from torchdist_ref.backends.ref import staging
 from torchdist_ref.calls import AllReduce
 from torchdist_ref.testing import fill, run
 

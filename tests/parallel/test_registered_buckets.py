@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import torchdist_ref as dist
 from torchdist_ref import groups
 from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torchdist_ref.backends.lent import Lending, Rounds
+from torchdist_ref.backends.ref.zero_copy import Lending, Rounds
 from torchdist_ref.parallel import DistributedDataParallel
 from torchdist_ref.testing import run
 from torchdist_ref.transports.registered import place_of

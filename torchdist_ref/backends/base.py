@@ -180,7 +180,7 @@ Factory = Callable[[Membership], Backend]
 
 # The one table that is module state: names of backends, and where each is found.
 _backends: dict[str, Factory | str] = {
-    "ref": "torchdist_ref.backends.ref:Ref",
+    "ref": "torchdist_ref.backends.ref.backend:Ref",
     "gloo": "torchdist_ref.backends.gloo:Gloo",
     "nccl": "torchdist_ref.backends.nccl:Nccl",
     "mpi": "torchdist_ref.backends.mpi:Mpi",

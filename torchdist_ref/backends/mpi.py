@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.backends.base import Backend, Membership, nbytes_of, uncut
-from torchdist_ref.backends.callbacks import Callbacks
 from torchdist_ref.backends.mpi_operands import counts, joined, operand, raw, split_into
 from torchdist_ref.backends.mpi_work import Ended, Finish, MpiWork, Poller, Started
 from torchdist_ref.backends.ranges import in_a_range
+from torchdist_ref.backends.ref.callbacks import Callbacks
 from torchdist_ref.backends.unfit import refuse_unfit
 from torchdist_ref.calls import (
     AllGather,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
-from torchdist_ref.backends.progress import Lane
+from torchdist_ref.backends.ref.progress import Lane
 from torchdist_ref.errors import RankStalledError
 from torchdist_ref.work import Runner, Work
 

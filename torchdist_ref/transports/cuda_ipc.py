@@ -2,7 +2,7 @@
 
 torch pickles a CUDA tensor for `multiprocessing` as a handle of its memory, and whoever unpickles that has a tensor in
 the same memory. It counts who has: memory that is freed while others still have it stays until they let go. An export
-is for one process, and one that nobody opens keeps the memory until the exporter ends; so `backends.one_gpu` exports
+is for one process, and one that nobody opens keeps the memory until the exporter ends; `backends.ref.one_gpu` exports
 one stage a group, once for each peer, and only when all peers are known to be on that device. Sources: torch's page
 "Multiprocessing package" (sharing CUDA tensors), CUDA's programming guide (interprocess communication).
 Don't add knowledge of groups or calls here.

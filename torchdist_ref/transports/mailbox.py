@@ -7,7 +7,7 @@ receiver looks at the envelope, and takes the message or refuses it; either way 
 was received, and a mismatch is an error on both sides. Where the two ranks don't see the same memory, what follows goes
 down a `Lane`, from tensor to tensor, once the receiver has agreed.
 
-Matching by tag is above (`backends.point_to_point`); a mailbox only knows the message at its head.
+Matching by tag is above (`backends.ref.point_to_point`); a mailbox only knows the message at its head.
 """
 
 from __future__ import annotations

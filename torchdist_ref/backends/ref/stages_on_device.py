@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.executor import SomeLendError
+from torchdist_ref.backends.ref.executor import SomeLendError
 from torchdist_ref.transports import registered
 from torchdist_ref.transports.base import Link
 from torchdist_ref.transports.cuda_ipc import CudaIpc, DeviceMemory

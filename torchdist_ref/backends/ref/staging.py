@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.operands import IN_PLACE
+from torchdist_ref.backends.ref.operands import IN_PLACE
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import UnsupportedError
 

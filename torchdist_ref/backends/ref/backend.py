@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.backends.base import Backend, Membership, uncut
-from torchdist_ref.backends.callbacks import Callbacks
-from torchdist_ref.backends.executor import Executor, Prepared
-from torchdist_ref.backends.operands import IN_PLACE
-from torchdist_ref.backends.planner import Planner
-from torchdist_ref.backends.point_to_point import Inbox, Outbox, Posted
-from torchdist_ref.backends.progress import Lane, Order, OutOfTurnError
 from torchdist_ref.backends.ranges import in_a_range
-from torchdist_ref.backends.staging import after, blank, bring_back, plain, straight
+from torchdist_ref.backends.ref.callbacks import Callbacks
+from torchdist_ref.backends.ref.executor import Executor, Prepared
+from torchdist_ref.backends.ref.operands import IN_PLACE
+from torchdist_ref.backends.ref.planner import Planner
+from torchdist_ref.backends.ref.point_to_point import Inbox, Outbox, Posted
+from torchdist_ref.backends.ref.progress import Lane, Order, OutOfTurnError
+from torchdist_ref.backends.ref.staging import after, blank, bring_back, plain, straight
 from torchdist_ref.calls import Barrier, Call, Recv, Send
 from torchdist_ref.errors import GroupAbortedError
 from torchdist_ref.numbers import Number, Numbers

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.progress import Lane
+from torchdist_ref.backends.ref.progress import Lane
 from torchdist_ref.calls import Recv, Send, fingerprint
 from torchdist_ref.errors import DistError, MismatchError, RankStalledError
 from torchdist_ref.transports.base import Link

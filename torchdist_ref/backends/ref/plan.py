@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends import steps
-from torchdist_ref.backends.arrivals import Arrivals
-from torchdist_ref.backends.operands import IN_PLACE, Sizes
 from torchdist_ref.backends.reductions import Reduction
-from torchdist_ref.backends.steps import Operand, Part, Step
+from torchdist_ref.backends.ref import steps
+from torchdist_ref.backends.ref.arrivals import Arrivals
+from torchdist_ref.backends.ref.operands import IN_PLACE, Sizes
+from torchdist_ref.backends.ref.steps import Operand, Part, Step
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
 from torchdist_ref.transports.base import Link
 from torchdist_ref.transports.board import Record

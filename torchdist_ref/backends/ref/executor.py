@@ -17,10 +17,10 @@ from functools import partial
 
 from torch import Tensor
 
-from torchdist_ref.backends.lent import Lends
-from torchdist_ref.backends.plan import Plan
-from torchdist_ref.backends.progress import OutOfTurnError
-from torchdist_ref.backends.turns import Places, Turns
+from torchdist_ref.backends.ref.plan import Plan
+from torchdist_ref.backends.ref.progress import OutOfTurnError
+from torchdist_ref.backends.ref.turns import Places, Turns
+from torchdist_ref.backends.ref.zero_copy import Lends
 from torchdist_ref.errors import MismatchError
 from torchdist_ref.numbers import Number
 from torchdist_ref.transports.base import Link

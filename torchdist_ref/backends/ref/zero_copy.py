@@ -16,9 +16,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from torchdist_ref.backends.operands import IN_PLACE
-from torchdist_ref.backends.plan import Plan
-from torchdist_ref.backends.steps import Part, Step
+from torchdist_ref.backends.ref.operands import IN_PLACE
+from torchdist_ref.backends.ref.plan import Plan
+from torchdist_ref.backends.ref.steps import Part, Step
 from torchdist_ref.schedules import direct, shared, two_shot
 from torchdist_ref.schedules.choose import ONE_ROUND
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot

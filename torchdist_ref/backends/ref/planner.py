@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.backends.base import Rows, nbytes_of
-from torchdist_ref.backends.executor import Executor, Prepared
-from torchdist_ref.backends.lent import lending
-from torchdist_ref.backends.one_gpu import on_one_gpu
-from torchdist_ref.backends.operands import Sizes
-from torchdist_ref.backends.plan import Plan
 from torchdist_ref.backends.reductions import reduction
-from torchdist_ref.backends.stages_on_device import Stages
-from torchdist_ref.backends.staging import through_host
-from torchdist_ref.backends.uneven import Uneven
+from torchdist_ref.backends.ref.executor import Executor, Prepared
+from torchdist_ref.backends.ref.one_gpu import on_one_gpu
+from torchdist_ref.backends.ref.operands import Sizes
+from torchdist_ref.backends.ref.plan import Plan
+from torchdist_ref.backends.ref.stages_on_device import Stages
+from torchdist_ref.backends.ref.staging import through_host
+from torchdist_ref.backends.ref.uneven import Uneven
+from torchdist_ref.backends.ref.zero_copy import lending
 from torchdist_ref.backends.unfit import refuse_unfit
 from torchdist_ref.calls import Call, Shape, fingerprint, signature
 from torchdist_ref.errors import ArgumentError

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from torchdist_ref.backends.plan import Code, Peer, Plan
+from torchdist_ref.backends.ref.plan import Code, Peer, Plan
 from torchdist_ref.transports.base import Link
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextvars
 
-from torchdist_ref.backends.progress import Lane
+from torchdist_ref.backends.ref.progress import Lane
 from torchdist_ref.work import Runner
 
 # How many callbacks the running code is inside of.

@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.executor import CarryOut, Executor, Prepared
-from torchdist_ref.backends.operands import Sizes
-from torchdist_ref.backends.plan import Plan
+from torchdist_ref.backends.ref.executor import CarryOut, Executor, Prepared
+from torchdist_ref.backends.ref.operands import Sizes
+from torchdist_ref.backends.ref.plan import Plan
 from torchdist_ref.errors import MismatchError
 from torchdist_ref.schedules import catalogue
 from torchdist_ref.transports.base import Link

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from torchdist_ref.backends import steps
 from torchdist_ref.backends.reductions import WIDENED, Reduction
-from torchdist_ref.backends.steps import Operand, Step
+from torchdist_ref.backends.ref import steps
+from torchdist_ref.backends.ref.steps import Operand, Step
 from torchdist_ref.schedules.schedule import Move
 
 

@@ -19,10 +19,10 @@ from functools import partial
 
 from torch import Tensor
 
-from torchdist_ref.backends.plan import ALIGN, Plan
-from torchdist_ref.backends.stages_on_device import Stages
-from torchdist_ref.backends.staging import settle
-from torchdist_ref.backends.steps import Step
+from torchdist_ref.backends.ref.plan import ALIGN, Plan
+from torchdist_ref.backends.ref.stages_on_device import Stages
+from torchdist_ref.backends.ref.staging import settle
+from torchdist_ref.backends.ref.steps import Step
 from torchdist_ref.schedules import catalogue
 from torchdist_ref.schedules.schedule import Move, Slot
 from torchdist_ref.transports.board import ON_DEVICE
