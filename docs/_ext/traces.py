@@ -1,0 +1,273 @@
+"""Calls followed from function to function: run under a tracer on real ranks, then shown hop by hop on the pages.
+
+`.. trace:: all_reduce`
+    The functions of the library that one call enters on its thread, in order, each with its file, the first line of
+    its docstring and a link to its source.
+
+A page that is generated from a run cannot name a module that does not exist, and `tests/docs/test_traces.py` holds
+the number of files that a call may touch. The source pages that the links lead to are made here too.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar
+
+PACKAGE = "torchdist_ref"
+ROOT = Path(__file__).resolve().parents[2] / PACKAGE
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One call of a function of the library.
+
+    Attributes:
+        file: Its file, relative to the package.
+        function: Its qualified name.
+        line: Line of its definition.
+        depth: Number of functions of the library that were active when it was called.
+    """
+
+    file: str
+    function: str
+    line: int
+    depth: int
+
+
+class Tracer:
+    """Record of the functions of the library that the current thread calls while the tracer is open.
+
+    >>> from torchdist_ref.stores import HashStore
+    >>> with Tracer() as tracer:
+    ...     HashStore().set("key", "value")
+    >>> tracer.hops[0].file.startswith("stores/")
+    True
+    """
+
+    def __init__(self) -> None:
+        self.hops: list[Hop] = []
+        self._depth = 0
+
+    def __enter__(self) -> Tracer:
+        self._before = sys.gettrace()
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(f"{ROOT}{os.sep}"):
+            return None
+        file = str(Path(code.co_filename).relative_to(ROOT))
+        if code.co_name not in ("<module>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>"):
+            self.hops.append(Hop(file, code.co_qualname, code.co_firstlineno, self._depth))
+        self._depth += 1
+        return self._within
+
+    def _within(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
+        if event == "return":
+            self._depth -= 1
+        return self._within
+
+
+def files(hops: list[Hop]) -> list[str]:
+    """Return the distinct files of some hops, in order of first use."""
+    return list(dict.fromkeys(hop.file for hop in hops))
+
+
+def all_reduce(rank: int) -> dict[str, list[Hop]]:
+    """Trace the first and the second all_reduce of 1 KiB of float32 after initialization."""
+    import torchdist_ref as dist
+    from torchdist_ref.testing import fill
+
+    tensor, found = fill(rank, (256,)), {}
+    for name in ("all_reduce", "all_reduce again"):
+        with Tracer() as tracer:
+            dist.all_reduce(tensor)
+        found[name] = tracer.hops
+    return found
+
+
+def message(rank: int) -> dict[str, list[Hop]]:
+    """Trace a recv of 1 KiB; the sender is not traced."""
+    import torchdist_ref as dist
+    from torchdist_ref.testing import fill
+
+    found: dict[str, list[Hop]] = {}
+    tensor = fill(rank, (256,))
+    for name in ("first recv", "recv"):
+        if rank:
+            dist.send(tensor, dst=0)
+        else:
+            with Tracer() as tracer:
+                dist.recv(tensor, src=1)
+            found[name] = tracer.hops
+    return {"recv": found["recv"]} if found else {}
+
+
+def gradient(rank: int) -> dict[str, list[Hop]]:
+    """Trace the backward pass of a hot step: two linear layers, a bucket for each."""
+    import torch
+
+    from torchdist_ref import DistributedDataParallel
+    from torchdist_ref.testing import fill
+
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)), bucket_cap_mb=1e-4)
+    for _ in range(3):
+        with Tracer() as tracer:
+            ddp(fill(rank, (2, 8))).sum().backward()
+    return {"gradient": tracer.hops}
+
+
+def get() -> dict[str, list[Hop]]:
+    """Trace TCPStore.get on the client; the server answers on a thread of its own."""
+    from datetime import timedelta
+
+    from torchdist_ref.stores import TCPStore
+
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    client = TCPStore("127.0.0.1", server.port, wait_for_workers=False, timeout=timedelta(seconds=20))
+    server.set("key", "value")
+    client.get("key")
+    with Tracer() as tracer:
+        client.get("key")
+    return {"get": tracer.hops}
+
+
+def run_all() -> dict[str, list[Hop]]:
+    """Run every traced program in this process and processes forked from it."""
+    from torchdist_ref.testing import run
+
+    found = get()
+    for program in (all_reduce, message, gradient):
+        found |= run(program, 2, ranks="processes")[0]
+    return found
+
+
+@cache
+def traced() -> dict[str, list[Hop]]:
+    """Return all traces; they are run in a process of their own, so that nothing of Sphinx or pytest is in them."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT.parent), str(Path(__file__).parent)])}
+    command = [sys.executable, "-m", "traces"]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    if answer.returncode:
+        raise RuntimeError(f"the traced programs failed:\n{answer.stderr[-3000:]}")
+    return {name: [Hop(**hop) for hop in hops] for name, hops in json.loads(answer.stdout).items()}
+
+
+def summary(hop: Hop) -> str:
+    """Return the first line of the docstring of a hop's function, or of the function around it; else nothing."""
+    lines = documented(hop.file)
+    parts = hop.function.replace(".<locals>", "").split(".")
+    for end in range(len(parts), 0, -1):
+        text = lines.get(".".join(parts[:end]))
+        if text:
+            return text
+    return ""
+
+
+@cache
+def documented(file: str) -> dict[str, str]:
+    """Return the first docstring line of each function and class of a file, by qualified name."""
+    found: dict[str, str] = {}
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = f"{prefix}{child.name}"
+                found[name] = (ast.get_docstring(child) or "").partition("\n")[0]
+                visit(child, f"{name}.")
+            else:
+                visit(child, prefix)
+
+    visit(ast.parse((ROOT / file).read_text(encoding="utf-8")), "")
+    return found
+
+
+def shown(hops: list[Hop]) -> Iterator[Hop]:
+    """Yield the first call of each function, in order."""
+    seen: set[tuple[str, str]] = set()
+    for hop in hops:
+        if (hop.file, hop.function) not in seen:
+            seen.add((hop.file, hop.function))
+            yield hop
+
+
+def source_page(file: str) -> str:
+    """Return the name of the page that shows a file."""
+    return "source/" + file.removesuffix(".py")
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Register the directive and the source pages with Sphinx."""
+    from docutils import nodes
+    from docutils.parsers.rst import Directive
+
+    class TraceDirective(Directive):
+        """A table of the hops of one call."""
+
+        required_arguments = 1
+        final_argument_whitespace = True
+        option_spec: ClassVar[dict[str, Any]] = {}
+
+        def run(self) -> list[nodes.Node]:
+            """Run the program, and list the functions that it entered."""
+            env = self.state.document.settings.env
+            hops = traced()[self.arguments[0]]
+            up = "../" * env.docname.count("/")
+            rows = [self._row(number, hop, up) for number, hop in enumerate(shown(hops), 1)]
+            group = nodes.tgroup(cols=4)
+            group += [nodes.colspec(colwidth=width) for width in (4, 28, 30, 60)]
+            head = nodes.row("", *[nodes.entry("", nodes.paragraph("", text)) for text in ("", "file", "function", "")])
+            group += nodes.thead("", head)
+            group += nodes.tbody("", *rows)
+            text = f"{len(rows)} functions in {len(files(hops))} files, recorded when this page was built."
+            return [nodes.table("", group, classes=["own-table", "trace"]), nodes.paragraph("", text)]
+
+        @staticmethod
+        def _row(number: int, hop: Hop, up: str) -> nodes.row:
+            uri = f"{up}{source_page(hop.file)}.html#line-{hop.line}"
+            name = hop.function.replace(".<locals>", "")
+            link = nodes.reference("", "", nodes.literal("", name), refuri=uri, internal=True)
+            cells: list[nodes.Node] = [
+                nodes.paragraph("", str(number)),
+                nodes.paragraph("", "", nodes.literal("", hop.file)),
+                nodes.paragraph("", "", link),
+                nodes.paragraph("", summary(hop)),
+            ]
+            return nodes.row("", *[nodes.entry("", cell) for cell in cells])
+
+    def pages(_: Any) -> Iterator[tuple[str, dict[str, str], str]]:
+        from pygments import highlight
+        from pygments.formatters import HtmlFormatter
+        from pygments.lexers import PythonLexer
+
+        for file in sorted({hop.file for hops in traced().values() for hop in hops}):
+            formatter = HtmlFormatter(lineanchors="line", cssclass="highlight", linenos="inline", anchorlinenos=True)
+            body = highlight((ROOT / file).read_text(encoding="utf-8"), PythonLexer(), formatter)
+            title = f"{PACKAGE}/{file}"
+            yield source_page(file), {"title": title, "body": f"<h1>{title}</h1>\n{body}"}, "page.html"
+
+    app.add_directive("trace", TraceDirective)
+    app.connect("html-collect-pages", pages)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
+
+
+if __name__ == "__main__":
+    assert threading.current_thread() is threading.main_thread()
+    assert importlib.util.find_spec(PACKAGE)
+    print(json.dumps({name: [asdict(hop) for hop in hops] for name, hops in run_all().items()}))
