@@ -111,7 +111,7 @@ if TYPE_CHECKING:
         split_group,
         supports_complex,
     )
-    from torchdist_ref.groups.handles import group
+    from torchdist_ref.groups.world import group
     from torchdist_ref.parallel import DistributedDataParallel, GradBucket
     from torchdist_ref.rendezvous import register_rendezvous_handler, rendezvous
     from torchdist_ref.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
@@ -138,7 +138,7 @@ _HOMES = {
         "send_object_list set_debug_level set_debug_level_from_env shrink_group split_group "
         "supports_complex"
     ),
-    "torchdist_ref.groups.handles": "group",
+    "torchdist_ref.groups.world": "group",
     "torchdist_ref.parallel": "DistributedDataParallel GradBucket",
     "torchdist_ref.rendezvous": "register_rendezvous_handler rendezvous",
     "torchdist_ref.stores": "FileStore HashStore PrefixStore Store TCPStore",

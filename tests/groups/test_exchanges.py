@@ -13,7 +13,7 @@ import torch.distributed as theirs
 from torch import Tensor
 
 import torchdist_ref as dist
-from torchdist_ref.groups.joined import Joined
+from torchdist_ref.groups.collectives import Joined
 from torchdist_ref.testing import RankError, fill, run
 
 WORLDS = [1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""The front door: what users call. Checks and rank translation happen here, once; backends do the rest."""
+"""Public API: argument checks and rank translation, once per call; backends do the rest."""
 
 from __future__ import annotations
 
@@ -6,10 +6,49 @@ from torch.distributed import ReduceOp
 
 from torchdist_ref.debug.levels import DebugLevel, get_debug_level, set_debug_level, set_debug_level_from_env
 from torchdist_ref.errors import adopt_torch
-from torchdist_ref.groups.availability import (
+from torchdist_ref.groups.alltoall import all_to_all, all_to_all_single
+from torchdist_ref.groups.coalesced import all_gather_coalesced, all_reduce_coalesced
+from torchdist_ref.groups.collectives import all_reduce, barrier, broadcast, monitored_barrier, reduce
+from torchdist_ref.groups.gather_scatter import (
+    all_gather,
+    all_gather_into_tensor,
+    all_gather_single,
+    gather,
+    reduce_scatter,
+    reduce_scatter_single,
+    reduce_scatter_tensor,
+    scatter,
+)
+from torchdist_ref.groups.lifecycle import destroy_process_group, init_process_group, is_initialized, new_group
+from torchdist_ref.groups.mesh import DeviceMesh, init_device_mesh
+from torchdist_ref.groups.mirroring import mirror as mirror
+from torchdist_ref.groups.multigpu import (
+    all_gather_multigpu,
+    all_reduce_multigpu,
+    broadcast_multigpu,
+    reduce_multigpu,
+    reduce_scatter_multigpu,
+)
+from torchdist_ref.groups.objects import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    scatter_object_list,
+    send_object_list,
+)
+from torchdist_ref.groups.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from torchdist_ref.groups.queries import (
+    Backend,
+    get_backend,
     get_default_backend_for_device,
+    get_global_rank,
+    get_group_rank,
     get_node_local_rank,
     get_pg_count,
+    get_process_group_ranks,
+    get_rank,
+    get_world_size,
     is_available,
     is_backend_available,
     is_gloo_available,
@@ -18,39 +57,12 @@ from torchdist_ref.groups.availability import (
     is_torchelastic_launched,
     is_ucc_available,
     is_xccl_available,
+    reduce_op,
+    supports_complex,
 )
-from torchdist_ref.groups.backend_names import Backend
-from torchdist_ref.groups.batches import P2POp, batch_isend_irecv
-from torchdist_ref.groups.coalesced import all_gather_coalesced, all_reduce_coalesced
-from torchdist_ref.groups.collectives import all_reduce, barrier, broadcast, reduce
-from torchdist_ref.groups.exchanges import all_to_all_single
-from torchdist_ref.groups.gathering import all_gather, all_gather_into_tensor, all_to_all, gather, scatter
-from torchdist_ref.groups.group import GroupMember, ProcessGroup
-from torchdist_ref.groups.lifecycle import destroy_process_group, init_process_group, is_initialized, new_group
-from torchdist_ref.groups.mesh import DeviceMesh, init_device_mesh
-from torchdist_ref.groups.mirroring import mirror as mirror
-from torchdist_ref.groups.monitoring import monitored_barrier
-from torchdist_ref.groups.multigpu import all_reduce_multigpu, broadcast_multigpu, reduce_multigpu
-from torchdist_ref.groups.multigpu_blocks import all_gather_multigpu, reduce_scatter_multigpu
-from torchdist_ref.groups.object_messages import recv_object_list, send_object_list
-from torchdist_ref.groups.objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
-from torchdist_ref.groups.point_to_point import irecv, isend, recv, send
-from torchdist_ref.groups.queries import (
-    get_backend,
-    get_global_rank,
-    get_group_rank,
-    get_process_group_ranks,
-    get_rank,
-    get_world_size,
-)
-from torchdist_ref.groups.reduce_ops import reduce_op, supports_complex
-from torchdist_ref.groups.reduce_scattering import reduce_scatter, reduce_scatter_tensor
 from torchdist_ref.groups.registered import empty_registered
-from torchdist_ref.groups.shrinking import shrink_group
-from torchdist_ref.groups.singles import all_gather_single, reduce_scatter_single
-from torchdist_ref.groups.splitting import split_group
-from torchdist_ref.groups.subgroups import new_subgroups, new_subgroups_by_enumeration
-from torchdist_ref.groups.world import default_pg_timeout
+from torchdist_ref.groups.subgroups import new_subgroups, new_subgroups_by_enumeration, shrink_group, split_group
+from torchdist_ref.groups.world import GroupMember, ProcessGroup, default_pg_timeout
 from torchdist_ref.work import Work
 
 adopt_torch()

@@ -1,7 +1,7 @@
-"""What every collective asks of its arguments, said once: the group, tensors, lists, the reduction.
+"""Argument rules that public functions share: groups, tensors, lists of tensors, reductions.
 
-A check here costs every call, so each is a few tests on values that are there anyway, and all words are
-made only when something is wrong. Don't add checks that need another rank: backends compare calls.
+Every call pays for these checks, so each one tests values at hand and formats text only on failure. Do not add checks
+that need another rank: backends compare the ranks' calls.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, strided
 from torch.distributed import ReduceOp
 
@@ -24,10 +25,11 @@ from torchdist_ref.errors import (
     explain,
     on_rank,
 )
-from torchdist_ref.groups.group import ProcessGroup, whole_number
-from torchdist_ref.groups.world import default_group, resolve
+from torchdist_ref.groups.world import ProcessGroup, default_group, resolve, whole_number
 
 SUM = ReduceOp.SUM
+
+
 _WORDS = {
     ReduceOp.SUM: "sum",
     ReduceOp.AVG: "avg",
@@ -39,7 +41,11 @@ _WORDS = {
     ReduceOp.BXOR: "bxor",
     ReduceOp.PREMUL_SUM: "premul_sum",
 }
+
+
 ALL_REDUCE = {word: AllReduce(word) for word in _WORDS.values()}
+
+
 REDUCE_SCATTER = {word: ReduceScatter(word) for word in _WORDS.values()}
 
 
@@ -203,3 +209,26 @@ def rows(operation: str, argument: str, tensor: Tensor, group: ProcessGroup) -> 
 def in_rows(tensor: Tensor, size: int) -> Sequence[Tensor]:
     """A tensor whose blocks are one after the other, as so many of them."""
     return Rows(tensor, size) if size > 1 else (tensor,)
+
+
+def multiplied(operation: str, tensor: Tensor, op: Any) -> Tensor:
+    """A copy of the tensor, times the factor of a PREMUL_SUM.
+
+    Raises:
+        ArgumentError: The tensor has no floating point numbers, or the factor is a tensor of another dtype.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        expected = "no ReduceOp.PREMUL_SUM where tensors are not floating point"
+        raise ArgumentError(explain(operation, "op", expected, tensor.dtype))
+    factor, real = op.__getstate__()[1], tensor.dtype.to_real()
+    if isinstance(factor, Tensor) and factor.dtype != real:
+        raise ArgumentError(explain(operation, "op", f"a PREMUL_SUM with a factor of {real}", factor.dtype))
+    factor = torch.as_tensor(factor, dtype=real, device=tensor.device).detach().reshape(())
+    plain = tensor.detach().contiguous()
+    # torch stores 8-bit floats and does not multiply them.
+    return (plain.float() * factor.float()).to(plain.dtype) if plain.itemsize == 1 else plain * factor
+
+
+def all_multiplied(operation: str, tensors: Sequence[Tensor], op: Any) -> list[Tensor]:
+    """Copies of the inputs of a reduction whose output is another tensor."""
+    return [multiplied(operation, tensor, op) for tensor in tensors]

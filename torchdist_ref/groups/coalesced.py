@@ -1,4 +1,7 @@
-"""Collectives on several tensors at once: every tensor is a call of its own, and the caller waits once."""
+"""Coalesced collectives: every tensor of a list is a call of its own, and the caller waits once.
+
+Do not add collectives on one tensor here.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,8 @@ from torchdist_ref.groups.arguments import (
     member_group,
     word_of,
 )
-from torchdist_ref.groups.collectives import submit
-from torchdist_ref.groups.group import ProcessGroup
-from torchdist_ref.groups.joined import Joined
-from torchdist_ref.groups.premultiplied import submit_multiplied
+from torchdist_ref.groups.collectives import Joined, submit, submit_multiplied
+from torchdist_ref.groups.world import ProcessGroup
 from torchdist_ref.work import Work
 
 _ALL_GATHER = AllGather()

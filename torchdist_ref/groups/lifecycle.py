@@ -1,32 +1,47 @@
-"""From nothing to a group of all ranks, from there to smaller groups, and back.
+"""Creation and destruction of groups: init_process_group, new_group, destroy_process_group.
 
-Don't add ways to meet (rendezvous) or backends (backends): here they are only put together.
+The members of a new group meet under a key prefix of the store that no other group uses. Every rank computes the prefix
+without communication. Groups that all ranks create are numbered; the first rank to arrive publishes the member list, so
+that ranks which disagree get an error. Groups created by their members alone are numbered per member list, because the
+other ranks never learn of them.
+
+Do not add rendezvous methods (`rendezvous`) or backends (`backends`) here.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from hashlib import sha256
 from typing import Any
 
-from torchdist_ref.backends.base import Membership, by_device, create, default_name
+from torchdist_ref.backends.base import Membership, by_device, create, decline, default_name
 from torchdist_ref.debug.checked import as_asked
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
     BackendArgumentError,
+    MismatchError,
     NotInitializedError,
     UsageError,
     explain,
     on_rank,
 )
-from torchdist_ref.groups.group import GroupMember, ProcessGroup, whole_number
-from torchdist_ref.groups.places import agreed_place, next_place, place_of_members, watched
-from torchdist_ref.groups.world import DEFAULT_TIMEOUT, World, current, default_group, resolve
+from torchdist_ref.groups.world import (
+    DEFAULT_TIMEOUT,
+    GroupMember,
+    ProcessGroup,
+    World,
+    current,
+    default_group,
+    resolve,
+    whole_number,
+)
 from torchdist_ref.rendezvous import rendezvous
-from torchdist_ref.stores import Store
+from torchdist_ref.stores import PrefixStore, Store
+from torchdist_ref.stores.watched import WatchedStore
 
 log = logging.getLogger("torchdist_ref.groups")
 
@@ -267,3 +282,56 @@ def _numbers(ranks: Any) -> list[int]:
     if not numbers or len(numbers) < len(given):
         raise ArgumentTypeError(explain("new_group", "ranks", "a list of at least one global rank", ranks))
     return numbers
+
+
+Members = tuple[int, ...]
+
+
+def next_place(world: World) -> PrefixStore:
+    """Where the next group of the count meets."""
+    assert world.store is not None
+    place = PrefixStore(f"group/{world.made}", world.store)
+    world.made += 1
+    return place
+
+
+def agreed_place(world: World, default: ProcessGroup, members: Members) -> PrefixStore:
+    """Where a group meets that all ranks make, members or not.
+
+    Raises:
+        MismatchError: Another rank gave other members for it.
+    """
+    assert world.store is not None
+    mine = ",".join(map(str, members))
+    said = world.store.compare_set(f"members/{world.made}", "", mine).decode()
+    place = next_place(world)
+    if said != mine:
+        raise _disagreement(place, default.members[default.rank()], mine, said)
+    return place
+
+
+def _disagreement(place: PrefixStore, me: int, mine: str, said: str) -> MismatchError:
+    """Tell those who wait for this rank, and give the error for this one."""
+    reason = (
+        f"new_group: rank {me} gives members [{mine}], another rank gave [{said}]. "
+        f"All ranks must make the same groups in the same order."
+    )
+    theirs = [int(member) for member in said.split(",")]
+    if me in theirs:
+        decline(place, theirs.index(me), reason)
+    return MismatchError(reason)
+
+
+def watched(place: PrefixStore, parent: ProcessGroup, ranks: Sequence[int], operation: str) -> WatchedStore:
+    """The same place, to wait there for these ranks of an older group: not in vain, if that knows that they died."""
+    return WatchedStore(place.prefix, place.underlying_store, lambda: parent.backend.trouble(ranks, operation))
+
+
+def place_of_members(world: World, members: Members) -> PrefixStore:
+    """Where a group meets that only its members make."""
+    assert world.store is not None
+    # A list of thousands of ranks would be too long for a key.
+    these = sha256(",".join(map(str, members)).encode()).hexdigest()[:16]
+    place = PrefixStore(f"members_only/{these}/{world.by_members[members]}", world.store)
+    world.by_members[members] += 1
+    return place

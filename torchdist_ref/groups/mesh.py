@@ -1,25 +1,23 @@
-"""DeviceMesh: the ranks in a grid, and a group along every line of it.
+"""DeviceMesh: the ranks in a grid, with a process group along each dimension.
 
-A mesh is a tensor of global ranks. For each dimension the grid falls into lines along it, and each line is a group; a
-rank is in one line of each dimension. All ranks make all groups, in one order; slices share them, so that slicing
-communicates nothing. Checks, and the making of groups, are in `mesh_lines`; what is done on a mesh (sharding,
-parallelism) is not here.
+A mesh is a tensor of global ranks. Along each dimension, every line of the grid is a group; a rank belongs to one line
+per dimension. All ranks create all groups in one order. Slices share these groups, so slicing does not communicate.
+Do not add work done on a mesh (sharding, parallelism) here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from torchdist_ref.errors import DistError, explain
-from torchdist_ref.groups.group import ProcessGroup
-from torchdist_ref.groups.lifecycle import init_process_group, is_initialized
-from torchdist_ref.groups.mesh_lines import Names, backend_of, check_mesh, group_along, ranks_of, wrong
-from torchdist_ref.groups.queries import get_rank
+from torchdist_ref.groups.lifecycle import init_process_group, is_initialized, new_group
+from torchdist_ref.groups.queries import get_rank, get_world_size
+from torchdist_ref.groups.world import ProcessGroup, default_group
 
 Groups = tuple[ProcessGroup | int, ...]
 
@@ -270,3 +268,45 @@ def init_device_mesh(
         wrong("backend_override", f"about dimensions of {mesh_dim_names or mesh_shape}, each once", backend_override)
     ranks = torch.arange(prod(mesh_shape), dtype=torch.int).view(tuple(mesh_shape))
     return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, backend_override=backends)
+
+
+Names = tuple[str, ...] | None
+
+
+def ranks_of(mesh: Any) -> Tensor:
+    """The ranks as a tensor, from a tensor or nested lists."""
+    if mesh is None:
+        wrong("mesh", "a tensor or nested lists of ranks", None)
+    return torch.as_tensor(mesh, dtype=torch.int, device="cpu").detach().clone()
+
+
+def check_mesh(device_type: str, ranks: Tensor, names: Names) -> None:
+    """Raise unless these can be a mesh of the current job."""
+    if not isinstance(device_type, str) or not device_type.isalpha():
+        wrong("device_type", "the name of a device, without a number", device_type)
+    listed, world = ranks.flatten().tolist(), get_world_size()
+    if len(set(listed)) != len(listed) or not all(0 <= rank < world for rank in listed):
+        wrong("mesh", f"ranks from 0 to {world - 1}, each at most once", ranks.tolist())
+    if names is not None and (len(names) != ranks.dim() or len(set(names)) != len(names)):
+        wrong("mesh_dim_names", f"{ranks.dim()} names, one for each dimension, none twice", names)
+
+
+def wrong(argument: str, expected: str, got: Any) -> NoReturn:
+    """Raise what is wrong with an argument of a mesh."""
+    # torch raises RuntimeError for all of these.
+    raise DistError(explain("DeviceMesh", argument, expected, got))
+
+
+def backend_of(wish: Any) -> str | None:
+    """The backend that a caller wants for a dimension; None for the default group's."""
+    name = wish[0] if isinstance(wish, tuple) else wish
+    return name if isinstance(name, str) else None
+
+
+def group_along(ranks: Tensor, dimension: int, backend: str | None) -> ProcessGroup | int:
+    """Make the groups of all lines along a dimension, on all ranks; this rank's is the one that counts."""
+    if ranks.dim() == 1 and backend is None and ranks.tolist() == list(default_group().members):
+        return default_group()
+    lines = ranks.movedim(dimension, -1).reshape(-1, ranks.shape[dimension]).tolist()
+    made = [new_group(line, backend=backend) for line in lines]
+    return next((group for group in made if isinstance(group, ProcessGroup)), -100)

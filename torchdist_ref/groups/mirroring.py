@@ -1,9 +1,9 @@
-"""Our groups, where torch's functions look for groups: so that hooks written for torch run on our backends unchanged.
+"""Registration of our groups with torch, so that hooks written for torch run on our backends unchanged.
 
 Such a hook calls ``torch.distributed.all_reduce(tensor, group=state)``. With ``group=None`` torch looks up its default
-group: `mirror` puts a mirror of ours there, if torch has none of its own. With a group of ours, torch calls the group's
-methods under torch's names: `as_torch` finds them. Mirrors leave torch's tables when our group is destroyed.
-Don't add translation of calls: that is the business of backends.
+group: `mirror` registers a mirror of ours there, if torch has none of its own. With a group of ours, torch calls the
+group's methods by torch's names; ``ProcessGroup.__getattr__`` provides them. Mirrors leave torch's tables when our
+group is destroyed. Do not add translation of calls: backends do that.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch.distributed
 from torch.distributed import distributed_c10d as theirs
 
 from torchdist_ref.backends import base
-from torchdist_ref.groups.group import ProcessGroup
-from torchdist_ref.groups.world import World, current, default_group
+from torchdist_ref.groups.world import ProcessGroup, World, current, default_group
 
 _lock = threading.Lock()
 

@@ -1,11 +1,28 @@
-"""Who am I, how many are we, on what: questions that cost no communication."""
+"""Queries that need no communication: ranks, group sizes, backend names, available backends, reduction properties.
+
+`Backend` spells backend names and registers third-party backends; the table of backends is `backends.base`. A backend
+is available if this library has it and the software that it drives is installed: add such a check here when a backend
+needs something installed.
+"""
 
 from __future__ import annotations
 
-from torchdist_ref.errors import ArgumentError, explain, on_rank
-from torchdist_ref.groups.destroyed import refuse_destroyed
-from torchdist_ref.groups.group import ProcessGroup
-from torchdist_ref.groups.world import resolve
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as c10d
+from torch.distributed import ReduceOp
+
+from torchdist_ref.backends import base
+from torchdist_ref.backends.base import names
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, explain, on_rank
+from torchdist_ref.groups.arguments import word_of
+from torchdist_ref.groups.world import ProcessGroup, current, refuse_destroyed, resolve
 
 
 def get_rank(group: ProcessGroup | int | None = None) -> int:
@@ -91,3 +108,296 @@ def _member(group: ProcessGroup | int | None, operation: str) -> ProcessGroup:
         raise ArgumentError(explain(operation, "group", "a group that this rank is in", group))
     refuse_destroyed(found, operation)
     return found
+
+
+def is_available() -> bool:
+    """Whether ranks can communicate at all here.
+
+    Returns:
+        True wherever this library can be imported with a torch that was built with its distributed package.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> dist.is_available()
+        True
+    """
+    return c10d.is_available()
+
+
+def is_gloo_available() -> bool:
+    """Whether the ``gloo`` backend can be used: torch was built with Gloo."""
+    return _has("gloo", c10d.is_gloo_available)
+
+
+def is_nccl_available() -> bool:
+    """Whether the ``nccl`` backend can be used: this library has it, and torch was built with NCCL."""
+    return _has("nccl", c10d.is_nccl_available)
+
+
+def is_mpi_available() -> bool:
+    """Whether the ``mpi`` backend can be used: this library has it, and ``mpi4py`` is installed."""
+    return _has("mpi", lambda: importlib.util.find_spec("mpi4py") is not None)
+
+
+def is_ucc_available() -> bool:
+    """Whether a backend named ``ucc`` can be used. This library has none; one may be registered."""
+    return _has("ucc")
+
+
+def is_xccl_available() -> bool:
+    """Whether a backend named ``xccl`` can be used. This library has none; one may be registered."""
+    return _has("xccl")
+
+
+def _has(name: str, installed: Callable[[], bool] = lambda: True) -> bool:
+    return name in names() and installed()
+
+
+_CHECKS = {"gloo": is_gloo_available, "nccl": is_nccl_available, "mpi": is_mpi_available}
+
+
+def is_backend_available(backend: str) -> bool:
+    """Whether `init_process_group` can use a backend.
+
+    Args:
+        backend: A name in any case, or names by device such as ``"cpu:gloo,cuda:nccl"``: then all must be there.
+
+    Raises:
+        ArgumentTypeError: Not a text.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> dist.is_backend_available("REF"), dist.is_backend_available("smoke-signals")
+        (True, False)
+    """
+    if not isinstance(backend, str):
+        raise ArgumentTypeError(explain("is_backend_available", "backend", "a name", backend))
+    asked = [part.rpartition(":")[2].strip() for part in backend.lower().split(",")]
+    return all(_CHECKS.get(name, lambda name=name: _has(name))() for name in asked)
+
+
+def get_default_backend_for_device(device: str | torch.device) -> str:
+    """The backend that works for tensors of a device wherever the ranks are.
+
+    Args:
+        device: A device or its name, with or without a number.
+
+    Returns:
+        ``"gloo"`` for the CPU and ``"nccl"`` for CUDA, as in torch; for other devices, what was registered with
+        `Backend.register_backend`. Where all ranks share a host, ``"ref"`` works on CPU tensors too.
+
+    Raises:
+        ArgumentError: No backend is known for the device.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> dist.get_default_backend_for_device("cpu")
+        'gloo'
+    """
+    kind = torch.device(device).type
+    found = Backend.default_device_backend_map.get(kind)
+    if found is None:
+        known = ", ".join(sorted(Backend.default_device_backend_map))
+        expected = f"a device with a default backend, one of {known}"
+        hint = "Default backend not registered for device; see register_backend."
+        raise ArgumentError(explain("get_default_backend_for_device", "device", expected, str(device), hint=hint))
+    return found
+
+
+def is_torchelastic_launched() -> bool:
+    """Whether a launcher with restarts started this process: the environment has ``TORCHELASTIC_RUN_ID``."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """This process's number among those of its host, as the launcher set it in ``LOCAL_RANK``.
+
+    Args:
+        fallback_rank: The answer where no launcher set it. Default: none, which makes that an error.
+
+    Raises:
+        DistError: ``LOCAL_RANK`` is not set and there is no fallback.
+        ArgumentError: It is set to something that is no number.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> dist.get_node_local_rank(fallback_rank=0)
+        0
+    """
+    said = os.environ.get("LOCAL_RANK", fallback_rank)
+    if said is None:
+        raise DistError(
+            "get_node_local_rank: LOCAL_RANK is not in the environment. Start the program with a launcher, "
+            "or give fallback_rank."
+        )
+    try:
+        return int(said)
+    except ValueError:
+        raise ArgumentError(explain("get_node_local_rank", "LOCAL_RANK", "a whole number", said)) from None
+
+
+def get_pg_count() -> int:
+    """How many groups were made since `init_process_group`, the group of all ranks included.
+
+    Groups that this rank is not in count too, so that all ranks get one number, but for groups that their members made
+    alone (`use_local_synchronization`); destroyed groups still count.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     dist.new_group([0])
+        ...     return dist.get_pg_count()
+        >>> run(program, 2)
+        [2, 2]
+    """
+    world = current()
+    return world.made + world.by_members.total()
+
+
+class Backend(str):
+    """The name of a backend, in lower case. It is a ``str``, so plain text does as well everywhere.
+
+    Args:
+        name: A name in any case. Whether there is such a backend is asked by `init_process_group`.
+
+    Attributes:
+        REF: This library's own backend.
+        GLOO: torch's backend for CPU tensors.
+        NCCL: NVIDIA's, for CUDA tensors.
+        MPI: An MPI library, through mpi4py.
+        UCC: Accepted as a name; no backend comes with it.
+        XCCL: Accepted as a name; no backend comes with it.
+        FAKE: One process that plays one rank of many and records the calls.
+        TCP: Accepted as a name; torch removed that backend long ago.
+        UNDEFINED: What stands for no backend.
+        default_device_backend_map: Which backend `get_default_backend_for_device` answers for a device.
+
+    Raises:
+        ArgumentError: Not a text.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> dist.Backend("GLOO") == dist.Backend.GLOO == "gloo"
+        True
+    """
+
+    REF = "ref"
+    GLOO = "gloo"
+    NCCL = "nccl"
+    MPI = "mpi"
+    UCC = "ucc"
+    XCCL = "xccl"
+    FAKE = "fake"
+    TCP = "tcp"
+    UNDEFINED = "undefined"
+    default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": GLOO, "cuda": NCCL, "xpu": XCCL, "mps": GLOO}
+
+    def __new__(cls, name: str) -> Backend:
+        if not isinstance(name, str):
+            raise ArgumentError(explain("Backend", "name", "a text", name))
+        return super().__new__(cls, name.lower())
+
+    @classmethod
+    def register_backend(
+        cls,
+        name: str,
+        func: Callable[..., base.Backend],
+        extended_api: bool = False,
+        devices: str | Sequence[str] | None = None,
+    ) -> None:
+        """Make a backend of your own known under a name, in this process.
+
+        Args:
+            name: The name, kept in lower case; ``Backend.<NAME>`` is it from then on. A known name is replaced.
+            func: Makes the backend of one group on one rank, a `torchdist_ref.backends.base.Backend`. Called as
+                ``func(store, rank, size, timeout)``: a store of this group only, group rank and size, a timedelta.
+            extended_api: Call it as ``func(membership, options)`` instead: a
+                `torchdist_ref.backends.base.Membership`, which has the members' global ranks and the group's name
+                besides, and the caller's `pg_options`.
+            devices: Devices whose default backend this becomes if they have none.
+
+        Raises:
+            ArgumentTypeError: The name is no text, or `func` can't be called.
+
+        Example:
+            >>> import torchdist_ref as dist
+            >>> from torchdist_ref.backends.ref import Ref
+            >>> dist.Backend.register_backend("mine", lambda membership, _: Ref(membership), extended_api=True)
+            >>> dist.init_process_group("mine", store=dist.HashStore(), rank=0, world_size=1)
+            >>> dist.destroy_process_group()
+        """
+        if not isinstance(name, str):
+            raise ArgumentTypeError(explain("register_backend", "name", "a text", name))
+        if not callable(func):
+            raise ArgumentTypeError(explain("register_backend", "func", "callable", func))
+        if not hasattr(cls, name.upper()):
+            setattr(cls, name.upper(), name.lower())
+        for device in [devices] if isinstance(devices, str) else devices or ():
+            cls.default_device_backend_map.setdefault(device, name.lower())
+        base.register(name, _factory(name.lower(), func, extended_api))
+
+
+def _factory(name: str, func: Callable[..., Any], extended_api: bool) -> base.Factory:
+    def make(membership: base.Membership) -> base.Backend:
+        m = membership
+        arguments = (m, m.options) if extended_api else (m.store, m.rank, m.size, timedelta(seconds=m.timeout))
+        made = func(*arguments)
+        if not isinstance(made, base.Backend):
+            expected = "a function that returns a torchdist_ref.backends.base.Backend"
+            raise ArgumentTypeError(
+                explain(
+                    "register_backend",
+                    "func",
+                    expected,
+                    made,
+                    rank=m.rank,
+                    hint=f"It is the backend {name!r}. Register one of torch's own kind "
+                    "with torch.distributed.Backend.register_backend.",
+                )
+            )
+        return made
+
+    return make
+
+
+_NOT_COMPLEX = ("product", "min", "max", "band", "bor", "bxor")
+
+
+def supports_complex(reduceOp: Any) -> bool:
+    """Whether a reduction makes sense for complex numbers.
+
+    Args:
+        reduceOp: A member of `ReduceOp`, or a ``ReduceOp.PREMUL_SUM`` with its factor.
+
+    Returns:
+        True for SUM, AVG and PREMUL_SUM. Complex numbers have no order and no bits to work on, and backends
+        multiply real numbers only.
+
+    Raises:
+        ArgumentTypeError: Not a ReduceOp.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> dist.supports_complex(dist.ReduceOp.SUM), dist.supports_complex(dist.ReduceOp.MAX)
+        (True, False)
+    """
+    if reduceOp is ReduceOp.PREMUL_SUM:
+        return True
+    return word_of(reduceOp, "supports_complex") not in _NOT_COMPLEX
+
+
+class _OldReduceOp:
+    """The members of `ReduceOp` under the name that torch had before 1.0; each use warns."""
+
+    def __getattr__(self, name: str) -> Any:
+        members = ReduceOp.RedOpType.__members__
+        if name == "__members__":
+            return members
+        if name not in members:
+            raise AttributeError(f"reduce_op has no member {name!r}; there are {', '.join(members)}.")
+        warnings.warn("reduce_op is deprecated, please use ReduceOp instead.", FutureWarning, stacklevel=2)
+        return members[name]
+
+
+reduce_op = _OldReduceOp()

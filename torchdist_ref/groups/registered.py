@@ -1,7 +1,7 @@
-"""Registered buffers: tensors that the other ranks of this host read where they lie, so that calls need no staging.
+"""Registered buffers: tensors that other ranks of the host read in place, so that calls need no staging.
 
-What such memory is, the backend knows (`Backend.empty`). Don't add anything that ranks must agree on: whether a call
-can do without staging is found out when it is made.
+The backend allocates the memory (`Backend.empty`). Do not add anything that ranks must agree on: each call finds out
+whether all its operands are registered.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
-from torchdist_ref.groups.group import ProcessGroup
-from torchdist_ref.groups.world import resolve
+from torchdist_ref.groups.world import ProcessGroup, resolve
 
 
 def empty_registered(

@@ -1,19 +1,24 @@
-"""Collectives that move blocks: all_gather, gather, scatter, all_to_all.
+"""Collectives that move or reduce blocks: all_gather, gather, scatter, reduce_scatter, and their single-tensor forms.
 
-Lists have one tensor for each rank of the group; the functions on one tensor see it as equal blocks, one for
-each rank. Checks, ranks and calls as in `collectives`. Reductions to blocks are in `reduce_scattering`.
+Lists hold one tensor for each rank of the group. The single-tensor forms (``..._into_tensor``, ``..._tensor``,
+``..._single``) treat a tensor as equal blocks, one for each rank. Checks, ranks and calls are as in `collectives`.
+Do not add algorithms here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 from torch import Tensor
 
-from torchdist_ref.calls import AllGather, AllToAll, Gather, Scatter
+from torchdist_ref.calls import AllGather, Gather, Scatter
 from torchdist_ref.errors import ArgumentError, on_rank
 from torchdist_ref.groups.arguments import (
+    REDUCE_SCATTER,
+    SUM,
+    all_multiplied,
     blocks_fit,
     check_blocks,
     check_elements,
@@ -23,14 +28,18 @@ from torchdist_ref.groups.arguments import (
     member_group,
     root_of,
     rows,
+    word_of,
 )
 from torchdist_ref.groups.collectives import submit
-from torchdist_ref.groups.group import ProcessGroup
+from torchdist_ref.groups.world import ProcessGroup
 from torchdist_ref.work import Work
 
 _ALL_GATHER = AllGather()
-_ALL_TO_ALL = AllToAll()
+
+
 _gather = cache(Gather)
+
+
 _scatter = cache(Scatter)
 
 
@@ -249,17 +258,19 @@ def _list_of_root(
     return given
 
 
-def all_to_all(
-    output_tensor_list: list[Tensor],
-    input_tensor_list: list[Tensor],
+def reduce_scatter(
+    output: Tensor,
+    input_list: list[Tensor],
+    op: Any = SUM,
     group: ProcessGroup | int | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Every rank gives every rank a tensor.
+    """Reduce a list of tensors over all ranks; rank `r` gets the reduced entry `r`.
 
     Args:
-        output_tensor_list: Output: entry `s` becomes what rank `s` has for this rank.
-        input_tensor_list: Input: entry `d` goes to rank `d`. All tensors of the call have one size.
+        output: Output: this rank's reduced tensor.
+        input_list: Input: one tensor for each rank; entry `r` has one shape on all ranks.
+        op: How to reduce. Default: the sum.
         group: Which ranks. Default: all.
         async_op: Return at once with a Work to wait for.
 
@@ -267,8 +278,8 @@ def all_to_all(
         A `Work` if `async_op`, else None.
 
     Raises:
-        ArgumentError: Lists of the wrong length, different sizes or dtypes.
-        ArgumentTypeError: Not lists of tensors.
+        ArgumentError: The list has the wrong length, this rank's entry not the size of the output, dtypes differ.
+        ArgumentTypeError: Not tensors, or not a ReduceOp.
         NotInitializedError: There is no group yet.
         MismatchError: Ranks called different things. Nothing was written.
         DistBackendError: A rank died, gave up, or did not come in time.
@@ -277,18 +288,140 @@ def all_to_all(
         >>> import torch, torchdist_ref as dist
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
-        ...     got = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
-        ...     dist.all_to_all(got, [torch.tensor([10 * rank + d]) for d in range(3)])
-        ...     return [tensor.item() for tensor in got]
+        ...     output = torch.zeros(1, dtype=torch.int64)
+        ...     dist.reduce_scatter(output, [torch.tensor([rank + 10 * block]) for block in range(3)])
+        ...     return output.item()
         >>> run(program, 3)
-        [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
+        [3, 33, 63]
 
-    The operation is MPI's ``MPI_Alltoall``.
+    The operation is MPI's ``MPI_Reduce_scatter``.
     """
-    found = member_group("all_to_all", group)
+    found = member_group("reduce_scatter", group)
     if found is None:
         return None
-    size, why = found.size(), "as input_tensor_list[0] has; all_to_all_single takes unequal ones"
-    check_blocks("all_to_all", "input_tensor_list", input_tensor_list, size, why)
-    check_blocks("all_to_all", "output_tensor_list", output_tensor_list, size, why, input_tensor_list[0])
-    return submit(found, _ALL_TO_ALL, input_tensor_list, output_tensor_list, async_op)
+    check_tensor("reduce_scatter", "output", output)
+    check_tensors("reduce_scatter", "input_list", input_list, found.size())
+    check_one_dtype("reduce_scatter", input_list, output)
+    mine = found.rank()
+    if input_list[mine].numel() != output.numel():
+        check_elements("reduce_scatter", f"input_list[{mine}]", input_list[mine], output.numel(), "as the output has")
+    return _submit("reduce_scatter", found, input_list, output, op, async_op)
+
+
+def reduce_scatter_tensor(
+    output: Tensor,
+    input: Tensor,
+    op: Any = SUM,
+    group: ProcessGroup | int | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Reduce a tensor over all ranks; rank `r` gets block `r` of the result.
+
+    Args:
+        output: Output: this rank's block.
+        input: Input, world size times as many elements as the output; one shape on all ranks.
+        op: How to reduce. Default: the sum.
+        group: Which ranks. Default: all.
+        async_op: Return at once with a Work to wait for.
+
+    Returns:
+        A `Work` if `async_op`, else None.
+
+    Raises:
+        ArgumentError: The input has the wrong size, or dtypes differ.
+        ArgumentTypeError: Not tensors, or not a ReduceOp.
+        NotInitializedError: There is no group yet.
+        MismatchError: Ranks called different things. Nothing was written.
+        DistBackendError: A rank died, gave up, or did not come in time.
+
+    Example:
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     output = torch.zeros(2, dtype=torch.int64)
+        ...     dist.reduce_scatter_tensor(output, torch.arange(4) + rank)
+        ...     return output.tolist()
+        >>> run(program, 2)
+        [[1, 3], [5, 7]]
+    """
+    found = member_group("reduce_scatter_tensor", group)
+    return None if found is None else scatter_from("reduce_scatter_tensor", output, input, op, found, async_op)
+
+
+def scatter_from(
+    operation: str, output: Tensor, input: Tensor, op: Any, group: ProcessGroup, async_op: bool
+) -> Work | None:
+    """What `reduce_scatter_tensor` does, under either of its names."""
+    check_tensor(operation, "output", output)
+    check_tensor(operation, "input", input)
+    check_one_dtype(operation, (output, input))
+    check_elements(operation, "input", input, output.numel() * group.size(), "world size times the output")
+    return _submit(operation, group, rows(operation, "input", input, group), output, op, async_op)
+
+
+def _submit(
+    operation: str, group: ProcessGroup, inputs: Sequence[Tensor], output: Tensor, op: Any, async_op: bool
+) -> Work | None:
+    call = REDUCE_SCATTER[word_of(op, operation)]
+    if call.reduction == "premul_sum":
+        inputs = all_multiplied(operation, inputs, op)
+    return submit(group, call, inputs, (output,), async_op)
+
+
+def all_gather_single(
+    output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup | int | None = None, async_op: bool = False
+) -> Work | None:
+    """Give every rank the tensors of all ranks, one after the other in one tensor.
+
+    Args:
+        output_tensor: Output, world size times as many elements as the input: rank 0's first.
+        input_tensor: Input: this rank's tensor; the same shape on all ranks.
+        group: Which ranks. Default: all.
+        async_op: Return at once with a Work to wait for.
+
+    Returns:
+        A `Work` if `async_op`, else None.
+
+    Raises:
+        ArgumentError: The output has the wrong size, or dtypes differ.
+        ArgumentTypeError: Not tensors.
+        NotInitializedError: There is no group yet.
+        MismatchError: Ranks called different things. Nothing was written.
+        DistBackendError: A rank died, gave up, or did not come in time.
+
+    Example: as for `all_gather_into_tensor`, the older name of the same operation.
+    """
+    found = member_group("all_gather_single", group)
+    return None if found is None else gather_into("all_gather_single", output_tensor, input_tensor, found, async_op)
+
+
+def reduce_scatter_single(
+    output: Tensor,
+    input: Tensor,
+    op: Any = SUM,
+    group: ProcessGroup | int | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Reduce a tensor over all ranks; rank `r` gets block `r` of the result.
+
+    Args:
+        output: Output: this rank's block.
+        input: Input, world size times as many elements as the output; one shape on all ranks.
+        op: How to reduce. Default: the sum.
+        group: Which ranks. Default: all.
+        async_op: Return at once with a Work to wait for.
+
+    Returns:
+        A `Work` if `async_op`, else None.
+
+    Raises:
+        ArgumentError: The input has the wrong size, or dtypes differ.
+        ArgumentTypeError: Not tensors, or not a ReduceOp.
+        NotInitializedError: There is no group yet.
+        MismatchError: Ranks called different things. Nothing was written.
+        DistBackendError: A rank died, gave up, or did not come in time.
+
+    Example: as for `reduce_scatter_tensor`, the older name of the same operation.
+    """
+    found = member_group("reduce_scatter_single", group)
+    return None if found is None else scatter_from("reduce_scatter_single", output, input, op, found, async_op)

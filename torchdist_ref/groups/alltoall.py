@@ -1,7 +1,7 @@
-"""all_to_all_single: blocks of one tensor to all ranks, equal or not.
+"""all_to_all and all_to_all_single: one block from every rank to every rank, of equal or unequal sizes.
 
-Where ranks give no sizes, all blocks are equal, and all ranks know it. Where they do, a rank knows only its own; how
-ranks learn of each other's is the backend's business.
+Without split sizes all blocks are equal, and every rank knows it. With split sizes a rank knows only its own; the
+backend exchanges the others'. Do not add that exchange here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from torchdist_ref.calls import AllToAll
 from torchdist_ref.errors import BackendArgumentError, explain
 from torchdist_ref.groups.arguments import (
+    check_blocks,
     check_elements,
     check_one_dtype,
     check_tensor,
@@ -22,11 +23,58 @@ from torchdist_ref.groups.arguments import (
     member_group,
 )
 from torchdist_ref.groups.collectives import submit
-from torchdist_ref.groups.group import ProcessGroup
+from torchdist_ref.groups.world import ProcessGroup
 from torchdist_ref.work import Work
 
 _ALL_TO_ALL, _UNEVEN = AllToAll(), AllToAll(uneven=True)
+
+
 _NAME = "all_to_all_single"
+
+
+def all_to_all(
+    output_tensor_list: list[Tensor],
+    input_tensor_list: list[Tensor],
+    group: ProcessGroup | int | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Every rank gives every rank a tensor.
+
+    Args:
+        output_tensor_list: Output: entry `s` becomes what rank `s` has for this rank.
+        input_tensor_list: Input: entry `d` goes to rank `d`. All tensors of the call have one size.
+        group: Which ranks. Default: all.
+        async_op: Return at once with a Work to wait for.
+
+    Returns:
+        A `Work` if `async_op`, else None.
+
+    Raises:
+        ArgumentError: Lists of the wrong length, different sizes or dtypes.
+        ArgumentTypeError: Not lists of tensors.
+        NotInitializedError: There is no group yet.
+        MismatchError: Ranks called different things. Nothing was written.
+        DistBackendError: A rank died, gave up, or did not come in time.
+
+    Example:
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     got = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
+        ...     dist.all_to_all(got, [torch.tensor([10 * rank + d]) for d in range(3)])
+        ...     return [tensor.item() for tensor in got]
+        >>> run(program, 3)
+        [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
+
+    The operation is MPI's ``MPI_Alltoall``.
+    """
+    found = member_group("all_to_all", group)
+    if found is None:
+        return None
+    size, why = found.size(), "as input_tensor_list[0] has; all_to_all_single takes unequal ones"
+    check_blocks("all_to_all", "input_tensor_list", input_tensor_list, size, why)
+    check_blocks("all_to_all", "output_tensor_list", output_tensor_list, size, why, input_tensor_list[0])
+    return submit(found, _ALL_TO_ALL, input_tensor_list, output_tensor_list, async_op)
 
 
 def all_to_all_single(
