@@ -45,7 +45,10 @@ def installed(path: Path) -> Path:
 # These are over a second: each starts an interpreter that imports torch.
 def test_importing_torch_registers_ref_and_loads_nothing_else(tmp_path: Path) -> None:
     result = answer(ASK, installed(tmp_path))
-    assert (result.stdout, result.stderr) == ("True ['torchdist_ref', 'torchdist_ref._autoload']\n", "")
+    assert (result.stdout, result.stderr) == (
+        "True ['torchdist_ref', 'torchdist_ref.backends', 'torchdist_ref.torch_paths']\n",
+        "",
+    )
 
 
 def test_the_import_registers_ref_where_torch_is_there_before(tmp_path: Path) -> None:
@@ -87,11 +90,11 @@ def test_a_broken_installation_breaks_the_group_and_not_torch(broken: str, tmp_p
 @pytest.mark.parametrize("text", ["this is no Python", "raise OSError('unreadable')", None])
 def test_torch_starts_whatever_is_wrong_with_what_it_loads(text: str | None, tmp_path: Path) -> None:
     """Nothing else is loaded; what can't be caught is a package whose ``__init__`` Python can't read."""
-    broken = installed(tmp_path) / "torchdist_ref" / "_autoload.py"
-    broken.unlink() if text is None else broken.write_text(text)
+    broken = installed(tmp_path) / "torchdist_ref" / "backends" / "__init__.py"
+    shutil.rmtree(broken.parent) if text is None else broken.write_text(text)
     result = answer(ASK, tmp_path)
-    assert (result.returncode, result.stdout) == (0, "False ['torchdist_ref']\n")
-    assert "torch can't be told of backend 'ref'" in result.stderr
+    assert (result.returncode, result.stdout) == (0, "False ['torchdist_ref', 'torchdist_ref.torch_paths']\n")
+    assert "backend 'ref' can't be registered with torch" in result.stderr
 
 
 def test_a_torch_that_refuses_is_only_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -100,7 +103,7 @@ def test_a_torch_that_refuses_is_only_logged(monkeypatch: pytest.MonkeyPatch, ca
 
     monkeypatch.delattr(c10d.Backend, "REF")
     monkeypatch.setattr(c10d.Backend, "register_backend", refuse)
-    torchdist_ref._tell_torch()
+    torchdist_ref._register_with_torch()
     assert "another signature" in caplog.text
 
 

@@ -156,7 +156,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'torchdist_ref' has no attribute {name!r}")
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
-    _tell_torch()
+    _register_with_torch()
     return value
 
 
@@ -164,18 +164,24 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
 
 
-def _tell_torch() -> None:
-    """Register `ref` with torch where torch is there. Called often, also by torch's start, so it never raises."""
-    if "torch" not in sys.modules:
-        return
+def _register_with_torch() -> None:
+    """Register `ref` with torch if torch is imported. It runs while torch starts, so it never raises."""
+    if "torch" in sys.modules:
+        _run("backends", "register_with_torch", "backend 'ref' can't be registered with torch")
+
+
+def _run(module: str, function: str, failure: str) -> None:
+    """Call a function of a module of ours, and log what it raises."""
     try:
-        from torchdist_ref import _autoload
+        getattr(importlib.import_module(f"torchdist_ref.{module}"), function)()
     except Exception as error:
         import logging
 
-        logging.getLogger("torchdist_ref").warning("torch can't be told of backend 'ref': %r", error)
-    else:
-        _autoload.register()
+        logging.getLogger("torchdist_ref").warning("%s: %r", failure, error)
 
 
-_tell_torch()
+# The entry point of editable installations made before the function was renamed.
+_tell_torch = _register_with_torch
+
+_run("torch_paths", "install", "modules at torch's paths can't be imported")
+_register_with_torch()

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from torchdist_ref import _autoload
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import UsageError, explain
 from torchdist_ref.stores import Store
@@ -273,7 +272,3 @@ def mirrored(find: Callable[[], Any]) -> Any:
 def _load(path: str) -> Any:
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-# Whoever comes here has torch by now, and may use `ref` through torch as well.
-_autoload.register()

@@ -1,0 +1,214 @@
+"""Import paths that exist only because torch has them: every use of a module works through the finder."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import pickle
+import pydoc
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import layers
+import pytest
+import torch
+from torch.distributed import rpc
+
+import torchdist_ref as dist
+from torchdist_ref import groups, torch_paths
+
+PACKAGE = Path(dist.__file__).parent
+RPC_NAMES = {
+    "api.remote_module": ["RemoteModule"],
+    "jit.instantiator": [
+        "get_arg_return_types_from_interface",
+        "instantiate_non_scriptable_remote_module_template",
+        "instantiate_scriptable_remote_module_template",
+    ],
+    "jit.templates.remote_module_template": ["get_remote_module_template"],
+}
+needs_rpc = pytest.mark.skipif(not rpc.is_available(), reason="this torch has no remote calls")
+OURS = [
+    (path, name, home)
+    for path, names in torch_paths.PATHS.items()
+    for name, home in names.items()
+    if "torch." not in home
+]
+
+
+def output(program: str) -> str:
+    """Run a program in a fresh interpreter and return what it printed."""
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+@pytest.mark.parametrize(("path", "name", "home"), OURS)
+def test_a_name_at_a_path_is_that_of_its_home(path: str, name: str, home: str) -> None:
+    module = importlib.import_module(f"torchdist_ref.{path}")
+    assert getattr(module, name) is getattr(importlib.import_module(home), name)
+    assert name in module.__all__ and name in dir(module)
+
+
+def test_a_path_in_the_table_has_no_file() -> None:
+    modules = {layers.module_name(path).removeprefix("torchdist_ref.") for path in layers.files()}
+    assert not modules & torch_paths.PATHS.keys()
+
+
+def test_importing_a_path_imports_no_torch() -> None:
+    program = """
+        import sys
+        import torchdist_ref.device_mesh, torchdist_ref.nn.api
+        print("torch" in sys.modules, "torchdist_ref.groups" in sys.modules)
+    """
+    assert output(program.replace(", torchdist_ref.nn.api", "")) == "False False\n"
+
+
+def test_statements_that_import() -> None:
+    import torchdist_ref.device_mesh as module
+    from torchdist_ref.device_mesh import DeviceMesh
+    from torchdist_ref.nn.jit import instantiator
+
+    from torchdist_ref import device_mesh
+
+    assert module is device_mesh is sys.modules["torchdist_ref.device_mesh"]
+    assert DeviceMesh is groups.DeviceMesh
+    assert instantiator is dist.nn.jit.instantiator  # type: ignore[attr-defined]
+    names: dict[str, object] = {}
+    exec("from torchdist_ref.device_mesh import *", names)
+    assert names["init_device_mesh"] is groups.init_device_mesh
+
+
+def test_a_name_that_is_not_there_says_what_is() -> None:
+    module = importlib.import_module("torchdist_ref.device_mesh")
+    with pytest.raises(
+        AttributeError, match=r"device_mesh' has no attribute 'Mesh'; it has DeviceMesh, init_device_mesh"
+    ):
+        module.Mesh  # noqa: B018
+    with pytest.raises(ImportError, match="Mesh"):
+        from torchdist_ref.device_mesh import Mesh  # noqa: F401
+
+
+def test_a_module_that_only_torch_has_is_named() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"'torchdist_ref.rpc'.*import torch\.distributed\.rpc"):
+        importlib.import_module("torchdist_ref.rpc")
+    with pytest.raises(ModuleNotFoundError, match=r"'torchdist_ref\.nonsense'$"):
+        importlib.import_module("torchdist_ref.nonsense")
+
+
+def test_inspect_finds_source_and_module() -> None:
+    module = importlib.import_module("torchdist_ref.device_mesh")
+    assert inspect.getsource(module.init_device_mesh) == inspect.getsource(groups.init_device_mesh)
+    assert inspect.getsourcefile(module) == groups.__file__
+    assert inspect.getmodule(module.DeviceMesh) is inspect.getmodule(groups.DeviceMesh)
+    assert ("DeviceMesh", groups.DeviceMesh) in inspect.getmembers(module, inspect.isclass)
+    spec = importlib.util.find_spec("torchdist_ref.device_mesh")
+    assert spec is not None and spec.origin == groups.__file__
+
+
+def test_a_pickle_that_names_a_path_loads() -> None:
+    # What protocol 0 writes for a class, or a function, is its module and its name.
+    assert pickle.loads(b"ctorchdist_ref.device_mesh\nDeviceMesh\n.") is groups.DeviceMesh
+    assert pickle.loads(pickle.dumps(groups.init_device_mesh)) is groups.init_device_mesh
+
+
+def test_help_shows_the_names() -> None:
+    text = pydoc.plain(pydoc.render_doc("torchdist_ref.device_mesh"))
+    assert "Import path of torch's; its names live in `torchdist_ref.groups`." in text
+    assert "class DeviceMesh" in text and "init_device_mesh(" in text
+    assert pydoc.locate("torchdist_ref.device_mesh.DeviceMesh") is groups.DeviceMesh
+
+
+def test_stubs_name_what_is_there() -> None:
+    for file, text in torch_paths.stubs():
+        path = file.removesuffix(".pyi").removesuffix("/__init__").replace("/", ".")
+        shown = {line.split()[-1] for line in text.splitlines()}
+        assert shown == set(torch_paths.PATHS[path])
+
+
+def test_a_type_checker_finds_the_names(tmp_path: Path) -> None:
+    """The checker sees what a wheel has: the package with the stubs beside its files."""
+    mypy = pytest.importorskip("mypy.api", reason="the type checker is installed with the extra `lint` only")
+    shutil.copytree(PACKAGE, tmp_path / "torchdist_ref", ignore=shutil.ignore_patterns("__pycache__"))
+    for file, text in torch_paths.stubs():
+        (tmp_path / "torchdist_ref" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "torchdist_ref" / file).write_text(text)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from torchdist_ref.device_mesh import init_device_mesh\n"
+        "from torchdist_ref.nn.api.remote_module import RemoteModule\n"
+        "from torchdist_ref.device_mesh import nonsense\n"
+    )
+    # Modules behind the stubs are not followed: that takes a minute.
+    flags = ["--follow-imports=skip", "--config-file=", f"--cache-dir={tmp_path / 'cache'}", "--no-color-output"]
+    report, _, _ = mypy.run([*flags, str(program)])
+    errors = [line for line in report.splitlines() if "error" in line]
+    assert "program.py:3" in errors[0] and '"nonsense"' in errors[0] and len(errors) == 2
+
+
+def test_sphinx_documents_a_name_by_a_path(tmp_path: Path) -> None:
+    (tmp_path / "conf.py").write_text("extensions = ['sphinx.ext.autodoc']\n")
+    (tmp_path / "index.rst").write_text(
+        "Page\n====\n\n.. autofunction:: torchdist_ref.device_mesh.init_device_mesh\n\n"
+        ".. automodule:: torchdist_ref.device_mesh\n   :members: DeviceMesh\n   :no-index:\n"
+    )
+    command = [sys.executable, "-m", "sphinx", "-q", "-b", "text", str(tmp_path), str(tmp_path / "out")]
+    subprocess.run(command, check=True, timeout=100, capture_output=True)
+    text = (tmp_path / "out" / "index.txt").read_text()
+    assert (
+        "torchdist_ref.device_mesh.init_device_mesh(" in text and "class torchdist_ref.device_mesh.DeviceMesh(" in text
+    )
+
+
+@needs_rpc
+@pytest.mark.parametrize("module", RPC_NAMES)
+def test_names_of_remote_modules_are_torchs(module: str) -> None:
+    ours = importlib.import_module(f"torchdist_ref.nn.{module}")
+    assert ours.__all__ == RPC_NAMES[module]
+    found = [getattr(ours, name) for name in RPC_NAMES[module]]
+    torchs = importlib.import_module(f"torch.distributed.nn.{module}")
+    assert all(value is getattr(torchs, name) for value, name in zip(found, RPC_NAMES[module], strict=True))
+
+
+@needs_rpc
+def test_nn_shows_remote_module_too() -> None:
+    from torchdist_ref.nn.api.remote_module import RemoteModule as same
+
+    from torchdist_ref.nn import RemoteModule
+
+    assert RemoteModule is same
+
+
+@pytest.mark.parametrize("module", ["torchdist_ref.nn", *(f"torchdist_ref.nn.{module}" for module in RPC_NAMES)])
+def test_other_names_are_not_there(module: str) -> None:
+    with pytest.raises(AttributeError, match=f"{module}' has no attribute 'Remote'"):
+        importlib.import_module(module).Remote  # noqa: B018
+
+
+def test_a_torch_without_remote_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "is_available", lambda: False)
+    with pytest.raises(dist.UnsupportedError, match="RemoteModule: it is torch's own and needs RPC"):
+        importlib.import_module("torchdist_ref.nn.api.remote_module").RemoteModule  # noqa: B018
+
+
+def test_remote_modules_are_loaded_when_used() -> None:
+    # Another Python loads torch: 2 s.
+    program = """
+        import sys, torchdist_ref.nn, torchdist_ref.nn.api.remote_module
+        print([name for name in sys.modules if "torch.distributed.nn" in name])
+    """
+    assert output(program) == "[]\n"
+
+
+def test_a_row_for_all_names_of_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(torch_paths.PATHS, "everything", {torch_paths.EVERYTHING: "torch.futures"})
+    module = importlib.import_module("torchdist_ref.everything")
+    monkeypatch.delitem(sys.modules, "torchdist_ref.everything")
+    monkeypatch.delattr(dist, "everything")
+    assert module.Future is torch.futures.Future and "collect_all" in dir(module)
+    assert module.__all__ == torch.futures.__all__
+    with pytest.raises(AttributeError, match=r"nor has 'torch\.futures'"):
+        module.nonsense  # noqa: B018

@@ -1,1 +1,0 @@
-"""Modules that live in another process: torch's own, see `remote_module`."""

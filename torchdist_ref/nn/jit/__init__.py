@@ -1,1 +1,0 @@
-"""What torch's remote modules are made with: torch's own, see `instantiator` and `templates`."""

@@ -1,0 +1,207 @@
+"""Import paths that exist only because torch has them: one table, and one finder that serves its rows as modules.
+
+``torchdist_ref.device_mesh`` has no file: the names that torch has there live in `torchdist_ref.groups`. Importing such
+a path makes a module whose names are looked up in their homes when they are used. Until then nothing else is imported,
+nor is torch. The `__module__` of a class is its home; a pickle that names the path finds the class through the table.
+
+To serve another path, or a former one that pickles may name, add a row to `ROWS`. Do not add code for one path here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["PATHS", "ROWS", "install", "stubs"]
+
+PACKAGE = "torchdist_ref"
+TORCH = "torch.distributed"
+EVERYTHING = "*"
+
+# A row: the path below this package; the module of ours that has the names, or `torch` for torch's module at the same
+# path; the names, or `*` for all that the module has. A path may have several rows.
+ROWS = """
+device_mesh                                groups    DeviceMesh init_device_mesh
+
+nn.api.remote_module                       torch     RemoteModule
+nn.jit.instantiator                        torch     get_arg_return_types_from_interface
+nn.jit.instantiator                        torch     instantiate_non_scriptable_remote_module_template
+nn.jit.instantiator                        torch     instantiate_scriptable_remote_module_template
+nn.jit.templates.remote_module_template    torch     get_remote_module_template
+"""
+
+# torch's modules below these need its RPC, which a torch may be built without.
+NEED_RPC = ("torch.distributed.nn.", "torch.distributed.rpc")
+
+
+def _paths() -> dict[str, dict[str, str]]:
+    """Return the homes of the names of each path, packages that have no names of their own included."""
+    found: dict[str, dict[str, str]] = {}
+    for path, module, *names in map(str.split, filter(None, ROWS.splitlines())):
+        home = f"{TORCH}.{path}" if module == "torch" else f"{PACKAGE}.{module}"
+        parents = path.split(".")[:-1]
+        for depth in range(1, len(parents) + 1):
+            found.setdefault(".".join(parents[:depth]), {})
+        found.setdefault(path, {}).update(dict.fromkeys(names, home))
+    return {path: names for path, names in found.items() if names or not _file(f"{PACKAGE}.{path}")}
+
+
+def _file(module: str) -> str | None:
+    """Return the file of a module of ours; None if it has none."""
+    base = Path(__file__).parent.joinpath(*module.split(".")[1:])
+    if module.partition(".")[0] != PACKAGE:
+        return None
+    return next((str(file) for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
+
+
+PATHS = _paths()
+
+
+def _children(path: str) -> list[str]:
+    """Return the last parts of the paths directly below one."""
+    return sorted(tail for other in PATHS if (tail := other.removeprefix(f"{path}.")) != other and "." not in tail)
+
+
+class _PathLoader(Loader):
+    """Loader of a path: its module looks names up in their homes."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to Python to make the module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its names."""
+        path = module.__name__.removeprefix(f"{PACKAGE}.")
+        names = PATHS[path]
+        contents: Any = module
+        contents.__doc__ = _description(path)
+        contents.__getattr__ = partial(_value, path)
+        contents.__dir__ = partial(_directory, path, module)
+        if EVERYTHING not in names:
+            contents.__all__ = sorted(names)
+
+
+class _PathFinder(MetaPathFinder):
+    """Finder of the paths in the table. It comes first: a folder left over without files would hide a path."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of a path in the table, with the file of its home."""
+        head, _, tail = fullname.partition(".")
+        if head != PACKAGE or tail not in PATHS:
+            return None
+        file = next(filter(None, map(_file, PATHS[tail].values())), None)
+        spec = ModuleSpec(fullname, _PathLoader(), origin=file, is_package=bool(_children(tail)))
+        spec.has_location = file is not None
+        return spec
+
+
+class _AbsentFinder(MetaPathFinder):
+    """Finder that comes last, for an error that names torch's module where this package has none of the name."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> None:
+        """Raise ModuleNotFoundError if torch has a module at this path.
+
+        Raises:
+            ModuleNotFoundError: With the module to import instead.
+        """
+        head, _, tail = fullname.partition(".")
+        if head == PACKAGE and (theirs := _torch_has(tail)):
+            text = f"No module named {fullname!r}: it is torch's own and works beside this package; import {theirs}."
+            raise ModuleNotFoundError(text, name=fullname)
+
+
+def _torch_has(path: str) -> str:
+    """Return the name of torch's module of this path, or nothing; torch is not imported for it."""
+    torch = importlib.util.find_spec("torch")
+    parts = [*TORCH.split(".")[1:], *path.split(".")]
+    for folder in (torch.submodule_search_locations or ()) if torch else ():
+        base = Path(folder).joinpath(*parts)
+        if base.with_suffix(".py").is_file() or (base / "__init__.py").is_file():
+            return f"{TORCH}.{path}"
+    return ""
+
+
+def install() -> None:
+    """Let the import system find the paths of the table. Called once, when the package is imported."""
+    if not any(isinstance(finder, _PathFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PathFinder())
+        sys.meta_path.append(_AbsentFinder())
+
+
+def _description(path: str) -> str:
+    """Return the docstring of a path."""
+    names = PATHS[path]
+    homes = ", ".join(f"`{home}`" for home in dict.fromkeys(names.values()))
+    listed = ", ".join(_children(path))
+    below = f" Modules below: {listed}." if listed else ""
+    return f"Import path of torch's; its names live in {homes}.{below}" if names else f"Package of torch's.{below}"
+
+
+def _value(path: str, name: str) -> Any:
+    """Return what a path has under a name.
+
+    Raises:
+        AttributeError: There is no such name.
+        UnsupportedError: It is torch's own, and this torch was built without what it needs.
+    """
+    names, module = PATHS[path], f"{PACKAGE}.{path}"
+    if name in _children(path):
+        return importlib.import_module(f"{module}.{name}")
+    home = names.get(name) or (names.get(EVERYTHING) if name == "__all__" or not name.startswith("__") else None)
+    if home is None:
+        hint = f"; it has {', '.join(sorted(names))}" if names and EVERYTHING not in names else ""
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
+    found = _load(home, name)
+    try:
+        return getattr(found, name)
+    except AttributeError:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}, nor has {home!r}") from None
+
+
+def _load(home: str, name: str) -> ModuleType:
+    """Return the module that has a name, imported."""
+    if home.startswith(NEED_RPC):
+        from torch.distributed import rpc
+
+        from torchdist_ref.errors import UnsupportedError
+
+        if not rpc.is_available():
+            raise UnsupportedError(f"{name}: it is torch's own and needs RPC, which this torch was built without.")
+    with warnings.catch_warnings():
+        if not home.startswith(PACKAGE):
+            # Importing some of torch's modules runs deprecated parts of torch, which the caller did not ask for.
+            warnings.simplefilter("ignore")
+        return importlib.import_module(home)
+
+
+def _directory(path: str, module: ModuleType) -> list[str]:
+    """Return the names of a path, for `dir`."""
+    names = set(PATHS[path])
+    if EVERYTHING in names:
+        names = (names - {EVERYTHING}) | set(dir(_load(PATHS[path][EVERYTHING], EVERYTHING)))
+    return sorted({*vars(module), *names, *_children(path)})
+
+
+def stubs() -> Iterator[tuple[str, str]]:
+    """Yield, for each path, a stub file for type checkers: its place below the package, and its text.
+
+    Type checkers look for files, so the wheel has these beside the package's own; a checkout does not.
+
+    >>> dict(stubs())["device_mesh.pyi"].splitlines()[1]
+    'from torchdist_ref.groups import init_device_mesh as init_device_mesh'
+    """
+    for path, names in PATHS.items():
+        lines = [
+            f"from {home} import {name}" + ("" if name == EVERYTHING else f" as {name}")
+            for name, home in sorted(names.items())
+        ]
+        file = path.replace(".", "/") + ("/__init__.pyi" if _children(path) else ".pyi")
+        yield file, "".join(f"{line}\n" for line in lines)
