@@ -39,6 +39,7 @@ extensions = [
     "own_names",
     "site_directives",
     "speed",
+    "traces",
 ]
 exclude_patterns = ["_build", "_generated", "_inventories", "**.ipynb_checkpoints"]
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}

@@ -93,10 +93,10 @@ def all_reduce(rank: int) -> dict[str, list[Hop]]:
     import torchdist_ref as dist
     from torchdist_ref.testing import fill
 
-    tensor, found = fill(rank, (256,)), {}
+    tensor, found, call = fill(rank, (256,)), {}, dist.all_reduce
     for name in ("all_reduce", "all_reduce again"):
         with Tracer() as tracer:
-            dist.all_reduce(tensor)
+            call(tensor)
         found[name] = tracer.hops
     return found
 
@@ -106,20 +106,17 @@ def message(rank: int) -> dict[str, list[Hop]]:
     import torchdist_ref as dist
     from torchdist_ref.testing import fill
 
-    found: dict[str, list[Hop]] = {}
-    tensor = fill(rank, (256,))
-    for name in ("first recv", "recv"):
-        if rank:
-            dist.send(tensor, dst=0)
-        else:
-            with Tracer() as tracer:
-                dist.recv(tensor, src=1)
-            found[name] = tracer.hops
-    return {"recv": found["recv"]} if found else {}
+    tensor, call = fill(rank, (256,)), dist.recv
+    if rank:
+        dist.send(tensor, dst=0)
+        return {}
+    with Tracer() as tracer:
+        call(tensor, src=1)
+    return {"recv": tracer.hops}
 
 
 def gradient(rank: int) -> dict[str, list[Hop]]:
-    """Trace the backward pass of a hot step: two linear layers, a bucket for each."""
+    """Trace forward and backward of the third step: two linear layers, a bucket for each."""
     import torch
 
     from torchdist_ref import DistributedDataParallel
@@ -127,9 +124,10 @@ def gradient(rank: int) -> dict[str, list[Hop]]:
 
     torch.manual_seed(0)
     ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)), bucket_cap_mb=1e-4)
+    data = fill(rank, (2, 8))
     for _ in range(3):
         with Tracer() as tracer:
-            ddp(fill(rank, (2, 8))).sum().backward()
+            ddp(data).sum().backward()
     return {"gradient": tracer.hops}
 
 
