@@ -37,6 +37,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "RemoteModule":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torchdist_ref.nn.api.remote_module import RemoteModule
+    from torch.distributed.nn.api.remote_module import RemoteModule
 
     return RemoteModule
