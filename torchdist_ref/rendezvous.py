@@ -25,11 +25,11 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from torchdist_ref.errors import ArgumentTypeError, RendezvousError
 from torchdist_ref.job_environment import derived
 from torchdist_ref.stores import FileStore, Store, TCPStore
+from torchdist_ref.timeouts import GROUP_TIMEOUT
 
 Meeting = Iterator[tuple[Store, int, int]]
 Handler = Callable[..., Meeting]
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
 WINDOWS_DRIVE = re.compile(r"^/?([A-Za-z]:)[/\\]")
 
 _handlers: dict[str, Handler] = {}
@@ -165,7 +165,7 @@ def _make_tcp_store(scheme: str, host: str, port: int, rank: int, world_size: in
 # The handlers
 
 
-def _tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Meeting:
+def _tcp(url: str, timeout: timedelta = GROUP_TIMEOUT, **_: Any) -> Meeting:
     parts = urlsplit(url)
     port = _port_of(parts)
     if not parts.hostname:
@@ -195,7 +195,7 @@ def _port_of(parts: SplitResult) -> int:
     return port
 
 
-def _env(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Meeting:
+def _env(url: str, timeout: timedelta = GROUP_TIMEOUT, **_: Any) -> Meeting:
     query = _query(urlsplit(url))
     rank, world_size = (_from_query_or_env(query, name) for name in ("rank", "world_size"))
     _place("env", rank, world_size)
@@ -222,7 +222,7 @@ def _variable(name: str) -> str:
     return value
 
 
-def _file(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Meeting:
+def _file(url: str, timeout: timedelta = GROUP_TIMEOUT, **_: Any) -> Meeting:
     parts = urlsplit(url)
     path = _path_of(parts)
     if not path:

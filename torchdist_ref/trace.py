@@ -1,4 +1,4 @@
-"""Event and Recorder: one record of what a rank did, for the flight recorder, timelines and tests.
+"""CallRecord and Recorder: one record of what a rank did, for the flight recorder, timelines and tests.
 
 A `Recorder` keeps the last events of one process group in a ring and costs one append per call.
 It never formats: whoever reads it does. The simulator writes events of its own (it knows no torch
@@ -16,7 +16,7 @@ from torchdist_ref.calls import Call
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class CallRecord:
     """One finished (or failed) call of one rank.
 
     Attributes:
@@ -61,8 +61,8 @@ class Recorder:
         self._ring.append((sequence, call, nbytes, start, perf_counter(), error))
         self.total += 1
 
-    def __iter__(self) -> Iterator[Event]:
-        return (Event(*entry) for entry in list(self._ring))
+    def __iter__(self) -> Iterator[CallRecord]:
+        return (CallRecord(*entry) for entry in list(self._ring))
 
     def __len__(self) -> int:
         return len(self._ring)

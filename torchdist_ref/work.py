@@ -18,11 +18,9 @@ from torch.futures import Future
 
 from torchdist_ref.errors import RankStalledError, UnsupportedError, on_rank
 from torchdist_ref.numbers import CallFuture, InterruptibleFuture, Scope
+from torchdist_ref.timeouts import CHECK_SECONDS
 
 Runner = Callable[[Callable[[], None]], None]
-
-# A wait is cut in slices so that Ctrl-C is answered at once where the platform's lock would swallow it.
-SLICE = 0.05
 
 
 class Work:
@@ -76,7 +74,9 @@ class Work:
     def _await(self, seconds: float | None) -> bool:
         end = None if seconds is None else monotonic() + seconds
         while not self._over:
-            if self._gate.acquire(timeout=SLICE if end is None else min(SLICE, max(0.0, end - monotonic()))):
+            if self._gate.acquire(
+                timeout=CHECK_SECONDS if end is None else min(CHECK_SECONDS, max(0.0, end - monotonic()))
+            ):
                 # For the next one who waits.
                 self._gate.release()
             elif end is not None and monotonic() >= end:

@@ -12,7 +12,7 @@ import torch
 
 import torchdist_ref as dist
 from torchdist_ref.debug import levels
-from torchdist_ref.debug.checked import Checked
+from torchdist_ref.debug.checked import CheckedBackend
 from torchdist_ref.testing import fill, run
 from torchdist_ref.testing.backend_contract import check_backend
 
@@ -118,7 +118,7 @@ def test_only_backends_of_others_are_wrapped_and_every_group_is_told(caplog: pyt
     def program(rank: int) -> list[bool]:
         split = dist.split_group(split_ranks=[[0, 1]], backend="gloo")
         groups = [dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([0, 1], backend="gloo"), split]
-        return [isinstance(group.backend, Checked) for group in groups]  # type: ignore[union-attr]
+        return [isinstance(group.backend, CheckedBackend) for group in groups]  # type: ignore[union-attr]
 
     with caplog.at_level(logging.INFO, "torchdist_ref.debug"):
         assert run(program, 2) == [[False, False, True, True]] * 2

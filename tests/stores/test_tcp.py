@@ -20,7 +20,7 @@ import torch.distributed
 from tests.stores.store_helpers import Wire, in_child, server, torch_tcp
 from tests.stores.store_model import machine
 from torchdist_ref.errors import ArgumentError, DistNetworkError, StoreTimeoutError
-from torchdist_ref.stores import TCPStore, readiness, sockets, tcp_loop
+from torchdist_ref.stores import TCPStore, sockets, tcp_loop
 from torchdist_ref.testing.store_contract import check_store
 
 HOST = "127.0.0.1"
@@ -65,7 +65,7 @@ def test_holds_the_contract() -> None:
 
 
 def test_a_server_without_epoll_serves_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_loop, "poller", readiness.Selected)
+    monkeypatch.setattr(tcp_loop, "poller", sockets.Selected)
     check_store(lambda: TCPStore(HOST, 0, is_master=True))
     store = TCPStore(HOST, 0, is_master=True)
     store.set("large", bytes(range(256)) * 2**14)

@@ -11,7 +11,7 @@ import torch.distributed as theirs
 
 from torchdist_ref.errors import DistNetworkError, StoreTimeoutError
 from torchdist_ref.stores import HashStore, PrefixStore
-from torchdist_ref.stores.watched import WatchedStore
+from torchdist_ref.stores.prefix import WatchedStore
 
 
 def torchs_tcp() -> Any:

@@ -18,7 +18,7 @@ import torchdist_ref as dist
 from torchdist_ref import transports
 from torchdist_ref.errors import StoreTimeoutError, UnsupportedError
 from torchdist_ref.stores import HashStore, PrefixStore, Store
-from torchdist_ref.stores.arguments import Text
+from torchdist_ref.stores.base import Text
 from torchdist_ref.testing import RankError, run
 from torchdist_ref.testing.transport_contract import Connect, check_transport
 from torchdist_ref.transports import Link, layout, shared_memory, tcp, threads

@@ -15,8 +15,8 @@ import torch.distributed as c10d
 
 from torchdist_ref.errors import DistStoreError
 from torchdist_ref.stores import Store
-from torchdist_ref.stores.arguments import Text, key_list, key_text, value_bytes
-from torchdist_ref.stores.base import DEFAULT_TIMEOUT
+from torchdist_ref.stores.base import Text, key_list, key_text, value_bytes
+from torchdist_ref.timeouts import STORE_TIMEOUT
 
 
 class StoreFromTorch(Store):
@@ -33,7 +33,7 @@ class StoreFromTorch(Store):
     (b'red', 2)
     """
 
-    def __init__(self, theirs: Any, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, theirs: Any, timeout: timedelta = STORE_TIMEOUT) -> None:
         self._theirs = theirs
         self.set_timeout(timeout)
 

@@ -19,7 +19,7 @@ from torchdist_ref.backends.base import Backend
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.calls import Call
 from torchdist_ref.parallel import DistributedDataParallel
-from torchdist_ref.trace import Event, Recorder
+from torchdist_ref.trace import CallRecord, Recorder
 from torchdist_ref.work import Work
 
 Span = tuple[str, str, float, float]
@@ -99,7 +99,7 @@ class Spans:
         self._parts: list[tuple[str, float, float]] = []
         self._started: dict[int, float] = {}
         self._finished: dict[int, tuple[float, float]] = {}
-        self._calls: list[Event] = []
+        self._calls: list[CallRecord] = []
 
     def __enter__(self) -> Spans:
         self._seen = self._recorder.total

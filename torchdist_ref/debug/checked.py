@@ -28,7 +28,7 @@ Tensors = Sequence[Tensor]
 log = logging.getLogger("torchdist_ref.debug")
 
 
-def as_asked(backend: Backend, membership: Membership) -> Backend:
+def apply_debug_level(backend: Backend, membership: Membership) -> Backend:
     """The backend as the debug level wants it: itself, reported, or compared."""
     level = get_debug_level()
     if level != DebugLevel.OFF:
@@ -37,11 +37,11 @@ def as_asked(backend: Backend, membership: Membership) -> Backend:
             "group %r on %s: rank %d of members %s, time-out %g s", m.name, backend.name, m.rank, m.members, m.timeout
         )
     if level == DebugLevel.DETAIL and backend.name != "ref":
-        return Checked(backend, membership)
+        return CheckedBackend(backend, membership)
     return backend
 
 
-class Checked(Around):
+class CheckedBackend(Around):
     """A backend that runs a collective only when all ranks make the same one."""
 
     def __init__(self, backend: Backend, membership: Membership) -> None:

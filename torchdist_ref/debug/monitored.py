@@ -14,12 +14,12 @@ from datetime import timedelta
 
 from torchdist_ref.errors import RankDiedError, RankStalledError, StoreTimeoutError
 from torchdist_ref.stores import Store
-from torchdist_ref.stores.watched import WatchedStore
+from torchdist_ref.stores.prefix import WatchedStore
 
 _ALL_CAME = "all came"
 
 
-def meet(
+def run_monitored_barrier(
     store: Store,
     rank: int,
     members: tuple[int, ...],

@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from torchdist_ref.backends.sparse import start_sum
 from torchdist_ref.calls import AllReduce, Barrier, Broadcast, Call, Reduce
-from torchdist_ref.debug.monitored import meet
+from torchdist_ref.debug.monitored import run_monitored_barrier
 from torchdist_ref.errors import (
     ArgumentTypeError,
     BackendArgumentError,
@@ -301,7 +301,7 @@ def monitored_barrier(
     if allowed <= timedelta(0):
         raise BackendArgumentError(explain("monitored_barrier", "timeout", "more than zero", timeout))
     others = [rank for rank in range(found.size()) if rank != found.rank()]
-    meet(
+    run_monitored_barrier(
         found.store,
         found.rank(),
         found.members,

@@ -18,7 +18,7 @@ from hashlib import sha256
 from typing import Any
 
 from torchdist_ref.backends.base import Membership, by_device, create, decline, default_name
-from torchdist_ref.debug.checked import as_asked
+from torchdist_ref.debug.checked import apply_debug_level
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -30,7 +30,6 @@ from torchdist_ref.errors import (
     on_rank,
 )
 from torchdist_ref.groups.world import (
-    DEFAULT_TIMEOUT,
     GroupMember,
     ProcessGroup,
     World,
@@ -41,7 +40,8 @@ from torchdist_ref.groups.world import (
 )
 from torchdist_ref.rendezvous import rendezvous
 from torchdist_ref.stores import PrefixStore, Store
-from torchdist_ref.stores.watched import WatchedStore
+from torchdist_ref.stores.prefix import WatchedStore
+from torchdist_ref.timeouts import GROUP_TIMEOUT
 
 log = logging.getLogger("torchdist_ref.groups")
 
@@ -126,7 +126,7 @@ def _check_backend(backend: str | None, operation: str) -> None:
 
 def seconds_of(timeout: timedelta | None, operation: str) -> float:
     """The time-out that a caller gave, in seconds, or the default."""
-    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+    timeout = GROUP_TIMEOUT if timeout is None else timeout
     if not isinstance(timeout, timedelta):
         raise ArgumentTypeError(
             f"{operation}: Expected timeout argument to be of type datetime.timedelta, got {timeout!r}{on_rank()}."
@@ -163,7 +163,7 @@ def _make(
 ) -> ProcessGroup:
     chosen = backend or _choose(store, rank, len(members))
     membership = Membership(meeting or store, rank, members, name, seconds, *for_backend)
-    made = as_asked(create(chosen, membership), membership)
+    made = apply_debug_level(create(chosen, membership), membership)
     group = ProcessGroup(members, rank, made, name, seconds, store)
     world.groups.append(group)
     return group

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from torchdist_ref.backends.base import Membership, create
-from torchdist_ref.debug.checked import as_asked
+from torchdist_ref.debug.checked import apply_debug_level
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -273,7 +273,7 @@ def _join(
 ) -> ProcessGroup:
     members, rank = tuple(parent.members[r] for r in ranks), ranks.index(parent.rank())
     membership = Membership(store, rank, members, name, seconds)
-    made = as_asked(create(backend, membership), membership)
+    made = apply_debug_level(create(backend, membership), membership)
     group = ProcessGroup(members, rank, made, name, seconds, store)
     current().groups.append(group)
     return group
@@ -366,7 +366,7 @@ def _in_place_of(parent: ProcessGroup, stay: list[int], store: Any, options: Any
         world.remove(group)
     rank, name = stay.index(parent.rank()), f"{parent.name}, shrunk"
     membership = Membership(store, rank, members, name, parent.timeout, options)
-    backend = as_asked(create(parent.backend.name, membership), membership)
+    backend = apply_debug_level(create(parent.backend.name, membership), membership)
     made = ProcessGroup(members, rank, backend, name, parent.timeout, store)
     return _known(world, made, everybody)
 

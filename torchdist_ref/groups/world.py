@@ -19,7 +19,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed
@@ -29,6 +28,7 @@ from torchdist_ref.backends.base import Backend, mirrored
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import ArgumentError, GroupAbortedError, NotInitializedError, explain, find_rank_with, on_rank
 from torchdist_ref.stores import Store
+from torchdist_ref.timeouts import GROUP_TIMEOUT
 from torchdist_ref.trace import Recorder
 from torchdist_ref.work import Work
 
@@ -169,7 +169,7 @@ def refuse_destroyed(group: ProcessGroup, operation: str) -> None:
         group.backend.refuse(operation)
 
 
-default_pg_timeout = DEFAULT_TIMEOUT = timedelta(minutes=30)
+default_pg_timeout = GROUP_TIMEOUT
 
 
 class World:

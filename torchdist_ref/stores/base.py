@@ -11,16 +11,19 @@ A new kind of store goes into a file of its own; an operation goes here only if 
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
+from typing import Any, SupportsIndex
 
-from torchdist_ref.errors import StoreTimeoutError
-from torchdist_ref.stores.arguments import Text, key_list, key_text, pair_list, seconds, shown, value_bytes, world_of
-from torchdist_ref.stores.waiting import Deadline
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, StoreTimeoutError, explain
+from torchdist_ref.timeouts import STORE_TIMEOUT, Deadline
 
-DEFAULT_TIMEOUT = timedelta(seconds=300)
-POLL = 0.01
+Text = str | bytes | bytearray
+INT64 = range(-(2**63), 2**63)
+POLL_SECONDS = 0.01
+"""Interval at which a store that is not notified of changes is polled."""
 
 
 class Store:
@@ -36,7 +39,7 @@ class Store:
     b'red'
     """
 
-    _timeout: timedelta = DEFAULT_TIMEOUT
+    _timeout: timedelta = STORE_TIMEOUT
 
     @property
     def timeout(self) -> timedelta:
@@ -120,7 +123,7 @@ class Store:
         while not self.check(keys):
             if deadline.passed():
                 raise self._timed_out("wait", [key for key in keys if not self.check([key])], deadline)
-            time.sleep(min(POLL, deadline.left()))
+            time.sleep(min(POLL_SECONDS, deadline.remaining()))
 
     def append(self, key: Text, value: Text) -> None:
         """Put bytes behind what the key holds; a missing key starts empty. One step, as seen by others."""
@@ -164,7 +167,7 @@ class Store:
         if arrived == world:
             self.set(f"{name}/last_member", "1")
         try:
-            self.wait([f"{name}/last_member"], timedelta(seconds=deadline.left()))
+            self.wait([f"{name}/last_member"], timedelta(seconds=deadline.remaining()))
         except StoreTimeoutError:
             raise self._too_few(name, self.add(f"{name}/num_members", 0), world, deadline) from None
 
@@ -225,3 +228,96 @@ class Store:
             f"barrier: barrier timeout after {deadline.seconds * 1000:.0f}ms, key: {key!r}, on {self!r}: "
             f"{arrived} of {world} came. See which ranks are late or dead; use a new key for the next try."
         )
+
+
+def key_text(operation: str, key: Text, argument: str = "key") -> str:
+    """The key as text; bytes that are no UTF-8 survive the trip there and back."""
+    if isinstance(key, str):
+        return key
+    if isinstance(key, (bytes, bytearray)):
+        return key.decode("utf-8", "surrogateescape")
+    raise ArgumentTypeError(explain(operation, argument, "a str or bytes", key))
+
+
+def key_bytes(operation: str, key: Text, argument: str = "key") -> bytes:
+    """The key as bytes."""
+    if isinstance(key, str):
+        try:
+            return key.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            raise ArgumentTypeError(explain(operation, argument, "text that UTF-8 has bytes for", key)) from None
+    if isinstance(key, (bytes, bytearray)):
+        return bytes(key)
+    raise ArgumentTypeError(explain(operation, argument, "a str or bytes", key))
+
+
+def value_bytes(operation: str, value: Any, argument: str = "value") -> bytes:
+    """The value as bytes."""
+    if type(value) is bytes:
+        return value
+    if isinstance(value, (str, bytes, bytearray)):
+        return key_bytes(operation, value, argument)
+    hint = "Encode it first: str(x) for a number, pickle.dumps(x) for an object."
+    raise ArgumentTypeError(explain(operation, argument, "a str or bytes", value, hint=hint))
+
+
+def key_list(operation: str, keys: Collection[Text], argument: str = "keys") -> list[bytes]:
+    """Several keys as bytes; a set will do. One bare string is refused: it would be read as a list of letters."""
+    _must_be_list(operation, argument, keys)
+    return [key_bytes(operation, key, f"{argument}[{i}]") for i, key in enumerate(keys)]
+
+
+def pair_list(operation: str, keys: Sequence[Text], values: Sequence[Text]) -> list[tuple[bytes, bytes]]:
+    """Keys with their values; the lists must be equally long."""
+    names = key_list(operation, keys)
+    _must_be_list(operation, "values", values)
+    if len(names) != len(values):
+        raise ArgumentError(explain(operation, "values", f"as long as keys ({len(names)})", len(values)))
+    zipped = enumerate(zip(names, values, strict=True))
+    return [(key, value_bytes(operation, value, f"values[{i}]")) for i, (key, value) in zipped]
+
+
+def _must_be_list(operation: str, argument: str, given: Any) -> None:
+    if isinstance(given, (str, bytes, bytearray)) or not isinstance(given, Collection):
+        raise ArgumentTypeError(explain(operation, argument, "a list of str or bytes", given))
+
+
+def integer(operation: str, argument: str, number: SupportsIndex) -> int:
+    """A whole number that fits in 64 bits, which is all that the wire and torch can carry."""
+    try:
+        value = operator.index(number)
+    except TypeError:
+        raise ArgumentTypeError(explain(operation, argument, "an int", number)) from None
+    if value not in INT64:
+        raise ArgumentTypeError(explain(operation, argument, "an int of 64 bits", number))
+    return value
+
+
+def world_of(operation: str, number: SupportsIndex) -> int:
+    """A world size: a whole number of one or more."""
+    if type(number) is int and 0 < number < INT64.stop:
+        return number  # what nearly all callers give
+    value = integer(operation, "world_size", number)
+    if value < 1:
+        raise ArgumentError(explain(operation, "world_size", "1 or more", value))
+    return value
+
+
+def seconds(operation: str, timeout: timedelta | float, argument: str = "timeout") -> float:
+    """A time-out in seconds. torch waits for ever on a negative one; that is nearly always a mistake."""
+    if isinstance(timeout, timedelta):
+        value = timeout.total_seconds()
+    elif isinstance(timeout, float):
+        value = timeout
+    else:
+        raise ArgumentTypeError(explain(operation, argument, "a datetime.timedelta", timeout))
+    if not 0 <= value <= timedelta.max.total_seconds():
+        raise ArgumentError(explain(operation, argument, "zero or more", timeout, hint="Zero means: look once."))
+    return value
+
+
+def shown(keys: Sequence[Text], most: int = 4) -> str:
+    """Keys as an error message shows them: quoted, and the first few only."""
+    texts = [repr(k if isinstance(k, str) else bytes(k).decode("utf-8", "backslashreplace"))[:100] for k in keys[:most]]
+    more = f" and {len(keys) - most} more" if len(keys) > most else ""
+    return ", ".join(texts) + more

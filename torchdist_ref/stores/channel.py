@@ -12,7 +12,7 @@ import socket
 import struct
 from time import monotonic
 
-from torchdist_ref.stores.waiting import SLICE, Deadline
+from torchdist_ref.timeouts import CHECK_SECONDS, Deadline, max_sleep
 
 _ROOM = 4096
 _LARGE = 2**20
@@ -28,8 +28,9 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         self._sock = sock
-        self._slice = 0.0
-        self._last_no_longer_than(SLICE)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, _as_option(CHECK_SECONDS))
+        self._limit = CHECK_SECONDS
         self._buffer = bytearray()
 
     def send(self, data: bytes, deadline: Deadline) -> None:
@@ -39,7 +40,8 @@ class Channel:
             try:
                 sent += self._sock.send(memoryview(data)[sent:] if sent else data)
             except (TimeoutError, BlockingIOError):
-                self._wait_until(deadline)
+                if deadline.passed():
+                    raise TimeoutError from None
             except OSError as error:
                 raise Lost(str(error)) from error
 
@@ -53,12 +55,14 @@ class Channel:
 
     def receive(self, deadline: Deadline, most: int = _ROOM) -> bytes:
         """What comes next from the socket, some bytes at least, or Lost, or TimeoutError at the deadline."""
+        longest = CHECK_SECONDS
         while True:
-            if self._slice < SLICE or deadline.at - monotonic() < SLICE:
-                self._wait_until(deadline)
+            if self._limit != longest or deadline.at - monotonic() < longest:
+                self._limit_wait(deadline, longest)
             try:
                 data = self._sock.recv(most)
             except (TimeoutError, BlockingIOError):
+                longest = max_sleep()
                 continue
             except OSError as error:
                 raise Lost(str(error)) from error
@@ -66,19 +70,15 @@ class Channel:
                 raise Lost("the server closed the connection")
             return data
 
-    def _wait_until(self, deadline: Deadline) -> None:
-        """Let the next call last until the deadline, and for a slice at most."""
-        left = min(deadline.at - monotonic(), SLICE)
-        if left <= 0:
+    def _limit_wait(self, deadline: Deadline, longest: float) -> None:
+        """Let the next read block until the deadline, and for `longest` seconds at most."""
+        seconds = min(deadline.at - monotonic(), longest)
+        if seconds <= 0:
             raise TimeoutError
-        if left != self._slice:
-            self._last_no_longer_than(left)
-
-    def _last_no_longer_than(self, seconds: float) -> None:
-        # Not `settimeout`, which would have Python ask `poll` before every call.
-        self._slice = seconds
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self._sock.setsockopt(socket.SOL_SOCKET, option, _as_option(seconds))
+        if seconds != self._limit:
+            # Not `settimeout`, which would have Python call `poll` before every read and write.
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _as_option(seconds))
+            self._limit = seconds
 
     def close(self) -> None:
         """Close the socket."""
@@ -93,4 +93,4 @@ class Channel:
 def _as_option(seconds: float) -> bytes:
     if os.name == "nt":
         return struct.pack("@L", max(1, int(seconds * 1000)))
-    return struct.pack("@ll", 0, max(1, int(seconds * 1e6)))
+    return struct.pack("@ll", int(seconds), max(1, int(seconds % 1 * 1e6)))

@@ -25,10 +25,18 @@ from datetime import timedelta
 from typing import TypeVar
 
 from torchdist_ref.errors import ArgumentTypeError, DistStoreError, StoreTimeoutError, explain
-from torchdist_ref.stores.arguments import Text, integer, key_bytes, key_list, pair_list, value_bytes
-from torchdist_ref.stores.base import POLL, Store
-from torchdist_ref.stores.table import Table
-from torchdist_ref.stores.waiting import Deadline
+from torchdist_ref.stores.base import (
+    POLL_SECONDS,
+    Store,
+    Text,
+    integer,
+    key_bytes,
+    key_list,
+    pair_list,
+    value_bytes,
+)
+from torchdist_ref.stores.hash import Table
+from torchdist_ref.timeouts import Deadline
 
 T = TypeVar("T")
 OPEN, CLOSED = b"refcount/", b"cleanup/"
@@ -143,8 +151,8 @@ class Log:
                         f"FileStore: the lock of {self.path!r} was not free within {deadline.seconds:g} s. A process "
                         f"that uses the file may be stopped: see who with `fuser {self.path}`."
                     ) from None
-            time.sleep(min(pause, deadline.left()))
-            pause = min(2 * pause, POLL)
+            time.sleep(min(pause, deadline.remaining()))
+            pause = min(2 * pause, POLL_SECONDS)
 
     def _cannot_open(self, error: OSError) -> DistStoreError:
         if error.errno == errno.ENOENT:
@@ -267,8 +275,8 @@ class FileStore(Store):
                     return take(table)
             if deadline.passed():
                 raise self._timed_out(operation, [name[1:] for name in missing], deadline)
-            time.sleep(min(pause, deadline.left()))
-            pause = min(1.5 * pause, POLL)
+            time.sleep(min(pause, deadline.remaining()))
+            pause = min(1.5 * pause, POLL_SECONDS)
 
 
 def _leave(log: Log, world: int, owner: int) -> None:

@@ -13,12 +13,13 @@ import errno
 import ipaddress
 import logging
 import select
+import selectors
 import socket
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 from torchdist_ref.errors import DistNetworkError
-from torchdist_ref.stores.waiting import Deadline
+from torchdist_ref.timeouts import Deadline
 
 logger = logging.getLogger("torchdist_ref.stores")
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]
@@ -52,7 +53,7 @@ def resolve(host: str, port: int, deadline: Deadline) -> list[Address]:
     box: list[list[Address] | OSError] = []
     done = threading.Event()
     threading.Thread(target=_look_up_into, args=(box, done, host, port), daemon=True).start()
-    while not done.wait(deadline.slice()):
+    while not done.wait(deadline.sleep_seconds()):
         if deadline.passed():
             raise socket.gaierror(socket.EAI_AGAIN, "the resolver did not answer in time")
     if isinstance(box[0], OSError):
@@ -95,7 +96,7 @@ def _finish_connecting(connection: socket.socket, code: int, deadline: Deadline)
     if code == errno.EINPROGRESS:
         poll = select.poll()
         poll.register(connection, select.POLLOUT)
-        while not poll.poll(deadline.slice() * 1000):
+        while not poll.poll(deadline.sleep_seconds() * 1000):
             if deadline.passed():
                 raise TimeoutError(errno.ETIMEDOUT, "no answer to the attempt to connect")
         code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -186,3 +187,61 @@ def _cannot_listen(host: str, port: int, error: OSError) -> DistNetworkError:
         f"TCPStore: cannot listen on {host}:{port}: {error.strerror}. Another program, or an earlier run that is still "
         f"ending, may hold the port: see who with `ss -ltnp 'sport = :{port}'`, or choose another MASTER_PORT."
     )
+
+
+READ, WRITE = 1, 4
+"""To be read from, to be written to; the kernel's numbers. Other bits of an event mean an error."""
+
+
+class Poller(Protocol):
+    """As much of `select.epoll` as the server needs."""
+
+    def register(self, fd: int, eventmask: int, /) -> None:
+        """Begin to watch a descriptor for these events."""
+
+    def modify(self, fd: int, eventmask: int, /) -> None:
+        """Watch it for others."""
+
+    def unregister(self, fd: int, /) -> None:
+        """Watch it no longer."""
+
+    def poll(self, timeout: float | None, /) -> list[tuple[int, int]]:
+        """Wait so many seconds at most, for ever if None: what is ready, and for what."""
+
+    def close(self) -> None:
+        """Give the kernel's list back; the descriptors stay open."""
+
+
+class Selected:
+    """The same where the kernel has no `epoll`."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def register(self, fd: int, eventmask: int) -> None:
+        self._selector.register(fd, _as_events(eventmask))
+
+    def modify(self, fd: int, eventmask: int) -> None:
+        self._selector.modify(fd, _as_events(eventmask))
+
+    def unregister(self, fd: int) -> None:
+        self._selector.unregister(fd)
+
+    def poll(self, timeout: float | None) -> list[tuple[int, int]]:
+        return [(key.fd, _as_mask(events)) for key, events in self._selector.select(timeout)]
+
+    def close(self) -> None:
+        self._selector.close()
+
+
+def poller() -> Poller:
+    """The fastest there is on this machine."""
+    return select.epoll() if hasattr(select, "epoll") else Selected()
+
+
+def _as_events(mask: int) -> int:
+    return (selectors.EVENT_READ if mask & READ else 0) | (selectors.EVENT_WRITE if mask & WRITE else 0)
+
+
+def _as_mask(events: int) -> int:
+    return (READ if events & selectors.EVENT_READ else 0) | (WRITE if events & selectors.EVENT_WRITE else 0)

@@ -18,7 +18,8 @@ from datetime import timedelta
 from typing import Any
 
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, QueueEmptyError, StoreTimeoutError, explain
-from torchdist_ref.stores.arguments import (
+from torchdist_ref.stores.base import (
+    Store,
     Text,
     integer,
     key_bytes,
@@ -30,12 +31,11 @@ from torchdist_ref.stores.arguments import (
     value_bytes,
     world_of,
 )
-from torchdist_ref.stores.base import DEFAULT_TIMEOUT, Store
 from torchdist_ref.stores.tcp_pool import Pool
 from torchdist_ref.stores.tcp_questions import TimedOut
 from torchdist_ref.stores.tcp_server import TCPServer
 from torchdist_ref.stores.tcp_wire import LONGEST_KEY, LONGEST_VALUE, Op
-from torchdist_ref.stores.waiting import Deadline
+from torchdist_ref.timeouts import STORE_TIMEOUT, Deadline
 
 _WORKERS = b"init/"
 # To look up a member of an enumeration takes a Python function's time; these are asked all the time.
@@ -78,7 +78,7 @@ class TCPStore(Store):
         port: int,
         world_size: int | None = None,
         is_master: bool = False,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta = STORE_TIMEOUT,
         wait_for_workers: bool = True,
         multi_tenant: bool = False,
         master_listen_fd: int | None = None,
@@ -232,7 +232,7 @@ class TCPStore(Store):
 
     def _await_workers(self, world: int, deadline: Deadline) -> None:
         try:
-            self._pool.ask(Op.WAIT_NUMBER, (_WORKERS, world), deadline.left())
+            self._pool.ask(Op.WAIT_NUMBER, (_WORKERS, world), deadline.remaining())
         except TimedOut:
             joined = self._ask("TCPStore", Op.ADD, _WORKERS, 0)[0]
             raise StoreTimeoutError(

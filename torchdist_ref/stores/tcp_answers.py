@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchdist_ref.stores.table import Table
+from torchdist_ref.stores.hash import Table
 from torchdist_ref.stores.tcp_wire import Op, recognised
 
 Need = tuple[bytes, int]

@@ -26,7 +26,7 @@ from torchdist_ref.stores.channel import Channel, Lost
 from torchdist_ref.stores.tcp_parse import take_whole
 from torchdist_ref.stores.tcp_questions import TimedOut, ask_foreign, ask_numbered, grace
 from torchdist_ref.stores.tcp_wire import MAGIC, MARK, Op, recognised, write_request
-from torchdist_ref.stores.waiting import Deadline
+from torchdist_ref.timeouts import Deadline
 
 HARMLESS = {Op.GET, Op.CHECK, Op.GETNUMKEYS, Op.MULTI_GET, Op.QUEUE_LEN, Op.LIST_KEYS}
 HARMLESS |= {Op.WAIT, Op.WAIT_GET, Op.WAIT_GET_ALL}
@@ -87,7 +87,7 @@ class Conversation:
                 patient = not self.server.met or (isinstance(error, Lost) and pause < 0.1)
                 if deadline.passed() or not patient:
                     raise self._unreachable(error, deadline) from error
-                time.sleep(min(pause, deadline.left()))
+                time.sleep(min(pause, deadline.remaining()))
                 pause = min(pause * 1.5, 0.25)
 
     def ask(self, op: Op, fields: tuple[Any, ...], seconds: float) -> tuple[Any, ...]:
@@ -102,7 +102,7 @@ class Conversation:
         deadline = Deadline(seconds)
         for attempt in range(TRIES):
             try:
-                channel = self._channel or self.connect(deadline.later(grace(seconds)))
+                channel = self._channel or self.connect(deadline.extended(grace(seconds)))
                 if self.ours:
                     return ask_numbered(channel, self._number, op, fields, deadline)
                 return ask_foreign(channel, op, fields, deadline)
@@ -126,7 +126,7 @@ class Conversation:
         addresses = sockets.resolve(self.server.host, self.server.port, deadline)
         for index, address in enumerate(addresses):
             try:
-                share = Deadline(deadline.left() / (len(addresses) - index))
+                share = Deadline(deadline.remaining() / (len(addresses) - index))
                 channel = Channel(sockets.connect(address, share))
                 break
             except OSError:

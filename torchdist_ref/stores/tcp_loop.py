@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
-from torchdist_ref.stores.readiness import READ, WRITE, poller
+from torchdist_ref.stores.sockets import READ, WRITE, poller
 from torchdist_ref.stores.tcp_parse import Decoder
 from torchdist_ref.stores.tcp_service import Peer, Service
 from torchdist_ref.stores.tcp_wire import WireError

@@ -14,7 +14,7 @@ from typing import Any
 from torchdist_ref.errors import DistNetworkError
 from torchdist_ref.stores.tcp_client import Conversation, Server
 from torchdist_ref.stores.tcp_wire import Op
-from torchdist_ref.stores.waiting import Deadline
+from torchdist_ref.timeouts import Deadline
 
 
 class Pool:

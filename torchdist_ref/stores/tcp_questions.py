@@ -14,7 +14,7 @@ from torchdist_ref.errors import ArgumentError
 from torchdist_ref.stores.channel import Channel
 from torchdist_ref.stores.tcp_parse import read, take_whole
 from torchdist_ref.stores.tcp_wire import ANSWER_HEAD, REPLIES, Op, Status, WireError, reply_shape, write_request
-from torchdist_ref.stores.waiting import Deadline
+from torchdist_ref.timeouts import Deadline
 
 WAITS = {Op.WAIT, Op.WAIT_GET, Op.WAIT_GET_ALL, Op.WAIT_POP, Op.WAIT_NUMBER, Op.BARRIER}
 SILENT = {Op.SET, Op.APPEND, Op.MULTI_SET, Op.QUEUE_PUSH}
@@ -63,7 +63,7 @@ def ask_numbered(channel: Channel, mine: int, op: Op, fields: tuple[Any, ...], d
 
 
 def _late(deadline: Deadline) -> Deadline:
-    return deadline.later(grace(deadline.seconds))
+    return deadline.extended(grace(deadline.seconds))
 
 
 def _late_answer(channel: Channel, op: Op, deadline: Deadline) -> bytes:

@@ -12,7 +12,7 @@ import weakref
 
 from torchdist_ref.stores.sockets import adopt, listen
 from torchdist_ref.stores.tcp_loop import Loop
-from torchdist_ref.stores.waiting import Deadline
+from torchdist_ref.timeouts import Deadline
 
 
 class TCPServer:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchdist_ref.errors import ArgumentError
-from torchdist_ref.stores.table import Table
+from torchdist_ref.stores.hash import Table
 from torchdist_ref.stores.tcp_answers import ANSWERS, LACKING, Need
 from torchdist_ref.stores.tcp_wire import (
     MAGIC,

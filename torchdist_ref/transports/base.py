@@ -18,14 +18,14 @@ from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError
+from torchdist_ref.timeouts import CHECK_SECONDS
 from torchdist_ref.transports.board import ABSENT, GAVE_UP, LEFT, MET, PRESENT, Line
 from torchdist_ref.transports.layout import BOARD_LINE, Layout
-from torchdist_ref.transports.liveness import SLICE
 from torchdist_ref.transports.memory import Liveness, Memory, Range, Token
 
 _MAIN = threading.main_thread().ident
 # A rank that waits says so in every slice. Who has not said it for so many seconds does not wait, or is stopped.
-FRESH = 10 * SLICE
+FRESH = 10 * CHECK_SECONDS
 
 
 class Link:
@@ -103,7 +103,7 @@ class Link:
 
     def _wait_long(self, token: Token, peer: int, doing: str, seconds: float, alone: bool) -> None:
         deadline, told = monotonic() + seconds, False
-        while not token.acquire(True, max(0.0, min(SLICE, deadline - monotonic()))):
+        while not token.acquire(True, max(0.0, min(CHECK_SECONDS, deadline - monotonic()))):
             self.line.wait_for(peer)
             if self.hosts is not None and not told and monotonic() > deadline - seconds / 2:
                 # Ranks of other hosts can't look here; at the deadline they will want to know.

@@ -14,9 +14,6 @@ import os
 import select
 import threading
 
-SLICE = 0.02
-"""Seconds between two looks at the peers, and so the longest time that a death stays unseen."""
-
 
 class Peers:
     """The processes behind the ranks of a group.

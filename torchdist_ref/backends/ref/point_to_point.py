@@ -23,9 +23,9 @@ from torch import Tensor
 from torchdist_ref.backends.ref.progress import Lane
 from torchdist_ref.calls import Recv, Send, fingerprint
 from torchdist_ref.errors import DistError, MismatchError, RankStalledError
+from torchdist_ref.timeouts import CHECK_SECONDS
 from torchdist_ref.transports.base import Link
 from torchdist_ref.transports.board import Record
-from torchdist_ref.transports.liveness import SLICE
 from torchdist_ref.transports.mailbox import Mailbox
 
 T = TypeVar("T")
@@ -201,7 +201,7 @@ class Inbox:
         """
         try:
             while not receive.ended:
-                if self._taking.acquire(timeout=SLICE):
+                if self._taking.acquire(timeout=CHECK_SECONDS):
                     try:
                         self._take_until(receive)
                     finally:
@@ -225,7 +225,7 @@ class Inbox:
                 self._fail_hopeless()
 
     def _rang(self) -> bool:
-        return self._link.soon(self._bell) or self._bell.acquire(True, SLICE)
+        return self._link.soon(self._bell) or self._bell.acquire(True, CHECK_SECONDS)
 
     def _scan(self) -> None:
         with self._state:

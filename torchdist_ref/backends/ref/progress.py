@@ -17,7 +17,7 @@ from time import monotonic
 import torch
 
 from torchdist_ref.numbers import Number
-from torchdist_ref.transports.liveness import SLICE
+from torchdist_ref.timeouts import CHECK_SECONDS
 
 log = logging.getLogger("torchdist_ref.backends")
 
@@ -129,7 +129,7 @@ class Order:
         since = monotonic()
         with self._made:
             while number not in self._waiting:
-                self._made.wait(SLICE)
+                self._made.wait(CHECK_SECONDS)
                 self._patience(number, monotonic() - since)
             job = self._waiting.pop(number)
         job()

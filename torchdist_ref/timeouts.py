@@ -1,0 +1,63 @@
+"""Time-outs of the library: the defaults, the interval of a wait's checks, and `Deadline`.
+
+Python runs signal handlers on the main thread, between two bytecode instructions. A main thread that sleeps in one long
+system call can miss the wake-up, because the kernel may deliver the signal to another thread. So a blocking wait wakes
+up every `CHECK_SECONDS`. Other threads run no handlers and may sleep until their deadline.
+
+Do not add waits here: each kind of wait belongs to the object that is waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+STORE_TIMEOUT = timedelta(minutes=5)
+"""Default time that an operation of a store waits for a missing key."""
+
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""Default time that a rank waits for the others in a rendezvous or a call of a process group."""
+
+CHECK_SECONDS = 0.02
+"""Interval at which a blocked wait checks for Ctrl-C and for failed peers, in seconds."""
+
+MAX_SLEEP_SECONDS = 3600.0
+
+
+class Deadline:
+    """A moment on the monotonic clock.
+
+    Args:
+        seconds: time from now, in seconds; 0 for a single check without waiting.
+    """
+
+    __slots__ = ("at", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.at = time.monotonic() + seconds
+
+    def extended(self, seconds: float) -> Deadline:
+        """Return a deadline this many seconds after this one."""
+        other = Deadline(self.seconds + seconds)
+        other.at = self.at + seconds
+        return other
+
+    def remaining(self) -> float:
+        """Return the seconds left, at least 0."""
+        return max(0.0, self.at - time.monotonic())
+
+    def passed(self) -> bool:
+        """Return whether no time is left."""
+        return time.monotonic() >= self.at
+
+    def sleep_seconds(self) -> float:
+        """Return how long to sleep before the next check, in seconds."""
+        return min(self.remaining(), max_sleep())
+
+
+def max_sleep() -> float:
+    """Return the longest uninterrupted sleep that is safe on the calling thread, in seconds."""
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    return CHECK_SECONDS if on_main_thread else MAX_SLEEP_SECONDS
