@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchdist_ref.benchmark import calls, collectives, ddp, faults, hooks, report, start, store
+from torchdist_ref.benchmark import calls, checkouts, collectives, ddp, faults, hooks, report, start, store
 from torchdist_ref.errors import ArgumentError, DistError
 from torchdist_ref.testing import RankError
 
@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for option in ("json", "plot"):
             if path := getattr(options, option, None):
                 report.check_place(f"--{option}", path)
+        if getattr(options, "against_checkout", None):
+            return checkouts.main(options)
         return int(_COMMANDS[options.benchmark][0].main(options))
     except (ArgumentError, DistError, RankError) as error:
         print(error, file=sys.stderr)
@@ -46,6 +48,8 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=words, description=module.__doc__)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         module.arguments(command)
+        if name in checkouts.PLANS:
+            checkouts.arguments(command)
         command.add_argument("--json", metavar="FILE", help="write all samples, with the machine, versions and date")
     return parser
 

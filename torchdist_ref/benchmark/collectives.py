@@ -218,7 +218,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Measure, and print a table for each operation as soon as it is there."""
     names, left_out = competitors.split(options.backends.split(","))
-    settings = _settings(options, names)
+    settings = settings_of(options, names)
     show = _Show(settings, options.against)
     for each in left_out:
         show.hear(each)
@@ -233,7 +233,12 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(options: argparse.Namespace, names: Sequence[str]) -> Settings:
+def settings_of(options: argparse.Namespace, names: Sequence[str]) -> Settings:
+    """Return the settings that the options ask for.
+
+    Raises:
+        ArgumentError: An option has a wrong value.
+    """
     ops = tuple(options.ops.split(","))
     if unknown := [op for op in ops if op not in OPERATIONS]:
         raise ArgumentError(explain("benchmark", "--ops", f"among {', '.join(OPERATIONS)}", unknown[0]))

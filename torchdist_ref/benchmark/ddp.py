@@ -42,7 +42,7 @@ def main(options: argparse.Namespace) -> int:
     # torch's DDP loads the compiler, which takes seconds: once, before ranks are forked.
     import torch._dynamo  # noqa: F401
 
-    settings = _settings(options)
+    settings = settings_of(options)
     results, memories = ([], _memories(settings)) if options.memory else (_times(settings), {})
     print(show_memory(memories, settings) if options.memory else show(results, settings.sides))
     if options.json:
@@ -53,7 +53,12 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(options: argparse.Namespace) -> Settings:
+def settings_of(options: argparse.Namespace) -> Settings:
+    """Return the settings that the options ask for.
+
+    Raises:
+        ArgumentError: An option has a wrong value.
+    """
     hooks = tuple(HOOKS) if options.hooks == "all" else tuple(options.hooks.split(";"))
     settings = Settings(
         tuple(options.models.split(",")),

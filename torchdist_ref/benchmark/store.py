@@ -133,7 +133,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Measure and print."""
-    settings = Settings(_numbers(options.clients), options.repetitions, options.seconds)
+    settings = Settings(clients_of(options.clients), options.repetitions, options.seconds)
     results: list[Result] = []
     progress = Progress(len(settings.clients) * (len(OPERATIONS) + 1))
 
@@ -151,7 +151,12 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def clients_of(text: str) -> tuple[int, ...]:
+    """Return the numbers of clients in ascending order.
+
+    Raises:
+        ArgumentError: The text holds something else.
+    """
     if not all(part.isdigit() and int(part) > 0 for part in text.split(",")):
         raise ArgumentError(explain("benchmark store", "--clients", "numbers of clients, with commas between", text))
     return tuple(sorted(map(int, text.split(","))))

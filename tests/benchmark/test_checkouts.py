@@ -1,0 +1,118 @@
+"""`--against-checkout`: its arithmetic on tables written out, and brief runs of this checkout against itself.
+
+A run starts three times two ranks, which import torch: some 5 s each.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import torchdist_ref
+from torchdist_ref.benchmark.__main__ import main
+from torchdist_ref.benchmark.checkouts import Comparison, ComparisonPlan, compare, geometric_mean, show
+from torchdist_ref.errors import DistBackendError
+
+HERE = Path(torchdist_ref.__file__).parents[1]
+
+
+def table() -> list[Comparison]:
+    """Three cells: twice as fast, slower within the noise of the old checkout, and slower beyond it."""
+    return [
+        Comparison({"op": "all_reduce", "bytes": 4}, [1e-6, 3e-6, 2e-6], ([4e-6] * 3, [4e-6] * 3)),
+        Comparison({"op": "all_reduce", "bytes": 1024}, [6e-6] * 3, ([4e-6] * 3, [8e-6] * 3)),
+        Comparison({"op": "barrier", "bytes": 0}, [5e-6] * 3, ([4e-6] * 3, [4e-6, 4.2e-6, 3e-6])),
+    ]
+
+
+def test_geometric_mean_is_the_root_of_the_product() -> None:
+    assert geometric_mean([2.0, 4.0, 1.0]) == pytest.approx(2.0)
+    assert geometric_mean([each.ratio for each in table()]) == pytest.approx((0.5 * 1.0 * 1.25) ** (1 / 3))
+
+
+def test_ratio_is_of_medians_and_spread_is_old_against_old() -> None:
+    assert [each.ratio for each in table()] == pytest.approx([0.5, 1.0, 1.25])
+    assert [each.old_spread for each in table()] == pytest.approx([1.0, 2.0, 1.0])
+
+
+def test_slower_needs_more_than_three_percent_and_more_than_the_spread() -> None:
+    assert [each.slower for each in table()] == [False, False, True]
+    cell = {"op": "barrier", "bytes": 0}
+    assert not Comparison(cell, [1.02], ([1.0], [1.0])).slower
+    assert Comparison(cell, [1.04], ([1.0], [1.0])).slower
+    assert not Comparison(cell, [1.04], ([0.98], [1.05])).slower
+
+
+def test_table_names_cells_that_are_slower() -> None:
+    assert show(table()) == (
+        "cell               this us  old A us  old B us  this / old  old spread\n"
+        "all_reduce, 4 B       2.00      4.00      4.00       0.500       1.000\n"
+        "all_reduce, 1 KiB     6.00      4.00      8.00       1.000       2.000\n"
+        "barrier, 0            5.00      4.00      4.00       1.250       1.000\n"
+        "\n"
+        "geometric mean of this / old over 3 cells: 0.855\n"
+        "slower than 1.03 and than the old spread: barrier, 0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "cells"),
+    [
+        (
+            ["collectives", "--ops", "all_reduce,barrier", "--sizes", "4", "--seconds", "0.001"],
+            [
+                {"backend": name, "op": op, "bytes": size}
+                for name in ("ref", "gloo")
+                for op, size in (("all_reduce", 4), ("barrier", 0))
+            ],
+        ),
+        (["ddp", "--models", "tiny", "--hooks", "fp16", "--seconds", "0.001"], [{"model": "tiny", "hook": "fp16"}]),
+        (
+            ["store", "--clients", "1", "--seconds", "0.001"],
+            [{"operation": operation, "clients": 1} for operation in ("set", "get", "add", "barrier")],
+        ),
+        (
+            ["start", "--backends", "ref", "--worlds", "2"],
+            [{"backend": "ref", "operation": name, "world": 2} for name in ("init", "init and destroy")],
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value[0], str) else "",
+)
+def test_this_checkout_against_itself(
+    command: list[str], cells: list[dict[str, object]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    assert main([*command, "--repetitions", "2", "--against-checkout", str(HERE), "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["benchmark"] == f"{command[0]} against checkout" and report["schema"] == 1
+    assert [entry["cell"] for entry in report["results"]] == cells
+    for entry in report["results"]:
+        assert [len(samples) for samples in (entry["this_seconds"], *entry["old_seconds"])] == [2, 2, 2]
+        assert min(min(samples) for samples in (entry["this_seconds"], *entry["old_seconds"])) > 0
+        assert entry["ratio"] > 0 and entry["old_spread"] >= 1 and entry["slower"] in (False, True)
+    assert report["geometric_mean"] == pytest.approx(geometric_mean([each["ratio"] for each in report["results"]]))
+    assert f"over {len(cells)} cells" in capsys.readouterr().out
+
+
+def test_ranks_of_the_old_checkout_import_the_old_package(tmp_path: Path) -> None:
+    (tmp_path / "torchdist_ref").mkdir()
+    (tmp_path / "torchdist_ref" / "__init__.py").write_text("raise SystemExit(3)\n")
+    plan = ComparisonPlan("start", [{"backend": "ref", "operation": "init", "world": 1}], 1, 1, 0.0)
+    with pytest.raises(DistBackendError, match="rank 0 of the checkout 'old A' failed"):
+        next(compare(plan, tmp_path, HERE))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--against-checkout", "/no/such/folder"], "--against-checkout"),
+        (["--against-checkout", str(HERE), "--backends", "torch:gloo"], "--backends"),
+    ],
+)
+def test_wrong_options_of_a_comparison_are_named(
+    options: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options) == 1
+    assert named in capsys.readouterr().err
