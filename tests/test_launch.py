@@ -184,7 +184,7 @@ def test_a_signal_goes_to_every_rank(tmp_path: Path, signum: signal.Signals, wor
         launcher.send_signal(signum)
         _, errors = launcher.communicate(timeout=20)
         assert launcher.returncode == 128 + signum
-        assert f"got {signum.name}: passing it on to ranks 0, 1" in errors
+        assert f"got {signum.name}: forwarding it to ranks 0, 1" in errors
         assert errors.count(words) >= 2
         assert gone(ranks)
 

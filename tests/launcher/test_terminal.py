@@ -50,7 +50,7 @@ def test_ranks_in_a_terminal(tmp_path: Path) -> None:
         assert "1: '', launcher's session True, own group True" in shown
         os.write(ours, b"\x03")
         shown = read_until(ours, "no terminal that could stop it, no more signals True", 2)
-        assert "got SIGINT: passing it on to ranks 0, 1" in shown
+        assert "got SIGINT: forwarding it to ranks 0, 1" in shown
         assert "rank 0 heard it" in shown and "rank 1 heard it" in shown
         assert launcher.wait(20) == 130
     finally:

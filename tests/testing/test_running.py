@@ -101,7 +101,7 @@ def test_a_failure_in_a_process_shows_where_it_was() -> None:
     assert caught.value.__cause__ is not None
     [note] = caught.value.__cause__.__notes__
     assert "On rank 0:\nTraceback (most recent call last):\n" in note
-    assert 'raise KeyError("lost")' in note and "child.py" not in note
+    assert 'raise KeyError("lost")' in note and "process_ranks.py" not in note and "outcomes.py" not in note
 
 
 def test_the_first_failure_is_the_one_that_others_follow_from() -> None:
@@ -159,7 +159,7 @@ def test_processes_that_hang_are_named_and_shown() -> None:
 
 
 def test_threads_that_hang_are_named_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchdist_ref.testing.thread_ranks._PATIENCE", 0.1)
+    monkeypatch.setattr("torchdist_ref.testing.running._JOIN_SECONDS", 0.1)
     gate = threading.Event()
 
     def wait_for_ever(rank: int) -> int:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,6 +20,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from torchdist_ref import processes
 from torchdist_ref.benchmark.circle import Circle, segment
 from torchdist_ref.benchmark.competitors import mpiexec
 from torchdist_ref.benchmark.crew import Place, listening
@@ -88,22 +87,13 @@ def _pass_on(listener: Listener, line: Connection) -> None:
 def _launch(folder: str, world: int) -> None:
     command = [mpiexec(), "-n", str(world), sys.executable, "-m", __name__, folder]
     # A session of its own, so that Ctrl-C reaches the ranks once, from us.
-    process = subprocess.Popen(command, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    child = processes.spawn(command, new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
-        code = process.wait()
+        code = child.wait()
     finally:
-        _end(process)
+        child.terminate(_PATIENCE)
     if code:
         raise DistBackendError(f"benchmark: ranks under mpiexec ended with exit code {code}; what they said is above.")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signum)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_PATIENCE)
 
 
 def be_rank(folder: str) -> None:

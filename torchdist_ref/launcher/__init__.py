@@ -1,8 +1,8 @@
-"""Launching ranks: `api` from a program, ``python -m torchdist_ref.launch`` from a command line, and their parts.
+"""Launcher of ranks: `api` for programs, ``python -m torchdist_ref.launch`` for the command line, and their parts.
 
-The rule of this package: import the standard library, `torchdist_ref.errors` and `torchdist_ref.stores`, never torch.
-A launcher lives as long as the job and should cost a few megabytes. Each file holds one part; what ranks say to each
-other is not here but in the stores.
+Modules of this package import the standard library, `torchdist_ref.errors`, `torchdist_ref.processes` and
+`torchdist_ref.stores`, never torch: a launcher lives as long as its job and should cost a few megabytes. Do not add
+communication between ranks here: it belongs to the stores.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
 
 def __getattr__(name: str) -> Any:
-    # The command line does without them, and stays as long as its job.
+    # The command line does not need `api`, and its process lives as long as the job.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from torchdist_ref.launcher import api

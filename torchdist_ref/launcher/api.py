@@ -1,7 +1,7 @@
-"""Launching ranks from a program: a function or a command on every rank, and the results of all.
+"""Launcher API for programs: run a function or a command on every rank and collect the results.
 
-Names are torch's. The ranks are processes of this machine, looked after as those of ``python -m
-torchdist_ref.launch`` are; jobs of several machines are for torchrun, under which this library runs too.
+Names are torch's. Ranks are processes of this machine under the same supervisor as those of ``python -m
+torchdist_ref.launch``. For jobs of several machines use torchrun, which works with this library too.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ from typing import Any, NoReturn
 
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
 from torchdist_ref.launcher import entrypoint as entry
-from torchdist_ref.launcher.environment import Job, worker_environment
-from torchdist_ref.launcher.held_store import ADDRESS, held_store
-from torchdist_ref.launcher.restarts import supervise
-from torchdist_ref.launcher.supervise import Supervisor
+from torchdist_ref.launcher.environment import STORE_ADDRESS, Job, job_store, worker_environment
+from torchdist_ref.launcher.supervisor import Supervisor, run_with_restarts
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
 logger = logging.getLogger("torchdist_ref.launcher")
 
-_WITHOUT = (
+_UNSUPPORTED = (
     "logs_specs",
     "log_line_prefix_template",
     "numa_options",
@@ -40,39 +38,40 @@ _WITHOUT = (
 
 @dataclass
 class LaunchConfig:
-    """How to launch.
+    """Configuration of a launch.
 
-    What torch's agent needs and this launcher does not is accepted: it has no rendezvous, since all ranks are here;
-    it notices failures at once and not at intervals; and it keeps no metrics and no event log.
+    Options of torch's agent that this launcher does not need are accepted and ignored. There is no rendezvous, since
+    all ranks are on this machine. Failures are noticed at once, not at intervals. There are no metrics and no event
+    log.
 
     Args:
-        min_nodes: How many machines; 1.
-        max_nodes: The same.
-        nproc_per_node: How many ranks.
-        logs_specs: Not supported; output is passed on line by line.
-        run_id: A name for the job. Default: a new one.
-        role: What the ranks find as ROLE_NAME.
-        rdzv_endpoint: ``host:port``; the port is taken for the ranks' store. Default: a free one.
-        rdzv_backend: Accepted.
-        rdzv_configs: A dict; accepted.
-        rdzv_timeout: Accepted.
-        max_restarts: How often all ranks are started anew when one fails. Default: 3.
-        monitor_interval: Accepted.
+        min_nodes: Number of machines; 1.
+        max_nodes: Number of machines; 1.
+        nproc_per_node: Number of ranks.
+        logs_specs: Not supported; output is forwarded line by line.
+        run_id: Name of the job. Default: a new one.
+        role: Value of ROLE_NAME in the ranks' environment.
+        rdzv_endpoint: ``host:port``; the port is used for the ranks' store. Default: a free one.
+        rdzv_backend: Ignored.
+        rdzv_configs: A dict; ignored.
+        rdzv_timeout: Ignored.
+        max_restarts: Number of times that all ranks are restarted when one fails. Default: 3.
+        monitor_interval: Ignored.
         start_method: ``"spawn"``, the only one.
         log_line_prefix_template: Not supported.
-        metrics_cfg: A dict; accepted.
-        local_addr: Accepted.
-        event_log_handler: Accepted.
+        metrics_cfg: A dict; ignored.
+        local_addr: Ignored.
+        event_log_handler: Ignored.
         numa_options: Not supported.
-        signals_to_handle: The signals, by name, that are passed on to the ranks.
+        signals_to_handle: Names of the signals that are forwarded to the ranks, with commas between them.
         duplicate_stdout_filters: Not supported.
         duplicate_stderr_filters: Not supported.
-        virtual_local_rank: Whether each rank sees one device only, its own, and has LOCAL_RANK 0.
-        shutdown_timeout: Seconds from asking ranks to stop to killing them. Default: the environment variable
+        virtual_local_rank: Whether each rank sees only its own device and has LOCAL_RANK 0.
+        shutdown_timeout: Time from asking ranks to stop to killing them, in seconds. Default: the environment variable
             TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30.
 
     Raises:
-        ArgumentError: A negative time to stop.
+        ArgumentError: The shutdown time-out is negative.
 
     Example:
         >>> from torchdist_ref.launcher import LaunchConfig
@@ -115,12 +114,12 @@ class LaunchConfig:
 
 
 class elastic_launch:
-    """A function or command as something to call: the call runs it on every rank and returns all results.
+    """Launcher of a function or command: calling it runs that on every rank and returns all results.
 
     Args:
-        config: How to launch.
-        entrypoint: The function, or the command's name.
-        health_check_server: Accepted; nothing is served.
+        config: Configuration.
+        entrypoint: Function, or name of a command.
+        health_check_server: Ignored.
 
     Example:
         >>> from torchdist_ref.launcher import LaunchConfig, elastic_launch
@@ -136,6 +135,7 @@ class elastic_launch:
         self._entrypoint = entrypoint
 
     def __call__(self, *args: Any) -> dict[int, Any]:
+        """Run it with these arguments; see `launch_agent`."""
         return launch_agent(self._config, self._entrypoint, list(args))
 
 
@@ -145,25 +145,25 @@ def launch_agent(
     args: list[Any],
     health_check_server: Any = None,
 ) -> dict[int, Any]:
-    """Run a function or a command on every rank, and return when all are done.
+    """Run a function or a command on every rank and wait until all have ended.
 
-    When a rank fails, all are stopped, and as long as restarts are left all begin again.
+    When a rank fails, all are stopped. While restarts are left, all are restarted.
 
     Args:
-        config: How to launch.
-        entrypoint: A function that another process can import, or the name of a command.
-        args: Its arguments; in text, ``${local_rank}`` becomes the rank on its machine.
-        health_check_server: Accepted; nothing is served.
+        config: Configuration.
+        entrypoint: Function that another process can import, or name of a command.
+        args: Its arguments. In strings, ``${local_rank}`` becomes the rank on its machine.
+        health_check_server: Ignored.
 
     Returns:
         The result of each rank by its number; None for a command.
 
     Raises:
-        ArgumentError: Something in the configuration makes no sense.
-        ArgumentTypeError: The entry point is neither function nor command.
-        UnsupportedError: Something that this launcher does not have: several machines, log files.
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: A rank failed and no restart was left. It
-            names the rank and shows its traceback.
+        ArgumentError: A value of the configuration is wrong.
+        ArgumentTypeError: The entry point is neither a function nor a command.
+        UnsupportedError: The configuration needs several machines, log files or another missing feature.
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: A rank failed and no restart was left. The
+            error contains the rank and its traceback.
         torch.distributed.elastic.multiprocessing.SignalException: A signal ended the job.
 
     Example: as for `elastic_launch`, which calls this.
@@ -172,14 +172,14 @@ def launch_agent(
     config.run_id = config.run_id or uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="torchdist_ref") as folder:
         agent = _Agent(config, entrypoint, args, Path(folder))
-        supervisor = supervise(agent.attempt, config.max_restarts, logger.warning)
+        supervisor = run_with_restarts(agent.attempt, config.max_restarts, logger.warning)
         if supervisor.code:
             _fail(supervisor, agent.name, Path(folder))
         return agent.results()
 
 
 class _Agent:
-    """One job: what to start, and where its results are."""
+    """Job of one function or command, and the folder of its results."""
 
     def __init__(self, config: LaunchConfig, entrypoint: Any, args: Sequence[Any], folder: Path) -> None:
         self._config = config
@@ -191,16 +191,16 @@ class _Agent:
         self._command = [entrypoint, *map(str, args)]
 
     def attempt(self, restarts: int) -> Supervisor:
-        """Start all ranks, and look after them until the last one ends."""
+        """Run all ranks once."""
         port = int(self._config.rdzv_endpoint.rpartition(":")[2] or 0) if ":" in self._config.rdzv_endpoint else 0
-        with held_store(port) as port:
+        with job_store(port) as port:
             ranks = range(self._config.nproc_per_node)
             supervisor = Supervisor(
                 [self._command_of(rank) for rank in ranks],
                 [self._environment(rank, port, restarts) for rank in ranks],
                 prefix=False,
                 grace=float(self._config.shutdown_timeout or 0),
-                say=logger.warning,
+                log=logger.warning,
                 signals=[signal.Signals[name.strip()] for name in self._config.signals_to_handle.split(",")],
             )
             supervisor.run()
@@ -215,14 +215,14 @@ class _Agent:
         config = self._config
         job = Job(config.run_id, config.role, restarts, config.max_restarts)
         error_file = entry.error_path(self._folder, rank)
-        # What an earlier attempt left is about another failure.
+        # A file of an earlier attempt describes another failure.
         error_file.unlink(missing_ok=True)
-        found = worker_environment(os.environ, config.nproc_per_node, rank, ADDRESS, port, job)
+        found = worker_environment(os.environ, config.nproc_per_node, rank, STORE_ADDRESS, port, job)
         found |= {"TORCHELASTIC_ERROR_FILE": str(error_file)}
         return found | (_one_device(found, rank) if config.virtual_local_rank else {})
 
     def results(self) -> dict[int, Any]:
-        """What each rank returned."""
+        """Return the result of each rank."""
         ranks = range(self._config.nproc_per_node)
         if not self._function:
             return dict.fromkeys(ranks)
@@ -241,27 +241,27 @@ def _check(config: LaunchConfig, entrypoint: Any) -> None:
         raise ArgumentTypeError(explain("launch_agent", "entrypoint", expected, entrypoint))
     if config.nproc_per_node < 1 or config.max_restarts < 0:
         got = config.nproc_per_node, config.max_restarts
-        raise ArgumentError(explain("launch_agent", "config", "one rank or more, and restarts from 0 on", got))
+        raise ArgumentError(explain("launch_agent", "config", "one rank or more, and 0 restarts or more", got))
     if (config.min_nodes, config.max_nodes) != (1, 1):
         hint = "torchrun starts jobs of several machines, and init_process_group() of this library works under it."
         got = config.min_nodes, config.max_nodes
         raise UnsupportedError(explain("launch_agent", "config", "for one machine", got, hint=hint))
     if config.start_method != "spawn":
         raise UnsupportedError(explain("launch_agent", "config.start_method", "'spawn'", config.start_method))
-    for name in _WITHOUT:
+    for name in _UNSUPPORTED:
         if getattr(config, name) is not None:
             raise UnsupportedError(explain("launch_agent", f"config.{name}", "None", getattr(config, name)))
 
 
 def _fail(supervisor: Supervisor, name: str, folder: Path) -> NoReturn:
-    # torch's own types, so that programs catch what they have always caught; only now is torch needed.
+    # Programs catch torch's own types. Only here is torch needed.
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     worker = supervisor.first_failure
     if worker is None:
         signum = signal.Signals(supervisor.code - 128)
-        raise SignalException(f"{name}: the launcher got {signum.name}", sigval=signum)
+        raise SignalException(f"{name}: the launcher received {signum.name}", sigval=signum)
     error_file = str(entry.error_path(folder, worker.rank))
-    failure = ProcessFailure(worker.rank, worker.pid, worker.status or 0, error_file)
+    failure = ProcessFailure(worker.rank, worker.process.pid, worker.process.status or 0, error_file)
     raise ChildFailedError(name, {worker.rank: failure})

@@ -1,8 +1,7 @@
-"""What runs in a rank whose job is a function: it is read from a file, called, and its result written to another.
+"""Entry point of a rank that runs a function: reads the call from a file and writes its result to another.
 
-`torchdist_ref.launcher.api`, whose other half this is, starts it with `command`.
-The module that the function comes from is imported as `multiprocessing` does it: a program that launches itself keeps
-what it does under ``if __name__ == "__main__"``.
+`torchdist_ref.launcher.api` starts it with `command`. The function's module is imported as `multiprocessing` does it:
+a program that launches itself has to guard its own work by ``if __name__ == "__main__"``.
 """
 
 from __future__ import annotations
@@ -23,30 +22,30 @@ CALL = "call"
 
 
 def write_call(folder: Path, function: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Leave a function and its arguments for all ranks.
+    """Write a function and its arguments to the file that all ranks read.
 
     Raises:
-        pickle.PicklingError: It is no function that another process could import.
+        pickle.PicklingError: Another process could not import the function.
     """
     preparation = spawn.get_preparation_data("rank")
-    # A key that never leaves a family of processes; nothing here uses it.
+    # A secret of multiprocessing, which is not needed here and must not be written to a file.
     preparation.pop("authkey", None)
     (folder / CALL).write_bytes(pickle.dumps(preparation) + pickle.dumps((function, tuple(args))))
 
 
 def command(folder: Path) -> list[str]:
-    """The command line of a rank."""
+    """Return the command line of a rank."""
     program = f"import sys, pathlib, {__name__} as entry; sys.exit(entry.main(pathlib.Path(sys.argv[1])))"
     return [sys.executable, "-c", program, str(folder)]
 
 
 def result_path(folder: Path, rank: int) -> Path:
-    """Where a rank writes its result."""
+    """Return the path of a rank's result."""
     return folder / f"result-{rank}"
 
 
 def error_path(folder: Path, rank: int) -> Path:
-    """Where a rank writes why it failed, in the form that torch's launchers read."""
+    """Return the path of a rank's error, which has the format of torch's launchers."""
     return folder / f"error-{rank}.json"
 
 
@@ -54,7 +53,7 @@ def main(folder: Path) -> int:
     """Call the function.
 
     Args:
-        folder: Where it is, and where the result goes.
+        folder: Folder of the call and of the results.
 
     Returns:
         The exit code.

@@ -1,28 +1,30 @@
-"""What a rank finds in its environment: who it is, and where the store is.
+"""Environment of the ranks of one job: their variables, and the store at the address that the variables name.
 
-The store is held by the launcher (TORCHELASTIC_USE_AGENT_STORE says so to torch as to us): it is there before the
-first rank and after the last, and no rank has to win a race for its port. Names are torchrun's, and all of them are
-there, so that scripts written for torchrun find what they look for.
+The launcher serves the store (TORCHELASTIC_USE_AGENT_STORE announces that to torch and to this library): it exists
+before the first rank and after the last one, and ranks cannot race for its port. Scripts written for torchrun find
+every variable that torchrun sets, under the same name.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torchdist_ref.launcher.options import Options
+from torchdist_ref.stores import TCPStore
+
+STORE_ADDRESS = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the ranks of a job have in common besides their number.
+    """Properties that all ranks of a job share.
 
     Attributes:
-        run_id: Its name.
-        role: What its ranks are.
-        restarts: How often all ranks have been started anew.
-        max_restarts: How often they may be.
+        run_id: Name of the job.
+        role: Role of its ranks.
+        restarts: Number of times that all ranks have been restarted.
+        max_restarts: Limit of `restarts`.
     """
 
     run_id: str = "none"
@@ -31,21 +33,21 @@ class Job:
     max_restarts: int = 0
 
 
-_PLAIN = Job()
+_DEFAULT_JOB = Job()
 
 
-def rank_environment(rank: int, world_size: int, address: str, port: int, job: Job = _PLAIN) -> dict[str, str]:
-    """Make the variables of one rank of a job on one machine.
+def rank_environment(rank: int, world_size: int, address: str, port: int, job: Job = _DEFAULT_JOB) -> dict[str, str]:
+    """Return the variables of one rank of a job on one machine.
 
     Args:
-        rank: The rank, from 0.
-        world_size: How many ranks there are.
-        address: The host of the store that the launcher holds.
-        port: Its port.
-        job: What else there is to say.
+        rank: Rank, from 0.
+        world_size: Number of ranks.
+        address: Host of the store that the launcher serves.
+        port: Port of the store.
+        job: Properties of the job.
 
     Returns:
-        Only the variables that describe the job; see `worker_environment` for the whole.
+        Only the variables that describe the job; `worker_environment` returns all.
 
     Example:
         >>> found = rank_environment(2, 4, "127.0.0.1", 29500)
@@ -65,29 +67,41 @@ def rank_environment(rank: int, world_size: int, address: str, port: int, job: J
 
 
 def worker_environment(
-    surroundings: Mapping[str, str], world_size: int, rank: int, address: str, port: int, job: Job = _PLAIN
+    base: Mapping[str, str], world_size: int, rank: int, address: str, port: int, job: Job = _DEFAULT_JOB
 ) -> dict[str, str]:
-    """Make the whole environment of one rank.
+    """Return the whole environment of one rank.
 
     Args:
-        surroundings: The launcher's own environment; what the job needs overrides it.
-        world_size: How many ranks there are.
-        rank: The rank, from 0.
-        address: The host of the store.
-        port: Its port.
-        job: What else there is to say.
+        base: Environment of the launcher; the variables of the job override it.
+        world_size: Number of ranks.
+        rank: Rank, from 0.
+        address: Host of the store.
+        port: Port of the store.
+        job: Properties of the job.
 
     Returns:
-        The environment to start the rank with.
+        The environment for starting the rank.
     """
-    # Lines should come when they are written, though the ranks write to a pipe.
-    wishes = {"PYTHONUNBUFFERED": "1"}
+    # Ranks write to a pipe, which Python would buffer by blocks.
+    defaults = {"PYTHONUNBUFFERED": "1"}
     if world_size > 1:
-        # As many threads in each rank as the machine has cores would slow all of them down.
-        wishes["OMP_NUM_THREADS"] = "1"
-    return wishes | dict(surroundings) | rank_environment(rank, world_size, address, port, job)
+        # Ranks compete for the cores if each starts as many threads as the machine has cores.
+        defaults["OMP_NUM_THREADS"] = "1"
+    return defaults | dict(base) | rank_environment(rank, world_size, address, port, job)
 
 
-def command(options: Options) -> list[str]:
-    """Make the command line of a rank, the same for all."""
-    return [sys.executable, *(["-m"] if options.module else []), options.target, *options.args]
+@contextlib.contextmanager
+def job_store(port: int) -> Iterator[int]:
+    """Serve the ranks' store until the end of the block.
+
+    Args:
+        port: Port; 0 selects a free one.
+
+    Yields:
+        The port.
+    """
+    store = TCPStore(STORE_ADDRESS, port, is_master=True, wait_for_workers=False)
+    try:
+        yield store.port
+    finally:
+        store.close()

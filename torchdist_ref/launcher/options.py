@@ -1,7 +1,7 @@
-"""What the launcher can be told on its command line.
+"""Command line of the launcher.
 
-Names are torchrun's where it has the same option, and underscores are accepted for dashes as it does. An option that
-is not here does not exist yet; it should come with a test that fails without it.
+Options that torchrun has too are named as there, with dashes or underscores. Do not add an option here without a test
+that fails without it.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 _DESCRIPTION = "Run a Python script as N ranks on this machine."
 _EPILOG = """\
-Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT in its
-environment, which is all that init_process_group() needs. Rank 0 reads the launcher's standard input, the others
-read nothing.
+The environment of each rank has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and
+MASTER_PORT, which is all that init_process_group() needs. Rank 0 reads the launcher's standard input, the others read
+nothing.
 
-When a rank fails, the launcher says which and how, and stops the others; then it starts all of them anew, if
---max-restarts allows it, or exits with that rank's code (128 plus the number of the signal, where one killed it).
-Ctrl-C and SIGTERM go to every rank; a second one kills them. Wrong options exit with 2.
+When a rank fails, the launcher reports its number and exit code and stops the others. Then it restarts all ranks, if
+--max-restarts allows it, or exits with that rank's code (128 plus the number of the signal that killed it).
+Ctrl-C and SIGTERM are forwarded to every rank; a second one kills them. Wrong options exit with 2.
 
 example:
   python -m torchdist_ref.launch --nproc-per-node 4 hello.py --epochs 3
@@ -29,17 +30,17 @@ example:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line, checked.
+    """Checked command line.
 
     Attributes:
-        nproc: How many ranks.
-        target: The script's path or the module's name.
-        args: What comes after it, for the script.
+        nproc: Number of ranks.
+        target: Path of the script, or name of the module.
+        args: Arguments of the script.
         module: Whether the target is a module.
         prefix: Whether each line of output begins with its rank.
-        grace: Seconds between asking a rank to stop and killing it.
-        master_port: The port of the store; 0 takes a free one.
-        max_restarts: How often all ranks are started anew when one fails.
+        grace: Time between asking a rank to stop and killing it, in seconds.
+        master_port: Port of the store; 0 selects a free one.
+        max_restarts: Number of times that all ranks are restarted when one fails.
     """
 
     nproc: int
@@ -51,18 +52,23 @@ class Options:
     master_port: int = 0
     max_restarts: int = 0
 
+    @property
+    def command(self) -> list[str]:
+        """Command line of a rank, the same for all."""
+        return [sys.executable, *(["-m"] if self.module else []), self.target, *self.args]
+
 
 def parse(argv: Sequence[str]) -> Options:
-    """Read the command line.
+    """Parse the command line.
 
     Args:
-        argv: The arguments after the launcher's own name.
+        argv: Arguments after the launcher's own name.
 
     Returns:
-        The options; what follows the script's name is the script's own.
+        The options. Arguments after the script's name belong to the script.
 
     Raises:
-        SystemExit: With code 2, after a line that says what is wrong.
+        SystemExit: An argument is wrong. The code is 2, and a line on standard error names the argument.
 
     Example:
         >>> options = parse(["--nproc-per-node", "4", "--module", "this", "--verbose"])
@@ -82,9 +88,9 @@ def parse(argv: Sequence[str]) -> Options:
         found.master_port,
         found.max_restarts,
     )
-    trouble = _module_trouble(options.target) if options.module else _script_trouble(options.target)
-    if trouble:
-        parser.error(trouble)
+    error = _module_error(options.target) if options.module else _script_error(options.target)
+    if error:
+        parser.error(error)
     return options
 
 
@@ -97,22 +103,37 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--nproc-per-node", "--nproc_per_node", type=_count, default=1, metavar="N", help="how many ranks (default: 1)")
-    add("-m", "--module", action="store_true", help="the script is a module's name, as for python -m")
+    add(
+        "--nproc-per-node", "--nproc_per_node", type=_count, default=1, metavar="N", help="number of ranks (default: 1)"
+    )
+    add("-m", "--module", action="store_true", help="run a module, as python -m does")
     add("--prefix", action="store_true", help="begin each line of output with the rank that wrote it")
-    add("--grace", type=_seconds, default=5.0, metavar="SECONDS", help="from asking to stop to killing (default: 5)")
-    add("--master-port", "--master_port", type=_port, default=0, metavar="PORT", help="the store's; default: free")
+    add(
+        "--grace",
+        type=_seconds,
+        default=5.0,
+        metavar="SECONDS",
+        help="between asking ranks to stop and killing them (default: 5)",
+    )
+    add(
+        "--master-port",
+        "--master_port",
+        type=_port,
+        default=0,
+        metavar="PORT",
+        help="port of the store (default: a free one)",
+    )
     add(
         "--max-restarts",
         "--max_restarts",
         type=_restarts,
         default=0,
         metavar="N",
-        help="when a rank fails (default: 0)",
+        help="restarts of all ranks when one fails (default: 0)",
     )
     add("target", metavar="script", help="the script to run, or with -m the module")
     rest = add("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
-    rest.required = False  # else a missing script is reported as two missing things
+    rest.required = False  # otherwise argparse reports two missing arguments
     return parser
 
 
@@ -144,7 +165,7 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _script_trouble(path: str) -> str:
+def _script_error(path: str) -> str:
     if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "__main__.py")):
         return f"the script {path!r} is a folder without a __main__.py"
     if not os.path.exists(path):
@@ -152,8 +173,8 @@ def _script_trouble(path: str) -> str:
     return ""
 
 
-def _module_trouble(name: str) -> str:
-    # Only the first part: looking for the others would import it, and torch with it perhaps.
+def _module_error(name: str) -> str:
+    # Only the first part: a search for the others would import it, and perhaps torch with it.
     top = name.partition(".")[0]
     try:
         found = importlib.util.find_spec(top) if top else None

@@ -15,12 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from torchdist_ref.launcher.signals import caught_signals
 from torchdist_ref.notebook.cell import Failure
 from torchdist_ref.notebook.connection import Channel, RankServer
 from torchdist_ref.notebook.report import Report
 from torchdist_ref.notebook.turns import Turns
 from torchdist_ref.notebook.wire import Message, receive, send
+from torchdist_ref.processes import signal_socket as caught_signals
 
 # How long an interrupted rank may take to come back: C code that waits does not hear the interrupt at once.
 _PATIENCE = 5.0

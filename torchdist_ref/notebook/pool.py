@@ -15,11 +15,11 @@ from typing import Any
 
 from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.launcher.environment import rank_environment
-from torchdist_ref.launcher.lifelines import how_it_ended
 from torchdist_ref.notebook.connection import Channel, RankServer
 from torchdist_ref.notebook.conversation import Conversation
 from torchdist_ref.notebook.report import PoolError, Report, names
 from torchdist_ref.notebook.turns import Item, Turns
+from torchdist_ref.processes import describe_exit as how_it_ended
 from torchdist_ref.stores import TCPStore
 
 _ADDRESS = "127.0.0.1"

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torchdist_ref.errors import DistError
-from torchdist_ref.launcher.lifelines import how_it_ended
 from torchdist_ref.notebook.cell import Failure
+from torchdist_ref.processes import describe_exit as how_it_ended
 
 _AGAIN = "Its variables are gone: stop the ranks (%spmd_stop) and run again from the first %%spmd cell."
 _STUCK = "Stop the ranks (%spmd_stop), which kills them, and run again from the first %%spmd cell."

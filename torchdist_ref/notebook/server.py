@@ -24,9 +24,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from torchdist_ref.launcher.lifelines import die_with_parent, wait_without_reaping
 from torchdist_ref.notebook import rank as rank_side
 from torchdist_ref.notebook.wire import receive_with_descriptors, send
+from torchdist_ref.processes import Child, die_with_parent
 
 PRELOAD = ("torch", "torch.distributed", "torchdist_ref.groups")
 
@@ -130,7 +130,7 @@ class Server:
             os._exit(1)
 
     def _on_end(self, rank: int, pid: int, watch: int) -> None:
-        status = wait_without_reaping(pid)
+        status = Child(pid).wait() or 0
         self._signal(rank, signal.SIGKILL)
         self._selector.unregister(watch)
         os.close(watch)

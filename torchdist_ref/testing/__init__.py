@@ -1,8 +1,8 @@
-"""Tools to test programs that run on several ranks, and to test new stores, transports, backends and hooks.
+"""Tools for testing programs that run on several ranks, and for testing new stores, transports, backends and hooks.
 
-`run` calls a function on N ranks, as threads or as forked processes, and re-raises with the rank. `fill` makes data
-that a wrong collective cannot hide behind. The ``check_`` functions put an implementation through its whole
-contract, clause by clause. Everything here may import the rest of the package; nothing in it imports this.
+`run` calls a function on N ranks, which are threads or forked processes, and raises an error that names the rank.
+`fill` makes test data that reveals wrong collectives. The ``check_`` functions test an implementation against its whole
+contract, clause by clause. Modules here may import the rest of the package; nothing in it imports them.
 """
 
 from torchdist_ref.testing.backend_contract import check_backend

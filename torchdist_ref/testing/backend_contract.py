@@ -148,7 +148,7 @@ def leaves_replicas_identical(rank: int, size: int) -> None:
 
 
 def broadcasts_from_any_root(rank: int, size: int) -> None:
-    """broadcast copies the root's tensor, and only the root's, whoever that is."""
+    """Broadcast copies the root's tensor, and only the root's, whoever that is."""
     for root in range(size):
         for shape in SHAPES:
             tensor = fill(rank, shape)
@@ -157,7 +157,7 @@ def broadcasts_from_any_root(rank: int, size: int) -> None:
 
 
 def reduces_to_any_root(rank: int, size: int) -> None:
-    """reduce leaves the sum on the root."""
+    """Reduce leaves the sum on the root."""
     for root in range(size):
         for count in (1, 70_001):
             tensor = fill(rank, (count,), torch.int64)
@@ -184,7 +184,7 @@ def gathers(rank: int, size: int) -> None:
 
 
 def scatters(rank: int, size: int) -> None:
-    """scatter gives rank r the root's entry r; all_to_all gives rank d everybody's entry d."""
+    """Scatter gives rank r the root's entry r; all_to_all gives rank d everybody's entry d."""
     for root in range(size):
         tensor = torch.empty(6)
         dist.scatter(tensor, [fill(r + 10 * root, (6,)) for r in range(size)] if rank == root else None, root)

@@ -1,8 +1,8 @@
-"""Test data that a wrong collective cannot hide behind.
+"""Test data that reveals wrong collectives.
 
-Constant tensors let a collective that swaps two chunks pass, and data that grow evenly with the rank let a sum that
-counts one rank twice and forgets its neighbours pass. So `fill` mixes rank and position: the position chooses a
-shuffle of sixteen small integers, the rank chooses among them. Nothing else belongs here: no ranks, no groups.
+With constant tensors, a collective that swaps two chunks passes. With data linear in the rank, a sum passes that counts
+one rank twice and omits its neighbours. So `fill` mixes rank and position: the position selects a shuffle of sixteen
+small integers, the rank selects one of them. Do not add ranks or groups here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 _VALUES = 16
-# Half as many ranks as values: sixteen ranks that held all sixteen values would sum to the same number everywhere.
+# Half as many as values: sixteen ranks with all sixteen values would have the same sum at every position.
 _RANKS = 8
 # Odd 63-bit numbers: multiplying by one is a bijection on 64-bit integers, so no two positions are merged.
 _STEP, _MIX, _BLOCK = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
@@ -27,7 +27,7 @@ def _hash(positions: torch.Tensor, block: int) -> torch.Tensor:
 
 def _indices(rank: int, count: int) -> torch.Tensor:
     mixed = _hash(torch.arange(count, dtype=torch.int64), rank // _RANKS)
-    # An odd stride gives the ranks of a block different numbers at every position.
+    # With an odd stride, the ranks of a block have different numbers at every position.
     stride = (mixed >> 8) * 2 + 1
     return torch.tensor(_SHUFFLE)[(mixed + stride * (rank % _RANKS)) % _VALUES]
 
@@ -42,19 +42,19 @@ def _cast(indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def fill(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Make a tensor that differs from rank to rank and from place to place, along no straight line.
+    """Return a tensor whose values depend on rank and position, and are linear in neither.
 
-    The values are whole numbers from -8 to 8 without 0 (1 to 16 for unsigned types), which every dtype of torch
-    holds exactly, 8-bit floats included. So sums over up to 16 ranks are exact from bfloat16 upwards, and products
-    over up to 8 ranks are exact in float32. At each position ranks 0 to 7 hold eight different numbers.
+    The values are integers from -8 to 8 without 0 (1 to 16 for unsigned types). Every dtype of torch represents them
+    exactly, including 8-bit floats. So sums over up to 16 ranks are exact from bfloat16 upwards, and products over up
+    to 8 ranks are exact in float32. At each position, ranks 0 to 7 have eight different numbers.
 
     Args:
-        rank: The rank whose data to make, from 0.
-        shape: The shape of the tensor; ``()`` and shapes with a 0 in them are fine.
-        dtype: The type of its elements. Complex types get a different imaginary part.
+        rank: Rank of the data, from 0.
+        shape: Shape of the tensor; ``()`` and empty shapes are allowed.
+        dtype: Data type. Complex types have a different imaginary part.
 
     Returns:
-        A new contiguous tensor on the CPU. The same arguments give the same values everywhere.
+        A new contiguous tensor on the CPU. Equal arguments give equal values in every process.
 
     Example:
         >>> fill(0, (4,)).tolist()

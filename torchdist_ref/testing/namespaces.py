@@ -1,12 +1,11 @@
-"""Several hosts on one machine: network namespaces with a cable between them, as slow as you like.
+"""Several hosts on one machine: network namespaces connected by virtual Ethernet devices of a chosen rate.
 
-A namespace has interfaces, addresses, ports and routes of its own, so ranks in two of them meet as ranks of two hosts
-do: through a real TCP stack, with a loopback that leads nowhere else. Two hosts are joined by one pair of ``veth``
-devices, more by a bridge. Nothing has a name in the file system: a namespace ends with the last process in it, and its
-cable with it, so that even a killed test leaves nothing. A host that ranks may crash on belongs to no test: no code for
-faults here, kill the ranks instead.
+A namespace has its own interfaces, addresses, ports and routes. Ranks in two namespaces therefore communicate as on two
+hosts: through a real TCP stack, with separate loopback devices. Two hosts are connected by one pair of ``veth``
+devices, more hosts by a bridge. Nothing has a name in the file system: a namespace and its devices end with the last
+process in it, so even a killed test leaves nothing behind. Do not add fault injection here: kill the ranks instead.
 
-Needs Linux, root, and the programs ``ip`` and ``tc`` (package iproute2). `missing` says what there is not.
+Needs Linux, root, and the programs ``ip`` and ``tc`` (package iproute2). `missing` reports what is not available.
 """
 
 from __future__ import annotations
@@ -26,48 +25,49 @@ from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
 
 T = TypeVar("T")
 _NEW_NET = 0x40000000
-# Every host has the same, as machines of one cluster have.
-INTERFACE = "cable"
-# What a cable saves up while it is idle passes at once; with more, small messages would not feel the rate at all.
+# The same on every host, as in a cluster.
+INTERFACE = "veth0"
+# Bytes that an idle device may send at once. With more, the rate would not limit small messages at all.
 BURST = 16_384
 _IPV4, _IPV6 = "10.77.0.{}", "fd77::{:x}"
 
 
 @dataclass(frozen=True)
 class Host:
-    """One of the hosts that `hosts` makes.
+    """Host that `hosts` has created.
 
     Attributes:
-        name: Differs from host to host.
-        interface: The name of its network interface.
-        ipv4: That interface's address.
-        ipv6: Its other address.
+        name: Unique name.
+        interface: Name of its network interface.
+        ipv4: IPv4 address of the interface.
+        ipv6: IPv6 address of the interface.
+        namespace: Descriptor of the network namespace.
     """
 
     name: str
     interface: str
     ipv4: str
     ipv6: str
-    _space: int
+    namespace: int
 
     def enter(self) -> None:
-        """Move this process onto the host: its network, and its name in ``TORCHDIST_REF_HOST_ID``.
+        """Move this process to the host: its network, and its name in ``TORCHDIST_REF_HOST_ID``.
 
-        Call it in a process that has one thread as yet; threads that it starts afterwards are there too. There is no
-        way back: use a process rank, which ends.
+        Call it while the process has one thread; later threads inherit the network. The process cannot return: use a
+        process rank.
         """
-        _to_space(self._space)
+        _enter_namespace(self.namespace)
         os.environ["TORCHDIST_REF_HOST_ID"] = self.name
 
 
 def missing() -> str:
-    """Why there can be no namespaces here; empty where there can.
+    """Return the reason why namespaces cannot be created here, or an empty string.
 
     >>> isinstance(missing(), str)
     True
     """
     if sys.platform != "linux":
-        return f"network namespaces are Linux's, and this is {sys.platform}"
+        return f"network namespaces need Linux, and this is {sys.platform}"
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             return f"the program {program!r} is not installed (package iproute2)"
@@ -75,24 +75,24 @@ def missing() -> str:
         with hosts(2):
             return ""
     except (OSError, UnsupportedError) as error:
-        return f"no network namespace can be made: {error}"
+        return f"network namespaces cannot be created: {error}"
 
 
 @contextmanager
 def hosts(count: int, bits_per_second: float | None = None) -> Iterator[Sequence[Host]]:
-    """Make hosts that reach each other, and nothing else, over a network.
+    """Create hosts that reach each other, and nothing else, over a network.
 
     Args:
-        count: How many, 2 to 250.
-        bits_per_second: What each host can send at most; by default as much as the machine can.
+        count: Number of hosts, 2 to 250.
+        bits_per_second: Send rate of each host, in bits per second. Default None: not limited.
 
     Yields:
-        The hosts. They end when the block has ended and no process is on them any more.
+        The hosts. They end when the block has ended and no process runs on them.
 
     Raises:
-        ArgumentError: A wrong number of hosts, or a rate that is not positive.
-        OSError: This process may not make namespaces: it is not root, or the kernel has none.
-        UnsupportedError: The machine refused to set them up; the error says what it answered.
+        ArgumentError: The number of hosts is wrong, or the rate is not positive.
+        OSError: This process cannot create namespaces: it is not root, or the kernel has none.
+        UnsupportedError: ``ip`` or ``tc`` failed; the message contains its output.
 
     Example::
 
@@ -103,14 +103,16 @@ def hosts(count: int, bits_per_second: float | None = None) -> Iterator[Sequence
     """
     _check(count, bits_per_second)
     with ExitStack() as stack:
-        spaces = [stack.enter_context(_space()) for _ in range(count)]
-        made = [Host(f"host {i}", INTERFACE, _IPV4.format(i + 1), _IPV6.format(i + 1), s) for i, s in enumerate(spaces)]
+        namespaces = [stack.enter_context(_namespace()) for _ in range(count)]
+        made = [
+            Host(f"host {i}", INTERFACE, _IPV4.format(i + 1), _IPV6.format(i + 1), s) for i, s in enumerate(namespaces)
+        ]
         if count == 2:
-            _in_space(spaces[0], lambda: _cable(INTERFACE, spaces[1]))
+            _in_namespace(namespaces[0], lambda: _connect(INTERFACE, namespaces[1]))
         else:
-            _in_space(stack.enter_context(_space()), lambda: _bridge(spaces))
+            _in_namespace(stack.enter_context(_namespace()), lambda: _bridge(namespaces))
         for host in made:
-            _in_space(host._space, lambda host=host: _switch_on(host, bits_per_second))  # type: ignore[misc]
+            _in_namespace(host.namespace, lambda host=host: _configure(host, bits_per_second))  # type: ignore[misc]
         yield made
 
 
@@ -121,37 +123,37 @@ def _check(count: int, bits_per_second: float | None) -> None:
         raise ArgumentError(explain("hosts", "bits_per_second", "a positive rate, or None", bits_per_second))
 
 
-# Namespaces: each thread is in one, and a descriptor keeps one.
+# Namespaces: each thread is in one, and an open descriptor keeps one alive.
 
 
 @contextmanager
-def _space() -> Iterator[int]:
-    space = _aside(_new_space)
+def _namespace() -> Iterator[int]:
+    namespace = _on_new_thread(_new_namespace)
     try:
-        yield space
+        yield namespace
     finally:
-        os.close(space)
+        os.close(namespace)
 
 
-def _new_space() -> int:
+def _new_namespace() -> int:
     _check_call(_libc().unshare(_NEW_NET))
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _to_space(space: int) -> None:
-    _check_call(_libc().setns(space, _NEW_NET))
+def _enter_namespace(namespace: int) -> None:
+    _check_call(_libc().setns(namespace, _NEW_NET))
 
 
-def _in_space(space: int, action: Callable[[], T]) -> T:
+def _in_namespace(namespace: int, action: Callable[[], T]) -> T:
     def there() -> T:
-        _to_space(space)
+        _enter_namespace(namespace)
         return action()
 
-    return _aside(there)
+    return _on_new_thread(there)
 
 
-def _aside(action: Callable[[], T]) -> T:
-    """Act on a thread of its own, which may leave this process's network for good."""
+def _on_new_thread(action: Callable[[], T]) -> T:
+    """Call a function on a new thread, which may leave this process's network permanently."""
     found: list[T] = []
     errors: list[BaseException] = []
 
@@ -161,7 +163,7 @@ def _aside(action: Callable[[], T]) -> T:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=attempt, name="in another network")
+    thread = threading.Thread(target=attempt, name="network namespace")
     thread.start()
     thread.join()
     if errors:
@@ -178,33 +180,33 @@ def _check_call(result: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-# Cables
+# Devices
 
 
-def _cable(ours: str, theirs: int) -> None:
-    _say(f"ip link add {ours} type veth peer name {INTERFACE} netns /proc/{os.getpid()}/fd/{theirs}")
+def _connect(ours: str, theirs: int) -> None:
+    _execute(f"ip link add {ours} type veth peer name {INTERFACE} netns /proc/{os.getpid()}/fd/{theirs}")
 
 
-def _bridge(spaces: Sequence[int]) -> None:
-    _say("ip link add bridge type bridge")
-    _say("ip link set bridge up")
-    for number, space in enumerate(spaces):
-        _cable(f"port{number}", space)
-        _say(f"ip link set port{number} master bridge up")
+def _bridge(namespaces: Sequence[int]) -> None:
+    _execute("ip link add bridge type bridge")
+    _execute("ip link set bridge up")
+    for number, namespace in enumerate(namespaces):
+        _connect(f"port{number}", namespace)
+        _execute(f"ip link set port{number} master bridge up")
 
 
-def _switch_on(host: Host, bits_per_second: float | None) -> None:
-    _say("ip link set lo up")
-    _say(f"ip addr add {host.ipv4}/24 dev {host.interface}")
-    # Without `nodad` the address is of no use for a second or two, while the kernel looks for its double.
-    _say(f"ip addr add {host.ipv6}/64 dev {host.interface} nodad")
-    _say(f"ip link set {host.interface} up")
+def _configure(host: Host, bits_per_second: float | None) -> None:
+    _execute("ip link set lo up")
+    _execute(f"ip addr add {host.ipv4}/24 dev {host.interface}")
+    # Without `nodad` the kernel first searches for duplicates of the address, for a second or two.
+    _execute(f"ip addr add {host.ipv6}/64 dev {host.interface} nodad")
+    _execute(f"ip link set {host.interface} up")
     if bits_per_second is not None:
         rate = int(bits_per_second)
-        _say(f"tc qdisc add dev {host.interface} root tbf rate {rate}bit burst {BURST} latency 50ms")
+        _execute(f"tc qdisc add dev {host.interface} root tbf rate {rate}bit burst {BURST} latency 50ms")
 
 
-def _say(command: str) -> None:
+def _execute(command: str) -> None:
     done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:
         raise UnsupportedError(f"`{command}` failed: {done.stderr.strip() or done.stdout.strip()}")

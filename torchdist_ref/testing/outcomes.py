@@ -1,28 +1,36 @@
-"""How each rank's run ended, and the one error that tells a test about all of them.
+"""Program of one rank under `torchdist_ref.testing.run`, its outcome, and the error made of all outcomes.
 
-`torchdist_ref.testing.run` gathers an `Outcome` per rank, however the ranks were run, and hands them to `verdict`.
-How ranks are started and stopped is not here: see `thread_ranks` and `process_ranks`.
+Do not add the start and end of ranks here: they belong to `running` (threads) and `process_ranks`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from textwrap import indent
 from typing import Any
 
+from torchdist_ref import groups
 from torchdist_ref.errors import GroupAbortedError, RankDiedError
+from torchdist_ref.groups import world
+from torchdist_ref.processes import name_ranks
+from torchdist_ref.stores import Store
+
+# Share of the time-out after which collectives fail: their own error explains more than a stack.
+_GROUP_TIMEOUT_SHARE = 0.8
 
 
 class RankError(RuntimeError):
-    """A rank failed under `torchdist_ref.testing.run`; the message says what the other ranks were doing.
+    """Failure of a rank under `torchdist_ref.testing.run`; the message includes the state of the other ranks.
 
-    The rank's own exception is ``__cause__`` (None when the rank died without one).
+    The rank's own exception is ``__cause__`` (None if the rank died without one).
 
     Attributes:
-        rank: The rank that failed first. Where several did, one whose failure does not merely follow from another's.
-        outcomes: For each rank that came to an end, how.
+        rank: Rank that failed first. If several failed, one whose failure does not follow from another's.
+        outcomes: Outcome of each rank that ended.
 
     Example:
         >>> from torchdist_ref.testing import RankError, run
@@ -45,23 +53,23 @@ class RankError(RuntimeError):
 
 
 class RankTimeoutError(RankError, TimeoutError):
-    """Ranks were still running when the time was up; the message says which, and where each of them was."""
+    """Time-out of ranks; the message names those that were still running and shows their stacks."""
 
 
 class RemoteError(RuntimeError):
-    """Stands in for an exception or a result that could not be brought over from a rank's process."""
+    """Replacement of an exception or a result that could not be pickled in a rank's process."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended: with a value, with an exception, or by dying.
+    """Outcome of one rank: a value, an exception, or a death.
 
     Attributes:
-        rank: Which rank.
-        value: What the function returned there.
-        error: What it raised instead, or None.
-        died: How the process ended, in words, where it ended without either.
-        when: Since when that was certain, in seconds of the system's monotonic clock, which all processes share.
+        rank: Rank.
+        value: Result of the function.
+        error: Exception that the function raised, or None.
+        died: Description of the end of a process that returned no result and raised no exception.
+        when: Time of the outcome, in seconds of the system's monotonic clock, which all processes share.
     """
 
     rank: int
@@ -72,12 +80,12 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether there is no value."""
+        """Whether the rank returned no value."""
         return self.error is not None or bool(self.died)
 
     @property
     def follows(self) -> bool:
-        """Whether this failure was brought about by another rank's."""
+        """Whether another rank caused this failure."""
         return isinstance(self.error, GroupAbortedError | RankDiedError)
 
     def __str__(self) -> str:
@@ -88,9 +96,41 @@ class Outcome:
         return f"failed with {type(self.error).__name__}: {self.error}".removesuffix(": ")
 
 
-def _names(ranks: Iterable[int]) -> str:
-    listed = [str(rank) for rank in sorted(ranks)]
-    return f"rank{'s' * (len(listed) > 1)} {', '.join(listed)}"
+@dataclass(frozen=True)
+class RankProgram:
+    """Function to call on every rank, and the group to call it in. Thread ranks and process ranks run the same."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    world_size: int
+    backend: str | None
+    timeout: float
+    init: bool
+
+    def __call__(self, rank: int, make_store: Callable[[], Store]) -> Outcome:
+        """Join the group, call the function and leave the group."""
+        try:
+            if self.init:
+                self._join(rank, make_store())
+            value = self.fn(rank, *self.args)
+            if groups.is_initialized():
+                groups.destroy_process_group()
+        except BaseException as error:
+            outcome = Outcome(rank, error=error)
+            # The others may be waiting for this rank, which makes no more calls.
+            world.abort(f"rank {rank} {outcome}")
+            return outcome
+        return Outcome(rank, value)
+
+    def _join(self, rank: int, store: Store) -> None:
+        timeout = timedelta(seconds=self.timeout * _GROUP_TIMEOUT_SHARE)
+        groups.init_process_group(self.backend, store=store, rank=rank, world_size=self.world_size, timeout=timeout)
+
+
+def user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Return the frames above `RankProgram`'s call of the function: those below show only how the rank was started."""
+    calls = [index for index, frame in enumerate(frames) if frame.filename == __file__]
+    return list(frames[calls[0] + 1 if calls else 0 :])
 
 
 def _others(outcomes: Mapping[int, Outcome], stuck: Mapping[int, str], without: int | None = None) -> str:
@@ -102,31 +142,33 @@ def _others(outcomes: Mapping[int, Outcome], stuck: Mapping[int, str], without: 
 
 def _first_failure(outcomes: Mapping[int, Outcome]) -> Outcome | None:
     failed = [outcome for outcome in outcomes.values() if outcome.failed]
-    # Deaths come first, because the survivors' errors follow from them but are known sooner.
+    # A death comes first: the survivors' errors follow from it but are noticed earlier.
     return min(failed, key=lambda outcome: (not outcome.died, outcome.follows, outcome.when), default=None)
 
 
-def verdict(outcomes: Mapping[int, Outcome], stuck: Mapping[int, str], world_size: int, timeout: float) -> list[Any]:
-    """Give the values in rank order, or raise the error that names the rank to look at.
+def values_or_error(
+    outcomes: Mapping[int, Outcome], stuck: Mapping[int, str], world_size: int, timeout: float
+) -> list[Any]:
+    """Return the values in rank order, or raise the error that names the rank to look at.
 
     Args:
-        outcomes: The ranks that ended.
-        stuck: The others, each with the text that shows where it was.
-        world_size: The number of ranks.
-        timeout: The seconds that they had.
+        outcomes: Outcome of each rank that ended.
+        stuck: Stack of each of the others.
+        world_size: Number of ranks.
+        timeout: Time that the ranks had, in seconds.
 
     Returns:
         One value per rank.
 
     Raises:
-        RankError: If a rank failed.
-        RankTimeoutError: If none failed and some did not finish.
+        RankError: A rank failed.
+        RankTimeoutError: No rank failed, but some did not finish.
     """
     first = _first_failure(outcomes)
     if first is not None:
         message = f"rank {first.rank} of {world_size} {first}{_others(outcomes, stuck, without=first.rank)}"
         raise RankError(message, first.rank, outcomes) from first.error
     if stuck:
-        message = f"{_names(stuck)} of {world_size} did not finish within {timeout:g} s{_others(outcomes, stuck)}"
+        message = f"{name_ranks(stuck)} of {world_size} did not finish within {timeout:g} s{_others(outcomes, stuck)}"
         raise RankTimeoutError(message, min(stuck), outcomes)
     return [outcomes[rank].value for rank in range(world_size)]

@@ -1,8 +1,7 @@
-"""A pytest plugin: ``@pytest.mark.spmd(world_size=4)`` runs the body of a test on four ranks.
+"""Pytest plugin: ``@pytest.mark.spmd(world_size=4)`` runs the body of a test on four ranks.
 
-Switch it on with ``pytest_plugins = ["torchdist_ref.testing.plugin"]`` in the top-level conftest.py, or with
-``pytest -p torchdist_ref.testing.plugin``. It is a door to `torchdist_ref.testing.run` and should stay no more than
-that.
+Enable it with ``pytest_plugins = ["torchdist_ref.testing.plugin"]`` in the top-level conftest.py, or with
+``pytest -p torchdist_ref.testing.plugin``. Do not add features here: it only calls `torchdist_ref.testing.run`.
 
 ::
 
@@ -21,28 +20,28 @@ from torchdist_ref.testing.running import run
 
 _MARK = (
     "spmd(world_size, backend='ref', ranks='threads', timeout=30.0, init=True): "
-    "run the test on so many ranks; the arguments are those of torchdist_ref.testing.run"
+    "run the test on several ranks; the arguments are those of torchdist_ref.testing.run"
 )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the mark known."""
+    """Register the mark."""
     config.addinivalue_line("markers", _MARK)
 
 
 @pytest.fixture
 def rank() -> int:
-    """The rank that runs the test: 0 but where the mark ``spmd`` starts several."""
+    """Return the rank that runs the test: 0 unless the mark ``spmd`` starts several."""
     return 0
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Call a marked test on its ranks; fixtures are made once, before, and shared by thread ranks."""
+    """Call a marked test on its ranks. Fixtures are set up once, before, and shared by thread ranks."""
     mark = pyfuncitem.get_closest_marker("spmd")
     if mark is None:
         return None
-    wanted = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    wanted = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}  # noqa: SLF001 (pytest has no public name)
 
     def body(rank: int) -> None:
         own = {"rank": rank} if "rank" in wanted else {}

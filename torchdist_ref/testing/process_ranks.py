@@ -1,130 +1,227 @@
-"""Ranks as processes forked from this one: torch is there already, so four of them start in a tenth of a second.
+"""Ranks as processes forked from this one: torch is already loaded, so four of them start in a tenth of a second.
 
-Each child writes what came of it into a file that the parent made, and ends. A thread of the parent waits for each
-child, so the parent hears of every death, by whatever cause. What one rank does is in `program`, how a child lives is
-in `child`; this file only starts, watches and buries children. No child, file or folder outlives the ``with`` block.
+Each child writes its outcome into a file that the parent created, and exits. A thread of the parent waits for each
+child, so every death is noticed, whatever its cause. No child, file or folder outlives the ``with`` block.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import functools
 import os
+import pickle
 import queue
+import resource
 import shutil
 import signal
 import sys
 import tempfile
 import threading
-import warnings
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import TracebackType
+from typing import Any, NoReturn
 
-from torchdist_ref.launcher.lifelines import how_it_ended, interrupts_later, wait_without_reaping
-from torchdist_ref.stores import FileStore
-from torchdist_ref.testing.child import Papers, be_child
-from torchdist_ref.testing.outcomes import Outcome
-from torchdist_ref.testing.program import Program
+import torch
 
-_PATIENCE = 2.0
+from torchdist_ref import processes
+from torchdist_ref.stores import FileStore, Store
+from torchdist_ref.testing import outcomes
+from torchdist_ref.testing.outcomes import Outcome, RankProgram, RemoteError
+
+# Time that a hanging rank has to dump its stack.
+_DUMP_SECONDS = 2.0
 
 
 class ProcessRanks:
-    """Runs a `Program` on forked processes; `outcomes` fills as they end."""
+    """Runner of a `RankProgram` on forked processes.
 
-    def __init__(self, program: Program) -> None:
+    Attributes:
+        outcomes: Queue of the outcomes, in order of arrival.
+    """
+
+    def __init__(self, program: RankProgram) -> None:
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._program = program
         self._folder = ""
-        self._papers: list[Papers] = []
-        self._pids: list[int] = []
+        self._files: list[RankFiles] = []
+        self._children: list[processes.Child] = []
         self._watchers: list[threading.Thread] = []
 
     def __enter__(self) -> ProcessRanks:
         try:
             self._start()
         except BaseException:
-            self._bury()
+            self._clean_up()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bury()
+        self._clean_up()
 
-    def where(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Say at which line each of the ranks is. This ends them: they dump their stacks on the way out."""
+    def stacks(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return the stack of each of the ranks. This ends them: they dump their stacks on SIGABRT."""
         ranks = list(ranks)
         for rank in ranks:
-            self._kill(rank, signal.SIGABRT)
-            self._kill(rank, signal.SIGCONT)
+            self._children[rank].signal(signal.SIGABRT)
+            self._children[rank].signal(signal.SIGCONT)
         for rank in ranks:
-            self._watchers[rank].join(_PATIENCE)
-        return {rank: self._papers[rank].stack() or "(it did not answer)" for rank in ranks}
+            self._watchers[rank].join(_DUMP_SECONDS)
+        return {rank: self._files[rank].stack() or "(no stack: it did not end on SIGABRT)" for rank in ranks}
 
     def show_output(self) -> None:
-        """Print what the ranks printed, in rank order, each line with its rank."""
-        for rank, papers in enumerate(self._papers):
-            for line in papers.printed().splitlines():
+        """Print the output of the ranks in rank order, each line with its rank."""
+        for rank, files in enumerate(self._files):
+            for line in files.printed().splitlines():
                 sys.stdout.write(f"[rank {rank}] {line}\n")
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="torchdist_ref-")
-        self._papers = [Papers() for _ in range(self._program.world_size)]
+        self._files = [RankFiles() for _ in range(self._program.world_size)]
         sys.stdout.flush()
         sys.stderr.flush()
-        with interrupts_later():
+        with processes.deferred_interrupts():
             for rank in range(self._program.world_size):
-                self._pids.append(self._fork(rank))
-        self._watchers = [threading.Thread(target=self._watch, args=(rank,)) for rank in range(len(self._pids))]
+                run = functools.partial(run_child, rank, self._program, self._store, self._files[rank])
+                self._children.append(processes.fork(run))
+        self._watchers = [threading.Thread(target=self._watch, args=(rank,)) for rank in range(len(self._children))]
         for watcher in self._watchers:
             watcher.start()
-
-    def _fork(self, rank: int) -> int:
-        parent = os.getpid()
-        with _no_fork_warning():
-            pid = os.fork()
-        if pid == 0:
-            be_child(rank, self._program, self._store, self._papers[rank], parent)
-        with contextlib.suppress(OSError):
-            # The child does the same: whoever comes first, the group is there once either goes on.
-            os.setpgid(pid, pid)
-        return pid
 
     def _store(self) -> FileStore:
         return FileStore(os.path.join(self._folder, "store"), self._program.world_size)
 
     def _watch(self, rank: int) -> None:
-        status = wait_without_reaping(self._pids[rank])
-        papers = self._papers[rank]
-        outcome = papers.outcome(rank) if status == 0 else None
-        self.outcomes.put(outcome or Outcome(rank, died=_epitaph(status, papers.stack())))
+        status = self._children[rank].wait()
+        assert status is not None
+        files = self._files[rank]
+        outcome = files.outcome(rank) if status == 0 else None
+        self.outcomes.put(outcome or Outcome(rank, died=_describe_death(status, files.stack())))
 
-    def _kill(self, rank: int, signum: int) -> None:
-        # Not yet waited for, so the number is still this child's, dead or alive.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pids[rank], signum)
-
-    def _bury(self) -> None:
-        for rank in range(len(self._pids)):
-            self._kill(rank, signal.SIGKILL)
+    def _clean_up(self) -> None:
+        for child in self._children:
+            child.signal(signal.SIGKILL)
         for watcher in self._watchers:
             watcher.join()
-        for pid in self._pids:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-        for papers in self._papers:
-            papers.close()
+        for child in self._children:
+            child.reap()
+        for files in self._files:
+            files.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _epitaph(status: int, stack: str) -> str:
-    return f"{how_it_ended(status)}{', at:' if stack else ''}\n{stack}".rstrip()
+def _describe_death(status: int, stack: str) -> str:
+    return f"{processes.describe_exit(status)}{', at:' if stack else ''}\n{stack}".rstrip()
 
 
-@contextlib.contextmanager
-def _no_fork_warning() -> Iterator[None]:
-    # Python 3.12 warns of forking with threads about. The child touches nothing that another thread may hold.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        yield
+class RankFiles:
+    """Three unnamed files that parent and child share: the outcome, the output, and the stack after a fatal signal.
+
+    Files have two advantages over pipes. The parent need not read while the child runs, so a large result cannot block
+    the child; and a grandchild that keeps them open cannot block the parent.
+    """
+
+    def __init__(self) -> None:
+        self.result = tempfile.TemporaryFile()
+        self.output = tempfile.TemporaryFile()
+        self.dump = tempfile.TemporaryFile()
+
+    def outcome(self, rank: int) -> Outcome | None:
+        """Read the outcome of the rank; None if it has not written one."""
+        data = _content(self.result)
+        try:
+            return pickle.loads(data) if data else None
+        except Exception as error:
+            return Outcome(rank, error=RemoteError(f"the result of the rank cannot be unpickled here: {error!r}"))
+
+    def printed(self) -> str:
+        """Read the standard output and error of the rank."""
+        return _content(self.output).decode(errors="replace")
+
+    def stack(self) -> str:
+        """Read the stack that a fatal signal dumped, without the text around it."""
+        text = _content(self.dump).decode(errors="replace").partition("Extension modules:")[0]
+        return "\n".join(_user_part(thread) for thread in text.split("\n\n") if "File " in thread)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self.result, self.output, self.dump):
+            file.close()
+
+
+def _user_part(thread: str) -> str:
+    # The frames below the call of the user's function show only how this process was started.
+    return thread.partition(f'  File "{outcomes.__file__}"')[0].strip()
+
+
+def _content(file: Any) -> bytes:
+    # Positioned reads: the offset is shared with the child, which may still be writing.
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+
+
+def run_child(rank: int, program: RankProgram, store: Callable[[], Store], files: RankFiles) -> NoReturn:
+    """Run one rank in a forked child and exit.
+
+    The child is a copy of a process in the middle of another task, a test run for example. It must not return there,
+    print there, or wait for threads that were not copied. So it leaves through ``os._exit``.
+
+    Args:
+        rank: Rank.
+        program: Program of the rank.
+        store: Function that connects to the store.
+        files: Files shared with the parent.
+    """
+    status = 1
+    try:
+        _set_up_child(files)
+        files.result.write(_pack(program(rank, store)))
+        files.result.flush()
+        status = 0
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _set_up_child(files: RankFiles) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    faulthandler.enable(files.dump, all_threads=True)
+    processes.redirect_output(files.output.fileno())
+    # OpenMP's threads do not survive a fork: a second thread would be waited for without end.
+    torch.set_num_threads(1)
+
+
+def _pack(outcome: Outcome) -> bytes:
+    if outcome.error is None:
+        try:
+            return pickle.dumps(outcome)
+        except Exception as error:
+            outcome = replace(outcome, value=None, error=_unpicklable(outcome.value, error))
+    assert outcome.error is not None
+    return pickle.dumps(replace(outcome, error=_picklable(outcome.rank, outcome.error)))
+
+
+def _unpicklable(value: Any, error: Exception) -> RemoteError:
+    return RemoteError(
+        f"the function returned a {type(value).__name__} that cannot be sent from the rank's process: {error}. "
+        "Return tensors, numbers, strings or lists of them, or run with ranks='threads'."
+    )
+
+
+def _picklable(rank: int, error: BaseException) -> BaseException:
+    trace = traceback.TracebackException.from_exception(error)
+    trace.stack = traceback.StackSummary.from_list(outcomes.user_frames(trace.stack))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RemoteError(f"{type(error).__name__}: {error}")
+    # Frames cannot be pickled, so the traceback travels as text.
+    error.add_note(f"\nOn rank {rank}:\n{''.join(trace.format())}")
+    return error

@@ -1,26 +1,35 @@
-"""Run one function on N ranks and get N results, or one error that says which rank to look at.
+"""Run one function on N ranks: return N results, or raise one error that names the rank to look at.
 
-This file is the door and the clock. The two kinds of ranks behind it have the same five methods, so a third kind
-is a file of its own beside `thread_ranks` and `process_ranks`.
+Ranks are threads of this process, or the forked processes of `process_ranks`. Both runners have the same five methods.
+A thread cannot be killed, so a hanging thread rank is asked to give up through its group, and is left behind as a
+daemon if it does not. A rank that must be killed, or must not share memory, has to be a process.
 """
 
 from __future__ import annotations
 
+import contextvars
 import queue
+import sys
+import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
+from types import FrameType, TracebackType
 from typing import TypeVar
 
+import torch
+
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
-from torchdist_ref.testing.outcomes import Outcome, verdict
+from torchdist_ref.groups import world
+from torchdist_ref.stores import HashStore
+from torchdist_ref.testing.outcomes import Outcome, RankProgram, user_frames, values_or_error
 from torchdist_ref.testing.process_ranks import ProcessRanks
-from torchdist_ref.testing.program import Program
-from torchdist_ref.testing.thread_ranks import ThreadRanks
 
 T = TypeVar("T")
-_KINDS: dict[str, type[ThreadRanks] | type[ProcessRanks]] = {"threads": ThreadRanks, "processes": ProcessRanks}
-# How long the others get after the first failure. Their group is aborted, so they need far less.
-_GRACE = 3.0
+# Time that the others have after the first failure. Their group is aborted, so they need far less.
+_GRACE_SECONDS = 3.0
+# Time that hanging threads have to give up.
+_JOIN_SECONDS = 1.0
 
 
 def run(
@@ -32,30 +41,30 @@ def run(
     timeout: float = 30.0,
     init: bool = True,
 ) -> list[T]:
-    """Call ``fn(rank, *args)`` on every rank of a new group and return what each of them returned.
+    """Call ``fn(rank, *args)`` on every rank of a new group and return the results.
 
-    Every rank has a default group of its own, initialised before and destroyed after the call, so that the function
-    can use collectives at once. When one rank fails the group is aborted and the others get three seconds to end.
+    Every rank has its own default group, initialized before the call and destroyed after it, so the function can use
+    collectives at once. When one rank fails, the group is aborted and the others have three seconds to end.
 
     Args:
-        fn: The function; anything callable, a local function or lambda too.
-        world_size: How many ranks, at least 1.
-        *args: Further arguments. All ranks get the same objects (process ranks: copies of them).
-        backend: The backend of the default group, as for `torchdist_ref.init_process_group`.
-        ranks: ``"threads"`` of this process, or ``"processes"`` forked from it, which already have torch loaded and
-            run it on one thread each. What process ranks print appears when all are done, in rank order, each line
-            with its rank.
-        timeout: Seconds until the ranks that are still running are stopped and named. Collectives inside give up
-            a little sooner, at four fifths of it, because their own error says more.
-        init: Whether to initialise the default group. Without it the ranks have no group and no store.
+        fn: Function; any callable, also a local function or lambda.
+        world_size: Number of ranks, at least 1.
+        *args: Further arguments. All ranks receive the same objects (process ranks: copies of them).
+        backend: Backend of the default group, as for `torchdist_ref.init_process_group`.
+        ranks: ``"threads"`` of this process, or ``"processes"`` forked from it, with torch already loaded and one
+            compute thread each. The output of process ranks appears when all have ended, in rank order, each line with
+            its rank.
+        timeout: Time in seconds after which ranks that are still running are stopped and named. Collectives fail at
+            four fifths of it, because their own error explains more.
+        init: Whether to initialize the default group. Without it the ranks have no group and no store.
 
     Returns:
-        The results in rank order. From process ranks they come back pickled.
+        The results in rank order. Those of process ranks are pickled and unpickled.
 
     Raises:
-        RankError: If a rank raised or died; the exception that it raised is the cause.
-        RankTimeoutError: If none failed but some did not finish in time; it shows where they were.
-        ArgumentError: If an argument has a wrong value.
+        RankError: A rank raised or died. Its exception is the cause.
+        RankTimeoutError: No rank failed, but some did not finish in time. The message shows their stacks.
+        ArgumentError: An argument has a wrong value.
 
     Example:
         >>> import torchdist_ref as dist
@@ -68,11 +77,11 @@ def run(
         [[6.0, -3.0, 12.0], [6.0, -3.0, 12.0]]
     """
     _check(fn, world_size, ranks, timeout)
-    with _KINDS[ranks](Program(fn, args, world_size, backend, timeout, init)) as crew:
-        outcomes = _gather(crew.outcomes, world_size, timeout)
-        stuck = crew.where(set(range(world_size)) - outcomes.keys())
-        crew.show_output()
-        return verdict(outcomes, stuck, world_size, timeout)
+    with _RUNNERS[ranks](RankProgram(fn, args, world_size, backend, timeout, init)) as runner:
+        outcomes = _gather(runner.outcomes, world_size, timeout)
+        stuck = runner.stacks(set(range(world_size)) - outcomes.keys())
+        runner.show_output()
+        return values_or_error(outcomes, stuck, world_size, timeout)
 
 
 def _check(fn: object, world_size: int, ranks: str, timeout: float) -> None:
@@ -80,14 +89,14 @@ def _check(fn: object, world_size: int, ranks: str, timeout: float) -> None:
         raise ArgumentTypeError(explain("testing.run", "fn", "callable", fn))
     if not isinstance(world_size, int) or world_size < 1:
         raise ArgumentError(explain("testing.run", "world_size", "a number of ranks, at least 1", world_size))
-    if ranks not in _KINDS:
+    if ranks not in _RUNNERS:
         raise ArgumentError(explain("testing.run", "ranks", "'threads' or 'processes'", ranks))
     if not timeout > 0:
         raise ArgumentError(explain("testing.run", "timeout", "a positive number of seconds", timeout))
 
 
 def _gather(arrivals: queue.SimpleQueue[Outcome], world_size: int, timeout: float) -> dict[int, Outcome]:
-    """Take outcomes in order of arrival until all are in, or the time is up."""
+    """Collect outcomes in order of arrival until all are there or the time is over."""
     outcomes: dict[int, Outcome] = {}
     deadline = time.monotonic() + timeout
     while len(outcomes) < world_size:
@@ -97,5 +106,71 @@ def _gather(arrivals: queue.SimpleQueue[Outcome], world_size: int, timeout: floa
             break
         outcomes[outcome.rank] = outcome
         if outcome.failed:
-            deadline = min(deadline, time.monotonic() + _GRACE)
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
     return outcomes
+
+
+class ThreadRanks:
+    """Runner of a `RankProgram` on threads.
+
+    Each thread runs in its own context (`contextvars`), in which `torchdist_ref.groups` keeps the world of that rank.
+
+    Attributes:
+        outcomes: Queue of the outcomes, in order of arrival.
+    """
+
+    def __init__(self, program: RankProgram) -> None:
+        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._program = program
+        self._store = HashStore()
+        self._contexts = [contextvars.copy_context() for _ in range(program.world_size)]
+        self._threads = [
+            threading.Thread(target=context.run, args=(self._run, rank), name=f"rank {rank}", daemon=True)
+            for rank, context in enumerate(self._contexts)
+        ]
+
+    def __enter__(self) -> ThreadRanks:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for rank, thread in enumerate(self._threads):
+            if thread.is_alive():
+                self._abort(rank, f"the run was given up: {error!r}")
+        deadline = time.monotonic() + _JOIN_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def stacks(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return the current stack of each of the ranks."""
+        frames = sys._current_frames()  # noqa: SLF001 (the documented name)
+        return {rank: _format_stack(frames.get(self._threads[rank].ident or 0)) for rank in ranks}
+
+    def show_output(self) -> None:
+        """Do nothing: the output of threads has already been printed."""
+
+    def _run(self, rank: int) -> None:
+        # A new thread starts with the number of cores, whatever number of threads this process has set.
+        torch.set_num_threads(torch.get_num_threads())
+        try:
+            with world.thread_rank():
+                outcome = self._program(rank, lambda: self._store)
+        except BaseException as error:
+            # Raised while entering or leaving the world, not by the function.
+            outcome = Outcome(rank, error=error)
+        self.outcomes.put(outcome)
+
+    def _abort(self, rank: int, reason: str) -> None:
+        # A copy, because the thread is still inside the context itself.
+        self._contexts[rank].copy().run(world.abort, reason)
+
+
+def _format_stack(frame: FrameType | None) -> str:
+    frames = traceback.extract_stack(frame) if frame else traceback.StackSummary()
+    return "".join(traceback.format_list(user_frames(frames))).rstrip()
+
+
+_RUNNERS: dict[str, type[ThreadRanks] | type[ProcessRanks]] = {"threads": ThreadRanks, "processes": ProcessRanks}
