@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.backends.ref import stages_on_device, staging
-from torchdist_ref.transports import registered
+from torchdist_ref.transports import registered_memory
 
 
 class Stream:
@@ -155,15 +155,15 @@ class SharedDevice:
         return "the one device"
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        return on_device(registered.empty((nbytes,), torch.uint8))
+        return on_device(registered_memory.empty((nbytes,), torch.uint8))
 
     def export(self, tensor: Tensor) -> bytes:
         with torch._C.DisableTorchFunctionSubclass():
-            return pickle.dumps((os.getpid(), registered.place_of(tensor)))
+            return pickle.dumps((os.getpid(), registered_memory.handle_of(tensor)))
 
     def open(self, exported: bytes) -> Tensor:
         pid, place = pickle.loads(exported)
-        return on_device(registered.Neighbour(pid).view(place, torch.uint8, place.end - place.begin))
+        return on_device(registered_memory.PeerMemory(pid).view(place, torch.uint8, place.end - place.begin))
 
 
 class Separate(SharedDevice):

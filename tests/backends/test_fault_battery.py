@@ -171,7 +171,7 @@ RIGHT = {
     "death, idle": ("RankDiedError", "GroupAbortedError"),
     "stall": ("RankStalledError", "GroupAbortedError"),
 }
-SAID = {"death": "rank {} died", "death, idle": "rank {} died", "stall": "rank {} did not come"}
+SAID = {"death": "rank {} died", "death, idle": "rank {} died", "stall": "rank {} did not arrive"}
 
 
 def wrong(trial: Trial, rank: int, heard: Heard, hit: float) -> str:
@@ -179,7 +179,7 @@ def wrong(trial: Trial, rank: int, heard: Heard, hit: float) -> str:
     late = heard.when - hit - (STALL if trial.fault == "stall" else 0.0)
     if heard.kind not in RIGHT[trial.fault]:
         return f"rank {rank} got {heard.kind or 'no error'}: {heard.text}"
-    # In a ring a rank waits for its own neighbour, who may be a survivor that gave up first.
+    # In a ring a rank waits for its own neighbour, who may be a survivor that aborted first.
     if SAID[trial.fault].format(trial.victim) not in heard.text and trial.operation != "ring":
         return f"rank {rank} was not told of rank {trial.victim}: {heard.text}"
     if not re.search(r"\w+\(", heard.text) or "group 'world'" not in heard.text:

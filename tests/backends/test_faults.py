@@ -80,7 +80,10 @@ def test_who_waits_in_the_store_for_a_dead_rank_is_told(name: str) -> None:
         run(meet_in_the_store, 3, name, ranks="processes")
     for rank in (0, 2):
         kind, text, seconds = caught.value.outcomes[rank].value
-        assert kind == "RankDiedError" and f"{name} on rank {rank} of group 'world': rank 1 will not come" in text
+        assert (
+            kind == "RankDiedError"
+            and f"{name} on rank {rank} of group 'world': rank 1 died: the process has ended" in text
+        )
         assert seconds < SOON
 
 
@@ -194,8 +197,8 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(ranks: str) -> None:
     assert kinds <= {"RankStalledError", "GroupAbortedError"} and "RankStalledError" in kinds
     for rank in (0, 2):
         text = results[rank][1]
-        assert "rank 1 did not come within 0.3 s" in text, text
-        assert "finished call 0, barrier(), and has made no other" in text
+        assert "rank 1 did not arrive within 0.3 s" in text, text
+        assert "completed call 0, barrier(), and has made no other" in text
         assert 0.2 < results[rank][2] < 0.3 + SOON
 
 

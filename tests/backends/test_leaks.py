@@ -15,7 +15,7 @@ from torchdist_ref.backends.ref import Ref
 from torchdist_ref.backends.ref.planner import MOST
 from torchdist_ref.groups.world import default_group
 from torchdist_ref.testing import RankError, fill, run
-from torchdist_ref.transports.liveness import Peers
+from torchdist_ref.transports.shared_memory import PeerProcesses
 
 
 def open_files() -> int:
@@ -90,7 +90,7 @@ def test_the_mapping_goes_with_the_group() -> None:
 
 
 def ask_from_many_threads(rank: int) -> bool:
-    peers = Peers({1 - rank: os.getppid()})
+    peers = PeerProcesses({1 - rank: os.getppid()})
     answers: list[list[int]] = []
     threads = [threading.Thread(target=lambda: answers.extend(peers.dead() for _ in range(3000))) for _ in range(3)]
     for thread in threads:

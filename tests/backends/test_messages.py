@@ -121,8 +121,8 @@ def test_a_message_that_comes_while_another_is_taken_is_not_forgotten() -> None:
     def receive(backend: Any) -> list[float]:
         into = [torch.zeros(3), torch.zeros(3)]
         inbox = backend._inbox
-        late.append(RingsLate(inbox._boxes[0].offer))
-        inbox._boxes[0].offer = late[0]
+        late.append(RingsLate(inbox._boxes[0].message))
+        inbox._boxes[0].message = late[0]
         with inbox._taking:
             works = [dist.irecv(tensor, source) for tensor, source in zip(into, (0, 2), strict=True)]
             dist.barrier()
@@ -131,8 +131,8 @@ def test_a_message_that_comes_while_another_is_taken_is_not_forgotten() -> None:
 
     def send_late(backend: Any) -> None:
         box = backend._outbox._ways[1][0]
-        ring = box._ring
-        box._ring = lambda: (ring(), late[0].rung.set())
+        ring = box._ring_doorbell
+        box._ring_doorbell = lambda: (ring(), late[0].rung.set())
         assert late[0].due.wait(5)
 
     def program(rank: int) -> list[float]:

@@ -20,7 +20,7 @@ from torchdist_ref.backends.ref.zero_copy import DIVIDED, SCHEDULES, Lending
 from torchdist_ref.schedules import verify
 from torchdist_ref.schedules.schedule import Schedule
 from torchdist_ref.testing import RankError, fill, run
-from torchdist_ref.transports.registered import place_of
+from torchdist_ref.transports.registered_memory import handle_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int64)
 Make = Callable[[int, torch.dtype], Tensor]
@@ -324,7 +324,7 @@ def between_hosts(rank: int, path: str) -> bool:
     dist.all_reduce(tensor)
     assert tensor.eq(1).all()
     dist.destroy_process_group()
-    return place_of(tensor) is None
+    return handle_of(tensor) is None
 
 
 def test_between_hosts_tensors_are_ordinary(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def with_a_backend_for_each_device(rank: int) -> bool:
     tensor = dist.empty_registered(300_000).fill_(rank)
     dist.all_reduce(tensor)
     assert tensor.eq(1).all()
-    return place_of(tensor) is not None
+    return handle_of(tensor) is not None
 
 
 def test_with_a_backend_for_each_device_that_of_the_cpu_says_where() -> None:

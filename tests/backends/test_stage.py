@@ -20,7 +20,7 @@ from torchdist_ref.backends.ref.executor import Executor
 from torchdist_ref.backends.ref.plan import RoundCode
 from torchdist_ref.errors import MismatchError
 from torchdist_ref.testing import fill, run
-from torchdist_ref.transports.layout import GRAIN, POCKET, Layout, room
+from torchdist_ref.transports.segment_layout import EAGER_BYTES, MIN_RING_BYTES, SegmentLayout, ring_bytes
 
 
 class Reader:
@@ -42,8 +42,8 @@ def executor_with(turns: int, ready: bool) -> tuple[Executor, list[str]]:
     def wait(token: Reader, peer: int, doing: str) -> None:
         seen.append(f"waited for {token.name}")
 
-    line = SimpleNamespace(said=(b"", b""), words=[0] * 4, announce=lambda *_: None)
-    link: Any = SimpleNamespace(line=line, lines=(), peers=(), wait=wait, layout=Layout(2, turns=turns))
+    row = SimpleNamespace(compared=(b"", b""), fields=[0] * 4, announce=lambda *_: None)
+    link: Any = SimpleNamespace(row=row, rows=(), peers=(), acquire=wait, layout=SegmentLayout(2, cells=turns))
     executor = Executor(link)
     for number in (0, 1, 3):
         executor._turns.readers.append((number, ((Reader(f"reader of round {number}", seen, ready), 1),)))
@@ -84,7 +84,7 @@ def test_nothing_is_laid_out_before_the_readers_are_done(windows: tuple[int, ...
     executor, seen = executor_with(4, ready=False)
     stage = torch.zeros(3)
     at_the_wait: list[float] = []
-    wait = executor.link.wait
+    wait = executor.link.acquire
 
     def look(token: Any, peer: int, doing: str) -> None:
         at_the_wait.extend(stage.tolist())
@@ -93,7 +93,7 @@ def test_nothing_is_laid_out_before_the_readers_are_done(windows: tuple[int, ...
     def lay(tensors: Sequence[torch.Tensor], begin: int) -> None:
         stage.copy_(tensors[0][begin : begin + 3])
 
-    executor.link.wait = look  # type: ignore[method-assign,assignment]
+    executor.link.acquire = look  # type: ignore[method-assign,assignment]
     code = RoundCode(stage=(lay,), posts=(), waits=(), steps=(), frees=(), readers=())
     executor.run(executor.prepared(plan_of(windows, (code,))), [torch.arange(1.0, 7.0)], (0, 0))
     # Round 5, if there is one, lies where round 1 did.
@@ -102,11 +102,11 @@ def test_nothing_is_laid_out_before_the_readers_are_done(windows: tuple[int, ...
     assert stage.tolist() == [begin + 1.0 for begin in range(windows[-1], windows[-1] + 3)]
 
 
-@given(st.lists(st.integers(POCKET + 1, 4 * GRAIN), max_size=30), st.sampled_from((2, 4)))
+@given(st.lists(st.integers(EAGER_BYTES + 1, 4 * MIN_RING_BYTES), max_size=30), st.sampled_from((2, 4)))
 def test_as_many_places_in_a_row_as_there_are_turns_do_not_overlap(nbytes: list[int], turns: int) -> None:
-    layout, head, found = Layout(2, window=4 * GRAIN, turns=turns), 0, []
-    for taken in map(room, nbytes):
-        place = layout.next_place(head, taken)
+    layout, head, found = SegmentLayout(2, window=4 * MIN_RING_BYTES, cells=turns), 0, []
+    for taken in map(ring_bytes, nbytes):
+        place = layout.next_offset(head, taken)
         assert 0 <= place <= place + taken <= turns * layout.window
         for other in found[1 - turns :]:
             assert place >= other.stop or place + taken <= other.start
@@ -115,7 +115,7 @@ def test_as_many_places_in_a_row_as_there_are_turns_do_not_overlap(nbytes: list[
 
 
 # Elements of float32, for: a pocket, the least of a ring, more, several windows in one round and in two.
-COUNTS = (5, POCKET, 3 * GRAIN // 4, 200_000, 1_200_000)
+COUNTS = (5, EAGER_BYTES, 3 * MIN_RING_BYTES // 4, 200_000, 1_200_000)
 
 
 def sums_with_failures_between(rank: int) -> list[bool]:

@@ -177,7 +177,7 @@ def test_a_destroyed_group_says_that_it_is_destroyed(backend: str) -> None:
 def stay_away(rank: int) -> str:
     if rank:
         return ""
-    with pytest.raises(dist.RankStalledError, match="group ranks 1 of 2 did not come in time") as caught:
+    with pytest.raises(dist.RankStalledError, match="group ranks 1 of 2 did not join in time") as caught:
         dist.new_group(timeout=timedelta(seconds=0.2))
     return type(caught.value).__name__
 

@@ -16,7 +16,7 @@ from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_
 from torchdist_ref.backends.ref.zero_copy import Lending, Rounds
 from torchdist_ref.parallel import DistributedDataParallel
 from torchdist_ref.testing import run
-from torchdist_ref.transports.registered import place_of
+from torchdist_ref.transports.registered_memory import handle_of
 
 
 def ordinary(count: int, *, dtype: torch.dtype, group: object) -> Tensor:
@@ -46,7 +46,7 @@ def train(rank: int, pointing: bool, registered: bool) -> tuple[list[Tensor], in
                 parameter -= 0.1 * (torch.zeros(()) if parameter.grad is None else parameter.grad)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     dist.destroy_process_group()
-    return [g.clone() for g in gradients], calls[0], all(place_of(g) is not None for g in gradients)
+    return [g.clone() for g in gradients], calls[0], all(handle_of(g) is not None for g in gradients)
 
 
 @pytest.mark.parametrize(("size", "pointing"), [(2, False), (2, True), (3, True)])
@@ -61,7 +61,7 @@ def test_the_same_bits_as_with_ordinary_buckets(size: int, pointing: bool) -> No
 def test_buckets_of_groups_that_share_no_memory_are_ordinary() -> None:
     def program(rank: int) -> bool:
         model = DistributedDataParallel(nn.Linear(300, 100))
-        return place_of(model.reducer.buckets[0].buffer) is None
+        return handle_of(model.reducer.buckets[0].buffer) is None
 
     assert run(program, 2, backend="gloo", ranks="processes") == [True, True]
 

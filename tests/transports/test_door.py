@@ -11,16 +11,16 @@ from time import monotonic
 import pytest
 
 from torchdist_ref.errors import RankStalledError
-from torchdist_ref.transports.door import SECRET, Door, greeting
+from torchdist_ref.transports.connection import SECRET_BYTES, Acceptor, handshake_message
 
-SECRET_BYTES = bytes(range(SECRET))
+SECRET = bytes(range(SECRET_BYTES))
 
 
 @contextmanager
-def street() -> Iterator[tuple[Door, ExitStack, tuple[str, int]]]:
+def street() -> Iterator[tuple[Acceptor, ExitStack, tuple[str, int]]]:
     """A door, what closes callers in the end, and where to call."""
     with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as callers:
-        with closing(Door(server, SECRET_BYTES)) as door:
+        with closing(Acceptor(server, SECRET)) as door:
             yield door, callers, server.getsockname()
 
 
@@ -42,10 +42,10 @@ STRANGERS = {
     "gone": lambda caller: caller.close(),
     "reset": reset,
     "reset in the middle": lambda caller: (caller.sendall(b"x"), reset(caller)),
-    "half a greeting": lambda caller: (caller.sendall(SECRET_BYTES), caller.shutdown(socket.SHUT_WR)),
+    "half a greeting": lambda caller: (caller.sendall(SECRET), caller.shutdown(socket.SHUT_WR)),
     "noise": lambda caller: caller.sendall(b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n"),
-    "another secret": lambda caller: caller.sendall(greeting(bytes(SECRET), 1)),
-    "another rank": lambda caller: (caller.sendall(greeting(SECRET_BYTES, 7)), caller.shutdown(socket.SHUT_WR)),
+    "another secret": lambda caller: caller.sendall(handshake_message(bytes(SECRET_BYTES), 1)),
+    "another rank": lambda caller: (caller.sendall(handshake_message(SECRET, 7)), caller.shutdown(socket.SHUT_WR)),
 }
 
 
@@ -55,7 +55,7 @@ def test_a_stranger_delays_nobody_and_ends_nothing(stranger: str) -> None:
         for _ in range(3):
             STRANGERS[stranger](call(callers, address))
         begin = monotonic()
-        ours = call(callers, address, greeting(SECRET_BYTES, 1))
+        ours = call(callers, address, handshake_message(SECRET, 1))
         rank, sock = door.next([1, 2], begin + 20)
         with sock:
             assert rank == 1 and sock.getpeername() == ours.getsockname()
@@ -65,11 +65,11 @@ def test_a_stranger_delays_nobody_and_ends_nothing(stranger: str) -> None:
 
 def test_a_rank_may_speak_slowly_and_ranks_come_in_any_order() -> None:
     with street() as (door, callers, address):
-        slow = call(callers, address, greeting(SECRET_BYTES, 300)[:7])
-        call(callers, address, greeting(SECRET_BYTES, 2))
+        slow = call(callers, address, handshake_message(SECRET, 300)[:7])
+        call(callers, address, handshake_message(SECRET, 2))
         rank, sock = door.next([2, 300], monotonic() + 20)
         sock.close()
-        slow.sendall(greeting(SECRET_BYTES, 300)[7:])
+        slow.sendall(handshake_message(SECRET, 300)[7:])
         late, other = door.next([300], monotonic() + 20)
         other.close()
         assert (rank, late) == (2, 300)
@@ -77,7 +77,7 @@ def test_a_rank_may_speak_slowly_and_ranks_come_in_any_order() -> None:
 
 def test_what_follows_a_greeting_is_left_to_read() -> None:
     with street() as (door, callers, address):
-        call(callers, address, greeting(SECRET_BYTES, 1) + b"first frame")
+        call(callers, address, handshake_message(SECRET, 1) + b"first frame")
         _, sock = door.next([1], monotonic() + 20)
         with sock:
             sock.setblocking(True)

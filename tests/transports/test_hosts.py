@@ -25,10 +25,10 @@ from torchdist_ref.errors import DistNetworkError, RankStalledError
 from torchdist_ref.stores import HashStore
 from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.testing.backend_contract import CLAUSES
-from torchdist_ref.transports.addresses import interface_address
-from torchdist_ref.transports.connection import ELSEWHERE, Frame, inside, pack
-from torchdist_ref.transports.layout import KINDS, Layout
-from torchdist_ref.transports.mesh import Mesh, PeerLane
+from torchdist_ref.transports.connection import POSTED_RECEIVE, MeshFrame, check_ranges, pack
+from torchdist_ref.transports.mesh import ConnectionMesh, MeshDirectPath
+from torchdist_ref.transports.segment_layout import SEMAPHORE_KINDS, SegmentLayout
+from torchdist_ref.transports.tcp import interface_address
 
 SOON = 2.0
 
@@ -143,25 +143,25 @@ def test_a_store_without_a_host_means_the_loopback() -> None:
 
 
 def test_a_peer_may_write_only_its_own_part() -> None:
-    inside([(10, 5), (100, 1)], [(8, 8), (100, 4)])
+    check_ranges([(10, 5), (100, 1)], [(8, 8), (100, 4)])
     for wrong in [(7, 2), (10, 7), (200, 1), (2**63, 8)]:
         with pytest.raises(DistNetworkError, match="not its part"):
-            inside([wrong], [(8, 8), (100, 4)])
+            check_ranges([wrong], [(8, 8), (100, 4)])
 
 
 def test_a_mesh_refuses_bytes_for_a_part_that_is_not_the_senders() -> None:
-    layout = Layout(2, window=8192)
+    layout = SegmentLayout(2, window=8192)
     memory = bytearray(layout.nbytes)
-    mesh = Mesh(0, layout, lambda rank: memoryview(memory))
+    mesh = ConnectionMesh(0, layout, lambda rank: memoryview(memory))
     with a_line() as (theirs, ours):
         mesh.add(1, ours)
-        begin = layout.pocket(1, 0)
-        theirs.sendall(pack(Frame(KINDS.index("full"), 1, ((begin, 3),))) + b"abc")
-        mesh.pump(1.0)
-        assert bytes(memory[begin : begin + 3]) == b"abc" and mesh.counts["full", 1] == 1
-        theirs.sendall(pack(Frame(KINDS.index("full"), 1, ((layout.pocket(0, 0), 3),))) + b"xyz")
+        begin = layout.eager_buffer(1, 0)
+        theirs.sendall(pack(MeshFrame(SEMAPHORE_KINDS.index("ready"), 1, ((begin, 3),))) + b"abc")
+        mesh.progress(1.0)
+        assert bytes(memory[begin : begin + 3]) == b"abc" and mesh.counts["ready", 1] == 1
+        theirs.sendall(pack(MeshFrame(SEMAPHORE_KINDS.index("ready"), 1, ((layout.eager_buffer(0, 0), 3),))) + b"xyz")
         with pytest.raises(DistNetworkError, match="not its part"):
-            mesh.pump(1.0)
+            mesh.progress(1.0)
         mesh.close()
     assert b"xyz" not in memory
 
@@ -199,33 +199,33 @@ def may_move(rank: int) -> bool:
 
 
 def test_a_mesh_takes_bytes_for_anywhere_only_where_they_are_expected() -> None:
-    layout = Layout(2, window=8192)
+    layout = SegmentLayout(2, window=8192)
     memory, wanted = bytearray(layout.nbytes), bytearray(3)
-    mesh = Mesh(0, layout, lambda rank: memoryview(memory))
+    mesh = ConnectionMesh(0, layout, lambda rank: memoryview(memory))
     with a_line() as (theirs, ours):
         mesh.add(1, ours)
-        PeerLane(mesh, 1).expect([memoryview(wanted)])
-        frame = pack(Frame(KINDS.index("more"), 1, ((ELSEWHERE, 3),))) + b"abc"
+        MeshDirectPath(mesh, 1).post_receive([memoryview(wanted)])
+        frame = pack(MeshFrame(SEMAPHORE_KINDS.index("chunk"), 1, ((POSTED_RECEIVE, 3),))) + b"abc"
         theirs.sendall(frame)
-        mesh.pump(1.0)
-        assert bytes(wanted) == b"abc" and mesh.counts["more", 1] == 1
+        mesh.progress(1.0)
+        assert bytes(wanted) == b"abc" and mesh.counts["chunk", 1] == 1
         theirs.sendall(frame)
-        with pytest.raises(DistNetworkError, match="3 bytes that nobody here expects"):
-            mesh.pump(1.0)
+        with pytest.raises(DistNetworkError, match="3 bytes for which no receive is posted"):
+            mesh.progress(1.0)
         mesh.close()
 
 
 def test_a_peer_that_does_not_read_is_named_in_time() -> None:
-    layout = Layout(2, window=8192)
+    layout = SegmentLayout(2, window=8192)
     memory = bytearray(layout.nbytes)
-    mesh = Mesh(0, layout, lambda rank: memoryview(memory), patience=0.1)
+    mesh = ConnectionMesh(0, layout, lambda rank: memoryview(memory), timeout=0.1)
     with a_line() as (_, ours):
         mesh.add(1, ours)
         start = time.monotonic()
         with pytest.raises(RankStalledError, match=r"rank 1 has not read for 0\.1 s"):
-            mesh.send_bytes(1, "more", memoryview(bytes(64 << 20)))
+            mesh.send_direct(1, "chunk", memoryview(bytes(64 << 20)))
         # The frame was sent in part: nothing may follow it.
-        mesh.send_bytes(1, "more", memoryview(bytes(64 << 20)))
+        mesh.send_direct(1, "chunk", memoryview(bytes(64 << 20)))
         assert time.monotonic() - start < SOON
         mesh.close()
 
@@ -234,14 +234,14 @@ def test_a_full_socket_may_have_any_descriptor() -> None:
     """Programs with many files have descriptors that `select.select` can't take."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
-    layout = Layout(2, window=8192)
+    layout = SegmentLayout(2, window=8192)
     memory = bytearray(layout.nbytes)
-    mesh = Mesh(0, layout, lambda rank: memoryview(memory), patience=0.05)
+    mesh = ConnectionMesh(0, layout, lambda rank: memoryview(memory), timeout=0.05)
     try:
         with a_line() as (_, ours), socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 2000)) as far_up:
             mesh.add(1, far_up)
             with pytest.raises(RankStalledError, match="rank 1 has not read"):
-                mesh.send_bytes(1, "more", memoryview(bytes(64 << 20)))
+                mesh.send_direct(1, "chunk", memoryview(bytes(64 << 20)))
             mesh.close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -16,7 +16,7 @@ from torchdist_ref.stores import HashStore, TCPStore
 from torchdist_ref.testing import namespaces, run
 from torchdist_ref.testing.backend_contract import CLAUSES
 from torchdist_ref.testing.namespaces import Host
-from torchdist_ref.transports.addresses import interface_address
+from torchdist_ref.transports.tcp import interface_address
 
 MISSING = namespaces.missing()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)

@@ -21,7 +21,8 @@ from torchdist_ref.stores import HashStore, PrefixStore, Store
 from torchdist_ref.stores.base import Text
 from torchdist_ref.testing import RankError, run
 from torchdist_ref.testing.transport_contract import Connect, check_transport
-from torchdist_ref.transports import Link, layout, shared_memory, tcp, threads
+from torchdist_ref.transports import Link, segment_layout, selection, shared_memory, tcp, threads
+from torchdist_ref.transports.status_table import ROW_BYTES
 
 
 def each_on_a_host(store: Store, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
@@ -47,19 +48,23 @@ def test_transport_keeps_the_contract(connect: Connect, size: int) -> None:
 
 
 def test_the_parts_of_a_segment_do_not_overlap() -> None:
-    plan = layout.Layout(3, window=8192, turns=4)
-    parts = [(0, layout.HEADER)]
-    parts += [(plan.board(r), layout.BOARD_LINE) for r in range(3)]
+    layout = segment_layout.SegmentLayout(3, window=8192, cells=4)
+    parts = [(0, segment_layout.SEGMENT_HEADER_BYTES)]
+    parts += [(layout.status_row(r), ROW_BYTES) for r in range(3)]
     pairs = [(a, b) for a in range(3) for b in range(3)]
-    parts += [(plan.token(kind, a, b), layout.CACHE_LINE) for kind in layout.KINDS for a, b in pairs]
-    parts += [(plan.pocket(r, turn), layout.POCKET) for r in range(3) for turn in range(4)]
-    parts += [(plan.ring(r, place), 8192) for r in range(3) for place in range(0, 4 * 8192, 8192)]
-    parts += [(plan.envelope(a, b), layout.ENVELOPE) for a, b in pairs]
-    parts += [(plan.mailbox(a, b), plan.box) for a, b in pairs]
+    parts += [
+        (layout.semaphore(kind, a, b), segment_layout.CACHE_LINE)
+        for kind in segment_layout.SEMAPHORE_KINDS
+        for a, b in pairs
+    ]
+    parts += [(layout.eager_buffer(r, cell), segment_layout.EAGER_BYTES) for r in range(3) for cell in range(4)]
+    parts += [(layout.ring(r, offset), 8192) for r in range(3) for offset in range(0, 4 * 8192, 8192)]
+    parts += [(layout.message_header(a, b), segment_layout.MESSAGE_HEADER_BYTES) for a, b in pairs]
+    parts += [(layout.mailbox_ring(a, b), layout.mailbox_ring_bytes) for a, b in pairs]
     parts.sort()
     for (begin, size), (following, _) in pairwise(parts):
         assert begin + size <= following
-    assert parts[-1][0] + parts[-1][1] <= plan.nbytes
+    assert parts[-1][0] + parts[-1][1] <= layout.nbytes
 
 
 def test_the_default_backend_is_gloo_where_ranks_share_no_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -90,7 +95,7 @@ def test_an_out_of_sight_segment_is_explained() -> None:
             store.set("segment", b"999999999 3 00")
             shared_memory.connect(store, 1, [0, 1], "world", 1.0)
 
-    with pytest.raises(RankError, match=r"process 999999999.*out of sight.*namespaces.*gloo"):
+    with pytest.raises(RankError, match=r"process 999999999.*not accessible.*namespaces.*gloo"):
         run(program, 2, HashStore(), init=False)
 
 
@@ -119,10 +124,10 @@ class Asked(PrefixStore):
 
 
 def asked(rank: int, path: str, ready: int) -> list[str]:
-    transports._READY = ready
+    selection._MAX_PREPARED_RANKS = ready
     store = Asked(dist.FileStore(path, 3))
     link = transports.connect(store, rank, range(3), "world", 1000.0)
-    assert link.memory.kind == "shared_memory"
+    assert link.segment.kind == "shared_memory"
     link.close()
     return store.questions
 

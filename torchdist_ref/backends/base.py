@@ -24,7 +24,7 @@ from torchdist_ref.calls import Call
 from torchdist_ref.errors import UsageError, explain
 from torchdist_ref.stores import Store
 from torchdist_ref.trace import Recorder
-from torchdist_ref.transports import refuse_to_meet, share_a_host
+from torchdist_ref.transports import all_on_one_host, refuse_to_connect
 from torchdist_ref.work import Work
 
 
@@ -255,13 +255,13 @@ def default_name(store: Store, rank: int, size: int) -> str:
 
     Ranks that have CUDA devices add `nccl` for the tensors there; for CPU tensors they are one with ranks that don't.
     """
-    cpu = "ref" if share_a_host(store, rank, size) else "gloo"
+    cpu = "ref" if all_on_one_host(store, rank, size) else "gloo"
     return f"cpu:{cpu},cuda:nccl" if c10d.is_nccl_available() and torch.cuda.is_available() else cpu
 
 
 def decline(store: Store, rank: int, reason: str) -> None:
     """Tell the ranks that make a group of this store, and count on this one, that it will not come."""
-    refuse_to_meet(store, rank, reason)
+    refuse_to_connect(store, rank, reason)
 
 
 def mirrored(find: Callable[[], Any]) -> Any:

@@ -37,7 +37,7 @@ from torchdist_ref.benchmark.timing import (
 )
 from torchdist_ref.benchmark.units import parse_size, show_size
 from torchdist_ref.errors import ArgumentError, DistBackendError, UnsupportedError, explain
-from torchdist_ref.transports.layout import window_for
+from torchdist_ref.transports.segment_layout import window_for
 
 # A whole buffer of one element for each rank may be larger than the size that was asked for.
 _SPARE = 4096

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.benchmark.operations import ROOT, Action, Buffers, Make, Operation
-from torchdist_ref.transports.layout import CACHE_LINE, window_for
+from torchdist_ref.transports.segment_layout import CACHE_LINE, window_for
 
 Work = tuple[tuple[str, int], ...]
 # Elements of a block, where in it a window begins, and how many it has.

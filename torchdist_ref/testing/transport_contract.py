@@ -1,7 +1,7 @@
-"""What every transport must do, as a function that you can call on your own.
+"""Contract of every transport, as a function that runs on a transport of your own.
 
-`check_transport` connects ranks with the transport's `connect` and puts the links through one clause after the
-other: what a token orders, what a message carries, and that every wait ends. Backends rely on nothing else.
+`check_transport` connects ranks with the transport's `connect` and runs one clause after the other on the links: memory
+ordering of semaphores, delivery of messages, and the end of every wait. Backends rely on nothing else.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from torchdist_ref.errors import GroupAbortedError, MismatchError, RankStalledEr
 from torchdist_ref.stores import HashStore, PrefixStore, Store
 from torchdist_ref.testing.filling import fill
 from torchdist_ref.testing.running import run
-from torchdist_ref.transports.base import Link
-from torchdist_ref.transports.board import Record
-from torchdist_ref.transports.layout import BOARD_LINE
+from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.mailbox import Mailbox
+from torchdist_ref.transports.status_table import ROW_BYTES, CallRecord
 
 Connect = Callable[[Store, int, Sequence[int], str, float], Link]
 
 
 def check_transport(connect: Connect, size: int = 3) -> None:
-    """Put a transport through the whole contract, with ranks as threads of this process.
+    """Check a transport against the whole contract, with ranks as threads of this process.
 
     Args:
-        connect: Makes one rank's link from a store, its rank, the members, a name, and a time-out in seconds.
-        size: How many ranks, at least 2.
+        connect: Function that returns one rank's link. Arguments: a store, the rank, the members' global ranks, a name,
+            and a time-out in seconds.
+        size: Number of ranks, at least 2.
 
     Raises:
         RankError: A clause does not hold; the cause names it.
@@ -53,171 +53,193 @@ def check_transport(connect: Connect, size: int = 3) -> None:
     run(program, size, init=False)
 
 
-def _meet(link: Link) -> None:
-    """Meet, and show what lies in both pockets of the stage."""
-    shown = [(link.layout.board(link.rank), BOARD_LINE)]
-    shown += [(link.layout.pocket(link.rank, turn), 4 * 500) for turn in (0, 1)]
+def _barrier(link: Link) -> None:
+    """Wait for all ranks, and make the status rows and two eager buffers of each visible to all."""
+    ranges = [(link.layout.status_row(link.rank), ROW_BYTES)]
+    ranges += [(link.layout.eager_buffer(link.rank, cell), 4 * 500) for cell in (0, 1)]
     for peer in link.peers:
-        link.giver("full", peer, shown)()
+        link.make_signal("ready", peer, ranges)()
     for peer in link.peers:
-        link.wait(link.full_from[peer], peer, "meet")
+        link.wait(peer, "barrier")
 
 
-def tokens_count(link: Link) -> None:
-    """As many tokens come out as went in, from each rank separately."""
+def semaphores_count(link: Link) -> None:
+    """A semaphore can be acquired as often as it was posted, for each poster separately."""
     for peer in link.peers:
         for _ in range(link.rank + 2):
-            link.giver("full", peer)()
+            link.make_signal("ready", peer)()
     for peer in link.peers:
         for _ in range(peer + 2):
-            link.wait(link.full_from[peer], peer, "count")
-        assert not link.full_from[peer].acquire(False), f"more tokens than rank {peer} gave"
+            link.wait(peer, "count")
+        assert not link.ready_from[peer].acquire(False), f"more signals than rank {peer} has posted"
 
 
-def stages_are_seen_after_a_token(link: Link) -> None:
-    """What a rank laid out before it gave a token is what the taker sees; the stages don't overlap."""
-    for turn in range(20):
-        _pocket(link, link.rank, turn & 1).copy_(fill(link.rank + turn, (500,)))
-        _meet(link)
+def writes_are_visible_after_acquire(link: Link) -> None:
+    """Writes before a post are visible after the acquire; the ranks' staging buffers do not overlap."""
+    for iteration in range(20):
+        _eager_buffer(link, link.rank, iteration & 1).copy_(fill(link.rank + iteration, (500,)))
+        _barrier(link)
         for peer in link.peers:
-            seen = _pocket(link, peer, turn & 1)
-            assert torch.equal(seen, fill(peer + turn, (500,))), f"stage of rank {peer} in turn {turn}"
-        _meet(link)
+            data = _eager_buffer(link, peer, iteration & 1)
+            assert torch.equal(data, fill(peer + iteration, (500,))), f"data of rank {peer} in iteration {iteration}"
+        _barrier(link)
 
 
-def _pocket(link: Link, rank: int, turn: int) -> torch.Tensor:
-    offset = link.layout.pocket(rank, turn)
-    return torch.frombuffer(link.memory.buffer_of(rank), dtype=torch.float32, count=500, offset=offset)
+def _eager_buffer(link: Link, rank: int, cell: int) -> torch.Tensor:
+    offset = link.layout.eager_buffer(rank, cell)
+    return torch.frombuffer(link.segment.buffer_of(rank), dtype=torch.float32, count=500, offset=offset)
 
 
-def boards_show_calls(link: Link) -> None:
-    """Every rank can read what the others have announced and finished."""
-    link.line.announce(0, Record(7 + link.rank, f"call of {link.rank}".encode()))
-    _meet(link)
+def rounds_of_write_signal_wait_read_release(link: Link) -> None:
+    """The five operations of a round work with one cell: no rank overwrites data before all peers have released it."""
+    offset, nbytes = link.layout.ring(link.rank, 0), 4 * 3000
+    for iteration in range(10):
+        if iteration:
+            for peer in link.peers:
+                link.wait_released(peer, "write")
+        link.row.announce(iteration, CallRecord(5 + link.rank * iteration, b"a round"))
+        link.write(offset, fill(link.rank + 7 * iteration, (3000,)).numpy())
+        for peer in link.peers:
+            link.signal(peer, [(offset, nbytes)])
+        for peer in link.peers:
+            link.wait(peer, "read")
+            data = torch.frombuffer(link.read(peer, link.layout.ring(peer, 0), nbytes), dtype=torch.float32)
+            assert torch.equal(data, fill(peer + 7 * iteration, (3000,))), f"data of rank {peer}, iteration {iteration}"
+            announced = link.rows[peer].announcements[iteration & 1][1]
+            assert announced == 5 + peer * iteration, f"announcement of rank {peer} in iteration {iteration}"
+            link.release(peer)
+
+
+def status_rows_show_calls(link: Link) -> None:
+    """Every rank can read the announced and completed calls of the others."""
+    link.row.announce(0, CallRecord(7 + link.rank, f"call of {link.rank}".encode()))
+    _barrier(link)
     for peer in link.peers:
-        assert link.lines[peer].heads[0][1] == 7 + peer
-        assert link.lines[peer].doing() == f"is in call 0, call of {peer}"
-    _meet(link)
-    link.line.done = 0
-    _meet(link)
+        assert link.rows[peer].announcements[0][1] == 7 + peer
+        assert link.rows[peer].describe() == f"is in call 0, call of {peer}"
+    _barrier(link)
+    link.row.completed = 0
+    _barrier(link)
     for peer in link.peers:
-        assert link.lines[peer].doing() == f"finished call 0, call of {peer}, and has made no other"
-    _meet(link)
+        assert link.rows[peer].describe() == f"completed call 0, call of {peer}, and has made no other"
+    _barrier(link)
 
 
-def messages_arrive_whole(link: Link) -> None:
-    """A mailbox carries messages of every size, also longer than the mailbox, with tag and size."""
+def messages_of_all_sizes_are_delivered(link: Link) -> None:
+    """A mailbox delivers messages of every size with tag and size, also those larger than its ring buffer."""
     if link.rank > 1:
         return
-    box = Mailbox(link, 0, 1)
-    # Some that go round in the mailbox, some of which it must not come back too early.
-    part = link.layout.box // 4 // 5
-    for count in (0, 1, 1000, 2 * part, 2, 2 * part, 2 * part + 1, 3 * link.layout.box // 4 + 5, part):
-        record = Record(count, f"message of {count}".encode())
+    mailbox = Mailbox(link, 0, 1)
+    # Sizes that wrap around the ring buffer, and sizes that must not reuse its memory too early.
+    part = link.layout.mailbox_ring_bytes // 4 // 5
+    wrapping = 3 * link.layout.mailbox_ring_bytes // 4 + 5
+    for count in (0, 1, 1000, 2 * part, 2, 2 * part, 2 * part + 1, wrapping, part):
+        record = CallRecord(count, f"message of {count}".encode())
         if link.rank == 0:
-            box.send(count + 1, record, fill(count, (count,)))
+            mailbox.send(count + 1, record, fill(count, (count,)))
         else:
-            link.wait(box.offer, 0, "receive", alone=True)
-            envelope = box.look()
-            assert envelope == (count + 1, record.fingerprint, 4 * count), envelope
-            assert box.text() == f"message of {count}", box.text()
+            link.acquire(mailbox.message, 0, "receive", only_peer=True)
+            header = mailbox.peek()
+            assert header == (count + 1, record.fingerprint, 4 * count), header
+            assert mailbox.text() == f"message of {count}", mailbox.text()
             tensor = torch.zeros(count)
-            box.take(tensor, "receive")
+            mailbox.receive(tensor, "receive")
             assert torch.equal(tensor, fill(count, (count,))), f"message of {count}"
 
 
-def refusals_reach_the_sender(link: Link) -> None:
-    """A receiver that refuses a message, a long one too, makes the send raise; the next message gets through."""
+def rejected_messages_raise_on_the_sender(link: Link) -> None:
+    """A receiver that rejects a message, a long one too, makes the send raise; the next message is delivered."""
     if link.rank > 1:
         return
-    box = Mailbox(link, 0, 1)
-    for count in (3, link.layout.box // 16, link.layout.box):
+    mailbox = Mailbox(link, 0, 1)
+    for count in (3, link.layout.mailbox_ring_bytes // 16, link.layout.mailbox_ring_bytes):
         if link.rank == 0:
             try:
-                box.send(1, Record(1, b"first"), torch.ones(count))
+                mailbox.send(1, CallRecord(1, b"first"), torch.ones(count))
             except MismatchError as error:
                 assert "rank 1 (global 10) expects something else: five" in str(error), str(error)
             else:
                 raise AssertionError("the send returned")
-            box.send(2, Record(2, b"second"), fill(count, (5000,)))
+            mailbox.send(2, CallRecord(2, b"second"), fill(count, (5000,)))
             continue
-        link.wait(box.offer, 0, "receive", alone=True)
-        box.refuse("five")
-        link.wait(box.offer, 0, "receive", alone=True)
+        link.acquire(mailbox.message, 0, "receive", only_peer=True)
+        mailbox.reject("five")
+        link.acquire(mailbox.message, 0, "receive", only_peer=True)
         tensor = torch.zeros(5000)
-        box.take(tensor, "receive")
+        mailbox.receive(tensor, "receive")
         assert torch.equal(tensor, fill(count, (5000,)))
 
 
-def waits_end_at_the_deadline(link: Link) -> None:
-    """A token that does not come is an error that names the rank, globally too, and what it was last seen at."""
-    _meet(link)
+def waits_time_out(link: Link) -> None:
+    """A wait for a signal that is not posted raises; the error has the group and global rank, and its last call."""
+    _barrier(link)
     if link.rank == 0:
         try:
-            link.wait(link.free_from[1], 1, "lonely wait", timeout=0.05)
+            link.acquire(link.released_by[1], 1, "lonely wait", timeout=0.05)
         except RankStalledError as error:
             assert "lonely wait on rank 0 of group" in str(error), str(error)
-            assert "rank 1 (global 10) did not come within 0.05 s" in str(error), str(error)
+            assert "rank 1 (global 10) did not arrive within 0.05 s" in str(error), str(error)
         else:
             raise AssertionError("the wait returned")
-    _meet(link)
+    _barrier(link)
 
 
-def giving_up_reaches_all(link: Link) -> None:
-    """A rank that gives up ends the waits of all others, with its reason, long before their deadline."""
-    _meet(link)
+def an_abort_ends_the_waits_of_all(link: Link) -> None:
+    """A rank that aborts ends the waits of all others, with its reason, long before their deadline."""
+    _barrier(link)
     if link.rank == 0:
-        link.give_up(ValueError("lost interest"), "a call")
+        link.abort(ValueError("lost interest"), "a call")
         return
-    link.line.announce(0, Record(1, b"patient wait"))
+    link.row.announce(0, CallRecord(1, b"long wait"))
     try:
-        link.wait(link.full_from[0], 0, "patient wait")
+        link.wait(0, "long wait")
     except GroupAbortedError as error:
-        assert "rank 0 gave up: ValueError in a call: lost interest" in str(error), str(error)
+        assert "rank 0 aborted: ValueError in a call: lost interest" in str(error), str(error)
     else:
         raise AssertionError("the wait returned")
 
 
-def leaving_reaches_all(link: Link) -> None:
-    """A rank that closes its link ends the waits of those who count on it."""
-    _meet(link)
+def closing_ends_the_waits_of_dependents(link: Link) -> None:
+    """A rank that closes its link ends the waits of the ranks that need it."""
+    _barrier(link)
     if link.rank == 0:
         link.close()
         return
-    link.line.announce(0, Record(1, b"patient wait"))
+    link.row.announce(0, CallRecord(1, b"long wait"))
     try:
-        link.wait(link.full_from[0], 0, "patient wait")
+        link.wait(0, "long wait")
     except GroupAbortedError as error:
         assert "destroyed the group" in str(error) and "0" in str(error), str(error)
     else:
         raise AssertionError("the wait returned")
 
 
-def a_rank_that_has_finished_may_leave(link: Link) -> None:
-    """A wait goes on when a rank ends that has finished the call; another rank's token may still come."""
-    _meet(link)
-    link.line.announce(0, Record(1, b"last call"))
+def a_rank_that_has_completed_the_call_may_exit(link: Link) -> None:
+    """A wait continues when a rank exits that has completed the call; another rank's signal may still arrive."""
+    _barrier(link)
+    link.row.announce(0, CallRecord(1, b"last call"))
     last = link.size - 1
     if link.rank == 0:
-        link.line.done = 0
+        link.row.completed = 0
         link.close()
     elif link.rank == last:
-        link.line.done = 0
+        link.row.completed = 0
         for peer in range(1, last):
-            link.giver("full", peer)()
+            link.make_signal("ready", peer)()
     else:
-        link.wait(link.full_from[last], last, "last call", timeout=5.0)
-        assert link.trouble(None, "last call") is None
+        link.acquire(link.ready_from[last], last, "last call", timeout=5.0)
+        assert link.failure(None, "last call") is None
 
 
 CLAUSES: tuple[Callable[[Link], None], ...] = (
-    tokens_count,
-    stages_are_seen_after_a_token,
-    boards_show_calls,
-    messages_arrive_whole,
-    refusals_reach_the_sender,
-    waits_end_at_the_deadline,
-    giving_up_reaches_all,
-    leaving_reaches_all,
-    a_rank_that_has_finished_may_leave,
+    semaphores_count,
+    writes_are_visible_after_acquire,
+    rounds_of_write_signal_wait_read_release,
+    status_rows_show_calls,
+    messages_of_all_sizes_are_delivered,
+    rejected_messages_raise_on_the_sender,
+    waits_time_out,
+    an_abort_ends_the_waits_of_all,
+    closing_ends_the_waits_of_dependents,
+    a_rank_that_has_completed_the_call_may_exit,
 )

@@ -1,101 +1,120 @@
-"""Connection: frames between two ranks over one TCP socket.
+"""Connections between ranks of different hosts: the acceptor that authenticates them, and the frames that they carry.
 
-A frame says: here are some bytes of the segment, put them where they belong, then give a token::
+A frame carries bytes of the segment, which the receiver copies to the same offsets, and posts one semaphore::
 
     u8 kind | u8 number of ranges | u32 owner | ranges: (u64 offset, u64 bytes)... | the bytes of each range
 
-Kinds are numbered as in `layout.KINDS`; the owner is the rank whose part of the segment it is. The receiver knows
-how many bytes to expect from the ranges and checks that they lie inside the owner's part, so a broken peer can't
-write elsewhere. A range at `ELSEWHERE` goes where the receiver said that it wants it. Sockets don't block: who has to
-wait for room keeps reading meanwhile, so that two ranks that send to each other never wait for each other.
+Kinds are indices into `segment_layout.SEMAPHORE_KINDS`; the owner is the rank whose part of the segment it is. The
+receiver checks that the ranges lie inside that part, so that a faulty peer cannot write elsewhere. A range at
+`POSTED_RECEIVE` goes to the next view that the receiver has posted. Sockets are non-blocking: a sender that waits for
+buffer space keeps receiving, so that two ranks that send to each other cannot deadlock.
+
+Frames are not those of `processes.framing`: here payloads are received directly into the segment or a tensor, without
+an intermediate copy, which a general framing cannot do.
+
+Do not add knowledge of groups or calls here.
 """
 
 from __future__ import annotations
 
+import hmac
+import selectors
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from time import monotonic
 from typing import NamedTuple
 
-from torchdist_ref.errors import DistNetworkError
-from torchdist_ref.transports.memory import Range
+from torchdist_ref.errors import DistNetworkError, RankStalledError
+from torchdist_ref.transports.link import Range
 
-_HEAD = struct.Struct("<BBI")
+SECRET_BYTES = 16
+_HANDSHAKE_BYTES = SECRET_BYTES + 4
+_HEADER = struct.Struct("<BBI")
 _RANGE = struct.Struct("<QQ")
-_SCRATCH = 256 * 1024
-ELSEWHERE = 2**63
+_BUFFER_BYTES = 256 * 1024
+POSTED_RECEIVE = 2**63
 
 
-class Frame(NamedTuple):
-    """What a frame's head says."""
+class MeshFrame(NamedTuple):
+    """Header of a frame."""
 
     kind: int
     owner: int
     ranges: tuple[Range, ...]
 
 
-def pack(frame: Frame) -> bytes:
-    """The head of a frame.
+def pack(frame: MeshFrame) -> bytes:
+    """Return the header as bytes.
 
-    >>> unpack(pack(Frame(2, 5, ((64, 8),))))
-    (Frame(kind=2, owner=5, ranges=((64, 8),)), 22)
+    >>> unpack(pack(MeshFrame(2, 5, ((64, 8),))))
+    (MeshFrame(kind=2, owner=5, ranges=((64, 8),)), 22)
     """
-    head = _HEAD.pack(frame.kind, len(frame.ranges), frame.owner)
-    return head + b"".join(_RANGE.pack(*piece) for piece in frame.ranges)
+    header = _HEADER.pack(frame.kind, len(frame.ranges), frame.owner)
+    return header + b"".join(_RANGE.pack(*part) for part in frame.ranges)
 
 
-def unpack(data: bytes | memoryview) -> tuple[Frame, int] | None:
-    """A frame's head and its length, or None where there are too few bytes yet."""
-    if len(data) < _HEAD.size:
+def unpack(data: bytes | memoryview) -> tuple[MeshFrame, int] | None:
+    """Return a header and its length, or None if it is incomplete."""
+    if len(data) < _HEADER.size:
         return None
-    kind, count, owner = _HEAD.unpack_from(data)
-    end = _HEAD.size + count * _RANGE.size
+    kind, count, owner = _HEADER.unpack_from(data)
+    end = _HEADER.size + count * _RANGE.size
     if len(data) < end:
         return None
-    ranges = tuple(_RANGE.unpack_from(data, _HEAD.size + i * _RANGE.size) for i in range(count))
-    return Frame(kind, owner, ranges), end
+    ranges = tuple(_RANGE.unpack_from(data, _HEADER.size + i * _RANGE.size) for i in range(count))
+    return MeshFrame(kind, owner, ranges), end
 
 
-Target = Callable[[Frame], list[memoryview]]
-Arrived = Callable[[Frame], None]
+def check_ranges(ranges: Sequence[Range], allowed: Sequence[Range]) -> None:
+    """Raise `DistNetworkError` unless every range lies in one of the allowed ones."""
+    for begin, size in ranges:
+        if not any(start <= begin and begin + size <= start + length for start, length in allowed):
+            raise DistNetworkError(f"a peer tried to write {size} bytes at {begin}: not its part of the segment.")
 
 
-class Connection:
+class MeshConnection:
     """One end of a socket to a peer.
 
     Args:
-        sock: Connected.
-        target: For a frame, where its bytes go; raises `DistNetworkError` if it may not write there.
-        arrived: Called when all bytes of a frame are there.
+        sock: Connected socket.
+        views_for: Function that returns the destinations of a frame's bytes; raises `DistNetworkError` if the peer may
+            not write there.
+        on_frame: Function that is called when all bytes of a frame have arrived.
     """
 
-    def __init__(self, sock: socket.socket, target: Target, arrived: Arrived) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        views_for: Callable[[MeshFrame], list[memoryview]],
+        on_frame: Callable[[MeshFrame], None],
+    ) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
-        self._target, self._arrived = target, arrived
-        self._scratch = bytearray(_SCRATCH)
-        self._view = memoryview(self._scratch)
+        self._views_for, self._on_frame = views_for, on_frame
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
         self._begin = self._end = 0
-        self._frame: Frame | None = None
+        self._frame: MeshFrame | None = None
         self._missing: list[memoryview] = []
 
     def fileno(self) -> int:
-        """The socket's descriptor."""
+        """Return the descriptor of the socket."""
         return self.sock.fileno()
 
-    def send(self, parts: Sequence[memoryview | bytes], meanwhile: Callable[[], None]) -> None:
-        """Send all parts, doing something else whenever there is no room.
+    def send(self, parts: Sequence[memoryview | bytes], on_full: Callable[[], None]) -> None:
+        """Send all parts; call `on_full` whenever the socket's buffer is full.
 
         Raises:
-            OSError: The peer is gone.
+            OSError: The connection is closed.
         """
         left = [memoryview(part) for part in parts if len(part)]
         while left:
             try:
                 sent = self.sock.sendmsg(left)
             except BlockingIOError:
-                meanwhile()
+                on_full()
                 continue
             while left and sent >= len(left[0]):
                 sent -= len(left.pop(0))
@@ -103,63 +122,63 @@ class Connection:
                 left[0] = left[0][sent:]
 
     def receive(self) -> bool:
-        """Read what is there, and complete what can be completed. False at the end of the stream.
+        """Read the available bytes and process complete frames; return False at the end of the stream.
 
         Raises:
-            DistNetworkError: The peer sent what no rank of this library sends.
+            DistNetworkError: The peer sent a frame that no rank of this library sends.
         """
         while True:
-            into = self._room()
+            target = self._receive_target()
             try:
-                count = self.sock.recv_into(into)
+                count = self.sock.recv_into(target)
             except BlockingIOError:
                 return True
             except OSError:
                 return False
             if count == 0:
                 return False
-            self._took(into, count)
-            if count < len(into):
+            self._received(target, count)
+            if count < len(target):
                 return True
 
-    def _room(self) -> memoryview:
-        """Where the next bytes go: a large range takes them directly, everything else is read in bulk."""
-        if self._missing and len(self._missing[0]) >= _SCRATCH // 2 and self._begin == self._end:
+    def _receive_target(self) -> memoryview:
+        """Return the destination of the next bytes: that of a large range itself, else the buffer."""
+        if self._missing and len(self._missing[0]) >= _BUFFER_BYTES // 2 and self._begin == self._end:
             return self._missing[0]
         if self._begin:
-            self._scratch[: self._end - self._begin] = self._scratch[self._begin : self._end]
+            self._buffer[: self._end - self._begin] = self._buffer[self._begin : self._end]
             self._begin, self._end = 0, self._end - self._begin
         return self._view[self._end :]
 
-    def _took(self, into: memoryview, count: int) -> None:
-        if self._missing and into is self._missing[0]:
-            self._filled(count)
+    def _received(self, target: memoryview, count: int) -> None:
+        if self._missing and target is self._missing[0]:
+            self._advance_range(count)
         else:
             self._end += count
-        while self._advance():
+        while self._process_buffer():
             pass
 
-    def _advance(self) -> bool:
-        """Do the next thing that the bytes at hand allow; False where they allow nothing."""
+    def _process_buffer(self) -> bool:
+        """Process the next header or frame in the buffer; return False if it is incomplete."""
         if self._frame is None:
-            head = unpack(self._view[self._begin : self._end])
-            if head is None:
+            header = unpack(self._view[self._begin : self._end])
+            if header is None:
                 return False
-            self._frame, length = head
+            self._frame, length = header
             self._begin += length
-            self._missing = [view for view in self._target(self._frame) if len(view)]
+            self._missing = [view for view in self._views_for(self._frame) if len(view)]
         while self._missing and self._begin < self._end:
             count = min(len(self._missing[0]), self._end - self._begin)
             self._missing[0][:count] = self._view[self._begin : self._begin + count]
             self._begin += count
-            self._filled(count)
+            self._advance_range(count)
         if self._missing:
             return False
         frame, self._frame = self._frame, None
-        self._arrived(frame)
+        self._on_frame(frame)
         return True
 
-    def _filled(self, count: int) -> None:
+    def _advance_range(self, count: int) -> None:
         rest = self._missing[0][count:]
         if len(rest):
             self._missing[0] = rest
@@ -167,12 +186,89 @@ class Connection:
             self._missing.pop(0)
 
     def close(self) -> None:
-        """Close the socket; what was sent is delivered."""
+        """Close the socket. Sent bytes are still delivered."""
         self.sock.close()
 
 
-def inside(ranges: Sequence[Range], allowed: Sequence[Range]) -> None:
-    """Raise unless every range lies in one of the allowed ones."""
-    for begin, size in ranges:
-        if not any(start <= begin and begin + size <= start + room for start, room in allowed):
-            raise DistNetworkError(f"a peer wants to write {size} bytes at {begin}: not its part of the segment.")
+def handshake_message(secret: bytes, rank: int) -> bytes:
+    """Return the message with which a rank authenticates itself to an `Acceptor`."""
+    return secret + rank.to_bytes(4, "little")
+
+
+class Acceptor:
+    """Acceptor of connections from ranks on other hosts, which it authenticates.
+
+    Handshakes run concurrently, so a client that stays silent, sends garbage or disconnects cannot delay or abort the
+    others. Port scanners are such clients.
+
+    Args:
+        server: Listening socket.
+        secret: Secret that only ranks of the group know.
+    """
+
+    def __init__(self, server: socket.socket, secret: bytes) -> None:
+        server.setblocking(False)
+        self._server, self._secret = server, secret
+        self._handshakes: dict[socket.socket, bytes] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ)
+
+    def next(self, expected: Collection[int], deadline: float) -> tuple[int, socket.socket]:
+        """Return the next of the expected ranks that has authenticated itself, and its socket.
+
+        Raises:
+            RankStalledError: None did before the deadline, a time of `monotonic`.
+        """
+        while (left := deadline - monotonic()) > 0:
+            for key, _ in self._selector.select(left):
+                client = key.fileobj
+                if not isinstance(client, socket.socket) or client is self._server:
+                    self._accept()
+                elif (rank := self._authenticate(client)) is not None:
+                    self._forget(client)
+                    if rank in expected:
+                        return rank, client
+                    client.close()
+        raise RankStalledError(f"init_process_group: ranks {sorted(expected)} did not connect in time.")
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._server.accept()
+        except OSError:
+            # The client has disconnected again.
+            return
+        client.setblocking(False)
+        self._handshakes[client] = b""
+        self._selector.register(client, selectors.EVENT_READ)
+
+    def _authenticate(self, client: socket.socket) -> int | None:
+        """Return the rank of a client whose handshake is complete; -1 if it is wrong, None while it is incomplete."""
+        received = _receive_available(client, _HANDSHAKE_BYTES - len(self._handshakes[client]))
+        if received is None:
+            return None
+        message = self._handshakes[client] = self._handshakes[client] + received
+        if received and len(message) < _HANDSHAKE_BYTES:
+            return None
+        valid = len(message) == _HANDSHAKE_BYTES and hmac.compare_digest(message[:SECRET_BYTES], self._secret)
+        return int.from_bytes(message[SECRET_BYTES:], "little") if valid else -1
+
+    def _forget(self, client: socket.socket) -> None:
+        self._selector.unregister(client)
+        del self._handshakes[client]
+
+    def close(self) -> None:
+        """Close the connections whose handshake is incomplete."""
+        for client in [*self._handshakes]:
+            self._forget(client)
+            client.close()
+        self._selector.close()
+
+
+def _receive_available(client: socket.socket, count: int) -> bytes | None:
+    """Return the bytes that have arrived; nothing at the end of the stream, None if none have yet."""
+    try:
+        return client.recv(count)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""

@@ -1,13 +1,13 @@
-"""Mailbox: how one message goes from one rank to one other.
+"""Mailbox: point-to-point messages from one rank to another.
 
-There is a mailbox for each ordered pair of ranks. The sender writes an envelope (tag, fingerprint, bytes) and the
-first piece of the data, and offers it; a longer message follows in pieces, as many as the box has room for, so that
-both sides work at once. The box is a ring: a message begins where the one before ended, if it has room there. The
-receiver looks at the envelope, and takes the message or refuses it; either way it replies, so that a send that returned
-was received, and a mismatch is an error on both sides. Where the two ranks don't see the same memory, what follows goes
-down a `Lane`, from tensor to tensor, once the receiver has agreed.
+There is a mailbox for each ordered pair of ranks. The sender writes a message header (tag, fingerprint, size) and the
+first chunk of the data, then posts the message semaphore (eager protocol). A longer message follows in chunks, as many
+at a time as the ring buffer holds, so that both sides copy at once. A message begins where the previous one ended, if
+it fits there. The receiver reads the header and accepts or rejects the message. It replies in both cases: a send that
+returns was received, and a mismatch raises on both sides. Between ranks without common memory, the later chunks go over
+a `DirectPath` from tensor to tensor, once the receiver has accepted (rendezvous protocol).
 
-Matching by tag is above (`backends.ref.point_to_point`); a mailbox only knows the message at its head.
+Do not match messages to receives here: backends do. A mailbox only knows the message at its head.
 """
 
 from __future__ import annotations
@@ -19,217 +19,250 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.errors import MismatchError
-from torchdist_ref.transports.base import Link
-from torchdist_ref.transports.board import Record
-from torchdist_ref.transports.layout import CACHE_LINE, ENVELOPE
-from torchdist_ref.transports.memory import Lane, Range, Token
-from torchdist_ref.transports.moving import mover
+from torchdist_ref.transports.link import DirectPath, Link, Range, Semaphore
+from torchdist_ref.transports.registered_memory import memmove_for
+from torchdist_ref.transports.segment_layout import CACHE_LINE, MESSAGE_HEADER_BYTES
+from torchdist_ref.transports.status_table import CallRecord
 
+# Fields of a message header in words, and offsets of its texts in bytes.
 _TAG, _FINGERPRINT, _NBYTES, _VERDICT = range(4)
-_WORDS, _TEXT, _REPLY, _FIELD = 64, 64, 512, 384
-TAKEN, REFUSED = 0, 1
+_FIELDS_BYTES, _TEXT, _REPLY, _TEXT_BYTES = 64, 64, 512, 384
+_ACCEPTED, _REJECTED = 0, 1
 
-# Bytes of a window that goes down a lane: two of them fit in what kernels buffer, so that no sender waits in vain.
-LANE_WINDOW = 512 * 1024
+DIRECT_CHUNK_BYTES = 512 * 1024
+"""Size of a chunk on a direct path. The kernel's socket buffers hold two, so that the sender rarely waits."""
 
-# Routes that are kept: loops repeat a few sizes.
-_KEPT = 64
-# A message is cut in four, so that the receiver starts early, but not in pieces so small that hand-overs cost more
-# than they hide, nor in such that leave the cache before they are read.
-_PARTS, _LEAST, _MOST = 4, 64 * 1024, 256 * 1024
-# Messages that are no longer stay where they are: so little is written as fast wherever it lies.
-_SHORT = 4 * 1024
+_MAX_TRANSFERS = 64
+"""Transfers that stay prepared: loops repeat a few sizes."""
 
+# A message is split into four chunks, so that the receiver starts early. Chunks under 64 KiB cost more in signals than
+# they overlap; chunks over 256 KiB leave the cache before the receiver reads them.
+_CHUNKS, _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 4, 64 * 1024, 256 * 1024
 
-class Piece(NamedTuple):
-    """A part of a message: where it lies behind the message's place in the box, and in the tensor; how it is given."""
-
-    offset: int
-    first: int
-    nbytes: int
-    give: Callable[[], Any]
+_SAME_OFFSET_BYTES = 4 * 1024
+"""Size up to which consecutive messages reuse one offset: rewriting so few cache lines costs nothing."""
 
 
-class Route(NamedTuple):
-    """How messages of one size travel.
+class Chunk(NamedTuple):
+    """Part of a message.
 
     Attributes:
-        pieces: In order; piece `i` uses the place of piece `i - room`.
-        room: How many of them have a place of their own.
-        taken: Bytes that the message takes of the ring.
-        move: What moves a piece.
+        ring_offset: Offset in the ring buffer, from the message's own.
+        tensor_offset: Offset in the tensor in bytes.
+        nbytes: Size in bytes.
+        signal: Function that makes the chunk visible to the receiver.
     """
 
-    pieces: tuple[Piece, ...]
-    room: int
-    taken: int
-    move: Callable[[int, int, int], None]
+    ring_offset: int
+    tensor_offset: int
+    nbytes: int
+    signal: Callable[[], Any]
+
+
+class Transfer(NamedTuple):
+    """Chunks and copy function for messages of one size.
+
+    Attributes:
+        chunks: Chunks in order. Chunk `i` reuses the memory of chunk `i - capacity`.
+        capacity: Number of chunks that the ring buffer holds at once.
+        nbytes: Bytes of the ring buffer that the message uses.
+        memmove: Copy function for one chunk.
+    """
+
+    chunks: tuple[Chunk, ...]
+    capacity: int
+    nbytes: int
+    memmove: Callable[[int, int, int], None]
 
 
 class Mailbox:
-    """The mailbox from `source` to `target`, as seen by one of the two."""
+    """Sender's or receiver's end of the mailbox from `source` to `target`.
+
+    Attributes:
+        message: Semaphore that the sender posts for each message. Acquire it before `peek`.
+    """
 
     def __init__(self, link: Link, source: int, target: int) -> None:
         self.link, self.source, self.target = link, source, target
         self.peer = target if link.rank == source else source
-        memory, layout = link.memory, link.layout
-        self._begin = begin = layout.envelope(source, target)
-        # A mailbox belongs to its sender; the receiver has the same bytes, or a copy that is kept up.
-        self._bytes = memory.bytes_of(source)[begin : begin + ENVELOPE]
-        self._words = self._bytes[:_WORDS].cast("q")
-        self._place, self._nbytes, self._next = layout.mailbox(source, target), layout.box, 0
-        self._box = torch.frombuffer(
-            memory.buffer_of(source), dtype=torch.uint8, count=self._nbytes, offset=self._place
+        segment, layout = link.segment, link.layout
+        self._header_offset = begin = layout.message_header(source, target)
+        # The mailbox is part of the sender's memory; a receiver on another host has a copy.
+        self._header = segment.bytes_of(source)[begin : begin + MESSAGE_HEADER_BYTES]
+        self._fields = self._header[:_FIELDS_BYTES].cast("q")
+        self._ring_offset, self._ring_bytes, self._next = (
+            layout.mailbox_ring(source, target),
+            layout.mailbox_ring_bytes,
+            0,
         )
-        self._address = self._box.data_ptr()
-        self._shown: Record | None = None
-        self._tag, self._doing = -1, ""
-        self._routes: dict[int, Route] = {}
-        self.offer = memory.token(layout, "offer", source, target)
-        self._reply = memory.token(layout, "reply", target, source)
-        self._more = memory.token(layout, "more", source, target)
-        self._room = memory.token(layout, "room", target, source)
-        self._lane = memory.lane(self.peer)
-        words = [(begin, _WORDS)]
-        self._ring = self._giver("bell")
-        self._answer, self._free = self._giver("reply", words), self._giver("room", words)
+        self._ring = torch.frombuffer(
+            segment.buffer_of(source), dtype=torch.uint8, count=self._ring_bytes, offset=self._ring_offset
+        )
+        self._address = self._ring.data_ptr()
+        self._written: CallRecord | None = None
+        self._tag, self._description = -1, ""
+        self._transfers: dict[int, Transfer] = {}
+        self.message = segment.semaphore(layout, "message", source, target)
+        self._reply = segment.semaphore(layout, "reply", target, source)
+        self._chunk = segment.semaphore(layout, "chunk", source, target)
+        self._credit = segment.semaphore(layout, "credit", target, source)
+        self._direct = segment.direct_path(self.peer)
+        fields = [(begin, _FIELDS_BYTES)]
+        self._ring_doorbell = self._make_signal("doorbell")
+        self._post_reply = self._make_signal("reply", fields)
+        self._post_credit = self._make_signal("credit", fields)
 
-    def send(self, tag: int, record: Record, tensor: Tensor, timeout: float | None = None) -> None:
-        """Deliver a contiguous tensor; back when the receiver has it.
+    def send(self, tag: int, record: CallRecord, tensor: Tensor, timeout: float | None = None) -> None:
+        """Send a contiguous tensor; return when the receiver has it.
 
         Raises:
-            MismatchError: The receiver expected something else, and has not taken it.
+            MismatchError: The receiver expects something else, and has rejected the message.
         """
-        words, nbytes, address = self._words, tensor.nbytes, tensor.data_ptr()
-        route = self._routes.get(nbytes) or self._new_route(nbytes)
-        begin = self._begin_of(route)
-        words[_TAG], words[_FINGERPRINT], words[_NBYTES], words[_VERDICT] = tag, record.fingerprint, nbytes, TAKEN
-        if self._shown is not record or self._tag != tag:
-            self._show(record, tag)
-        _, _, size, give = route.pieces[0]
-        route.move(begin, address, size)
-        give()
-        self._ring()
-        if size < nbytes and self._lane is None:
-            self._send_rest(route, begin, address, timeout)
+        fields, nbytes, address = self._fields, tensor.nbytes, tensor.data_ptr()
+        transfer = self._transfers.get(nbytes) or self._new_transfer(nbytes)
+        begin = self._begin_of(transfer)
+        fields[_TAG], fields[_FINGERPRINT], fields[_NBYTES], fields[_VERDICT] = (
+            tag,
+            record.fingerprint,
+            nbytes,
+            _ACCEPTED,
+        )
+        if self._written is not record or self._tag != tag:
+            self._write_text(record, tag)
+        _, _, size, signal = transfer.chunks[0]
+        transfer.memmove(begin, address, size)
+        signal()
+        self._ring_doorbell()
+        if size < nbytes and self._direct is None:
+            self._send_chunks(transfer, begin, address, timeout)
         if not self._reply.acquire(False):
-            self._wait(self._reply, self._doing, timeout)
-        if words[_VERDICT] == REFUSED:
+            self._acquire(self._reply, self._description, timeout)
+        if fields[_VERDICT] == _REJECTED:
             raise MismatchError(
-                f"{self.link.here(self._doing)}: {self.link.who([self.peer])} expects something else: "
-                f"{self._get(_REPLY)}. Nothing was written."
+                f"{self.link.context(self._description)}: {self.link.rank_names([self.peer])} expects something else: "
+                f"{self._get_text(_REPLY)}. Nothing was written."
             )
-        if size < nbytes and self._lane is not None:
-            self._send_down(self._lane, _windows(tensor, size), timeout)
+        if size < nbytes and self._direct is not None:
+            self._send_direct(self._direct, _direct_chunks(tensor, size), timeout)
 
-    def _show(self, record: Record, tag: int) -> None:
-        self._shown, self._tag = record, tag
-        self._doing = f"send(dst={self.target}, tag={tag}): {record.text.decode()}"
-        self._put(_TEXT, record.text)
+    def _write_text(self, record: CallRecord, tag: int) -> None:
+        self._written, self._tag = record, tag
+        self._description = f"send(dst={self.target}, tag={tag}): {record.text.decode()}"
+        self._put_text(_TEXT, record.text)
 
-    def _begin_of(self, route: Route) -> int:
-        """Where the next message lies; both sides count alike."""
-        begin = self._next if self._next + route.taken <= self._nbytes else 0
-        self._next = begin + (route.taken if route.taken > _SHORT else 0)
+    def _begin_of(self, transfer: Transfer) -> int:
+        """Return the address of the next message. Both sides compute the same offset."""
+        begin = self._next if self._next + transfer.nbytes <= self._ring_bytes else 0
+        self._next = begin + (transfer.nbytes if transfer.nbytes > _SAME_OFFSET_BYTES else 0)
         return self._address + begin
 
-    def _send_rest(self, route: Route, begin: int, address: int, timeout: float | None) -> None:
-        for number, (offset, first, nbytes, give) in enumerate(route.pieces[1:], 1):
-            if number >= route.room:
-                self._wait(self._room, self._doing, timeout)
-                if self._words[_VERDICT] == REFUSED:
+    def _send_chunks(self, transfer: Transfer, begin: int, address: int, timeout: float | None) -> None:
+        for number, (ring_offset, tensor_offset, nbytes, signal) in enumerate(transfer.chunks[1:], 1):
+            if number >= transfer.capacity:
+                self._acquire(self._credit, self._description, timeout)
+                if self._fields[_VERDICT] == _REJECTED:
                     return
-            route.move(begin + offset, address + first, nbytes)
-            give()
+            transfer.memmove(begin + ring_offset, address + tensor_offset, nbytes)
+            signal()
 
-    def _send_down(self, lane: Lane, windows: list[memoryview], timeout: float | None) -> None:
-        for number, window in enumerate(windows):
+    def _send_direct(self, path: DirectPath, chunks: list[memoryview], timeout: float | None) -> None:
+        # Two chunks are in flight at a time: one credit returns for each.
+        for number, chunk in enumerate(chunks):
             if number > 1:
-                self._wait(self._room, self._doing, timeout)
-            lane.send("more", window)
-        for _ in windows[:2]:
-            self._wait(self._room, self._doing, timeout)
+                self._acquire(self._credit, self._description, timeout)
+            path.send("chunk", chunk)
+        for _ in chunks[:2]:
+            self._acquire(self._credit, self._description, timeout)
 
-    def look(self) -> tuple[int, int, int]:
-        """Tag, fingerprint and bytes of the message at the head; only after the offer's token was taken."""
-        words = self._words
-        return words[_TAG], words[_FINGERPRINT], words[_NBYTES]
+    def peek(self) -> tuple[int, int, int]:
+        """Return tag, fingerprint and size of the message at the head, after acquiring `message`."""
+        fields = self._fields
+        return fields[_TAG], fields[_FINGERPRINT], fields[_NBYTES]
 
     def text(self) -> str:
-        """What the sender says that the message at the head is."""
-        return self._get(_TEXT)
+        """Return the sender's description of the message at the head."""
+        return self._get_text(_TEXT)
 
-    def refuse(self, text: str) -> None:
-        """Tell the sender that its message does not fit what is expected here."""
-        nbytes = self._words[_NBYTES]
-        route = self._routes.get(nbytes) or self._new_route(nbytes)
-        self._begin_of(route)
-        self._put(_REPLY, text.encode())
-        self._words[_VERDICT] = REFUSED
-        if len(route.pieces) > route.room:
-            self._free()
-        # The pieces that have room come in any case.
-        for _ in route.pieces[1 : route.room]:
-            self._wait(self._more, text, None)
-        self._giver("reply", [(self._begin, ENVELOPE)])()
+    def reject(self, text: str) -> None:
+        """Reject the message at the head. The send raises with `text`, the description of the expected message."""
+        nbytes = self._fields[_NBYTES]
+        transfer = self._transfers.get(nbytes) or self._new_transfer(nbytes)
+        self._begin_of(transfer)
+        self._put_text(_REPLY, text.encode())
+        self._fields[_VERDICT] = _REJECTED
+        if len(transfer.chunks) > transfer.capacity:
+            self._post_credit()
+        # The sender writes as many chunks as the ring buffer holds before it sees the verdict.
+        for _ in transfer.chunks[1 : transfer.capacity]:
+            self._acquire(self._chunk, text, None)
+        self._make_signal("reply", [(self._header_offset, MESSAGE_HEADER_BYTES)])()
 
-    def take(self, tensor: Tensor, doing: str, timeout: float | None = None) -> None:
+    def receive(self, tensor: Tensor, description: str, timeout: float | None = None) -> None:
         """Receive the message at the head into a contiguous tensor of its size."""
-        nbytes = self._words[_NBYTES]
-        route, address = self._routes.get(nbytes) or self._new_route(nbytes), tensor.data_ptr()
-        begin, size = self._begin_of(route), route.pieces[0].nbytes
-        route.move(address, begin, size)
-        if size < nbytes and self._lane is None:
-            self._take_rest(route, begin, address, doing, timeout)
-        windows = [] if self._lane is None or size == nbytes else _windows(tensor, size)
-        if self._lane is not None and windows:
-            self._lane.expect(windows)
-        self._answer()
-        for _ in windows:
-            self._wait(self._more, doing, timeout)
-            self._free()
+        nbytes = self._fields[_NBYTES]
+        transfer, address = self._transfers.get(nbytes) or self._new_transfer(nbytes), tensor.data_ptr()
+        begin, size = self._begin_of(transfer), transfer.chunks[0].nbytes
+        transfer.memmove(address, begin, size)
+        if size < nbytes and self._direct is None:
+            self._receive_chunks(transfer, begin, address, description, timeout)
+        chunks = [] if self._direct is None or size == nbytes else _direct_chunks(tensor, size)
+        if self._direct is not None and chunks:
+            self._direct.post_receive(chunks)
+        self._post_reply()
+        for _ in chunks:
+            self._acquire(self._chunk, description, timeout)
+            self._post_credit()
 
-    def _take_rest(self, route: Route, begin: int, address: int, doing: str, timeout: float | None) -> None:
-        waited_for = len(route.pieces) - route.room
-        for number, (offset, first, nbytes, _) in enumerate(route.pieces[1:]):
-            if number < waited_for:
-                self._free()
-            if not self._more.acquire(False):
-                self._wait(self._more, doing, timeout)
-            route.move(address + first, begin + offset, nbytes)
+    def _receive_chunks(
+        self, transfer: Transfer, begin: int, address: int, description: str, timeout: float | None
+    ) -> None:
+        credits = len(transfer.chunks) - transfer.capacity
+        for number, (ring_offset, tensor_offset, nbytes, _) in enumerate(transfer.chunks[1:]):
+            if number < credits:
+                self._post_credit()
+            if not self._chunk.acquire(False):
+                self._acquire(self._chunk, description, timeout)
+            transfer.memmove(address + tensor_offset, begin + ring_offset, nbytes)
 
-    def _wait(self, token: Token, doing: str, timeout: float | None) -> None:
-        self.link.wait(token, self.peer, doing, timeout, alone=True)
+    def _acquire(self, semaphore: Semaphore, description: str, timeout: float | None) -> None:
+        self.link.acquire(semaphore, self.peer, description, timeout, only_peer=True)
 
-    def _giver(self, kind: str, ranges: list[Range] | None = None) -> Callable[[], Any]:
-        return self.link.giver(kind, self.peer, ranges or [], owner=self.source)
+    def _make_signal(self, kind: str, ranges: list[Range] | None = None) -> Callable[[], Any]:
+        return self.link.make_signal(kind, self.peer, ranges or [], owner=self.source)
 
-    def _new_route(self, nbytes: int) -> Route:
-        if len(self._routes) >= _KEPT:
-            self._routes.clear()
-        size = min(_MOST if self._lane else max(nbytes // _PARTS, _LEAST), _MOST, self._nbytes // 2)
-        room, end = self._nbytes // size, min(nbytes, size) if self._lane else nbytes
-        pieces = [self._piece(at, min(size, nbytes - at), at // size % room * size) for at in range(0, end, size)]
-        # What goes down a lane is announced with its place, which is always the same.
-        taken = 0 if self._lane else min(-(-nbytes // CACHE_LINE) * CACHE_LINE, self._nbytes)
-        route = self._routes[nbytes] = Route(tuple(pieces) or (self._piece(0, 0, 0),), room, taken, mover(size))
-        return route
+    def _new_transfer(self, nbytes: int) -> Transfer:
+        if len(self._transfers) >= _MAX_TRANSFERS:
+            self._transfers.clear()
+        wanted = _MAX_CHUNK_BYTES if self._direct else max(nbytes // _CHUNKS, _MIN_CHUNK_BYTES)
+        size = min(wanted, _MAX_CHUNK_BYTES, self._ring_bytes // 2)
+        capacity, end = self._ring_bytes // size, min(nbytes, size) if self._direct else nbytes
+        chunks = [
+            self._new_chunk(at, min(size, nbytes - at), at // size % capacity * size) for at in range(0, end, size)
+        ]
+        # With a direct path the first chunk always uses the same offset, which its signal contains.
+        used = 0 if self._direct else min(-(-nbytes // CACHE_LINE) * CACHE_LINE, self._ring_bytes)
+        transfer = Transfer(tuple(chunks) or (self._new_chunk(0, 0, 0),), capacity, used, memmove_for(size))
+        self._transfers[nbytes] = transfer
+        return transfer
 
-    def _piece(self, first: int, nbytes: int, offset: int) -> Piece:
-        shown = [(self._place + offset, nbytes)]
-        give = self._giver("more", shown) if first else self._giver("offer", [(self._begin, ENVELOPE), *shown])
-        return Piece(offset, first, nbytes, give)
+    def _new_chunk(self, tensor_offset: int, nbytes: int, ring_offset: int) -> Chunk:
+        data = (self._ring_offset + ring_offset, nbytes)
+        if tensor_offset:
+            signal = self._make_signal("chunk", [data])
+        else:
+            signal = self._make_signal("message", [(self._header_offset, MESSAGE_HEADER_BYTES), data])
+        return Chunk(ring_offset, tensor_offset, nbytes, signal)
 
-    def _put(self, at: int, text: bytes) -> None:
-        text = text[: _FIELD - 2]
-        self._bytes[at : at + 2 + len(text)] = len(text).to_bytes(2, "little") + text
+    def _put_text(self, at: int, text: bytes) -> None:
+        text = text[: _TEXT_BYTES - 2]
+        self._header[at : at + 2 + len(text)] = len(text).to_bytes(2, "little") + text
 
-    def _get(self, at: int) -> str:
-        length = min(int.from_bytes(self._bytes[at : at + 2], "little"), _FIELD - 2)
-        return bytes(self._bytes[at + 2 : at + 2 + length]).decode(errors="replace")
+    def _get_text(self, at: int) -> str:
+        length = min(int.from_bytes(self._header[at : at + 2], "little"), _TEXT_BYTES - 2)
+        return bytes(self._header[at + 2 : at + 2 + length]).decode(errors="replace")
 
 
-def _windows(tensor: Tensor, first: int) -> list[memoryview]:
-    """The memory of a contiguous tensor from this byte on, in windows of a lane."""
+def _direct_chunks(tensor: Tensor, first: int) -> list[memoryview]:
+    """Return the memory of a contiguous tensor from byte `first` on, in chunks for a direct path."""
     data = tensor.detach().view(-1).view(torch.uint8).numpy().data[first:]
-    return [data[at : at + LANE_WINDOW] for at in range(0, len(data), LANE_WINDOW)]
+    return [data[at : at + DIRECT_CHUNK_BYTES] for at in range(0, len(data), DIRECT_CHUNK_BYTES)]

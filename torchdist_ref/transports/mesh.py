@@ -1,7 +1,10 @@
-"""Mesh: this rank's connections to the ranks of other hosts, and the tokens that come through them.
+"""Mesh: this rank's connections to the ranks of other hosts, and the semaphores posted through them.
 
-There is no thread: whoever waits for a token reads all sockets meanwhile (`pump`), one waiter at a time. So a
-token costs no hand-over between threads, and nothing is read while nobody waits; the kernel's buffers hold it.
+There is no progress thread: a rank that waits for a semaphore reads all sockets meanwhile (`ConnectionMesh.progress`),
+one waiting thread at a time. A semaphore thus costs no thread switch. Nothing is read while no thread waits; the
+kernel's buffers hold the bytes.
+
+Do not add knowledge of calls here.
 """
 
 from __future__ import annotations
@@ -15,116 +18,125 @@ from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError, RankStalledError
-from torchdist_ref.transports.connection import ELSEWHERE, Connection, Frame, inside, pack
-from torchdist_ref.transports.layout import BOARD_LINE, ENVELOPE, KINDS, Layout
-from torchdist_ref.transports.memory import Range, Token
+from torchdist_ref.transports.connection import POSTED_RECEIVE, MeshConnection, MeshFrame, check_ranges, pack
+from torchdist_ref.transports.link import Range, Semaphore
+from torchdist_ref.transports.segment_layout import MESSAGE_HEADER_BYTES, SEMAPHORE_KINDS, SegmentLayout
+from torchdist_ref.transports.status_table import ROW_BYTES
 
-# How long a waiter looks at the sockets before it looks again at tokens that don't come through them.
-GLANCE = 0.0005
+_SOCKET_POLL_SECONDS = 0.0005
+"""Longest wait on the sockets before a waiter checks semaphores that other ranks of this host post."""
 
 
-class Mesh:
-    """Connections by rank, and counters of tokens by kind and source.
+class ConnectionMesh:
+    """Connections by rank, and semaphore counts by kind and source.
 
     Args:
         rank: This rank.
-        layout: The map of the segment.
-        bytes_of: Where the parts of the segment that belong to a rank are.
-        patience: Seconds that a peer may leave unread what was sent to it.
+        layout: Offsets in the segment.
+        bytes_of: Function that returns the buffer with the parts of a rank.
+        timeout: Seconds for which a peer may leave sent bytes unread.
 
     Attributes:
-        gone: Ranks whose connection has ended.
+        disconnected: Ranks whose connection has ended.
+        counts: Semaphore counts by kind and source.
+        ring_doorbell: Function that posts this rank's doorbell.
+        posted_receives: Views for the next direct sends, by peer.
     """
 
     def __init__(
-        self, rank: int, layout: Layout, bytes_of: Callable[[int], memoryview], patience: float = 60.0
+        self, rank: int, layout: SegmentLayout, bytes_of: Callable[[int], memoryview], timeout: float = 60.0
     ) -> None:
         self.rank, self.layout, self._bytes_of = rank, layout, bytes_of
-        self.connections: dict[int, Connection] = {}
-        self.gone: set[int] = set()
-        self._patience = patience
-        # Ranks to whom a frame was sent in part only: what came behind it would be taken for its rest.
-        self._cut_off: set[int] = set()
+        self.connections: dict[int, MeshConnection] = {}
+        self.disconnected: set[int] = set()
+        self._timeout = timeout
+        # Ranks that received only part of a frame: they would take later bytes for the rest of it.
+        self._interrupted: set[int] = set()
         self.counts: defaultdict[tuple[str, int], int] = defaultdict(int)
-        self.ring: Callable[[], Any] = lambda: None
+        self.ring_doorbell: Callable[[], Any] = lambda: None
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
         self._reading = threading.Lock()
         self._sending: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-        self.expected: defaultdict[int, deque[memoryview]] = defaultdict(deque)
+        self.posted_receives: defaultdict[int, deque[memoryview]] = defaultdict(deque)
 
     def add(self, peer: int, sock: Any) -> None:
-        """Use this socket for that peer."""
-        connection = Connection(sock, lambda frame: self._target(peer, frame), lambda frame: self._arrived(peer, frame))
+        """Add the connection to a peer."""
+        connection = MeshConnection(
+            sock, lambda frame: self._views_for(peer, frame), lambda frame: self._on_frame(peer, frame)
+        )
         self.connections[peer] = connection
         self._by_fd[connection.fileno()] = peer
         self._poll.register(connection.fileno(), select.POLLIN)
 
-    def _target(self, peer: int, frame: Frame) -> list[memoryview]:
-        """Where a peer's bytes go: into its own part, as a reply into an envelope of ours, or where we want them."""
+    def _views_for(self, peer: int, frame: MeshFrame) -> list[memoryview]:
+        """Return the destinations of a peer's bytes: its own part, a message header of this rank, or posted views."""
         layout = self.layout
-        if frame.ranges and frame.ranges[0][0] == ELSEWHERE:
-            return [self._next_expected(peer, frame.ranges[0][1])]
+        if frame.ranges and frame.ranges[0][0] == POSTED_RECEIVE:
+            return [self._next_posted(peer, frame.ranges[0][1])]
         if frame.owner == peer:
-            boxes = layout.mailbox(peer, self.rank) + layout.box - layout.envelope(peer, self.rank)
-            allowed = [(layout.board(peer), BOARD_LINE), (layout.pocket(peer, 0), layout.stage)]
-            allowed.append((layout.envelope(peer, self.rank), boxes))
+            header = layout.message_header(peer, self.rank)
+            mailbox = layout.mailbox_ring(peer, self.rank) + layout.mailbox_ring_bytes - header
+            allowed = [(layout.status_row(peer), ROW_BYTES), (layout.eager_buffer(peer, 0), layout.staging_bytes)]
+            allowed.append((header, mailbox))
         else:
-            allowed = [(layout.envelope(self.rank, peer), ENVELOPE)]
-        inside(frame.ranges, allowed)
+            allowed = [(layout.message_header(self.rank, peer), MESSAGE_HEADER_BYTES)]
+        check_ranges(frame.ranges, allowed)
         memory = self._bytes_of(frame.owner)
         return [memory[begin : begin + size] for begin, size in frame.ranges]
 
-    def _next_expected(self, peer: int, size: int) -> memoryview:
-        views = self.expected[peer]
+    def _next_posted(self, peer: int, size: int) -> memoryview:
+        views = self.posted_receives[peer]
         if not views or len(views[0]) != size:
-            raise DistNetworkError(f"a peer sends {size} bytes that nobody here expects.")
+            raise DistNetworkError(f"a peer sent {size} bytes for which no receive is posted.")
         return views.popleft()
 
-    def _arrived(self, peer: int, frame: Frame) -> None:
-        kind = KINDS[frame.kind]
-        if kind == "bell":
-            self.ring()
+    def _on_frame(self, peer: int, frame: MeshFrame) -> None:
+        kind = SEMAPHORE_KINDS[frame.kind]
+        if kind == "doorbell":
+            self.ring_doorbell()
         else:
             self.counts[kind, peer] += 1
 
     def send(self, peer: int, kind: str, owner: int, ranges: Sequence[Range]) -> None:
-        """Show a peer these ranges and give it a token. A peer that is gone gets nothing: waits will say so."""
+        """Send ranges and post a semaphore. Does nothing if the peer has disconnected: its waits report that."""
         memory = self._bytes_of(owner)
-        head = pack(Frame(KINDS.index(kind), owner, tuple(ranges)))
-        self._send(peer, [head, *(memory[begin : begin + size] for begin, size in ranges)])
+        header = pack(MeshFrame(SEMAPHORE_KINDS.index(kind), owner, tuple(ranges)))
+        self._send(peer, [header, *(memory[begin : begin + size] for begin, size in ranges)])
 
-    def send_bytes(self, peer: int, kind: str, data: memoryview) -> None:
-        """Give a peer bytes that lie anywhere, and a token; they go where it expects them."""
-        self._send(peer, [pack(Frame(KINDS.index(kind), self.rank, ((ELSEWHERE, len(data)),))), data])
+    def send_direct(self, peer: int, kind: str, data: memoryview) -> None:
+        """Send bytes from any memory to the peer's next posted view, and post a semaphore."""
+        self._send(
+            peer, [pack(MeshFrame(SEMAPHORE_KINDS.index(kind), self.rank, ((POSTED_RECEIVE, len(data)),))), data]
+        )
 
     def _send(self, peer: int, parts: Sequence[memoryview | bytes]) -> None:
-        if peer in self.gone or peer in self._cut_off:
+        if peer in self.disconnected or peer in self._interrupted:
             return
-        deadline = monotonic() + self._patience
+        deadline = monotonic() + self._timeout
         with self._sending[peer]:
             try:
-                self.connections[peer].send(parts, lambda: self._while_full(peer, deadline))
+                self.connections[peer].send(parts, lambda: self._wait_writable(peer, deadline))
             except OSError:
-                self.gone.add(peer)
+                self.disconnected.add(peer)
             except BaseException:
-                self._cut_off.add(peer)
+                self._interrupted.add(peer)
                 raise
 
-    def _while_full(self, peer: int, deadline: float) -> None:
+    def _wait_writable(self, peer: int, deadline: float) -> None:
         if monotonic() > deadline:
             raise RankStalledError(
-                f"rank {peer} has not read for {self._patience:g} s what rank {self.rank} sends it. Look at that rank, "
-                f"or pass a longer timeout to init_process_group or new_group."
+                f"rank {peer} has not read for {self._timeout:g} s what rank {self.rank} sends. Inspect that rank, or "
+                f"pass a longer timeout to init_process_group or new_group."
             )
-        self.pump(0.0)
-        # Not `select.select`, which takes no descriptor above 1023.
-        room = select.poll()
-        room.register(self.connections[peer].fileno(), select.POLLOUT)
-        room.poll(GLANCE * 1000)
+        self.progress(0.0)
+        # Not `select.select`, which accepts no descriptor above 1023.
+        writable = select.poll()
+        writable.register(self.connections[peer].fileno(), select.POLLOUT)
+        writable.poll(_SOCKET_POLL_SECONDS * 1000)
 
-    def pump(self, seconds: float) -> None:
-        """Read what comes within this time, unless somebody else is reading."""
+    def progress(self, seconds: float) -> None:
+        """Read the bytes that arrive within this time, unless another thread is reading."""
         if not (self._reading.acquire(timeout=seconds) if seconds > 0 else self._reading.acquire(False)):
             return
         try:
@@ -137,7 +149,18 @@ class Mesh:
         peer = self._by_fd[fd]
         if not self.connections[peer].receive():
             self._poll.unregister(fd)
-            self.gone.add(peer)
+            self.disconnected.add(peer)
+
+    def progress_until(self, acquired: Callable[[], bool], block: bool, timeout: float | None) -> bool:
+        """Read sockets until `acquired` returns True or the time-out; return whether it did."""
+        end = monotonic() + (timeout or 0.0) if block else 0.0
+        while True:
+            self.progress(_SOCKET_POLL_SECONDS if block else 0.0)
+            if acquired():
+                return True
+            if not block or (timeout is not None and monotonic() >= end):
+                return False
+            os.sched_yield()
 
     def close(self) -> None:
         """Close all connections."""
@@ -145,18 +168,48 @@ class Mesh:
             connection.close()
 
 
-class Incoming:
-    """A token that a peer gives through the mesh."""
+class MeshDirectPath:
+    """`DirectPath` over a socket."""
 
-    def __init__(self, mesh: Mesh, kind: str, source: int) -> None:
+    def __init__(self, mesh: ConnectionMesh, peer: int) -> None:
+        self._mesh, self._peer = mesh, peer
+
+    def send(self, kind: str, data: memoryview) -> None:
+        """See `DirectPath.send`."""
+        self._mesh.send_direct(self._peer, kind, data)
+
+    def post_receive(self, views: Sequence[memoryview]) -> None:
+        """See `DirectPath.post_receive`."""
+        self._mesh.posted_receives[self._peer].extend(views)
+
+
+class OutgoingSemaphore:
+    """Posting end of a semaphore that a rank of another host acquires."""
+
+    def __init__(self, mesh: ConnectionMesh, kind: str, target: int) -> None:
+        self._mesh, self._kind, self._target = mesh, kind, target
+
+    def release(self) -> None:
+        """Post it, without bytes."""
+        self._mesh.send(self._target, self._kind, self._mesh.rank, ())
+
+    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
+        """Raise: only the other end can acquire it."""
+        raise DistNetworkError("a semaphore of a rank on another host can be acquired only there.")
+
+
+class IncomingSemaphore:
+    """Acquiring end of a semaphore that a rank of another host posts."""
+
+    def __init__(self, mesh: ConnectionMesh, kind: str, source: int) -> None:
         self._mesh, self._key = mesh, (kind, source)
         self._lock = threading.Lock()
 
     def release(self) -> None:
-        """Not for this end."""
-        raise DistNetworkError("a token that comes through a socket is given at the other end.")
+        """Raise: only the other end can post it."""
+        raise DistNetworkError("a semaphore that a rank on another host posts can be posted only there.")
 
-    def _take(self) -> bool:
+    def _acquire_now(self) -> bool:
         with self._lock:
             counts = self._mesh.counts
             if counts[self._key] == 0:
@@ -165,47 +218,20 @@ class Incoming:
             return True
 
     def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
-        """Take one; reads the sockets while there is none."""
-        if self._take():
-            return True
-        return _pumping(self._mesh, self._take, block, timeout)
+        """See `Semaphore.acquire`. Reads the sockets meanwhile."""
+        return self._acquire_now() or self._mesh.progress_until(self._acquire_now, block, timeout)
 
 
-class PeerLane:
-    """Straight from memory to memory, as far as sockets can: see `Lane`."""
+class LocalSemaphore:
+    """Semaphore of a rank on this host. Waiting for it reads the sockets, so that no sender on another host blocks."""
 
-    def __init__(self, mesh: Mesh, peer: int) -> None:
-        self._mesh, self._peer = mesh, peer
+    def __init__(self, mesh: ConnectionMesh, semaphore: Semaphore) -> None:
+        self._mesh, self._semaphore = mesh, semaphore
+        self.release = semaphore.release
 
-    def send(self, kind: str, data: memoryview) -> None:
-        """See `Lane`."""
-        self._mesh.send_bytes(self._peer, kind, data)
-
-    def expect(self, views: Sequence[memoryview]) -> None:
-        """See `Lane`."""
-        self._mesh.expected[self._peer].extend(views)
-
-
-class Pumped:
-    """A token of this host, whose waiter reads the sockets meanwhile, so that no distant sender is held up."""
-
-    def __init__(self, mesh: Mesh, token: Token) -> None:
-        self._mesh, self._token = mesh, token
-        self.release = token.release
+    def _acquire_now(self) -> bool:
+        return self._semaphore.acquire(False)
 
     def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
-        """Take one."""
-        if self._token.acquire(False):
-            return True
-        return _pumping(self._mesh, lambda: self._token.acquire(False), block, timeout)
-
-
-def _pumping(mesh: Mesh, take: Callable[[], bool], block: bool, timeout: float | None) -> bool:
-    end = monotonic() + (timeout or 0.0) if block else 0.0
-    while True:
-        mesh.pump(GLANCE if block else 0.0)
-        if take():
-            return True
-        if not block or (timeout is not None and monotonic() >= end):
-            return False
-        os.sched_yield()
+        """See `Semaphore.acquire`."""
+        return self._semaphore.acquire(False) or self._mesh.progress_until(self._acquire_now, block, timeout)

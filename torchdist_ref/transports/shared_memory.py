@@ -1,14 +1,18 @@
-"""Shared memory: one anonymous segment per group, so that there is nothing to leak.
+"""Shared-memory transport: ranks are processes of one host, which map one anonymous segment per group.
 
-Group rank 0 makes a memfd and tells the others its pid and descriptor (a *deed*) together with the place where it is;
-they open it under /proc and map it. No name exists anywhere: when the last process is gone, however it went, so is
-the memory. (POSIX shm_open needs /dev/shm, which containers keep at 64 MB and which outlives a SIGKILL.)
+Group rank 0 creates a memfd and publishes a *handle* (pid, file descriptor, nonce) with its endpoint. The others open
+it under /proc and map it. The segment has no name, so nothing leaks: when the last process has ended, however it ended,
+the memory is freed. (POSIX shm_open needs /dev/shm, which containers limit to 64 MB and which outlives a SIGKILL.)
 
-Order: tokens are POSIX semaphores that lie inside the segment. `sem_post` is an atomic read-modify-write
-with release order, `sem_wait` and `sem_trywait` with acquire order on the same word, on every processor
-that glibc runs on, aarch64 included: whatever a rank wrote before it posted is seen by the rank that took
-the token. No flag is read without one. Python's own `SemLock` drives them: 35 ns a call, the GIL released
-while it blocks, Ctrl-C answered.
+Memory order: semaphores are POSIX semaphores inside the segment. `sem_post` is an atomic read-modify-write with release
+order; `sem_wait` and `sem_trywait` have acquire order on the same word. This holds on every processor that glibc
+supports, aarch64 included: a rank that acquires a semaphore sees all that its poster wrote before. Python's `SemLock`
+calls them: 35 ns a call, without the GIL while it blocks, interruptible by Ctrl-C.
+
+Liveness: a pidfd becomes readable when its process ends, and cannot refer to a later process with the same pid. Blocked
+waits poll the pidfds of all peers, so that a death is noticed within one poll, without threads or messages.
+
+Do not add heartbeats: a stopped process is not dead, and the time-out finds it.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ import errno
 import mmap
 import os
 import secrets
+import select
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -27,19 +33,24 @@ from typing import Any
 
 from torchdist_ref.errors import DistBackendError, UnsupportedError
 from torchdist_ref.stores import Store
-from torchdist_ref.transports.base import Link
-from torchdist_ref.transports.layout import CACHE_LINE, KINDS, RING, Layout, window_for
-from torchdist_ref.transports.liveness import Peers
-from torchdist_ref.transports.memory import OneMemory, Token
-from torchdist_ref.transports.registered import open_of
+from torchdist_ref.transports.link import CommonSegment, Link, Semaphore
+from torchdist_ref.transports.registered_memory import open_peer_descriptor
+from torchdist_ref.transports.segment_layout import (
+    CACHE_LINE,
+    RING_BYTES,
+    SEMAPHORE_KINDS,
+    SegmentLayout,
+    window_for,
+)
 
-_SEMAPHORE = 1
-_MOST = 2**31 - 1
-_MARK = 16
+# `SemLock`'s kind of a counting semaphore, and its largest count.
+_COUNTING_SEMAPHORE = 1
+_MAX_COUNT = 2**31 - 1
+_NONCE_BYTES = 16
 
 
-class SharedMemory(OneMemory):
-    """A mapped segment and the semaphores in it."""
+class SharedMemorySegment(CommonSegment):
+    """Mapped segment with POSIX semaphores in it."""
 
     kind = "shared_memory"
 
@@ -48,135 +59,135 @@ class SharedMemory(OneMemory):
         self.bytes = memoryview(self.buffer)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
 
-    def lay_tokens(self, layout: Layout) -> None:
-        """Make every semaphore, at zero. Done once, by the rank that made the segment."""
-        make, last = _maker_of_semaphores(), layout.size - 1
-        begin, end = layout.token(KINDS[0], 0, 0), layout.token(KINDS[-1], last, last) + CACHE_LINE
+    def create_semaphores(self, layout: SegmentLayout) -> None:
+        """Initialize every semaphore to 0. Called once, by the rank that created the segment."""
+        init, last = _sem_init(), layout.size - 1
+        begin = layout.semaphore(SEMAPHORE_KINDS[0], 0, 0)
+        end = layout.semaphore(SEMAPHORE_KINDS[-1], last, last) + CACHE_LINE
         for address in range(self._base + begin, self._base + end, CACHE_LINE):
-            _check(make(address, 1, 0))
+            if init(address, 1, 0):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
-    def token(self, layout: Layout, kind: str, source: int, target: int) -> Token:
-        """The semaphore at its place in the map. It has no name, so nothing is opened and nothing is closed."""
-        address = self._base + layout.token(kind, source, target)
-        return _multiprocessing.SemLock._rebuild(address, _SEMAPHORE, _MOST, None)  # type: ignore[no-any-return]
+    def semaphore(self, layout: SegmentLayout, kind: str, source: int, target: int) -> Semaphore:
+        """See `Segment.semaphore`. It has no name: nothing is opened or closed."""
+        address = self._base + layout.semaphore(kind, source, target)
+        return _multiprocessing.SemLock._rebuild(  # type: ignore[no-any-return]  # noqa: SLF001 - no public way
+            address, _COUNTING_SEMAPHORE, _MAX_COUNT, None
+        )
 
 
 @cache
-def _maker_of_semaphores() -> Callable[[int, int, int], int]:
-    make: Any = ctypes.CDLL(None, use_errno=True).sem_init
-    make.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
-    return make  # type: ignore[no-any-return]
+def _sem_init() -> Callable[[int, int, int], int]:
+    function: Any = ctypes.CDLL(None, use_errno=True).sem_init
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+    return function  # type: ignore[no-any-return]
 
 
-def _check(result: int) -> None:
-    if result:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def available() -> str:
-    """Why shared memory cannot be used on this platform; empty where it can."""
+def unavailable_reason() -> str:
+    """Return the reason why this platform has no shared memory; empty if it has."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         return f"shared memory needs Linux 5.3 or later (memfd, pidfd), and this is {sys.platform}"
     return ""
 
 
 def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
-    """Meet the other ranks of this host in one segment, which they find through the store.
+    """Connect to the other ranks of this host through one segment, found through the store.
 
     Args:
-        store: Where the ranks find each other; keys of this group only.
+        store: Store for the keys of this group only.
         rank: This rank in the group.
         members: Global ranks of all members.
-        name: The group's name, for messages.
-        timeout: Seconds that a wait in this group takes at most.
+        name: Name of the group, for messages.
+        timeout: Longest duration of a wait in seconds.
 
     Returns:
-        This rank's link, with all ranks present.
+        Link of this rank, after all ranks have joined.
 
     Raises:
-        UnsupportedError: The platform has no memfd, or the ranks can't see each other's processes.
-        RankStalledError: A rank did not come in time.
+        UnsupportedError: The platform has no memfd, or the ranks cannot access each other's processes.
+        RankStalledError: A rank did not join in time.
     """
-    if reason := available():
+    if reason := unavailable_reason():
         raise UnsupportedError(f"{reason}. Use backend 'gloo', or ranks as threads.")
     layout = layout_for(len(members))
-    with found(store, layout, rank == 0) as memory:
-        return meet(memory, layout, rank, members, name, timeout)
+    with shared_segment(store, layout, rank == 0) as segment:
+        return join_segment(segment, layout, rank, members, name, timeout)
 
 
-def layout_for(size: int) -> Layout:
-    """The map of a segment for the ranks of one host."""
+def layout_for(size: int) -> SegmentLayout:
+    """Return the layout of a segment for the ranks of one host."""
     window = window_for(size)
-    return Layout(size, window, RING // window)
+    return SegmentLayout(size, window, RING_BYTES // window)
 
 
-def meet(memory: SharedMemory, layout: Layout, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
-    """Wait in a segment until all ranks are there. Arguments and result as in `connect`."""
-    link = Link(memory, layout, rank, members, name, timeout)
-    link.line.arrive(os.getpid())
-    link.alive = Peers({})
-    link.meet("init_process_group")
-    link.alive = Peers({peer: link.lines[peer].pid for peer in link.peers})
+def join_segment(
+    segment: SharedMemorySegment, layout: SegmentLayout, rank: int, members: Sequence[int], name: str, timeout: float
+) -> Link:
+    """Join a segment and wait until all ranks have. Arguments and result as in `connect`."""
+    link = Link(segment, layout, rank, members, name, timeout)
+    link.row.join(os.getpid())
+    link.handshake("init_process_group")
+    link.liveness = PeerProcesses({peer: link.rows[peer].pid for peer in link.peers})
     return link
 
 
 @contextmanager
-def made(layout: Layout) -> Iterator[tuple[SharedMemory, bytes]]:
-    """A new segment, and the deed by which others find it: until this ends, by when all should have mapped it."""
+def created_segment(layout: SegmentLayout) -> Iterator[tuple[SharedMemorySegment, bytes]]:
+    """Create a segment, and yield it with its handle. The handle is valid until the context ends."""
     fd = os.memfd_create("torchdist_ref", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, layout.nbytes)
-        memory = SharedMemory(fd, layout.nbytes)
-        mark = secrets.token_bytes(_MARK)
-        memory.bytes[:_MARK] = mark
-        memory.lay_tokens(layout)
-        yield memory, f"{os.getpid()} {fd} {mark.hex()}".encode()
+        segment = SharedMemorySegment(fd, layout.nbytes)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        segment.bytes[:_NONCE_BYTES] = nonce
+        segment.create_semaphores(layout)
+        yield segment, f"{os.getpid()} {fd} {nonce.hex()}".encode()
     finally:
         os.close(fd)
 
 
 @contextmanager
-def found(store: Store, layout: Layout, first: bool) -> Iterator[SharedMemory]:
-    """The segment of a host: its first rank makes it, the others learn of it through the store."""
+def shared_segment(store: Store, layout: SegmentLayout, first: bool) -> Iterator[SharedMemorySegment]:
+    """Yield the segment of a host: its first rank creates it, the others get the handle from the store."""
     if not first:
         yield attach(store.get("segment"), layout)
         return
-    with made(layout) as (memory, deed):
-        store.set("segment", deed)
-        yield memory
+    with created_segment(layout) as (segment, handle):
+        store.set("segment", handle)
+        yield segment
 
 
-def attach(deed: bytes, layout: Layout) -> SharedMemory:
-    """Map the segment that another process of this host has made.
+def attach(handle: bytes, layout: SegmentLayout) -> SharedMemorySegment:
+    """Map a segment that another process of this host has created.
 
     Raises:
-        UnsupportedError: That process is out of sight.
+        UnsupportedError: That process is not accessible.
     """
-    pid, number, mark = deed.decode().split()
+    pid, number, nonce = handle.decode().split()
     try:
-        fd = open_of(int(pid), int(number))
+        fd = open_peer_descriptor(int(pid), int(number))
     except OSError as error:
         raise UnsupportedError(
-            f"shared memory: process {pid}, which holds the group's segment, is out of sight from here ({error}); "
-            f"the ranks are in different pid namespaces or belong to different users. Use backend 'gloo'."
+            f"shared memory: process {pid}, which holds the group's segment, is not accessible ({error}); the "
+            f"ranks are in different pid namespaces or belong to different users. Use backend 'gloo'."
         ) from error
-    memory = SharedMemory(fd, layout.nbytes)
+    segment = SharedMemorySegment(fd, layout.nbytes)
     os.close(fd)
-    if memory.bytes[:_MARK] != bytes.fromhex(mark):
+    if segment.bytes[:_NONCE_BYTES] != bytes.fromhex(nonce):
         raise DistBackendError(f"shared memory: descriptor {number} of process {pid} is not the group's segment.")
-    return memory
+    return segment
 
 
 def host_identity() -> str:
-    """Equal for two ranks if and only if they can share memory: same host, same namespaces.
+    """Return a text that is equal for two ranks if and only if they can share memory: same host, same namespaces.
 
     ``TORCHDIST_REF_HOST_ID`` overrides it, which lets one machine play several hosts.
     """
-    given = os.environ.get("TORCHDIST_REF_HOST_ID")
-    if given is not None:
-        return given
+    override = os.environ.get("TORCHDIST_REF_HOST_ID")
+    if override is not None:
+        return override
     try:
-        return "/".join([_boot(), *(os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "ipc", "user"))])
+        return "/".join([_boot_id(), *(os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "ipc", "user"))])
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EACCES):
             raise
@@ -184,6 +195,50 @@ def host_identity() -> str:
 
 
 @cache
-def _boot() -> str:
+def _boot_id() -> str:
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
+
+
+class PeerProcesses:
+    """Liveness of the processes behind the ranks of a group.
+
+    >>> import os
+    >>> peers = PeerProcesses({0: os.getpid()})
+    >>> peers.dead(), peers.close()
+    ([], None)
+    """
+
+    def __init__(self, pids: dict[int, int]) -> None:
+        self._ranks: dict[int, int] = {}
+        self._dead: set[int] = set()
+        self._poll = select.poll()
+        self._polling = threading.Lock()
+        for rank, pid in pids.items():
+            self._open(rank, pid)
+
+    def _open(self, rank: int, pid: int) -> None:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._dead.add(rank)
+            return
+        self._ranks[fd] = rank
+        self._poll.register(fd, select.POLLIN)
+
+    def dead(self) -> list[int]:
+        """Return the ranks whose processes have ended, in order."""
+        # The poll object allows one thread at a time; others get the last known result.
+        if self._polling.acquire(False):
+            try:
+                self._dead.update(self._ranks[fd] for fd, _ in self._poll.poll(0))
+            finally:
+                self._polling.release()
+        return sorted(self._dead)
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for fd in self._ranks:
+            os.close(fd)
+        self._ranks.clear()
+        self._poll = select.poll()

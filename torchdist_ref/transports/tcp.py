@@ -1,15 +1,14 @@
-"""TCP: ranks on several hosts. Within a host they share memory; between hosts, copies are kept up over sockets.
+"""TCP transport: ranks on several hosts. Ranks of one host share memory; sockets replicate the segment between hosts.
 
-Each rank has the same map of the segment as everywhere. Parts that belong to ranks of its own host are in shared
-memory; parts of distant ranks are private copies, which those ranks fill: a token that crosses hosts travels in a
-frame together with the bytes that it announces (`connection`). So backends run the same code, and the same schedules.
+All ranks have the same layout of the segment. The parts of ranks on this host are in shared memory. The parts of remote
+ranks are private copies, which those ranks update: a semaphore that crosses hosts travels in one frame with the bytes
+that it signals (see `connection`). So backends run the same code and the same schedules.
 
-Every rank listens on one address, chosen as `interface_address` says, and publishes it in the store; of each pair
-of distant ranks the higher one connects. A secret from the store keeps strangers out.
+Every rank listens on one address (see `interface_address`) and publishes it in the store with a secret that
+authenticates its peers. Of each pair of remote ranks the higher one connects.
 
-All pairs are connected at the start and not when they first have something to say, because a connection is also how a
-death is learnt: its end is seen by every survivor within milliseconds, whichever ranks its last call was with. A pair
-without one would learn of it at the time-out, or from others, who would have to be asked or to pass it on.
+All pairs connect at the start, not on first use, because a connection also detects failures: every survivor sees it
+close within milliseconds of a death. Without a connection, a rank would notice the death at the time-out.
 """
 
 from __future__ import annotations
@@ -17,159 +16,225 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import shared_memory
-from torchdist_ref.transports.addresses import interface_address
-from torchdist_ref.transports.base import Link
-from torchdist_ref.transports.door import SECRET, Door, greeting
-from torchdist_ref.transports.layout import Layout
-from torchdist_ref.transports.liveness import NoPeers, Peers
-from torchdist_ref.transports.memory import Lane, Liveness, Memory, Range, Token
-from torchdist_ref.transports.mesh import Incoming, Mesh, PeerLane, Pumped
-from torchdist_ref.transports.threads import PrivateMemory
+from torchdist_ref.transports.connection import SECRET_BYTES, Acceptor, handshake_message
+from torchdist_ref.transports.link import DirectPath, Link, Liveness, NoPeerProcesses, Range, Segment, Semaphore
+from torchdist_ref.transports.mesh import (
+    ConnectionMesh,
+    IncomingSemaphore,
+    LocalSemaphore,
+    MeshDirectPath,
+    OutgoingSemaphore,
+)
+from torchdist_ref.transports.segment_layout import SegmentLayout
+from torchdist_ref.transports.threads import PrivateSegment
+
+INTERFACE_VARIABLES = ("TORCHDIST_REF_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+# ioctl number and /proc/net/if_inet6 scope of Linux.
+_SIOCGIFADDR = 0x8915
+_LINK_LOCAL_SCOPE = "20"
+_DISCARD_PORT = 9
 
 
-class TcpMemory:
-    """Parts of this host's ranks in a common segment, parts of distant ranks as copies."""
+class ReplicatedSegment:
+    """Segment with the parts of this host's ranks in common memory, and copies of the parts of remote ranks."""
 
     kind = "tcp"
 
-    def __init__(self, rank: int, layout: Layout, near: Sequence[int], common: Any, patience: float) -> None:
-        self._near, self._common = frozenset(near), common
-        self._copies = PrivateMemory(layout.nbytes)
-        self.mesh = Mesh(rank, layout, self.bytes_of, patience)
+    def __init__(self, rank: int, layout: SegmentLayout, local: Sequence[int], common: Segment, timeout: float) -> None:
+        self._local, self._common = frozenset(local), common
+        self._copies = PrivateSegment(layout.nbytes)
+        self.mesh = ConnectionMesh(rank, layout, self.bytes_of, timeout)
         self._rank = rank
 
     def buffer_of(self, rank: int) -> Any:
-        """See `Memory`."""
-        return (self._common if rank in self._near else self._copies).buffer
+        """See `Segment.buffer_of`."""
+        return (self._common if rank in self._local else self._copies).buffer_of(rank)
 
     def bytes_of(self, rank: int) -> memoryview:
-        """See `Memory`."""
-        found: memoryview = (self._common if rank in self._near else self._copies).bytes
-        return found
+        """See `Segment.bytes_of`."""
+        return (self._common if rank in self._local else self._copies).bytes_of(rank)
 
-    def token(self, layout: Layout, kind: str, source: int, target: int) -> Token:
-        """See `Memory`."""
-        if target != self._rank and target not in self._near:
-            return Outgoing(self.mesh, kind, target)
-        if source not in self._near:
-            return Incoming(self.mesh, kind, source)
-        token: Token = self._common.token(layout, kind, source, target)
-        if kind == "bell" and target == self._rank:
-            self.mesh.ring = token.release
-        return Pumped(self.mesh, token)
+    def semaphore(self, layout: SegmentLayout, kind: str, source: int, target: int) -> Semaphore:
+        """See `Segment.semaphore`."""
+        if target != self._rank and target not in self._local:
+            return OutgoingSemaphore(self.mesh, kind, target)
+        if source not in self._local:
+            return IncomingSemaphore(self.mesh, kind, source)
+        semaphore = self._common.semaphore(layout, kind, source, target)
+        if kind == "doorbell" and target == self._rank:
+            self.mesh.ring_doorbell = semaphore.release
+        return LocalSemaphore(self.mesh, semaphore)
 
-    def giver(self, token: Token, kind: str, target: int, owner: int, ranges: Sequence[Range]) -> Callable[[], Any]:
-        """See `Memory`."""
-        if target in self._near:
-            return token.release
+    def make_signal(
+        self, semaphore: Semaphore, kind: str, target: int, owner: int, ranges: Sequence[Range]
+    ) -> Callable[[], Any]:
+        """See `Segment.make_signal`."""
+        if target in self._local:
+            return semaphore.release
         return lambda: self.mesh.send(target, kind, owner, ranges)
 
-    def lane(self, peer: int) -> Lane | None:
-        """See `Memory`."""
-        return None if peer in self._near else PeerLane(self.mesh, peer)
+    def direct_path(self, peer: int) -> DirectPath | None:
+        """See `Segment.direct_path`."""
+        return None if peer in self._local else MeshDirectPath(self.mesh, peer)
 
 
-class Outgoing:
-    """A token for a distant rank, without bytes to show."""
+class HostAndMeshLiveness:
+    """`Liveness` from the processes of this host and the connections to the others."""
 
-    def __init__(self, mesh: Mesh, kind: str, target: int) -> None:
-        self._mesh, self._kind, self._target = mesh, kind, target
-
-    def release(self) -> None:
-        """Send it."""
-        self._mesh.send(self._target, self._kind, self._mesh.rank, ())
-
-    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
-        """Not for this end."""
-        raise DistNetworkError("a token for a distant rank is taken there.")
-
-
-class NearAndFar:
-    """Processes of this host, and connections to the others."""
-
-    def __init__(self, near: Liveness, mesh: Mesh) -> None:
-        self._near, self._mesh = near, mesh
+    def __init__(self, local: Liveness, mesh: ConnectionMesh) -> None:
+        self._local, self._mesh = local, mesh
 
     def dead(self) -> list[int]:
-        """See `Liveness`."""
-        self._mesh.pump(0.0)
-        return sorted({*self._near.dead(), *self._mesh.gone})
+        """See `Liveness.dead`."""
+        self._mesh.progress(0.0)
+        return sorted({*self._local.dead(), *self._mesh.disconnected})
 
     def close(self) -> None:
-        """See `Liveness`."""
-        self._near.close()
+        """See `Liveness.close`."""
+        self._local.close()
         self._mesh.close()
 
 
 def connect(
     store: Store, rank: int, members: Sequence[int], name: str, timeout: float, hosts: Sequence[object]
 ) -> Link:
-    """Meet ranks of several hosts. Arguments and result as in `shared_memory.connect`.
+    """Connect to ranks on several hosts, and return this rank's link.
 
     Args:
-        hosts: For every rank something that is equal for ranks of one host.
+        store: See `shared_memory.connect`.
+        rank: See `shared_memory.connect`.
+        members: See `shared_memory.connect`.
+        name: See `shared_memory.connect`.
+        timeout: See `shared_memory.connect`.
+        hosts: Identity of each rank's host; equal for ranks of one host.
 
     Raises:
         DistNetworkError: No address to listen on, or a rank cannot be reached.
-        RankStalledError: A rank did not come in time.
+        RankStalledError: A rank did not join in time.
     """
-    # What crosses hosts is read by this rank alone, out of its copy: the sooner again in the same place, the better.
-    layout = Layout(len(members), turns=2)
-    near = [r for r in range(len(members)) if hosts[r] == hosts[rank]]
-    with _common(PrefixStore(f"host/{near[0]}", store), layout, rank, near) as common:
-        memory = TcpMemory(rank, layout, near, common, timeout)
-        far = [r for r in range(len(members)) if r not in near]
-        _connect_all(store, memory.mesh, rank, far, timeout)
-        typed: Memory = memory
-        link = Link(typed, layout, rank, members, name, timeout)
+    # Only this rank reads its copies, so reusing the same cache lines early is best: two cells.
+    layout = SegmentLayout(len(members), cells=2)
+    local = [r for r in range(len(members)) if hosts[r] == hosts[rank]]
+    with _common_segment(PrefixStore(f"host/{local[0]}", store), layout, rank, local) as common:
+        segment = ReplicatedSegment(rank, layout, local, common, timeout)
+        remote = [r for r in range(len(members)) if r not in local]
+        _connect_mesh(store, segment.mesh, rank, remote, timeout)
+        link = Link(segment, layout, rank, members, name, timeout)
         link.hosts = tuple([*dict.fromkeys(hosts)].index(host) for host in hosts)
-        link.line.arrive(os.getpid())
-        link.alive = NearAndFar(NoPeers(), memory.mesh)
-        link.meet("init_process_group")
-    link.alive = NearAndFar(Peers({r: link.lines[r].pid for r in near if r != rank}), memory.mesh)
+        link.row.join(os.getpid())
+        link.liveness = HostAndMeshLiveness(NoPeerProcesses(), segment.mesh)
+        link.handshake("init_process_group")
+    processes = shared_memory.PeerProcesses({r: link.rows[r].pid for r in local if r != rank})
+    link.liveness = HostAndMeshLiveness(processes, segment.mesh)
     return link
 
 
-def _common(store: Store, layout: Layout, rank: int, near: Sequence[int]) -> AbstractContextManager[Any]:
-    if len(near) == 1:
-        return nullcontext(PrivateMemory(layout.nbytes))
-    return shared_memory.found(store, layout, rank == near[0])
+def _common_segment(
+    store: Store, layout: SegmentLayout, rank: int, local: Sequence[int]
+) -> AbstractContextManager[Any]:
+    if len(local) == 1:
+        return nullcontext(PrivateSegment(layout.nbytes))
+    return shared_memory.shared_segment(store, layout, rank == local[0])
 
 
-def _connect_all(store: Store, mesh: Mesh, rank: int, far: Sequence[int], timeout: float) -> None:
+def _connect_mesh(store: Store, mesh: ConnectionMesh, rank: int, remote: Sequence[int], timeout: float) -> None:
     family, address = interface_address(store)
-    with socket.create_server((address, 0), family=family, backlog=len(far) + 8) as server:
-        secret = secrets.token_bytes(SECRET)
+    with socket.create_server((address, 0), family=family, backlog=len(remote) + 8) as server:
+        secret = secrets.token_bytes(SECRET_BYTES)
         store.set(f"address/{rank}", f"{family} {address} {server.getsockname()[1]} {secret.hex()}".encode())
         deadline = monotonic() + timeout
-        lower = [peer for peer in far if peer < rank]
+        lower = [peer for peer in remote if peer < rank]
         addresses = store.multi_get([f"address/{peer}" for peer in lower]) if lower else []
         for peer, text in zip(lower, addresses, strict=True):
-            mesh.add(peer, _dial(text.decode(), rank, peer, deadline))
-        waiting = {peer for peer in far if peer > rank}
-        with closing(Door(server, secret)) as door:
-            while waiting:
-                peer, sock = door.next(waiting, deadline)
+            mesh.add(peer, _connect_to(text.decode(), rank, peer, deadline))
+        expected = {peer for peer in remote if peer > rank}
+        with closing(Acceptor(server, secret)) as acceptor:
+            while expected:
+                peer, sock = acceptor.next(expected, deadline)
                 mesh.add(peer, sock)
-                waiting.discard(peer)
+                expected.discard(peer)
 
 
-def _dial(text: str, rank: int, peer: int, deadline: float) -> socket.socket:
+def _connect_to(text: str, rank: int, peer: int, deadline: float) -> socket.socket:
     _, address, port, secret = text.split()
     try:
         sock = socket.create_connection((address, int(port)), max(0.1, deadline - monotonic()))
-        sock.sendall(greeting(bytes.fromhex(secret), rank))
+        sock.sendall(handshake_message(bytes.fromhex(secret), rank))
     except OSError as error:
         raise DistNetworkError(
             f"init_process_group on rank {rank}: rank {peer} cannot be reached at {address} port {port}: {error}. "
-            f"Name the right interface in TORCHDIST_REF_SOCKET_IFNAME on that host."
+            f"Set TORCHDIST_REF_SOCKET_IFNAME to the right interface on that host."
         ) from error
     return sock
+
+
+def interface_address(store: Store) -> tuple[socket.AddressFamily, str]:
+    """Return the address to listen on, which other hosts can reach.
+
+    In order of precedence: the address of the interface named in ``TORCHDIST_REF_SOCKET_IFNAME`` or
+    ``GLOO_SOCKET_IFNAME`` (the first of a list that this host has), the address from which this host reaches the
+    store's server, the loopback.
+
+    Raises:
+        DistNetworkError: None of the named interfaces exists and has an address.
+    """
+    for variable in INTERFACE_VARIABLES:
+        if names := os.environ.get(variable):
+            return _address_of_interface(variable, names)
+    return _source_address(_server_of(store))
+
+
+def _address_of_interface(variable: str, names: str) -> tuple[socket.AddressFamily, str]:
+    for name in (name.strip() for name in names.split(",")):
+        address = _ipv4_address(name) or _ipv6_address(name)
+        if address is not None:
+            return address
+    existing = sorted(name for _, name in socket.if_nameindex())
+    raise DistNetworkError(f"{variable}={names}: this host has no such interface with an address; it has {existing}.")
+
+
+def _ipv4_address(name: str) -> tuple[socket.AddressFamily, str] | None:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            response = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.AF_INET, socket.inet_ntoa(response[20:24])
+
+
+def _ipv6_address(name: str) -> tuple[socket.AddressFamily, str] | None:
+    """Return the first IPv6 address of an interface that is not link-local: other hosts cannot use those."""
+    try:
+        rows = [text.split() for text in Path("/proc/net/if_inet6").read_text().splitlines()]
+    except OSError:
+        return None
+    digits = next((row[0] for row in rows if row[-1] == name and row[3] != _LINK_LOCAL_SCOPE), None)
+    return None if digits is None else (socket.AF_INET6, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+
+
+def _server_of(store: Store) -> str | None:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "host", None)
+
+
+def _source_address(host: str | None) -> tuple[socket.AddressFamily, str]:
+    """Return the local address of the route to a host. Connecting a datagram socket sends nothing."""
+    if host is None:
+        return socket.AF_INET, "127.0.0.1"
+    family, _, _, _, address = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect(address)
+        return socket.AddressFamily(family), sock.getsockname()[0]

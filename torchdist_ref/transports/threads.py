@@ -1,9 +1,9 @@
-"""Threads: the ranks are threads of one process, and their segment is private memory.
+"""Thread transport: ranks are threads of one process, and their segment is private memory.
 
-For tests, examples and notebooks: no process starts, a debugger sees all ranks at once, and it works
-wherever Python does. The segment has the map that shared memory has, so the backend above runs the same
-code; tokens are `queue.SimpleQueue`s, which block without the GIL and answer Ctrl-C. Ranks share the
-interpreter lock, so this is for understanding, not for speed.
+For tests, examples and notebooks: no process starts, a debugger sees all ranks at once, and it runs wherever Python
+does. The segment has the same layout as in shared memory, so backends run the same code. Semaphores are
+`queue.SimpleQueue`s, which block without the GIL and are interruptible by Ctrl-C. Ranks share the interpreter lock: do
+not measure speed here.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from queue import Empty, SimpleQueue
 from weakref import WeakValueDictionary
 
 from torchdist_ref.stores import Store
-from torchdist_ref.transports.base import Link
-from torchdist_ref.transports.layout import Layout
-from torchdist_ref.transports.liveness import NoPeers
-from torchdist_ref.transports.memory import OneMemory, Token
+from torchdist_ref.transports.link import CommonSegment, Link, Semaphore
+from torchdist_ref.transports.segment_layout import SegmentLayout
 
 
-class Permits:
-    """A counting semaphore over a queue: `release` puts, `acquire` gets.
+class QueueSemaphore:
+    """Counting semaphore on a queue: `release` puts an item, `acquire` gets one.
 
-    >>> permits = Permits()
-    >>> permits.release()
-    >>> permits.acquire(False), permits.acquire(False)
+    >>> semaphore = QueueSemaphore()
+    >>> semaphore.release()
+    >>> semaphore.acquire(False), semaphore.acquire(False)
     (True, False)
     """
 
@@ -37,11 +35,11 @@ class Permits:
         self._queue: SimpleQueue[None] = SimpleQueue()
 
     def release(self) -> None:
-        """Add one."""
+        """See `Semaphore.release`."""
         self._queue.put(None)
 
     def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
-        """Take one; False if there was none (in time)."""
+        """See `Semaphore.acquire`."""
         try:
             self._queue.get(block, timeout)
         except Empty:
@@ -49,41 +47,40 @@ class Permits:
         return True
 
 
-class PrivateMemory(OneMemory):
-    """The segment of a group of threads. Pages that nobody touches cost nothing here either."""
+class PrivateSegment(CommonSegment):
+    """Segment in private memory. Untouched pages use no memory."""
 
     kind = "threads"
 
     def __init__(self, nbytes: int) -> None:
         self.buffer = mmap.mmap(-1, nbytes)
         self.bytes = memoryview(self.buffer)
-        self._tokens: dict[int, Permits] = {}
+        self._semaphores: dict[int, QueueSemaphore] = {}
 
-    def token(self, layout: Layout, kind: str, source: int, target: int) -> Token:
-        """The token that has this place in the map: the first to ask makes it."""
-        return self._tokens.setdefault(layout.token(kind, source, target), Permits())
+    def semaphore(self, layout: SegmentLayout, kind: str, source: int, target: int) -> Semaphore:
+        """See `Segment.semaphore`. Created on first use."""
+        return self._semaphores.setdefault(layout.semaphore(kind, source, target), QueueSemaphore())
 
 
-# How a thread finds what another thread of its process made: a store can only carry bytes.
-_segments: WeakValueDictionary[str, PrivateMemory] = WeakValueDictionary()
+# Segments by the key that rank 0 publishes: a store carries only bytes.
+_segments: WeakValueDictionary[str, PrivateSegment] = WeakValueDictionary()
 
 
 def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
-    """Meet the other ranks of this process. Arguments and result as in `shared_memory.connect`."""
-    layout = Layout(len(members), window=256 * 1024, turns=2, letters=0)
+    """Connect to the other ranks of this process. Arguments and result as in `shared_memory.connect`."""
+    layout = SegmentLayout(len(members), window=256 * 1024, cells=2, mailbox_bytes=0)
     link = Link(_segment(store, rank, layout), layout, rank, members, name, timeout)
-    # Threads can't run at once: a spin would only keep the lock from the rank that is waited for.
+    # Threads do not run in parallel: spinning would keep the interpreter lock from the awaited rank.
     link.spins = link.yields = 0
-    link.alive = NoPeers()
-    link.line.arrive(os.getpid())
-    link.meet("init_process_group")
+    link.row.join(os.getpid())
+    link.handshake("init_process_group")
     return link
 
 
-def _segment(store: Store, rank: int, layout: Layout) -> PrivateMemory:
+def _segment(store: Store, rank: int, layout: SegmentLayout) -> PrivateSegment:
     if rank:
         return _segments[store.get("segment").decode()]
     key = secrets.token_hex(16)
-    memory = _segments[key] = PrivateMemory(layout.nbytes)
+    segment = _segments[key] = PrivateSegment(layout.nbytes)
     store.set("segment", key.encode())
-    return memory
+    return segment

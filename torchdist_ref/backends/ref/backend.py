@@ -28,7 +28,7 @@ from torchdist_ref.calls import Barrier, Call, Recv, Send
 from torchdist_ref.errors import GroupAbortedError
 from torchdist_ref.numbers import Number, Numbers
 from torchdist_ref.trace import Recorder
-from torchdist_ref.transports import connect, registered
+from torchdist_ref.transports import connect, registered_memory
 from torchdist_ref.work import Done, Work
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class Ref(Backend):
         self._received: dict[int | None, Work] = {r: Done("recv", [], r) for r in range(self.link.size)}
         self._receives = Lane(f"{m.name} receives")
         self._numbers = Numbers(m.name)
-        self._order = Order(m.name, self.link.be_patient)
+        self._order = Order(m.name, self.link.check_awaited_call)
         self._callbacks = Callbacks(m.name)
 
     @in_a_range
@@ -192,11 +192,11 @@ class Ref(Backend):
 
     def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """See `Backend.empty`."""
-        return registered.empty(size, dtype) if self.shares_memory else super().empty(size, dtype)
+        return registered_memory.empty(size, dtype) if self.shares_memory else super().empty(size, dtype)
 
     def trouble(self, ranks: Sequence[int], doing: str) -> BaseException | None:
         """See `Backend.trouble`."""
-        return self.link.ended(ranks, doing)
+        return self.link.process_failure(ranks, doing)
 
     def close(self) -> None:
         """See `Backend.close`."""
@@ -208,7 +208,7 @@ class Ref(Backend):
 
     def abort(self, reason: str) -> None:
         """See `Backend.abort`."""
-        self.link.give_up(GroupAbortedError(reason), "abort")
+        self.link.abort(GroupAbortedError(reason), "abort")
 
 
 def _settle(work: Work, act: Callable[[], None]) -> None:

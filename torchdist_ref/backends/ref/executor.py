@@ -23,13 +23,8 @@ from torchdist_ref.backends.ref.turns import Places, Turns
 from torchdist_ref.backends.ref.zero_copy import Lends
 from torchdist_ref.errors import MismatchError
 from torchdist_ref.numbers import Number
-from torchdist_ref.transports.base import Link
-from torchdist_ref.transports.board import LENT
-from torchdist_ref.transports.layout import ANNOUNCEMENT
-from torchdist_ref.transports.layout import DONE as DONE_BYTE
-
-DONE = DONE_BYTE // 8
-
+from torchdist_ref.transports.link import Link
+from torchdist_ref.transports.status_table import ANNOUNCEMENT_BYTES, COMPLETED, ZERO_COPY_BITS
 
 CarryOut = Callable[[Sequence[Tensor], bool], None]
 """Does a plan on a call's operands; the other argument says whether the other ranks' calls are still unseen."""
@@ -61,8 +56,8 @@ class Executor:
         self.link = link
         self.sequence = 0
         self._turns = Turns(link)
-        self._announce, self._words = link.line.announce, link.line.words
-        self._said = [(link.line.said[n], tuple(link.lines[p].said[n] for p in link.peers)) for n in (0, 1)]
+        self._announce, self._words = link.row.announce, link.row.fields
+        self._said = [(link.row.compared[n], tuple(link.rows[p].compared[n] for p in link.peers)) for n in (0, 1)]
 
     def prepared(
         self, plan: Plan, lending: Lends | None = None, staging: Callable[[CarryOut], CarryOut] = lambda staged: staged
@@ -99,7 +94,7 @@ class Executor:
             turns.head = head
             self._failed(plan, error)
             raise
-        self._words[DONE] = sequence
+        self._words[COMPLETED] = sequence
         self.sequence = sequence + 1
 
     def _meeting(self, plan: Plan) -> CarryOut:
@@ -114,17 +109,17 @@ class Executor:
 
     def _lent(self, plan: Plan, lending: Lends, staged: CarryOut) -> CarryOut:
         """Work on the peers' tensors where they lie; with staging where this rank does not lend its own."""
-        line, lines, hear_all, compare = self.link.line, self.link.lines, self._hearing(plan), self._comparing(plan)
+        row, rows, hear_all, compare = self.link.row, self.link.rows, self._hearing(plan), self._comparing(plan)
 
         def carry_out(tensors: Sequence[Tensor], unseen: bool) -> None:
             place = lending.place(tensors)
             if place is None:
                 return staged(tensors, unseen)
             parity = self.sequence & 1
-            line.lend(parity, lending.mark, place)
+            row.announce_zero_copy(parity, lending.mark, place)
             hear_all()
             compare()
-            for steps in lending.rounds(b"".join([each.lent[parity] for each in lines])):
+            for steps in lending.rounds(b"".join([each.handles[parity] for each in rows])):
                 for step in steps:
                     step(tensors, 0)
                 hear_all()
@@ -134,15 +129,18 @@ class Executor:
     def _hearing(self, plan: Plan) -> Callable[[], None]:
         """What tells all peers that this rank is where it is in the call, and hears the same from them."""
         link = self.link
-        posts = [link.giver("full", peer, [(link.layout.board(link.rank), ANNOUNCEMENT)]) for peer in link.peers]
-        waits = [(link.full_from[peer], peer) for peer in link.peers]
+        posts = [
+            link.make_signal("ready", peer, [(link.layout.status_row(link.rank), ANNOUNCEMENT_BYTES)])
+            for peer in link.peers
+        ]
+        waits = [(link.ready_from[peer], peer) for peer in link.peers]
 
         def hear_all() -> None:
             for post in posts:
                 post()
             for token, peer in waits:
                 if not token.acquire(False):
-                    link.wait(token, peer, plan.doing)
+                    link.acquire(token, peer, plan.doing)
 
         return hear_all
 
@@ -162,7 +160,7 @@ class Executor:
 
         Lay out, tell the peers, wait for theirs, and read: round after round, and window after window.
         """
-        wait, doing, room, turns, compare = self.link.wait, plan.doing, plan.room, self._turns, self._comparing(plan)
+        wait, doing, room, turns, compare = self.link.acquire, plan.doing, plan.room, self._turns, self._comparing(plan)
         windows = [(begin, Places(partial(plan.code, begin))) for begin in plan.windows]
 
         def carry_out(tensors: Sequence[Tensor], unseen: bool) -> None:
@@ -195,22 +193,22 @@ class Executor:
     def _failed(self, plan: Plan, error: BaseException) -> None:
         """After a difference the link goes on; after anything else it does not."""
         if isinstance(error, (MismatchError, OutOfTurnError)):
-            self.link.line.done, self.sequence = self.sequence, self.sequence + 1
+            self.link.row.completed, self.sequence = self.sequence, self.sequence + 1
         else:
-            self.link.give_up(error, plan.doing)
+            self.link.abort(error, plan.doing)
 
     def _difference(self, plan: Plan) -> MismatchError | OutOfTurnError | SomeLendError:
         """Ranks at different calls begin with the smallest number; at one call they must mean the same."""
-        heads = [line.heads[self.sequence & 1] for line in self.link.lines]
+        heads = [row.announcements[self.sequence & 1] for row in self.link.rows]
         numbers = {(head[2], head[3]) for head in heads}
         if len(numbers) > 1:
             return OutOfTurnError(min(numbers))
-        return SomeLendError() if len({head[1] | LENT for head in heads}) == 1 else self._mismatch(plan)
+        return SomeLendError() if len({head[1] | ZERO_COPY_BITS for head in heads}) == 1 else self._mismatch(plan)
 
     def _mismatch(self, plan: Plan) -> MismatchError:
         link = self.link
-        calls = "; ".join(f"{link.who([r])}: {link.lines[r].text(self.sequence)}" for r in range(link.size))
+        calls = "; ".join(f"{link.rank_names([r])}: {link.rows[r].text(self.sequence)}" for r in range(link.size))
         return MismatchError(
-            f"{link.here(plan.doing)}: the ranks made different calls as call {self.sequence} of this group. "
+            f"{link.context(plan.doing)}: the ranks made different calls as call {self.sequence} of this group. "
             f"{calls}. Nothing was written, and the group can be used."
         )

@@ -1,6 +1,6 @@
 """One GPU: a call of ranks whose tensors lie on the same CUDA device. Nothing goes through the host.
 
-Each rank has a stage there that its peers map (`transports.cuda_ipc`). For window after window every rank copies to its
+Each rank has a stage there that its peers map (`CudaIpc`). For window after window every rank copies to its
 stage what peers read, and reads from theirs what it needs. The stage, not the tensors, is what processes share: a
 tensor comes and goes with its program, and a process that maps it would keep its memory; a stage lasts as long as its
 group. A copy within a device costs little beside a call in Python.
@@ -25,7 +25,7 @@ from torchdist_ref.backends.ref.staging import settle
 from torchdist_ref.backends.ref.steps import Step
 from torchdist_ref.schedules import catalogue
 from torchdist_ref.schedules.schedule import Move, Slot
-from torchdist_ref.transports.board import ON_DEVICE
+from torchdist_ref.transports.status_table import DEVICE_MEMORY
 
 
 def on_one_gpu(plan: Plan, root: int, stages: Stages) -> OneGpu | None:
@@ -48,7 +48,7 @@ class OneGpu:
         mark: What is announced with the call.
     """
 
-    mark = ON_DEVICE
+    mark = DEVICE_MEMORY
 
     def __init__(self, plan: Plan, stages: Stages) -> None:
         self._plan, self._stages = plan, stages

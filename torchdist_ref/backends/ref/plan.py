@@ -25,15 +25,14 @@ from torchdist_ref.backends.ref.arrivals import Arrivals
 from torchdist_ref.backends.ref.operands import IN_PLACE, Sizes
 from torchdist_ref.backends.ref.steps import Operand, Part, Step
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
-from torchdist_ref.transports.base import Link
-from torchdist_ref.transports.board import Record
-from torchdist_ref.transports.layout import ANNOUNCEMENT, room
-from torchdist_ref.transports.memory import Range, Token
+from torchdist_ref.transports.link import Link, Range, Semaphore
+from torchdist_ref.transports.segment_layout import ring_bytes
+from torchdist_ref.transports.status_table import ANNOUNCEMENT_BYTES, CallRecord
 
 ALIGN = 64
 # Bytes that are copied in the time that it takes to make a view (measured: about 1 us).
 SHORT = 64 * 1024
-Peer = tuple[Token, int]
+Peer = tuple[Semaphore, int]
 
 
 class RoundCode(NamedTuple):
@@ -79,7 +78,7 @@ class Plan:
     """
 
     link: Link
-    record: Record
+    record: CallRecord
     schedule: Schedule
     sizes: Sizes
     dtype: torch.dtype
@@ -148,7 +147,7 @@ class Plan:
     @cached_property
     def room(self) -> int:
         """Bytes of the ring that each round takes on every stage; 0 if it has a pocket."""
-        return room(self._most * self._stride if self.carries_data else 0)
+        return ring_bytes(self._most * self._stride if self.carries_data else 0)
 
     @cached_property
     def window(self) -> int:
@@ -182,7 +181,7 @@ class Plan:
     def _place(self, first: int, number: int) -> int:
         layout = self.link.layout
         after = first + number * (self.room or 1)
-        return layout.next_place(after, self.room) if self.room else after % layout.turns
+        return layout.next_offset(after, self.room) if self.room else after % layout.cells
 
     @cached_property
     def _frees(self) -> bool:
@@ -207,24 +206,24 @@ class Plan:
             stage=tuple(
                 self._copy(self._view(number, rank, s, begin, place), self._own(s, begin), s, begin) for s in mine
             ),
-            posts=tuple(link.giver("full", p, self._shown(number, p, begin, place, opening)) for p in told),
-            waits=tuple((link.full_from[p], p) for p in (link.peers if opening else sources)),
+            posts=tuple(link.make_signal("ready", p, self._shown(number, p, begin, place, opening)) for p in told),
+            waits=tuple((link.ready_from[p], p) for p in (link.peers if opening else sources)),
             steps=(*self._steps(number, begin, place), *self._last_steps(number, begin)),
-            frees=tuple(link.giver("free", p) for p in sources if self._frees),
-            readers=tuple((link.free_from[p], p) for p in targets if self._frees),
+            frees=tuple(link.make_signal("released", p) for p in sources if self._frees),
+            readers=tuple((link.released_by[p], p) for p in targets if self._frees),
         )
 
     def _shown(self, number: int, peer: int, begin: int, place: int, opening: bool) -> list[Range]:
         """What a peer gets to see with its token: the slots that it reads, and in an opening the announcement."""
         link = self.link
-        line = [(link.layout.board(link.rank), ANNOUNCEMENT)] if opening else []
+        line = [(link.layout.status_row(link.rank), ANNOUNCEMENT_BYTES)] if opening else []
         moves = [m for m in self.rounds[number] if (m.src, m.dst) == (link.rank, peer) and self.carries_data]
         return line + [self._range(number, link.rank, slot, begin, place) for slot in _unique(m.read for m in moves)]
 
     def _range(self, number: int, rank: int, slot: Slot, begin: int, place: int) -> Range:
         """Where a slot of some rank lies on that rank's stage in this round, and how many bytes it has there."""
         layout = self.link.layout
-        first = layout.ring(rank, place) if self.room else layout.pocket(rank, place)
+        first = layout.ring(rank, place) if self.room else layout.eager_buffer(rank, place)
         offset = first + self.staged[number][rank].index(slot) * self._stride
         return offset, self.length(rank, slot, begin) * self.dtype.itemsize
 
@@ -232,7 +231,7 @@ class Plan:
         """A slot of some rank as it lies on that rank's stage in this round."""
         offset, nbytes = self._range(number, rank, slot, begin, place)
         count = nbytes // self.dtype.itemsize
-        view = torch.frombuffer(self.link.memory.buffer_of(rank), dtype=self.dtype, count=count, offset=offset)
+        view = torch.frombuffer(self.link.segment.buffer_of(rank), dtype=self.dtype, count=count, offset=offset)
         return view.view(self.shape) if self.whole and self.shape is not None else view
 
     def _own(self, slot: Slot, begin: int) -> Operand:

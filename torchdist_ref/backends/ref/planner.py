@@ -32,9 +32,9 @@ from torchdist_ref.errors import ArgumentError
 from torchdist_ref.schedules import catalogue
 from torchdist_ref.schedules.choose import choose, overrides
 from torchdist_ref.schedules.schedule import Schedule
-from torchdist_ref.transports.base import Link
-from torchdist_ref.transports.board import LENT, Record
-from torchdist_ref.transports.registered import Neighbour
+from torchdist_ref.transports.link import Link
+from torchdist_ref.transports.registered_memory import PeerMemory
+from torchdist_ref.transports.status_table import ZERO_COPY_BITS, CallRecord
 
 # Programs repeat a few kinds of calls. One that keeps inventing shapes (objects of all sizes) must not fill the memory.
 MOST = 1024
@@ -54,7 +54,7 @@ class Planner:
     def __init__(self, link: Link, executor: Executor) -> None:
         self._link, self._executor = link, executor
         self._plans: dict[Any, Prepared] = {}
-        self._neighbours = tuple(Neighbour(line.pid) for line in link.lines)
+        self._neighbours = tuple(PeerMemory(row.pid) for row in link.rows)
         self._stages = Stages(link, self._neighbours)
         self._uneven = Uneven(link, executor)
         self._forced = overrides(os.environ.get("TORCHDIST_REF_ALGORITHM", ""))
@@ -101,7 +101,7 @@ class Planner:
         name = getattr(call, "reduction", None)
         plan = Plan(
             link=self._link,
-            record=Record(fingerprint(text) & ~LENT, text.encode()),
+            record=CallRecord(fingerprint(text) & ~ZERO_COPY_BITS, text.encode()),
             schedule=schedule,
             sizes=Sizes(call.op, blocks or (0,), schedule.chunks, rows),
             dtype=dtype,

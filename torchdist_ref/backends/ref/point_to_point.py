@@ -24,22 +24,22 @@ from torchdist_ref.backends.ref.progress import Lane
 from torchdist_ref.calls import Recv, Send, fingerprint
 from torchdist_ref.errors import DistError, MismatchError, RankStalledError
 from torchdist_ref.timeouts import CHECK_SECONDS
-from torchdist_ref.transports.base import Link
-from torchdist_ref.transports.board import Record
+from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.mailbox import Mailbox
+from torchdist_ref.transports.status_table import CallRecord
 
 T = TypeVar("T")
 
 
-def record_of(tensor: Tensor) -> Record:
+def record_of(tensor: Tensor) -> CallRecord:
     """What sender and receiver must agree on: dtype and number of elements."""
     return _record(tensor.dtype, tensor.numel())
 
 
 @lru_cache(maxsize=256)
-def _record(dtype: torch.dtype, count: int) -> Record:
+def _record(dtype: torch.dtype, count: int) -> CallRecord:
     text = f"a message of {count} x {str(dtype).removeprefix('torch.')}"
-    return Record(fingerprint(text), text.encode())
+    return CallRecord(fingerprint(text), text.encode())
 
 
 class Posted:
@@ -112,7 +112,7 @@ class Inbox:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._boxes = OnFirstUse(lambda peer: Mailbox(link, peer, link.rank))
-        self._bell = link.memory.token(link.layout, "bell", link.rank, link.rank)
+        self._bell = link.segment.semaphore(link.layout, "doorbell", link.rank, link.rank)
         self._posted: list[Posted] = []
         self._kept: list[Kept] = []
         self._state = threading.Lock()
@@ -169,8 +169,8 @@ class Inbox:
         if not self._taking.acquire(False):
             return False
         try:
-            while not self._posted and not self._kept and (box.offer.acquire(False) or self._link.soon(box.offer)):
-                if box.look()[0] == call.tag:
+            while not self._posted and not self._kept and (box.message.acquire(False) or self._link.spin(box.message)):
+                if box.peek()[0] == call.tag:
                     self._take(box, call, tensor)
                     # Bells would pile up. This one may be another sender's, but nobody is waiting for that: whoever
                     # comes to wait looks at all offers first. Where somebody waits, no bell may be taken in passing.
@@ -184,11 +184,11 @@ class Inbox:
     def _take(self, box: Mailbox, call: Recv, tensor: Tensor) -> None:
         """The message at the head is for this receive."""
         record = record_of(tensor)
-        if box.look()[1] == record.fingerprint:
-            box.take(tensor, "recv")
+        if box.peek()[1] == record.fingerprint:
+            box.receive(tensor, "recv")
             return
         error = self._misfit(call, record, box.source, call.tag, box.text())
-        box.refuse(f"{call} of {record.text.decode()}")
+        box.reject(f"{call} of {record.text.decode()}")
         raise error
 
     def finish(self, receive: Posted) -> None:
@@ -225,25 +225,25 @@ class Inbox:
                 self._fail_hopeless()
 
     def _rang(self) -> bool:
-        return self._link.soon(self._bell) or self._bell.acquire(True, CHECK_SECONDS)
+        return self._link.spin(self._bell) or self._bell.acquire(True, CHECK_SECONDS)
 
     def _scan(self) -> None:
         with self._state:
             wanted = {p.call.src for p in self._posted}
         for peer in self._link.peers if None in wanted else wanted:
-            if peer is not None and peer != self._link.rank and self._boxes[peer].offer.acquire(False):
+            if peer is not None and peer != self._link.rank and self._boxes[peer].message.acquire(False):
                 self._accept(self._boxes[peer])
 
     def _accept(self, box: Mailbox) -> None:
         """Bring the message at the head to the first receive that it fits, or keep it."""
-        peer, (tag, fingerprint, nbytes) = box.source, box.look()
+        peer, (tag, fingerprint, nbytes) = box.source, box.peek()
         with self._state:
             receive = self._match(peer, tag)
         if receive is not None:
             self._receive(receive, box)
             return
         data, text = torch.empty(nbytes, dtype=torch.uint8), box.text()
-        box.take(data, f"a message with tag {tag}")
+        box.receive(data, f"a message with tag {tag}")
         self._arrived(Kept(peer, tag, fingerprint, text, data))
 
     def _receive(self, receive: Posted, box: Mailbox) -> None:
@@ -257,10 +257,10 @@ class Inbox:
         else:
             receive.end(box.source)
 
-    def _misfit(self, call: Recv, record: Record, source: int, tag: int, text: str) -> MismatchError:
+    def _misfit(self, call: Recv, record: CallRecord, source: int, tag: int, text: str) -> MismatchError:
         link = self._link
         return MismatchError(
-            f"{link.here(str(call))}: expects {record.text.decode()}, but {link.who([source])} sent "
+            f"{link.context(str(call))}: expects {record.text.decode()}, but {link.rank_names([source])} sent "
             f"{text} with tag {tag}. Nothing was written."
         )
 
@@ -279,12 +279,12 @@ class Inbox:
     def _hopeless(self, receive: Posted) -> BaseException | None:
         link, doing = self._link, str(receive.call)
         sources: Sequence[int] = link.peers if receive.call.src is None else (receive.call.src,)
-        troubles = [link.trouble(source, doing) for source in sources if source != link.rank]
+        troubles = [link.failure([source], doing) for source in sources if source != link.rank]
         if troubles and all(troubles):
             return troubles[0]
         if monotonic() < receive.deadline:
             return None
         if receive.call.src is not None:
-            return link.stalled(receive.call.src, doing, link.timeout)
+            return link.stall_error(receive.call.src, doing, link.timeout)
         tag = receive.call.tag
-        return RankStalledError(f"{link.here(doing)}: no rank sent with tag {tag} within {link.timeout:g} s.")
+        return RankStalledError(f"{link.context(doing)}: no rank sent with tag {tag} within {link.timeout:g} s.")

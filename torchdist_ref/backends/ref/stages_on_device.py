@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.backends.ref.executor import SomeLendError
-from torchdist_ref.transports import registered
-from torchdist_ref.transports.base import Link
-from torchdist_ref.transports.cuda_ipc import CudaIpc, DeviceMemory
-from torchdist_ref.transports.registered import Neighbour, Place
+from torchdist_ref.transports import registered_memory
+from torchdist_ref.transports.link import Link
+from torchdist_ref.transports.registered_memory import CudaIpc, DeviceMemory, MemoryHandle, PeerMemory
 
 log = logging.getLogger("torchdist_ref.backends")
 
@@ -49,7 +48,7 @@ class Letter:
     def new(ranks: int) -> Letter:
         """An empty one."""
         with torch.inference_mode(False):
-            return Letter(registered.empty((Letter.size(ranks),), torch.uint8))
+            return Letter(registered_memory.empty((Letter.size(ranks),), torch.uint8))
 
     @staticmethod
     def size(ranks: int) -> int:
@@ -57,9 +56,9 @@ class Letter:
         return 3 * 2048 * ranks
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> MemoryHandle | None:
         """Where it is, as others find it; None where there is no registered memory."""
-        return registered.place_of(self.memory)
+        return registered_memory.handle_of(self.memory)
 
     def write(self, sheet: int, text: bytes) -> None:
         """Fill a sheet, for good.
@@ -99,8 +98,8 @@ class Stages:
         found: The stages of all ranks, by where their letters are.
     """
 
-    def __init__(self, link: Link, neighbours: Sequence[Neighbour]) -> None:
-        self._rank, self._peers, self._pids = link.rank, link.peers, [line.pid for line in link.lines]
+    def __init__(self, link: Link, neighbours: Sequence[PeerMemory]) -> None:
+        self._rank, self._peers, self._pids = link.rank, link.peers, [row.pid for row in link.rows]
         self._neighbours, self._name, self.nbytes = neighbours, link.name, STAGE
         self._letters: dict[torch.device, Letter | None] = {}
         self.found: dict[bytes, list[Tensor]] = {}
@@ -150,10 +149,10 @@ class Stages:
 
     def _is(self, letter: Letter, places: bytes) -> bool:
         place = letter.place
-        return place is not None and place == Place.unpack_all(places)[self._rank]
+        return place is not None and place == MemoryHandle.unpack_all(places)[self._rank]
 
     def _open_letters(self, places: bytes) -> list[Letter]:
-        there = zip(self._neighbours, Place.unpack_all(places), strict=True)
+        there = zip(self._neighbours, MemoryHandle.unpack_all(places), strict=True)
         size = Letter.size(len(self._pids))
         return [Letter(neighbour.view(place, torch.uint8, size)) for neighbour, place in there]
 
@@ -185,7 +184,7 @@ class Stages:
 
     def _stage_of(self, rank: int, letter: Letter, places: bytes) -> Tensor:
         if self._pids[rank] == os.getpid():
-            return _of_this_process[Place.unpack_all(places)[rank].pack()]
+            return _of_this_process[MemoryHandle.unpack_all(places)[rank].pack()]
         return MEMORY.open(pickle.loads(letter.read(EXPORTS))[self._rank])
 
     def _trouble(self, what: str, error: Exception) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, float32
 
 from torchdist_ref.backends import reductions
 from torchdist_ref.backends.reductions import Reduction
-from torchdist_ref.transports.moving import mover
+from torchdist_ref.transports.registered_memory import memmove_for
 
 Tensors = Sequence[Tensor]
 Step = Callable[[Tensors, int], Any]
@@ -40,7 +40,7 @@ Operand = Part | Tensor
 
 def copy(target: Operand, source: Operand, nbytes: int, itemsize: int) -> Step:
     """The target becomes the source."""
-    move = mover(nbytes)
+    move = memmove_for(nbytes)
     match target, source:
         case Tensor(is_cuda=True), Tensor():
             # The host can't reach that memory.

@@ -1,7 +1,7 @@
 """Turns: where a round lays out what others read, and who reads what was laid out before.
 
 All ranks count alike the rounds, and what they take of the ring, so nobody has to say where anything lies. What a round
-lays out may lie where the round so many turns before did (`Layout.turns`): its readers have to have freed that.
+lays out may lie where the round so many turns before did (`SegmentLayout.cells`): its readers have to have freed that.
 Don't add what a round does: that is the plan's.
 """
 
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from torchdist_ref.backends.ref.plan import Code, Peer, Plan
-from torchdist_ref.transports.base import Link
+from torchdist_ref.transports.link import Link
 
 
 class Turns:
@@ -26,13 +26,13 @@ class Turns:
     """
 
     def __init__(self, link: Link) -> None:
-        self._link, self.turns = link, link.layout.turns
+        self._link, self.turns = link, link.layout.cells
         self.number = self.head = 0
         self.readers: deque[tuple[int, tuple[Peer, ...]]] = deque()
 
     def place(self, plan: Plan) -> int:
         """The place on every ring for the next window's first round: the same on all ranks."""
-        place = self._link.layout.next_place(self.head, plan.room)
+        place = self._link.layout.next_offset(self.head, plan.room)
         self.head = place + plan.room * len(plan.rounds)
         return place
 
@@ -49,7 +49,7 @@ class Turns:
         """Take a token from each of these peers."""
         for token, peer in tokens:
             if not token.acquire(False):
-                self._link.wait(token, peer, doing)
+                self._link.acquire(token, peer, doing)
 
 
 class Places(dict[int, Code]):

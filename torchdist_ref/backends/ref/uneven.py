@@ -19,7 +19,7 @@ from torchdist_ref.backends.ref.operands import Sizes
 from torchdist_ref.backends.ref.plan import Plan
 from torchdist_ref.errors import MismatchError
 from torchdist_ref.schedules import catalogue
-from torchdist_ref.transports.base import Link
+from torchdist_ref.transports.link import Link
 
 Pairs = tuple[tuple[int, ...], ...]
 # Programs that route tokens have other sizes in every call; plans of all of them must not fill the memory.
@@ -79,9 +79,9 @@ class Uneven:
 def _difference(link: Link, plan: Plan, given: Tensor, wanted: Tensor) -> MismatchError:
     """The same words on all ranks, about the first pair that differs."""
     giver, taker = torch.nonzero(given != wanted)[0].tolist()
-    one, other = link.who([giver]), link.who([taker])
+    one, other = link.rank_names([giver]), link.rank_names([taker])
     sizes = f"{one} gives {other} {given[giver, taker]} elements, and {other} expects {wanted[giver, taker]}"
     return MismatchError(
-        f"{link.here(plan.doing)}: {sizes}. Give input_split_sizes[{taker}] there what output_split_sizes[{giver}] is "
-        f"here. Nothing was written, and the group can be used."
+        f"{link.context(plan.doing)}: {sizes}. Give input_split_sizes[{taker}] there what "
+        f"output_split_sizes[{giver}] is here. Nothing was written, and the group can be used."
     )

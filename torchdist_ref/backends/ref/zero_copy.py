@@ -1,6 +1,6 @@
 """Lent: a call on registered tensors. Ranks work on each other's tensors where they lie; nothing is staged.
 
-Each rank says in its announcement where its tensor is (`transports.registered`). If all do, the call runs here; if
+Each rank says in its announcement where its tensor is (`registered_memory`). If all do, the call runs here; if
 some don't, all begin anew with staging (`executor`). A schedule's move is then one read, or one write, of a peer's
 memory, and after every round, the last one included, each rank hears from each other that it is done: nobody gets a
 tensor back while it is still worked on.
@@ -22,9 +22,9 @@ from torchdist_ref.backends.ref.steps import Part, Step
 from torchdist_ref.schedules import direct, shared, two_shot
 from torchdist_ref.schedules.choose import ONE_ROUND
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
-from torchdist_ref.transports import registered
-from torchdist_ref.transports.board import REGISTERED
-from torchdist_ref.transports.registered import Neighbour, Place
+from torchdist_ref.transports import registered_memory
+from torchdist_ref.transports.registered_memory import MemoryHandle, PeerMemory
+from torchdist_ref.transports.status_table import REGISTERED_MEMORY
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -53,7 +53,7 @@ class Lends(Protocol):
     """A way to run a call without staging, where all ranks' tensors are fit for it.
 
     Attributes:
-        mark: The bits that say which way it is (`board.LENT`).
+        mark: The bits that say which way it is (`status_table.ZERO_COPY_BITS`).
     """
 
     mark: int
@@ -65,7 +65,7 @@ class Lends(Protocol):
         """What this rank does, where the ranks announced that; after each round all hear from all."""
 
 
-def lending(plan: Plan, root: int, neighbours: Sequence[Neighbour]) -> Lending | None:
+def lending(plan: Plan, root: int, neighbours: Sequence[PeerMemory]) -> Lending | None:
     """How this call runs on lent tensors; None where staging is as good, or the only way."""
     op, link, blocks = plan.sizes.op, plan.link, plan.sizes.blocks
     if op not in SCHEDULES or link.hosts is not None or link.size == 1 or len(blocks) > 1:
@@ -95,9 +95,9 @@ class Lending:
         neighbours: The memory of every rank, this one's too.
     """
 
-    mark = REGISTERED
+    mark = REGISTERED_MEMORY
 
-    def __init__(self, plan: Plan, schedule: Schedule, neighbours: Sequence[Neighbour]) -> None:
+    def __init__(self, plan: Plan, schedule: Schedule, neighbours: Sequence[PeerMemory]) -> None:
         self._plan, self._schedule, self._neighbours = plan, schedule, neighbours
         self._op, size, block = plan.sizes.op, plan.link.size, plan.sizes.blocks[0]
         # Elements of a slot: a chunk of the one tensor, or a block of the list; and how many slots are lent.
@@ -110,7 +110,7 @@ class Lending:
 
     def place(self, tensors: Sequence[Tensor]) -> bytes | None:
         """Where this rank's tensors lie, to be announced, if others can work on them; else None."""
-        changes = registered.changes()
+        changes = registered_memory.changes()
         if changes != self._changes or len(self._places) > MOST:
             self._places.clear()
             self._changes = changes
@@ -122,9 +122,9 @@ class Lending:
             self._places[addresses] = None if place is None else place.pack()
         return self._places[addresses]
 
-    def _find(self, first: Tensor, addresses: Sequence[int]) -> Place | None:
+    def _find(self, first: Tensor, addresses: Sequence[int]) -> MemoryHandle | None:
         """They lie one after the other in one region, and nothing is written there that others read."""
-        begin, block, place = addresses[0], self._stride * self._plan.dtype.itemsize, registered.place_of(first)
+        begin, block, place = addresses[0], self._stride * self._plan.dtype.itemsize, registered_memory.handle_of(first)
         end = begin + self._count * self._plan.dtype.itemsize
         lent = [self._address(("in", i), addresses) for i in range(self._slots)] if self._slots > 1 else [begin]
         in_a_row = all(address == begin + i * block for i, address in enumerate(lent))
@@ -159,7 +159,7 @@ class Lending:
         A window's second round goes with the next window's first: windows have nothing to do with each other, so one
         exchange of tokens stands for both. Where there is one round, windows need no tokens between them.
         """
-        there = zip(self._neighbours, Place.unpack_all(places), strict=True)
+        there = zip(self._neighbours, MemoryHandle.unpack_all(places), strict=True)
         tensors = [neighbour.view(place, self._plan.dtype, self._count) for neighbour, place in there]
         rounds = self._schedule.rounds
         window = max(1, WINDOW // self._plan.dtype.itemsize)

@@ -1,0 +1,426 @@
+"""Link: one rank's end of a group's shared (or replicated) segment, and the semaphores that order access to it.
+
+The transports (`threads`, `shared_memory`, `tcp`) differ in the primitives below a link: a `Segment`, its semaphores
+and `Liveness`. `Link` itself is the same for all of them, so that backends run the same code on each.
+
+A round of a collective uses five operations, which mean the same on every transport::
+
+    link.write(offset, data)              # into this rank's own staging buffer
+    link.signal(peer, [(offset, nbytes)]) # peer may read these bytes, and this rank's announcement
+    link.wait(peer, description)          # acquire the signal of peer; raise if it cannot arrive
+    link.read(peer, offset, nbytes)       # from the staging buffer of peer
+    link.release(peer)                    # peer may write these offsets again, after its `wait_released`
+
+Every wait ends: with the semaphore, or with an error that names the rank that died, aborted, destroyed the group or did
+not arrive before the deadline. A wait first spins if every rank has a core, else yields, then blocks in short intervals
+and checks for failures between them. One collective uses a link at a time: the backend holds the lock.
+
+Do not add algorithms here: they are schedules.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any, Protocol
+
+from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError
+from torchdist_ref.timeouts import CHECK_SECONDS
+from torchdist_ref.transports.segment_layout import SegmentLayout
+from torchdist_ref.transports.status_table import (
+    ABORTED,
+    ABSENT,
+    ANNOUNCEMENT_BYTES,
+    JOINED,
+    LEFT,
+    PRESENT,
+    ROW_BYTES,
+    StatusRow,
+)
+
+# A waiting rank renews its entry in the status table at every poll. An older entry belongs to a stopped process.
+_WAITING_EXPIRES_SECONDS = 10 * CHECK_SECONDS
+_MAIN_THREAD = threading.main_thread().ident
+_ADVICE = "The call may have completed on some ranks. Destroy the group and start again from a checkpoint."
+
+
+class Semaphore(Protocol):
+    """Counting semaphore from one rank to another. Writes before `release` are visible after `acquire`."""
+
+    def release(self) -> Any:
+        """Increment the count."""
+
+    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
+        """Decrement the count; return False if it is zero (until the time-out)."""
+
+
+class Liveness(Protocol):
+    """Detector of ended processes."""
+
+    def dead(self) -> list[int]:
+        """Return the ranks whose processes have ended."""
+
+    def close(self) -> None:
+        """Release the resources."""
+
+
+class NoPeerProcesses:
+    """`Liveness` of ranks that share this process, or whose processes are not known yet: none ever ends."""
+
+    def dead(self) -> list[int]:
+        """See `Liveness.dead`."""
+        return []
+
+    def close(self) -> None:
+        """See `Liveness.close`."""
+
+
+Range = tuple[int, int]
+"""Part of a segment: (offset, size), in bytes."""
+
+
+class DirectPath(Protocol):
+    """Zero-copy path to a peer: bytes go from one tensor to another, without a copy through the segment."""
+
+    def send(self, kind: str, data: memoryview) -> None:
+        """Send the bytes and post a semaphore of this kind. They go to the next view that the peer has posted."""
+
+    def post_receive(self, views: Sequence[memoryview]) -> None:
+        """Post one view for each of the next sends of the peer."""
+
+
+class Segment(Protocol):
+    """Memory of a group: shared by all ranks, or a copy on each host that the ranks keep up to date."""
+
+    kind: str
+
+    def buffer_of(self, rank: int) -> Any:
+        """Return the buffer that holds the parts of `rank`, for `torch.frombuffer`."""
+
+    def bytes_of(self, rank: int) -> memoryview:
+        """Return the buffer that holds the parts of `rank` as bytes."""
+
+    def semaphore(self, layout: SegmentLayout, kind: str, source: int, target: int) -> Semaphore:
+        """Return the semaphore of this kind that `source` posts and `target` acquires."""
+
+    def make_signal(
+        self, semaphore: Semaphore, kind: str, target: int, owner: int, ranges: Sequence[Range]
+    ) -> Callable[[], Any]:
+        """Return a function that makes ranges of the parts of `owner` visible to `target` and posts the semaphore."""
+
+    def direct_path(self, peer: int) -> DirectPath | None:
+        """Return the zero-copy path to and from `peer`; None where both access the same segment."""
+
+
+class CommonSegment:
+    """Segment that all ranks access directly. Base of the segments of `threads` and `shared_memory`."""
+
+    buffer: Any
+    bytes: memoryview
+
+    def buffer_of(self, rank: int) -> Any:
+        """See `Segment.buffer_of`."""
+        return self.buffer
+
+    def bytes_of(self, rank: int) -> memoryview:
+        """See `Segment.bytes_of`."""
+        return self.bytes
+
+    def make_signal(
+        self, semaphore: Semaphore, kind: str, target: int, owner: int, ranges: Sequence[Range]
+    ) -> Callable[[], Any]:
+        """See `Segment.make_signal`. The ranges are visible to the target anyway."""
+        return semaphore.release
+
+    def direct_path(self, peer: int) -> DirectPath | None:
+        """See `Segment.direct_path`."""
+        return None
+
+
+class Link:
+    """One rank's end of a group.
+
+    Attributes:
+        segment: The group's memory.
+        layout: Offsets in the segment.
+        rank: This rank in the group.
+        size: Number of ranks in the group.
+        name: Name of the group, for messages.
+        members: Global ranks of the members, for messages.
+        timeout: Longest duration of a wait in seconds.
+        hosts: Host of each rank, numbered from 0; None where all share one.
+        rows: Rows of the status table, by rank.
+        row: Row of this rank.
+        peers: All other ranks.
+        ready_from: Semaphore by peer: its data of this round is ready.
+        released_by: Semaphore by peer: it has read this rank's data.
+        liveness: Detector of ended processes.
+        broken: Error that ended the group; None while it is usable.
+    """
+
+    hosts: tuple[int, ...] | None = None
+
+    def __init__(
+        self, segment: Segment, layout: SegmentLayout, rank: int, members: Sequence[int], name: str, timeout: float
+    ) -> None:
+        self.segment, self.layout, self.rank, self.members, self.name = segment, layout, rank, tuple(members), name
+        self.size = layout.size
+        self.timeout = timeout
+        self.rows = tuple(StatusRow(segment.bytes_of(r), layout.status_row(r)) for r in range(self.size))
+        self.row = self.rows[rank]
+        self.peers = tuple(r for r in range(self.size) if r != rank)
+        self._own_bytes = segment.bytes_of(rank)
+        self._posted_semaphores: dict[tuple[str, int], Semaphore] = {}
+        self.ready_from = {p: segment.semaphore(layout, "ready", p, rank) for p in self.peers}
+        self.released_by = {p: segment.semaphore(layout, "released", p, rank) for p in self.peers}
+        # Ranks in step are some hundred microseconds apart: spin for that long. Ranks that share a core cannot spin:
+        # yielding to each other first costs half of what sleeping and being woken costs.
+        enough_cores = self.size <= len(os.sched_getaffinity(0))
+        self.spins, self.yields = (2000, 0) if enough_cores else (0, 100)
+        self.liveness: Liveness = NoPeerProcesses()
+        self.broken: BaseException | None = None
+
+    def write(self, offset: int, data: Any) -> None:
+        """Copy bytes into this rank's part of the segment.
+
+        Args:
+            offset: Offset in the segment (`layout.eager_buffer` or `layout.ring` of this rank).
+            data: Object with the buffer protocol, contiguous.
+        """
+        view = memoryview(data).cast("B")
+        self._own_bytes[offset : offset + len(view)] = view
+
+    def read(self, peer: int, offset: int, nbytes: int) -> memoryview:
+        """Return bytes of the part of `peer`, valid between `wait` and `release`."""
+        return self.segment.bytes_of(peer)[offset : offset + nbytes]
+
+    def signal(self, peer: int, ranges: Sequence[Range] = ()) -> None:
+        """Make this rank's announcement and these ranges of its part visible to `peer`, then post its semaphore."""
+        self.make_signal("ready", peer, [(self.layout.status_row(self.rank), ANNOUNCEMENT_BYTES), *ranges])()
+
+    def wait(self, peer: int, description: str) -> None:
+        """Acquire one signal of `peer`. Raises what `acquire` raises."""
+        self.acquire(self.ready_from[peer], peer, description)
+
+    def release(self, peer: int) -> None:
+        """Allow `peer` to overwrite the data of its last signal."""
+        self.make_signal("released", peer)()
+
+    def wait_released(self, peer: int, description: str) -> None:
+        """Acquire one release of `peer`. Raises what `acquire` raises."""
+        self.acquire(self.released_by[peer], peer, description)
+
+    def make_signal(
+        self, kind: str, peer: int, ranges: Sequence[Range] = (), owner: int | None = None
+    ) -> Callable[[], Any]:
+        """Return a function that posts a semaphore of this kind to `peer`; executors look it up once.
+
+        Args:
+            kind: One of `segment_layout.SEMAPHORE_KINDS`.
+            peer: Rank that acquires the semaphore.
+            ranges: Parts of the segment that are visible to `peer` once it has acquired it.
+            owner: Rank that the ranges belong to; None: this rank.
+        """
+        semaphore = self._posted_semaphores.get((kind, peer))
+        if semaphore is None:
+            # A rank has a single doorbell, which all peers post.
+            source = peer if kind == "doorbell" else self.rank
+            semaphore = self.segment.semaphore(self.layout, kind, source, peer)
+            self._posted_semaphores[kind, peer] = semaphore
+        return self.segment.make_signal(semaphore, kind, peer, self.rank if owner is None else owner, ranges)
+
+    def acquire(
+        self,
+        semaphore: Semaphore,
+        peer: int,
+        description: str,
+        timeout: float | None = None,
+        only_peer: bool = False,
+    ) -> None:
+        """Acquire a semaphore that `peer` posts.
+
+        Args:
+            semaphore: The semaphore.
+            peer: Group rank that posts it.
+            description: This rank's call, for messages.
+            timeout: Longest duration in seconds; None: the group's.
+            only_peer: Ignore failures of the other members (point-to-point).
+
+        Raises:
+            RankDiedError: A process has ended.
+            GroupAbortedError: A rank aborted or destroyed the group.
+            RankStalledError: The peer did not post before the time-out.
+        """
+        if self.spin(semaphore):
+            return
+        self._acquire_blocking(semaphore, peer, description, self.timeout if timeout is None else timeout, only_peer)
+
+    def spin(self, semaphore: Semaphore) -> bool:
+        """Try to acquire a semaphore without sleeping, for as long as that is cheaper; return whether it succeeded.
+
+        Only the main thread spins: it holds the interpreter lock meanwhile, which other threads may need.
+        """
+        if threading.get_ident() != _MAIN_THREAD:
+            return False
+        acquire = semaphore.acquire
+        for _ in range(self.spins):
+            if acquire(False):
+                return True
+        for _ in range(self.yields):
+            os.sched_yield()
+            if acquire(False):
+                return True
+        return False
+
+    def _acquire_blocking(
+        self, semaphore: Semaphore, peer: int, description: str, seconds: float, only_peer: bool
+    ) -> None:
+        deadline, published = monotonic() + seconds, False
+        while not semaphore.acquire(True, max(0.0, min(CHECK_SECONDS, deadline - monotonic()))):
+            self.row.set_waiting_for(peer)
+            if self.hosts is not None and not published and monotonic() > deadline - seconds / 2:
+                # Ranks of other hosts have only a copy of this row, and need it for their messages at the deadline.
+                self.publish_row()
+                published = True
+            call = description if only_peer else self._numbered(description)
+            error = self.failure([peer] if only_peer else None, call)
+            if error is None and monotonic() >= deadline:
+                error = self.stall_error(peer, call, seconds)
+            if error is not None:
+                # The peer may have posted and exited since the last poll.
+                if semaphore.acquire(False):
+                    break
+                raise error
+        self.row.clear_waiting_for()
+        if published:
+            self.publish_row()
+
+    def _numbered(self, description: str) -> str:
+        return f"call {self.row.announced}, {description}" if self.row.announced >= 0 else description
+
+    def failure(self, ranks: Sequence[int] | None, description: str) -> BaseException | None:
+        """Return the error for the first of `ranks` known to have failed, or None.
+
+        Args:
+            ranks: Ranks to check; None: all peers that have not completed the call that this rank is in.
+            description: This rank's call, for the message.
+        """
+        # Liveness first: checking it may receive news of calls that the rank completed before it exited.
+        ended = self.liveness.dead()
+        concerned = [r for r in self.peers if (self._is_needed(r) if ranks is None else r in ranks)]
+        # The process of a rank that aborted or left may have ended since: its own reason counts.
+        dead = [r for r in ended if r in concerned and self.rows[r].status == PRESENT]
+        aborted = [r for r in concerned if self.rows[r].status == ABORTED]
+        left = [r for r in concerned if self.rows[r].status == LEFT]
+        if dead:
+            return RankDiedError(f"{self.context(description)}: {self.rank_names(dead)} died. {_ADVICE}")
+        if aborted:
+            first = min(aborted, key=lambda r: self.rows[r].aborted_at)
+            reason = self.rows[first].reason
+            return GroupAbortedError(f"{self.context(description)}: {self.rank_names([first])} aborted: {reason}")
+        if left:
+            last = self.rows[left[0]].describe()
+            return GroupAbortedError(
+                f"{self.context(description)}: {self.rank_names(left)} destroyed the group; it {last}."
+            )
+        return None
+
+    def process_failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
+        """Return the error for those of `ranks` whose processes have ended, or None. For waits on other channels."""
+        ended = [rank for rank in self.liveness.dead() if rank in ranks]
+        text = f"{self.context(description)}: {self.rank_names(ended)} died: the process has ended. {_ADVICE}"
+        return RankDiedError(text) if ended else None
+
+    def _is_needed(self, rank: int) -> bool:
+        """Return whether `rank` has yet to complete this rank's call. A rank that has completed it may exit."""
+        return self.rows[rank].completed < self.row.announced
+
+    def stall_error(self, peer: int, description: str, seconds: float) -> BaseException:
+        """Return the error for a live rank that did not arrive, with the last known call of every rank."""
+        others = "; ".join(f"{self.rank_names([r])} {self._state(r)}" for r in self.peers)
+        chain = self._waiting_chain(peer)
+        through = "".join(f", for which {self.rank_names([r])} waits" for r in reversed(chain[:-1]))
+        return RankStalledError(
+            f"{self.context(description)}: {self.rank_names(chain[-1:])} did not arrive within {seconds:g} s{through}. "
+            f"Other ranks: {others}. Inspect that rank, or pass a longer timeout to init_process_group or new_group."
+        )
+
+    def _waiting_chain(self, peer: int) -> list[int]:
+        """Return the ranks from `peer` to the one at the end of the waits, as far as they are visible here."""
+        chain = [peer]
+        while (following := self._awaited_by(chain[-1])) is not None and following not in (self.rank, *chain):
+            chain.append(following)
+        return chain
+
+    def _awaited_by(self, rank: int) -> int | None:
+        # A rank of another host has another clock: its entry does not expire.
+        same_host = self.hosts is None or self.hosts[rank] == self.hosts[self.rank]
+        return self.rows[rank].waiting_for(_WAITING_EXPIRES_SECONDS if same_host else None)
+
+    def _state(self, rank: int) -> str:
+        return "has not joined" if self.rows[rank].status == ABSENT else self.rows[rank].describe()
+
+    def context(self, description: str) -> str:
+        """Return the beginning of an error message: the call, this rank and the group."""
+        return f"{description} on {self.rank_names([self.rank])} of group {self.name!r}"
+
+    def rank_names(self, ranks: Sequence[int]) -> str:
+        """Return group ranks as text, with the global rank where it differs."""
+        names = [f"{r}" if self.members[r] == r else f"{r} (global {self.members[r]})" for r in ranks]
+        return ("rank " if len(names) == 1 else "ranks ") + ", ".join(names)
+
+    def abort(self, error: BaseException, description: str) -> None:
+        """End the group for all ranks, because this one fails in the middle of a call. The others learn the reason."""
+        if self.broken is None:
+            self.broken = error
+            self.row.abort(f"{type(error).__name__} in {description}: {error}")
+            self.publish_row()
+
+    def publish_row(self) -> None:
+        """Copy this rank's status row to the peers on other hosts."""
+        for peer in self.peers:
+            self.make_signal("status", peer, [(self.layout.status_row(self.rank), ROW_BYTES)])()
+
+    def handshake(self, description: str) -> None:
+        """Wait until all ranks have joined, and exchange status rows."""
+        for peer in self.peers:
+            self.make_signal("ready", peer, [(self.layout.status_row(self.rank), ROW_BYTES)])()
+        for peer in self.peers:
+            self.acquire(self.ready_from[peer], peer, description)
+        self.row.completed = JOINED
+
+    def check_awaited_call(self, number: tuple[int, int], waited: float) -> None:
+        """Raise if waiting for this rank to issue a call that a peer is already in has failed or timed out.
+
+        Args:
+            number: Identity of the call (see `numbers`).
+            waited: Duration of the wait so far in seconds.
+        """
+        description = f"call number {number[0]}.{number[1]}, which a peer has issued and this rank has not"
+        error = self.failure(None, description)
+        if error is None and waited > self.timeout:
+            error = RankStalledError(
+                f"{self.context(description)}: this rank did not issue it within {self.timeout:g} s. Do all ranks make "
+                f"the same calls in their callbacks?"
+            )
+        if error is not None:
+            self.abort(error, description)
+            raise error
+
+    def check_usable(self, description: str) -> None:
+        """Raise if an earlier call ended this group."""
+        if self.broken is not None:
+            raise GroupAbortedError(
+                f"{self.context(description)}: the group ended with an earlier failure ({self.broken!r}). "
+                f"Destroy it and make a new one."
+            ) from self.broken
+
+    def close(self) -> None:
+        """Leave the group. The memory is freed with the last tensor that uses it."""
+        if self.row.status != ABORTED:
+            self.row.status = LEFT
+            self.publish_row()
+        self.broken = GroupAbortedError(f"group {self.name!r} was destroyed on {self.rank_names([self.rank])}")
+        self.liveness.close()

@@ -1,0 +1,193 @@
+"""Selection of the transport for a group, from the hosts and processes of its ranks.
+
+Adding a transport: write a module with a function like `shared_memory.connect`, put it through
+`testing.transport_contract.check_transport`, and add a row to `TRANSPORTS`. The first row whose `supports` holds is
+used.
+
+Do not add ways to move bytes here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import NamedTuple
+
+from torchdist_ref.errors import DistStoreError, MismatchError, RankStalledError, StoreTimeoutError
+from torchdist_ref.stores import PrefixStore, Store
+from torchdist_ref.transports import shared_memory, tcp, threads
+from torchdist_ref.transports.link import Link
+
+_REFUSAL = b"!"
+_MAX_PREPARED_RANKS = 16
+"""Ranks up to which rank 0 creates a segment before it knows that all share a host.
+
+Larger groups often span hosts, and the time to create a segment grows with the square of the ranks: 1 ms for 16.
+"""
+log = logging.getLogger("torchdist_ref.transports")
+
+
+class Endpoint(NamedTuple):
+    """Location of a rank.
+
+    Attributes:
+        host: Identity of the host (see `shared_memory.host_identity`).
+        process: Process id.
+        segment: Handle of the segment that the rank has created; empty if none.
+    """
+
+    host: bytes
+    process: bytes
+    segment: bytes
+
+
+class GroupEndpoints(NamedTuple):
+    """Arguments of `connect`, with the endpoints of all ranks.
+
+    Attributes:
+        store: Store for the keys of this group only.
+        rank: This rank in the group.
+        members: Global ranks of all members.
+        name: Name of the group, for messages.
+        timeout: Longest duration of a wait in seconds.
+        endpoints: Endpoint of each rank.
+        segment: Segment that this rank has created, or None.
+    """
+
+    store: Store
+    rank: int
+    members: Sequence[int]
+    name: str
+    timeout: float
+    endpoints: Sequence[Endpoint]
+    segment: shared_memory.SharedMemorySegment | None
+
+
+class Transport(NamedTuple):
+    """Row of `TRANSPORTS`.
+
+    Attributes:
+        supports: Function that returns whether the transport can connect ranks at these endpoints. All ranks must get
+            the same result.
+        connect: Function that connects them.
+    """
+
+    supports: Callable[[Sequence[Endpoint]], bool]
+    connect: Callable[[GroupEndpoints], Link]
+
+
+def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
+    """Connect the ranks of a group with the first transport that supports their endpoints.
+
+    Every rank publishes its host and process, and rank 0 also a segment. All ranks read all endpoints, so all select
+    the same transport.
+
+    Args:
+        store: Store for the keys of this group only.
+        rank: This rank in the group.
+        members: Global ranks of all members.
+        name: Name of the group, for messages.
+        timeout: Longest duration of a wait in seconds.
+
+    Raises:
+        UnsupportedError: Shared memory is not available on this platform.
+        DistNetworkError: Ranks of several hosts cannot reach each other.
+        RankStalledError: A rank did not join in time.
+    """
+    link_store, size = PrefixStore("link", store), len(members)
+    with _prepared_segment(rank, size) as (segment, handle):
+        endpoints = _exchange_endpoints(link_store, rank, size, timeout, handle)
+        group = GroupEndpoints(link_store, rank, members, name, timeout, endpoints, segment)
+        return next(row for row in TRANSPORTS.values() if row.supports(endpoints)).connect(group)
+
+
+def _connect_threads(group: GroupEndpoints) -> Link:
+    return threads.connect(group.store, group.rank, group.members, group.name, group.timeout)
+
+
+def _connect_shared_memory(group: GroupEndpoints) -> Link:
+    store, rank, members, name, timeout, endpoints, segment = group
+    if not endpoints[0].segment:
+        return shared_memory.connect(store, rank, members, name, timeout)
+    layout = shared_memory.layout_for(len(members))
+    segment = segment or shared_memory.attach(endpoints[0].segment, layout)
+    return shared_memory.join_segment(segment, layout, rank, members, name, timeout)
+
+
+def _connect_tcp(group: GroupEndpoints) -> Link:
+    hosts = [endpoint.host for endpoint in group.endpoints]
+    if group.rank == 0:
+        log.info("group %r spans %s: shared memory within each, TCP between them", group.name, _describe(set(hosts)))
+    return tcp.connect(group.store, group.rank, group.members, group.name, group.timeout, hosts)
+
+
+TRANSPORTS: Mapping[str, Transport] = {
+    "threads": Transport(
+        lambda endpoints: len({(each.host, each.process) for each in endpoints}) == 1, _connect_threads
+    ),
+    "shared_memory": Transport(lambda endpoints: len({each.host for each in endpoints}) == 1, _connect_shared_memory),
+    "tcp": Transport(lambda endpoints: True, _connect_tcp),
+}
+"""Transports by name, in order of preference."""
+
+
+def _describe(hosts: set[bytes]) -> str:
+    machines = {host.partition(b"/")[0] for host in hosts}
+    one = " on one machine (containers, for example), which cannot share memory" if len(machines) == 1 else ""
+    return f"{len(hosts)} {'sets of pid, ipc and user namespaces' if one else 'hosts'}{one}"
+
+
+def _prepared_segment(
+    rank: int, size: int
+) -> AbstractContextManager[tuple[shared_memory.SharedMemorySegment | None, bytes]]:
+    """Create a segment on rank 0, in case that all ranks share a host: the others then need not request its handle."""
+    if rank or not 1 < size <= _MAX_PREPARED_RANKS or shared_memory.unavailable_reason():
+        return nullcontext((None, b""))
+    return shared_memory.created_segment(shared_memory.layout_for(size))
+
+
+def all_on_one_host(store: Store, rank: int, size: int) -> bool:
+    """Return whether all ranks of a group can share memory. Every rank must call it; all get the same result."""
+    return len({each.host for each in _exchange_endpoints(PrefixStore("choice", store), rank, size)}) == 1
+
+
+def refuse_to_connect(store: Store, rank: int, reason: str) -> None:
+    """Make `connect` raise this reason on the members that wait for this rank."""
+    PrefixStore("link", store).set(f"endpoint/{rank}", _REFUSAL + reason.encode())
+
+
+def _exchange_endpoints(
+    store: Store, rank: int, size: int, timeout: float | None = None, segment: bytes = b""
+) -> list[Endpoint]:
+    """Publish the endpoint of this rank, and return those of all ranks."""
+    store.set(f"endpoint/{rank}", b"|".join([shared_memory.host_identity().encode(), b"%d" % os.getpid(), segment]))
+    keys = [f"endpoint/{r}" for r in range(size)]
+    try:
+        values = _wait_for_values(store, keys, timeout)
+    except StoreTimeoutError as error:
+        absent = ", ".join(str(r) for r, key in enumerate(keys) if not store.check([key]))
+        raise RankStalledError(
+            f"init_process_group or new_group on rank {rank}: group ranks {absent} of {size} did not join in time. "
+            f"Every member has to create the group."
+        ) from error
+    for value in values:
+        if value.startswith(_REFUSAL):
+            raise MismatchError(value.removeprefix(_REFUSAL).decode())
+    return [Endpoint(*value.rsplit(b"|", 2)) for value in values]
+
+
+def _wait_for_values(store: Store, keys: Sequence[str], timeout: float | None) -> list[bytes]:
+    """Return the values of the keys once all exist: with one request, unless `timeout` exceeds the store's own."""
+    more = 0.0 if timeout is None else timeout - store.timeout.total_seconds()
+    if more < 0 and timeout is not None:
+        store.wait(keys, timedelta(seconds=timeout))
+    try:
+        return store.multi_get(keys)
+    except DistStoreError:
+        if more <= 0:
+            raise
+    store.wait(keys, timedelta(seconds=more))
+    return store.multi_get(keys)
