@@ -79,7 +79,7 @@ def test_a_group_on_ref_without_the_import(tmp_path: Path) -> None:
     assert answer(GROUP, installed(tmp_path)).stdout == "[1.0, 1.0] ref\n"
 
 
-@pytest.mark.parametrize("broken", ["calls.py", "backends/ref/backend.py", "backends/into_torch.py"])
+@pytest.mark.parametrize("broken", ["calls.py", "backends/ref/backend.py", "backends/ref_in_torch/process_group.py"])
 def test_a_broken_installation_breaks_the_group_and_not_torch(broken: str, tmp_path: Path) -> None:
     (installed(tmp_path) / "torchdist_ref" / broken).write_text("this is no Python")
     result = answer(GROUP, tmp_path)

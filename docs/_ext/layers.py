@@ -49,6 +49,9 @@ class Part:
 API = (*CORE, "groups")
 ALL = "everything"
 
+BELOW_BACKENDS = (*CORE, "stores", "rendezvous", "transports")
+SHARED_BY_BACKENDS = ("backends", "backends.base", "backends.reductions")
+
 PARTS = (
     Part("errors", "0 core types", torch=LATE),
     Part("calls", "0 core types", ("errors",), torch=NEVER),
@@ -62,36 +65,24 @@ PARTS = (
     Part("processes", "1 infrastructure", torch=NEVER),
     Part("rendezvous", "1 infrastructure", (*CORE, "stores", "job_environment"), torch=LATE),
     Part("transports", "1 infrastructure", (*CORE, "stores")),
-    Part("backends.base", "2 backends", (*CORE, "stores", "transports")),
-    Part("backends.around", "2 backends", (*CORE, "backends.base")),
-    Part("backends.sparse", "2 backends", (*CORE, "backends.base")),
+    Part("backends.base", "2 backends", (*CORE, "stores")),
+    Part("backends.reductions", "2 backends", (*CORE, "backends.base")),
+    Part("backends.registry", "2 backends", (*BELOW_BACKENDS, "backends.base")),
+    Part("backends", "2 backends", (*CORE, "backends.base", "backends.reductions", "backends.ref_in_torch")),
+    Part("backends.ref", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "schedules")),
+    Part("backends.torch_native", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS)),
+    Part("backends.mpi", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "backends.ref")),
     Part(
-        "backends",
+        "backends.ref_in_torch",
         "2 backends",
-        (
-            *CORE,
-            "schedules",
-            "stores",
-            "rendezvous",
-            "transports",
-            "backends.base",
-            "backends.sparse",
-        ),
+        (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "backends.ref", "backends.torch_native"),
     ),
+    Part("debug", "2 backends", (*BELOW_BACKENDS, "schedules", "backends.base")),
     Part(
-        "debug",
-        "2 backends",
-        (
-            *CORE,
-            "schedules",
-            "stores",
-            "rendezvous",
-            "transports",
-            "backends.base",
-            "backends.around",
-        ),
+        "groups",
+        "3 public API",
+        (*CORE, "stores", "rendezvous", "backends.base", "backends.reductions", "backends.registry", "debug"),
     ),
-    Part("groups", "3 public API", (*CORE, "stores", "rendezvous", "backends.base", "backends.sparse", "debug")),
     Part("parallel.bucket", "4 training"),
     Part("parallel", "4 training", (*API, "parallel.bucket", "algorithms")),
     Part("algorithms", "4 training", (*API, "parallel.bucket")),

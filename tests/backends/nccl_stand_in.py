@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as c10d
 
-from torchdist_ref.backends.nccl import Nccl
+from torchdist_ref.backends.torch_native.nccl import Nccl
 
 
 class Together:

@@ -13,8 +13,8 @@ import torch.distributed as c10d
 
 import torchdist_ref as dist
 from tests.backends.nccl_stand_in import Event, StandIn, instead_of_nccl
-from torchdist_ref.backends import nccl
-from torchdist_ref.backends.base import by_device, default_name
+from torchdist_ref.backends.registry import default_name, names_by_device
+from torchdist_ref.backends.torch_native import nccl
 from torchdist_ref.testing import fill, run
 
 ALONE: dict[str, Any] = {"rank": 0, "world_size": 1}
@@ -59,8 +59,8 @@ def test_names_that_mean_nothing_are_refused_before_anybody_waits(name: str, wor
 
 
 def test_names_by_device() -> None:
-    assert by_device("CPU:GLOO, cuda:NCCL") == {"cpu": "gloo", "cuda": "nccl"}
-    assert by_device("Ref") == {"": "ref"}
+    assert names_by_device("CPU:GLOO, cuda:NCCL") == {"cpu": "gloo", "cuda": "nccl"}
+    assert names_by_device("Ref") == {"": "ref"}
 
 
 def test_with_no_name_there_is_nccl_where_there_are_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def swapped(rank: int, size: int) -> tuple[bool, list[float]]:
 
 def early(rank: int, size: int) -> tuple[bool, bool]:
     got = torch.zeros(3)
-    with dist.group.WORLD.backend.together():  # type: ignore[union-attr]
+    with dist.group.WORLD.backend.coalescing():  # type: ignore[union-attr]
         works = [dist.isend(fill(rank, (3,)), 1 - rank), dist.irecv(got, 1 - rank)]
         before = any(work.is_completed() for work in works if work)
     return before, all(work.is_completed() for work in works if work)

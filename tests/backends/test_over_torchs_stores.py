@@ -13,7 +13,7 @@ import torch.distributed as c10d
 
 import torchdist_ref as dist
 from tests.backends.inside_torch import kept
-from torchdist_ref.backends.torch_stores import StoreForTorch
+from torchdist_ref.backends.torch_native.stores import StoreForTorch
 from torchdist_ref.testing import fill, run
 
 HOST, PATIENCE = "127.0.0.1", timedelta(seconds=20)

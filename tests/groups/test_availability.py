@@ -11,7 +11,7 @@ import torch
 import torch.distributed as theirs
 
 import torchdist_ref as dist
-from torchdist_ref.backends import base
+from torchdist_ref.backends import base, registry
 from torchdist_ref.backends.ref import Ref
 from torchdist_ref.testing import fill, run
 
@@ -28,9 +28,9 @@ def test_the_names_of_backends_are_torchs_words() -> None:
 def test_availability_says_what_init_can_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = getattr(dist, f"is_{name}_available")
     assert asked() == dist.is_backend_available(name.upper())
-    if name not in base.names():
+    if name not in registry.names():
         assert not asked()
-        monkeypatch.setitem(base._backends, name, "somewhere")
+        monkeypatch.setitem(registry._backends, name, "somewhere")
         installed = {"gloo": theirs.is_gloo_available(), "nccl": theirs.is_nccl_available(), "ucc": True, "xccl": True}
         assert name == "mpi" or asked() == installed[name]
 
@@ -65,7 +65,7 @@ def total(rank: int) -> list[float]:
 
 def test_a_backend_of_ones_own_carries_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
-    monkeypatch.setattr(base, "_backends", dict(base._backends))
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     dist.Backend.register_backend("OurOwn", lambda *arguments: counted(calls, *arguments), devices=["fpga"])
     try:
         assert run(total, 2, backend="OUROWN") == [(fill(0, (5,)) + fill(1, (5,))).tolist()] * 2
@@ -78,7 +78,7 @@ def test_a_backend_of_ones_own_carries_calls(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_is_no_backend_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_backends", dict(base._backends))
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     dist.Backend.register_backend("gloo", lambda membership, options: "a backend", extended_api=True)
     with pytest.raises(TypeError, match=r"'func'.*backends.base.Backend, got 'a backend' \(on rank 0\).*'gloo'"):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""Backends: the implementations of the calls, found by name in `base` and imported when a group asks for one.
+"""Backends: the implementations of the calls, found by name in `registry` and imported when a group asks for one.
 
 This file registers ``ref`` with torch, which runs while torch starts. When torch is imported, it loads the entry point
 ``torch.backends`` of the installed package, and fails if that raises. The entry point is
@@ -37,7 +37,7 @@ def _register() -> None:
 def _create(options: Any, _: Any) -> Any:
     """Make a process group on ``ref``; torch calls it for each new group."""
     try:
-        from torchdist_ref.backends.into_torch import create
+        from torchdist_ref.backends.ref_in_torch.process_group import create
     except Exception as error:
         raise ImportError(
             f"init_process_group: backend 'ref' is registered, but torchdist_ref can't be loaded ({error!r}). "

@@ -13,8 +13,8 @@ from time import perf_counter
 
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, Membership, nbytes_of, uncut
-from torchdist_ref.backends.ranges import in_a_range
+from torchdist_ref.backends.base import Backend, Membership, flat_operands, nbytes_of
+from torchdist_ref.backends.profiler_ranges import profiled
 from torchdist_ref.backends.reductions import reduction
 from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Call, Gather, Recv, Reduce, ReduceScatter, Scatter, Send
 from torchdist_ref.trace import Recorder
@@ -46,13 +46,13 @@ class Fake(Backend):
         self._rank, self._size = membership.rank, membership.size
         self._sequence = 0
 
-    @in_a_range
+    @profiled
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`. Always finished on return."""
         start = perf_counter()
         self._play(call, [tensor.detach() for tensor in inputs], [tensor.detach() for tensor in outputs])
         self.recorder.add(self._number(call), call, nbytes_of(inputs, outputs), start)
-        work = Done(call.op, uncut(outputs))
+        work = Done(call.op, flat_operands(outputs))
         if isinstance(call, Recv):
             work.source = self._rank if call.src is None else call.src
         return work

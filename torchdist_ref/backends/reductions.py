@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchdist_ref.backends.base import Backend
+from torchdist_ref.calls import AllGather
 from torchdist_ref.errors import BackendArgumentError, UnsupportedError, explain
+from torchdist_ref.work import Work
 
 _EIGHTHS = {
     torch.float8_e4m3fn,
@@ -22,7 +25,11 @@ _EIGHTHS = {
     torch.float8_e5m2fnuz,
     torch.float8_e8m0fnu,
 }
+
+
 WIDENED = {torch.float16, torch.bfloat16, *_EIGHTHS}
+
+
 # Types that torch stores but does not add or compare, and a type that holds all their values; sums wrap alike in both.
 _WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64, **dict.fromkeys(_EIGHTHS, torch.float32)}
 
@@ -47,11 +54,21 @@ _TABLE = {
     "bor": Reduction(Tensor.bitwise_or_, torch.bitwise_or),
     "bxor": Reduction(Tensor.bitwise_xor_, torch.bitwise_xor),
 }
+
+
 # Whoever submits them has scaled the operands, or the plan divides the result.
 _TABLE["avg"] = _TABLE["premul_sum"] = _TABLE["sum"]
+
+
 _BITWISE = {"band", "bor", "bxor"}
+
+
 _ORDERED = {"min", "max"}
+
+
 _SCALED = {"avg", "premul_sum"}
+
+
 # Complex numbers have no order, and torch multiplies none either: the door's deny list.
 _NOT_COMPLEX = {"product", *_BITWISE, *_ORDERED}
 
@@ -122,3 +139,42 @@ def _through_signed(name: str) -> Reduction:
 def divide(tensor: Tensor, by: int) -> Tensor:
     """What makes a sum an average, in place."""
     return tensor.copy_(tensor.float() / by) if tensor.dtype in _EIGHTHS else tensor.div_(by)
+
+
+_ALL_GATHER = AllGather()
+
+
+def start_sum(backend: Backend, size: int, tensor: Tensor) -> tuple[list[Work], Callable[[], None]]:
+    """Begin to add up tensors in coordinate format.
+
+    How many entries the others have has to be known before any of them can be received: so it waits for all ranks.
+
+    Args:
+        backend: That of the group.
+        size: Its number of ranks.
+        tensor: This rank's; becomes the sum.
+
+    Returns:
+        Works to wait for, and a function that then puts the sum into ``tensor``.
+    """
+    mine = tensor.detach().coalesce()
+    parts = mine.indices().t().contiguous(), mine.values().contiguous()
+    counts = _counts(backend, size, mine)
+    gathered = [[part.new_empty((count, *part.shape[1:])) for count in counts] for part in parts]
+    works = [backend.submit(_ALL_GATHER, (part,), room, False) for part, room in zip(parts, gathered, strict=True)]
+
+    @torch.no_grad()
+    def add_up() -> None:
+        places, values = (torch.cat(room) for room in gathered)
+        total = torch.sparse_coo_tensor(places.t(), values, tensor.shape, check_invariants=False)
+        tensor.copy_(total.coalesce())
+
+    return works, add_up
+
+
+def _counts(backend: Backend, size: int, mine: Tensor) -> list[int]:
+    """How many entries each rank has."""
+    counts = torch.zeros((size, 1), dtype=torch.int64, device=mine.device)
+    own = torch.tensor([mine._nnz()], device=mine.device)
+    backend.submit(_ALL_GATHER, (own,), counts.unbind(), False).wait()
+    return [int(count) for count in counts]

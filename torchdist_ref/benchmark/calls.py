@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from torchdist_ref import groups
-from torchdist_ref.backends.around import Around
-from torchdist_ref.backends.base import Backend
+from torchdist_ref.backends.base import Backend, BackendWrapper
 from torchdist_ref.benchmark import competitors, report, table
 from torchdist_ref.benchmark.crew import Place, go
 from torchdist_ref.benchmark.operations import OPERATIONS
@@ -67,7 +66,7 @@ class Result:
         return median(whole - own for whole, own in zip(self.public, self.backend, strict=True))
 
 
-class Spy(Around):
+class Spy(BackendWrapper):
     """Writes down what a backend is asked to do, and has it done."""
 
     def __init__(self, backend: Backend) -> None:
@@ -77,7 +76,7 @@ class Spy(Around):
     def submit(self, *asked: Any) -> Work:
         """See `Backend.submit`."""
         self.asked.append(asked)
-        return self._backend.submit(*asked)
+        return self.wrapped.submit(*asked)
 
 
 def measure(place: Place, settings: Settings) -> None:

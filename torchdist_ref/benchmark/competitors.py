@@ -22,7 +22,7 @@ import torch
 import torch.distributed as theirs
 
 from torchdist_ref import groups
-from torchdist_ref.backends.base import names
+from torchdist_ref.backends.registry import names
 from torchdist_ref.benchmark.crew import Place
 from torchdist_ref.benchmark.mpi_direct import Direct
 from torchdist_ref.benchmark.operations import Make

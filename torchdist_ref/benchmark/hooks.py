@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torchdist_ref.backends import base
+from torchdist_ref.backends import registry
 from torchdist_ref.benchmark import (
     competitors,
     hooks_links,
@@ -77,7 +77,7 @@ def main(options: argparse.Namespace) -> int:
 
 def _settings(options: argparse.Namespace) -> tuple[Settings, list[str]]:
     names, left_out = competitors.split(options.backends.split(","), forked=True)
-    if not names or not set(names) <= set(base.names()):
+    if not names or not set(names) <= set(registry.names()):
         expected = "backends of this library, whose groups DDP takes: ref or gloo"
         raise ArgumentError(explain("benchmark hooks", "--backends", expected, options.backends))
     hooks = _known("--hooks", options.hooks, CONTESTANTS)

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.around import Around
-from torchdist_ref.backends.base import Backend
+from torchdist_ref.backends.base import Backend, BackendWrapper
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.calls import Call
 from torchdist_ref.parallel import DistributedDataParallel
@@ -25,7 +24,7 @@ from torchdist_ref.work import Work
 Span = tuple[str, str, float, float]
 
 
-class Ledger(Around):
+class Ledger(BackendWrapper):
     """A backend that counts the bytes it is asked to send, and has another do the work.
 
     The convention is nccl-tests' one of bus bandwidth: what a rank has to send at the least for the operation, whatever
@@ -43,7 +42,7 @@ class Ledger(Around):
         """Count, and hand on."""
         whole = max(sum(tensor.nbytes for tensor in side) for side in (inputs, outputs))
         self.sent += whole * OPERATIONS[call.op].factor(self._world)
-        return self._backend.submit(call, inputs, outputs, wait)
+        return self.wrapped.submit(call, inputs, outputs, wait)
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from itertools import product
 
 from torch import Tensor
 
-from torchdist_ref.backends.around import Around
-from torchdist_ref.backends.base import Backend, Membership
+from torchdist_ref.backends.base import Backend, BackendWrapper, Membership
 from torchdist_ref.calls import AllToAll, Call, Recv, Scatter, Send, signature
 from torchdist_ref.debug.levels import DebugLevel, get_debug_level
 from torchdist_ref.errors import MismatchError, RankStalledError, StoreTimeoutError
@@ -41,7 +40,7 @@ def apply_debug_level(backend: Backend, membership: Membership) -> Backend:
     return backend
 
 
-class CheckedBackend(Around):
+class CheckedBackend(BackendWrapper):
     """A backend that runs a collective only when all ranks make the same one."""
 
     def __init__(self, backend: Backend, membership: Membership) -> None:
@@ -53,13 +52,13 @@ class CheckedBackend(Around):
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""
         if isinstance(call, (Send, Recv)):
-            return self._backend.submit(call, inputs, outputs, wait)
+            return self.wrapped.submit(call, inputs, outputs, wait)
         with self._turn:
             if isinstance(call, AllToAll) and call.uneven:
                 self._fit(call, inputs, outputs)
             else:
                 self._agree(call, outputs if isinstance(call, Scatter) else inputs)
-            return self._backend.submit(call, inputs, outputs, wait)
+            return self.wrapped.submit(call, inputs, outputs, wait)
 
     def _fit(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
         """Each rank has sizes of its own; what one gives is what the other takes."""

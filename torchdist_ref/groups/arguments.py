@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, strided
 from torch.distributed import ReduceOp
 
-from torchdist_ref.backends.base import Rows
+from torchdist_ref.backends.base import RowBlocks
 from torchdist_ref.calls import AllReduce, Reduce, ReduceScatter
 from torchdist_ref.errors import (
     ArgumentError,
@@ -208,7 +208,7 @@ def rows(operation: str, argument: str, tensor: Tensor, group: ProcessGroup) -> 
 
 def in_rows(tensor: Tensor, size: int) -> Sequence[Tensor]:
     """A tensor whose blocks are one after the other, as so many of them."""
-    return Rows(tensor, size) if size > 1 else (tensor,)
+    return RowBlocks(tensor, size) if size > 1 else (tensor,)
 
 
 def multiplied(operation: str, tensor: Tensor, op: Any) -> Tensor:

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor, sparse_coo
 from torch.futures import Future
 
-from torchdist_ref.backends.sparse import start_sum
+from torchdist_ref.backends.reductions import start_sum
 from torchdist_ref.calls import AllReduce, Barrier, Broadcast, Call, Reduce
 from torchdist_ref.debug.monitored import run_monitored_barrier
 from torchdist_ref.errors import (
@@ -307,7 +307,7 @@ def monitored_barrier(
         found.members,
         allowed,
         found.name,
-        lambda: found.backend.trouble(others, "monitored_barrier"),
+        lambda: found.backend.failure(others, "monitored_barrier"),
     )
 
 

@@ -17,7 +17,8 @@ from datetime import timedelta
 from hashlib import sha256
 from typing import Any
 
-from torchdist_ref.backends.base import Membership, by_device, create, decline, default_name
+from torchdist_ref.backends.base import Membership
+from torchdist_ref.backends.registry import create, decline, default_name, names_by_device
 from torchdist_ref.debug.checked import apply_debug_level
 from torchdist_ref.errors import (
     ArgumentError,
@@ -121,7 +122,7 @@ def _check_backend(backend: str | None, operation: str) -> None:
     if backend is not None and not isinstance(backend, str):
         raise ArgumentError(explain(operation, "backend", "a name", backend))
     if backend is not None:
-        by_device(backend, operation)
+        names_by_device(backend, operation)
 
 
 def seconds_of(timeout: timedelta | None, operation: str) -> float:
@@ -324,7 +325,7 @@ def _disagreement(place: PrefixStore, me: int, mine: str, said: str) -> Mismatch
 
 def watched(place: PrefixStore, parent: ProcessGroup, ranks: Sequence[int], operation: str) -> WatchedStore:
     """The same place, to wait there for these ranks of an older group: not in vain, if that knows that they died."""
-    return WatchedStore(place.prefix, place.underlying_store, lambda: parent.backend.trouble(ranks, operation))
+    return WatchedStore(place.prefix, place.underlying_store, lambda: parent.backend.failure(ranks, operation))
 
 
 def place_of_members(world: World, members: Members) -> PrefixStore:

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed
 from torch.distributed import distributed_c10d as theirs
 
-from torchdist_ref.backends import base
+from torchdist_ref.backends import registry
 from torchdist_ref.groups.world import ProcessGroup, World, current, default_group
 
 _lock = threading.Lock()
@@ -29,7 +29,7 @@ def mirror() -> None:
     world, group = current(), default_group()
     with _lock:
         if not torch.distributed.is_initialized():
-            _hang(base.mirrored(default_group), group)
+            _hang(registry.mirrored(default_group), group)
         shown = theirs._get_default_group()
         # A group that torch made itself keeps no such list.
         if not hasattr(shown, "shown_in"):

@@ -301,5 +301,5 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     found = member_group("batch_isend_irecv", groups.pop() or GroupMember.NON_GROUP_MEMBER)
     if found is None:
         return []
-    with found.backend.together():
+    with found.backend.coalescing():
         return [op.op(op.tensor, None, found, op.tag, op.group_peer) for op in p2p_op_list]

@@ -1,8 +1,8 @@
 """Queries that need no communication: ranks, group sizes, backend names, available backends, reduction properties.
 
-`Backend` spells backend names and registers third-party backends; the table of backends is `backends.base`. A backend
-is available if this library has it and the software that it drives is installed: add such a check here when a backend
-needs something installed.
+`Backend` spells backend names and registers third-party backends; the table of backends is `backends.registry`. A
+backend is available if this library has it and the software that it drives is installed: add such a check here when a
+backend needs something installed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch
 import torch.distributed as c10d
 from torch.distributed import ReduceOp
 
-from torchdist_ref.backends import base
-from torchdist_ref.backends.base import names
+from torchdist_ref.backends import base, registry
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, explain, on_rank
 from torchdist_ref.groups.arguments import word_of
 from torchdist_ref.groups.world import ProcessGroup, current, refuse_destroyed, resolve
@@ -150,7 +149,7 @@ def is_xccl_available() -> bool:
 
 
 def _has(name: str, installed: Callable[[], bool] = lambda: True) -> bool:
-    return name in names() and installed()
+    return name in registry.names() and installed()
 
 
 _CHECKS = {"gloo": is_gloo_available, "nccl": is_nccl_available, "mpi": is_mpi_available}
@@ -335,10 +334,10 @@ class Backend(str):
             setattr(cls, name.upper(), name.lower())
         for device in [devices] if isinstance(devices, str) else devices or ():
             cls.default_device_backend_map.setdefault(device, name.lower())
-        base.register(name, _factory(name.lower(), func, extended_api))
+        registry.register(name, _factory(name.lower(), func, extended_api))
 
 
-def _factory(name: str, func: Callable[..., Any], extended_api: bool) -> base.Factory:
+def _factory(name: str, func: Callable[..., Any], extended_api: bool) -> registry.Factory:
     def make(membership: base.Membership) -> base.Backend:
         m = membership
         arguments = (m, m.options) if extended_api else (m.store, m.rank, m.size, timedelta(seconds=m.timeout))

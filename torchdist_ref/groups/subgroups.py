@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from torchdist_ref.backends.base import Membership, create
+from torchdist_ref.backends.base import Membership
+from torchdist_ref.backends.registry import create
 from torchdist_ref.debug.checked import apply_debug_level
 from torchdist_ref.errors import (
     ArgumentError,

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, mirrored
+from torchdist_ref.backends.base import Backend
+from torchdist_ref.backends.registry import mirrored
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import ArgumentError, GroupAbortedError, NotInitializedError, explain, find_rank_with, on_rank
 from torchdist_ref.stores import Store

@@ -6,6 +6,7 @@ names too. Remote modules are torch's own, since remote calls are; their names l
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from torchdist_ref.nn.functional import (
@@ -37,6 +38,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "RemoteModule":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torch.distributed.nn.api.remote_module import RemoteModule
-
-    return RemoteModule
+    return importlib.import_module("torchdist_ref.nn.api.remote_module").RemoteModule

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, Membership, uncut
-from torchdist_ref.backends.ranges import in_a_range
+from torchdist_ref.backends.base import Backend, Membership, flat_operands
+from torchdist_ref.backends.profiler_ranges import profiled
 from torchdist_ref.backends.ref.callbacks import Callbacks
 from torchdist_ref.backends.ref.executor import Executor, Prepared
 from torchdist_ref.backends.ref.operands import IN_PLACE
@@ -59,7 +59,7 @@ class Ref(Backend):
         self._order = Order(m.name, self.link.check_awaited_call)
         self._callbacks = Callbacks(m.name)
 
-    @in_a_range
+    @profiled
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""
         if self.link.broken is not None:
@@ -71,8 +71,8 @@ class Ref(Backend):
         if isinstance(call, Barrier):
             prepared, tensors = self._barrier, outputs
         else:
-            written = uncut(outputs)
-            tensors = written if call.op in IN_PLACE else (*uncut(inputs), *written)
+            written = flat_operands(outputs)
+            tensors = written if call.op in IN_PLACE else (*flat_operands(inputs), *written)
             prepared = self._planner.plan(call, tensors, len(tensors) - len(written), (inputs, outputs))
         number, order = self._numbers.next(), self._order
         if not (wait and order.try_now()):
@@ -129,7 +129,7 @@ class Ref(Backend):
             bring_back(result, tensor)
 
     def _work(self, call: Call, outputs: Tensors, number: Number) -> Work:
-        return Work(call.op, uncut(outputs), self._callbacks.runner(), self._numbers.scope(number))
+        return Work(call.op, flat_operands(outputs), self._callbacks.runner(), self._numbers.scope(number))
 
     def _send(self, call: Send, tensor: Tensor, wait: bool) -> Work:
         if call.dst == self.link.rank:
@@ -194,9 +194,9 @@ class Ref(Backend):
         """See `Backend.empty`."""
         return registered_memory.empty(size, dtype) if self.shares_memory else super().empty(size, dtype)
 
-    def trouble(self, ranks: Sequence[int], doing: str) -> BaseException | None:
-        """See `Backend.trouble`."""
-        return self.link.process_failure(ranks, doing)
+    def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
+        """See `Backend.failure`."""
+        return self.link.process_failure(ranks, description)
 
     def close(self) -> None:
         """See `Backend.close`."""

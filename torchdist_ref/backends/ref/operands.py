@@ -1,7 +1,7 @@
 """Which part of which tensor a slot of a schedule is: the one place that knows both words.
 
 ``data`` is the call's tensor in equal chunks (the last may be shorter or empty); ``in`` and ``out`` are
-its lists, a block per index, or one tensor that has all blocks in a row (`base.Rows`); ``tmp`` is scratch.
+its lists, a block per index, or one tensor that has all blocks in a row (`base.RowBlocks`); ``tmp`` is scratch.
 Sizes are elements, and every rank can compute the size of every slot of every rank, which is what lets a
 receiver find a block in its sender's stage.
 """

@@ -121,8 +121,8 @@ class Plan:
     @cached_property
     def whole(self) -> bool:
         """Whether every slot is a whole tensor that goes through the stage at once: nothing is sliced then."""
-        uncut = self.sizes.op not in IN_PLACE or self.sizes.chunks == 1
-        return uncut and self.shape is not None and len(self.windows) == 1 and not self.scratch
+        flat_operands = self.sizes.op not in IN_PLACE or self.sizes.chunks == 1
+        return flat_operands and self.shape is not None and len(self.windows) == 1 and not self.scratch
 
     @cached_property
     def arrivals(self) -> Arrivals:

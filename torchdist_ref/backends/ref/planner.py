@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import Rows, nbytes_of
+from torchdist_ref.backends.base import RowBlocks, nbytes_of, refuse_unsupported
 from torchdist_ref.backends.reductions import reduction
 from torchdist_ref.backends.ref.executor import Executor, Prepared
 from torchdist_ref.backends.ref.one_gpu import on_one_gpu
@@ -26,7 +26,6 @@ from torchdist_ref.backends.ref.stages_on_device import Stages
 from torchdist_ref.backends.ref.staging import through_host
 from torchdist_ref.backends.ref.uneven import Uneven
 from torchdist_ref.backends.ref.zero_copy import lending
-from torchdist_ref.backends.unfit import refuse_unfit
 from torchdist_ref.calls import Call, Shape, fingerprint, signature
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.schedules import catalogue
@@ -64,7 +63,7 @@ class Planner:
 
         Args:
             call: What to do.
-            tensors: What the plan will run on (`base.uncut`).
+            tensors: What the plan will run on (`base.flat_operands`).
             inputs: How many of them are inputs only.
             lists: The inputs and the outputs, block by block.
 
@@ -88,10 +87,10 @@ class Planner:
         if len({t.dtype for t in tensors}) > 1:
             dtypes = sorted({str(t.dtype) for t in tensors})
             raise ArgumentError(f"{call.op}: all tensors need one dtype, got {dtypes}.")
-        refuse_unfit(call, tensors, "ref", ("cpu", "cuda"))
+        refuse_unsupported(call, tensors, "ref", ("cpu", "cuda"))
         dtype = tensors[0].dtype if tensors else torch.uint8
         shapes = self._blocks(call.op, *lists)
-        rows = frozenset(name for name, blocks in zip(("in", "out"), lists, strict=True) if type(blocks) is Rows)
+        rows = frozenset(name for name, blocks in zip(("in", "out"), lists, strict=True) if type(blocks) is RowBlocks)
         blocks = tuple(torch.Size(shape).numel() for shape in shapes)
         uneven = getattr(call, "uneven", False)
         kind = str(dtype).removeprefix("torch.")

@@ -17,9 +17,8 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from torchdist_ref.backends.base import Membership
-from torchdist_ref.backends.ranges import in_a_range
-from torchdist_ref.backends.torch_backend import TorchBackend
-from torchdist_ref.backends.torch_work import TorchWork
+from torchdist_ref.backends.profiler_ranges import profiled
+from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchWork
 from torchdist_ref.calls import Call
 from torchdist_ref.work import Work
 
@@ -62,7 +61,7 @@ class ThirdParty(TorchBackend):
         facts.group_id, facts.global_ranks_in_group = m.name, list(m.members)
         return plugin.creator_fn(facts, m.options)
 
-    @in_a_range
+    @profiled
     def submit(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
         """See `Backend.submit`. Backends of torch's own name their ranges by themselves; of these nobody knows."""
         return super().submit(call, inputs, outputs, wait)

@@ -1,4 +1,4 @@
-"""Rows: blocks that lie in one tensor give what a list of them gives, whatever the shape, dtype and size."""
+"""RowBlocks: blocks that are views of one tensor give the results of a list, for all shapes, dtypes and sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchdist_ref as dist
-from torchdist_ref.backends.base import Rows
+from torchdist_ref.backends.base import RowBlocks
 from torchdist_ref.testing import fill, run
 
 WORLD = 3
@@ -49,7 +49,7 @@ def test_rows_are_a_list_of_their_blocks(rows: int, dtype: torch.dtype, more: tu
 
 def test_views_are_made_once_and_are_the_tensor() -> None:
     tensor = torch.zeros(2, 3)
-    rows = Rows(tensor, 3)
+    rows = RowBlocks(tensor, 3)
     assert len(rows) == 3 and rows[1] is list(rows)[1]
     rows[1].fill_(7)
     assert tensor.flatten().tolist() == [0, 0, 7, 7, 0, 0]

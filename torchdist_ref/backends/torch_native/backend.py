@@ -8,18 +8,21 @@ torch's own name none of them. What one backend alone needs is in its own file: 
 
 from __future__ import annotations
 
+import contextvars
+import threading
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
-from torchdist_ref.backends.base import Backend, Membership, nbytes_of, uncut
-from torchdist_ref.backends.torch_stores import StoreForTorch
-from torchdist_ref.backends.torch_work import Carried, Finished, TorchWork, brought_back
+from torchdist_ref.backends.base import Backend, Membership, flat_operands, nbytes_of
+from torchdist_ref.backends.torch_native.stores import StoreForTorch
 from torchdist_ref.calls import (
     AllGather,
     AllReduce,
@@ -39,6 +42,8 @@ from torchdist_ref.trace import Recorder
 from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]
+
+
 _OPS = {
     "sum": c10d.ReduceOp.SUM,
     "avg": c10d.ReduceOp.AVG,
@@ -50,6 +55,107 @@ _OPS = {
     "bxor": c10d.ReduceOp.BXOR,
     "premul_sum": c10d.ReduceOp.SUM,
 }
+
+
+Finished = Callable[[BaseException | None], BaseException | None]
+
+
+# Brings results to where the caller wants them; whether there was anything to do.
+BringBack = Callable[[], bool]
+
+
+class Carried(NamedTuple):
+    """A call as a backend of torch's gets it.
+
+    Attributes:
+        call: What to do, perhaps in other words.
+        inputs: What is read, in one dimension.
+        outputs: What is written.
+        bring_back: Brings the results to the caller's tensors; whether there was anything to do.
+    """
+
+    call: Call
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    bring_back: BringBack
+
+
+class TorchWork(Work):
+    """A work of torch's, with our errors; copies results back into strided outputs."""
+
+    def __init__(self, name: str, outputs: Tensors, theirs: Any, bring_back: BringBack, finished: Finished) -> None:
+        super().__init__(name, outputs)
+        self._theirs, self._results, self._finished = theirs, bring_back, finished
+        self._once = threading.Lock()
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """See `Work.wait`."""
+        if not self._over:
+            self._settled_by(lambda: self._wait_for_theirs(timeout))
+        return super().wait(timeout)
+
+    def _wait_for_theirs(self, timeout: timedelta | float | None) -> None:
+        seconds = timeout if isinstance(timeout, timedelta) or timeout is None else timedelta(seconds=timeout)
+        self._theirs.wait() if seconds is None else self._theirs.wait(seconds)
+
+    def is_completed(self) -> bool:
+        """See `Work.is_completed`."""
+        if not self._over and self._theirs.is_completed():
+            self._settled_by(self._theirs.wait)
+        return self._over
+
+    def _settled_by(self, wait: Callable[[], Any]) -> None:
+        error: BaseException | None = None
+        try:
+            wait()
+        except RuntimeError as raised:
+            error = raised
+        with self._once:
+            if not self._over:
+                self._deliver(error)
+
+    def _deliver(self, error: BaseException | None) -> None:
+        if error is None:
+            self._bring_back()
+        if self.name == "recv" and self.source < 0:
+            self.source = _source(self._theirs)
+        translated = self._finished(error)
+        self.finish() if translated is None else self.fail(translated)
+
+    def _bring_back(self) -> bool:
+        """Fill the outputs that were not written in place; whether there were any."""
+        return self._results()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """See `Work.get_future`; settled from torch's own future."""
+        future = super().get_future()
+        if not self._over:
+            # torch completes its future before its work, so the callback may ask only the future.
+            # Callbacks run on a thread of torch's, and mean the world of whoever made the call.
+            here = contextvars.copy_context()
+            try:
+                self._theirs.get_future().add_done_callback(lambda done: here.run(self._settled_by, done.value))
+            except RuntimeError:
+                # Works of messages have no future; whoever wants one anyway gets a thread that waits.
+                threading.Thread(target=here.run, args=(self._settled_by, self._theirs.wait), daemon=True).start()
+        return future
+
+
+def brought_back(results: Tensors, outputs: Tensors) -> bool:
+    """Fill the outputs whose results lie elsewhere; whether there were any."""
+    copied = False
+    for result, tensor in zip(results, outputs, strict=True):
+        if result.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(result.view(tensor.dtype).view(tensor.shape))
+            copied = True
+    return copied
+
+
+def _source(theirs: Any) -> int:
+    try:
+        return int(theirs._source_rank())
+    except (RuntimeError, AttributeError):
+        return -1
 
 
 class TorchBackend(Backend):
@@ -102,7 +208,7 @@ class TorchBackend(Backend):
                 raise
             raise self._translated(call, error) from error
         finished = self._finisher(call, nbytes_of(inputs, outputs), start)
-        work = self.kind(call.op, uncut(outputs), theirs, bring_back, finished)
+        work = self.kind(call.op, flat_operands(outputs), theirs, bring_back, finished)
         if isinstance(call, Recv) and call.src is not None:
             work.source = call.src
         if wait:

@@ -33,7 +33,7 @@ _left_open: list[Future[None]] = []
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-def in_a_range(submit: Submit[Backend]) -> Submit[Backend]:
+def profiled(submit: Submit[Backend]) -> Submit[Backend]:
     """For the `submit` of a backend: give its calls ranges while a profiler of torch's watches the calling thread.
 
     >>> import torchdist_ref as dist

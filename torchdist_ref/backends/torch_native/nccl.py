@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
 from torchdist_ref.backends.base import Membership
-from torchdist_ref.backends.torch_backend import TorchBackend
-from torchdist_ref.backends.torch_work import TorchWork
+from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchWork
 from torchdist_ref.calls import AllReduce, Call, Recv, Reduce, ReduceScatter, Send
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
 from torchdist_ref.work import Work
@@ -179,8 +178,8 @@ class Nccl(TorchBackend):
         return work
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """See `Backend.together`. One by one, a send would keep the receive behind it from starting, on both sides."""
+    def coalescing(self) -> Iterator[None]:
+        """See `Backend.coalescing`. Alone, a send keeps the receive after it from starting, on both ranks."""
         batch = self._batch = []
         self._backend._start_coalescing()
         try:

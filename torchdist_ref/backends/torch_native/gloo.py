@@ -1,27 +1,97 @@
-"""Tensors as torch's Gloo can take them, and the way back.
+"""Gloo: torch's C++ backend for CPU tensors, driven by our stores and groups.
 
-Gloo knows eight types, one size for all blocks, and contiguous memory; it forgets a type's meaning where it adds truth
-values. So data that only moves travels as bytes, whatever it is; numbers that Gloo can't reduce travel as others that
-give the same result; gathered blocks of several sizes are padded to the largest; and blocks that ranks exchange lie in
-one tensor. Don't add knowledge of C++ calls here.
+How our calls become calls of torch's is in `torch_backend`, and what Gloo can't take as it is in `torch_operands`; here
+is only how ranks connect. Don't add other backends of torch's: each has a file of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as c10d
 from torch import Tensor
+from torch.distributed import distributed_c10d as options
 from torch.nn.functional import pad
 
-from torchdist_ref.backends.base import uncut
+from torchdist_ref.backends.base import flat_operands, refuse_unsupported
 from torchdist_ref.backends.reductions import WIDENED, check, divide, reduction
-from torchdist_ref.backends.torch_work import Carried, brought_back
-from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Barrier, Call, Reduce, ReduceScatter
+from torchdist_ref.backends.torch_native.backend import Carried, TorchBackend, TorchWork, brought_back
+from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Barrier, Call, Recv, Reduce, ReduceScatter, Send
+from torchdist_ref.errors import UnsupportedError
 
 Tensors = Sequence[Tensor]
+
+
+class GlooWork(TorchWork):
+    """A work that one thread at a time asks, and nobody once it has ended.
+
+    Gloo counts the completion of a message down when it is waited for: a second wait would last until the time-out,
+    and then break the connection for all calls.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._asking = threading.Lock()
+
+    def _settled_by(self, wait: Callable[[], Any]) -> None:
+        # Whoever asks already will settle it. Not to wait here: futures end before works, and on the same thread.
+        if self._asking.acquire(False):
+            try:
+                if not self._over:
+                    super()._settled_by(wait)
+            finally:
+                self._asking.release()
+
+
+class Gloo(TorchBackend):
+    """torch's Gloo backend for one group."""
+
+    name = "gloo"
+    title = "Gloo"
+    kind = GlooWork
+
+    def _connect(self) -> Any:
+        m = self._membership
+        return c10d.ProcessGroupGloo(self._store, m.rank, m.size, timedelta(seconds=m.timeout))
+
+    def _settle_in(self) -> None:
+        """Nobody goes on, and perhaps ends the store, before everybody has read from it.
+
+        Rank 0 may hold the store, so it leaves last: it waits until the others need nothing more.
+        """
+        store, m = self._membership.store, self._membership
+        store.set(f"connected/{m.rank}", b"")
+        if m.rank == 0:
+            store.wait([f"connected/{r}" for r in range(m.size)], timedelta(seconds=m.timeout))
+            store.set("all connected", b"")
+            store.wait([f"gone on/{r}" for r in range(1, m.size)], timedelta(seconds=m.timeout))
+        else:
+            store.wait(["all connected"], timedelta(seconds=m.timeout))
+            store.set(f"gone on/{m.rank}", b"")
+
+    def _carried(self, call: Call, inputs: Tensors, outputs: Tensors) -> Carried:
+        if isinstance(call, Send) and call.dst == self._membership.rank:
+            raise UnsupportedError(
+                f"{call} {self._here()}: Gloo has no messages from a rank to itself. Use backend 'ref', or .copy_()."
+            )
+        refuse_unsupported(call, (*flat_operands(inputs), *flat_operands(outputs)), self.name, ("cpu", "cuda"))
+        return carried(call, inputs, outputs, self._membership.rank, self._membership.size)
+
+    def _start(self, call: Call, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
+        if isinstance(call, Exchange):
+            source, target, how = inputs[0], outputs[0], options.AllToAllOptions()
+            return self._backend.alltoall_base(target, source, list(call.taken), list(call.given), how)
+        return super()._start(call, inputs, outputs)
+
+    def _message(self, call: Send | Recv, tensors: list[Tensor]) -> list[Tensor]:
+        """Gloo refuses messages of no bytes, so they travel as one."""
+        return [tensor if tensor.numel() else torch.zeros(1, dtype=torch.uint8) for tensor in tensors]
+
 
 # Types that Gloo does not reduce, and one that it does, with the same result.
 _STAND_INS = {
@@ -32,8 +102,12 @@ _STAND_INS = {
     torch.complex32: torch.complex64,
     **dict.fromkeys(WIDENED - {torch.float16, torch.bfloat16}, torch.float32),
 }
+
+
 # What a reduction of truth values is on the bytes 0 and 1.
 _OF_BOOL = {"sum": "max", "product": "min"}
+
+
 _TOP = torch.iinfo(torch.int64).min
 
 
@@ -151,7 +225,7 @@ def _padded(call: Call, inputs: Tensors, outputs: Tensors) -> Carried:
 
 def _exchange(inputs: Tensors, outputs: Tensors, uneven: bool = False) -> Carried:
     given, taken = (tuple(t.nbytes for t in tensors) for tensors in (inputs, outputs))
-    source, whole = uncut(inputs), uncut(outputs)
+    source, whole = flat_operands(inputs), flat_operands(outputs)
     sent = as_bytes(source[0]) if len(source) == 1 else torch.cat([as_bytes(t) for t in source])
     if len(whole) == 1:
         target = as_bytes(whole[0])

@@ -1,0 +1,1 @@
+"""Backend `mpi`: the calls of an MPI library, through mpi4py."""

@@ -1,0 +1,1 @@
+"""Backend `ref` inside torch: ``torch.distributed.init_process_group("ref")``."""

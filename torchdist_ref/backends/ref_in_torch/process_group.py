@@ -1,0 +1,359 @@
+"""Process group of torch's on the backend `ref`: each method translates one call of torch's into one of ours.
+
+torch's DDP, DTensor, FSDP2, functional collectives and compiled functions call these methods, from Python and from
+C++, under torch's names (those of 2.13; older names are aliases). A method checks that the tensors fit, reads every
+field of torch's options, and calls `Ref.submit`. An option that `ref` cannot honour is an error: a silently different
+reduction gives gradients that look right and are not.
+
+C++ keeps no reference to these objects: torch's table of groups keeps the group, and callers keep their Works.
+Registration with torch is in `backends`. Do not add collectives: this module only translates.
+"""
+
+# torch's stubs leave out some of its names, and give each collective several signatures.
+# mypy: disable-error-code="attr-defined, override, assignment"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import isfunction
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+from torch._C._dynamo import eval_frame as compiler
+from torch.distributed import distributed_c10d as options
+
+from torchdist_ref.backends.base import Backend, Membership, RowBlocks, flat_operands
+from torchdist_ref.backends.reductions import start_sum
+from torchdist_ref.backends.ref import Ref
+from torchdist_ref.backends.ref_in_torch.work import RefWork, limit, only, reduction, usable
+from torchdist_ref.backends.torch_native.stores import StoreFromTorch
+from torchdist_ref.calls import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Call,
+    Gather,
+    Recv,
+    Reduce,
+    ReduceScatter,
+    Scatter,
+    Send,
+)
+from torchdist_ref.errors import ArgumentError, UnsupportedError, adopt_torch, explain
+from torchdist_ref.trace import Recorder
+from torchdist_ref.work import Done
+
+Tensors = Sequence[Tensor]
+Lists = Sequence[Sequence[Tensor]]
+Request = tuple[Call, Tensors, Tensors]
+CPU = torch.device("cpu")
+adopt_torch()
+
+
+def create(torchs_options: Any) -> RefProcessGroup:
+    """Create the process group of one member; torch calls it with its options for each new group."""
+    o = torchs_options
+    members = tuple(o.global_ranks_in_group) or tuple(range(o.group_size))
+    store = StoreFromTorch(o.store, o.timeout)
+    name = "world" if not o.global_ranks_in_group else f"group {o.group_id}"
+    membership = Membership(store, o.group_rank, members, name, o.timeout.total_seconds())
+    return RefProcessGroup(Ref(membership), members)
+
+
+class RefProcessGroup(c10d.ProcessGroup):
+    """Process group of torch's on the backend `ref`.
+
+    Attributes:
+        backend: The backend that runs the calls.
+        members: The global rank of every member, in group order.
+    """
+
+    def __init__(self, backend: Ref, members: Sequence[int]) -> None:
+        super().__init__(backend.link.rank, backend.link.size)  # type: ignore[call-arg]
+        self.backend = backend
+        self.members = tuple(members)
+        self._name = self._description = ""
+
+    @property
+    def recorder(self) -> Recorder:
+        """The last calls of this group on this rank."""
+        return self.backend.recorder
+
+    # Facts that torch asks a group for. C++ and Python use different names for the same fact.
+
+    def getBackendName(self) -> str:
+        return "ref"
+
+    name = _get_backend_name = getBackendName
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    _device_types = property(lambda self: [CPU])
+    supports_splitting = supports_coalescing = property(lambda self: False)
+
+    def _get_backend(self, device: torch.device) -> RefProcessGroup:
+        if torch.device(device).type != "cpu":
+            raise UnsupportedError(
+                f"No backend type associated with device type {device}: 'ref' works on CPU tensors. "
+                f"Name a backend for each device: init_process_group('cpu:gloo,cuda:nccl')."
+            )
+        return self
+
+    def shutdown(self) -> None:
+        self.backend.close()
+
+    def abort(self) -> None:
+        self.backend.abort("torch.distributed aborted the group")
+
+    def _submit(self, opts: Any, *requests: Request) -> RefWork:
+        """Start the calls, and wait for them unless torch asked for an asynchronous call."""
+        requests = tuple(
+            request for request in requests if usable(request[0], flat_operands(request[1]), flat_operands(request[2]))
+        )
+        seconds = limit(opts)
+        wait = opts is not None and not opts.asyncOp and seconds is None
+        works = [self.backend.submit(call, inputs, outputs, wait) for call, inputs, outputs in requests]
+        outputs = [tensor for request in requests for tensor in flat_operands(request[2])]
+        made = RefWork([Done("", outputs)] if wait else works, outputs, seconds)
+        if opts is not None and not opts.asyncOp:
+            made.wait()
+        return made
+
+    def _sum_sparse(self, tensor: Tensor, seconds: float | None) -> RefWork:
+        works, add_up = start_sum(self.backend, self.size(), tensor)
+        RefWork(works, [tensor], seconds).wait()
+        add_up()
+        return RefWork([Done("all_reduce", [tensor])], [tensor], None)
+
+    def _root(self, op: str, opts: Any) -> int:
+        if getattr(opts, "rootTensor", 0):
+            raise UnsupportedError(f"{op}: 'ref' takes one tensor a call, so no rootTensor {opts.rootTensor}.")
+        if not 0 <= opts.rootRank < self.size():
+            expected = f"a group rank from 0 to {self.size() - 1}"
+            raise ArgumentError(explain(op, "rootRank", expected, opts.rootRank, rank=self.rank()))
+        return int(opts.rootRank)
+
+    def _rows(self, op: str, argument: str, tensor: Tensor) -> Tensors:
+        """Return a tensor as one equal block for each rank."""
+        size = self.size()
+        if tensor.numel() % size or not (tensor.is_contiguous() or tensor.shape[0] % size == 0):
+            expected = f"a tensor that divides into {size} equal blocks, by its first dimension if it is not contiguous"
+            raise ArgumentError(explain(op, argument, expected, list(tensor.shape), rank=self.rank()))
+        return RowBlocks(tensor, size) if size > 1 else (tensor,)
+
+    def _fit(self, op: str, argument: str, blocks: Tensors, tensor: Tensor) -> None:
+        """Raise ArgumentError unless there is a block for each rank, and this rank's has the size of the tensor."""
+        if len(blocks) != self.size():
+            expected = f"{self.size()} tensors, one a rank"
+            raise ArgumentError(explain(op, argument, expected, len(blocks), rank=self.rank()))
+        mine = blocks.tensor.numel() // len(blocks) if isinstance(blocks, RowBlocks) else blocks[self.rank()].numel()
+        if mine != tensor.numel():
+            expected = f"{tensor.numel()} elements a rank"
+            raise ArgumentError(explain(op, argument, expected, mine, rank=self.rank()))
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> RefWork:
+        opts = opts or options.AllreduceOptions()
+        tensor, word = only("all_reduce", "tensors", tensors), reduction("all_reduce", opts)
+        if tensor.layout is torch.sparse_coo and word == "sum":
+            return self._sum_sparse(tensor, limit(opts))
+        return self._submit(opts, (AllReduce(word), (tensor,), (tensor,)))
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> RefWork:
+        opts = opts or options.AllreduceCoalescedOptions()
+        call = AllReduce(reduction("all_reduce_coalesced", opts))
+        return self._submit(opts, *((call, (tensor,), (tensor,)) for tensor in tensors))
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> RefWork:
+        opts = opts or options.ReduceOptions()
+        tensor = only("reduce", "tensors", tensors)
+        call = Reduce(self._root("reduce", opts), reduction("reduce", opts))
+        return self._submit(opts, (call, (tensor,), (tensor,)))
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> RefWork:
+        opts = opts or options.BroadcastOptions()
+        tensor = only("broadcast", "tensors", tensors)
+        return self._submit(opts, (Broadcast(self._root("broadcast", opts)), (tensor,), (tensor,)))
+
+    def allgather(self, output_lists: Lists, inputs: Tensors, opts: Any = None) -> RefWork:
+        opts = opts or options.AllgatherOptions()
+        tensor, outputs = only("all_gather", "inputs", inputs), only("all_gather", "output_lists", output_lists)
+        return self._submit(opts, self._gathering("all_gather", outputs, tensor))
+
+    def allgather_coalesced(self, output_lists: Lists, inputs: Tensors, opts: Any = None) -> RefWork:
+        opts = opts or options.AllgatherOptions()
+        gatherings = (
+            self._gathering("all_gather_coalesced", [outputs[i] for outputs in output_lists], tensor)
+            for i, tensor in enumerate(inputs)
+        )
+        return self._submit(opts, *gatherings)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> RefWork:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> RefWork:
+        opts = opts or options.AllgatherOptions()
+        op, pairs = "all_gather_single", zip(outputs, inputs, strict=True)
+        return self._submit(opts, *(self._gathering(op, self._rows(op, "output", o), i) for o, i in pairs))
+
+    def gather(self, output_lists: Lists, inputs: Tensors, opts: Any = None) -> RefWork:
+        opts = opts or options.GatherOptions()
+        tensor, call = only("gather", "inputs", inputs), Gather(self._root("gather", opts))
+        outputs = only("gather", "output_lists", output_lists) if call.root == self.rank() else ()
+        if outputs:
+            self._fit("gather", "output_lists", outputs, tensor)
+        return self._submit(opts, (call, (tensor,), outputs))
+
+    def scatter(self, outputs: Tensors, input_lists: Lists, opts: Any = None) -> RefWork:
+        opts = opts or options.ScatterOptions()
+        tensor, call = only("scatter", "outputs", outputs), Scatter(self._root("scatter", opts))
+        inputs = only("scatter", "input_lists", input_lists) if call.root == self.rank() else ()
+        if inputs:
+            self._fit("scatter", "input_lists", inputs, tensor)
+        return self._submit(opts, (call, inputs, (tensor,)))
+
+    def reduce_scatter(self, outputs: Tensors, input_lists: Lists, opts: Any = None) -> RefWork:
+        opts = opts or options.ReduceScatterOptions()
+        op = "reduce_scatter"
+        tensor, inputs = only(op, "outputs", outputs), only(op, "input_lists", input_lists)
+        return self._submit(opts, self._scattering(op, tensor, inputs, opts))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> RefWork:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> RefWork:
+        opts = opts or options.ReduceScatterOptions()
+        op, pairs = "reduce_scatter_single", zip(outputs, inputs, strict=True)
+        return self._submit(opts, *(self._scattering(op, o, self._rows(op, "input", i), opts) for o, i in pairs))
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> RefWork:
+        opts = opts or options.AllToAllOptions()
+        self._fit("all_to_all", "outputs", outputs, inputs[self.rank()])
+        self._fit("all_to_all", "inputs", inputs, outputs[self.rank()])
+        return self._exchange(opts, outputs, inputs)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
+    ) -> RefWork:
+        op = "all_to_all_single"
+        outputs = output.split(list(output_splits)) if output_splits else self._rows(op, "output", output)
+        inputs = input.split(list(input_splits)) if input_splits else self._rows(op, "input", input)
+        return self.alltoall(outputs, inputs, opts)
+
+    def barrier(self, opts: Any = None) -> RefWork:
+        # The options' device is where NCCL would run the barrier; `ref` needs no device for it.
+        return self._submit(opts or options.BarrierOptions(), (Barrier(), (), ()))
+
+    def send(self, tensors: Tensors, dst: int, tag: int) -> RefWork:
+        tensor = only("send", "tensors", tensors)
+        return self._submit(None, (Send(dst, tag), (tensor,), ()))
+
+    def recv(self, tensors: Tensors, src: int | None, tag: int) -> RefWork:
+        tensor = only("recv", "tensors", tensors)
+        return self._submit(None, (Recv(src, tag), (), (tensor,)))
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> RefWork:
+        return self.recv(tensors, None, tag)
+
+    # The names of the same methods before torch 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _gathering(self, op: str, outputs: Tensors, tensor: Tensor) -> Request:
+        self._fit(op, "outputs", outputs, tensor)
+        return AllGather(), (tensor,), outputs
+
+    def _scattering(self, op: str, tensor: Tensor, inputs: Tensors, opts: Any) -> Request:
+        self._fit(op, "inputs", inputs, tensor)
+        return ReduceScatter(reduction(op, opts)), inputs, (tensor,)
+
+    def _exchange(self, opts: Any, outputs: Tensors, inputs: Tensors) -> RefWork:
+        """Start an all-to-all with blocks of any sizes, since other ranks' blocks may have other sizes."""
+        return self._submit(opts, (AllToAll(uneven=True), list(inputs), list(outputs)))
+
+
+class MirroredGroup(Protocol):
+    """The part of a group of ours that a mirror needs."""
+
+    members: tuple[int, ...]
+    backend: Backend
+    name: str
+
+    def rank(self) -> int:
+        """Return the group rank of the caller."""
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+
+
+class Mirrored(RefProcessGroup):
+    """Process group of torch's whose calls run on a group of ours, for hooks that call torch's functions.
+
+    The group is looked up at every call, so one mirror can represent the default group of the calling rank where ranks
+    are threads. It has no state of its own.
+
+    Args:
+        find: Returns the group of ours; called at every use.
+    """
+
+    def __init__(self, find: Callable[[], MirroredGroup]) -> None:
+        group = find()
+        c10d.ProcessGroup.__init__(self, group.rank(), group.size())  # type: ignore[call-arg]
+        self._find = find
+        self._name = self._description = group.name
+        self.shown_in: list[Any] = []
+
+    # Attributes of a RefProcessGroup; here they are those of the mirrored group.
+    backend = property(lambda self: self._find().backend)
+    members = property(lambda self: self._find().members)
+
+    def rank(self) -> int:
+        return self._find().rank()
+
+    def size(self) -> int:
+        return self._find().size()
+
+    def getBackendName(self) -> str:
+        return str(self.backend.name)
+
+    name = _get_backend_name = getBackendName
+
+    def shutdown(self) -> None:
+        """Do nothing: the group is ours, and ends with `destroy_process_group`."""
+
+    abort = shutdown
+
+
+def _hide_from_compilers(*kinds: type) -> None:
+    """Exclude the methods of classes, and the functions that they call, from torch's compiler.
+
+    C++ calls the methods while compiled programs run, such as DDP's, and the compiler then looks at every Python
+    function. It refuses to trace process groups, and the program fails.
+    """
+    skip = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.SKIP)
+    for kind in kinds:
+        for method in vars(kind).values():
+            if isfunction(method):
+                compiler.set_code_exec_strategy(method.__code__, skip)
+
+
+_hide_from_compilers(RefProcessGroup, RefWork)

@@ -1,0 +1,213 @@
+"""Registry of backends: from a name, or a name for each kind of device, to the backend of a group.
+
+A backend is imported when a group first asks for it, so that its package is needed only by those who use it.
+`ByDevice` holds one backend for each kind of device, and sends each call to the one for its tensors.
+
+Do not add a backend here but by a row of the table: each has a module of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+
+from torchdist_ref.backends.base import Backend, Membership
+from torchdist_ref.calls import Call
+from torchdist_ref.errors import UnsupportedError, UsageError, explain
+from torchdist_ref.stores import PrefixStore, Store
+from torchdist_ref.trace import Recorder
+from torchdist_ref.transports import all_on_one_host, refuse_to_connect
+from torchdist_ref.work import Work
+
+Tensors = Sequence[Tensor]
+Factory = Callable[[Membership], Backend]
+
+# The package's registry: the name of a backend, and its class or a factory.
+_backends: dict[str, Factory | str] = {
+    "ref": "torchdist_ref.backends.ref.backend:Ref",
+    "gloo": "torchdist_ref.backends.torch_native.gloo:Gloo",
+    "nccl": "torchdist_ref.backends.torch_native.nccl:Nccl",
+    "mpi": "torchdist_ref.backends.mpi.backend:Mpi",
+    "fake": "torchdist_ref.backends.fake:Fake",
+}
+
+
+def register(name: str, factory: Factory) -> None:
+    """Register a backend under a name, in lower case."""
+    _backends[name.lower()] = factory
+
+
+def names() -> list[str]:
+    """Return the names of all backends: ours, those registered here, and those that others registered with torch."""
+    return sorted({*_backends, *(name.lower() for name in _torch_plugins())})
+
+
+def names_by_device(name: str, operation: str = "init_process_group") -> dict[str, str]:
+    """Return the backend's name for each kind of device; one name for all kinds has the empty text as its key.
+
+    Args:
+        name: ``"gloo"``, or pairs such as ``"cpu:gloo,cuda:nccl"``, in any case.
+        operation: The public function, for messages.
+
+    Raises:
+        UsageError: No backend has such a name, a device is given twice, or there is no such kind of device.
+
+    >>> names_by_device("GLOO"), names_by_device("cpu:ref,cuda:nccl")
+    ({'': 'gloo'}, {'cpu': 'ref', 'cuda': 'nccl'})
+    """
+    pairs = [part.strip().rpartition(":") for part in name.lower().split(",")]
+    found = {device: backend for device, _, backend in pairs}
+    unknown = [backend for backend in found.values() if backend not in names()]
+    if unknown:
+        hint = f"No backend is called {unknown[0]!r}; see register_backend."
+        raise UsageError(explain(operation, "backend", f"one of {', '.join(names())}", name, hint=hint))
+    if len(found) < len(pairs) or (len(found) > 1 and "" in found) or not all(map(_is_device, found)):
+        expected = "one name, or one for each kind of device, as in 'cpu:gloo,cuda:nccl'"
+        raise UsageError(explain(operation, "backend", expected, name))
+    return found
+
+
+def _is_device(kind: str) -> bool:
+    """Whether a text is a kind of device, or empty."""
+    try:
+        return not kind or torch.device(kind).index is None
+    except RuntimeError:
+        return False
+
+
+def create(name: str, membership: Membership) -> Backend:
+    """Create the backend of this name for a group.
+
+    Raises:
+        UsageError: No backend has this name; see `names_by_device`.
+    """
+    backends = names_by_device(name)
+    if "" not in backends:
+        return ByDevice(backends, membership)
+    found = _backends.get(backends[""])
+    if found is None:
+        found = partial(_load("torchdist_ref.backends.torch_native.third_party:ThirdParty"), backends[""])
+    made: Backend = (_load(found) if isinstance(found, str) else found)(membership)
+    return made
+
+
+def _torch_plugins() -> Mapping[str, Any]:
+    """Return the backends that were registered with torch, by name in upper case."""
+    return getattr(c10d.Backend, "_plugins", {})
+
+
+def default_name(store: Store, rank: int, size: int) -> str:
+    """Return the backend for groups made without a name. For CPU tensors all ranks choose alike.
+
+    Ranks that have CUDA devices add `nccl` for the tensors there; their CPU tensors use the same backend as others'.
+    """
+    cpu = "ref" if all_on_one_host(store, rank, size) else "gloo"
+    return f"cpu:{cpu},cuda:nccl" if c10d.is_nccl_available() and torch.cuda.is_available() else cpu
+
+
+def decline(store: Store, rank: int, reason: str) -> None:
+    """Notify the ranks that create a group on this store, and wait for this rank, that it will not join."""
+    refuse_to_connect(store, rank, reason)
+
+
+def mirrored(find: Callable[[], Any]) -> Any:
+    """Return a ProcessGroup of torch's that passes its calls to the group that ``find`` returns; see `Mirrored`."""
+    return _load("torchdist_ref.backends.ref_in_torch.process_group:Mirrored")(find)
+
+
+def _load(path: str) -> Any:
+    """Import what a text such as ``"package.module:Class"`` names."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+class ByDevice(Backend):
+    """One group with a backend for each kind of device, chosen at each call by the device of its tensors.
+
+    Programs that keep data on a GPU and bookkeeping on the CPU name ``"cpu:gloo,cuda:nccl"``. A call without tensors
+    goes to the first named backend. A call on a device without a backend is an error: tensors are never moved.
+
+    Args:
+        backends: The name of a backend for each kind of device.
+        membership: The group.
+
+    >>> import torch, torchdist_ref as dist
+    >>> dist.init_process_group("cpu:ref,meta:fake", store=dist.HashStore(), rank=0, world_size=1)
+    >>> dist.all_reduce(torch.ones(2)), dist.all_reduce(torch.ones(2, device="meta")), dist.get_backend()
+    (None, None, 'cpu:ref,meta:fake')
+    >>> dist.destroy_process_group()
+    """
+
+    def __init__(self, backends: Mapping[str, str], membership: Membership) -> None:
+        self.name = ",".join(f"{device}:{backend}" for device, backend in backends.items())
+        self.recorder = Recorder()
+        self._backends: dict[str, Backend] = {}
+        for device, backend in backends.items():
+            self._backends[device] = create(backend, _membership_for(membership, device))
+            self._backends[device].recorder = self.recorder
+        self._first = next(iter(self._backends.values()))
+
+    def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
+        """See `Backend.submit`."""
+        return self._backend(call, inputs or outputs).submit(call, inputs, outputs, wait)
+
+    def _backend(self, call: Call, tensors: Tensors) -> Backend:
+        if not tensors:
+            return self._first
+        found = self._backends.get(tensors[0].device.type)
+        if found is None:
+            device = tensors[0].device
+            raise UnsupportedError(
+                f"{call.op}: No backend type associated with device type {device.type}: this tensor is on {device}, "
+                f"and the group's backends are {self.name!r}. Name one for it in init_process_group, or move it."
+            )
+        return found
+
+    @property
+    def shares_memory(self) -> bool:
+        """See `Backend.shares_memory`."""
+        return self._backends.get("cpu", self._first).shares_memory
+
+    def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        """See `Backend.empty`."""
+        return self._backends.get("cpu", self._first).empty(size, dtype)
+
+    def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
+        """See `Backend.failure`."""
+        return next(filter(None, (backend.failure(ranks, description) for backend in self._backends.values())), None)
+
+    @contextmanager
+    def coalescing(self) -> Iterator[None]:
+        """See `Backend.coalescing`."""
+        with ExitStack() as stack:
+            for backend in self._backends.values():
+                stack.enter_context(backend.coalescing())
+            yield
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        for backend in self._backends.values():
+            backend.close()
+
+    def abort(self, reason: str) -> None:
+        """See `Backend.abort`."""
+        for backend in self._backends.values():
+            backend.abort(reason)
+
+
+def _membership_for(membership: Membership, device: str) -> Membership:
+    """Return the group as one of its backends sees it.
+
+    The CPU backend uses the store as it would alone, so that ranks without GPUs find it; see `default_name`.
+    """
+    if device == "cpu":
+        return replace(membership, options=None, device=None)
+    return replace(membership, store=PrefixStore(device, membership.store))
