@@ -32,6 +32,9 @@ SHARED = ROOT / ".nox" / "shared"
 PYTHON = str(SHARED / "bin" / "python")
 TORCH = "torch==2.13.0"
 EXTRAS = "docs,lint,notebook,test"
+# `nox -s versions` runs the tests on each of these Pythons that is on the path, with each of these versions of torch.
+PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
+TORCHES = ("torch==2.11.0", "torch==2.13.0")
 HTML = ROOT / "docs" / "_build" / "html"
 
 
@@ -84,13 +87,14 @@ def set_up(session: nox.Session, of: int) -> None:
     stamp.write_text(fingerprint())
 
 
-def call(session: nox.Session, *args: str) -> None:
+def call(session: nox.Session, *args: str, python: str = PYTHON, codes: tuple[int, ...] = (0,)) -> None:
     """Run a command of the shared environment, one thread a rank, and keep its scratch files out of the user's home."""
     with tempfile.TemporaryDirectory(prefix="torchdist_ref-") as scratch:
         homes = ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "MPLCONFIGDIR")
         places = dict.fromkeys(homes, scratch)
-        path = f"{SHARED / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
-        session.run(PYTHON, *args, env={**places, "OMP_NUM_THREADS": "1", "PATH": path}, external=True)
+        path = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        env = {**places, "OMP_NUM_THREADS": "1", "PATH": path}
+        session.run(python, *args, env=env, external=True, success_codes=codes)
 
 
 @nox.session(venv_backend="none")
@@ -119,6 +123,36 @@ def long(session: nox.Session) -> None:
     set_up(session, 3)
     session.log("[3/3] running the long tests")
     call(session, "-m", "pytest", "-m", "long", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def versions(session: nox.Session) -> None:
+    """Run the tests on each Python found with each supported torch, and record what passed in docs/versions.json.
+
+    Arguments after -- choose: `-- python3.13 torch==2.13.0`. On Debian 13 its own Python is 3.13.
+    """
+    pythons = [name for name in PYTHONS if name in session.posargs] or PYTHONS
+    torches = [name for name in TORCHES if name in session.posargs] or TORCHES
+    pairs = [(python, torch) for python in pythons if shutil.which(python) for torch in torches]
+    failed = []
+    for number, (python, torch) in enumerate(pairs, start=1):
+        home = ROOT / ".nox" / "versions" / f"{python}-{torch}"
+        with step(session, number, len(pairs), f"the tests on {python} with {torch}"):
+            if not (home / "complete").exists():
+                session.run(python, "-m", "venv", "--clear", str(home), external=True)
+                pip(session, torch, python=str(home / "bin" / "python"))
+                pip(session, "-e", ".[notebook,test]", python=str(home / "bin" / "python"))
+                (home / "complete").touch()
+            inside, results = str(home / "bin" / "python"), str(home / "results.xml")
+            marks = "not long and not benchmark"
+            call(session, "-m", "pytest", "-q", "-m", marks, f"--junitxml={results}", python=inside, codes=(0, 1))
+            call(session, "-m", "tests.versions", results, python=inside, codes=(0, 1))
+            failed += [f"{python}, {torch}"] if "<failure" in Path(results).read_text(encoding="utf-8") else []
+    for python in pythons:
+        if not shutil.which(python):
+            session.log(f"not run: {python} is not on the path")
+    if failed:
+        session.error(f"tests failed on {'; '.join(failed)}: see docs/versions.json")
 
 
 @nox.session(venv_backend="none")
