@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from tests.stores.store_helpers import in_child
-from torchdist_ref.stores import TCPStore, tcp_loop
-from torchdist_ref.stores.tcp_loop import BUDGET
-from torchdist_ref.stores.tcp_wire import LONGEST_MESSAGE, MAGIC, MARK, Op, write_request
+from torchdist_ref.stores import TCPStore
+from torchdist_ref.stores.tcp import server
+from torchdist_ref.stores.tcp.operations import NONCE_MARK, Op
+from torchdist_ref.stores.tcp.protocol import MAGIC, MAX_MESSAGE_BYTES, write_request
 
 HOST = "127.0.0.1"
 GREETING = write_request(Op.VALIDATE, MAGIC)
@@ -58,7 +59,7 @@ def closed_by_server(connection: socket.socket) -> bool:
     return True
 
 
-def _loop(master: TCPStore) -> tcp_loop.Loop:
+def _loop(master: TCPStore) -> server.ServerLoop:
     [loop] = [
         each
         for each in _loops()
@@ -67,10 +68,8 @@ def _loop(master: TCPStore) -> tcp_loop.Loop:
     return loop
 
 
-def _loops() -> list[tcp_loop.Loop]:
-    from torchdist_ref.stores import tcp_server
-
-    return list(tcp_server._loops)
+def _loops() -> list[server.ServerLoop]:
+    return list(server._loops)
 
 
 JUNK = [
@@ -95,14 +94,14 @@ def test_junk_is_cut_off(master: TCPStore, junk: bytes) -> None:
 @pytest.mark.parametrize("length", [2**64 - 1, 2**63 - 1, 2**63, 2**40, 2**32])
 def test_huge_lengths_are_cut_off_wherever_they_stand(master: TCPStore, length: int) -> None:
     huge = struct.pack("<Q", length)
-    starts = [bytes([op]) for op in (Op.SET, Op.GET, Op.WAIT, Op.MULTI_SET, Op.ADD, Op.HELLO, Op.WAIT_GET)]
-    starts.append(bytes([Op.SET]) + struct.pack("<Q", 1) + b"k")
+    starts = [bytes([op.code]) for op in (Op.SET, Op.GET, Op.WAIT, Op.MULTI_SET, Op.ADD, Op.HELLO, Op.WAIT_GET)]
+    starts.append(bytes([Op.SET.code]) + struct.pack("<Q", 1) + b"k")
     for start in starts:
         assert closed_by_server(dial(master, GREETING + start + huge))
 
 
 def test_mutated_sessions_harm_nobody(master: TCPStore) -> None:
-    honest = GREETING + write_request(Op.PING, MARK | 5) + write_request(Op.HELLO, b"x" * 16)
+    honest = GREETING + write_request(Op.PING, NONCE_MARK | 5) + write_request(Op.HELLO, b"x" * 16)
     honest += write_request(Op.SET, b"/a", b"1", number=1) + write_request(Op.WAIT_GET, b"/a", number=2)
     dice = random.Random(7)
     master.set("precious", "1")
@@ -135,7 +134,7 @@ def test_an_honest_session_may_come_in_pieces(master: TCPStore, cut: int) -> Non
 
 
 def test_half_handshakes_are_cut_when_their_time_is_over(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_loop, "HANDSHAKE_LIMIT", 0.3)
+    monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 0.3)
     welcome = dial(master, GREETING)
     start = time.monotonic()
     strangers = [dial(master, GREETING[: number % 5]) for number in range(100)]
@@ -171,15 +170,15 @@ def test_a_client_that_never_reads_gets_no_more_than_his_share(master: TCPStore)
             sent += glutton.send(write_request(Op.GET, b"/big") * 1000)
     loop = _loop(master)
     assert master.get("big") == big
-    waiting = sum(len(piece) for each in loop.connections.values() for piece in each.outbox)
+    waiting = sum(len(piece) for each in loop.connections.values() for piece in each.send_queue)
     assert waiting <= 2 * len(big)
     glutton.close()
 
 
 def test_unfinished_values_hold_a_bounded_amount_and_are_cut(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_loop, "HANDSHAKE_LIMIT", 0.5)
+    monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 0.5)
     loop, peak, process = _loop(master), 0, psutil.Process()
-    start = GREETING + bytes([Op.SET]) + struct.pack("<Q", 2) + b"/x" + struct.pack("<Q", 7 * MB)
+    start = GREETING + bytes([Op.SET.code]) + struct.pack("<Q", 2) + b"/x" + struct.pack("<Q", 7 * MB)
     before = process.memory_info().rss
     hoarders = [dial(master, start) for _ in range(40)]
     unfinished = bytes(6 * MB)
@@ -190,7 +189,7 @@ def test_unfinished_values_hold_a_bounded_amount_and_are_cut(master: TCPStore, m
         peak = max(peak, sum(each.decoder.held for each in list(loop.connections.values())))
         _serves_a_newcomer_at_once(master)
     assert all(closed_by_server(each) for each in hoarders[: len(hoarders) // 2])
-    assert 0 < peak <= BUDGET + LONGEST_MESSAGE + 40 * tcp_loop.SMALL
+    assert 0 < peak <= server.MEMORY_LIMIT + MAX_MESSAGE_BYTES + 40 * server.READ_BYTES
     assert process.memory_info().rss - before < 64 * MB
     for each in hoarders:
         each.close()
@@ -226,7 +225,7 @@ def test_resets_half_way_leave_nothing(master: TCPStore) -> None:
     limit = time.monotonic() + 10
     while len(loop.connections) > 1 and time.monotonic() < limit:
         master.num_keys()
-    assert len(loop.connections) == 1 and loop.service._waiting == {}
+    assert len(loop.connections) == 1 and loop.handler.pending == {}
 
 
 def few_descriptors(pipe: object) -> None:

@@ -20,7 +20,8 @@ import torch.distributed
 from tests.stores.store_helpers import Wire, in_child, server, torch_tcp
 from tests.stores.store_model import machine
 from torchdist_ref.errors import ArgumentError, DistNetworkError, StoreTimeoutError
-from torchdist_ref.stores import TCPStore, sockets, tcp_loop
+from torchdist_ref.stores import TCPStore, sockets
+from torchdist_ref.stores.tcp import server as server_module
 from torchdist_ref.testing.store_contract import check_store
 
 HOST = "127.0.0.1"
@@ -65,7 +66,7 @@ def test_holds_the_contract() -> None:
 
 
 def test_a_server_without_epoll_serves_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_loop, "poller", sockets.Selected)
+    monkeypatch.setattr(server_module, "poller", sockets.Selected)
     check_store(lambda: TCPStore(HOST, 0, is_master=True))
     store = TCPStore(HOST, 0, is_master=True)
     store.set("large", bytes(range(256)) * 2**14)
@@ -279,7 +280,7 @@ def test_a_stopped_server_costs_no_more_than_the_time_out(kind: Any) -> None:
         process_view.suspend()
         for call in (lambda: store.get("k"), lambda: store.set("k", "v"), lambda: store.add("n", 1)):
             start = time.monotonic()
-            with pytest.raises(StoreTimeoutError, match="the server does not answer at all"):
+            with pytest.raises(StoreTimeoutError, match="the server does not respond at all"):
                 call()
             assert 0.4 <= time.monotonic() - start < 0.4 * 1.05 + 0.1 + 0.2  # 0.2 for this machine
         process_view.resume()
@@ -300,7 +301,7 @@ def test_nobody_listening_costs_no_more_than_the_time_out() -> None:
     with socket.socket() as reserved:
         reserved.bind((HOST, 0))
         start = time.monotonic()
-        with pytest.raises(DistNetworkError, match=r"ECONNREFUSED.* See whether rank 0"):
+        with pytest.raises(DistNetworkError, match=r"ECONNREFUSED.* Check that rank 0"):
             TCPStore(HOST, reserved.getsockname()[1], timeout=timedelta(seconds=0.3))
         assert 0.3 <= time.monotonic() - start < 0.6
 
@@ -335,7 +336,7 @@ def test_another_service_at_the_port_is_said_so() -> None:
     with socket.create_server((HOST, 0)) as listener:
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(DistNetworkError, match=r"what answers at .* is no store"):
+        with pytest.raises(DistNetworkError, match=r"the service at .* is not a store"):
             TCPStore(HOST, listener.getsockname()[1], timeout=timedelta(seconds=5))
         thread.join()
 

@@ -9,31 +9,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchdist_ref.stores.tcp_parse import Decoder, read, take_whole
-from torchdist_ref.stores.tcp_service import Peer, Service
-from torchdist_ref.stores.tcp_wire import (
-    ANSWER_HEAD,
-    LONGEST_KEY,
-    LONGEST_MESSAGE,
-    LONGEST_VALUE,
+from torchdist_ref.stores.tcp.handlers import RequestHandler, StoreClient
+from torchdist_ref.stores.tcp.operations import NONCE_MARK, OPERATIONS, Op, Operation, recognized
+from torchdist_ref.stores.tcp.protocol import (
+    FRAMED,
     MAGIC,
-    MARK,
-    MOST_KEYS,
-    REPLIES,
-    REQUESTS,
-    TRACKED_HEAD,
-    Op,
+    MAX_KEY_BYTES,
+    MAX_KEYS,
+    MAX_MESSAGE_BYTES,
+    MAX_VALUE_BYTES,
+    REQUEST_HEADER,
+    RESPONSE_HEADER,
+    ProtocolError,
     Request,
+    RequestDecoder,
     Status,
-    WireError,
-    recognised,
-    reply_shape,
+    read,
+    receive,
+    reply_kinds,
     write,
-    write_answer,
     write_request,
+    write_response,
 )
 
-GREETING = bytes.fromhex("00cef7853c")
+HANDSHAKE = bytes.fromhex("00cef7853c")
 
 # Recorded between torch 2.13's client and server.
 RECORDED = [
@@ -52,10 +51,10 @@ RECORDED = [
 
 
 @pytest.mark.parametrize(("op", "fields", "expected"), RECORDED, ids=lambda value: getattr(value, "name", ""))
-def test_requests_are_torchs_bytes(op: Op, fields: tuple[Any, ...], expected: str) -> None:
+def test_requests_have_torchs_bytes(op: Operation, fields: tuple[Any, ...], expected: str) -> None:
     assert write_request(op, *fields).hex() == expected
-    decoder = Decoder()
-    decoder.feed((b"" if op == Op.VALIDATE else GREETING) + bytes.fromhex(expected))
+    decoder = RequestDecoder()
+    decoder.feed((b"" if op == Op.VALIDATE else HANDSHAKE) + bytes.fromhex(expected))
     if op != Op.VALIDATE:
         decoder.next()
     assert decoder.next() == Request(op, fields)
@@ -73,13 +72,15 @@ def test_requests_are_torchs_bytes(op: Op, fields: tuple[Any, ...], expected: st
         (Op.CHECK, ([],), (1,), "01"),
     ],
 )
-def test_replies_are_torchs_bytes(op: Op, fields: tuple[Any, ...], reply: tuple[Any, ...], expected: str) -> None:
-    data = b"".join(write(reply_shape(op, fields), reply))
+def test_replies_have_torchs_bytes(
+    op: Operation, fields: tuple[Any, ...], reply: tuple[Any, ...], expected: str
+) -> None:
+    data = b"".join(write(reply_kinds(op, fields), reply))
     assert data.hex() == expected
     taken = Source(data)
-    assert take_whole(reply_shape(op, fields), taken.take) == reply
+    assert receive(reply_kinds(op, fields), taken.take) == reply
     assert taken.rest() == b""
-    assert read(reply_shape(op, fields), data) == reply
+    assert read(reply_kinds(op, fields), data) == reply
 
 
 class Source:
@@ -103,11 +104,11 @@ FIELD = {
     "K": st.lists(BLOB, max_size=4),
     "P": st.lists(st.tuples(BLOB, BLOB), max_size=4),
 }
-REQUEST = st.sampled_from([op for op in Op if op in REQUESTS]).flatmap(
+REQUEST = st.sampled_from(list(OPERATIONS.values())).flatmap(
     lambda op: st.builds(
         Request,
         st.just(op),
-        st.tuples(*(FIELD[kind] for kind in REQUESTS[op])),
+        st.tuples(*(FIELD[kind] for kind in op.request)),
         st.none() | st.integers(0, 2**64 - 1),
     )
 )
@@ -115,10 +116,10 @@ REQUEST = st.sampled_from([op for op in Op if op in REQUESTS]).flatmap(
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(REQUEST, max_size=5), st.data())
-def test_any_requests_cut_anywhere_are_read_whole(requests: list[Request], data: st.DataObject) -> None:
-    stream = GREETING + b"".join(write_request(each.op, *each.fields, number=each.number) for each in requests)
+def test_requests_split_anywhere_are_decoded(requests: list[Request], data: st.DataObject) -> None:
+    stream = HANDSHAKE + b"".join(write_request(each.operation, *each.fields, number=each.number) for each in requests)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
-    decoder, found = Decoder(), []
+    decoder, found = RequestDecoder(), []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         decoder.feed(stream[start:end])
         while (request := decoder.next()) is not None:
@@ -127,9 +128,9 @@ def test_any_requests_cut_anywhere_are_read_whole(requests: list[Request], data:
     assert decoder.held == 0
 
 
-def test_byte_by_byte() -> None:
-    decoder, found = Decoder(), []
-    for byte in GREETING + write_request(Op.MULTI_SET, [(b"a", b"1"), (b"b", b"")], number=7):
+def test_requests_arriving_byte_by_byte_are_decoded() -> None:
+    decoder, found = RequestDecoder(), []
+    for byte in HANDSHAKE + write_request(Op.MULTI_SET, [(b"a", b"1"), (b"b", b"")], number=7):
         decoder.feed(bytes([byte]))
         found.append(decoder.next())
     assert [each for each in found if each] == [
@@ -145,136 +146,136 @@ def _u64(number: int) -> bytes:
 @pytest.mark.parametrize(
     "data",
     [
-        bytes([Op.GET]) + _u64(LONGEST_KEY + 1),
-        bytes([Op.SET]) + _u64(1) + b"k" + _u64(LONGEST_VALUE + 1),
-        bytes([Op.WAIT]) + _u64(MOST_KEYS + 1),
-        bytes([Op.MULTI_SET]) + _u64(2**63),
-        bytes([Op.SET]) + _u64(2**64 - 1),
-        bytes([Op.COMPARE_SET])
+        bytes([Op.GET.code]) + _u64(MAX_KEY_BYTES + 1),
+        bytes([Op.SET.code]) + _u64(1) + b"k" + _u64(MAX_VALUE_BYTES + 1),
+        bytes([Op.WAIT.code]) + _u64(MAX_KEYS + 1),
+        bytes([Op.MULTI_SET.code]) + _u64(2**63),
+        bytes([Op.SET.code]) + _u64(2**64 - 1),
+        bytes([Op.COMPARE_SET.code])
         + _u64(0)
-        + _u64(LONGEST_VALUE)
-        + bytes(LONGEST_VALUE)
-        + _u64(LONGEST_MESSAGE - LONGEST_VALUE),
+        + _u64(MAX_VALUE_BYTES)
+        + bytes(MAX_VALUE_BYTES)
+        + _u64(MAX_MESSAGE_BYTES - MAX_VALUE_BYTES),
         b"\x13",
         b"\x7f",
-        TRACKED_HEAD.pack(Op.TRACKED, 1, 0, Op.TRACKED),
-        TRACKED_HEAD.pack(Op.TRACKED, 1, 0, 0x99),
-        TRACKED_HEAD.pack(Op.TRACKED, 1, LONGEST_MESSAGE + 1, Op.SET),
-        TRACKED_HEAD.pack(Op.TRACKED, 1, 8, Op.GET) + _u64(1),
-        TRACKED_HEAD.pack(Op.TRACKED, 1, 4, Op.GET) + _u64(0),
-        TRACKED_HEAD.pack(Op.TRACKED, 1, 9, Op.GET) + _u64(0) + b"\x00",
+        REQUEST_HEADER.pack(FRAMED, 1, 0, FRAMED),
+        REQUEST_HEADER.pack(FRAMED, 1, 0, 0x99),
+        REQUEST_HEADER.pack(FRAMED, 1, MAX_MESSAGE_BYTES + 1, Op.SET.code),
+        REQUEST_HEADER.pack(FRAMED, 1, 8, Op.GET.code) + _u64(1),
+        REQUEST_HEADER.pack(FRAMED, 1, 4, Op.GET.code) + _u64(0),
+        REQUEST_HEADER.pack(FRAMED, 1, 9, Op.GET.code) + _u64(0) + b"\x00",
     ],
 )
-def test_what_is_too_large_or_unknown_is_refused_before_it_is_held(data: bytes) -> None:
-    decoder = Decoder()
-    decoder.feed(GREETING)
+def test_oversized_or_unknown_requests_are_refused_before_they_are_held(data: bytes) -> None:
+    decoder = RequestDecoder()
+    decoder.feed(HANDSHAKE)
     decoder.next()
     decoder.feed(data)
-    with pytest.raises(WireError):
+    with pytest.raises(ProtocolError):
         decoder.next()
 
 
-def test_a_stranger_can_open_with_nothing_but_the_greeting() -> None:
+def test_the_first_message_must_be_validate() -> None:
     for first in range(1, 256):
-        decoder = Decoder()
+        decoder = RequestDecoder()
         decoder.feed(bytes([first]))
-        with pytest.raises(WireError, match="not VALIDATE"):
+        with pytest.raises(ProtocolError, match="not VALIDATE"):
             decoder.next()
 
 
 @settings(deadline=None, max_examples=300)
 @given(st.binary(max_size=200))
-def test_no_bytes_confuse_parser_or_service(data: bytes) -> None:
-    decoder, service, peer = Decoder(), Service(), Recorder()
-    decoder.feed(GREETING + data)
+def test_random_bytes_leave_nothing_pending(data: bytes) -> None:
+    decoder, handler, client = RequestDecoder(), RequestHandler(), RecordingClient()
+    decoder.feed(HANDSHAKE + data)
     try:
-        while (request := decoder.next()) is not None and not peer.was_cut:
-            service.handle(peer, request)
-    except WireError:
+        while (request := decoder.next()) is not None and not client.disconnected:
+            handler.handle(client, request)
+    except ProtocolError:
         pass
-    service.leave(peer)
-    assert service._waiting == {}
+    handler.remove(client)
+    assert handler.pending == {}
 
 
-class Recorder(Peer):
-    """A peer without a socket."""
+class RecordingClient(StoreClient):
+    """Client without a socket."""
 
     def __init__(self) -> None:
         self.sent = b""
-        self.was_cut = ""
+        self.disconnected = ""
 
     def send(self, pieces: Any) -> None:
         self.sent += b"".join(pieces)
 
-    def cut(self, why: str) -> None:
-        self.was_cut = why
+    def disconnect(self, reason: str) -> None:
+        self.disconnected = reason
 
-    def answers(self) -> bytes:
+    def replies(self) -> bytes:
         sent, self.sent = self.sent, b""
         return sent
 
 
-def taken_apart(answer: bytes) -> tuple[int, int, bytes]:
-    number, size, status = ANSWER_HEAD.unpack_from(answer)
-    assert len(answer) == ANSWER_HEAD.size + size
-    return number, status, answer[ANSWER_HEAD.size :]
+def response_parts(answer: bytes) -> tuple[int, int, bytes]:
+    number, size, status = RESPONSE_HEADER.unpack_from(answer)
+    assert len(answer) == RESPONSE_HEADER.size + size
+    return number, status, answer[RESPONSE_HEADER.size :]
 
 
-def guest(service: Service, name: bytes = b"") -> Recorder:
-    peer = Recorder()
-    service.handle(peer, Request(Op.VALIDATE, (MAGIC,)))
+def validated(handler: RequestHandler, name: bytes = b"") -> RecordingClient:
+    client = RecordingClient()
+    handler.handle(client, Request(Op.VALIDATE, (MAGIC,)))
     if name:
-        service.handle(peer, Request(Op.HELLO, (name,)))
-        peer.answers()
-    return peer
+        handler.handle(client, Request(Op.HELLO, (name,)))
+        client.replies()
+    return client
 
 
-def test_the_nonce_tells_our_peers_from_torchs() -> None:
-    service = Service()
-    peer = guest(service)
-    service.handle(peer, Request(Op.PING, (4194304,)))
-    assert peer.answers() == struct.pack("<I", 4194304)
-    service.handle(peer, Request(Op.PING, (MARK | 0x1234,)))
-    assert peer.answers() == struct.pack("<I", MARK | (0x1234 ^ 0xFFFF))
-    assert recognised(0x3D73) is None
+def test_handshake_nonce_distinguishes_our_clients_from_torchs() -> None:
+    handler = RequestHandler()
+    client = validated(handler)
+    handler.handle(client, Request(Op.PING, (4194304,)))
+    assert client.replies() == struct.pack("<I", 4194304)
+    handler.handle(client, Request(Op.PING, (NONCE_MARK | 0x1234,)))
+    assert client.replies() == struct.pack("<I", NONCE_MARK | (0x1234 ^ 0xFFFF))
+    assert recognized(0x3D73) is None
 
 
-def test_a_waiter_is_answered_once_all_its_keys_are_there() -> None:
-    service = Service()
-    waiter, setter = guest(service), guest(service)
-    service.handle(waiter, Request(Op.WAIT, ([b"a", b"b", b"a"],)))
+def test_pending_request_completes_when_all_its_keys_exist() -> None:
+    handler = RequestHandler()
+    waiter, setter = validated(handler), validated(handler)
+    handler.handle(waiter, Request(Op.WAIT, ([b"a", b"b", b"a"],)))
     for key in (b"a", b"c"):
-        service.handle(setter, Request(Op.SET, (key, b"1")))
+        handler.handle(setter, Request(Op.SET, (key, b"1")))
         assert waiter.sent == b""
-    service.handle(setter, Request(Op.DELETE_KEY, (b"a",)))
-    service.handle(setter, Request(Op.SET, (b"b", b"1")))
+    handler.handle(setter, Request(Op.DELETE_KEY, (b"a",)))
+    handler.handle(setter, Request(Op.SET, (b"b", b"1")))
     assert waiter.sent == b""
-    service.handle(setter, Request(Op.SET, (b"a", b"1")))
-    assert waiter.answers() == b"\x00"
+    handler.handle(setter, Request(Op.SET, (b"a", b"1")))
+    assert waiter.replies() == b"\x00"
 
 
-def test_who_waits_for_a_key_does_not_care_what_number_it_holds() -> None:
-    service = Service()
-    getter, counter, adder = guest(service, b"me"), guest(service, b"you"), guest(service)
-    service.handle(getter, Request(Op.WAIT_GET, (b"n",), 1))
-    service.handle(counter, Request(Op.WAIT_NUMBER, (b"n", 2), 1))
-    service.handle(adder, Request(Op.ADD, (b"n", -5)))
-    assert taken_apart(getter.answers()) == (1, Status.DONE, b"".join(write("r", [b"-5"])))
-    service.handle(adder, Request(Op.ADD, (b"n", 6)))
-    assert counter.answers() == b""
-    service.handle(adder, Request(Op.ADD, (b"n", 1)))
-    assert taken_apart(counter.answers()) == (1, Status.DONE, b"".join(write("i", [2])))
+def test_wait_for_a_key_ignores_its_number() -> None:
+    handler = RequestHandler()
+    getter, counter, adder = validated(handler, b"me"), validated(handler, b"you"), validated(handler)
+    handler.handle(getter, Request(Op.WAIT_GET, (b"n",), 1))
+    handler.handle(counter, Request(Op.WAIT_NUMBER, (b"n", 2), 1))
+    handler.handle(adder, Request(Op.ADD, (b"n", -5)))
+    assert response_parts(getter.replies()) == (1, Status.DONE, b"".join(write("r", [b"-5"])))
+    handler.handle(adder, Request(Op.ADD, (b"n", 6)))
+    assert counter.replies() == b""
+    handler.handle(adder, Request(Op.ADD, (b"n", 1)))
+    assert response_parts(counter.replies()) == (1, Status.DONE, b"".join(write("i", [2])))
 
 
-def test_one_push_wakes_one_waiter() -> None:
-    service = Service()
-    first, second, pusher = guest(service), guest(service), guest(service)
+def test_queue_push_wakes_one_pending_request() -> None:
+    handler = RequestHandler()
+    first, second, pusher = validated(handler), validated(handler), validated(handler)
     for waiter in (first, second):
-        service.handle(waiter, Request(Op.WAIT, ([b"q"],)))
-    service.handle(pusher, Request(Op.QUEUE_PUSH, (b"q", b"1")))
-    assert (first.answers(), second.answers()) == (b"\x00", b"")
-    service.handle(pusher, Request(Op.QUEUE_PUSH, (b"q", b"2")))
-    assert second.answers() == b"\x00"
+        handler.handle(waiter, Request(Op.WAIT, ([b"q"],)))
+    handler.handle(pusher, Request(Op.QUEUE_PUSH, (b"q", b"1")))
+    assert (first.replies(), second.replies()) == (b"\x00", b"")
+    handler.handle(pusher, Request(Op.QUEUE_PUSH, (b"q", b"2")))
+    assert second.replies() == b"\x00"
 
 
 @pytest.mark.parametrize(
@@ -286,68 +287,68 @@ def test_one_push_wakes_one_waiter() -> None:
         (Request(Op.COMPARE_SET, (b"n", b"", b"5"), 3), b"n"),
     ],
 )
-def test_what_is_asked_again_after_a_break_is_done_once(request_: Request, key: bytes) -> None:
-    service = Service()
-    before = guest(service, b"me")
-    service.handle(before, request_)
-    done, first = service.table.values[key], before.answers()
-    service.leave(before)
-    after = guest(service, b"me")
-    service.handle(after, request_)
-    assert service.table.values[key] == done and after.answers() == first
-    service.handle(after, Request(Op.CANCEL_WAIT, ()))
-    after.answers()
-    service.handle(after, Request(Op.ADD, (b"other", 1), 4))
-    assert service.table.values[b"other"] == b"1"
+def test_request_repeated_after_reconnecting_runs_once(request_: Request, key: bytes) -> None:
+    handler = RequestHandler()
+    before = validated(handler, b"me")
+    handler.handle(before, request_)
+    done, first = handler.table.values[key], before.replies()
+    handler.remove(before)
+    after = validated(handler, b"me")
+    handler.handle(after, request_)
+    assert handler.table.values[key] == done and after.replies() == first
+    handler.handle(after, Request(Op.CANCEL_WAIT, ()))
+    after.replies()
+    handler.handle(after, Request(Op.ADD, (b"other", 1), 4))
+    assert handler.table.values[b"other"] == b"1"
 
 
-def test_an_item_popped_for_a_client_that_did_not_hear_is_kept_for_it() -> None:
-    service = Service()
-    service.table.push(b"q", b"item")
-    before = guest(service, b"me")
-    service.handle(before, Request(Op.WAIT_POP, (b"q",), 1))
-    after = guest(service, b"me")
-    assert before.was_cut == "its client has connected again"
-    service.handle(after, Request(Op.WAIT_POP, (b"q",), 1))
-    assert b"item" in after.answers() and service.table.length(b"q") == 0
+def test_popped_value_is_kept_for_a_client_that_reconnects() -> None:
+    handler = RequestHandler()
+    handler.table.push(b"q", b"item")
+    before = validated(handler, b"me")
+    handler.handle(before, Request(Op.WAIT_POP, (b"q",), 1))
+    after = validated(handler, b"me")
+    assert before.disconnected == "its client has connected again"
+    handler.handle(after, Request(Op.WAIT_POP, (b"q",), 1))
+    assert b"item" in after.replies() and handler.table.length(b"q") == 0
 
 
-def test_a_cancelled_request_says_what_was_missing() -> None:
-    service = Service()
-    service.table.values[b"there"] = b"1"
-    peer = guest(service, b"me")
-    service.handle(peer, Request(Op.WAIT_GET_ALL, ([b"there", b"gone"],), 9))
-    service.handle(peer, Request(Op.CANCEL_WAIT, ()))
-    assert taken_apart(peer.answers()) == (9, Status.CANCELLED, b"".join(write("L", [[b"gone"]])))
-    service.handle(peer, Request(Op.CANCEL_WAIT, ()))
-    assert peer.answers() == b"" and service._waiting == {}
+def test_cancelled_request_reports_the_missing_keys() -> None:
+    handler = RequestHandler()
+    handler.table.values[b"there"] = b"1"
+    client = validated(handler, b"me")
+    handler.handle(client, Request(Op.WAIT_GET_ALL, ([b"there", b"gone"],), 9))
+    handler.handle(client, Request(Op.CANCEL_WAIT, ()))
+    assert response_parts(client.replies()) == (9, Status.CANCELLED, b"".join(write("L", [[b"gone"]])))
+    handler.handle(client, Request(Op.CANCEL_WAIT, ()))
+    assert client.replies() == b"" and handler.pending == {}
 
 
-def test_a_refused_request_keeps_a_numbered_peer_and_cuts_torchs() -> None:
-    service = Service()
-    service.table.values[b"/n"] = b"text"
-    ours, theirs = guest(service, b"me"), guest(service)
-    service.handle(ours, Request(Op.ADD, (b"/n", 1), 1))
-    number, status, body = taken_apart(ours.answers())
-    assert (number, status) == (1, Status.REFUSED) and b"one that holds a number" in body and not ours.was_cut
-    service.handle(theirs, Request(Op.ADD, (b"/n", 1)))
-    assert "one that holds a number" in theirs.was_cut
+def test_refused_request_keeps_our_client_and_disconnects_torchs() -> None:
+    handler = RequestHandler()
+    handler.table.values[b"/n"] = b"text"
+    ours, theirs = validated(handler, b"me"), validated(handler)
+    handler.handle(ours, Request(Op.ADD, (b"/n", 1), 1))
+    number, status, body = response_parts(ours.replies())
+    assert (number, status) == (1, Status.REFUSED) and b"one that holds a number" in body and not ours.disconnected
+    handler.handle(theirs, Request(Op.ADD, (b"/n", 1)))
+    assert "one that holds a number" in theirs.disconnected
 
 
 @pytest.mark.parametrize(
     "request_",
     [Request(Op.VALIDATE, (MAGIC,)), Request(Op.ADD, (b"n", 1), 5), Request(Op.GET, (b"k",))],
-    ids=["second greeting", "number without a name", "question while one is out"],
+    ids=["second VALIDATE", "number without a session", "request while one is pending"],
 )
-def test_what_is_out_of_turn_is_refused(request_: Request) -> None:
-    service = Service()
-    peer = guest(service)
-    if request_.op == Op.GET:
-        service.handle(peer, Request(Op.WAIT, ([b"missing"],)))
-    with pytest.raises(WireError):
-        service.handle(peer, request_)
+def test_requests_in_the_wrong_state_are_refused(request_: Request) -> None:
+    handler = RequestHandler()
+    client = validated(handler)
+    if request_.operation is Op.GET:
+        handler.handle(client, Request(Op.WAIT, ([b"missing"],)))
+    with pytest.raises(ProtocolError):
+        handler.handle(client, request_)
 
 
-def test_an_answer_carries_number_status_and_reply() -> None:
-    pieces = write_answer(2**40, Status.DONE, write(REPLIES[Op.ADD], (-1,)))
-    assert taken_apart(b"".join(pieces)) == (2**40, Status.DONE, b"\xff" * 8)
+def test_response_has_number_status_and_reply() -> None:
+    pieces = write_response(2**40, Status.DONE, write(Op.ADD.reply, (-1,)))
+    assert response_parts(b"".join(pieces)) == (2**40, Status.DONE, b"\xff" * 8)

@@ -1,12 +1,11 @@
-"""TCPStore: one process holds the keys and serves them; every rank talks to it over TCP.
+"""TCPStore: one process holds the keys and serves them; every rank is a client over TCP.
 
-`TCPStore` is the client, and on the master it also starts the server. Beyond torch's store: `set` returns when
-the value is there; `get` and `queue_pop` are atomic between our peers; a broken connection is opened again and a
-repeated `add` counts once; every call keeps its time-out, even if the server is stopped; threads may share one
-store without blocking each other; a forked child opens connections of its own.
+`TCPStore` is the client, and on the master it also starts the server. Guarantees beyond torch's store: `set` returns
+when the value is in the store; `get` and `queue_pop` are atomic at a server of ours; a broken connection is opened
+again, and a repeated `add` counts once; every call keeps its time-out, even if the server is stopped; threads may share
+a store without blocking each other; a forked child opens connections of its own.
 
-This file says what each operation asks for. How a question is asked is in `tcp_client` and `tcp_questions`, the
-server in `tcp_server`, the bytes in `tcp_wire`.
+Do not add sockets or bytes here: requests are sent by `client` and served by `server`.
 """
 
 from __future__ import annotations
@@ -31,36 +30,37 @@ from torchdist_ref.stores.base import (
     value_bytes,
     world_of,
 )
-from torchdist_ref.stores.tcp_pool import Pool
-from torchdist_ref.stores.tcp_questions import TimedOut
-from torchdist_ref.stores.tcp_server import TCPServer
-from torchdist_ref.stores.tcp_wire import LONGEST_KEY, LONGEST_VALUE, Op
+from torchdist_ref.stores.tcp.client import ConnectionPool, RequestTimeout
+from torchdist_ref.stores.tcp.operations import Op, Operation
+from torchdist_ref.stores.tcp.protocol import MAX_KEY_BYTES, MAX_VALUE_BYTES
+from torchdist_ref.stores.tcp.server import TCPServer
 from torchdist_ref.timeouts import STORE_TIMEOUT, Deadline
 
-_WORKERS = b"init/"
-# To look up a member of an enumeration takes a Python function's time; these are asked all the time.
-_SET, _WAIT_GET, _ADD, _BARRIER = Op.SET, Op.WAIT_GET, Op.ADD, Op.BARRIER
-_tenants: weakref.WeakValueDictionary[int, TCPServer] = weakref.WeakValueDictionary()
-_tenants_lock = threading.RLock()
+_WORKERS_KEY = b"init/"
+_shared_servers: weakref.WeakValueDictionary[int, TCPServer] = weakref.WeakValueDictionary()
+_shared_servers_lock = threading.RLock()
 
 
 class TCPStore(Store):
     """A store served by one process and reached over TCP, wire-compatible with torch's.
 
     Args:
-        host_name: where the server is; on the master also the address to listen on (loopback stays loopback).
-        port: the server's port; on the master 0 lets the system choose, and `port` tells which.
-        world_size: how many stores will connect, the master's included; None if not known.
+        host_name: host of the server; on the master also the address to listen on (loopback stays loopback).
+        port: port of the server; 0 on the master lets the system choose one, which the property `port` returns.
+        world_size: number of stores that will connect, the master's included; None if not known.
         is_master: whether this process runs the server. Exactly one does.
-        timeout: how long to wait for the server and for missing keys; 300 s unless set.
+        timeout: time to wait for the server and for missing keys; 300 s by default.
         wait_for_workers: whether the master waits here until `world_size` stores have connected.
         multi_tenant: whether several masters with the same port in one process share one server.
-        master_listen_fd: on the master, a listening socket's descriptor to take over.
-        use_libuv: accepted for torch's sake; there is one kind of server here, and it has queues.
+        master_listen_fd: on the master, file descriptor of a listening socket to use.
+        use_libuv: accepted for compatibility with torch. There is one kind of server here, and it has queues.
+
+    Attributes:
+        server: server that this process runs for the store, or None.
 
     Raises:
-        DistNetworkError: the port is taken, the name does not resolve, or nobody answers in time.
-        StoreTimeoutError: not all workers came in time.
+        DistNetworkError: the port is in use, the name does not resolve, or no server responds in time.
+        StoreTimeoutError: not all workers connected in time.
 
     >>> from torchdist_ref.stores import TCPStore
     >>> master = TCPStore("127.0.0.1", 0, is_master=True)
@@ -88,8 +88,8 @@ class TCPStore(Store):
         self._host, self._libuv = _checked_host(host_name), bool(use_libuv)
         world = None if world_size is None or world_size == -1 else world_of("TCPStore", world_size)
         wanted = _checked_port(port)
-        self._server = self._serve(wanted, multi_tenant, master_listen_fd) if is_master else None
-        self._pool = Pool(self._host, self._server.port if self._server else wanted)
+        self.server = self._open_server(wanted, multi_tenant, master_listen_fd) if is_master else None
+        self._pool = ConnectionPool(self._host, self.server.port if self.server else wanted)
         self._finalizer = weakref.finalize(self, self._pool.close)
         try:
             self._join(world if wait_for_workers else None)
@@ -99,126 +99,130 @@ class TCPStore(Store):
 
     @property
     def host(self) -> str:
-        """The host name given."""
+        """Host name that was given."""
         return self._host
 
     @property
     def port(self) -> int:
-        """The server's port; on the master the one really used."""
+        """Port of the server."""
         return self._pool.server.port
 
     @property
     def libuvBackend(self) -> bool:
-        """What was given as `use_libuv`."""
+        """Value that was given as `use_libuv`."""
         return self._libuv
 
     def close(self) -> None:
-        """Close this store's connections, and on the master the server once no other store here shares it.
+        """Close the connections of this store, and its server unless another store of this process shares it.
 
-        Calls after this raise `DistNetworkError`. A store that is no longer referenced closes by itself.
+        Calls after this raise `DistNetworkError`. A store that is no longer referenced closes itself.
         """
         self._finalizer()
-        self._server = None
+        self.server = None
 
     def set(self, key: Text, value: Text) -> None:
-        self._ask("set", _SET, _key("set", key), _value("set", value))
+        self._request("set", Op.SET, _key("set", key), _value("set", value))
 
     def get(self, key: Text) -> bytes:
-        return bytes(self._ask("get", _WAIT_GET, _key("get", key))[0])
+        return bytes(self._request("get", Op.WAIT_GET, _key("get", key))[0])
 
     def add(self, key: Text, value: int) -> int:
-        return int(self._ask("add", _ADD, _key("add", key), integer("add", "value", value))[0])
+        return int(self._request("add", Op.ADD, _key("add", key), integer("add", "value", value))[0])
 
     def check(self, keys: Sequence[Text]) -> bool:
-        return bool(self._ask("check", Op.CHECK, _keys("check", keys))[0] == 0)
+        return bool(self._request("check", Op.CHECK, _keys("check", keys))[0] == 0)
 
     def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
-        self._ask("wait", Op.WAIT, _keys("wait", keys), timeout=timeout)
+        self._request("wait", Op.WAIT, _keys("wait", keys), timeout=timeout)
 
     def compare_set(self, key: Text, expected_value: Text, desired_value: Text) -> bytes:
         expected = _value("compare_set", expected_value, "expected_value")
         desired = _value("compare_set", desired_value, "desired_value")
-        return bytes(self._ask("compare_set", Op.COMPARE_SET, _key("compare_set", key), expected, desired)[0])
+        return bytes(self._request("compare_set", Op.COMPARE_SET, _key("compare_set", key), expected, desired)[0])
 
     def delete_key(self, key: Text) -> bool:
-        return bool(self._ask("delete_key", Op.DELETE_KEY, _key("delete_key", key))[0])
+        return bool(self._request("delete_key", Op.DELETE_KEY, _key("delete_key", key))[0])
 
     def num_keys(self) -> int:
-        return int(self._ask("num_keys", Op.GETNUMKEYS)[0])
+        return int(self._request("num_keys", Op.GETNUMKEYS)[0])
 
     def list_keys(self) -> list[str]:
-        [keys] = self._ask("list_keys", Op.LIST_KEYS)
+        [keys] = self._request("list_keys", Op.LIST_KEYS)
         return [key[1:].decode("utf-8", "surrogateescape") for key in keys if key.startswith(b"/")]
 
     def append(self, key: Text, value: Text) -> None:
-        self._ask("append", Op.APPEND, _key("append", key), _value("append", value))
+        self._request("append", Op.APPEND, _key("append", key), _value("append", value))
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
         names = _keys("multi_get", keys)
-        return list(self._ask("multi_get", Op.WAIT_GET_ALL, names)[0]) if names else []
+        return list(self._request("multi_get", Op.WAIT_GET_ALL, names)[0]) if names else []
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         pairs = pair_list("multi_set", keys, values)
-        self._ask("multi_set", Op.MULTI_SET, [(_key("multi_set", key), _value("multi_set", v)) for key, v in pairs])
+        self._request("multi_set", Op.MULTI_SET, [(_key("multi_set", key), _value("multi_set", v)) for key, v in pairs])
 
     def barrier(self, key: Text, world_size: int, timeout: timedelta | None = None) -> None:
-        self._ask("barrier", _BARRIER, _key("barrier", key), world_of("barrier", world_size), timeout=timeout)
+        self._request("barrier", Op.BARRIER, _key("barrier", key), world_of("barrier", world_size), timeout=timeout)
 
     def queue_push(self, key: Text, value: Text) -> None:
-        self._ask("queue_push", Op.QUEUE_PUSH, _key("queue_push", key), _value("queue_push", value))
+        self._request("queue_push", Op.QUEUE_PUSH, _key("queue_push", key), _value("queue_push", value))
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
         name = _key("queue_pop", key)
         if block:
-            return bytes(self._ask("queue_pop", Op.WAIT_POP, name)[0])
-        [(length, value)] = self._ask("queue_pop", Op.QUEUE_POP, name)
+            return bytes(self._request("queue_pop", Op.WAIT_POP, name)[0])
+        [(length, value)] = self._request("queue_pop", Op.QUEUE_POP, name)
         if not length:
             raise QueueEmptyError(f"queue_pop: queue is empty: {key!r} on {self!r}. Push first, or pass block=True.")
         return bytes(value)
 
     def queue_len(self, key: Text) -> int:
-        return int(self._ask("queue_len", Op.QUEUE_LEN, _key("queue_len", key))[0])
+        return int(self._request("queue_len", Op.QUEUE_LEN, _key("queue_len", key))[0])
 
     def has_extended_api(self) -> bool:
         return True
 
     def clone(self) -> TCPStore:
         other = TCPStore(self._host, self.port, timeout=self._timeout, use_libuv=self._libuv)
-        other._server = self._server
+        other.server = self.server
         return other
 
     def __repr__(self) -> str:
-        return f"TCPStore({self._pool.server}{', master' if self._server else ''})"
+        return f"TCPStore({self._pool.server}{', master' if self.server else ''})"
 
-    def _ask(self, operation: str, op: Op, *fields: Any, timeout: timedelta | None = None) -> tuple[Any, ...]:
+    def _request(
+        self, operation: str, row: Operation, *fields: Any, timeout: timedelta | None = None
+    ) -> tuple[Any, ...]:
         limit = self._timeout.total_seconds() if timeout is None else seconds(operation, timeout)
         try:
-            return self._pool.ask(op, fields, limit)
-        except TimedOut as late:
-            raise self._late(late, operation, fields, Deadline(limit)) from None
+            return self._pool.request(row, fields, limit)
+        except RequestTimeout as report:
+            raise self._timeout_error(report, operation, fields, Deadline(limit)) from None
 
-    def _late(self, late: TimedOut, operation: str, fields: tuple[Any, ...], deadline: Deadline) -> StoreTimeoutError:
-        keys = _user_keys(late.missing, fields)
-        if late.silent:
-            return self._no_answer(operation, keys, deadline)
+    def _timeout_error(
+        self, report: RequestTimeout, operation: str, fields: tuple[Any, ...], deadline: Deadline
+    ) -> StoreTimeoutError:
+        keys = _user_keys(report.missing, fields)
+        if report.no_response:
+            return self._no_response(operation, keys, deadline)
         if operation == "barrier":
             return self._too_few(key_text("barrier", keys[0]), self.add(keys[0], 0), fields[1], deadline)
         return self._timed_out(operation, keys, deadline)
 
-    def _no_answer(self, operation: str, keys: Sequence[Text], deadline: Deadline) -> StoreTimeoutError:
+    def _no_response(self, operation: str, keys: Sequence[Text], deadline: Deadline) -> StoreTimeoutError:
         return StoreTimeoutError(
             f"{operation}: wait timeout after {deadline.seconds * 1000:.0f}ms, keys: {shown(list(keys))}, on {self!r}: "
-            f"the server does not answer at all. It may be stopped, overloaded or cut off from this machine; whether "
-            f"the operation was done is not known."
+            f"the server does not respond at all. It may be stopped, overloaded or cut off from this machine. The "
+            f"operation may or may not have been done."
         )
 
-    def _serve(self, port: int, shared: bool, descriptor: int | None) -> TCPServer:
-        with _tenants_lock:
-            server = _tenants.get(port) if shared else None
+    def _open_server(self, port: int, shared: bool, descriptor: int | None) -> TCPServer:
+        with _shared_servers_lock:
+            server = _shared_servers.get(port) if shared else None
             if server is None:
                 server = TCPServer(self._host, port, descriptor, self._timeout.total_seconds())
             if shared:
-                _tenants[server.port] = server
+                _shared_servers[server.port] = server
         return server
 
     def _join(self, world: int | None) -> None:
@@ -226,18 +230,18 @@ class TCPStore(Store):
         self._pool.connect(deadline)
         if world is None:
             return
-        self._ask("TCPStore", Op.ADD, _WORKERS, 1)
-        if self._server is not None:
+        self._request("TCPStore", Op.ADD, _WORKERS_KEY, 1)
+        if self.server is not None:
             self._await_workers(world, deadline)
 
     def _await_workers(self, world: int, deadline: Deadline) -> None:
         try:
-            self._pool.ask(Op.WAIT_NUMBER, (_WORKERS, world), deadline.remaining())
-        except TimedOut:
-            joined = self._ask("TCPStore", Op.ADD, _WORKERS, 0)[0]
+            self._pool.request(Op.WAIT_NUMBER, (_WORKERS_KEY, world), deadline.remaining())
+        except RequestTimeout:
+            joined = self._request("TCPStore", Op.ADD, _WORKERS_KEY, 0)[0]
             raise StoreTimeoutError(
                 f"TCPStore: Timed out after {deadline.seconds:g} seconds waiting for clients. {joined}/{world} clients "
-                f"joined, on {self!r}. See whether all ranks were started, with this address and world size."
+                f"joined, on {self!r}. Check that all ranks were started, with this address and world size."
             ) from None
 
 
@@ -255,10 +259,10 @@ def _checked_port(port: int) -> int:
 
 
 def _key(operation: str, key: Text) -> bytes:
-    # Every user's key has a slash in front on the wire; the store's own keys have none.
+    # On the wire, keys of users have a slash in front; the store's own keys have none.
     name = b"/" + key_bytes(operation, key)
-    if len(name) > LONGEST_KEY:
-        expected, got = f"at most {LONGEST_KEY - 1} bytes long", f"{len(name) - 1} bytes"
+    if len(name) > MAX_KEY_BYTES:
+        expected, got = f"at most {MAX_KEY_BYTES - 1} bytes long", f"{len(name) - 1} bytes"
         raise ArgumentError(explain(operation, "key", expected, got))
     return name
 
@@ -269,14 +273,14 @@ def _keys(operation: str, keys: Sequence[Text]) -> list[bytes]:
 
 def _value(operation: str, value: Text, argument: str = "value") -> bytes:
     data = value_bytes(operation, value, argument)
-    if len(data) > LONGEST_VALUE:
-        hint = "A store is for addresses and small facts; send tensors with a collective."
+    if len(data) > MAX_VALUE_BYTES:
+        hint = "A store is for addresses and small values; send tensors with a collective."
         got = f"{len(data)} bytes"
-        raise ArgumentError(explain(operation, argument, f"at most {LONGEST_VALUE} bytes long", got, hint=hint))
+        raise ArgumentError(explain(operation, argument, f"at most {MAX_VALUE_BYTES} bytes long", got, hint=hint))
     return data
 
 
-def _user_keys(missing: list[bytes] | None, asked: tuple[Any, ...]) -> list[bytes]:
-    first = asked[0] if asked else []
+def _user_keys(missing: list[bytes] | None, fields: tuple[Any, ...]) -> list[bytes]:
+    first = fields[0] if fields else []
     keys = missing or (first if isinstance(first, list) else [first])
     return [(key[0] if isinstance(key, tuple) else key).removeprefix(b"/") for key in keys]

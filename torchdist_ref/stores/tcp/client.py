@@ -1,0 +1,472 @@
+"""Client side of TCPStore: one request and its response, deadlines, reconnecting, and a pool of connections.
+
+*Deadlines.* A call ends at its deadline, or a short grace period later. A server that does not respond (stopped, or cut
+off from the network) costs the connection, not more time. A request that waits for keys is cancelled at its deadline,
+and the server reports which keys are missing.
+
+*Reconnecting.* If the connection breaks, the next attempt opens another. Our server recognizes the client and does not
+run a request twice. At torch's server, only idempotent requests are repeated.
+
+*Emulation.* torch's servers run a `get` in two steps, WAIT and GET, between which another client may delete the key.
+They do not acknowledge a `set`; the reply to a PING behind it shows that the value is in the store.
+
+The meaning of the operations belongs to `store`, their bytes to `protocol`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+import weakref
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, NoReturn
+
+from torchdist_ref.errors import ArgumentError, DistNetworkError
+from torchdist_ref.stores import sockets
+from torchdist_ref.stores.tcp.operations import NONCE_MARK, Op, Operation, recognized
+from torchdist_ref.stores.tcp.protocol import (
+    MAGIC,
+    RESPONSE_HEADER,
+    ProtocolError,
+    Status,
+    read,
+    receive,
+    reply_kinds,
+    write_request,
+)
+from torchdist_ref.timeouts import CHECK_SECONDS, Deadline, max_sleep
+
+MAX_ATTEMPTS = 5
+READ_BYTES = 4096
+MAX_READ_BYTES = 2**20
+_HEADER_BYTES, _unpack_header = RESPONSE_HEADER.size, RESPONSE_HEADER.unpack_from
+_DONE = int(Status.DONE)
+_PROBE_NONCE = 0x5E7
+
+
+class ConnectionLost(Exception):
+    """The connection broke before the response arrived."""
+
+
+class RequestTimeout(Exception):
+    """The deadline of a request passed.
+
+    Attributes:
+        missing: keys that the server reported as missing, if it did.
+        no_response: whether the server did not respond at all.
+    """
+
+    def __init__(self, missing: list[bytes] | None = None, no_response: bool = False) -> None:
+        super().__init__()
+        self.missing, self.no_response = missing, no_response
+
+
+def grace(seconds: float) -> float:
+    """Return how long after its time-out a call may still wait for the server's report, in seconds."""
+    return 0.09 + min(0.04 * seconds, 2.0)
+
+
+def _extended(deadline: Deadline) -> Deadline:
+    return deadline.extended(grace(deadline.seconds))
+
+
+class DeadlineSocket:
+    """Socket of a client; each call takes a deadline.
+
+    The socket blocks, but for `CHECK_SECONDS` at most on the main thread, so that Ctrl-C is answered. One system call
+    writes a request, one waits for the response and reads it.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        self._socket = sock
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, _as_option(CHECK_SECONDS))
+        self._limit = CHECK_SECONDS
+        self._buffer = bytearray()
+
+    def send(self, data: bytes, deadline: Deadline) -> None:
+        """Send everything.
+
+        Raises:
+            ConnectionLost: the connection broke.
+            TimeoutError: the deadline passed.
+        """
+        sent = 0
+        while sent < len(data):
+            try:
+                sent += self._socket.send(memoryview(data)[sent:] if sent else data)
+            except (TimeoutError, BlockingIOError):
+                if deadline.passed():
+                    raise TimeoutError from None
+            except OSError as error:
+                raise ConnectionLost(str(error)) from error
+
+    def take(self, size: int, deadline: Deadline) -> bytes:
+        """Return exactly `size` bytes. Raises as `send`."""
+        while len(self._buffer) < size:
+            self._buffer += self.receive(deadline, max(READ_BYTES, min(size - len(self._buffer), MAX_READ_BYTES)))
+        piece = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return piece
+
+    def receive(self, deadline: Deadline, limit: int = READ_BYTES) -> bytes:
+        """Return the next bytes, between 1 and `limit`. Raises as `send`."""
+        longest = CHECK_SECONDS
+        while True:
+            if self._limit != longest or deadline.at - monotonic() < longest:
+                self._limit_wait(deadline, longest)
+            try:
+                data = self._socket.recv(limit)
+            except (TimeoutError, BlockingIOError):
+                longest = max_sleep()
+                continue
+            except OSError as error:
+                raise ConnectionLost(str(error)) from error
+            if not data:
+                raise ConnectionLost("the server closed the connection")
+            return data
+
+    def _limit_wait(self, deadline: Deadline, longest: float) -> None:
+        """Let the next read block until the deadline, and for `longest` seconds at most."""
+        seconds = min(deadline.at - monotonic(), longest)
+        if seconds <= 0:
+            raise TimeoutError
+        if seconds != self._limit:
+            # Not `settimeout`, which would have Python call `poll` before every read and write.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _as_option(seconds))
+            self._limit = seconds
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def abort(self) -> None:
+        """Wake the thread that waits on this socket; it raises `ConnectionLost`."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def _as_option(seconds: float) -> bytes:
+    if os.name == "nt":
+        return struct.pack("@L", max(1, int(seconds * 1000)))
+    return struct.pack("@ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
+
+
+@dataclass
+class ServerAddress:
+    """Server of a store object, shared by all of its connections.
+
+    Attributes:
+        host: host name.
+        port: port number.
+        reached: whether a connection was ever opened.
+        identity: random bytes that a server of ours sends after HELLO; another server at the same port has others.
+    """
+
+    host: str
+    port: int
+    reached: bool = False
+    identity: bytes | None = None
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class ClientConnection:
+    """Connection of a client to the server: one request at a time, over as many sockets as it takes."""
+
+    def __init__(self, server: ServerAddress) -> None:
+        self._server = server
+        self._framed = False
+        self._name = os.urandom(16)
+        self._socket: DeadlineSocket | None = None
+        self._number = 0
+        self._aborted = False
+
+    def close(self) -> None:
+        """Close the socket; the next request opens another."""
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            sock.close()
+
+    def abort(self) -> None:
+        """End a request of another thread, which raises `DistNetworkError`."""
+        self._aborted = True
+        if self._socket is not None:
+            self._socket.abort()
+
+    def connect(self, deadline: Deadline) -> DeadlineSocket:
+        """Open a socket, and retry until the deadline.
+
+        Raises:
+            DistNetworkError: the server is unreachable, its name does not resolve, or it is not a store.
+        """
+        # Ranks start together, so the server is late by a millisecond or two, rarely by more.
+        pause = 0.0005
+        while True:
+            try:
+                return self._open(deadline)
+            except (OSError, ConnectionLost) as error:
+                if isinstance(error, TimeoutError) and self._server.reached:
+                    raise  # a server that was reached and is silent now is a time-out, not a lost server
+                # A server that was reached and refuses now has ended; one that disconnects may still listen.
+                retry = not self._server.reached or (isinstance(error, ConnectionLost) and pause < 0.1)
+                if deadline.passed() or not retry:
+                    raise self._unreachable(error, deadline) from error
+                time.sleep(min(pause, deadline.remaining()))
+                pause = min(pause * 1.5, 0.25)
+
+    def request(self, operation: Operation, fields: tuple[Any, ...], seconds: float) -> tuple[Any, ...]:
+        """Send a request and return the fields of its response.
+
+        Args:
+            operation: the operation.
+            fields: fields of the request.
+            seconds: time-out in seconds.
+
+        Raises:
+            RequestTimeout: the keys did not appear in time, or the server did not respond.
+            ArgumentError: the server refused the request.
+            DistNetworkError: the connection broke, and the request could not be repeated.
+        """
+        self._number += 1
+        deadline = Deadline(seconds)
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                sock = self._socket or self.connect(_extended(deadline))
+                if self._framed:
+                    return self._exchange_framed(sock, operation, fields, deadline)
+                if operation.emulation is not None:
+                    return _emulate(sock, operation, fields, deadline)
+                return _exchange_plain(sock, operation, fields, deadline)
+            except ConnectionLost as lost:
+                self.close()
+                if self._aborted or attempt == MAX_ATTEMPTS - 1 or not (self._framed or operation.idempotent):
+                    raise self._broken(operation, lost) from lost
+            except TimeoutError:
+                self.close()
+                raise RequestTimeout(no_response=True) from None
+            except (ArgumentError, RequestTimeout):
+                raise
+            except BaseException:
+                self.close()  # the next request must not read the response to this one
+                raise
+        raise AssertionError("unreachable")
+
+    def _exchange_framed(
+        self, sock: DeadlineSocket, operation: Operation, fields: tuple[Any, ...], deadline: Deadline
+    ) -> tuple[Any, ...]:
+        """Run a request at our server, whose response has the request id and its length in front.
+
+        Raises:
+            RequestTimeout: the keys did not appear in time.
+            TimeoutError: the server did not respond, not even in the grace period after the deadline.
+            ArgumentError: the server refused the request.
+            ConnectionLost: the connection broke.
+        """
+        sock.send(write_request(operation, *fields, number=self._number), deadline)
+        try:
+            response = sock.receive(deadline)
+        except TimeoutError:
+            if operation.unmet is not None:
+                sock.send(write_request(Op.CANCEL_WAIT), _extended(deadline))
+            response = sock.receive(_extended(deadline))
+        if len(response) < _HEADER_BYTES:
+            response += sock.take(_HEADER_BYTES - len(response), _extended(deadline))
+        number, size, status = _unpack_header(response)
+        if len(response) < _HEADER_BYTES + size:
+            response += sock.take(_HEADER_BYTES + size - len(response), _extended(deadline))
+        if number != self._number:
+            raise ProtocolError(f"response {number} to request {self._number}")
+        if status != _DONE:
+            _raise_status(status, response[_HEADER_BYTES:])
+        return read(operation.reply, response, _HEADER_BYTES) if len(response) > _HEADER_BYTES else ()
+
+    # Handshake
+
+    def _open(self, deadline: Deadline) -> DeadlineSocket:
+        addresses = sockets.resolve(self._server.host, self._server.port, deadline)
+        for index, address in enumerate(addresses):
+            try:
+                share = Deadline(deadline.remaining() / (len(addresses) - index))
+                sock = DeadlineSocket(sockets.connect(address, share))
+                break
+            except OSError:
+                if address is addresses[-1]:
+                    raise
+        try:
+            self._shake_hands(sock, deadline)
+        except BaseException:
+            sock.close()
+            raise
+        self._socket, self._server.reached = sock, True
+        return sock
+
+    def _shake_hands(self, sock: DeadlineSocket, deadline: Deadline) -> None:
+        # VALIDATE and PING go in one write: torch's server drops a client whose first bytes arrive in two parts.
+        nonce = NONCE_MARK | int.from_bytes(os.urandom(2), "little")
+        sock.send(write_request(Op.VALIDATE, MAGIC) + write_request(Op.PING, nonce), deadline)
+        [echo] = receive(Op.PING.reply, lambda size: sock.take(size, deadline))
+        self._framed = echo == recognized(nonce)
+        if not self._framed and echo != nonce:
+            raise DistNetworkError(
+                f"TCPStore: the service at {self._server} is not a store (the reply to a PING was {echo:#x} instead "
+                f"of {nonce:#x}). Another service may hold the port: check MASTER_ADDR and MASTER_PORT."
+            )
+        if self._framed:
+            self._identify(sock, deadline)
+
+    def _identify(self, sock: DeadlineSocket, deadline: Deadline) -> None:
+        sock.send(write_request(Op.HELLO, self._name), deadline)
+        [identity] = receive(Op.HELLO.reply, lambda size: sock.take(size, deadline))
+        if self._server.identity not in (None, identity):
+            raise DistNetworkError(
+                f"TCPStore: the server at {self._server} has been restarted since this client connected, and its "
+                f"keys are lost. Make a new store, and initialize the process group again."
+            )
+        self._server.identity = identity
+
+    # Errors
+
+    def _unreachable(self, error: Exception, deadline: Deadline) -> DistNetworkError:
+        server = self._server
+        if server.reached:
+            return DistNetworkError(
+                f"TCPStore: the server at {server} is gone ({error}). Its process (rank 0, or the launcher) has ended "
+                f"or cannot be reached; see the log of that process for the reason."
+            )
+        if isinstance(error, socket.gaierror):
+            return DistNetworkError(
+                f"TCPStore: the host name {server.host!r} did not resolve to an address within "
+                f"{deadline.seconds:g} s ({error.strerror}). Check MASTER_ADDR, or use an IP address."
+            )
+        return DistNetworkError(
+            f"TCPStore: no connection to {server} within {deadline.seconds:g} s ({error}). Check that rank 0, which "
+            f"runs the store, is up and uses the same MASTER_ADDR and MASTER_PORT, and that no firewall is between."
+        )
+
+    def _broken(self, operation: Operation, lost: ConnectionLost) -> DistNetworkError:
+        return DistNetworkError(
+            f"{operation.name.lower()}: the connection to the store at {self._server} broke ({lost}); the operation "
+            f"may or may not have been done. The next call connects again."
+        )
+
+
+def _raise_status(status: int, body: bytes) -> NoReturn:
+    if status == Status.REFUSED:
+        raise ArgumentError(body.decode())
+    if status == Status.CANCELLED:
+        raise RequestTimeout(read("L", body)[0])
+    raise ProtocolError(f"a response of status {status}")
+
+
+# Requests to torch's servers. They refuse nothing, but may disconnect.
+
+
+def _exchange_plain(
+    sock: DeadlineSocket, operation: Operation, fields: tuple[Any, ...], deadline: Deadline
+) -> tuple[Any, ...]:
+    request, extended = write_request(operation, *fields), _extended(deadline)
+    waits = operation.unmet is not None
+    if not operation.reply:
+        sock.send(request + write_request(Op.PING, _PROBE_NONCE), extended)
+        receive(Op.PING.reply, lambda size: sock.take(size, extended))
+        return ()
+    sock.send(request, extended)
+    until = deadline if waits else extended
+    try:
+        return receive(reply_kinds(operation, fields), lambda size: sock.take(size, until))
+    except TimeoutError:
+        if not waits:
+            raise
+    sock.send(write_request(Op.CANCEL_WAIT), extended)
+    if sock.take(1, extended) == b"\x01":
+        raise RequestTimeout
+    sock.take(1, extended)  # the keys appeared before the cancellation arrived, so both have a reply
+    return (0,)
+
+
+def _emulate(
+    sock: DeadlineSocket, operation: Operation, fields: tuple[Any, ...], deadline: Deadline
+) -> tuple[Any, ...]:
+    assert operation.emulation is not None
+    following, convert = operation.emulation
+    keys = fields[0] if isinstance(fields[0], list) else [fields[0]]
+    while True:
+        _exchange_plain(sock, Op.WAIT, (keys,), deadline)
+        reply = convert(_exchange_plain(sock, following, fields, deadline))
+        if reply is not None:
+            return reply
+
+
+class ConnectionPool:
+    """Connections of one store object: as many as threads call it at once, one in the common case.
+
+    If threads shared a connection, one that waits for a key would block the thread that is about to set it. So each
+    call takes an idle connection, or opens one.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self.server = ServerAddress(host, port)
+        self._idle: list[ClientConnection] = []
+        self._busy: set[ClientConnection] = set()
+        self._closed = False
+        _pools.add(self)
+
+    def connect(self, deadline: Deadline) -> None:
+        """Open a first connection. Raises as `ClientConnection.connect`."""
+        connection = ClientConnection(self.server)
+        connection.connect(deadline)
+        self._idle.append(connection)
+
+    def request(self, operation: Operation, fields: tuple[Any, ...], seconds: float) -> tuple[Any, ...]:
+        """Run a request on a connection that no other thread uses. Returns and raises as `ClientConnection.request`."""
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._new_connection()
+        self._busy.add(connection)
+        try:
+            return connection.request(operation, fields, seconds)
+        finally:
+            self._busy.discard(connection)
+            if self._closed:
+                connection.close()
+            else:
+                self._idle.append(connection)
+
+    def close(self) -> None:
+        """Close all connections. Calls of other threads raise `DistNetworkError`."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().close()
+        for connection in list(self._busy):
+            connection.abort()
+
+    def _new_connection(self) -> ClientConnection:
+        if self._closed:
+            raise DistNetworkError(f"TCPStore: this store ({self.server}) has been closed; make a new one.")
+        return ClientConnection(self.server)
+
+    def close_copies(self) -> None:
+        """Close a forked child's copies of the parent's sockets, which the server does not notice."""
+        for connection in (*self._idle, *self._busy):
+            connection.close()
+        self._idle.clear()
+        self._busy.clear()
+
+
+_pools: weakref.WeakSet[ConnectionPool] = weakref.WeakSet()
+
+
+def _close_all_copies() -> None:
+    for pool in list(_pools):
+        pool.close_copies()
+
+
+os.register_at_fork(after_in_child=_close_all_copies)

@@ -1,0 +1,291 @@
+"""Request handling of TCPStore's server: replies, waiting requests, and clients that reconnect.
+
+No sockets here: a `StoreClient` is any object that bytes can be sent to and that can be disconnected, so tests use
+lists. One thread at a time may use a `RequestHandler`.
+
+*Waiting.* A request whose conditions do not hold yet becomes a `PendingRequest`, filed under each of its conditions. A
+change to a key wakes the requests whose condition it fulfills. A request without unmet conditions is answered in the
+same step, so no other client can delete the key in between.
+
+*Reconnecting.* A client that sends its name (HELLO) has a `ClientSession`, which outlives the connection and keeps the
+last response to a request that is not idempotent. If the connection breaks before the response arrives, the client
+repeats the request with the same number, and the server sends the kept response instead of running it twice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchdist_ref.errors import ArgumentError
+from torchdist_ref.stores.hash import Table
+from torchdist_ref.stores.tcp.operations import Condition, Op, Operation
+from torchdist_ref.stores.tcp.protocol import (
+    MAGIC,
+    ProtocolError,
+    Request,
+    Status,
+    write,
+    write_reply,
+    write_response,
+)
+
+MAX_SESSIONS = 4096
+# A member of an enumeration takes a Python call to look up, and every request needs this one.
+_DONE = int(Status.DONE)
+
+
+class StoreClient:
+    """Connection of a client, as the request handler sees it.
+
+    Attributes:
+        validated: whether the client has sent the magic number.
+        session: session of a client that has sent its name.
+        pending: request that waits for its conditions.
+    """
+
+    validated = False
+    session: ClientSession | None = None
+    pending: PendingRequest | None = None
+
+    def send(self, pieces: Sequence[bytes]) -> None:
+        """Send the pieces, in order, without blocking."""
+        raise NotImplementedError(f"{type(self).__name__} must define send()")
+
+    def disconnect(self, reason: str) -> None:
+        """Close the connection."""
+        raise NotImplementedError(f"{type(self).__name__} must define disconnect()")
+
+
+@dataclass(eq=False)
+class ClientSession:
+    """State of a client that outlives its connections.
+
+    Attributes:
+        client: its connection, if there is one.
+        number: highest request id.
+        response: response to that request, if it was sent and the request is not idempotent.
+        counted: request id of the last BARRIER whose caller was counted.
+    """
+
+    client: StoreClient | None = None
+    number: int = -1
+    response: Sequence[bytes] | None = None
+    counted: int = -1
+
+
+@dataclass(eq=False)
+class PendingRequest:
+    """Request that waits for its conditions.
+
+    Attributes:
+        client: connection that sent it.
+        request: the request.
+        unmet: conditions that it is filed under, in order.
+    """
+
+    client: StoreClient
+    request: Request
+    unmet: dict[Condition, None] = field(default_factory=dict)
+
+
+class RequestHandler:
+    """Keys of a store, and the sessions and waiting requests of its clients.
+
+    Attributes:
+        table: keys, values and queues.
+        identity: random bytes that tell clients this server from another at the same port.
+        pending: waiting requests by key and by the number that the key must reach.
+    """
+
+    def __init__(self) -> None:
+        self.table = Table(slash=b"/")
+        self.identity = os.urandom(16)
+        self.pending: dict[bytes, dict[int, dict[PendingRequest, None]]] = {}
+        self._sessions: dict[bytes, ClientSession] = {}
+
+    def handle(self, client: StoreClient, request: Request) -> None:
+        """Run one request of a client.
+
+        Raises:
+            ProtocolError: the request is not valid in this state; the caller must close the connection.
+        """
+        operation, _, number = request
+        if client.pending is not None or operation.execute is None or not client.validated:
+            self._control(client, request)
+        elif number is None or not self._resend(client, number):
+            self._execute(client, request)
+
+    def remove(self, client: StoreClient) -> None:
+        """Forget a client whose connection is closed; its session stays for a while."""
+        self._unfile(client)
+        if client.session is not None and client.session.client is client:
+            client.session.client = None
+            self._drop_old_session()
+
+    def _control(self, client: StoreClient, request: Request) -> None:
+        """Handle the operations on the connection itself."""
+        if not client.validated:
+            if request.operation is not Op.VALIDATE or request.fields != (MAGIC,):
+                raise ProtocolError("this is not a client of a store")
+            client.validated = True
+        elif request.operation is Op.CANCEL_WAIT:
+            self._cancel(client)
+        elif request.operation is Op.HELLO and client.pending is None:
+            self._open_session(client, request)
+        else:
+            raise ProtocolError(f"{request.operation.name} in the wrong state")
+
+    def _resend(self, client: StoreClient, number: int) -> bool:
+        """Send the kept response to a repeated request; return whether there was one."""
+        session = client.session
+        if session is None or number < session.number:
+            raise ProtocolError("a numbered request without a session, or an old one")
+        if number > session.number:
+            session.number, session.response = number, None
+            return False
+        if session.response is not None:
+            client.send(session.response)
+        return session.response is not None
+
+    def _execute(self, client: StoreClient, request: Request) -> None:
+        operation, fields, _ = request
+        assert operation.execute is not None
+        try:
+            if operation.unmet is not None:
+                return self._execute_or_wait(client, request)
+            reply = operation.execute(self.table, *fields)
+        except ArgumentError as error:
+            return self._refuse(client, request, error)
+        self._respond(client, request, reply)
+        if self.pending and operation.wakes != "none":
+            self._wake_changed(operation, fields)
+
+    def _execute_or_wait(self, client: StoreClient, request: Request) -> None:
+        if request.operation is Op.BARRIER:
+            self._count(client, request)
+        if unmet := self._attempt(client, request):
+            self._file(PendingRequest(client, request), unmet)
+
+    def _attempt(self, client: StoreClient, request: Request) -> Sequence[Condition]:
+        """Respond to a request whose conditions hold; else return the others."""
+        operation, fields, _ = request
+        assert operation.execute is not None and operation.unmet is not None
+        unmet = operation.unmet(self.table, *fields)
+        if not unmet:
+            self._respond(client, request, operation.execute(self.table, *fields))
+        return unmet
+
+    def _open_session(self, client: StoreClient, request: Request) -> None:
+        session = self._sessions.setdefault(request.fields[0], ClientSession())
+        previous, session.client, client.session = session.client, client, session
+        if previous is not None and previous is not client:
+            self._unfile(previous)
+            previous.disconnect("its client has connected again")
+        self._respond(client, request, (self.identity,))
+
+    def _drop_old_session(self) -> None:
+        if len(self._sessions) > MAX_SESSIONS:
+            gone = next((name for name, session in self._sessions.items() if session.client is None), None)
+            if gone is not None:
+                del self._sessions[gone]
+
+    # Responses: a framed request gets its number, a status and the reply; others get the bare reply.
+
+    def _respond(self, client: StoreClient, request: Request, reply: tuple[Any, ...]) -> None:
+        operation, fields, number = request
+        if number is None:
+            return client.send(write_reply(operation, fields, reply))
+        # The status says all that an acknowledgement does.
+        pieces = [] if operation.reply in ("", "a") else write_reply(operation, fields, reply)
+        pieces = write_response(number, _DONE, pieces)
+        if not operation.idempotent and client.session is not None:
+            client.session.response = pieces
+        client.send(pieces)
+
+    def _refuse(self, client: StoreClient, request: Request, error: ArgumentError) -> None:
+        if request.number is None:
+            client.disconnect(str(error))
+        else:
+            client.send(write_response(request.number, Status.REFUSED, [str(error).encode()]))
+
+    # Waiting
+
+    def _count(self, client: StoreClient, request: Request) -> None:
+        """Count the caller of a barrier, unless its request is repeated after a broken connection."""
+        session, number = client.session, request.number
+        if session is None or number is None or session.counted != number:
+            self.table.add(request.fields[0], 1)
+            self._wake(request.fields[0])
+        if session is not None and number is not None:
+            session.counted = number
+
+    def _retry(self, pending: PendingRequest) -> bool:
+        """Respond to a pending request or file it again; return whether it was completed."""
+        client, pending.client.pending = pending.client, None
+        try:
+            unmet = self._attempt(client, pending.request)
+        except ArgumentError as error:
+            self._refuse(client, pending.request, error)
+            return False
+        if unmet:
+            self._file(pending, unmet)
+        return not unmet
+
+    def _file(self, pending: PendingRequest, unmet: Sequence[Condition]) -> None:
+        pending.client.pending, pending.unmet = pending, dict.fromkeys(unmet)
+        for key, number in unmet:
+            self.pending.setdefault(key, {}).setdefault(number, {})[pending] = None
+
+    def _unfile(self, client: StoreClient) -> list[bytes]:
+        """Drop a client's pending request, and return the keys that it waited for."""
+        pending, client.pending = client.pending, None
+        if pending is None:
+            return []
+        unmet, pending.unmet = pending.unmet, {}
+        for condition in unmet:
+            self._unfile_condition(pending, condition)
+        return [key for key, _ in unmet]
+
+    def _unfile_condition(self, pending: PendingRequest, condition: Condition) -> None:
+        key, number = condition
+        by_number = self.pending[key]
+        del by_number[number][pending]
+        if not by_number[number]:
+            del by_number[number]
+        if not by_number:
+            del self.pending[key]
+
+    def _wake_changed(self, operation: Operation, fields: tuple[Any, ...]) -> None:
+        for key in [key for key, _ in fields[0]] if operation is Op.MULTI_SET else [fields[0]]:
+            self._wake(key, only_one=operation.wakes == "one")
+
+    def _wake(self, key: bytes, only_one: bool = False) -> None:
+        for number in list(self.pending.get(key, ())):
+            if not number or self._reached(key, number):
+                self._wake_condition((key, number), only_one)
+
+    def _reached(self, key: bytes, number: int) -> bool:
+        try:
+            return self.table.number(key) >= number
+        except ArgumentError:
+            return True  # the value is no number any more, which the request reports
+
+    def _wake_condition(self, condition: Condition, only_one: bool) -> None:
+        key, number = condition
+        for pending in list(self.pending.get(key, {}).get(number, ())):
+            if condition not in pending.unmet:
+                continue  # disconnected or completed while another one was
+            self._unfile_condition(pending, condition)
+            del pending.unmet[condition]
+            if not pending.unmet and self._retry(pending) and only_one:
+                return
+
+    def _cancel(self, client: StoreClient) -> None:
+        pending, missing = client.pending, self._unfile(client)
+        if client.session is None:
+            client.send([b"\x01"])
+        elif pending is not None and pending.request.number is not None:
+            client.send(write_response(pending.request.number, Status.CANCELLED, write("L", [missing])))

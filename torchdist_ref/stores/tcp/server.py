@@ -1,0 +1,340 @@
+"""Server side of TCPStore: listening sockets, one thread with an event loop, bounded memory.
+
+The thread reads from the sockets, parses requests (`protocol`), runs them (`handlers`) and sends the replies. Any
+process can connect, so each connection has limits:
+
+- a connection that sends no complete request within `HANDSHAKE_SECONDS` is closed;
+- unfinished requests hold at most `MEMORY_LIMIT` bytes together. Above that, only one connection may continue a large
+  request; the others are not read. One that is unfinished for `HANDSHAKE_SECONDS` while others wait is closed;
+- a client that does not read its replies is not read from.
+
+The server ends when its `TCPServer` is closed or collected: no thread, descriptor or port stays behind. A forked child
+closes its copies of the sockets at once, so that the port is free when the parent's server ends. Do not add the meaning
+of requests here.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+
+from torchdist_ref.stores.sockets import READ, WRITE, adopt, listen, poller
+from torchdist_ref.stores.tcp.handlers import RequestHandler, StoreClient
+from torchdist_ref.stores.tcp.protocol import ProtocolError, RequestDecoder
+from torchdist_ref.timeouts import Deadline
+
+logger = logging.getLogger("torchdist_ref.stores")
+
+HANDSHAKE_SECONDS = 5.0
+MEMORY_LIMIT = 4 * 2**20
+READ_BYTES = 4096
+MAX_READ_BYTES = 256 * 1024
+PAUSED_CHECK_SECONDS = 0.25
+ACCEPT_RETRY_SECONDS = 0.1
+STOP_SECONDS = 5.0
+
+
+class ServerConnection(StoreClient):
+    """Socket of one client, with its unfinished requests and unsent replies.
+
+    Attributes:
+        accepted: when the connection was accepted, in seconds of the monotonic clock.
+        unfinished_since: when the unfinished request began to hold memory.
+        counted: bytes that it holds, as the loop has counted them.
+    """
+
+    def __init__(self, loop: ServerLoop, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock, self.loop, self.descriptor = sock, loop, sock.fileno()
+        self.decoder = RequestDecoder()
+        self.send_queue: deque[memoryview] = deque()
+        self.accepted = self.unfinished_since = time.monotonic()
+        self.counted = 0
+        self.interest = READ
+        self.closed = False
+
+    def send(self, pieces: Sequence[bytes | memoryview]) -> None:
+        if not self.send_queue and sum(map(len, pieces)) <= READ_BYTES:
+            # Most replies are small and are sent whole, without the queue.
+            whole = b"".join(pieces)
+            try:
+                sent = self.sock.send(whole) if whole else 0
+            except OSError:
+                sent = 0  # `flush` meets the same error
+            if sent == len(whole):
+                return
+            pieces = [memoryview(whole)[sent:]]
+        self.send_queue.extend(memoryview(piece) for piece in pieces if piece)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much of the queue as the socket accepts."""
+        try:
+            while self.send_queue and not self.closed:
+                self._drop_sent(self.sock.sendmsg(list(islice(self.send_queue, 64))))
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.disconnect(str(error))
+        self.loop.watch(self)
+
+    def _drop_sent(self, size: int) -> None:
+        while self.send_queue and size >= len(self.send_queue[0]):
+            size -= len(self.send_queue.popleft())
+        if size:
+            self.send_queue[0] = self.send_queue[0][size:]
+
+    def disconnect(self, reason: str) -> None:
+        self.loop.drop(self, reason)
+
+
+class ServerLoop:
+    """Event loop of the server's thread. It holds no reference to `TCPServer`, so that that can be collected."""
+
+    def __init__(self, listeners: list[socket.socket]) -> None:
+        self.handler = RequestHandler()
+        self.listeners = listeners
+        self.connections: dict[int, ServerConnection] = {}
+        self._unvalidated: dict[ServerConnection, None] = {}
+        self._paused: dict[ServerConnection, None] = {}
+        self._held = 0
+        self._accept_again = 0.0
+        self._stopping = False
+        self._poller = poller()
+        self._wake_sender, self._wake_receiver = socket.socketpair()
+        self._poller.register(self._wake_receiver.fileno(), READ)
+        self._listen(True)
+        self.thread = threading.Thread(target=self._run, name="torchdist_ref store server", daemon=True)
+
+    def stop(self) -> None:
+        """End the thread and close everything. Any thread may call this, more than once."""
+        self._stopping = True
+        try:
+            self._wake_sender.send(b"x")
+        except OSError:
+            return
+        if threading.current_thread() is not self.thread:
+            self.thread.join(timeout=5)
+
+    def close_copies(self) -> None:
+        """In a forked child: close the copied descriptors without a word to the parent's clients."""
+        # The kernel's list is shared with the parent: unregistering here would unregister there.
+        mine = [connection.sock for connection in self.connections.values()]
+        for sock in [*self.listeners, *mine, self._wake_sender, self._wake_receiver]:
+            sock.close()
+        self._poller.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                for descriptor, events in self._poller.poll(self._poll_timeout()):
+                    connection = self.connections.get(descriptor)
+                    if connection is not None:
+                        self._serve(connection, events)
+                    else:
+                        self._accept(descriptor)
+                if self._unvalidated or self._paused or self._accept_again:
+                    self._check_limits()
+        finally:
+            self.close_copies()
+
+    def _serve(self, connection: ServerConnection, events: int) -> None:
+        try:
+            if events & ~READ:  # room to write, or an error
+                connection.flush()
+                self._process(connection)
+            if events & ~WRITE and not connection.closed:
+                self._read(connection)
+        except Exception:
+            logger.exception("store server: an error of its own; only the connection that met it is closed")
+            self.drop(connection, "an error in the server")
+
+    # Connections come and go
+
+    def _accept(self, descriptor: int) -> None:
+        try:
+            for listener in (each for each in self.listeners if each.fileno() == descriptor):
+                for _ in range(16):
+                    self._add(ServerConnection(self, listener.accept()[0]))
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            # Anything but a lack of descriptors or memory concerns that one connection, which is gone already.
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self._make_space(error)
+
+    def _add(self, connection: ServerConnection) -> None:
+        self.connections[connection.descriptor] = connection
+        self._unvalidated[connection] = None
+        self._poller.register(connection.descriptor, READ)
+
+    def _make_space(self, error: OSError) -> None:
+        logger.warning("store server: cannot accept a connection: %s", error)
+        if self._unvalidated:
+            self.drop(next(iter(self._unvalidated)), "room was needed")
+        else:
+            self._listen(False)
+            self._accept_again = time.monotonic() + 0.1
+
+    def _listen(self, wanted: bool) -> None:
+        for listener in self.listeners:
+            if wanted:
+                self._poller.register(listener.fileno(), READ)
+            else:
+                self._poller.unregister(listener.fileno())
+
+    def drop(self, connection: ServerConnection, why: str) -> None:
+        """Close a connection and forget it."""
+        if connection.closed:
+            return
+        logger.debug("store server: closed a connection: %s", why)
+        connection.closed = True
+        self._held -= connection.counted
+        del self.connections[connection.descriptor]
+        self._unvalidated.pop(connection, None)
+        if connection in self._paused:
+            del self._paused[connection]
+        else:
+            self._poller.unregister(connection.descriptor)
+        connection.sock.close()
+        connection.send_queue.clear()
+        self.handler.remove(connection)
+
+    # Bytes in, answers out
+
+    def watch(self, connection: ServerConnection) -> None:
+        """Wait for what the connection needs: room to write if answers are stuck, else requests."""
+        wanted = WRITE if connection.send_queue else READ
+        if wanted != connection.interest and not connection.closed:
+            connection.interest = wanted
+            if connection not in self._paused:
+                self._poller.modify(connection.descriptor, wanted)
+
+    def _read(self, connection: ServerConnection) -> None:
+        size = self._read_size(connection) if connection.decoder.held else READ_BYTES
+        if size <= 0:
+            self._poller.unregister(connection.descriptor)
+            self._paused[connection] = None
+            return
+        try:
+            data = connection.sock.recv(size)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            return self.drop(connection, str(error))
+        if not data:
+            return self.drop(connection, "the client left")
+        connection.decoder.feed(data)
+        self._process(connection)
+
+    def _read_size(self, connection: ServerConnection) -> int:
+        wanted = min(max(connection.decoder.wanted, READ_BYTES), MAX_READ_BYTES)
+        if self._held + wanted <= MEMORY_LIMIT or connection is self._largest():
+            return wanted
+        return READ_BYTES - connection.decoder.held
+
+    def _largest(self) -> ServerConnection:
+        return max(self.connections.values(), key=lambda connection: connection.decoder.held)
+
+    def _process(self, connection: ServerConnection) -> None:
+        decoder, handled = connection.decoder, False
+        try:
+            while decoder.held and not (connection.closed or connection.send_queue):
+                if (request := decoder.next()) is None:
+                    break
+                self.handler.handle(connection, request)
+                handled = True
+        except ProtocolError as error:
+            self.drop(connection, str(error))
+        if handled:
+            self._unvalidated.pop(connection, None)
+        if (decoder.held or connection.counted) and not connection.closed:
+            self._count(connection, handled)
+
+    def _count(self, connection: ServerConnection, fresh: bool) -> None:
+        """Take down what a connection holds unfinished, and since when."""
+        if fresh or not connection.counted:
+            connection.unfinished_since = time.monotonic()
+        self._held += connection.decoder.held - connection.counted
+        connection.counted = connection.decoder.held
+
+    # Housekeeping
+
+    def _poll_timeout(self) -> float | None:
+        waits = [self._accept_again - time.monotonic()] if self._accept_again else []
+        if self._unvalidated:
+            waits.append(next(iter(self._unvalidated)).accepted + HANDSHAKE_SECONDS - time.monotonic())
+        if self._paused:
+            waits.append(0.25)
+        return max(0.0, min(waits)) if waits else None
+
+    def _check_limits(self) -> None:
+        now = time.monotonic()
+        if self._accept_again and now >= self._accept_again:
+            self._accept_again = 0.0
+            self._listen(True)
+        while self._unvalidated and now >= (first := next(iter(self._unvalidated))).accepted + HANDSHAKE_SECONDS:
+            self.drop(first, "no greeting in time")
+        if self._paused:
+            self._resume_paused(now)
+
+    def _resume_paused(self, now: float) -> None:
+        for connection in [each for each in self.connections.values() if each.decoder.held > READ_BYTES]:
+            if now > connection.unfinished_since + HANDSHAKE_SECONDS:
+                self.drop(connection, "an unfinished message held memory that others wait for")
+        if self._held <= MEMORY_LIMIT:
+            paused, self._paused = self._paused, {}
+            for connection in paused:
+                self._poller.register(connection.descriptor, connection.interest)
+
+
+class TCPServer:
+    """Running server of a store. It stops when closed, or when the last reference to it is dropped.
+
+    Args:
+        host: host name or address to listen on.
+        port: port; 0 lets the system choose one.
+        descriptor: file descriptor of a listening socket to use instead.
+        timeout: seconds in which the host name must resolve.
+
+    Attributes:
+        port: port that it listens on.
+    """
+
+    def __init__(self, host: str, port: int, descriptor: int | None = None, timeout: float = 300.0) -> None:
+        listeners = listen(host, port, Deadline(timeout)) if descriptor is None else adopt(descriptor)
+        self.port: int = listeners[0].getsockname()[1]
+        loop = ServerLoop(listeners)
+        _loops.add(loop)
+        self._finalizer = weakref.finalize(self, _stop, loop, os.getpid())
+        loop.thread.start()
+
+    def close(self) -> None:
+        """Stop now; the connections of clients close."""
+        self._finalizer()
+
+
+def _stop(loop: ServerLoop, owner: int) -> None:
+    if os.getpid() == owner:
+        loop.stop()
+
+
+_loops: weakref.WeakSet[ServerLoop] = weakref.WeakSet()
+
+
+def _close_all_copies() -> None:
+    for loop in list(_loops):
+        loop.close_copies()
+    _loops.clear()
+
+
+os.register_at_fork(after_in_child=_close_all_copies)
