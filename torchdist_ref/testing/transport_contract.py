@@ -16,7 +16,7 @@ from torchdist_ref.testing.filling import fill
 from torchdist_ref.testing.running import run
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.mailbox import Mailbox
-from torchdist_ref.transports.status_table import ROW_BYTES, CallRecord
+from torchdist_ref.transports.status_table import ROW_BYTES, Announcement
 
 Connect = Callable[[Store, int, Sequence[int], str, float], Link]
 
@@ -60,7 +60,7 @@ def _barrier(link: Link) -> None:
     for peer in link.peers:
         link.make_signal("ready", peer, ranges)()
     for peer in link.peers:
-        link.wait(peer, "barrier")
+        link.wait_for_signal(peer, "barrier")
 
 
 def semaphores_count(link: Link) -> None:
@@ -70,7 +70,7 @@ def semaphores_count(link: Link) -> None:
             link.make_signal("ready", peer)()
     for peer in link.peers:
         for _ in range(peer + 2):
-            link.wait(peer, "count")
+            link.wait_for_signal(peer, "count")
         assert not link.ready_from[peer].acquire(False), f"more signals than rank {peer} has posted"
 
 
@@ -90,32 +90,33 @@ def _eager_buffer(link: Link, rank: int, cell: int) -> torch.Tensor:
     return torch.frombuffer(link.segment.buffer_of(rank), dtype=torch.float32, count=500, offset=offset)
 
 
-def rounds_of_write_signal_wait_read_release(link: Link) -> None:
-    """The five operations of a round work with one cell: no rank overwrites data before all peers have released it."""
-    offset, nbytes = link.layout.ring(link.rank, 0), 4 * 3000
+def a_round_writes_signals_waits_reads_and_releases(link: Link) -> None:
+    """The operations of a round work at one offset: no rank overwrites data before all peers have released it."""
+    offset, count = 256, 3000
     for iteration in range(10):
-        if iteration:
-            for peer in link.peers:
-                link.wait_released(peer, "write")
-        link.row.announce(iteration, CallRecord(5 + link.rank * iteration, b"a round"))
-        link.write(offset, fill(link.rank + 7 * iteration, (3000,)).numpy())
+        for peer in link.peers if iteration else ():
+            link.wait_for_release(peer, "write")
+        link.row.announce(iteration, Announcement(5 + link.rank * iteration, b"a round"))
+        link.write(offset, fill(link.rank + 7 * iteration, (count,)))
         for peer in link.peers:
-            link.signal(peer, [(offset, nbytes)])
+            link.signal(peer, [(offset, 4 * count)], announce=True)
         for peer in link.peers:
-            link.wait(peer, "read")
-            data = torch.frombuffer(link.read(peer, link.layout.ring(peer, 0), nbytes), dtype=torch.float32)
-            assert torch.equal(data, fill(peer + 7 * iteration, (3000,))), f"data of rank {peer}, iteration {iteration}"
-            announced = link.rows[peer].announcements[iteration & 1][1]
-            assert announced == 5 + peer * iteration, f"announcement of rank {peer} in iteration {iteration}"
+            link.wait_for_signal(peer, "read")
+            data = link.read(peer, offset, torch.float32, count)
+            assert torch.equal(data, fill(peer + 7 * iteration, (count,))), (
+                f"data of rank {peer}, iteration {iteration}"
+            )
+            announced = link.rows[peer].headers[iteration & 1][1]
+            assert announced == 5 + peer * iteration, f"announcement of rank {peer}, iteration {iteration}"
             link.release(peer)
 
 
 def status_rows_show_calls(link: Link) -> None:
     """Every rank can read the announced and completed calls of the others."""
-    link.row.announce(0, CallRecord(7 + link.rank, f"call of {link.rank}".encode()))
+    link.row.announce(0, Announcement(7 + link.rank, f"call of {link.rank}".encode()))
     _barrier(link)
     for peer in link.peers:
-        assert link.rows[peer].announcements[0][1] == 7 + peer
+        assert link.rows[peer].headers[0][1] == 7 + peer
         assert link.rows[peer].describe() == f"is in call 0, call of {peer}"
     _barrier(link)
     link.row.completed = 0
@@ -134,7 +135,7 @@ def messages_of_all_sizes_are_delivered(link: Link) -> None:
     part = link.layout.mailbox_ring_bytes // 4 // 5
     wrapping = 3 * link.layout.mailbox_ring_bytes // 4 + 5
     for count in (0, 1, 1000, 2 * part, 2, 2 * part, 2 * part + 1, wrapping, part):
-        record = CallRecord(count, f"message of {count}".encode())
+        record = Announcement(count, f"message of {count}".encode())
         if link.rank == 0:
             mailbox.send(count + 1, record, fill(count, (count,)))
         else:
@@ -155,12 +156,12 @@ def rejected_messages_raise_on_the_sender(link: Link) -> None:
     for count in (3, link.layout.mailbox_ring_bytes // 16, link.layout.mailbox_ring_bytes):
         if link.rank == 0:
             try:
-                mailbox.send(1, CallRecord(1, b"first"), torch.ones(count))
+                mailbox.send(1, Announcement(1, b"first"), torch.ones(count))
             except MismatchError as error:
                 assert "rank 1 (global 10) expects something else: five" in str(error), str(error)
             else:
                 raise AssertionError("the send returned")
-            mailbox.send(2, CallRecord(2, b"second"), fill(count, (5000,)))
+            mailbox.send(2, Announcement(2, b"second"), fill(count, (5000,)))
             continue
         link.acquire(mailbox.message, 0, "receive", only_peer=True)
         mailbox.reject("five")
@@ -190,9 +191,9 @@ def an_abort_ends_the_waits_of_all(link: Link) -> None:
     if link.rank == 0:
         link.abort(ValueError("lost interest"), "a call")
         return
-    link.row.announce(0, CallRecord(1, b"long wait"))
+    link.row.announce(0, Announcement(1, b"long wait"))
     try:
-        link.wait(0, "long wait")
+        link.wait_for_signal(0, "long wait")
     except GroupAbortedError as error:
         assert "rank 0 aborted: ValueError in a call: lost interest" in str(error), str(error)
     else:
@@ -205,9 +206,9 @@ def closing_ends_the_waits_of_dependents(link: Link) -> None:
     if link.rank == 0:
         link.close()
         return
-    link.row.announce(0, CallRecord(1, b"long wait"))
+    link.row.announce(0, Announcement(1, b"long wait"))
     try:
-        link.wait(0, "long wait")
+        link.wait_for_signal(0, "long wait")
     except GroupAbortedError as error:
         assert "destroyed the group" in str(error) and "0" in str(error), str(error)
     else:
@@ -217,7 +218,7 @@ def closing_ends_the_waits_of_dependents(link: Link) -> None:
 def a_rank_that_has_completed_the_call_may_exit(link: Link) -> None:
     """A wait continues when a rank exits that has completed the call; another rank's signal may still arrive."""
     _barrier(link)
-    link.row.announce(0, CallRecord(1, b"last call"))
+    link.row.announce(0, Announcement(1, b"last call"))
     last = link.size - 1
     if link.rank == 0:
         link.row.completed = 0
@@ -234,7 +235,7 @@ def a_rank_that_has_completed_the_call_may_exit(link: Link) -> None:
 CLAUSES: tuple[Callable[[Link], None], ...] = (
     semaphores_count,
     writes_are_visible_after_acquire,
-    rounds_of_write_signal_wait_read_release,
+    a_round_writes_signals_waits_reads_and_releases,
     status_rows_show_calls,
     messages_of_all_sizes_are_delivered,
     rejected_messages_raise_on_the_sender,

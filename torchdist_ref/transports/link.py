@@ -3,13 +3,16 @@
 The transports (`threads`, `shared_memory`, `tcp`) differ in the primitives below a link: a `Segment`, its semaphores
 and `Liveness`. `Link` itself is the same for all of them, so that backends run the same code on each.
 
-A round of a collective uses five operations, which mean the same on every transport::
+A round of a collective uses six operations, which mean the same on every transport::
 
-    link.write(offset, data)              # into this rank's own staging buffer
-    link.signal(peer, [(offset, nbytes)]) # peer may read these bytes, and this rank's announcement
-    link.wait(peer, description)          # acquire the signal of peer; raise if it cannot arrive
-    link.read(peer, offset, nbytes)       # from the staging buffer of peer
-    link.release(peer)                    # peer may write these offsets again, after its `wait_released`
+    link.write(offset, values)                 # into this rank's ring buffer
+    link.signal(peer, [(offset, nbytes)])      # peer may read these bytes
+    link.wait_for_signal(peer, description)    # returns when peer has signaled; raises if it cannot
+    link.read(peer, offset, dtype, count)      # from the ring buffer of peer
+    link.release(peer)                         # peer may overwrite what it signaled last
+    link.wait_for_release(peer, description)   # returns when peer has released what this rank signaled
+
+Signals and releases are counted: each wait consumes one. Fast executors use `make_signal` and `acquire` directly.
 
 Every wait ends: with the semaphore, or with an error that names the rank that died, aborted, destroyed the group or did
 not arrive before the deadline. A wait first spins if every rank has a core, else yields, then blocks in short intervals
@@ -25,6 +28,9 @@ import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError
 from torchdist_ref.timeouts import CHECK_SECONDS
@@ -171,7 +177,6 @@ class Link:
         self.rows = tuple(StatusRow(segment.bytes_of(r), layout.status_row(r)) for r in range(self.size))
         self.row = self.rows[rank]
         self.peers = tuple(r for r in range(self.size) if r != rank)
-        self._own_bytes = segment.bytes_of(rank)
         self._posted_semaphores: dict[tuple[str, int], Semaphore] = {}
         self.ready_from = {p: segment.semaphore(layout, "ready", p, rank) for p in self.peers}
         self.released_by = {p: segment.semaphore(layout, "released", p, rank) for p in self.peers}
@@ -182,34 +187,40 @@ class Link:
         self.liveness: Liveness = NoPeerProcesses()
         self.broken: BaseException | None = None
 
-    def write(self, offset: int, data: Any) -> None:
-        """Copy bytes into this rank's part of the segment.
+    def write(self, offset: int, values: Tensor) -> None:
+        """Copy contiguous values to an offset of this rank's ring buffer."""
+        self.read(self.rank, offset, values.dtype, values.numel()).copy_(values)
+
+    def read(self, rank: int, offset: int, dtype: torch.dtype, count: int) -> Tensor:
+        """Return `count` elements at an offset of a rank's ring buffer, in place.
+
+        Those of a peer are valid between `wait_for_signal` and `release`.
+        """
+        begin = self.layout.ring(rank, offset)
+        return torch.frombuffer(self.segment.buffer_of(rank), dtype=dtype, count=count, offset=begin)
+
+    def signal(self, peer: int, ranges: Sequence[Range], announce: bool = False) -> None:
+        """Make ranges of this rank's ring buffer visible to `peer`, and post a semaphore that says so.
 
         Args:
-            offset: Offset in the segment (`layout.eager_buffer` or `layout.ring` of this rank).
-            data: Object with the buffer protocol, contiguous.
+            peer: Group rank.
+            ranges: (offset, size) in bytes, in the ring buffer.
+            announce: Make this rank's announcement visible too.
         """
-        view = memoryview(data).cast("B")
-        self._own_bytes[offset : offset + len(view)] = view
+        begin = self.layout.ring(self.rank, 0)
+        announcement = [(self.layout.status_row(self.rank), ANNOUNCEMENT_BYTES)] if announce else []
+        self.make_signal("ready", peer, [*announcement, *((begin + offset, nbytes) for offset, nbytes in ranges)])()
 
-    def read(self, peer: int, offset: int, nbytes: int) -> memoryview:
-        """Return bytes of the part of `peer`, valid between `wait` and `release`."""
-        return self.segment.bytes_of(peer)[offset : offset + nbytes]
-
-    def signal(self, peer: int, ranges: Sequence[Range] = ()) -> None:
-        """Make this rank's announcement and these ranges of its part visible to `peer`, then post its semaphore."""
-        self.make_signal("ready", peer, [(self.layout.status_row(self.rank), ANNOUNCEMENT_BYTES), *ranges])()
-
-    def wait(self, peer: int, description: str) -> None:
-        """Acquire one signal of `peer`. Raises what `acquire` raises."""
+    def wait_for_signal(self, peer: int, description: str) -> None:
+        """Wait until `peer` has signaled once more. Raises the errors of `acquire`."""
         self.acquire(self.ready_from[peer], peer, description)
 
     def release(self, peer: int) -> None:
-        """Allow `peer` to overwrite the data of its last signal."""
+        """Allow `peer` to overwrite the ranges of its last signal."""
         self.make_signal("released", peer)()
 
-    def wait_released(self, peer: int, description: str) -> None:
-        """Acquire one release of `peer`. Raises what `acquire` raises."""
+    def wait_for_release(self, peer: int, description: str) -> None:
+        """Wait until `peer` has released the ranges of one more signal. Raises the errors of `acquire`."""
         self.acquire(self.released_by[peer], peer, description)
 
     def make_signal(

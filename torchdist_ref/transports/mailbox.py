@@ -22,7 +22,7 @@ from torchdist_ref.errors import MismatchError
 from torchdist_ref.transports.link import DirectPath, Link, Range, Semaphore
 from torchdist_ref.transports.registered_memory import memmove_for
 from torchdist_ref.transports.segment_layout import CACHE_LINE, MESSAGE_HEADER_BYTES
-from torchdist_ref.transports.status_table import CallRecord
+from torchdist_ref.transports.status_table import Announcement
 
 # Fields of a message header in words, and offsets of its texts in bytes.
 _TAG, _FINGERPRINT, _NBYTES, _VERDICT = range(4)
@@ -43,7 +43,7 @@ _SAME_OFFSET_BYTES = 4 * 1024
 """Size up to which consecutive messages reuse one offset: rewriting so few cache lines costs nothing."""
 
 
-class Chunk(NamedTuple):
+class MessageChunk(NamedTuple):
     """Part of a message.
 
     Attributes:
@@ -59,7 +59,7 @@ class Chunk(NamedTuple):
     signal: Callable[[], Any]
 
 
-class Transfer(NamedTuple):
+class MessageTransfer(NamedTuple):
     """Chunks and copy function for messages of one size.
 
     Attributes:
@@ -69,7 +69,7 @@ class Transfer(NamedTuple):
         memmove: Copy function for one chunk.
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[MessageChunk, ...]
     capacity: int
     nbytes: int
     memmove: Callable[[int, int, int], None]
@@ -99,9 +99,9 @@ class Mailbox:
             segment.buffer_of(source), dtype=torch.uint8, count=self._ring_bytes, offset=self._ring_offset
         )
         self._address = self._ring.data_ptr()
-        self._written: CallRecord | None = None
+        self._written: Announcement | None = None
         self._tag, self._description = -1, ""
-        self._transfers: dict[int, Transfer] = {}
+        self._transfers: dict[int, MessageTransfer] = {}
         self.message = segment.semaphore(layout, "message", source, target)
         self._reply = segment.semaphore(layout, "reply", target, source)
         self._chunk = segment.semaphore(layout, "chunk", source, target)
@@ -112,7 +112,7 @@ class Mailbox:
         self._post_reply = self._make_signal("reply", fields)
         self._post_credit = self._make_signal("credit", fields)
 
-    def send(self, tag: int, record: CallRecord, tensor: Tensor, timeout: float | None = None) -> None:
+    def send(self, tag: int, record: Announcement, tensor: Tensor, timeout: float | None = None) -> None:
         """Send a contiguous tensor; return when the receiver has it.
 
         Raises:
@@ -145,18 +145,18 @@ class Mailbox:
         if size < nbytes and self._direct is not None:
             self._send_direct(self._direct, _direct_chunks(tensor, size), timeout)
 
-    def _write_text(self, record: CallRecord, tag: int) -> None:
+    def _write_text(self, record: Announcement, tag: int) -> None:
         self._written, self._tag = record, tag
         self._description = f"send(dst={self.target}, tag={tag}): {record.text.decode()}"
         self._put_text(_TEXT, record.text)
 
-    def _begin_of(self, transfer: Transfer) -> int:
+    def _begin_of(self, transfer: MessageTransfer) -> int:
         """Return the address of the next message. Both sides compute the same offset."""
         begin = self._next if self._next + transfer.nbytes <= self._ring_bytes else 0
         self._next = begin + (transfer.nbytes if transfer.nbytes > _SAME_OFFSET_BYTES else 0)
         return self._address + begin
 
-    def _send_chunks(self, transfer: Transfer, begin: int, address: int, timeout: float | None) -> None:
+    def _send_chunks(self, transfer: MessageTransfer, begin: int, address: int, timeout: float | None) -> None:
         for number, (ring_offset, tensor_offset, nbytes, signal) in enumerate(transfer.chunks[1:], 1):
             if number >= transfer.capacity:
                 self._acquire(self._credit, self._description, timeout)
@@ -214,7 +214,7 @@ class Mailbox:
             self._post_credit()
 
     def _receive_chunks(
-        self, transfer: Transfer, begin: int, address: int, description: str, timeout: float | None
+        self, transfer: MessageTransfer, begin: int, address: int, description: str, timeout: float | None
     ) -> None:
         credits = len(transfer.chunks) - transfer.capacity
         for number, (ring_offset, tensor_offset, nbytes, _) in enumerate(transfer.chunks[1:]):
@@ -230,7 +230,7 @@ class Mailbox:
     def _make_signal(self, kind: str, ranges: list[Range] | None = None) -> Callable[[], Any]:
         return self.link.make_signal(kind, self.peer, ranges or [], owner=self.source)
 
-    def _new_transfer(self, nbytes: int) -> Transfer:
+    def _new_transfer(self, nbytes: int) -> MessageTransfer:
         if len(self._transfers) >= _MAX_TRANSFERS:
             self._transfers.clear()
         wanted = _MAX_CHUNK_BYTES if self._direct else max(nbytes // _CHUNKS, _MIN_CHUNK_BYTES)
@@ -241,17 +241,17 @@ class Mailbox:
         ]
         # With a direct path the first chunk always uses the same offset, which its signal contains.
         used = 0 if self._direct else min(-(-nbytes // CACHE_LINE) * CACHE_LINE, self._ring_bytes)
-        transfer = Transfer(tuple(chunks) or (self._new_chunk(0, 0, 0),), capacity, used, memmove_for(size))
+        transfer = MessageTransfer(tuple(chunks) or (self._new_chunk(0, 0, 0),), capacity, used, memmove_for(size))
         self._transfers[nbytes] = transfer
         return transfer
 
-    def _new_chunk(self, tensor_offset: int, nbytes: int, ring_offset: int) -> Chunk:
+    def _new_chunk(self, tensor_offset: int, nbytes: int, ring_offset: int) -> MessageChunk:
         data = (self._ring_offset + ring_offset, nbytes)
         if tensor_offset:
             signal = self._make_signal("chunk", [data])
         else:
             signal = self._make_signal("message", [(self._header_offset, MESSAGE_HEADER_BYTES), data])
-        return Chunk(ring_offset, tensor_offset, nbytes, signal)
+        return MessageChunk(ring_offset, tensor_offset, nbytes, signal)
 
     def _put_text(self, at: int, text: bytes) -> None:
         text = text[: _TEXT_BYTES - 2]

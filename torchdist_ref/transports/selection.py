@@ -30,7 +30,7 @@ Larger groups often span hosts, and the time to create a segment grows with the 
 log = logging.getLogger("torchdist_ref.transports")
 
 
-class Endpoint(NamedTuple):
+class RankEndpoint(NamedTuple):
     """Location of a rank.
 
     Attributes:
@@ -53,7 +53,7 @@ class GroupEndpoints(NamedTuple):
         members: Global ranks of all members.
         name: Name of the group, for messages.
         timeout: Longest duration of a wait in seconds.
-        endpoints: Endpoint of each rank.
+        endpoints: RankEndpoint of each rank.
         segment: Segment that this rank has created, or None.
     """
 
@@ -62,7 +62,7 @@ class GroupEndpoints(NamedTuple):
     members: Sequence[int]
     name: str
     timeout: float
-    endpoints: Sequence[Endpoint]
+    endpoints: Sequence[RankEndpoint]
     segment: shared_memory.SharedMemorySegment | None
 
 
@@ -75,7 +75,7 @@ class Transport(NamedTuple):
         connect: Function that connects them.
     """
 
-    supports: Callable[[Sequence[Endpoint]], bool]
+    supports: Callable[[Sequence[RankEndpoint]], bool]
     connect: Callable[[GroupEndpoints], Link]
 
 
@@ -161,7 +161,7 @@ def refuse_to_connect(store: Store, rank: int, reason: str) -> None:
 
 def _exchange_endpoints(
     store: Store, rank: int, size: int, timeout: float | None = None, segment: bytes = b""
-) -> list[Endpoint]:
+) -> list[RankEndpoint]:
     """Publish the endpoint of this rank, and return those of all ranks."""
     store.set(f"endpoint/{rank}", b"|".join([shared_memory.host_identity().encode(), b"%d" % os.getpid(), segment]))
     keys = [f"endpoint/{r}" for r in range(size)]
@@ -176,7 +176,7 @@ def _exchange_endpoints(
     for value in values:
         if value.startswith(_REFUSAL):
             raise MismatchError(value.removeprefix(_REFUSAL).decode())
-    return [Endpoint(*value.rsplit(b"|", 2)) for value in values]
+    return [RankEndpoint(*value.rsplit(b"|", 2)) for value in values]
 
 
 def _wait_for_values(store: Store, keys: Sequence[str], timeout: float | None) -> list[bytes]:

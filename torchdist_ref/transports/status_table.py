@@ -33,7 +33,7 @@ ANNOUNCEMENT_BYTES = _REASON
 """Size of the part of a row that changes in every call: everything before the reason of an abort."""
 
 
-class CallRecord(NamedTuple):
+class Announcement(NamedTuple):
     """Announcement of a call: a fingerprint for comparison and a text for messages."""
 
     fingerprint: int
@@ -59,13 +59,13 @@ class StatusRow:
         self._bytes = memory[begin : begin + ROW_BYTES]
         self.fields = self._bytes.cast("q")
         starts = (_ANNOUNCEMENTS, _ANNOUNCEMENTS + _ANNOUNCEMENT_STRIDE)
-        self.announcements = tuple(self.fields[at // 8 : (at + _HEADER_BYTES) // 8] for at in starts)
-        self.compared = tuple(header[1:] for header in self.announcements)
+        self.headers = tuple(self.fields[at // 8 : (at + _HEADER_BYTES) // 8] for at in starts)
+        self.compared = tuple(header[1:] for header in self.headers)
         self.handles = tuple(self._bytes[at + _HEADER_BYTES : at + _ANNOUNCEMENT_STRIDE] for at in starts)
         self._texts = tuple(self._bytes[at : at + _TEXT_BYTES] for at in (_TEXTS, _TEXTS + _TEXT_BYTES))
-        self._written: list[CallRecord | None] = [None, None]
+        self._written: list[Announcement | None] = [None, None]
 
-    def announce(self, sequence: int, record: CallRecord, number: tuple[int, int] = (0, 0)) -> None:
+    def announce(self, sequence: int, record: Announcement, number: tuple[int, int] = (0, 0)) -> None:
         """Write the announcement of the next call.
 
         The text is written only if it differs from the previous one of this parity: most loops repeat two calls.
@@ -76,7 +76,7 @@ class StatusRow:
             number: Identity of the call (see `numbers`). Ranks may reach calls in different orders.
         """
         parity = sequence & 1
-        header = self.announcements[parity]
+        header = self.headers[parity]
         header[0] = sequence
         header[1] = record.fingerprint
         header[2], header[3] = number
@@ -92,18 +92,18 @@ class StatusRow:
             kind: `REGISTERED_MEMORY` or `DEVICE_MEMORY`.
             handle: Location of the tensors, 32 bytes.
         """
-        self.announcements[parity][1] |= kind
+        self.headers[parity][1] |= kind
         self.handles[parity][:] = handle
 
     def text(self, sequence: int) -> str:
         """Return the text of the call with this sequence number, if it is one of the last two."""
         parity = sequence & 1
-        return _get_text(self._texts[parity]) if self.announcements[parity][0] == sequence else "an earlier call"
+        return _get_text(self._texts[parity]) if self.headers[parity][0] == sequence else "an earlier call"
 
     @property
     def announced(self) -> int:
         """Sequence number of the last announced call; -1 before the first."""
-        return max(header[0] for header in self.announcements)
+        return max(header[0] for header in self.headers)
 
     @property
     def status(self) -> int:
@@ -121,7 +121,7 @@ class StatusRow:
 
     def join(self, pid: int) -> None:
         """Mark the rank as present, with no call announced or completed."""
-        for header in self.announcements:
+        for header in self.headers:
             header[0] = JOINED
         self.fields[COMPLETED] = JOINING
         self.fields[_PID] = pid

@@ -199,7 +199,7 @@ class Executor:
 
     def _difference(self, plan: Plan) -> MismatchError | OutOfTurnError | SomeLendError:
         """Ranks at different calls begin with the smallest number; at one call they must mean the same."""
-        heads = [row.announcements[self.sequence & 1] for row in self.link.rows]
+        heads = [row.headers[self.sequence & 1] for row in self.link.rows]
         numbers = {(head[2], head[3]) for head in heads}
         if len(numbers) > 1:
             return OutOfTurnError(min(numbers))

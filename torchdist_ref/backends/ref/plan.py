@@ -27,7 +27,7 @@ from torchdist_ref.backends.ref.steps import Operand, Part, Step
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
 from torchdist_ref.transports.link import Link, Range, Semaphore
 from torchdist_ref.transports.segment_layout import ring_bytes
-from torchdist_ref.transports.status_table import ANNOUNCEMENT_BYTES, CallRecord
+from torchdist_ref.transports.status_table import ANNOUNCEMENT_BYTES, Announcement
 
 ALIGN = 64
 # Bytes that are copied in the time that it takes to make a view (measured: about 1 us).
@@ -78,7 +78,7 @@ class Plan:
     """
 
     link: Link
-    record: CallRecord
+    record: Announcement
     schedule: Schedule
     sizes: Sizes
     dtype: torch.dtype

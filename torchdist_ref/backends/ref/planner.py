@@ -33,7 +33,7 @@ from torchdist_ref.schedules.choose import choose, overrides
 from torchdist_ref.schedules.schedule import Schedule
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.registered_memory import PeerMemory
-from torchdist_ref.transports.status_table import ZERO_COPY_BITS, CallRecord
+from torchdist_ref.transports.status_table import ZERO_COPY_BITS, Announcement
 
 # Programs repeat a few kinds of calls. One that keeps inventing shapes (objects of all sizes) must not fill the memory.
 MOST = 1024
@@ -100,7 +100,7 @@ class Planner:
         name = getattr(call, "reduction", None)
         plan = Plan(
             link=self._link,
-            record=CallRecord(fingerprint(text) & ~ZERO_COPY_BITS, text.encode()),
+            record=Announcement(fingerprint(text) & ~ZERO_COPY_BITS, text.encode()),
             schedule=schedule,
             sizes=Sizes(call.op, blocks or (0,), schedule.chunks, rows),
             dtype=dtype,

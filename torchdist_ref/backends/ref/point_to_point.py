@@ -26,20 +26,20 @@ from torchdist_ref.errors import DistError, MismatchError, RankStalledError
 from torchdist_ref.timeouts import CHECK_SECONDS
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.mailbox import Mailbox
-from torchdist_ref.transports.status_table import CallRecord
+from torchdist_ref.transports.status_table import Announcement
 
 T = TypeVar("T")
 
 
-def record_of(tensor: Tensor) -> CallRecord:
+def record_of(tensor: Tensor) -> Announcement:
     """What sender and receiver must agree on: dtype and number of elements."""
     return _record(tensor.dtype, tensor.numel())
 
 
 @lru_cache(maxsize=256)
-def _record(dtype: torch.dtype, count: int) -> CallRecord:
+def _record(dtype: torch.dtype, count: int) -> Announcement:
     text = f"a message of {count} x {str(dtype).removeprefix('torch.')}"
-    return CallRecord(fingerprint(text), text.encode())
+    return Announcement(fingerprint(text), text.encode())
 
 
 class Posted:
@@ -257,7 +257,7 @@ class Inbox:
         else:
             receive.end(box.source)
 
-    def _misfit(self, call: Recv, record: CallRecord, source: int, tag: int, text: str) -> MismatchError:
+    def _misfit(self, call: Recv, record: Announcement, source: int, tag: int, text: str) -> MismatchError:
         link = self._link
         return MismatchError(
             f"{link.context(str(call))}: expects {record.text.decode()}, but {link.rank_names([source])} sent "
