@@ -256,18 +256,18 @@ class TestFailures:
         assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
 
     def test_ranks_that_ignore_an_interrupt_are_given_up(self, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("torchdist_ref.notebook.conversation._PATIENCE", 0.1)
+        monkeypatch.setattr("torchdist_ref.notebook.request.ANSWER_SECONDS", 0.1)
         source = f"if rank == 2:\n  signal.signal(signal.SIGINT, signal.SIG_IGN)\n  {WAIT}"
         error, _ = failing(pool, source, timeout=0.1)
         assert str(error).startswith("rank 2 did not answer the interrupt. Stop the ranks (%spmd_stop), which kills")
-        with pytest.raises(PoolError, match="rank 2 did not answer an earlier request: start them anew"):
+        with pytest.raises(PoolError, match="rank 2 did not answer an earlier request: restart them"):
             pool.run("rank")
 
     def test_a_dead_rank_is_named(self, server: RankServer, pool: RankPool) -> None:
         error, items = failing(pool, "print('last words')\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
         assert str(error).startswith("rank 1 was killed by SIGKILL. Its variables are gone: stop the ranks (%spmd_stop")
         assert items == [(rank, "last words") for rank in range(3)]
-        with pytest.raises(PoolError, match=r"rank 1 was killed by SIGKILL: start them anew \(%spmd_stop, then"):
+        with pytest.raises(PoolError, match=r"rank 1 was killed by SIGKILL: restart them \(%spmd_stop, then"):
             pool.pull("rank", 0)
         pool.close()
         with RankPool(2, server) as anew:

@@ -56,7 +56,7 @@ class Child:
         return os.pidfd_open(self.pid)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for the end of the process without reaping it.
+        """Wait for the end of the process without reaping it, unless it has been reaped.
 
         Args:
             timeout: Longest time to wait, in seconds. Default None: no limit.
@@ -64,6 +64,8 @@ class Child:
         Returns:
             The exit status; None after a time-out.
         """
+        if self.status is not None:
+            return self.status
         if timeout is not None:
             poll = select.poll()
             poll.register(self.descriptor, select.POLLIN)
@@ -82,6 +84,7 @@ class Child:
     def reap(self) -> None:
         """Wait for the end of the process, collect its status and close descriptors."""
         with contextlib.suppress(ChildProcessError):
+            self.wait()
             os.waitpid(self.pid, 0)
         if "descriptor" in self.__dict__:
             os.close(self.descriptor)

@@ -1,6 +1,6 @@
-"""The magic words: ``%%spmd``, ``%spmd_get``, ``%spmd_put``, ``%spmd_stop``.
+"""IPython magics ``%%spmd``, ``%spmd_get``, ``%spmd_put`` and ``%spmd_stop``.
 
-They read a line, call the pool, and print; whatever else a word should do belongs into `torchdist_ref.notebook.pool`,
+They parse a line, call the pool and print. Do not add other work here: it belongs to `torchdist_ref.notebook.pool`,
 where it can be tested without a notebook.
 """
 
@@ -13,30 +13,30 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torchdist_ref.errors import ArgumentError
-from torchdist_ref.notebook.connection import METHODS, RankServer
+from torchdist_ref.notebook.output import Item
 from torchdist_ref.notebook.pool import RankPool
-from torchdist_ref.notebook.turns import Item
+from torchdist_ref.notebook.server import METHODS, RankServer
 
 _DEFAULT_WORLD = 4
 
 
 class SpmdUsageError(ArgumentError):
-    """A magic word was used wrongly. Unlike IPython's own UsageError it stops a notebook that runs by itself."""
+    """Wrong use of a magic. Unlike IPython's own UsageError, it stops a notebook that runs unattended."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
 
 
-class _Line(argparse.ArgumentParser):
-    """The options of a magic word. A wrong one is an error of the cell, not the end of the kernel."""
+class _MagicParser(argparse.ArgumentParser):
+    """Parser of a magic's line. A wrong option fails the cell and does not end the kernel."""
 
-    def __init__(self, word: str, description: str) -> None:
-        super().__init__(prog=word, description=description, add_help=False, allow_abbrev=False)
+    def __init__(self, magic: str, description: str) -> None:
+        super().__init__(prog=magic, description=description, add_help=False, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise SpmdUsageError(f"{self.prog}: {message}\n{self.format_usage()}".rstrip())
 
-    def read(self, line: str) -> argparse.Namespace:
+    def parse(self, line: str) -> argparse.Namespace:
         try:
             words = shlex.split(line)
         except ValueError as error:
@@ -51,52 +51,54 @@ def _rank_list(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _spmd_line() -> _Line:
-    line = _Line("%%spmd", "Run the cell on every rank, and show what each printed and the value of its last line.")
-    add = line.add_argument
-    add("-n", "--nproc", type=int, metavar="N", help="how many ranks to start (default: 4); later it may be left out")
-    add("--ranks", type=_rank_list, metavar="R,R", help="whose output to show (default: all); all of them run the cell")
-    add("--timeout", type=float, metavar="SECONDS", help="until ranks that are not through are interrupted and named")
-    add("--start", choices=METHODS, default="fork", help="how ranks start: forked with torch loaded, or afresh")
-    return line
+def _spmd_parser() -> _MagicParser:
+    parser = _MagicParser(
+        "%%spmd", "Run the cell on every rank; show the output and the value of the last line of each."
+    )
+    add = parser.add_argument
+    add("-n", "--nproc", type=int, metavar="N", help="number of ranks to start (default: 4); optional once they run")
+    add("--ranks", type=_rank_list, metavar="R,R", help="ranks whose output is shown (default: all); all run the cell")
+    add("--timeout", type=float, metavar="SECONDS", help="time after which unfinished ranks are interrupted and named")
+    add("--start", choices=METHODS, default="fork", help="start method: fork with torch loaded, or spawn a new Python")
+    return parser
 
 
-def _get_line() -> _Line:
-    line = _Line("%spmd_get", "Fetch a copy of a variable from a rank into this notebook.")
-    line.add_argument("name", help="a variable of the rank, or an expression in quotes")
-    line.add_argument("--rank", type=int, default=0, metavar="R", help="the rank that has it (default: 0)")
-    line.add_argument("--to", metavar="NAME", help="what to call it here (default: the same name)")
-    return line
+def _get_parser() -> _MagicParser:
+    parser = _MagicParser("%spmd_get", "Fetch a copy of a variable from a rank into this notebook.")
+    parser.add_argument("name", help="variable of the rank, or an expression in quotes")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="rank to fetch it from (default: 0)")
+    parser.add_argument("--to", metavar="NAME", help="name of the variable in this notebook (default: the same)")
+    return parser
 
 
-def _put_line() -> _Line:
-    line = _Line("%spmd_put", "Copy a variable of this notebook to every rank.")
-    line.add_argument("name", help="a variable of this notebook")
-    return line
+def _put_parser() -> _MagicParser:
+    parser = _MagicParser("%spmd_put", "Copy a variable of this notebook to every rank.")
+    parser.add_argument("name", help="variable of this notebook")
+    return parser
 
 
-def _stop_line() -> _Line:
-    return _Line("%spmd_stop", "End the ranks and with them their variables; the next %%spmd starts new ones.")
+def _stop_parser() -> _MagicParser:
+    return _MagicParser("%spmd_stop", "Stop the ranks, which deletes their variables; the next %%spmd starts new ones.")
 
 
 class SpmdMagics:
-    """The magic words, and the ranks that they speak of.
+    """Magics of one notebook, and the ranks that they use.
 
     Args:
-        shell: The IPython shell that they are registered with.
+        shell: IPython shell to register them with.
     """
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self._server: RankServer | None = None
         self._pool: RankPool | None = None
-        for line, kind, do in (
-            (_spmd_line(), "cell", self.spmd),
-            (_get_line(), "line", self.get),
-            (_put_line(), "line", self.put),
-            (_stop_line(), "line", self.stop),
+        for parser, kind, action in (
+            (_spmd_parser(), "cell", self.spmd),
+            (_get_parser(), "line", self.get),
+            (_put_parser(), "line", self.put),
+            (_stop_parser(), "line", self.stop),
         ):
-            shell.register_magic_function(_word(line, do), kind, line.prog.lstrip("%"))
+            shell.register_magic_function(_magic(parser, action), kind, parser.prog.lstrip("%"))
 
     def spmd(self, options: argparse.Namespace, cell: str) -> None:
         """Run a cell."""
@@ -120,21 +122,21 @@ class SpmdMagics:
         self._running("%spmd_put").push(options.name, self._shell.user_ns[options.name])
 
     def stop(self, options: argparse.Namespace | None = None) -> None:
-        """End the ranks; the server stays, so that the next start is quick."""
+        """Stop the ranks. The server continues, so that the next start is fast."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
 
     def close(self) -> None:
-        """End the ranks and the server."""
+        """Stop the ranks and the server."""
         self.stop()
         if self._server is not None:
             self._server.close()
             self._server = None
 
-    def _running(self, word: str) -> RankPool:
+    def _running(self, magic: str) -> RankPool:
         if self._pool is None:
-            raise SpmdUsageError(f"{word}: there are no ranks yet; a %%spmd cell starts them")
+            raise SpmdUsageError(f"{magic}: there are no ranks yet; a %%spmd cell starts them")
         return self._pool
 
     def _pool_for(self, nproc: int | None, method: str) -> RankPool:
@@ -155,13 +157,13 @@ class SpmdMagics:
         return self._server
 
 
-def _word(line: _Line, do: Callable[..., None]) -> Callable[..., None]:
-    def word(text: str, *cell: str) -> None:
-        do(line.read(text), *cell)
+def _magic(parser: _MagicParser, action: Callable[..., None]) -> Callable[..., None]:
+    def magic(text: str, *cell: str) -> None:
+        action(parser.parse(text), *cell)
 
-    # What the notebook shows for ``%%spmd?``.
-    word.__doc__ = line.format_help()
-    return word
+    # IPython shows this for ``%%spmd?``.
+    magic.__doc__ = parser.format_help()
+    return magic
 
 
 def _show(rank: int, item: Item) -> None:

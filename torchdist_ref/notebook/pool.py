@@ -1,6 +1,6 @@
-"""Ranks that stay: give them a cell, get their output in rank order, give them the next.
+"""Pool of persistent ranks: runs one cell after another on all of them and shows the output in rank order.
 
-This is all of the notebook's ranks but the magic words, so it works without IPython, in a plain script or a test.
+It needs no IPython, so it also works in scripts and tests. Do not add magics here: they belong to `magic`.
 """
 
 from __future__ import annotations
@@ -14,37 +14,40 @@ from types import TracebackType
 from typing import Any
 
 from torchdist_ref.errors import ArgumentError, explain
-from torchdist_ref.launcher.environment import rank_environment
-from torchdist_ref.notebook.connection import Channel, RankServer
-from torchdist_ref.notebook.conversation import Conversation
-from torchdist_ref.notebook.report import PoolError, Report, names
-from torchdist_ref.notebook.turns import Item, Turns
-from torchdist_ref.processes import describe_exit as how_it_ended
+from torchdist_ref.launcher.environment import STORE_ADDRESS, rank_environment
+from torchdist_ref.notebook.display import BACKEND
+from torchdist_ref.notebook.output import Item, RankOrder
+from torchdist_ref.notebook.report import PoolError, Report
+from torchdist_ref.notebook.request import Request
+from torchdist_ref.notebook.server import RankConnection, RankServer
+from torchdist_ref.processes import describe_exit, name_ranks
 from torchdist_ref.stores import TCPStore
 
-_ADDRESS = "127.0.0.1"
-_FIGURES = "module://torchdist_ref.notebook.figures"
-_GRACE = 10.0
+# Time that the other ranks have after one has failed.
+_GRACE_SECONDS = 10.0
 
 
 def _ignore(rank: int, item: Item) -> None:
-    """Show nothing."""
+    """Discard the output."""
 
 
 class RankPool:
-    """Persistent ranks, each a process with variables of its own, that find in their environment what ranks need.
+    """Pool of persistent ranks, each a process with its own variables.
 
-    The variables are those of `torchdist_ref.launch`, so a cell calls ``dist.init_process_group("ref")`` itself. The
-    ranks' store is served by this process. Close the pool, or use it in a ``with`` block; ending this process in
-    whatever way ends the ranks too.
+    Their environment is that of `torchdist_ref.launch`, so a cell calls ``dist.init_process_group("ref")``. This
+    process serves the ranks' store. Close the pool, or use it in a ``with`` block. However this process ends, the ranks
+    end too.
 
     Args:
-        world_size: How many ranks, at least 1.
-        server: The rank server to start them with, which stays; None starts one, which goes with the pool.
+        world_size: Number of ranks, at least 1.
+        server: Running rank server to start them with. Default None: a new one, which `close` ends.
+
+    Attributes:
+        world_size: Number of ranks.
 
     Raises:
-        ArgumentError: If the number of ranks is no such thing.
-        DistError: If they could not be started.
+        ArgumentError: The number of ranks is wrong.
+        DistError: The ranks could not be started.
 
     Example:
         >>> from torchdist_ref.notebook import RankPool
@@ -65,10 +68,9 @@ class RankPool:
         self.world_size = world_size
         self._own_server = server is None
         self._server = server or RankServer()
-        self._channels: list[Channel] = []
+        self._connections: list[RankConnection] = []
         self._cells = itertools.count(1)
-        self._trouble = ""
-        self._gone: set[int] = set()
+        self._unusable = ""
         self._store: TCPStore | None = None
         atexit.register(self.close)
         try:
@@ -79,8 +81,8 @@ class RankPool:
 
     @property
     def pids(self) -> list[int]:
-        """The ranks' process ids, in rank order."""
-        return [channel.pid for channel in self._channels]
+        """Process ids of the ranks, in rank order."""
+        return [connection.pid for connection in self._connections]
 
     def run(
         self,
@@ -88,68 +90,70 @@ class RankPool:
         *,
         show: Callable[[int, Item], None] = _ignore,
         timeout: float | None = None,
-        grace: float = _GRACE,
+        grace: float = _GRACE_SECONDS,
     ) -> None:
-        """Run a cell on every rank and wait until all are through.
+        """Run a cell on every rank and wait until all have finished.
 
         Args:
-            source: The cell's text.
-            show: Called with a rank and a line of its output, or a value that it shows as a MIME bundle; all of
-                rank 0's first, then rank 1's, and so on. The first rank that is not done is heard live.
-            timeout: Seconds after which the ranks that are not through are interrupted and named; None waits on.
-            grace: Seconds that the others have once a rank has failed, before they are interrupted.
+            source: Text of the cell.
+            show: Function that receives a rank and a line of its output, or a displayed value as a MIME bundle. It
+                receives all of rank 0's output first, then rank 1's, and so on; that of the first unfinished rank live.
+            timeout: Time in seconds after which unfinished ranks are interrupted and named. Default None: no limit.
+            grace: Time in seconds for the others after a rank has failed, before they are interrupted.
 
         Raises:
-            CellError: If a rank raised, died or did not answer. The variables of the others live on.
-            CellInterrupted: If the user interrupted, after the ranks were interrupted too.
-            PoolError: If a rank died, or had to be given up, earlier.
+            CellError: A rank raised, died or did not answer. The variables of the other ranks are kept.
+            CellInterrupted: The user interrupted; the ranks were interrupted too.
+            PoolError: A rank died, or was given up, during an earlier request.
         """
         name = f"<spmd cell {next(self._cells)}>"
-        self._ask(self._channels, ("run", source, name), show, timeout, grace).raise_if_bad()
+        self._request(self._connections, ("run", source, name), show, timeout, grace).raise_for_failures()
 
     def pull(self, name: str, rank: int = 0) -> Any:
         """Fetch a value from a rank.
 
         Args:
-            name: The name of a variable there, or any expression.
-            rank: The rank to ask.
+            name: Name of a variable of the rank, or any expression.
+            rank: Rank.
 
         Returns:
-            A copy, pickled there and unpickled here.
+            A copy, pickled by the rank and unpickled here.
 
         Raises:
-            ArgumentError: If there is no such rank.
-            CellError: If the rank cannot evaluate or pickle it.
+            ArgumentError: There is no such rank.
+            CellError: The rank cannot evaluate or pickle it.
         """
         if rank not in range(self.world_size):
             raise ArgumentError(explain("pull", "rank", f"a rank from 0 to {self.world_size - 1}", rank))
-        report = self._ask([self._channels[rank]], ("get", name), _ignore, None, _GRACE)
-        report.raise_if_bad()
+        report = self._request([self._connections[rank]], ("get", name), _ignore, None, _GRACE_SECONDS)
+        report.raise_for_failures()
         return pickle.loads(report.values[rank] or b"")
 
     def push(self, name: str, value: Any) -> None:
         """Set a variable on every rank.
 
         Args:
-            name: What it is called there.
-            value: Anything that can be pickled.
+            name: Name of the variable.
+            value: Any object that can be pickled.
 
         Raises:
-            ArgumentError: If the name is no name.
-            CellError: If a rank cannot unpickle it, since it lacks the class for instance.
+            ArgumentError: The name is not an identifier.
+            CellError: A rank cannot unpickle it, for example because it lacks the class.
         """
         if not name.isidentifier():
             raise ArgumentError(explain("push", "name", "a variable's name", name))
-        self._ask(self._channels, ("put", name, pickle.dumps(value)), _ignore, None, _GRACE).raise_if_bad()
+        message = ("put", name, pickle.dumps(value))
+        self._request(self._connections, message, _ignore, None, _GRACE_SECONDS).raise_for_failures()
 
     def close(self) -> None:
-        """End the ranks, and the server if it came with the pool. Closing twice is fine."""
+        """Stop the ranks, and the server if the pool started it. A second call has no effect."""
         atexit.unregister(self.close)
-        channels, self._channels = self._channels, []
-        self._trouble = "the ranks have been stopped"
-        self._server.stop_ranks([channel for channel in channels if channel.rank not in self._gone])
-        for channel in channels:
-            channel.close()
+        connections, self._connections = self._connections, []
+        self._unusable = "the ranks have been stopped"
+        if connections:
+            self._server.stop_ranks(connections)
+        for connection in connections:
+            connection.close()
         if self._store is not None:
             self._store.close()
         if self._own_server:
@@ -164,30 +168,29 @@ class RankPool:
         self.close()
 
     def _start(self) -> None:
-        self._store = TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore(STORE_ADDRESS, 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
-            self._channels.append(self._server.start_rank(rank, self._environment(rank, self._store.port)))
+            self._connections.append(self._server.start_rank(rank, self._environment(rank, self._store.port)))
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         defaults = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
-        # The kernel's own matplotlib backend draws into the kernel.
-        return defaults | rank_environment(rank, self.world_size, _ADDRESS, port) | {"MPLBACKEND": _FIGURES}
+        # The kernel's own MPLBACKEND displays figures in the kernel.
+        return defaults | rank_environment(rank, self.world_size, STORE_ADDRESS, port) | {"MPLBACKEND": BACKEND}
 
-    def _ask(
+    def _request(
         self,
-        channels: Sequence[Channel],
-        request: tuple[Any, ...],
+        connections: Sequence[RankConnection],
+        message: tuple[Any, ...],
         show: Callable[[int, Item], None],
         timeout: float | None,
         grace: float,
     ) -> Report:
-        if self._trouble:
-            raise PoolError(f"{self._trouble}: start them anew (%spmd_stop, then %%spmd -n {self.world_size})")
-        turns = Turns([channel.rank for channel in channels], show)
-        report = Conversation(self._server, channels, turns, timeout, grace).hold(request)
+        if self._unusable:
+            raise PoolError(f"{self._unusable}: restart them (%spmd_stop, then %%spmd -n {self.world_size})")
+        order = RankOrder([connection.rank for connection in connections], show)
+        report = Request(self._server, connections, order, timeout, grace).run(message)
         if report.silent:
-            self._trouble = f"{names(report.silent)} did not answer an earlier request"
-        self._gone |= report.died.keys()
+            self._unusable = f"{name_ranks(report.silent)} did not answer an earlier request"
         for rank, status in report.died.items():
-            self._trouble = f"rank {rank} {how_it_ended(status)}"
+            self._unusable = f"rank {rank} {describe_exit(status)}"
         return report

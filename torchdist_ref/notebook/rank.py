@@ -1,135 +1,215 @@
-"""A rank of a notebook: waits for a cell, runs it, says how it went, waits for the next.
+"""Rank of a notebook: waits for a request, runs the cell, reports the result, and waits for the next request.
 
-Its variables stay from cell to cell in a module called ``__main__``, as in a notebook's kernel. It ends when the kernel
-closes the socket or is gone. An interrupt reaches a running cell as KeyboardInterrupt, and an idle rank not at all.
+Its variables persist in a module called ``__main__``, as in a notebook's kernel. It ends when the kernel closes the
+connection or ends. An interrupt raises KeyboardInterrupt in a running cell and has no effect on an idle rank.
+
+Messages are tuples that begin with their kind:
+
+==============  ======================================================================
+kernel → rank   ``run`` source, file name · ``get`` expression · ``put`` name, pickle
+rank → kernel   ``begun`` · ``display`` MIME bundle · ``done`` failure or None, value or None
+==============  ======================================================================
 """
 
 from __future__ import annotations
 
+import ast
 import builtins
+import linecache
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
+import traceback
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from torchdist_ref.notebook.cell import Failure, failure, run_cell
-from torchdist_ref.notebook.marks import MARK
-from torchdist_ref.notebook.rich import bundle_of
-from torchdist_ref.notebook.wire import Message, receive, send
+from torchdist_ref import processes
+from torchdist_ref.notebook import display
+from torchdist_ref.notebook.output import MARKER
 
-# Seconds within which two signals are one interrupt.
-_ONE_INTERRUPT = 2.0
-FIGURES = "torchdist_ref.notebook.figures"
+# Two signals within this time are one interrupt: the kernel repeats a signal that may have come before a wait.
+_REPEAT_SECONDS = 2.0
+_HERE = os.path.dirname(__file__)
+_LIBRARY = os.path.dirname(_HERE) + os.sep
 
 
-def live(channel: int, output: int, environment: Mapping[str, str]) -> NoReturn:
-    """Be a rank until the kernel goes away.
+def serve(connection: int, output: int, environment: Mapping[str, str]) -> NoReturn:
+    """Serve requests until the kernel ends, then exit.
 
     Args:
-        channel: The descriptor of the socket to the kernel.
-        output: The descriptor of the pipe that takes all output.
-        environment: The whole environment.
+        connection: Descriptor of the connection to the kernel.
+        output: Descriptor of the pipe for all output.
+        environment: Whole environment.
     """
     os.environ.clear()
     os.environ.update(environment)
-    _redirect(output)
-    rank = Rank(socket.socket(fileno=channel))
+    processes.redirect_output(output)
+    os.close(output)
+    rank = RankProcess(Connection(connection))
     signal.signal(signal.SIGINT, rank.on_interrupt)
     try:
         while True:
-            rank.answer(receive(rank.channel))
-    except (EOFError, ConnectionError):
+            rank.handle(rank.connection.recv())
+    except (EOFError, OSError):
         os._exit(0)
 
 
-def _redirect(output: int) -> None:
-    for descriptor in (1, 2):
-        os.dup2(output, descriptor)
-    os.close(output)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+class RankProcess:
+    """State of a rank between two requests.
 
+    Args:
+        connection: Connection to the kernel.
+    """
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
-class Rank:
-    """The state of a rank between two messages."""
-
-    def __init__(self, channel: socket.socket) -> None:
-        self.channel = channel
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
         self._running = False
         self._interrupted_at = 0.0
         main = types.ModuleType("__main__")
         sys.modules["__main__"] = main
         self._namespace = main.__dict__
-        # Where a notebook has it: a name of its own would be among the user's variables.
+        # As in a notebook; in the cells' own namespace it would be among the user's variables.
         builtins.display = self.display  # type: ignore[attr-defined]
 
     def on_interrupt(self, signum: int, frame: object) -> None:
-        """Break off the running cell."""
+        """Interrupt the running cell."""
         now = time.monotonic()
-        # The kernel sends it twice, in case that the first came just before the cell began to wait.
-        if self._running and now > self._interrupted_at + _ONE_INTERRUPT:
+        if self._running and now > self._interrupted_at + _REPEAT_SECONDS:
             self._interrupted_at = now
             raise KeyboardInterrupt
 
-    def answer(self, message: Message) -> None:
-        """Do what a message asks, and say that it is done."""
-        kind, *arguments = message
-        doing: dict[str, Callable[..., Any]] = {"run": self._run, "get": self._get, "put": self._put}
-        trouble, value = self._attempt(doing[kind], arguments)
-        self._say(("done", trouble, value))
+    def handle(self, request: tuple[Any, ...]) -> None:
+        """Execute a request and send its result."""
+        kind, *arguments = request
+        methods: dict[str, Callable[..., Any]] = {"run": self._run, "get": self._get, "put": self._put}
+        failure, value = self._attempt(methods[kind], arguments)
+        self._send(("done", failure, value))
 
-    def _attempt(self, do: Callable[..., Any], arguments: list[Any]) -> tuple[Failure | None, bytes | None]:
+    def _attempt(self, method: Callable[..., Any], arguments: list[Any]) -> tuple[CellFailure | None, bytes | None]:
         try:
             self._interrupted_at = 0.0
             self._running = True
-            # From now on an interrupt is heard.
-            self._say(("begun",))
-            value = do(*arguments)
+            # The kernel sends interrupts only after this.
+            self._send(("begun",))
+            value = method(*arguments)
             self._running = False
             return None, value
         except BaseException as error:
-            # SystemExit too: the rank belongs to the notebook and not to the cell.
+            # SystemExit too: a cell cannot end the rank, which belongs to the notebook.
             self._running = False
-            return failure(error), None
+            return CellFailure.of(error), None
 
     def _run(self, source: str, name: str) -> None:
         run_cell(source, name, self._namespace, self._show)
-        figures = sys.modules.get(FIGURES)
-        if figures is not None:
-            figures.show()
+        display.show()
+
+    def _get(self, expression: str) -> bytes:
+        return pickle.dumps(eval(expression, self._namespace))
+
+    def _put(self, name: str, value: bytes) -> None:
+        self._namespace[name] = pickle.loads(value)
 
     def _show(self, value: Any) -> None:
         self._namespace["_"] = value
         self.display(value)
 
     def display(self, *values: Any) -> None:
-        """Show values as the notebook shows the value of a cell."""
+        """Display values as the notebook displays the value of a cell."""
         for value in values:
-            self._say(("display", bundle_of(value)))
+            self._send(("display", display.bundle_of(value)))
 
-    def _say(self, message: Message) -> None:
+    def _send(self, message: tuple[Any, ...]) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
-            _write_all(1, MARK)
-            send(self.channel, message)
+            marker = MARKER
+            while marker:
+                marker = marker[os.write(1, marker) :]
+            self.connection.send(message)
         finally:
-            # Half a message, or a mark without one, would put out of step all that follows.
+            # An interrupt inside a message, or between marker and message, would corrupt the stream.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
-    def _get(self, name: str) -> bytes:
-        return pickle.dumps(eval(name, self._namespace))
 
-    def _put(self, name: str, value: bytes) -> None:
-        self._namespace[name] = pickle.loads(value)
+def run_cell(source: str, name: str, namespace: dict[str, Any], show: Callable[[Any], None]) -> None:
+    r"""Run the text of a cell.
+
+    Args:
+        source: Text.
+        name: File name for tracebacks, such as ``<spmd cell 3>``.
+        namespace: Global variables of the cell.
+        show: Function that receives the value of the last line. It is called if the line is an expression without a
+            semicolon after it and its value is not None.
+
+    Example:
+        >>> space = {}
+        >>> run_cell("a = 20\na + 1", "<cell 1>", space, print)
+        21
+        >>> run_cell("a;", "<cell 2>", space, print)
+    """
+    # Tracebacks read the cell's lines here.
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    # Not ast.parse, which would add a frame to the traceback of every syntax error.
+    body: ast.Module = compile(source, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)  # type: ignore[assignment]
+    last = body.body.pop() if body.body and isinstance(body.body[-1], ast.Expr) else None
+    exec(compile(body, name, "exec", dont_inherit=True), namespace)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), namespace)
+        if value is not None and not _ends_with_semicolon(source, last):
+            show(value)
+
+
+def _ends_with_semicolon(source: str, last: ast.Expr) -> bool:
+    line = source.splitlines()[(last.end_lineno or 1) - 1].encode()
+    return line[last.end_col_offset :].lstrip().startswith(b";")
+
+
+@dataclass(frozen=True, slots=True)
+class CellFailure:
+    """Exception of a cell as text, because the kernel may be unable to unpickle the exception itself.
+
+    Attributes:
+        kind: Name of the exception's class.
+        message: First line of its message.
+        trace: Traceback, without frames of this package; of the library, at most the last frame.
+    """
+
+    kind: str
+    message: str
+    trace: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}".removesuffix(": ")
+
+    @classmethod
+    def of(cls, error: BaseException) -> CellFailure:
+        """Describe an exception that a cell raised."""
+        trace = traceback.TracebackException.from_exception(error)
+        _remove_library_frames(trace)
+        return cls(type(error).__name__, _first_line(error), "".join(trace.format()))
+
+
+def _remove_library_frames(trace: traceback.TracebackException) -> None:
+    """Keep the frames of the cell and of what it calls, in the exception, its cause and its context.
+
+    Of the frames of this library only the last is kept: readers of a cell look for the place where the cell called it.
+    """
+    frames = [frame for frame in trace.stack if os.path.dirname(frame.filename) != _HERE]
+    kept = [frame for frame in frames[:-1] if not frame.filename.startswith(_LIBRARY)] + frames[-1:]
+    trace.stack = traceback.StackSummary.from_list(kept)
+    for earlier in (trace.__cause__, trace.__context__):
+        if earlier is not None:
+            _remove_library_frames(earlier)
+
+
+def _first_line(error: BaseException) -> str:
+    try:
+        return str(error).partition("\n")[0]
+    except Exception as second:
+        return f"(its message cannot be computed: {type(second).__name__})"

@@ -1,38 +1,37 @@
-"""What became of a request to the ranks, and the errors that say it.
+"""Report of one request to the ranks, and the errors made of it.
 
-The words are made here and nowhere else, so that a notebook, a test and a script read the same. Nothing here waits.
+All messages are made here, so that a notebook, a test and a script read the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torchdist_ref.errors import DistError
-from torchdist_ref.notebook.cell import Failure
-from torchdist_ref.processes import describe_exit as how_it_ended
+from torchdist_ref.notebook.rank import CellFailure
+from torchdist_ref.processes import describe_exit, name_ranks
 
-_AGAIN = "Its variables are gone: stop the ranks (%spmd_stop) and run again from the first %%spmd cell."
-_STUCK = "Stop the ranks (%spmd_stop), which kills them, and run again from the first %%spmd cell."
+_RESTART = "Its variables are gone: stop the ranks (%spmd_stop) and run again from the first %%spmd cell."
+_KILL = "Stop the ranks (%spmd_stop), which kills them, and run again from the first %%spmd cell."
 
 
 @dataclass(slots=True)
 class Report:
-    """How each rank came out of one request.
+    """Results of one request, by rank.
 
     Attributes:
-        values: What it sent back, for those that succeeded.
-        failures: What went wrong in it, for those that raised.
-        died: The exit status, for those that ended.
-        late: Those that were interrupted because they had not answered in time.
-        silent: Those that did not answer the interrupt either.
-        waited: Seconds that the late ones had.
-        after: The rank whose failure the late ones were waited for after; None where the time-out was up.
+        values: Value of each rank that succeeded.
+        failures: Failure of each rank that raised.
+        died: Exit status of each rank that ended.
+        late: Ranks that were interrupted because they had not answered in time.
+        silent: Ranks that did not answer the interrupt either.
+        waited: Time that the late ranks had, in seconds.
+        after: Rank whose failure started that time; None if it started with the request.
         interrupted: Whether the user interrupted.
     """
 
     values: dict[int, bytes | None] = field(default_factory=dict)
-    failures: dict[int, Failure] = field(default_factory=dict)
+    failures: dict[int, CellFailure] = field(default_factory=dict)
     died: dict[int, int] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)
     silent: set[int] = field(default_factory=set)
@@ -40,12 +39,12 @@ class Report:
     after: int | None = None
     interrupted: bool = False
 
-    def raise_if_bad(self) -> None:
-        """Raise the error that this report calls for, if any.
+    def raise_for_failures(self) -> None:
+        """Raise the error that describes this report, if any.
 
         Raises:
-            CellInterrupted: If the user interrupted.
-            CellError: If a rank failed, died, or did not answer.
+            CellInterrupted: The user interrupted.
+            CellError: A rank failed, died, or did not answer.
         """
         if self.interrupted:
             raise CellInterrupted(self)
@@ -53,78 +52,69 @@ class Report:
             raise CellError(self)
 
     def summary(self) -> str:
-        """Say in one line for each kind of trouble which ranks it befell."""
-        lines = [f"{names([rank])} {how_it_ended(status)}. {_AGAIN}" for rank, status in sorted(self.died.items())]
-        lines += [f"{names(ranks)} failed with {what}" for what, ranks in self._by_failure().items()]
+        """Return one line for each kind of failure, with the ranks concerned."""
+        lines = [f"rank {rank} {describe_exit(status)}. {_RESTART}" for rank, status in sorted(self.died.items())]
+        lines += [f"{name_ranks(ranks)} failed with {failure}" for failure, ranks in self._by_failure().items()]
         if self.interrupted:
-            lines.append(f"interrupted by you: {names(self._broken_off()) or 'no rank was still running'}")
+            lines.append(f"interrupted by you: {name_ranks(self._interrupted_ranks()) or 'no rank was still running'}")
         elif self.late - self.silent:
             since = "" if self.after is None else f" after rank {self.after} had ended"
-            late = names(self.late - self.silent)
+            late = name_ranks(self.late - self.silent)
             lines.append(f"{late} did not answer within {self.waited:g} s{since}: interrupted")
         if self.silent:
-            lines.append(f"{names(self.silent)} did not answer the interrupt. {_STUCK}")
+            lines.append(f"{name_ranks(self.silent)} did not answer the interrupt. {_KILL}")
         return "\n".join(lines)
 
     def traces(self) -> str:
-        """Show the tracebacks, each line with its rank; ranks with the same one share it."""
+        """Return the tracebacks, each line with its rank; ranks with equal tracebacks share one."""
         shared: dict[str, list[int]] = {}
-        # First what went wrong, then where the others were.
-        for rank in sorted(self.failures, key=lambda rank: (rank in self._broken_off(), rank)):
+        # First the failures, then the positions of the ranks that were only interrupted.
+        for rank in sorted(self.failures, key=lambda rank: (rank in self._interrupted_ranks(), rank)):
             shared.setdefault(self.failures[rank].trace, []).append(rank)
-        return "".join(f"[{names(ranks)}] {line}\n" for trace, ranks in shared.items() for line in trace.splitlines())
+        return "".join(
+            f"[{name_ranks(ranks)}] {line}\n" for trace, ranks in shared.items() for line in trace.splitlines()
+        )
 
     def _by_failure(self) -> dict[str, list[int]]:
         shared: dict[str, list[int]] = {}
-        for rank in sorted(self.failures.keys() - self._broken_off()):
+        for rank in sorted(self.failures.keys() - self._interrupted_ranks()):
             shared.setdefault(str(self.failures[rank]), []).append(rank)
         return shared
 
-    def _broken_off(self) -> set[int]:
-        """The ranks whose failure is only that they were interrupted."""
+    def _interrupted_ranks(self) -> set[int]:
         return {rank for rank, failure in self.failures.items() if failure.kind == "KeyboardInterrupt"}
 
 
 class PoolError(DistError):
-    """The ranks cannot be asked: they were stopped, or one of them is gone."""
+    """Error of a request to ranks that were stopped or of which one is gone."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
 
 
-class _Reported(BaseException):
-    """An error made of a report; notebooks show the ranks' tracebacks in place of ours."""
+class _ReportedError(BaseException):
+    """Error made of a report; notebooks show the ranks' tracebacks instead of this library's."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(report.summary())
         self.report = report
 
     def _render_traceback_(self) -> list[str]:
-        # IPython's hook for exceptions that know better how to show themselves.
+        # IPython calls this method of exceptions that render themselves.
         return [f"{self.report.traces()}{type(self).__name__}: {self}"]
 
 
-class CellError(_Reported, RuntimeError):
-    """A rank failed, died or did not answer while it ran a cell.
+class CellError(_ReportedError, RuntimeError):
+    """Failure, death or time-out of a rank while it ran a cell.
 
     Attributes:
-        report: What became of each rank.
+        report: Results of all ranks.
     """
 
 
-class CellInterrupted(_Reported, KeyboardInterrupt):
-    """The user interrupted a cell; the ranks that were running it have been interrupted too.
+class CellInterrupted(_ReportedError, KeyboardInterrupt):
+    """Interrupt of a cell by the user; the ranks that were running it have been interrupted too.
 
     Attributes:
-        report: What became of each rank.
+        report: Results of all ranks.
     """
-
-
-def names(ranks: Iterable[int]) -> str:
-    """Name ranks in a sentence.
-
-    >>> names([2]), names({3, 0, 1}), names([])
-    ('rank 2', 'ranks 0, 1, 3', '')
-    """
-    listed = [str(rank) for rank in sorted(ranks)]
-    return f"rank{'s' * (len(listed) > 1)} {', '.join(listed)}" if listed else ""

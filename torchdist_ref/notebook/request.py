@@ -1,0 +1,220 @@
+"""Request to some ranks: sent to all, and awaited until each has answered, died or been given up.
+
+One loop handles six kinds of events: output, a message, the end of a rank, the user's interrupt, a deadline, the end of
+the server. Interrupts are handled between events only: one inside a message would corrupt the stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torchdist_ref.notebook.output import RankOrder
+from torchdist_ref.notebook.rank import CellFailure
+from torchdist_ref.notebook.report import Report
+from torchdist_ref.notebook.server import RankConnection, RankServer
+from torchdist_ref.processes import signal_socket
+
+# Time that an interrupted rank has to answer: C code that waits does not notice the interrupt at once.
+ANSWER_SECONDS = 5.0
+# An interrupt may come between a rank's last check for signals and its wait in C code: a second one ends the wait.
+_REPEAT_SECONDS = 0.5
+# A second interrupt by the user gives the ranks up, unless it follows the first one immediately.
+_DOUBLE_PRESS_SECONDS = 1.0
+
+
+class Request:
+    """Request to ranks in progress.
+
+    Args:
+        server: Server that started the ranks.
+        connections: Connections to the ranks.
+        order: Buffer that receives their output.
+        timeout: Time for the ranks, in seconds; None for no limit.
+        grace: Time for the others after one of them has failed, in seconds.
+    """
+
+    def __init__(
+        self,
+        server: RankServer,
+        connections: Sequence[RankConnection],
+        order: RankOrder,
+        timeout: float | None,
+        grace: float,
+    ) -> None:
+        self._server = server
+        self._connections = {connection.rank: connection for connection in connections}
+        self._order = order
+        self._grace = grace
+        self._waiting = set(self._connections)
+        self._begun: set[int] = set()
+        self._deadline = inf if timeout is None else time.monotonic() + timeout
+        self._repeat_at = inf
+        self._report = Report(waited=timeout or 0.0)
+        self._interrupted_at = 0.0
+        self._selector = selectors.DefaultSelector()
+
+    def run(self, message: tuple[Any, ...]) -> Report:
+        """Send a message to each rank and wait for the results.
+
+        Args:
+            message: Message, see `torchdist_ref.notebook.rank`.
+
+        Returns:
+            The results of all ranks.
+        """
+        with self._selector, _interrupts() as interrupts:
+            for connection in self._connections.values():
+                self._register(connection.messages, functools.partial(self._on_message, connection))
+                self._register(connection.output.descriptor, functools.partial(self._on_output, connection))
+                self._forward(connection)
+            self._register(self._server.connection, self._on_server)
+            if interrupts is not None:
+                self._register(interrupts, functools.partial(self._on_interrupt, interrupts))
+            for connection in self._connections.values():
+                # The server reports the death of a rank.
+                with contextlib.suppress(ConnectionError):
+                    connection.messages.send(message)
+            while self._waiting:
+                self._step()
+        return self._report
+
+    def _register(self, source: Connection | socket.socket | int, callback: Callable[[], None]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, callback)
+
+    def _step(self) -> None:
+        next_time = min(self._deadline, self._repeat_at)
+        for key, _ in self._selector.select(None if next_time == inf else max(0.0, next_time - time.monotonic())):
+            # An earlier event of the same round may have completed this rank.
+            if key.fd in self._selector.get_map():
+                key.data()
+        now = time.monotonic()
+        if now >= self._repeat_at:
+            self._repeat_at = inf
+            self._signal(self._waiting & self._begun)
+        if now >= self._deadline and self._waiting:
+            self._on_deadline()
+
+    def _on_output(self, connection: RankConnection) -> None:
+        if not connection.output.fill():
+            self._selector.unregister(connection.output.descriptor)
+        self._forward(connection)
+
+    def _forward(self, connection: RankConnection) -> None:
+        self._order.text(connection.rank, connection.output.take())
+
+    def _on_message(self, connection: RankConnection) -> None:
+        try:
+            kind, *content = connection.messages.recv()
+        except (EOFError, OSError):
+            # The rank has died; the server reports how.
+            self._selector.unregister(connection.messages)
+            return
+        # The marker was written before the message was sent, so it can be read now.
+        while not connection.output.at_marker and connection.output.fill():
+            self._forward(connection)
+        connection.output.pass_marker()
+        if kind == "done":
+            self._on_done(connection, *content)
+            return
+        if kind == "display":
+            self._order.bundle(connection.rank, *content)
+        else:
+            self._on_begun(connection.rank)
+        self._forward(connection)
+
+    def _on_begun(self, rank: int) -> None:
+        self._begun.add(rank)
+        if self._interrupted_at:
+            self._signal({rank})
+
+    def _on_done(self, connection: RankConnection, failure: object, value: bytes | None) -> None:
+        if isinstance(failure, CellFailure):
+            self._report.failures[connection.rank] = failure
+            self._shorten_deadline(connection.rank)
+        else:
+            self._report.values[connection.rank] = value
+        self._complete(connection)
+
+    def _on_server(self) -> None:
+        try:
+            kind, pid, status = self._server.connection.recv()
+        except (EOFError, OSError):
+            # The kernel kills ranks whose server has ended: see `processes.die_with_parent`.
+            self._selector.unregister(self._server.connection)
+            for rank in list(self._waiting):
+                self._on_end(rank, -signal.SIGKILL)
+            return
+        assert kind == "ended"
+        for rank, connection in self._connections.items():
+            if connection.pid == pid:
+                self._on_end(rank, status)
+
+    def _on_end(self, rank: int, status: int) -> None:
+        self._report.died[rank] = status
+        if rank in self._waiting:
+            self._order.text(rank, self._connections[rank].output.take_all())
+            self._shorten_deadline(rank)
+            self._complete(self._connections[rank])
+
+    def _complete(self, connection: RankConnection) -> None:
+        self._waiting.discard(connection.rank)
+        for source in (connection.messages, connection.output.descriptor):
+            if source in self._selector.get_map():
+                self._selector.unregister(source)
+        self._order.finish(connection.rank)
+
+    def _shorten_deadline(self, failed: int) -> None:
+        """Limit the time of the other ranks, which may be waiting for one that failed."""
+        deadline = time.monotonic() + self._grace
+        if not self._report.late and not self._report.interrupted and deadline < self._deadline:
+            self._deadline, self._report.after, self._report.waited = deadline, failed, self._grace
+
+    def _on_interrupt(self, interrupts: socket.socket) -> None:
+        interrupts.recv(64)
+        if self._report.interrupted and time.monotonic() > self._interrupted_at + _DOUBLE_PRESS_SECONDS:
+            self._give_up()
+        self._report.interrupted = True
+        self._interrupt()
+
+    def _on_deadline(self) -> None:
+        if self._report.late or self._report.interrupted:
+            self._give_up()
+        else:
+            self._report.late = set(self._waiting)
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        self._interrupted_at = time.monotonic()
+        self._deadline = self._interrupted_at + ANSWER_SECONDS
+        self._repeat_at = self._interrupted_at + _REPEAT_SECONDS
+        # Ranks that have not begun would ignore the signal: they receive it when they have.
+        self._signal(self._waiting & self._begun)
+
+    def _signal(self, ranks: set[int]) -> None:
+        for rank in ranks:
+            self._connections[rank].signal(signal.SIGINT)
+
+    def _give_up(self) -> None:
+        self._report.silent = set(self._waiting)
+        for rank in list(self._waiting):
+            self._complete(self._connections[rank])
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[socket.socket | None]:
+    """Receive the user's interrupts through a socket; None outside the main thread, which alone receives them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield None
+        return
+    with signal_socket([signal.SIGINT]) as signals:
+        yield signals
