@@ -1,4 +1,4 @@
-"""Registered memory: positions mean the same bytes for good, and memory lives exactly as long as its tensors."""
+"""Registered memory: offsets identify the same bytes for good, and memory lives exactly as long as its tensors."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ DTYPES = (
 )
 
 
-def where(tensor: torch.Tensor) -> MemoryHandle:
-    place = handle_of(tensor)
-    assert place is not None
-    return place
+def handle(tensor: torch.Tensor) -> MemoryHandle:
+    found = handle_of(tensor)
+    assert found is not None
+    return found
 
 
 def pages_in_use() -> int:
-    """Of this process's arena: what the kernel keeps for it."""
+    """Return the blocks that the kernel holds for this process's arena."""
     return os.fstat(registered_memory._own_arena().fd).st_blocks
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tensor_is_as_any_other(dtype: torch.dtype) -> None:
+def test_a_registered_tensor_behaves_like_any_other(dtype: torch.dtype) -> None:
     tensor = registered_memory.empty((3, 5), dtype)
     assert (tensor.dtype, tensor.shape, tensor.is_contiguous()) == (dtype, (3, 5), True)
     assert tensor.is_leaf and not tensor._is_view()
@@ -47,30 +47,30 @@ def test_a_tensor_is_as_any_other(dtype: torch.dtype) -> None:
     assert torch.equal(tensor.clone(), data) and handle_of(tensor.clone()) is None
 
 
-def test_no_bytes_need_no_memory() -> None:
+def test_an_empty_tensor_is_not_registered() -> None:
     tensor = registered_memory.empty((0, 3), torch.float32)
     assert tensor.shape == (0, 3) and handle_of(tensor) is None
 
 
-def test_views_lie_where_they_begin() -> None:
+def test_handles_of_views_have_their_offsets() -> None:
     tensor = registered_memory.empty((4, 6), torch.int16)
-    whole = where(tensor)
+    whole = handle(tensor)
     assert whole.position == whole.begin
-    assert where(tensor[1:, 2:]) == whole._replace(position=whole.begin + 16)
-    assert where(tensor.view(-1)[5:]) == whole._replace(position=whole.begin + 10)
-    assert where(tensor.detach()) == whole
+    assert handle(tensor[1:, 2:]) == whole._replace(position=whole.begin + 16)
+    assert handle(tensor.view(-1)[5:]) == whole._replace(position=whole.begin + 10)
+    assert handle(tensor.detach()) == whole
 
 
-def test_a_neighbour_reads_a_view_where_it_lies() -> None:
+def test_a_peer_reads_a_view_without_a_copy() -> None:
     def program(rank: int) -> list[torch.Tensor]:
         pieces = [registered_memory.empty((300,), torch.float64) for _ in range(2)]
         for number, piece in enumerate(pieces):
             piece.copy_(fill(rank + 2 * number, (300,), torch.float64))
-        told: list[object] = [None, None]
-        dist.all_gather_object(told, (os.getpid(), [where(piece[7:]) for piece in pieces]))
-        pid, places = told[1 - rank]  # type: ignore[misc]
-        neighbour = PeerMemory(pid)
-        seen = [neighbour.view(place, torch.float64, 200, 16) for place in places]
+        exchanged: list[object] = [None, None]
+        dist.all_gather_object(exchanged, (os.getpid(), [handle(piece[7:]) for piece in pieces]))
+        pid, handles = exchanged[1 - rank]  # type: ignore[misc]
+        peer = PeerMemory(pid)
+        seen = [peer.view(each, torch.float64, 200, 16) for each in handles]
         before = [view.clone() for view in seen]
         dist.barrier()
         pieces[0].zero_()
@@ -84,7 +84,7 @@ def test_a_neighbour_reads_a_view_where_it_lies() -> None:
         assert torch.equal(later, torch.zeros(200, dtype=torch.float64))
 
 
-def test_memory_goes_with_the_last_view() -> None:
+def test_memory_is_freed_with_the_last_view() -> None:
     gc.collect()
     empty = pages_in_use()
     tensor = registered_memory.empty((1 << 18,), torch.float32).fill_(1)
@@ -97,36 +97,36 @@ def test_memory_goes_with_the_last_view() -> None:
     assert pages_in_use() == empty and address not in regions
 
 
-def test_a_position_is_never_used_again() -> None:
+def test_offsets_are_never_reused() -> None:
     seen = set()
     for _ in range(20):
-        place = where(registered_memory.empty((1000,), torch.float32))
-        assert place.begin not in seen
-        seen.add(place.begin)
+        found = handle(registered_memory.empty((1000,), torch.float32))
+        assert found.begin not in seen
+        seen.add(found.begin)
 
 
-def test_who_still_has_freed_memory_mapped_sees_zeros_not_a_signal() -> None:
+def test_freed_memory_that_a_peer_has_mapped_reads_as_zeros() -> None:
     pages = pages_in_use()
     tensor = registered_memory.empty((1000,), torch.float32).fill_(3)
-    view = PeerMemory(os.getpid()).view(where(tensor), torch.float32, 1000)
+    view = PeerMemory(os.getpid()).view(handle(tensor), torch.float32, 1000)
     assert view.sum() == 3000
     del tensor
     assert pages_in_use() == pages
     assert view.sum() == 0
 
 
-def test_a_neighbour_keeps_a_bounded_number_of_mappings() -> None:
-    neighbour = PeerMemory(os.getpid())
+def test_the_number_of_mappings_is_bounded() -> None:
+    peer = PeerMemory(os.getpid())
     tensors = [
         registered_memory.empty((10,), torch.int64).fill_(number)
         for number in range(registered_memory._MAX_MAPPED_REGIONS + 10)
     ]
-    views = [neighbour.view(where(tensor), torch.int64, 10) for tensor in tensors]
+    views = [peer.view(handle(tensor), torch.int64, 10) for tensor in tensors]
     assert [int(view[3]) for view in views] == list(range(len(tensors)))
-    assert len(neighbour._mapped) <= registered_memory._MAX_MAPPED_REGIONS
+    assert len(peer._mapped) <= registered_memory._MAX_MAPPED_REGIONS
 
 
-def test_the_child_of_a_fork_frees_nothing_of_its_parents_and_begins_anew() -> None:
+def test_a_forked_child_does_not_free_its_parents_memory() -> None:
     tensor = registered_memory.empty((1000,), torch.float32).fill_(2)
     held = [tensor[:10]]
     pages = pages_in_use()
@@ -142,7 +142,7 @@ def test_the_child_of_a_fork_frees_nothing_of_its_parents_and_begins_anew() -> N
     assert pages_in_use() == pages and tensor.sum() == 2000
 
 
-def test_a_process_that_is_gone_is_out_of_sight() -> None:
+def test_memory_of_an_ended_process_is_not_accessible() -> None:
     child = os.fork()
     if child == 0:
         os._exit(0)
@@ -151,7 +151,7 @@ def test_a_process_that_is_gone_is_out_of_sight() -> None:
         PeerMemory(child).view(MemoryHandle(5, 0, 4096, 0), torch.float32, 1)
 
 
-def test_without_memfd_it_is_ordinary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memfd_tensors_are_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registered_memory, "available", lambda: False)
     tensor = registered_memory.empty((3,), torch.float32)
     assert tensor.shape == (3,) and handle_of(tensor) is None

@@ -1,0 +1,96 @@
+"""Connections between hosts: frames, posted receives, and peers that do not read."""
+
+from __future__ import annotations
+
+import fcntl
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from torchdist_ref.errors import DistNetworkError, RankStalledError
+from torchdist_ref.transports.connection import POSTED_RECEIVE, MeshFrame, pack
+from torchdist_ref.transports.mesh import ConnectionMesh, MeshDirectPath
+from torchdist_ref.transports.segment_layout import SEMAPHORE_KINDS, SegmentLayout
+
+
+@contextmanager
+def socket_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Yield both ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        peer_end = socket.create_connection(server.getsockname())
+        own_end, _ = server.accept()
+    with peer_end, own_end:
+        yield peer_end, own_end
+
+
+def test_writes_outside_the_senders_part_are_rejected() -> None:
+    layout = SegmentLayout(2, window=8192)
+    memory = bytearray(layout.nbytes)
+    mesh = ConnectionMesh(0, layout, lambda rank: memoryview(memory))
+    with socket_pair() as (peer_end, own_end):
+        mesh.add(1, own_end)
+        begin = layout.eager_buffer(1, 0)
+        peer_end.sendall(pack(MeshFrame(SEMAPHORE_KINDS.index("ready"), 1, ((begin, 3),))) + b"abc")
+        mesh.progress(1.0)
+        assert bytes(memory[begin : begin + 3]) == b"abc" and mesh.counts["ready", 1] == 1
+        peer_end.sendall(pack(MeshFrame(SEMAPHORE_KINDS.index("ready"), 1, ((layout.eager_buffer(0, 0), 3),))) + b"xyz")
+        with pytest.raises(DistNetworkError, match="not its part"):
+            mesh.progress(1.0)
+        mesh.close()
+    assert b"xyz" not in memory
+
+
+def test_direct_bytes_without_a_posted_receive_are_rejected() -> None:
+    layout = SegmentLayout(2, window=8192)
+    memory, wanted = bytearray(layout.nbytes), bytearray(3)
+    mesh = ConnectionMesh(0, layout, lambda rank: memoryview(memory))
+    with socket_pair() as (peer_end, own_end):
+        mesh.add(1, own_end)
+        MeshDirectPath(mesh, 1).post_receive([memoryview(wanted)])
+        frame = pack(MeshFrame(SEMAPHORE_KINDS.index("chunk"), 1, ((POSTED_RECEIVE, 3),))) + b"abc"
+        peer_end.sendall(frame)
+        mesh.progress(1.0)
+        assert bytes(wanted) == b"abc" and mesh.counts["chunk", 1] == 1
+        peer_end.sendall(frame)
+        with pytest.raises(DistNetworkError, match="3 bytes for which no receive is posted"):
+            mesh.progress(1.0)
+        mesh.close()
+
+
+def test_sending_to_a_peer_that_does_not_read_times_out() -> None:
+    layout = SegmentLayout(2, window=8192)
+    memory = bytearray(layout.nbytes)
+    mesh = ConnectionMesh(0, layout, lambda rank: memoryview(memory), timeout=0.1)
+    with socket_pair() as (_, own_end):
+        mesh.add(1, own_end)
+        start = time.monotonic()
+        with pytest.raises(RankStalledError, match=r"rank 1 has not read for 0\.1 s"):
+            mesh.send_direct(1, "chunk", memoryview(bytes(64 << 20)))
+        # Part of the frame was sent: no other frame may follow it.
+        mesh.send_direct(1, "chunk", memoryview(bytes(64 << 20)))
+        assert time.monotonic() - start < 2
+        mesh.close()
+
+
+def test_waiting_for_a_full_socket_works_with_any_descriptor() -> None:
+    """Programs with many files have descriptors that `select.select` does not accept."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+    layout = SegmentLayout(2, window=8192)
+    memory = bytearray(layout.nbytes)
+    mesh = ConnectionMesh(0, layout, lambda rank: memoryview(memory), timeout=0.05)
+    try:
+        with (
+            socket_pair() as (_, own_end),
+            socket.socket(fileno=fcntl.fcntl(own_end, fcntl.F_DUPFD_CLOEXEC, 2000)) as high_fd,
+        ):
+            mesh.add(1, high_fd)
+            with pytest.raises(RankStalledError, match="rank 1 has not read"):
+                mesh.send_direct(1, "chunk", memoryview(bytes(64 << 20)))
+            mesh.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,103 @@
+"""Selection of a transport, and the requests to the store that it takes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchdist_ref as dist
+from torchdist_ref import transports
+from torchdist_ref.errors import StoreTimeoutError
+from torchdist_ref.stores import HashStore, PrefixStore, Store
+from torchdist_ref.stores.base import Text
+from torchdist_ref.testing import run
+from torchdist_ref.transports import selection
+
+
+def test_the_default_backend_is_gloo_if_ranks_share_no_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = str(tmp_path_factory.mktemp("meet") / "file")
+
+    def program(rank: int, hosts: list[str]) -> tuple[str, float]:
+        os.environ["TORCHDIST_REF_HOST_ID"] = hosts[rank]
+        dist.init_process_group(store=dist.FileStore(path + "".join(hosts), 2), rank=rank, world_size=2)
+        tensor = torch.tensor([rank + 1.0])
+        dist.all_reduce(tensor)
+        name = dist.get_backend()
+        dist.destroy_process_group()
+        return name, tensor.item()
+
+    assert run(program, 2, ["a", "a"], ranks="processes", init=False) == [("ref", 3.0)] * 2
+    assert run(program, 2, ["a", "b"], ranks="processes", init=False) == [("gloo", 3.0)] * 2
+
+
+class RecordingStore(PrefixStore):
+    """Store that records the requests made to it."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__("recorded", store)
+        self.requests: list[str] = []
+
+    def set(self, key: Text, value: Text) -> None:
+        self.requests.append("set")
+        super().set(key, value)
+
+    def get(self, key: Text) -> bytes:
+        self.requests.append("get")
+        return super().get(key)
+
+    def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
+        self.requests.append("wait")
+        super().wait(keys, timeout)
+
+    def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
+        self.requests.append("multi_get")
+        return super().multi_get(keys)
+
+
+def connect_and_record(rank: int, path: str, prepared: int) -> list[str]:
+    selection._MAX_PREPARED_RANKS = prepared
+    store = RecordingStore(dist.FileStore(path, 3))
+    link = transports.connect(store, rank, range(3), "world", 1000.0)
+    assert link.segment.kind == "shared_memory"
+    link.close()
+    return store.requests
+
+
+def test_ranks_of_one_host_connect_with_one_set_and_one_get(tmp_path: Path) -> None:
+    """Every request costs a context switch to the server and back, most of the cost of creating a group."""
+    assert (
+        run(partial(connect_and_record, path=str(tmp_path / "a"), prepared=3), 3, ranks="processes", init=False)
+        == [["set", "multi_get"]] * 3
+    )
+    # For more ranks the segment is created once it is known that they share a host.
+    found = run(partial(connect_and_record, path=str(tmp_path / "b"), prepared=2), 3, ranks="processes", init=False)
+    assert found == [["set", "multi_get", "set"], *[["set", "multi_get", "get"]] * 2]
+
+
+def test_the_timeout_of_a_group_may_exceed_that_of_its_store() -> None:
+    timed_out = threading.Event()
+
+    class ShortTimeoutStore(HashStore):
+        def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
+            try:
+                return super().multi_get(keys)
+            except StoreTimeoutError:
+                timed_out.set()
+                raise
+
+    store = ShortTimeoutStore()
+    store.set_timeout(timedelta(seconds=0.01))
+
+    def program(rank: int) -> int:
+        if rank:
+            assert timed_out.wait(10)
+        return transports.connect(store, rank, range(2), "world", 20.0).size
+
+    assert run(program, 2, init=False) == [2, 2]

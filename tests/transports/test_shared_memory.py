@@ -1,0 +1,60 @@
+"""Errors of the shared-memory transport where it is not available, and liveness of processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+
+from torchdist_ref.errors import DistBackendError, UnsupportedError
+from torchdist_ref.stores import HashStore
+from torchdist_ref.testing import RankError, run
+from torchdist_ref.transports import shared_memory
+
+
+def test_other_platforms_are_named_with_an_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(UnsupportedError, match=r"needs Linux.*darwin.*gloo"):
+        shared_memory.connect(HashStore(), 0, [0, 1], "world", 1.0)
+
+
+def test_a_segment_of_an_inaccessible_process_is_explained() -> None:
+    def program(rank: int, store: HashStore) -> None:
+        if rank == 1:
+            store.set("segment", b"999999999 3 00")
+            shared_memory.connect(store, 1, [0, 1], "world", 1.0)
+
+    with pytest.raises(RankError, match=r"process 999999999.*not accessible.*namespaces.*gloo"):
+        run(program, 2, HashStore(), init=False)
+
+
+def test_a_descriptor_of_another_file_is_not_taken_for_the_segment() -> None:
+    layout = shared_memory.layout_for(2)
+    with shared_memory.created_segment(layout) as (_, handle):
+        pid, fd, nonce = handle.decode().split()
+        wrong = f"{pid} {fd} {bytes.fromhex(nonce)[::-1].hex()}".encode()
+        with pytest.raises(DistBackendError, match=rf"descriptor {fd} of process {pid} is not the group's segment"):
+            shared_memory.attach(wrong, layout)
+
+
+def test_an_ended_process_is_dead_and_a_running_one_is_not() -> None:
+    end, begin = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(begin)
+        os.read(end, 1)
+        os._exit(0)
+    peers = shared_memory.PeerProcesses({3: child, 5: os.getpid()})
+    try:
+        assert peers.dead() == []
+        os.close(begin)
+        deadline = time.monotonic() + 10
+        while peers.dead() != [3] and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert peers.dead() == [3]
+    finally:
+        peers.close()
+        os.close(end)
+        os.waitpid(child, 0)
