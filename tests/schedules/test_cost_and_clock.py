@@ -23,7 +23,7 @@ from torchdist_ref.schedules import (
     operations,
     simulate,
 )
-from torchdist_ref.schedules.chain import PIECES
+from torchdist_ref.schedules.tree import CHAIN_PIECES
 
 ALL = [(op, name) for op in operations() for name in algorithms(op)]
 FLAT = [(op, name) for op, name in ALL if name != "hierarchical"]
@@ -214,4 +214,4 @@ def test_times_that_run_backwards_are_named() -> None:
 
 
 def test_the_chain_has_as_many_pieces_as_the_catalogue_says() -> None:
-    assert PIECES == 8
+    assert CHAIN_PIECES == 8

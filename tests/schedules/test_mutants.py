@@ -23,7 +23,7 @@ from torchdist_ref.schedules import Move, Round, Schedule, Slot, algorithms, bui
 ALL = [(op, name) for op in operations() for name in algorithms(op)]
 SEEDS = (1, 2, 3)
 FLOATS = 8  # per seed: two orders of summation often round alike, so that one number would not tell
-NAMED_RULES = {"room", "unwritten", "clobber", "repeat"}
+NAMED_RULES = {"writable", "unwritten", "clobber", "repeat"}
 OTHER = {"data": "tmp", "in": "out", "out": "in", "tmp": "data"}
 Value = tuple[tuple[int, ...], tuple[float, ...]]
 State = dict[tuple[int, Slot], Value]

@@ -65,7 +65,7 @@ def test_a_contribution_counted_twice_is_seen() -> None:
     text = refused("all_reduce", (there,), (back,), (there,))
     assert text.startswith("draft is not an all_reduce of 2 ranks:")
     assert (
-        "result: rank 0, data[0], in the end: expected 0.data[0] + 1.data[0], got 0.data[0] more than once + 1.data[0]"
+        "result: rank 0, data[0], at the end: expected 0.data[0] + 1.data[0], got 0.data[0] more than once + 1.data[0]"
     ) in text
 
 
@@ -73,7 +73,7 @@ def test_another_order_of_reductions_is_seen() -> None:
     """Every rank adds up all contributions, but rank 2 in another order than ranks 0 and 1."""
     everybody = tuple(carry(src, dst, DATA, True) for dst in range(3) for src in range(3) if src != dst)
     text = refused("all_reduce", everybody, world=3)
-    assert "replicas: rank 2, data[0], in the end: expected the order of the ranks before, got another order" in text
+    assert "replicas: rank 2, data[0], at the end: expected the order of the ranks before, got another order" in text
     assert "rank 0" not in text and "rank 1," not in text
 
 
@@ -85,18 +85,22 @@ def test_the_order_of_two_operands_does_not_matter() -> None:
     ("op", "moves", "message"),
     [
         ("broadcast", [carry(0, 2, DATA)], "rank: rank 2, data[0], round 1: expected ranks from 0 to 1"),
-        ("broadcast", [carry(0, 1, ("data", 1))], "room: rank 1, data[1], round 1: expected a slot that"),
+        ("broadcast", [carry(0, 1, ("data", 1))], "writable: rank 1, data[1], round 1: expected a slot that"),
         ("broadcast", [Move(0, 1, ("tmp", 3), DATA)], "unwritten: rank 0, tmp[3], round 1: expected a value to read"),
         ("send", [Move(0, 1, ("in", 0), ("out", 0), True)], "unwritten: rank 1, out[0], round 1: expected a value to"),
         ("broadcast", [carry(0, 1, DATA), carry(0, 1, DATA)], "clobber: rank 1, data[0], round 1: expected one"),
         ("reduce", [carry(1, 0, DATA, True), carry(0, 0, DATA)], "clobber: rank 0, data[0], round 1: expected one"),
-        ("all_gather", [Move(0, 1, ("in", 0), ("in", 0))], "room: rank 1, in[0], round 1: expected a slot that"),
-        ("gather", [Move(0, 1, ("in", 0), ("out", 0))], "room: rank 1, out[0], round 1: expected a slot that"),
+        ("all_gather", [Move(0, 1, ("in", 0), ("in", 0))], "writable: rank 1, in[0], round 1: expected a slot that"),
+        ("gather", [Move(0, 1, ("in", 0), ("out", 0))], "writable: rank 1, out[0], round 1: expected a slot that"),
         ("barrier", [carry(0, 1, TOKEN)] * 2, "repeat: rank 1, tmp[0], round 1: expected one token, got 2"),
-        ("barrier", [carry(0, 1, TOKEN)], "result: rank 0, tmp[0], in the end: expected to have heard of every rank"),
+        (
+            "barrier",
+            [carry(0, 1, TOKEN)],
+            "result: rank 0, tmp[0], at the end: expected a notification from every rank",
+        ),
         ("barrier", [carry(0, 5, TOKEN)], "rank: rank 5, tmp[0], round 1: expected ranks from 0 to 1"),
-        ("barrier", [carry(0, 1, DATA)], "room: rank 1, data[0], round 1: expected a token"),
-        ("scatter", [Move(0, 1, ("in", 1), ("out", 0))], "result: rank 0, out[0], in the end: expected 0.in[0], got n"),
+        ("barrier", [carry(0, 1, DATA)], "writable: rank 1, data[0], round 1: expected a token"),
+        ("scatter", [Move(0, 1, ("in", 1), ("out", 0))], "result: rank 0, out[0], at the end: expected 0.in[0], got n"),
     ],
 )
 def test_every_rule_is_named(op: str, moves: list[Move], message: str) -> None:

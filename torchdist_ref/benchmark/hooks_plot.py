@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torchdist_ref.benchmark.hooks_results import Result, select
-from torchdist_ref.schedules.svg import BLUE, GREY, ORANGE
+from torchdist_ref.schedules.drawing import BLUE, GREY, ORANGE
 
 # Middle tones, told apart on white and on black.
 _COLOURS = (BLUE, ORANGE, "#3a9152", "#a45bb0", "#9a8127", "#c14a6e", "#2a9d9d", GREY)

@@ -2,7 +2,7 @@
 
 Time runs from left to right, on one scale for all hooks of one task, backend and link, so that the shorter step is the
 shorter picture. What overlaps in time stands one above the other. It is drawn with the words of
-`torchdist_ref.schedules.svg`, as schedules are.
+`torchdist_ref.schedules.drawing`, as schedules are.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torchdist_ref.benchmark.hooks_results import Result
 from torchdist_ref.benchmark.hooks_watch import Span
-from torchdist_ref.schedules import svg
-from torchdist_ref.schedules.timeline import duration
+from torchdist_ref.schedules import drawing as svg
+from torchdist_ref.schedules.drawing import duration
 
 _LEFT, _WIDTH, _BAR, _GAP, _HEAD = 92.0, 740.0, 14.0, 3.0, 26.0
 _ROWS = ("compute", "buckets", "calls")

@@ -1,4 +1,4 @@
-"""Algorithms for collective operations, as values: build one, read it, check it, clock it, draw it, run it.
+"""Algorithms for collective operations, as values: build one, read it, check it, time it, draw it, run it.
 
 >>> schedule = build("all_reduce", "ring", 4)
 >>> len(schedule.rounds)
@@ -22,8 +22,7 @@ from torchdist_ref.schedules.compose import (
 )
 from torchdist_ref.schedules.contract import Contract, contract
 from torchdist_ref.schedules.cost import Cost, cost
-from torchdist_ref.schedules.draw import draw
-from torchdist_ref.schedules.events import Event, Trace
+from torchdist_ref.schedules.drawing import draw, timeline
 from torchdist_ref.schedules.schedule import (
     Move,
     Pattern,
@@ -36,8 +35,7 @@ from torchdist_ref.schedules.schedule import (
     carry,
     carry_run,
 )
-from torchdist_ref.schedules.simulate import Network, simulate
-from torchdist_ref.schedules.timeline import timeline
+from torchdist_ref.schedules.simulate import Event, Network, Trace, simulate
 from torchdist_ref.schedules.verify import Violation, verify, violations
 
 __all__ = [

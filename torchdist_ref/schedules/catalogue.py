@@ -1,9 +1,9 @@
-"""The catalogue: which algorithms there are for which operation, with what each costs and where it is from.
+"""Catalogue of the algorithms for each operation, with cost and source.
 
 The table in the documentation is made from it, the tests run over it, and a backend builds from it. To add
-an algorithm, write its file and add its line in `entries`.
+an algorithm, write its function and add its row in `entries`.
 
-Do not add here: when to use which (`choose`).
+Do not add here: the choice between algorithms (`choose`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.schedules.entries import ENTRIES, Entry
 from torchdist_ref.schedules.schedule import Schedule
 
-ROOTED = ("reduce", "broadcast", "gather", "scatter", "send")
-
 
 def operations() -> tuple[str, ...]:
-    """The operations that have schedules.
+    """Return the operations that have schedules.
 
     >>> operations()[:3]
     ('all_reduce', 'reduce', 'broadcast')
@@ -27,7 +25,7 @@ def operations() -> tuple[str, ...]:
 
 
 def algorithms(op: str) -> tuple[str, ...]:
-    """Names of the algorithms for an operation.
+    """Return the names of the algorithms for an operation.
 
     Args:
         op: such as ``"all_reduce"``; see `operations`.
@@ -48,7 +46,7 @@ def algorithms(op: str) -> tuple[str, ...]:
 
 
 def entry(op: str, algorithm: str) -> Entry:
-    """What the catalogue says about one algorithm for one operation.
+    """Return the row of one algorithm for one operation.
 
     Raises:
         ArgumentError: there is no such operation, or no such algorithm for it.
@@ -61,13 +59,13 @@ def entry(op: str, algorithm: str) -> Entry:
 
 @lru_cache(maxsize=1024)
 def build(op: str, algorithm: str, world: int, root: int = 0, *, hosts: tuple[int, ...] | None = None) -> Schedule:
-    """The schedule of one algorithm for one operation, cached.
+    """Return the schedule of one algorithm for one operation, cached.
 
     Args:
         op: operation, such as ``"all_reduce"``.
         algorithm: such as ``"ring"``; see `algorithms`.
         world: number of ranks, at least 1.
-        root: the root of a rooted operation, or who sends in ``send`` (default 0; others ignore it).
+        root: the root of a rooted operation, or the sender in ``send`` (default 0; others ignore it).
         hosts: for ``hierarchical``, the host of each rank, numbered in any way (default: all on one host).
 
     Returns:

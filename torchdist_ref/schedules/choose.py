@@ -1,10 +1,10 @@
-"""Which algorithm to use: a pure function, so that every rank answers alike without asking anybody.
+"""Choice of the algorithm: a pure function, so that every rank chooses the same one without communication.
 
 It depends on nothing but its arguments: no clock, no environment, no machine. A rank that chose otherwise
-would wait for messages that nobody sends. An override from the environment is read by the caller, which has
-to see to it that all ranks have the same one; `overrides` only parses its text.
+would wait for messages that no rank sends. The caller reads the environment's override and makes sure that all
+ranks have the same one; `overrides` only parses its text.
 
-Do not add here: measuring, or reading the environment.
+Do not add here: thresholds (`measured`), or reading the environment.
 """
 
 from __future__ import annotations
@@ -13,41 +13,9 @@ from collections import Counter
 
 from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.schedules.catalogue import algorithms, operations
+from torchdist_ref.schedules.measured import BETWEEN_HOSTS, BETWEEN_TWO, WITHIN_A_HOST, SizeTable
 
-KIB = 1024
-MIB = 1024 * KIB
-
-# (largest nbytes, algorithm), read from the top.
-_Table = tuple[tuple[float, str], ...]
-
-# Up to here everybody reads everybody's tensor in one round of all_reduce, where there are more than two ranks.
-ONE_ROUND = 256 * KIB
-# Within a host everything is direct but for this, measured with four and eight ranks on two cores:
-# - A second round costs every rank a hand-over, and spares those that reduce to add all of everybody's tensors.
-# - When the blocks for all ranks no longer fit into one window, each window of a direct exchange waits for all ranks,
-#   and one with a peer after the other waits for one. A reduction would have to round its sums after each peer.
-WITHIN_A_HOST: dict[str, _Table] = {
-    "all_reduce": ((ONE_ROUND, "direct"), (float("inf"), "two_shot")),
-    "reduce": ((4 * MIB, "direct"), (float("inf"), "two_shot")),
-    "all_to_all": ((2 * MIB, "direct"), (float("inf"), "pairwise")),
-}
-# Two ranks have one peer each, and gain from a second round only where tensors leave the cache.
-BETWEEN_TWO: dict[str, _Table] = {"all_reduce": ((4 * MIB, "direct"), (float("inf"), "two_shot"))}
-_DIRECT: _Table = ((float("inf"), "direct"),)
-
-# The cut-offs of Thakur, Rabenseifner and Gropp 2005, scaled for a latency of tens of microseconds through Python.
-BETWEEN_HOSTS: dict[str, _Table] = {
-    "all_reduce": ((64 * KIB, "recursive_doubling"), (1024 * KIB, "halving_doubling"), (float("inf"), "ring")),
-    "reduce": ((64 * KIB, "tree"), (float("inf"), "halving_doubling")),
-    "broadcast": ((64 * KIB, "tree"), (float("inf"), "scatter_all_gather")),
-    "all_gather": ((512 * KIB, "bruck"), (float("inf"), "ring")),
-    "gather": ((float("inf"), "tree"),),
-    "scatter": ((float("inf"), "tree"),),
-    "reduce_scatter": ((512 * KIB, "recursive_halving"), (float("inf"), "pairwise")),
-    "all_to_all": ((16 * KIB, "bruck"), (float("inf"), "pairwise")),
-    "barrier": ((float("inf"), "dissemination"),),
-    "send": ((float("inf"), "direct"),),
-}
+_DIRECT: SizeTable = ((float("inf"), "direct"),)
 
 
 def choose(
@@ -58,7 +26,7 @@ def choose(
     hosts: tuple[int, ...] | None = None,
     transport: str = "shared_memory",
 ) -> str:
-    """The algorithm to use for one call.
+    """Return the algorithm to use for one call.
 
     Args:
         op: operation, such as ``"all_reduce"``.
@@ -67,7 +35,7 @@ def choose(
             gather, what a rank (or the root) starts with in the others.
         hosts: the host of each rank, numbered in any way (default: not known).
         transport: ``"shared_memory"`` (also for ranks that are threads) or ``"tcp"``. Where ``hosts`` names
-            more than one host, messages between them go by TCP whatever is said here.
+            more than one host, messages between them go by TCP whatever this is.
 
     Returns:
         A name that `catalogue.build` takes for this operation.
@@ -99,16 +67,16 @@ def choose(
 
 
 def _between_hosts(op: str, world: int, nbytes: int) -> str:
-    # Two ranks have nobody to share a root's work with: a second round would only bring it back what it has.
+    # With two ranks no third one shares the root's work: a second round would only bring it back what it has.
     return "tree" if world == 2 and op in ("broadcast", "reduce") else _first(BETWEEN_HOSTS[op], nbytes)
 
 
-def _first(table: _Table, nbytes: int) -> str:
+def _first(table: SizeTable, nbytes: int) -> str:
     return next(name for limit, name in table if nbytes <= limit)
 
 
 def overrides(text: str) -> dict[str, str]:
-    """What ``TORCHDIST_REF_ALGORITHM`` says, by operation.
+    """Parse ``TORCHDIST_REF_ALGORITHM``: the algorithm by operation.
 
     Args:
         text: such as ``"all_reduce=ring,broadcast=tree"``; empty for none.
@@ -117,8 +85,8 @@ def overrides(text: str) -> dict[str, str]:
         Operation -> algorithm.
 
     Raises:
-        ArgumentError: an item is not of the form ``op=algorithm``, names what the catalogue has not, or an operation
-            that another item has named.
+        ArgumentError: an item is not of the form ``op=algorithm``, names an unknown operation or algorithm, or an
+            operation that another item names.
 
     >>> overrides("all_reduce=ring, broadcast=tree")
     {'all_reduce': 'ring', 'broadcast': 'tree'}

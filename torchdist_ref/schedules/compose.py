@@ -1,10 +1,10 @@
-"""New schedules from old ones: after each other, backwards, in pieces, on other ranks, side by side.
+"""Combinators of schedules: after each other, reversed, in pieces, on other ranks, side by side.
 
 An all-reduce is a reduce-scatter `then` an all-gather. Halving-doubling's all-gather is its reduce-scatter
 `reversed_`. A pipelined chain is a chain `segmented`. A tree with another root is the tree `rooted` there.
 So every algorithm file states one idea, once. Each function here is pure and keeps rounds lazy.
 
-Do not add here: anything that knows what an operation means (`contract`) or costs (`cost`).
+Do not add here: the meaning of an operation (`contract`) or its cost (`cost`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from torchdist_ref.schedules.schedule import (
 
 
 def each(schedule: Schedule, change: Callable[[Move], Iterable[Move]], symmetric: bool = False) -> Schedule:
-    """The same rounds with every move replaced by what ``change`` makes of it: none, one or several moves.
+    """Replace every move by those that ``change`` returns for it: none, one or several.
 
     Args:
         schedule: to change.
         change: called when the round is asked for.
-        symmetric: ``change`` treats all ranks alike, so that some ranks can go on standing for all.
+        symmetric: ``change`` treats all ranks alike, so that some ranks can still represent all.
     """
 
     def changed(runs: Runs) -> Runs:
@@ -45,7 +45,7 @@ def each(schedule: Schedule, change: Callable[[Move], Iterable[Move]], symmetric
 
 
 def relabelled(schedule: Schedule, change: Callable[[Move], Move], spacing: int) -> Schedule:
-    """The same rounds with other names for ranks or slots, so that runs stay runs.
+    """Rename ranks or slots; runs stay runs.
 
     Args:
         schedule: to change.
@@ -71,7 +71,7 @@ def _changed(rounds: Sequence[Round], changed: Callable[[Runs], Runs], spacing: 
 
 
 def then(*schedules: Schedule, name: str = "") -> Schedule:
-    """One schedule after another.
+    """Run one schedule after another.
 
     Args:
         schedules: at least one; equal worlds and equal chunks.
@@ -93,22 +93,22 @@ def then(*schedules: Schedule, name: str = "") -> Schedule:
 
 
 def _joined(parts: list[Sequence[Round]]) -> Rounds:
-    places = [(part, i) for part in parts for i in range(len(part))]
+    steps = [(part, i) for part in parts for i in range(len(part))]
 
-    return Rounds(len(places), lambda step: runs_of(*places[step]), lambda step: pattern_of(*places[step]))
+    return Rounds(len(steps), lambda step: runs_of(*steps[step]), lambda step: pattern_of(*steps[step]))
 
 
 def reversed_(schedule: Schedule, reduce: bool = False, name: str = "") -> Schedule:
-    """The schedule backwards: last round first, every arrow turned round.
+    """Reverse a schedule: last round first, every arrow reversed.
 
     Args:
-        schedule: to turn.
-        reduce: whether the turned arrows reduce (a broadcast becomes a reduce) or copy (a reduce-scatter
+        schedule: to reverse.
+        reduce: whether the reversed arrows reduce (a broadcast becomes a reduce) or copy (a reduce-scatter
             becomes an all-gather, the default).
         name: of the result.
 
     Returns:
-        A schedule whose round ``i`` is the turned round ``len - 1 - i``.
+        A schedule whose round ``i`` is the reversed round ``len - 1 - i``.
     """
     turned = relabelled(schedule, lambda m: Move(m.dst, m.src, m.write, m.read, reduce), spacing=1).rounds
     last = len(turned) - 1
@@ -117,7 +117,7 @@ def reversed_(schedule: Schedule, reduce: bool = False, name: str = "") -> Sched
 
 
 def segmented(schedule: Schedule, pieces: int, stagger: int = 1) -> Schedule:
-    """Every slot cut into equal pieces, each of which runs the whole schedule, one a little after the other.
+    """Cut every slot into equal pieces, each of which runs the whole schedule, one a little after the other.
 
     Args:
         schedule: works in place (buffers ``data`` and ``tmp``): blocks of ``in`` and ``out`` are not divisible.
@@ -150,11 +150,11 @@ def _piece(move: Move, pieces: int, piece: int) -> Move:
 
 
 def on_ranks(schedule: Schedule, ranks: Sequence[int], world: int) -> Schedule:
-    """The same schedule carried out by some ranks of a larger world; slots keep their indices.
+    """Run a schedule on some ranks of a larger world; slots keep their indices.
 
     Args:
         schedule: for ``len(ranks)`` ranks.
-        ranks: ``ranks[i]`` plays rank ``i``. If they are evenly spaced, some can go on standing for all.
+        ranks: ``ranks[i]`` plays rank ``i``. If they are evenly spaced, some can still represent all.
         world: size of the larger world.
     """
     if schedule.world == world and list(ranks) == list(range(world)):
@@ -166,13 +166,13 @@ def on_ranks(schedule: Schedule, ranks: Sequence[int], world: int) -> Schedule:
 
 
 def rooted(schedule: Schedule, root: int) -> Schedule:
-    """A schedule written for root 0, shifted so that ``root`` plays rank 0. No tree needs to mention a root."""
+    """Shift a schedule written for root 0 so that ``root`` plays rank 0; then no tree needs to mention a root."""
     world = schedule.world
     return on_ranks(schedule, [(v + root) % world for v in range(world)], world) if root else schedule
 
 
 def alongside(*schedules: Schedule) -> Schedule:
-    """Schedules of one world that run at the same time, round by round (on disjoint ranks, as a rule)."""
+    """Run schedules of one world at the same time, round by round (on disjoint ranks, as a rule)."""
     steps = max(len(s.rounds) for s in schedules)
 
     def make(step: int) -> Round:
@@ -182,7 +182,7 @@ def alongside(*schedules: Schedule) -> Schedule:
 
 
 def renamed(schedule: Schedule, buffers: Mapping[str, str], name: str = "") -> Schedule:
-    """The same schedule on other buffers, such as a scatter backwards with ``in`` and ``out`` exchanged."""
+    """Rename buffers, such as those of a reversed scatter, with ``in`` and ``out`` exchanged."""
 
     def slot(old: Slot) -> Slot:
         return (buffers.get(old[0], old[0]), old[1])
@@ -192,5 +192,5 @@ def renamed(schedule: Schedule, buffers: Mapping[str, str], name: str = "") -> S
 
 
 def only(schedule: Schedule, keep: Callable[[Move], bool]) -> Schedule:
-    """The same rounds with only the moves for which ``keep`` holds."""
+    """Keep only the moves for which ``keep`` is true."""
     return each(schedule, lambda m: [m] if keep(m) else [])

@@ -1,12 +1,12 @@
-"""What each operation promises: who holds what before, which slots there are, who must hold what after.
+"""Contract of each operation: the slots that have values before, those that exist, and the values after.
 
 The definition is executable: `verify` starts from ``before`` and compares with ``after``. A **contribution**
-is what one rank held in one slot at the start, written ``(rank, slot)``; a result is the set of contributions
+is the value of one slot of one rank at the start, written ``(rank, slot)``; a result is the set of contributions
 that must have been combined in it, each exactly once.
 
-================  =====================================  ====================================================
+================  =====================================  ========================================================
 operation         before                                 after
-================  =====================================  ====================================================
+================  =====================================  ========================================================
 all_reduce        data[c] on every rank                  data[c] on every rank: all ranks' data[c]
 reduce            data[c] on every rank                  data[c] on the root: all ranks' data[c]
 broadcast         data[c] on every rank                  data[c] on every rank: the root's data[c]
@@ -16,14 +16,15 @@ scatter           in[r] on the root, for all r           out[0] on rank r: the r
 reduce_scatter    in[c] on every rank, for all c         out[0] on rank c: all ranks' in[c]
 all_to_all        in[d] on every rank, for all d         out[s] on rank d: rank s's in[d]
 send              in[0] on the root                      out[0] on the rank after the root: the root's in[0]
-barrier           a token on every rank                  every rank has heard, also indirectly, of every rank
-================  =====================================  ====================================================
+barrier           a token on every rank                  every rank was notified, also indirectly, by every rank
+================  =====================================  ========================================================
 
-Do not add here: how to check (`verify`).
+Do not add here: the check (`verify`).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -37,19 +38,25 @@ TOKEN: Slot = ("tmp", 0)
 
 @dataclass(frozen=True)
 class Contract:
-    """One operation's promise for one world.
+    """Contract of one operation for one world.
 
     Args:
-        before: rank -> slots that hold something at the start.
-        room: rank -> slots that may be written (``tmp`` slots may always be).
-        after: rank -> slot -> the contributions that must be combined there in the end.
-        replicated: several ranks hold the same result, and must hold the same bits.
+        before: rank -> slots that have a value at the start.
+        writable: rank -> slots that may be written (``tmp`` slots may always be).
+        after: rank -> slot -> the contributions that must be combined there at the end.
+        replicated: several ranks have the same result, and must have the same bits.
     """
 
     before: Callable[[int], Iterable[Slot]]
-    room: Callable[[int], Iterable[Slot]]
+    writable: Callable[[int], Iterable[Slot]]
     after: Callable[[int], Results]
     replicated: bool = False
+
+    @property
+    def room(self) -> Callable[[int], Iterable[Slot]]:
+        """Former name of ``writable``."""
+        warnings.warn("Contract.room is deprecated; use Contract.writable.", DeprecationWarning, stacklevel=2)
+        return self.writable
 
 
 def _slots(buffer: str, count: int) -> tuple[Slot, ...]:
@@ -57,7 +64,7 @@ def _slots(buffer: str, count: int) -> tuple[Slot, ...]:
 
 
 def _on(rank: int, slots: tuple[Slot, ...]) -> Callable[[int], tuple[Slot, ...]]:
-    """These slots on one rank, none on the others."""
+    """Return a function from a rank to these slots on one rank, none on the others."""
     return lambda r: slots if r == rank else ()
 
 
@@ -77,8 +84,8 @@ def _collecting(op: str, world: int, chunks: int, root: int) -> Contract:
     one, out = _slots("in", 1), _slots("out", world)
     every = {("out", s): ((s, ("in", 0)),) for s in range(world)}
     to_all = op == "all_gather"
-    room = (lambda r: out) if to_all else _on(root, out)
-    return Contract(lambda r: one, room, lambda r: every if to_all or r == root else {})
+    writable = (lambda r: out) if to_all else _on(root, out)
+    return Contract(lambda r: one, writable, lambda r: every if to_all or r == root else {})
 
 
 def _distributing(op: str, world: int, chunks: int, root: int) -> Contract:
@@ -103,8 +110,8 @@ def _send(op: str, world: int, chunks: int, root: int) -> Contract:
 
 
 def _barrier(op: str, world: int, chunks: int, root: int) -> Contract:
-    everybody = {TOKEN: tuple((r, TOKEN) for r in range(world))}
-    return Contract(lambda r: (TOKEN,), lambda r: (), lambda r: everybody)
+    all_ranks = {TOKEN: tuple((r, TOKEN) for r in range(world))}
+    return Contract(lambda r: (TOKEN,), lambda r: (), lambda r: all_ranks)
 
 
 _CONTRACTS: dict[str, Callable[[str, int, int, int], Contract]] = {
@@ -118,7 +125,7 @@ _CONTRACTS: dict[str, Callable[[str, int, int, int], Contract]] = {
 
 
 def contract(op: str, world: int, chunks: int = 1, root: int = 0) -> Contract:
-    """What an operation promises.
+    """Return the contract of an operation.
 
     Args:
         op: operation, such as ``"all_reduce"``.

@@ -1,4 +1,4 @@
-"""What a schedule costs, counted: steps, bytes, reductions. No clock and no network; those are in `simulate`.
+"""Cost of a schedule, counted: steps, bytes, reductions. Clock and network are in `simulate`.
 
 Bytes are in units of the operation's whole buffer: the tensor in all_reduce, reduce and broadcast, all blocks
 together in the others. Local moves cost no bytes.
@@ -12,21 +12,20 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 
-from torchdist_ref.schedules.messages import messages
-from torchdist_ref.schedules.schedule import Runs, Schedule, pattern_of, runs_of
+from torchdist_ref.schedules.schedule import Runs, Schedule, messages, pattern_of, runs_of
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a schedule costs, in units of the whole buffer.
+    """Cost of a schedule, in units of the whole buffer.
 
     Args:
-        steps: rounds in which anything goes from one rank to another.
-        messages: how many messages all ranks send.
-        sent: the most that one rank sends.
-        received: the most that one rank receives.
-        reduced: the most that one rank reduces.
-        total: what all ranks together send.
+        steps: rounds with a message from one rank to another.
+        messages: number of messages of all ranks.
+        sent: maximum over the ranks of what one sends.
+        received: maximum over the ranks of what one receives.
+        reduced: maximum over the ranks of what one reduces.
+        total: sum over the ranks of what each sends.
     """
 
     steps: int
@@ -38,7 +37,7 @@ class Cost:
 
 
 class _Tally:
-    """Slots sent, received and reduced, summed over rounds in which rank ``r`` does what ``r % period`` does."""
+    """Slots sent, received and reduced, summed over rounds in which rank ``r`` does the same as ``r % period``."""
 
     def __init__(self, period: int) -> None:
         self.period = period
@@ -60,10 +59,10 @@ class _Tally:
 
 
 def cost(schedule: Schedule) -> Cost:
-    """Count what a schedule costs.
+    """Count the cost of a schedule.
 
     Args:
-        schedule: of any size. In rounds that repeat themselves from rank to rank, a few are counted for all.
+        schedule: of any size. In rounds that repeat themselves from rank to rank, a few ranks are counted for all.
 
     Returns:
         The cost, exact.

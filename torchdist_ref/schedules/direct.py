@@ -1,20 +1,29 @@
-"""Direct: everybody takes what it needs from where it is, in one round.
+"""Direct, two shots, shared: one or two rounds in which every rank reads what it needs where it is.
 
-On shared memory a move is a read of the sender's slot, so that all of these are one hand-over and then plain
-memory traffic: nothing can be faster for small messages. Between hosts a rank would take ``n - 1`` messages
-one after the other, which is what the other files are about.
+On shared memory a move is a read of the sender's slot, so a round is one synchronization and then plain memory
+traffic: nothing can be faster for small messages. Between hosts a rank would take ``n - 1`` messages one after
+the other, which the other files avoid.
 
-Steps 1. Bytes: `all_reduce` and `reduce` take ``(n - 1) m`` on each rank that holds the result (``m``: the
+**Direct**: steps 1. Bytes: `all_reduce` and `reduce` take ``(n - 1) m`` on each rank that has the result (``m``: the
 whole buffer), the others the least possible, ``(n - 1)/n m``. The one-shot all-reduce is the small-message
 algorithm of MPICH's and DeepSpeed's shared-memory collectives.
 
-Do not add here: algorithms with more than one round (the two-round variants are in `two_shot`).
+**Two shots** (`two_shot_all_reduce`, `two_shot_reduce`): every rank reduces one chunk, which it reads from all ranks,
+and then reads the finished chunks. This is the least work possible for large tensors. Steps 2. Bytes that a rank
+takes: ``2 (n - 1)/n m``; reduced: ``(n - 1)/n m``. Source: the "distributed" shared-memory all-reduce of Gloo.
+
+**Shared** (`shared_reduce`, `shared_broadcast`): rank ``c`` handles chunk ``c`` of a rooted call, whatever ranks it
+comes from and goes to, so that all ranks work at once and nothing moves twice. It needs a backend whose ranks write
+into each other's tensors (registered buffers). Steps 1. Bytes that a rank handles: ``(n - 1)/n m``.
+
+Do not add here: algorithms with more than two rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torchdist_ref.schedules.compose import then
 from torchdist_ref.schedules.schedule import Move, Rounds, Schedule, Slot, arriving, carry
 
 DATA: Slot = ("data", 0)
@@ -22,16 +31,16 @@ TOKEN: Slot = ("tmp", 0)
 
 
 def others(rank: int, world: int) -> Iterable[int]:
-    """All ranks but ``rank``, counted from the next one, so that no two ranks begin with the same peer."""
+    """Return all ranks but ``rank``, counted from the next one, so that no two ranks begin with the same peer."""
     return ((rank + k) % world for k in range(1, world))
 
 
 def all_reduce(world: int) -> Schedule:
-    """One shot: every rank reads every rank's tensor and reduces for itself.
+    """Read every rank's tensor on every rank, and reduce in the same order on all of them (one shot).
 
     Reductions commute but do not associate, and all ranks must end with the same bits. So all of them
     compute ``((d0 + d1) + d2) + ...``: ranks 0 and 1 start from their own value, the others replace theirs
-    by rank 0's and add their own old value (reads happen before writes) at its place.
+    by rank 0's and add their own old value (reads happen before writes) in its turn.
     """
 
     def arrivals(step: int, rank: int) -> list[Move]:
@@ -43,19 +52,19 @@ def all_reduce(world: int) -> Schedule:
 
 
 def reduce(world: int, root: int = 0) -> Schedule:
-    """The root reads everybody's tensor."""
+    """Read every rank's tensor on the root."""
     moves = tuple(carry(peer, root, DATA, reduce=True) for peer in others(root, world))
     return Schedule("direct reduce", world, (moves,) if moves else ())
 
 
 def broadcast(world: int, root: int = 0) -> Schedule:
-    """Everybody reads the root's tensor."""
+    """Read the root's tensor on every rank."""
     moves = tuple(carry(root, peer, DATA) for peer in others(root, world))
     return Schedule("direct broadcast", world, (moves,) if moves else ())
 
 
 def all_gather(world: int) -> Schedule:
-    """Everybody reads everybody's block."""
+    """Read every rank's block on every rank."""
 
     def arrivals(step: int, rank: int) -> list[Move]:
         peers = [rank, *others(rank, world)]
@@ -65,19 +74,19 @@ def all_gather(world: int) -> Schedule:
 
 
 def gather(world: int, root: int = 0) -> Schedule:
-    """The root reads everybody's block."""
+    """Read every rank's block on the root."""
     moves = (Move(peer, root, ("in", 0), ("out", peer)) for peer in [root, *others(root, world)])
     return Schedule("direct gather", world, (tuple(moves),), world)
 
 
 def scatter(world: int, root: int = 0) -> Schedule:
-    """Everybody reads its block from the root."""
+    """Read one block of the root on every rank."""
     moves = (Move(root, peer, ("in", peer), ("out", 0)) for peer in [root, *others(root, world)])
     return Schedule("direct scatter", world, (tuple(moves),), world)
 
 
 def reduce_scatter(world: int) -> Schedule:
-    """Everybody reads its chunk from everybody: its own is copied, the others are reduced into it."""
+    """Read one chunk of every rank on every rank: its own is copied, the others are reduced into it."""
 
     def arrivals(step: int, rank: int) -> list[Move]:
         peers = [rank, *others(rank, world)]
@@ -87,7 +96,7 @@ def reduce_scatter(world: int) -> Schedule:
 
 
 def all_to_all(world: int) -> Schedule:
-    """Everybody reads from everybody the block that is meant for it."""
+    """Read from every rank the block that is meant for the reader."""
 
     def arrivals(step: int, rank: int) -> list[Move]:
         return [Move(peer, rank, ("in", rank), ("out", peer)) for peer in [rank, *others(rank, world)]]
@@ -96,7 +105,7 @@ def all_to_all(world: int) -> Schedule:
 
 
 def barrier(world: int) -> Schedule:
-    """Everybody tells everybody."""
+    """Notify every rank from every rank."""
 
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry(peer, rank, TOKEN) for peer in others(rank, world)]
@@ -106,5 +115,54 @@ def barrier(world: int) -> Schedule:
 
 
 def send(world: int, root: int = 0) -> Schedule:
-    """``root`` hands its block to the next rank: to the other one in a world of 2, to itself in a world of 1."""
+    """Copy ``root``'s block to the next rank: the other one in a world of 2, itself in a world of 1."""
     return Schedule("direct send", world, ((Move(root, (root + 1) % world, ("in", 0), ("out", 0)),),))
+
+
+def reduce_scatter_in_place(world: int) -> Schedule:
+    """Reduce chunk ``c`` of every rank's ``data`` on rank ``c``."""
+
+    def arrivals(step: int, rank: int) -> list[Move]:
+        return [carry(peer, rank, ("data", rank), reduce=True) for peer in others(rank, world)]
+
+    rounds = arriving(world, min(1, world - 1), arrivals, period=1)
+    return Schedule("direct reduce_scatter in place", world, rounds, world)
+
+
+def all_gather_in_place(world: int) -> Schedule:
+    """Copy chunk ``c`` of rank ``c``'s ``data`` to every rank."""
+
+    def arrivals(step: int, rank: int) -> list[Move]:
+        return [carry(peer, rank, ("data", peer)) for peer in others(rank, world)]
+
+    rounds = arriving(world, min(1, world - 1), arrivals, period=1)
+    return Schedule("direct all_gather in place", world, rounds, world)
+
+
+def gather_in_place(world: int, root: int = 0) -> Schedule:
+    """Copy chunk ``c`` of rank ``c``'s ``data`` to the root."""
+    moves = tuple(carry(peer, root, ("data", peer)) for peer in others(root, world))
+    return Schedule("direct gather in place", world, (moves,) if moves else (), world)
+
+
+def two_shot_all_reduce(world: int) -> Schedule:
+    """Run a direct reduce-scatter, then a direct all-gather."""
+    return then(reduce_scatter_in_place(world), all_gather_in_place(world), name="two_shot all_reduce")
+
+
+def two_shot_reduce(world: int, root: int = 0) -> Schedule:
+    """Run a direct reduce-scatter, then read the finished chunks on the root."""
+    return then(reduce_scatter_in_place(world), gather_in_place(world, root), name="two_shot reduce")
+
+
+def shared_reduce(world: int, root: int = 0) -> Schedule:
+    """Reduce chunk ``c`` of every rank's ``data`` into the root's; rank ``c`` does it."""
+    peers = others(root, world)
+    moves = tuple(carry(peer, root, ("data", chunk), reduce=True) for peer in peers for chunk in range(world))
+    return Schedule("shared reduce", world, (moves,) if moves else (), world)
+
+
+def shared_broadcast(world: int, root: int = 0) -> Schedule:
+    """Copy chunk ``c`` of the root's ``data`` into every rank's; rank ``c`` does it."""
+    moves = tuple(carry(root, peer, ("data", chunk)) for peer in others(root, world) for chunk in range(world))
+    return Schedule("shared broadcast", world, (moves,) if moves else (), world)

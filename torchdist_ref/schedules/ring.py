@@ -1,24 +1,34 @@
-"""Ring: every rank only ever receives from the rank before it; all links are busy all the time.
+"""Ring: every rank receives only from the rank before it; all links are busy all the time.
 
-A chunk that travels once round the ring has met every rank: collecting contributions on the way it is a
-reduce-scatter, left behind on the way it is an all-gather, and one after the other they are the all-reduce
-that moves the fewest bytes. It needs no power of two and suits long messages; its price is ``n - 1`` steps.
+A chunk that travels once round the ring visits every rank: if contributions are collected on the way it is a
+reduce-scatter, if copies are left it is an all-gather. One after the other they are the all-reduce that moves the
+fewest bytes. A ring needs no power of two and suits long messages; its price is ``n - 1`` steps.
 
 all_reduce: steps ``2 (n - 1)``, bytes ``2 (n - 1)/n m``, reduced ``(n - 1)/n m``; the halves cost half.
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
-Do not add here: segmentation (`compose.segmented`) or anything with a second neighbour.
+**Scatter, then all-gather** (`scatter_all_gather_broadcast`): a long broadcast in which no rank sends the whole tensor
+more than twice. The root sends a different chunk to every rank, down a binomial tree, and the chunks then travel round
+the ring. Steps ``ceil(log2 n) + n - 1``, bytes ``2 (n - 1)/n m``.
+Source: Barnett, Gupta, Payne, Shuler, van de Geijn, Watts, "Interprocessor collective communication library", 1994.
+
+Do not add here: segmentation (`compose.segmented`) or anything with a second neighbor.
 """
 
 from __future__ import annotations
 
-from torchdist_ref.schedules.compose import then
+from torchdist_ref.schedules.compose import only, rooted, then
+from torchdist_ref.schedules.direct import gather_in_place
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot, arriving, carry
-from torchdist_ref.schedules.two_shot import gather_in_place
+from torchdist_ref.schedules.tree import scatter_in_place
 
 
 def reduce_scatter_in_place(world: int) -> Schedule:
-    """Chunk ``c`` sets out from rank ``c + 1`` and arrives, complete, on rank ``c``."""
+    """Reduce chunk ``c`` round the ring, from rank ``c + 1`` to rank ``c``, where it is complete.
+
+    A chunk that starts on rank ``c + 1`` arrives on rank ``c + 2`` in step 0; so rank ``r`` receives chunk
+    ``r - 2`` in step 0, and chunk ``r - step - 2`` in general.
+    """
 
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry((rank - 1) % world, rank, ("data", (rank - step - 2) % world), reduce=True)]
@@ -28,7 +38,7 @@ def reduce_scatter_in_place(world: int) -> Schedule:
 
 
 def all_gather_in_place(world: int) -> Schedule:
-    """Chunk ``c`` sets out from rank ``c``; every rank keeps a copy and passes it on."""
+    """Copy chunk ``c`` round the ring, from rank ``c``: every rank keeps a copy and passes it on."""
 
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry((rank - 1) % world, rank, ("data", (rank - step - 1) % world))]
@@ -38,17 +48,17 @@ def all_gather_in_place(world: int) -> Schedule:
 
 
 def all_reduce(world: int) -> Schedule:
-    """Once round to reduce, once round to hand out."""
+    """Reduce once round the ring, then copy once round the ring."""
     return then(reduce_scatter_in_place(world), all_gather_in_place(world), name="ring all_reduce")
 
 
 def reduce(world: int, root: int = 0) -> Schedule:
-    """Once round to reduce, then every rank hands its finished chunk to the root."""
+    """Reduce once round the ring, then copy every rank's finished chunk to the root."""
     return then(reduce_scatter_in_place(world), gather_in_place(world, root), name="ring reduce")
 
 
 def all_gather(world: int) -> Schedule:
-    """In the first step every rank also puts its own block in its place."""
+    """Copy blocks round the ring; in the first step every rank also copies its own block to its output."""
 
     def arrivals(step: int, rank: int) -> list[Move]:
         source, block = (rank - 1) % world, (rank - step - 1) % world
@@ -60,7 +70,7 @@ def all_gather(world: int) -> Schedule:
 
 
 def reduce_scatter(world: int) -> Schedule:
-    """As in place, but inputs stay whole: the partial sum travels through two scratch slots in turn."""
+    """Reduce as in place, but keep the inputs: the partial sum alternates between two scratch slots."""
     if world == 1:
         return Schedule("ring reduce_scatter", 1, ((Move(0, 0, ("in", 0), ("out", 0)),),))
 
@@ -71,3 +81,9 @@ def reduce_scatter(world: int) -> Schedule:
         return [Move((rank - 1) % world, rank, read, write), Move(rank, rank, ("in", chunk), write, reduce=True)]
 
     return Schedule("ring reduce_scatter", world, arriving(world, world - 1, arrivals, period=1), world)
+
+
+def scatter_all_gather_broadcast(world: int, root: int = 0) -> Schedule:
+    """Scatter down a tree, then all-gather round the ring, without the arrows to the root, which has all chunks."""
+    spread = only(all_gather_in_place(world), lambda m: m.dst != 0)
+    return rooted(then(scatter_in_place(world), spread, name="scatter_all_gather broadcast"), root)

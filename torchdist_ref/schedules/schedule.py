@@ -1,21 +1,22 @@
 """Move, Round, Schedule: a collective algorithm as a value, written once for all ranks.
 
-Words:
+Terms:
 
 * **rank**: a member of the group, ``0 .. world - 1``.
 * **slot**: ``(buffer, index)`` on one rank. Buffers: ``data`` (a tensor worked on in place, divided into
-  chunks), ``in`` and ``out`` (blocks handed in and handed back), ``tmp`` (scratch).
+  chunks), ``in`` and ``out`` (blocks read and blocks written), ``tmp`` (scratch).
 * **move**: one arrow; one slot of one rank is copied to, or reduced into, one slot of one rank.
-* **run**: moves of neighbouring slots between the same two ranks, written as one.
+* **run**: moves of neighboring slots between the same two ranks, written as one.
+* **message**: the moves of a round with the same two ends, which travel together.
 * **round**: a set of moves. *All reads happen before all writes*; several reductions into one slot are
   applied in the order in which they are listed.
 * **schedule**: a sequence of rounds, for all ranks at once.
 
 Because each arrow is one line, with both its ends, a send without a receive cannot be written down and no
 order of waiting can deadlock. Interpreters are elsewhere: `verify` runs a schedule symbolically, `simulate`
-clocks it, `draw` draws it, a backend plans from it what one rank has to do, and runs that.
+times it, `drawing` draws it, and a backend compiles it to the plan of one rank, which it executes.
 
-Do not add here: algorithms (one file each), ways to combine them (`compose`), bytes, dtypes or devices.
+Do not add here: algorithms, ways to combine them (`compose`), bytes, dtypes or devices.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
+from functools import partial, singledispatch
 from itertools import chain
 from typing import NamedTuple, overload
 
@@ -35,14 +36,14 @@ BUFFERS = ("data", "in", "out", "tmp")
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One arrow: what ``src`` has in ``read`` goes to ``write`` on ``dst``.
+    """Arrow from slot ``read`` of rank ``src`` to slot ``write`` of rank ``dst``.
 
     Args:
         src: the rank read from.
         dst: the rank written on; equal to ``src`` for a local copy or a local reduction.
         read: slot of ``src``.
         write: slot of ``dst``.
-        reduce: combine with what ``write`` holds (True), or replace it (False, the default).
+        reduce: combine with the value of ``write`` (True), or replace it (False, the default).
 
     >>> print(Move(0, 1, ("data", 2), ("data", 2), reduce=True))
     0.data[2] -> 1.data[2] +
@@ -61,14 +62,14 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Run(Sequence[Move]):
-    """Moves like the first one, each of the slots that come next after those of the move before.
+    """Moves of neighboring slots between the same two ranks, as a sequence.
 
     Args:
         first: the first of them.
-        length: how many.
+        length: number of moves.
 
-    Whoever looks at a round's moves sees single ones; `simulate` and `cost` only ask how many there are, which saves
-    them from looking at each of the 16,384 chunks that 16,384 ranks cut a tensor into.
+    A round's moves are single ones; `simulate` and `cost` use the number only, so that they need not look at each of
+    the 16,384 chunks into which 16,384 ranks cut a tensor.
 
     >>> print(*Run(carry(0, 1, ("data", 2)), 2), sep=" | ")
     0.data[2] -> 1.data[2] | 0.data[3] -> 1.data[3]
@@ -99,7 +100,7 @@ Arrivals = Callable[[int, int], Iterable[Move | Run]]
 
 
 def slot_name(slot: Slot) -> str:
-    """A slot as people write it.
+    """Return a slot as text.
 
     >>> slot_name(("data", 3))
     'data[3]'
@@ -108,28 +109,28 @@ def slot_name(slot: Slot) -> str:
 
 
 def carry(src: int, dst: int, slot: Slot, reduce: bool = False) -> Move:
-    """A move between equal slots of two ranks, which is what most algorithms are made of."""
+    """Return a move between equal slots of two ranks; most algorithms consist of these."""
     return Move(src, dst, slot, slot, reduce)
 
 
 def carry_run(src: int, dst: int, buffer: str, indices: range, reduce: bool = False, into: str = "") -> Run:
-    """A move for each index, between equal slots, or from ``buffer`` to the same index of the buffer ``into``."""
+    """Return a move for each index, between equal slots, or from ``buffer`` to the same index of ``into``."""
     start = indices.start
     return Run(Move(src, dst, (buffer, start), (into or buffer, start), reduce), len(indices))
 
 
 def single(runs: Iterable[Move | Run]) -> Round:
-    """The moves of a round, one by one."""
+    """Return the moves of a round, one by one."""
     return tuple(chain.from_iterable((item,) if isinstance(item, Move) else item for item in runs))
 
 
 class Pattern(NamedTuple):
-    """How a round repeats itself: what rank ``r`` does, rank ``r + period`` does too, with everybody relabelled.
+    """Repetition of a round: rank ``r + period`` does the same as rank ``r``, with all ranks relabeled.
 
     Args:
-        period: after how many ranks; 1 if all ranks do the same. It divides the number of ranks.
+        period: number of ranks after which it repeats; 1 if all ranks do the same. It divides the number of ranks.
         runs: ``ranks``, a multiple of the period -> the moves on one side (arriving or leaving) of the ranks
-            ``0 .. ranks - 1``, which are a picture of the whole round.
+            ``0 .. ranks - 1``, which represent the whole round.
     """
 
     period: int
@@ -137,13 +138,13 @@ class Pattern(NamedTuple):
 
 
 class Rounds(Sequence[Round]):
-    """Rounds made on demand, so that a schedule of 16,384 ranks costs nothing until someone looks at it.
+    """Rounds made on demand, so that a schedule of 16,384 ranks costs nothing until it is used.
 
     Args:
-        count: how many rounds.
+        count: number of rounds.
         make: round number (from 0) -> the moves of that round, some of them as runs.
-        pattern: round number -> how the round repeats itself from rank to rank, or None (default: it does not).
-            Where given, a few ranks can stand for all: `cost` uses that, and `simulate` for large worlds.
+        pattern: round number -> repetition of the round from rank to rank, or None (default: no repetition).
+            With it, a few ranks can represent all: `cost` uses that, and `simulate` for large worlds.
     """
 
     __slots__ = ("_count", "_make", "pattern")
@@ -169,7 +170,7 @@ class Rounds(Sequence[Round]):
         return (single(self._make(i)) for i in range(self._count))
 
     def runs(self, step: int) -> Runs:
-        """One round with runs as they are."""
+        """Return one round with runs as they are."""
         return self._make(range(self._count)[step])
 
     def __eq__(self, other: object) -> bool:
@@ -182,7 +183,7 @@ class Rounds(Sequence[Round]):
 
 
 def arriving(world: int, count: int, arrivals: Arrivals, period: int = 0) -> Rounds:
-    """Rounds from the receiver's point of view, the way in which most algorithms here are written.
+    """Return rounds from the receiver's point of view; most algorithms here are written like that.
 
     Args:
         world: number of ranks.
@@ -202,24 +203,30 @@ def arriving(world: int, count: int, arrivals: Arrivals, period: int = 0) -> Rou
 
 
 def runs_of(rounds: Sequence[Round], step: int) -> Runs:
-    """One round with runs as they are; in a plain tuple there are none."""
+    """Return one round with runs as they are; a plain tuple has none."""
     return rounds.runs(step) if isinstance(rounds, Rounds) else rounds[step]
 
 
 def pattern_of(rounds: Sequence[Round], step: int) -> Pattern | None:
-    """What `Rounds.pattern` says of one round; None for rounds that are a plain tuple."""
+    """Return `Rounds.pattern` of one round; None for rounds that are a plain tuple."""
     return rounds.pattern(step) if isinstance(rounds, Rounds) else None
+
+
+@singledispatch
+def picture(value: object) -> str:
+    """Return a value as SVG text; `drawing` registers a function for each type that it can draw."""
+    raise TypeError(f"no picture of a {type(value).__name__}")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """An algorithm for a collective operation: what every rank sends, to whom, in which round.
+    """Algorithm for a collective operation: the messages between all ranks, round by round.
 
     Args:
         name: algorithm and operation, such as ``"ring all_reduce"``.
         world: number of ranks.
         rounds: a sequence of rounds (a tuple, or `Rounds` that are made on demand).
-        chunks: into how many equal slots the whole buffer of the operation is divided, so that one slot has
+        chunks: number of equal slots into which the whole buffer of the operation is divided, so that one slot has
             ``nbytes / chunks`` bytes (default 1; 0 where moves carry no bytes, as in a barrier). Slot
             ``tmp[i]`` has the size of ``data[i % chunks]``, or of a block.
 
@@ -249,12 +256,73 @@ class Schedule:
         return "\n".join([head, *lines])
 
     def _repr_svg_(self) -> str:
-        # Imported here because draw is an interpreter of schedules and imports this module.
-        from torchdist_ref.schedules.draw import draw
-
-        return draw(self)
+        return picture(self)
 
     @property
     def share(self) -> Fraction:
-        """The part of the whole buffer that one slot is: ``1 / chunks``, or 0 where moves carry no bytes."""
+        """Share of the whole buffer that one slot has: ``1 / chunks``, or 0 where moves carry no bytes."""
         return Fraction(1, self.chunks) if self.chunks else Fraction(0)
+
+
+@dataclass(slots=True)
+class Message:
+    """All moves of one round from ``src`` to ``dst``, in listed order, some of them as runs."""
+
+    src: int
+    dst: int
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def moves(self) -> list[Move]:
+        """Moves, one by one."""
+        return [move for run in self.runs for move in run]
+
+    @property
+    def slots(self) -> int:
+        """Number of slots carried."""
+        return sum(run.length for run in self.runs)
+
+    @property
+    def reduced(self) -> int:
+        """Number of slots that are reduced into the slot written."""
+        return sum(run.length for run in self.runs if run.first.reduce)
+
+    @property
+    def label(self) -> str:
+        """Slots carried, as text: ``data[0-3] +`` for four neighboring slots that are reduced."""
+        copied = ", ".join(slot_ranges((run.first.read, run.length) for run in self.runs if not run.first.reduce))
+        reduced = ", ".join(slot_ranges((run.first.read, run.length) for run in self.runs if run.first.reduce))
+        return ", ".join(part for part in (copied, reduced and f"{reduced} +") if part)
+
+
+def messages(moves: Iterable[Move | Run]) -> list[Message]:
+    """Return the messages of a round, in the order in which their first moves are listed.
+
+    >>> from torchdist_ref.schedules import build
+    >>> [m.label for m in messages(build("all_reduce", "halving_doubling", 4).rounds[0])]
+    ['data[0-1] +', 'data[0-1] +', 'data[2-3] +', 'data[2-3] +']
+    """
+    found: dict[tuple[int, int], Message] = {}
+    for item in moves:
+        run = Run(item, 1) if isinstance(item, Move) else item
+        ends = (run.first.src, run.first.dst)
+        if ends not in found:
+            found[ends] = Message(*ends)
+        found[ends].runs.append(run)
+    return list(found.values())
+
+
+def slot_ranges(runs: Iterable[tuple[Slot, int]]) -> Iterator[str]:
+    """Return slots as text, with neighbors joined; each run is its first slot and its length.
+
+    >>> list(slot_ranges([(("in", 2), 1), (("data", 1), 4), (("data", 0), 1), (("data", 6), 1)]))
+    ['data[0-4]', 'data[6]', 'in[2]']
+    """
+    joined: list[tuple[str, int, int]] = []
+    for (buffer, first), count in sorted(runs):
+        before = joined[-1] if joined else ("", 0, 0)
+        if before[0] == buffer and first <= before[2]:
+            joined[-1] = (buffer, before[1], max(first + count, before[2]))
+        else:
+            joined.append((buffer, first, first + count))
+    return (f"{buffer}[{a}]" if b == a + 1 else f"{buffer}[{a}-{b - 1}]" for buffer, a, b in joined)

@@ -1,48 +1,108 @@
-"""How long a schedule would take: a clock for every rank, on a network with three numbers.
+"""Simulated time of a schedule: a clock for every rank, on a network with three numbers.
 
 A message of ``k`` bytes takes ``alpha + k beta`` seconds and reducing it takes ``k gamma`` (Hockney's model). A
-rank sends one message at a time and receives one at a time (both at once); messages of a round start in turns,
-the first of every receiver before the second of any, and within a turn first the first rank of every host, then
-the second; a rank enters its next round when it is done with this one, without waiting for anybody else;
+rank sends one message at a time and receives one at a time (both at once); messages of a round start in order:
+the first of every receiver before the second of any, and among those first the first rank of every host, then
+the second; a rank enters its next round when it has completed this one, without waiting for other ranks;
 reductions follow arrivals, in listed order. Local copies are free.
 
 Hosts: between ranks of one host a message is a read by the receiver, with ``local_alpha`` and ``local_beta``, and
-keeps nobody else busy. Between hosts all ranks of a host share its one network card in each direction.
+occupies no other rank. Between hosts all ranks of a host share its one network card in each direction.
 
-Few ranks stand for all. Where a round repeats itself from rank to rank (`schedule.Pattern`), and the network does
-too (hosts filled in order, with equally many ranks each), whatever befalls the ranks of the first host befalls
-those of every other host at the same moment: nothing in the rules above depends on a host's number. So the same
-clock runs with one host's ranks only, rank ``r`` read as ``r % period``, and finds the same times to the last bit.
-Without hosts that is one rank. A round that does not repeat itself, or whose ranks begin it at different times, is
-run for everybody: about 10 microseconds and 500 bytes of events a message. So 16,384 ranks take seconds, but for
-direct all_reduce and scatter_all_gather, where everybody hears from everybody and no two ranks at the same times:
-268 million messages (10 seconds are enough for 700 and 900 ranks).
+Few ranks represent all. Where a round repeats itself from rank to rank (`schedule.Pattern`), and the network does too
+(hosts filled in order, with equally many ranks each), the ranks of every host have the same events at the same times
+as those of the first: nothing in the rules above depends on a host's number. So the same clock runs with one host's
+ranks only, rank ``r`` read as ``r % period``, and finds the same times to the last bit. Without hosts that is one
+rank. A round that does not repeat itself, or whose ranks begin it at different times, is run for all ranks: about 10
+microseconds and 500 bytes of events a message. So 16,384 ranks take seconds, but for direct all_reduce and
+scatter_all_gather, where every rank receives from every rank and no two at the same times: 268 million messages (10
+seconds are enough for 700 and 900 ranks).
 
 Do not add here: other network effects. This clock is for comparing algorithms, not for promising times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 from torchdist_ref.errors import ArgumentError, explain
-from torchdist_ref.schedules.events import Event, Trace
-from torchdist_ref.schedules.messages import Message, messages
-from torchdist_ref.schedules.schedule import Runs, Schedule, pattern_of, runs_of
+from torchdist_ref.schedules.schedule import Message, Runs, Schedule, messages, pattern_of, picture, runs_of
 
-REPRESENTED = 257
+# Ranks. From so many on, a few represent all.
+MIN_REPRESENTED = 257
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Interval in which one rank was busy with one message or reduction.
+
+    Args:
+        rank: the busy rank.
+        kind: ``"send"``, ``"recv"``, ``"reduce"`` or ``"copy"``.
+        start: seconds from the beginning.
+        end: seconds from the beginning.
+        peer: the other rank of a message; the rank itself for local work.
+        nbytes: bytes moved or reduced.
+        label: slots, such as ``"data[3]"``.
+    """
+
+    rank: int
+    kind: str
+    start: float
+    end: float
+    peer: int
+    nbytes: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Trace(Sequence[Event]):
+    """Events of a run, and the time that the run took.
+
+    Args:
+        title: name of the schedule.
+        world: number of ranks.
+        events: in the order in which they were computed.
+        total: seconds until the last rank completed.
+        note: remark, such as that one rank represents all (default: none).
+
+    ``len``, indexing and iteration are those of the events. In a notebook the value draws itself.
+    """
+
+    title: str
+    world: int
+    events: list[Event]
+    total: float
+    note: str = ""
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    @overload
+    def __getitem__(self, index: int) -> Event: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Event]: ...
+    def __getitem__(self, index: int | slice) -> Event | list[Event]:
+        return self.events[index]
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events)
+
+    def _repr_svg_(self) -> str:
+        return picture(self)
 
 
 @dataclass(frozen=True)
 class Network:
-    """Seconds per message, per byte moved and per byte reduced, and which rank is on which host.
+    """Seconds per message, per byte moved and per byte reduced, and the host of each rank.
 
     Args:
         alpha: seconds per message between hosts (default 30 microseconds, TCP from Python).
         beta: seconds per byte between hosts (default 1.25 GB/s, a 10 Gbit/s card).
         gamma: seconds per byte reduced (default 8 GB/s).
-        hosts: the host of each rank, numbered in any way (default: every rank has a host to itself).
+        hosts: the host of each rank, numbered in any way (default: every rank on a host of its own).
         local_alpha: seconds per message within a host (default 0.3 microseconds, a semaphore).
         local_beta: seconds per byte within a host (default 8 GB/s, a copy).
 
@@ -64,7 +124,7 @@ class Network:
 
 
 class _Until(dict[int, float]):
-    """Until when each rank is busy in a round: from the start of its round on, unless said otherwise."""
+    """Time until which each rank is busy in a round; by default the start of its round."""
 
     def __init__(self, ready: list[float]) -> None:
         super().__init__()
@@ -75,23 +135,23 @@ class _Until(dict[int, float]):
 
 
 class _Clock:
-    """When each rank, and each network card, is free again. Rank ``r`` is as far as rank ``r % len(ready)``."""
+    """Times at which each rank, and each network card, is free again. Rank ``r`` has the time of ``r % len(ready)``."""
 
     def __init__(self, world: int, slot: float, network: Network) -> None:
         self.network, self.slot, self.world = network, slot, world
         self.hosts: Sequence[int] = network.hosts or range(world)
-        self.places = _places(self.hosts)
+        self.local_ranks = _local_ranks(self.hosts)
         self.cards = dict.fromkeys(self.hosts, (0.0, 0.0)) if network.hosts else None
         self.ready = [0.0] * world
         self.events: list[Event] = []
 
     def narrowed(self, period: int) -> bool:
-        """Go on with the first ranks only, if all others are as far as these; say whether."""
+        """Continue with the first ranks only, if all others have the same times; return whether they have."""
         first = self.ready[:period]
         if first * (len(self.ready) // period) != self.ready:
             return False
         if self.cards and len(self.ready) > period:
-            # A card that is free before the first rank can ask for it might as well have been free for ever.
+            # A card that is free before the first rank can use it counts as free at that time.
             soonest = min(first)
             cards = {(max(out, soonest), max(into, soonest)) for out, into in self.cards.values()}
             if len(cards) > 1:
@@ -101,36 +161,37 @@ class _Clock:
         return True
 
     def widen(self) -> None:
-        """Go on with all ranks."""
+        """Continue with all ranks."""
         self.ready *= self.world // len(self.ready)
         if self.cards and len(self.cards) == 1:
             self.cards = dict.fromkeys(self.hosts, self.cards[self.hosts[0]])
 
     def round(self, moves: Runs) -> None:
+        """Advance the times by the messages of one round."""
         # Only ranks that take part are touched: a chain has as many rounds as ranks, and two busy ranks in each.
         self.sending, self.receiving, self.working = _Until(self.ready), _Until(self.ready), _Until(self.ready)
-        for message in self._in_turn(messages(moves)):
+        for message in self._in_order(messages(moves)):
             nbytes, label = message.slots * self.slot, message.label
-            arrived = self._travel(message, nbytes, label)
+            arrived = self._transfer(message, nbytes, label)
             self._reduce(message, arrived, label)
         for times in (self.sending, self.receiving, self.working):
             for rank, time in times.items():
                 self.ready[rank] = max(self.ready[rank], time)
 
-    def _in_turn(self, parts: list[Message]) -> list[Message]:
-        """Every receiver's first message before anybody's second one; in a turn, first every host's first rank."""
-        turns: dict[int, int] = {}
+    def _in_order(self, parts: list[Message]) -> list[Message]:
+        """Sort every receiver's first message before any second one; among equals, every host's first rank first."""
+        counts: dict[int, int] = {}
         keyed = []
         for part in parts:
-            turns[part.dst] = turn = turns.get(part.dst, -1) + 1
-            keyed.append(((turn, self.places[part.dst]), part))
+            counts[part.dst] = count = counts.get(part.dst, -1) + 1
+            keyed.append(((count, self.local_ranks[part.dst]), part))
         return [part for _, part in sorted(keyed, key=lambda item: item[0])]
 
-    def _travel(self, message: Message, nbytes: float, label: str) -> float:
-        """Move the bytes; give the time at which they are there."""
+    def _transfer(self, message: Message, nbytes: float, label: str) -> float:
+        """Move the bytes, and return the time of their arrival."""
         src, dst = message.src % len(self.ready), message.dst % len(self.ready)
         if message.src == message.dst:
-            # Listed order: local work waits for what is listed before it, which may be what it adds to.
+            # Listed order: local work waits for the moves listed before it, which may write its operand.
             return self.receiving[dst]
         if self.hosts[message.src] == self.hosts[message.dst]:
             start = max(self.ready[src], self.receiving[dst])
@@ -138,13 +199,13 @@ class _Clock:
         else:
             start = self._card_free(src, dst, max(self.sending[src], self.receiving[dst]), nbytes)
             self.sending[src] = end = start + self.network.alpha + nbytes * self.network.beta
-            self._saw(message.src, "send", start, end, message.dst, nbytes, label)
+            self._record(message.src, "send", start, end, message.dst, nbytes, label)
         self.receiving[dst] = end
-        self._saw(message.dst, "recv", start, end, message.src, nbytes, label)
+        self._record(message.dst, "recv", start, end, message.src, nbytes, label)
         return end
 
     def _card_free(self, src: int, dst: int, start: float, nbytes: float) -> float:
-        """When both network cards can begin, and keep them for the bytes (latencies overlap)."""
+        """Return when both network cards are free, and occupy them for the bytes (latencies overlap)."""
         if self.cards is None:
             return start
         sender, receiver = self.hosts[src], self.hosts[dst]
@@ -159,31 +220,31 @@ class _Clock:
         if message.reduced:
             start = max(arrived, self.working[rank])
             self.working[rank] = end = start + nbytes * self.network.gamma
-            self._saw(message.dst, "reduce", start, end, message.src, nbytes, label)
+            self._record(message.dst, "reduce", start, end, message.src, nbytes, label)
         elif message.src == message.dst:
             nbytes = message.slots * self.slot
-            self._saw(message.dst, "copy", arrived, arrived, message.src, nbytes, label)
+            self._record(message.dst, "copy", arrived, arrived, message.src, nbytes, label)
 
-    def _saw(self, rank: int, kind: str, start: float, end: float, peer: int, nbytes: float, label: str) -> None:
-        # A picture of a round for some ranks shows one side of each; what is on other ranks has its like on these.
+    def _record(self, rank: int, kind: str, start: float, end: float, peer: int, nbytes: float, label: str) -> None:
+        # With few ranks for all, the events of the others equal those of these.
         if rank < len(self.ready):
             self.events.append(Event(rank, kind, start, end, peer, nbytes, label))
 
 
-def _places(hosts: Sequence[int]) -> list[int]:
-    """How many ranks come before each rank on its host."""
+def _local_ranks(hosts: Sequence[int]) -> list[int]:
+    """Return the number of ranks before each rank on its host."""
     seen: dict[int, int] = {}
-    places = []
+    found = []
     for host in hosts:
-        places.append(seen.get(host, 0))
-        seen[host] = places[-1] + 1
-    return places
+        found.append(seen.get(host, 0))
+        seen[host] = found[-1] + 1
+    return found
 
 
 def _period(hosts: tuple[int, ...] | None, world: int) -> int:
-    """After how many ranks the network looks the same again: 1, as many as a host has, or all.
+    """Return after how many ranks the network repeats itself: 1, the ranks of a host, or all.
 
-    On a single host nobody waits for anybody's card, so that there all ranks are alike, too.
+    On a single host no rank waits for a network card, so all ranks are alike there, too.
     """
     count = len(set(hosts)) if hosts else 1
     if hosts is None or count == 1:
@@ -202,12 +263,12 @@ def simulate(
         schedule: to run.
         nbytes: bytes of the operation's whole buffer (see `cost`).
         network: the network (default: ``Network()``, every rank on a host of its own).
-        representative: let the first host's ranks stand for all in rounds that repeat themselves from host to
+        representative: let the first host's ranks represent all in rounds that repeat themselves from host to
             host: the same times, much sooner (default: from 257 ranks on).
 
     Returns:
-        What every rank (or those that stand for all) was busy with, and ``total``, the time until the last one
-        was done.
+        The events of every rank (or of those that represent all), and ``total``, the time until the last one
+        completed.
 
     Raises:
         ArgumentError: ``network.hosts`` has another length, or ``nbytes`` is negative.
@@ -226,17 +287,17 @@ def simulate(
     if not nbytes >= 0:
         raise ArgumentError(explain("simulate", "nbytes", "0 or more", nbytes))
     if representative is None:
-        representative = world >= REPRESENTED
+        representative = world >= MIN_REPRESENTED
     few = _period(network.hosts, world) if representative else world
     clock = _Clock(world, nbytes * float(schedule.share), network)
     narrow = sum(_round(schedule, step, clock, few) for step in range(len(schedule.rounds)))
-    some = "rank 0 stands" if few == 1 else f"ranks 0 to {few - 1} stand"
-    note = f"{some} for all ranks in {narrow} of {len(schedule.rounds)} rounds" if narrow else ""
+    some = "rank 0 represents" if few == 1 else f"ranks 0 to {few - 1} represent"
+    note = f"{some} all ranks in {narrow} of {len(schedule.rounds)} rounds" if narrow else ""
     return Trace(schedule.name, world, clock.events, max(clock.ready), note)
 
 
 def _round(schedule: Schedule, step: int, clock: _Clock, few: int) -> bool:
-    """Run one round, with few ranks for all if that can be; say whether."""
+    """Run one round, with few ranks for all where possible; return whether it was."""
     pattern = pattern_of(schedule.rounds, step) if few < schedule.world else None
     if pattern and few % pattern.period == 0 and clock.narrowed(few):
         clock.round(pattern.runs(few))

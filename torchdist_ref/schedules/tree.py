@@ -1,31 +1,39 @@
-"""Binomial tree: in every step, everybody who has it tells somebody who has not.
+"""Binomial tree and pipelined chain: a tensor spreads from a root, or collects there.
 
-The number of informed ranks doubles, so that ``ceil(log2 n)`` steps reach everybody: the least possible.
-Trees are written for root 0 and shifted; reduce is broadcast backwards and gather is scatter backwards.
+**Tree**: in every step, each rank that has the tensor sends it to one that does not. The number of ranks that have
+it doubles, so ``ceil(log2 n)`` steps reach all of them: the least possible. Trees are written for root 0 and shifted;
+reduce is broadcast reversed and gather is scatter reversed.
 
 broadcast, reduce: steps ``ceil(log2 n)``, bytes on the longest path ``ceil(log2 n) m``.
 scatter, gather: steps ``ceil(log2 n)``, bytes ``(n - 1)/n m`` at the root: both are optimal.
 Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005.
 
-Do not add here: trees of other shapes (a chain is in `chain`).
+**Chain** (`chain_broadcast`, ...): each rank passes the tensor on to the next, which is slow until the tensor is cut
+into pieces. Then all links work at the same time, and a long tensor takes the time of sending it once, for any number
+of ranks. With ``s`` pieces: steps ``n - 2 + s``, time ``(n - 2 + s)(a + m/s b)``. Source: van de Geijn, "On global
+combine operations", 1994; pipelining as in Träff, Ripke, Rougier 2008.
+
+Do not add here: algorithms without a root.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from torchdist_ref.schedules.compose import each, renamed, reversed_, rooted, then
+from torchdist_ref.schedules.compose import each, renamed, reversed_, rooted, segmented, then
 from torchdist_ref.schedules.direct import DATA, TOKEN
 from torchdist_ref.schedules.schedule import Move, Rounds, Schedule, Slot, arriving, carry
 
+CHAIN_PIECES = 8
+
 
 def steps(world: int) -> int:
-    """``ceil(log2 world)``: how often 1 must double to reach ``world``."""
+    """Return ``ceil(log2 world)``: how often 1 must double to reach ``world``."""
     return (world - 1).bit_length()
 
 
 def _spread(name: str, world: int, slot: Slot, chunks: int) -> Schedule:
-    """In step ``t`` ranks ``2^t .. 2^(t+1) - 1`` hear from the rank ``2^t`` below."""
+    """Copy a slot of rank 0 to all: in step ``t`` ranks ``2^t .. 2^(t+1) - 1`` receive from the rank ``2^t`` below."""
 
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry(rank - (1 << step), rank, slot)] if rank >> step == 1 else []
@@ -34,31 +42,31 @@ def _spread(name: str, world: int, slot: Slot, chunks: int) -> Schedule:
 
 
 def broadcast(world: int, root: int = 0) -> Schedule:
-    """The root's tensor spreads along the tree."""
+    """Spread the root's tensor along the tree."""
     return rooted(_spread("tree broadcast", world, DATA, chunks=1), root)
 
 
 def reduce(world: int, root: int = 0) -> Schedule:
-    """The broadcast backwards: everybody hands its partial result to where it would have heard from."""
+    """Reverse the broadcast: each rank sends its partial result to the rank it would have received from."""
     return reversed_(broadcast(world, root), reduce=True, name="tree reduce")
 
 
 def all_reduce(world: int) -> Schedule:
-    """Up the tree, then down."""
+    """Reduce up the tree, then broadcast down."""
     return then(reduce(world), broadcast(world), name="tree all_reduce")
 
 
 def barrier(world: int) -> Schedule:
-    """Everybody reports up the tree, then the word is passed down."""
+    """Notify the root up the tree, then every rank down the tree."""
     down = _spread("tree barrier", world, TOKEN, chunks=0)
     return then(reversed_(down), down, name="tree barrier")
 
 
 def scatter_in_place(world: int) -> Schedule:
-    """Chunk ``v`` of rank 0's ``data`` goes to rank ``v``: halve and pass on.
+    """Copy chunk ``v`` of rank 0's ``data`` to rank ``v``: halve and pass on.
 
-    A rank hands over the chunks of the half of its ranks that it will not serve itself: rank ``v`` with lowest
-    set bit ``d`` hears from ``v - d`` and then serves ``v .. v + d - 1``.
+    A rank passes on the chunks of the half of its ranks that it does not serve itself: rank ``v`` with lowest
+    set bit ``d`` receives from ``v - d`` and then serves ``v .. v + d - 1``.
     """
     count = steps(world)
 
@@ -71,7 +79,7 @@ def scatter_in_place(world: int) -> Schedule:
 
 
 def scatter(world: int, root: int = 0) -> Schedule:
-    """The same between blocks: a block in transit waits in the scratch slot of its owner's number."""
+    """Scatter between blocks: a block in transit is in the scratch slot of its owner's number."""
 
     def block(move: Move) -> list[Move]:
         owner = (move.read[1] + root) % world
@@ -84,5 +92,21 @@ def scatter(world: int, root: int = 0) -> Schedule:
 
 
 def gather(world: int, root: int = 0) -> Schedule:
-    """The scatter backwards."""
+    """Reverse the scatter."""
     return renamed(reversed_(scatter(world, root)), {"in": "out", "out": "in"}, name="tree gather")
+
+
+def chain_broadcast(world: int, root: int = 0, pieces: int = CHAIN_PIECES) -> Schedule:
+    """Send from the root along the ranks, piece after piece (default 8 pieces)."""
+    rounds = Rounds(world - 1, lambda step: (carry(step, step + 1, DATA),))
+    return rooted(segmented(Schedule("chain broadcast", world, rounds), pieces), root)
+
+
+def chain_reduce(world: int, root: int = 0, pieces: int = CHAIN_PIECES) -> Schedule:
+    """Reverse the broadcast along the chain."""
+    return reversed_(chain_broadcast(world, root, pieces), reduce=True, name="chain reduce")
+
+
+def chain_all_reduce(world: int) -> Schedule:
+    """Reduce towards rank 0, then broadcast from it."""
+    return then(chain_reduce(world), chain_broadcast(world), name="chain all_reduce")

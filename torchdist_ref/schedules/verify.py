@@ -1,20 +1,20 @@
-"""Prove a schedule right, without data: run it on symbols, for all ranks at once.
+"""Proof that a schedule is right, without data: it runs on symbols, for all ranks at once.
 
-A symbol is an expression: who contributed what, combined in which order. Three things make the proof:
+A symbol is an expression: contributions of ranks, combined in some order. Three things make the proof:
 
 * contributions are **counted** (none, once, more than once). A set or a flag cannot see a value that is
-  added twice, which is how one broken schedule in five goes wrong;
+  added twice, which one broken schedule in five does;
 * the expressions of all replicas are **compared**. Reductions commute but do not associate in floating point,
-  so ``a + b`` equals ``b + a`` here but ``(a + b) + c`` does not equal ``a + (b + c)``: what passes gives all
-  ranks the same bits;
+  so ``a + b`` equals ``b + a`` here but ``(a + b) + c`` does not equal ``a + (b + c)``: a schedule that passes
+  gives all ranks the same bits;
 * the **rules** of rounds are checked, by name:
 
   - *rank*: a move names a rank outside the world;
-  - *room*: a move writes a slot that the operation does not have on that rank;
-  - *unwritten*: a move reads, or reduces into, a slot that holds nothing;
+  - *writable*: a move writes a slot that the operation does not have on that rank;
+  - *unwritten*: a move reads, or reduces into, a slot without a value;
   - *clobber*: in one round a slot is replaced after it was already written (so the same copy twice, too);
   - *repeat*: a move that carries a token is listed twice in one round;
-  - *result*: a slot does not hold what the operation promises (`contract`) in the end;
+  - *result*: a slot does not have the value of the operation's `contract` at the end;
   - *replicas*: it does, but combined in another order than on another rank.
 
 Do not add here: anything numeric. The tests have an executor with numbers, to check this one.
@@ -30,20 +30,20 @@ from torchdist_ref.errors import ArgumentError
 from torchdist_ref.schedules.contract import Contract, Contribution, contract
 from torchdist_ref.schedules.schedule import Move, Round, Schedule, Slot, slot_name
 
-SHOWN = 8
+MAX_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One thing that is wrong with a schedule.
+    """Error in a schedule.
 
     Args:
         rule: name of the rule broken, as listed in the module.
-        rank: where.
-        slot: in which slot of that rank.
-        expected: what should be.
-        got: what is.
-        round: in which round, from 1; 0 for what is found in the end.
+        rank: rank of the slot.
+        slot: slot of that rank.
+        expected: the right value, as text.
+        got: the value found, as text.
+        round: number of the round, from 1; 0 for the state at the end.
     """
 
     rule: str
@@ -54,23 +54,23 @@ class Violation:
     round: int = 0
 
     def __str__(self) -> str:
-        when = f"round {self.round}" if self.round else "in the end"
-        place = f"rank {self.rank}, {slot_name(self.slot)}, {when}"
-        return f"{self.rule}: {place}: expected {self.expected}, got {self.got}"
+        when = f"round {self.round}" if self.round else "at the end"
+        where = f"rank {self.rank}, {slot_name(self.slot)}, {when}"
+        return f"{self.rule}: {where}: expected {self.expected}, got {self.got}"
 
 
 def _sum(terms: Sequence[Contribution], repeated: Collection[Contribution] = ()) -> str:
-    """A sum for people: those that count more than once say so, and come first; at most a few are listed."""
+    """Return a sum as text: terms that occur more than once come first and are marked; at most a few are listed."""
     order = sorted(terms, key=lambda term: term not in repeated)
-    words = (f"{r}.{slot_name(s)}" + (" more than once" if (r, s) in repeated else "") for r, s in order[:SHOWN])
-    return " + ".join(words) + (f" + {len(terms) - SHOWN} more" if len(terms) > SHOWN else "")
+    words = (f"{r}.{slot_name(s)}" + (" more than once" if (r, s) in repeated else "") for r, s in order[:MAX_SHOWN])
+    return " + ".join(words) + (f" + {len(terms) - MAX_SHOWN} more" if len(terms) > MAX_SHOWN else "")
 
 
 class Symbols:
-    """Expressions, each known by a number: equal numbers are equal expressions up to commutativity.
+    """Expressions, each with a number: equal numbers are equal expressions up to commutativity.
 
-    ``once`` and ``many`` hold, as bits of an integer, which contributions an expression has at least once and
-    more than once; that is all the counting that is needed, and cheap for thousands of contributions.
+    ``once`` and ``many`` have, as bits of an integer, the contributions that an expression has at least once and
+    more than once. No other counting is needed, and it is cheap for thousands of contributions.
     """
 
     def __init__(self) -> None:
@@ -87,22 +87,22 @@ class Symbols:
         return self._numbers[key]
 
     def leaf(self, contribution: Contribution) -> int:
-        """The symbol for what a rank held in a slot at the start."""
+        """Return the symbol of the value of a rank's slot at the start."""
         if contribution not in self._numbers:
             self.leaves.append(contribution)
         return self._number(contribution, 1 << (len(self.leaves) - 1), 0)
 
     def combine(self, a: int, b: int) -> int:
-        """The symbol for a reduction of two symbols, in either order."""
+        """Return the symbol of a reduction of two symbols, in either order."""
         once, both = self.once[a] | self.once[b], self.once[a] & self.once[b]
         return self._number((a, b) if a < b else (b, a), once, self.many[a] | self.many[b] | both)
 
     def mask(self, contributions: Iterable[Contribution]) -> int:
-        """The bits of these contributions."""
+        """Return the bits of these contributions."""
         return sum(self.once[self.leaf(c)] for c in contributions)
 
     def show(self, symbol: int | None) -> str:
-        """The contributions of a symbol, for people: at most a few are listed."""
+        """Return the contributions of a symbol as text: at most a few are listed."""
         if symbol is None:
             return "nothing"
         once, many = self.once[symbol], self.many[symbol]
@@ -114,11 +114,11 @@ State = dict[tuple[int, Slot], int]
 
 
 def violations(schedule: Schedule, op: str, root: int = 0) -> Iterator[Violation]:
-    """Everything that is wrong with a schedule for an operation, as it is found.
+    """Find the errors of a schedule for an operation.
 
     Args:
         schedule: to check.
-        op: what it should do, such as ``"all_reduce"``.
+        op: operation that it should do, such as ``"all_reduce"``.
         root: for rooted operations (default 0).
 
     Returns:
@@ -126,27 +126,27 @@ def violations(schedule: Schedule, op: str, root: int = 0) -> Iterator[Violation
     """
     promise = contract(op, schedule.world, schedule.chunks, root)
     if op == "barrier":
-        yield from _hearing(schedule)
+        yield from _notified(schedule)
         return
     symbols, state = Symbols(), State()
     for rank in range(schedule.world):
         state.update({(rank, slot): symbols.leaf((rank, slot)) for slot in promise.before(rank)})
-    room = {(rank, slot) for rank in range(schedule.world) for slot in promise.room(rank)}
+    writable = {(rank, slot) for rank in range(schedule.world) for slot in promise.writable(rank)}
     for number, moves in enumerate(schedule.rounds, 1):
-        yield from _round(moves, number, schedule.world, room, state, symbols)
+        yield from _round(moves, number, schedule.world, writable, state, symbols)
     yield from _results(promise, schedule.world, state, symbols)
 
 
 def verify(schedule: Schedule, op: str, root: int = 0) -> None:
-    """Prove that a schedule does what an operation promises, with the same bits on all replicas.
+    """Prove that a schedule keeps the contract of an operation, with the same bits on all replicas.
 
     Args:
         schedule: to check, for any world size (64 ranks take a few milliseconds to a few tenths of a second).
-        op: what it should do, such as ``"all_reduce"``.
+        op: operation that it should do, such as ``"all_reduce"``.
         root: for rooted operations (default 0).
 
     Raises:
-        ArgumentError: it does not; the message names rule, rank, slot, what was expected and what was found.
+        ArgumentError: it does not; the message names rule, rank, slot, and the values expected and found.
 
     >>> from torchdist_ref.schedules import Move, Schedule, build
     >>> verify(build("all_reduce", "ring", 64), "all_reduce")
@@ -154,38 +154,38 @@ def verify(schedule: Schedule, op: str, root: int = 0) -> None:
     >>> verify(Schedule("half", 2, ((Move(0, 1, data, data, True),),)), "all_reduce")
     Traceback (most recent call last):
     torchdist_ref.errors.ArgumentError: half is not an all_reduce of 2 ranks:
-      result: rank 0, data[0], in the end: expected 0.data[0] + 1.data[0], got 0.data[0]
+      result: rank 0, data[0], at the end: expected 0.data[0] + 1.data[0], got 0.data[0]
     """
     found = list(violations(schedule, op, root))
     if found:
-        lines = [f"  {violation}" for violation in found[:SHOWN]]
-        more = [f"  and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
+        lines = [f"  {violation}" for violation in found[:MAX_SHOWN]]
+        more = [f"  and {len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else []
         article = "an" if op[0] in "aeiou" else "a"
         head = f"{schedule.name} is not {article} {op} of {schedule.world} ranks:"
         raise ArgumentError("\n".join([head, *lines, *more]))
 
 
 def _round(
-    moves: Round, number: int, world: int, room: set[tuple[int, Slot]], state: State, symbols: Symbols
+    moves: Round, number: int, world: int, writable: set[tuple[int, Slot]], state: State, symbols: Symbols
 ) -> Iterator[Violation]:
-    """One round: all reads from the old state, then all writes to the new one, in listed order."""
+    """Run one round: all reads from the old state, then all writes to the new one, in listed order."""
     read = [state.get((m.src, m.read)) for m in moves]
     written: set[tuple[int, Slot]] = set()
     for move, value in zip(moves, read, strict=True):
-        place = (move.dst, move.write)
-        yield from _broken_rules(move, value, number, world, place in room, place in written, place in state)
+        target = (move.dst, move.write)
+        yield from _broken_rules(move, value, number, world, target in writable, target in written, target in state)
         if value is not None:
-            state[place] = symbols.combine(state[place], value) if move.reduce and place in state else value
-        written.add(place)
+            state[target] = symbols.combine(state[target], value) if move.reduce and target in state else value
+        written.add(target)
 
 
 def _broken_rules(
-    move: Move, value: int | None, number: int, world: int, has_room: bool, written: bool, holds: bool
+    move: Move, value: int | None, number: int, world: int, writable: bool, written: bool, holds: bool
 ) -> Iterator[Violation]:
     if not (0 <= move.src < world and 0 <= move.dst < world):
         yield Violation("rank", move.dst, move.write, f"ranks from 0 to {world - 1}", str(move), number)
-    if not has_room and (move.write[0] != "tmp" or move.write[1] < 0):
-        yield Violation("room", move.dst, move.write, "a slot that the operation has there", str(move), number)
+    if not writable and (move.write[0] != "tmp" or move.write[1] < 0):
+        yield Violation("writable", move.dst, move.write, "a slot that the operation has there", str(move), number)
     if value is None:
         yield Violation("unwritten", move.src, move.read, "a value to read", str(move), number)
     if move.reduce and not holds:
@@ -208,22 +208,22 @@ def _results(promise: Contract, world: int, state: State, symbols: Symbols) -> I
                 yield Violation("replicas", rank, slot, "the order of the ranks before", "another order of the same")
 
 
-def _hearing(schedule: Schedule) -> Iterator[Violation]:
-    """A barrier: tokens have no content, so what counts is of whom each rank has heard."""
+def _notified(schedule: Schedule) -> Iterator[Violation]:
+    """Check a barrier: its messages have no content, so the check counts the ranks that each was notified by."""
     world, token = schedule.world, ("tmp", 0)
-    heard = [1 << rank for rank in range(world)]
+    notified_by = [1 << rank for rank in range(world)]
     for number, moves in enumerate(schedule.rounds, 1):
-        before = list(heard)
+        before = list(notified_by)
         for move, times in Counter(moves).items():
             if not (0 <= move.src < world and 0 <= move.dst < world):
                 yield Violation("rank", move.dst, move.write, f"ranks from 0 to {world - 1}", str(move), number)
                 continue
             if (move.read, move.write, move.reduce) != (token, token, False):
-                yield Violation("room", move.dst, move.write, "a token, tmp[0] to tmp[0]", str(move), number)
+                yield Violation("writable", move.dst, move.write, "a token, tmp[0] to tmp[0]", str(move), number)
             if times > 1:
                 yield Violation("repeat", move.dst, move.write, "one token", f"{times} times {move}", number)
-            heard[move.dst] |= before[move.src]
-    for rank, ranks in enumerate(heard):
+            notified_by[move.dst] |= before[move.src]
+    for rank, ranks in enumerate(notified_by):
         missing = [r for r in range(world) if not ranks >> r & 1]
         if missing:
-            yield Violation("result", rank, token, "to have heard of every rank", f"nothing of {missing[:SHOWN]}")
+            yield Violation("result", rank, token, "a notification from every rank", f"none from {missing[:MAX_SHOWN]}")

@@ -19,8 +19,8 @@ from torch import Tensor
 from torchdist_ref.backends.ref.operands import IN_PLACE
 from torchdist_ref.backends.ref.plan import Plan
 from torchdist_ref.backends.ref.steps import Part, Step
-from torchdist_ref.schedules import direct, shared, two_shot
-from torchdist_ref.schedules.choose import ONE_ROUND
+from torchdist_ref.schedules import direct
+from torchdist_ref.schedules.measured import ONE_ROUND_BYTES
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
 from torchdist_ref.transports import registered_memory
 from torchdist_ref.transports.registered_memory import MemoryHandle, PeerMemory
@@ -36,9 +36,9 @@ WINDOW = 512 * KIB
 MOST = 16
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
-    "all_reduce": lambda world, root: two_shot.all_reduce(world),
-    "reduce": shared.reduce,
-    "broadcast": shared.broadcast,
+    "all_reduce": lambda world, root: direct.two_shot_all_reduce(world),
+    "reduce": direct.shared_reduce,
+    "broadcast": direct.shared_broadcast,
     "all_gather": lambda world, root: direct.all_gather(world),
     "gather": direct.gather,
     "reduce_scatter": lambda world, root: direct.reduce_scatter(world),
@@ -83,7 +83,7 @@ def _one_round(size: int) -> float:
     Sums of more than two must not depend on where tensors lie, and with one round they are added in another order.
     Two ranks gain only where the tensors leave a core's cache (measured), since here each sum changes cores.
     """
-    return MIB if size == 2 else ONE_ROUND
+    return MIB if size == 2 else ONE_ROUND_BYTES
 
 
 class Lending:

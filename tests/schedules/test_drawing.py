@@ -18,10 +18,10 @@ from torchdist_ref.schedules import (
     draw,
     operations,
     simulate,
-    svg,
     timeline,
 )
-from torchdist_ref.schedules.messages import messages
+from torchdist_ref.schedules import drawing as svg
+from torchdist_ref.schedules.schedule import messages
 
 ALL = [(op, name) for op in operations() for name in algorithms(op)]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -127,7 +127,7 @@ def test_a_timeline_says_what_it_leaves_out() -> None:
     text = timeline(many)
     assert "shown: the first 64 of 80 ranks and the first 4000 of" in text
     one = timeline(simulate(build("all_reduce", "ring", 2048), 1 << 20))
-    assert "rank 0 stands for all ranks in 4094 of 4094 rounds" in one and ">rank 1<" not in one
+    assert "rank 0 represents all ranks in 4094 of 4094 rounds" in one and ">rank 1<" not in one
 
 
 def test_an_empty_trace_can_be_drawn() -> None:
