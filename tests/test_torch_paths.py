@@ -82,6 +82,13 @@ def test_statements_that_import() -> None:
     assert names["init_device_mesh"] is groups.init_device_mesh
 
 
+def test_a_function_has_precedence_over_a_module_of_its_name() -> None:
+    from torchdist_ref.pipeline import skip
+
+    importlib.import_module("torchdist_ref.pipeline.sync.skip.skippable")
+    assert importlib.import_module("torchdist_ref.pipeline.sync.skip").skippable is skip.skippable
+
+
 def test_a_name_that_is_not_there_says_what_is() -> None:
     module = importlib.import_module("torchdist_ref.device_mesh")
     with pytest.raises(

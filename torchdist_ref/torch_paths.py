@@ -14,7 +14,6 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -32,6 +31,25 @@ EVERYTHING = "*"
 ROWS = """
 device_mesh                                groups    DeviceMesh init_device_mesh
 
+pipeline.sync                              pipeline.pipe        Pipe
+pipeline.sync                              pipeline.execution   NoChunk
+pipeline.sync                              pipeline.checkpoint  is_checkpointing is_recomputing
+pipeline.sync.batchnorm                    pipeline.batchnorm   DeferredBatchNorm
+pipeline.sync.checkpoint                   pipeline.checkpoint  checkpoint is_checkpointing is_recomputing
+pipeline.sync.dependency                   pipeline.execution   depend
+pipeline.sync.microbatch                   pipeline.execution   Batch NoChunk gather scatter
+pipeline.sync.partitions                   pipeline.pipe        Partition split
+pipeline.sync.pipe                         pipeline.pipe        LocalResult Pipe
+pipeline.sync.pipeline                     pipeline.execution   Pipeline
+pipeline.sync.schedule                     pipeline.execution   clock_cycles draw
+pipeline.sync.skip                         pipeline.skip        Namespace pop skippable stash verify_skippables
+pipeline.sync.skip.namespace               pipeline.skip        Namespace
+pipeline.sync.skip.skippable               pipeline.skip        Skippable pop skippable stash verify_skippables
+pipeline.sync.utils                        pipeline.pipe        partition_model
+
+nn.rooted                                  nn.functional        broadcast gather reduce scatter
+nn.symmetric                               nn.functional        all_gather all_reduce all_to_all
+nn.symmetric                               nn.functional        all_to_all_single reduce_scatter
 nn.api.remote_module                       torch     RemoteModule
 nn.jit.instantiator                        torch     get_arg_return_types_from_interface
 nn.jit.instantiator                        torch     instantiate_non_scriptable_remote_module_template
@@ -71,22 +89,40 @@ def _children(path: str) -> list[str]:
     return sorted(tail for other in PATHS if (tail := other.removeprefix(f"{path}.")) != other and "." not in tail)
 
 
-class _PathLoader(Loader):
-    """Loader of a path: its module looks names up in their homes."""
+class _PathModule(ModuleType):
+    """Module of a path: its names are looked up in their homes."""
 
-    def create_module(self, spec: ModuleSpec) -> None:
-        """Leave it to Python to make the module."""
+    def __init__(self, name: str) -> None:
+        path = name.removeprefix(f"{PACKAGE}.")
+        super().__init__(name, _description(path))
+        if EVERYTHING not in PATHS[path]:
+            self.__all__ = sorted(PATHS[path])
+
+    def __getattr__(self, name: str) -> Any:
+        return _value(self.__name__.removeprefix(f"{PACKAGE}."), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Python sets each imported submodule on its parent; a name of the table, such as a function, has precedence.
+        if not isinstance(value, _PathModule) or name not in PATHS[self.__name__.removeprefix(f"{PACKAGE}.")]:
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        path = self.__name__.removeprefix(f"{PACKAGE}.")
+        names = set(PATHS[path])
+        if EVERYTHING in names:
+            names = (names - {EVERYTHING}) | set(dir(_load(PATHS[path][EVERYTHING], EVERYTHING)))
+        return sorted({*vars(self), *names, *_children(path)})
+
+
+class _PathLoader(Loader):
+    """Loader of the paths in the table."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module of a path."""
+        return _PathModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its names."""
-        path = module.__name__.removeprefix(f"{PACKAGE}.")
-        names = PATHS[path]
-        contents: Any = module
-        contents.__doc__ = _description(path)
-        contents.__getattr__ = partial(_value, path)
-        contents.__dir__ = partial(_directory, path, module)
-        if EVERYTHING not in names:
-            contents.__all__ = sorted(names)
+        """Do nothing: the names are looked up when they are used."""
 
 
 class _PathFinder(MetaPathFinder):
@@ -153,7 +189,7 @@ def _value(path: str, name: str) -> Any:
         UnsupportedError: It is torch's own, and this torch was built without what it needs.
     """
     names, module = PATHS[path], f"{PACKAGE}.{path}"
-    if name in _children(path):
+    if name in _children(path) and name not in names:
         return importlib.import_module(f"{module}.{name}")
     home = names.get(name) or (names.get(EVERYTHING) if name == "__all__" or not name.startswith("__") else None)
     if home is None:
@@ -180,14 +216,6 @@ def _load(home: str, name: str) -> ModuleType:
             # Importing some of torch's modules runs deprecated parts of torch, which the caller did not ask for.
             warnings.simplefilter("ignore")
         return importlib.import_module(home)
-
-
-def _directory(path: str, module: ModuleType) -> list[str]:
-    """Return the names of a path, for `dir`."""
-    names = set(PATHS[path])
-    if EVERYTHING in names:
-        names = (names - {EVERYTHING}) | set(dir(_load(PATHS[path][EVERYTHING], EVERYTHING)))
-    return sorted({*vars(module), *names, *_children(path)})
 
 
 def stubs() -> Iterator[tuple[str, str]]:

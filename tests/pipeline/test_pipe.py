@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-
-import torchdist_ref as dist
 from torchdist_ref.pipeline.sync import NoChunk, Pipe, is_checkpointing, is_recomputing
 from torchdist_ref.pipeline.sync.schedule import clock_cycles, draw
 from torchdist_ref.pipeline.sync.utils import partition_model
+
+import torchdist_ref as dist
 from torchdist_ref.testing import fill
 
 WAYS = ("always", "except_last", "never")

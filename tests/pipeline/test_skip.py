@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-
 from torchdist_ref.pipeline.sync import Pipe
 from torchdist_ref.pipeline.sync.batchnorm import DeferredBatchNorm
 from torchdist_ref.pipeline.sync.skip import Namespace, pop, skippable, stash, verify_skippables
 from torchdist_ref.pipeline.sync.utils import partition_model
+
 from torchdist_ref.testing import fill
 
 
@@ -74,11 +74,11 @@ def test_none_can_be_stashed(checkpoint: str) -> None:
 
 
 def test_what_does_not_fit_is_named() -> None:
-    with pytest.raises(TypeError, match=r"'1' stashes 'skip', as one before it.*'1' stashes 'skip', which nobody"):
+    with pytest.raises(TypeError, match=r"'1' stashes 'skip', as one before it.*'1' stashes 'skip', which no module"):
         verify_skippables(nn.Sequential(Keep(), Keep()))
-    with pytest.raises(TypeError, match="'0' pops 'skip', which is not there; module '1' stashes 'skip', which nobody"):
+    with pytest.raises(TypeError, match="'0' pops 'skip', which is not stashed; module '1' stashes 'skip', which no"):
         Pipe(nn.Sequential(Add(), Keep()))
-    with pytest.raises(TypeError, match="'2' pops 'skip', which is not there"):
+    with pytest.raises(TypeError, match="'2' pops 'skip', which is not stashed"):
         verify_skippables(nn.Sequential(Keep(), Add(), Add()))
     verify_skippables(nn.Sequential(Keep(), nn.ReLU(), Add()))
 

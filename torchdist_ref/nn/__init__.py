@@ -1,7 +1,7 @@
-"""Collectives inside a model: what they do to gradients is part of them.
+"""Differentiable collectives, for use inside a model.
 
-`functional` has the functions, `transposes` says what each does backwards. The functions are here under the same
-names too. Remote modules are torch's own, since remote calls are; their names load torch's when they are used.
+`functional` has the functions, which are exported here too; `transposes` has their gradients. Remote modules are
+torch's own, since they use torch's RPC; `torch_paths` serves their paths.
 """
 
 from __future__ import annotations

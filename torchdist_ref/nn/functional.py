@@ -1,18 +1,28 @@
-"""Collectives for use inside a model: each returns its result as a new tensor, and gradients come back through it.
+"""Collectives for use inside a model: each returns its result as a new tensor, and gradients flow back through it.
 
 The names and arguments are those of ``torch.distributed.nn.functional``. Sums, averages and moves are linear, so their
-gradients are collectives too (`transposes`); a product, minimum or maximum gathers the tensors and reduces them on each
-rank, so that torch's own derivative applies. Calls that change their arguments are in `torchdist_ref.groups`. The
-functions stand in `rooted` and `symmetric`.
+gradients are collectives too (`transposes`). A product, minimum or maximum gathers the tensors and reduces them on each
+rank, since its derivative needs the tensors of all ranks, and torch differentiates it. Calls that change their
+arguments are in `torchdist_ref.groups`.
 
-The loss that is differentiated is the sum of the losses of all ranks. So every rank has to run backward, through
-the same collectives in the same order.
+The loss that is differentiated is the sum of the losses of all ranks. So every rank has to run backward, through the
+same collectives in the same order. Do not add the gradient of a linear collective here: it is in `transposes`.
 """
 
 from __future__ import annotations
 
-from torchdist_ref.nn.rooted import broadcast, gather, reduce, scatter
-from torchdist_ref.nn.symmetric import all_gather, all_reduce, all_to_all, all_to_all_single, reduce_scatter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from torchdist_ref import groups
+from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.groups import ProcessGroup
+from torchdist_ref.nn import transposes
+from torchdist_ref.nn.transposes import apply
 
 __all__ = [
     "all_gather",
@@ -25,3 +35,351 @@ __all__ = [
     "reduce_scatter",
     "scatter",
 ]
+
+Group = ProcessGroup | int | None
+
+
+def member_group(operation: str, group: Group) -> ProcessGroup:
+    """Return the group itself, since backward may run on a thread of autograd, where the default group may differ.
+
+    Raises:
+        NotInitializedError: There is no default group.
+        ArgumentError: This rank is not in the group.
+    """
+    found = groups.GroupMember.WORLD if group is None else group
+    if isinstance(found, ProcessGroup):
+        return found
+    groups.get_rank()  # raises where there is no group at all
+    hint = "Call it on the group's members only."
+    raise ArgumentError(explain(operation, "group", "a group that this rank is in", found, hint=hint))
+
+
+def _product(stacked: Tensor) -> Tensor:
+    """Return the product over the first dimension, in the tensors' dtype."""
+    return stacked.prod(0, dtype=stacked.dtype)
+
+
+def _minimum(stacked: Tensor) -> Tensor:
+    """Return the minimum over the first dimension."""
+    return stacked.amin(0)
+
+
+def _maximum(stacked: Tensor) -> Tensor:
+    """Return the maximum over the first dimension."""
+    return stacked.amax(0)
+
+
+_NONLINEAR = ((ReduceOp.PRODUCT, _product), (ReduceOp.MIN, _minimum), (ReduceOp.MAX, _maximum))
+
+
+def nonlinear_reduction(op: object) -> Callable[[Tensor], Tensor] | None:
+    """Return the function of stacked tensors that each rank runs for a reduction that is not linear, or None."""
+    return next((function for known, function in _NONLINEAR if op == known), None)
+
+
+def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
+    """Copy one rank's tensor to all. Backward, that rank gets the sum of all gradients, the others zeros.
+
+    Args:
+        tensor: Input: on the source the values; elsewhere any tensor of its shape and dtype. It is not changed.
+        src: The source, as a global rank.
+        group: The process group. Default: the default group.
+
+    Returns:
+        A new tensor with the source's values, on every rank.
+
+    Raises:
+        ArgumentError: The source or this rank is not in the group.
+        MismatchError: Ranks made different calls.
+
+    Example:
+        >>> import torch
+        >>> from torchdist_ref.nn.functional import broadcast
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     tensor = torch.tensor([5.0 * rank], requires_grad=True)
+        ...     result = broadcast(tensor, src=1)
+        ...     (result * (rank + 1)).sum().backward()
+        ...     return result.item(), tensor.grad.item()
+        >>> run(program, 2)
+        [(5.0, 0.0), (5.0, 3.0)]
+    """
+    found = member_group("broadcast", group)
+    return apply(transposes.BroadcastMap(found, groups.get_group_rank(found, src)), tensor)[0]
+
+
+def gather(tensor: Tensor, dst: int = 0, group: Group = None) -> tuple[Tensor, ...]:
+    """Collect the tensors of all ranks on one. Backward, each rank gets that rank's gradient for its tensor.
+
+    Args:
+        tensor: Input: this rank's tensor; one shape and dtype on all ranks.
+        dst: The destination, as a global rank. Default: 0.
+        group: The process group. Default: the default group.
+
+    Returns:
+        One tensor for each rank, with its values on the destination and zeros elsewhere.
+
+    Raises:
+        ArgumentError: The destination or this rank is not in the group.
+        MismatchError: Ranks made different calls.
+
+    Example:
+        >>> import torch
+        >>> from torchdist_ref.nn.functional import gather
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     tensor = torch.tensor([2.0 + rank], requires_grad=True)
+        ...     first, second = gather(tensor, dst=1)
+        ...     (first * second).sum().backward()
+        ...     return first.item(), tensor.grad.item()
+        >>> run(program, 2)
+        [(0.0, 3.0), (2.0, 2.0)]
+    """
+    found = member_group("gather", group)
+    return apply(transposes.GatherMap(found, groups.get_group_rank(found, dst)), tensor)
+
+
+def scatter(tensors: list[Tensor] | tuple[Tensor, ...], src: int = 0, group: Group = None) -> Tensor:
+    """Send each rank its tensor of one rank's list. Backward, that rank gets their gradients, the others zeros.
+
+    Args:
+        tensors: Input: one tensor for each rank, all of one shape. Only the source's values are used.
+        src: The source, as a global rank. Default: 0.
+        group: The process group. Default: the default group.
+
+    Returns:
+        This rank's part, a new tensor.
+
+    Raises:
+        ArgumentError: The source or this rank is not in the group, or shapes differ.
+        MismatchError: Ranks made different calls.
+
+    Example:
+        >>> import torch
+        >>> from torchdist_ref.nn.functional import scatter
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     tensors = [torch.tensor([10.0 * rank + r], requires_grad=True) for r in range(2)]
+        ...     mine = scatter(tensors, src=1)
+        ...     (mine * (rank + 1)).sum().backward()
+        ...     return mine.item(), [tensor.grad.item() for tensor in tensors]
+        >>> run(program, 2)
+        [(10.0, [0.0, 0.0]), (11.0, [1.0, 2.0])]
+    """
+    found = member_group("scatter", group)
+    if any(tensor.shape != tensors[0].shape for tensor in tensors):
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        raise ArgumentError(explain("scatter", "tensors", "tensors of one shape", shapes, rank=found.rank()))
+    return apply(transposes.ScatterMap(found, groups.get_group_rank(found, src)), *tensors)[0]
+
+
+def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None) -> Tensor:
+    """Reduce the tensors of all ranks to one. Backward, all get that rank's gradient, scaled by their share.
+
+    Args:
+        tensor: Input: this rank's tensor; one shape and dtype on all ranks. It is not changed.
+        dst: The destination, as a global rank.
+        op: The reduction. Default: the sum.
+        group: The process group. Default: the default group.
+
+    Returns:
+        A new tensor, which holds the result on the destination and zeros elsewhere.
+
+    Raises:
+        ArgumentError: The destination or this rank is not in the group.
+        MismatchError: Ranks made different calls.
+
+    Example:
+        >>> import torch
+        >>> from torchdist_ref.nn.functional import reduce
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     tensor = torch.tensor([2.0 + rank], requires_grad=True)
+        ...     result = reduce(tensor, dst=0)
+        ...     (7 * result).sum().backward()
+        ...     return result.item(), tensor.grad.item()
+        >>> run(program, 2)
+        [(5.0, 7.0), (0.0, 7.0)]
+    """
+    found = member_group("reduce", group)
+    if (local := nonlinear_reduction(op)) is not None:
+        return local(torch.stack(gather(tensor, dst, found)))
+    return apply(transposes.ReduceMap(found, groups.get_group_rank(found, dst), op), tensor)[0]
+
+
+def reduce_scatter(output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.SUM, group: Group = None) -> Tensor:
+    """Reduce the tensors that the ranks have for each rank. Backward, each gradient goes to all ranks.
+
+    Args:
+        output: Output: also written; it has the shape and dtype of every input.
+        input_list: Input: entry `r` is reduced on rank `r`; one shape and dtype on all ranks.
+        op: The reduction. Default: the sum.
+        group: The process group. Default: the default group.
+
+    Returns:
+        This rank's result, in the memory of `output`.
+
+    Raises:
+        ArgumentError: A list has the wrong length, shapes or dtypes differ, or this rank is not in the group.
+        MismatchError: Ranks made different calls.
+
+    Example:
+        >>> import torch
+        >>> from torchdist_ref.nn.functional import reduce_scatter
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     inputs = [torch.tensor([10.0 * rank + r], requires_grad=True) for r in range(2)]
+        ...     result = reduce_scatter(torch.empty(1), inputs)
+        ...     (result * (rank + 1)).sum().backward()
+        ...     return result.item(), [tensor.grad.item() for tensor in inputs]
+        >>> run(program, 2)
+        [(10.0, [1.0, 2.0]), (12.0, [1.0, 2.0])]
+    """
+    found = member_group("reduce_scatter", group)
+    if (local := nonlinear_reduction(op)) is None:
+        return apply(transposes.ReduceScatterMap(found, op, output), *input_list)[0]
+    result = local(torch.stack(all_to_all([torch.empty_like(output) for _ in input_list], input_list, found)))
+    output.detach().copy_(result.detach())
+    return result
+
+
+def all_gather(tensor: Tensor, group: Group = None) -> tuple[Tensor, ...]:
+    """Collect the tensors of all ranks on all. Backward, each rank gets the sum of the gradients for its tensor.
+
+    Args:
+        tensor: Input: this rank's tensor; one shape and dtype on all ranks.
+        group: The process group. Default: the default group.
+
+    Returns:
+        One new tensor for each rank, in rank order.
+
+    Raises:
+        ArgumentError: This rank is not in the group.
+        MismatchError: Ranks made different calls.
+
+    Example:
+        >>> import torch
+        >>> from torchdist_ref.nn.functional import all_gather
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     tensor = torch.tensor([2.0 + rank], requires_grad=True)
+        ...     first, second = all_gather(tensor)
+        ...     (first * second * (rank + 1)).sum().backward()
+        ...     return tensor.grad.item()
+        >>> run(program, 2)
+        [9.0, 6.0]
+    """
+    return apply(transposes.AllGatherMap(member_group("all_gather", group)), tensor)
+
+
+def all_to_all(
+    output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Group = None
+) -> tuple[Tensor, ...]:
+    """Send a tensor from every rank to every rank. Backward, each gradient returns to the rank that sent the tensor.
+
+    Args:
+        output_tensor_list: Output: also written; entry `s` receives the tensor from rank `s`.
+        input_tensor_list: Input: entry `d` goes to rank `d`. All tensors of the call have one size.
+        group: The process group. Default: the default group.
+
+    Returns:
+        The received tensors, in the memory of the outputs.
+
+    Raises:
+        ArgumentError: Lists have the wrong length, sizes or dtypes differ, or this rank is not in the group.
+        MismatchError: Ranks made different calls.
+
+    Example:
+        >>> import torch
+        >>> from torchdist_ref.nn.functional import all_to_all
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     inputs = [torch.tensor([10.0 * rank + d], requires_grad=True) for d in range(2)]
+        ...     first, second = all_to_all([torch.empty(1), torch.empty(1)], inputs)
+        ...     (first * (rank + 1) + second).sum().backward()
+        ...     return first.item(), second.item(), [tensor.grad.item() for tensor in inputs]
+        >>> run(program, 2)
+        [(0.0, 10.0, [1.0, 2.0]), (1.0, 11.0, [1.0, 1.0])]
+    """
+    shapes = tuple(tensor.shape for tensor in output_tensor_list)
+    input_shapes = tuple(tensor.shape for tensor in input_tensor_list)
+    outputs = tuple(output_tensor_list)
+    return apply(
+        transposes.AllToAllMap(member_group("all_to_all", group), shapes, input_shapes, outputs), *input_tensor_list
+    )
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Group = None,
+) -> Tensor:
+    """Send rows of a tensor from every rank to every rank. Backward, their gradients return to the senders.
+
+    Args:
+        output: Output: also written; the rows received from the ranks, in rank order.
+        input: Input: block `d` of its rows goes to rank `d`.
+        output_split_sizes: The number of rows received from each rank. Default: equal numbers.
+        input_split_sizes: The number of rows sent to each rank. Default: equal numbers.
+        group: The process group. Default: the default group.
+
+    Returns:
+        The received rows, in the memory of `output`.
+
+    Raises:
+        ArgumentError: Sizes do not fit the tensors or the ranks, or this rank is not in the group.
+        MismatchError: A rank sends another number of rows than this one expects.
+
+    Example:
+        >>> import torch
+        >>> from torchdist_ref.nn.functional import all_to_all_single
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     input = torch.arange(3.0).requires_grad_()
+        ...     result = all_to_all_single(torch.empty(2 * rank + 2), input, [rank + 1, rank + 1], [1, 2])
+        ...     (result * (rank + 1)).sum().backward()
+        ...     return result.tolist(), input.grad.tolist()
+        >>> run(program, 2)
+        [([0.0, 0.0], [1.0, 2.0, 2.0]), ([1.0, 2.0, 1.0, 2.0], [1.0, 2.0, 2.0])]
+    """
+    found = member_group("all_to_all_single", group)
+    sizes = output_split_sizes, input_split_sizes
+    return apply(transposes.AllToAllSingleMap(found, output.shape, input.shape, *sizes, output), input)[0]
+
+
+def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None) -> Tensor:
+    """Reduce the tensors of all ranks to all. Backward, each gets the sum of all gradients, scaled by its share.
+
+    Args:
+        tensor: Input: this rank's tensor; one shape and dtype on all ranks. It is not changed.
+        op: The reduction. Default: the sum.
+        group: The process group. Default: the default group.
+
+    Returns:
+        A new tensor with the result, on every rank.
+
+    Raises:
+        ArgumentError: This rank is not in the group, or the reduction is not defined for the dtype.
+        MismatchError: Ranks made different calls.
+
+    Example:
+        >>> import torch
+        >>> from torch.distributed import ReduceOp
+        >>> from torchdist_ref.nn.functional import all_reduce
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank, op):
+        ...     tensor = torch.tensor([2.0 + rank], requires_grad=True)
+        ...     result = all_reduce(tensor, op)
+        ...     (result * (rank + 1)).sum().backward()
+        ...     return result.item(), tensor.grad.item()
+        >>> run(program, 2, ReduceOp.SUM)
+        [(5.0, 3.0), (5.0, 3.0)]
+        >>> run(program, 2, ReduceOp.MAX)
+        [(3.0, 0.0), (3.0, 3.0)]
+    """
+    found = member_group("all_reduce", group)
+    if (local := nonlinear_reduction(op)) is not None:
+        return local(torch.stack(all_gather(tensor, found)))
+    return apply(transposes.AllReduceMap(found, op), tensor)[0]

@@ -1,4 +1,7 @@
-"""Batch normalisation in a pipeline: running statistics of whole batches, though micro-batches come one by one."""
+"""Batch normalization in a pipeline: running statistics of whole batches, computed micro-batch by micro-batch.
+
+Do not add other layers here: no other layer of torch's depends on the size of the batch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchdist_ref.errors import ArgumentError, explain
-from torchdist_ref.pipeline.sync.checkpoint import is_recomputing
+from torchdist_ref.pipeline.checkpoint import is_recomputing
 
 __all__ = ["DeferredBatchNorm"]
 
@@ -18,18 +21,18 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """Batch normalisation whose running statistics are those of whole batches.
+    """Batch normalization with running statistics of whole batches.
 
-    In training each micro-batch is normalised by its own statistics, since those of the batch are not known yet. They
-    are summed up, and after the last micro-batch the running ones move once, as without a pipeline (but for the
-    variance, which is not corrected for the size of the batch).
+    In training each micro-batch is normalized by its own statistics, since those of the batch are not known yet. They
+    are summed up, and after the last micro-batch the running statistics are updated once, as without a pipeline. Only
+    the variance differs: it is not corrected for the size of the batch.
 
     Args:
         num_features: The size of the second dimension.
         eps: Added to the variance. Default: 1e-5.
-        momentum: How far running statistics move; None: the average of all batches. Default: 0.1.
+        momentum: Weight of a new batch in the running statistics; None: the average of all batches. Default: 0.1.
         affine: Whether there are weights and biases. Default: True.
-        chunks: How many micro-batches make a batch. Default: 1.
+        chunks: The number of micro-batches in a batch. Default: 1.
 
     Example:
         >>> import torch
@@ -65,16 +68,16 @@ class DeferredBatchNorm(_BatchNorm):
             raise ArgumentError(explain("DeferredBatchNorm", "input", expected, list(input.shape)))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise a micro-batch.
+        """Normalize a micro-batch.
 
         Args:
-            input: Of shape ``(batch, num_features, ...)``.
+            input: Tensor of shape ``(batch, num_features, ...)``.
 
         Returns:
-            A tensor of its shape.
+            A tensor of the same shape.
 
         Raises:
-            ArgumentError: A tensor of fewer than two dimensions.
+            ArgumentError: The tensor has fewer than two dimensions.
         """
         self._check_input_dim(input)
         if not self.training:
@@ -84,15 +87,16 @@ class DeferredBatchNorm(_BatchNorm):
         return batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
     def _track(self, input: Tensor) -> None:
+        """Add a micro-batch to the sums, and update the running statistics after the last one."""
         others = [0, *range(2, input.dim())]
         self.sum += input.sum(others)
         self.sum_squares += (input**2).sum(others)
         self.counter += input.numel() // input.shape[1]
         self.tracked += 1
         if self.tracked == self.chunks:
-            self._move()
+            self._update_running_statistics()
 
-    def _move(self) -> None:
+    def _update_running_statistics(self) -> None:
         self.num_batches_tracked += 1
         part = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         mean = self.sum / self.counter
@@ -104,25 +108,25 @@ class DeferredBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: M, chunks: int = 1) -> M:
-        """Replace batch normalisation by this class, everywhere in a model.
+        """Replace batch normalization by this class, everywhere in a model.
 
         Args:
             module: The model.
-            chunks: How many micro-batches make a batch.
+            chunks: The number of micro-batches in a batch.
 
         Returns:
-            The model, or its replacement if it is a batch normalisation itself.
+            The model, or its replacement if it is a batch normalization itself.
         """
         if isinstance(module, DeferredBatchNorm) and module.chunks == chunks:
             return module
         if isinstance(module, _BatchNorm) and module.track_running_stats:
-            return cls._in_place_of(module, chunks)  # type: ignore[return-value]
+            return cls._replacement_of(module, chunks)  # type: ignore[return-value]
         for name, child in module.named_children():
             setattr(module, name, cls.convert_deferred_batch_norm(child, chunks))
         return module
 
     @classmethod
-    def _in_place_of(cls, norm: _BatchNorm, chunks: int) -> DeferredBatchNorm:
+    def _replacement_of(cls, norm: _BatchNorm, chunks: int) -> DeferredBatchNorm:
         new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, chunks)
         for name, value in [*norm.named_parameters(), *norm.named_buffers()]:
             setattr(new, name, value)

@@ -1,0 +1,305 @@
+"""Execution of a pipeline: cut a batch into micro-batches, run them by GPipe's schedule, and join the results.
+
+At each clock every partition that has a micro-batch works on it, each on its own thread. Micro-batch `i` is in
+partition `j` at clock ``i + j``; between clocks micro-batches move to the next device. A tensor is cut along its first
+dimension. Anything else, and a tensor in `NoChunk`, goes to every micro-batch unchanged.
+
+Do not add checks of the user's model here: they are in `pipe`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
+from torchdist_ref.pipeline.checkpoint import checkpoint, random_numbers_alone
+from torchdist_ref.pipeline.skip import Skips, crossing, using
+
+__all__ = ["Batch", "NoChunk", "Pipeline", "clock_cycles", "draw", "gather", "scatter"]
+
+
+def clock_cycles(chunks: int, partitions: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield, for each clock, the pairs (micro-batch, partition) that are computed at that clock.
+
+    Args:
+        chunks: The number of micro-batches.
+        partitions: The number of partitions.
+
+    Yields:
+        The pairs of one clock, which do not depend on each other. There are ``chunks + partitions - 1`` clocks.
+
+    Example:
+        >>> from torchdist_ref.pipeline.sync.schedule import clock_cycles
+        >>> for pairs in clock_cycles(3, 2):
+        ...     print(pairs)
+        [(0, 0)]
+        [(1, 0), (0, 1)]
+        [(2, 0), (1, 1)]
+        [(2, 1)]
+    """
+    for clock in range(chunks + partitions - 1):
+        first, last = max(0, clock - chunks + 1), min(clock, partitions - 1)
+        yield [(clock - partition, partition) for partition in range(first, last + 1)]
+
+
+def draw(chunks: int, partitions: int) -> str:
+    """Draw the schedule: a line for each partition, a column for each clock, and the micro-batch in each cell.
+
+    Args:
+        chunks: The number of micro-batches.
+        partitions: The number of partitions.
+
+    Returns:
+        The lines.
+
+    Example:
+        >>> from torchdist_ref.pipeline.sync.schedule import draw
+        >>> print(draw(4, 3))
+        0: 0 1 2 3 . .
+        1: . 0 1 2 3 .
+        2: . . 0 1 2 3
+    """
+    clocks = [{partition: chunk for chunk, partition in pairs} for pairs in clock_cycles(chunks, partitions)]
+    lines = ([str(clock.get(partition, ".")) for clock in clocks] for partition in range(partitions))
+    return "\n".join(f"{partition}: {' '.join(line)}" for partition, line in enumerate(lines))
+
+
+class NoChunk:
+    """Wrapper of a tensor that every micro-batch gets whole.
+
+    Args:
+        inp: The tensor.
+
+    Raises:
+        ArgumentTypeError: The value is not a tensor; other values are never cut.
+
+    Example:
+        >>> import torch
+        >>> from torchdist_ref.pipeline.sync import NoChunk
+        >>> NoChunk(torch.zeros(2)).tensor
+        tensor([0., 0.])
+    """
+
+    def __init__(self, inp: Tensor) -> None:
+        if not isinstance(inp, Tensor):
+            raise ArgumentTypeError(explain("NoChunk", "inp", "a tensor", type(inp).__name__))
+        self._tensor = inp
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor."""
+        return self._tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Values of one micro-batch between two partitions: one value, or the values of a tuple."""
+
+    values: tuple[Any, ...]
+    single: bool
+
+    @classmethod
+    def of(cls, result: Any) -> Batch:
+        """Wrap the result of a module."""
+        return cls(result, False) if isinstance(result, tuple) else cls((result,), True)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """Return this batch with a function applied to each tensor."""
+        return Batch(tuple(function(v) if isinstance(v, Tensor) else v for v in self.values), self.single)
+
+
+def scatter(inputs: Sequence[Any], chunks: int) -> list[Batch]:
+    """Cut the inputs of a model into micro-batches.
+
+    Args:
+        inputs: The arguments of a model, at least one of them a tensor that is cut.
+        chunks: The largest number of micro-batches; there are fewer if there are fewer rows.
+
+    Returns:
+        The micro-batches.
+
+    Raises:
+        ArgumentTypeError: There is no tensor to cut.
+        ArgumentError: Tensors with different numbers of rows.
+
+    Example:
+        >>> import torch
+        >>> [batch.values for batch in scatter([torch.arange(3), "all"], 2)]
+        [(tensor([0, 1]), 'all'), (tensor([2]), 'all')]
+    """
+    pieces = [value.chunk(chunks) if isinstance(value, Tensor) else None for value in inputs]
+    counts = {len(piece) for piece in pieces if piece is not None}
+    if not counts:
+        raise ArgumentTypeError("Pipe: at least one input must be a tensor, outside NoChunk, to be cut.")
+    if len(counts) > 1:
+        raise ArgumentError(f"Pipe: inputs are cut in different numbers of micro-batches, {sorted(counts)}.")
+    whole = [value.tensor if isinstance(value, NoChunk) else value for value in inputs]
+    columns = [piece or [value] * max(counts) for piece, value in zip(pieces, whole, strict=True)]
+    return [Batch(values, len(values) == 1) for values in zip(*columns, strict=True)]
+
+
+def gather(batches: Sequence[Batch]) -> Any:
+    """Join the results of the micro-batches.
+
+    Args:
+        batches: The results, in order.
+
+    Returns:
+        The result of the model without micro-batches: tensors are joined along their first dimension, and other values
+        are collected in a list.
+
+    Example:
+        >>> import torch
+        >>> gather([Batch((torch.zeros(1), "a"), False), Batch((torch.ones(1), "b"), False)])
+        (tensor([0., 1.]), ['a', 'b'])
+    """
+    columns = zip(*(batch.values for batch in batches), strict=True)
+    joined = [torch.cat(column) if isinstance(column[0], Tensor) else list(column) for column in columns]
+    return joined[0] if batches[0].single else tuple(joined)
+
+
+class Pipeline:
+    """Partitions of a model on their devices.
+
+    Args:
+        partitions: The parts of the model.
+        devices: The device of each.
+    """
+
+    def __init__(self, partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+        self._partitions = partitions
+        self._devices = devices
+        self._crossing = crossing(partitions)
+
+    def run(self, batches: list[Batch], checkpointed: int) -> list[Batch]:
+        """Run micro-batches through all partitions.
+
+        Args:
+            batches: The micro-batches.
+            checkpointed: The number of micro-batches, from the first on, whose activations are recomputed later.
+
+        Returns:
+            The result of each micro-batch.
+        """
+        batches, skips = list(batches), [Skips() for _ in batches]
+        with ExitStack() as stack:
+            threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in self._partitions]
+            for pairs in clock_cycles(len(batches), len(self._partitions)):
+                for chunk, partition in pairs:
+                    self._move(batches, chunk, partition)
+                tasks = [self._task(batches[i], skips[i], j, i < checkpointed, checkpointed > 0) for i, j in pairs]
+                futures = [threads[j].submit(task) for (_, j), task in zip(pairs, tasks, strict=True)]
+                for (chunk, _), future in zip(pairs, futures, strict=True):
+                    batches[chunk] = future.result()
+        return batches
+
+    def _move(self, batches: list[Batch], chunk: int, partition: int) -> None:
+        """Copy a micro-batch to a partition's device; in the backward pass it precedes the micro-batch ahead of it."""
+        if chunk and partition:
+            _order_backward(batches, chunk)
+        device = self._devices[partition]
+        batches[chunk] = batches[chunk].map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _task(
+        self, batch: Batch, skips: Skips, partition: int, checkpointed: bool, repeatable: bool
+    ) -> Callable[[], Batch]:
+        """Return the function that a partition's thread runs on a micro-batch, in the modes of the calling thread."""
+        device, (popped, stashed) = self._devices[partition], self._crossing[partition]
+        arriving = [skips.pop(key) for key in popped]
+        on_device = [None if skip is None else skip.to(device, non_blocking=True) for skip in arriving]
+        module, count, single = self._partitions[partition], len(batch.values), [True]
+
+        def function(*values: Any) -> tuple[Any, ...]:
+            with using(dict(zip(popped, values[count:], strict=True))) as local:
+                result = Batch.of(module(*values[:count]))
+            single[0] = result.single
+            return *result.values, *(local[key] for key in stashed)
+
+        def task() -> Batch:
+            values = *batch.values, *on_device
+            with random_numbers_alone(device) if repeatable else nullcontext():
+                results = checkpoint(function, device, *values) if checkpointed else function(*values)
+            skips.update(zip(stashed, results[len(results) - len(stashed) :], strict=True))
+            return Batch(results[: len(results) - len(stashed)], single[0])
+
+        return _in_callers_modes(task, device)
+
+
+def _order_backward(batches: list[Batch], chunk: int) -> None:
+    """Let the backward pass of the micro-batch ahead of one begin only after its own has ended."""
+    ahead, behind = batches[chunk - 1], batches[chunk]
+    first, second = _with_gradient(ahead), _with_gradient(behind)
+    if first is not None and second is not None:
+        later, sooner = depend(first, second)
+        batches[chunk - 1] = ahead.map(lambda tensor: later if tensor is first else tensor)
+        batches[chunk] = behind.map(lambda tensor: sooner if tensor is second else tensor)
+
+
+def _with_gradient(batch: Batch) -> Tensor | None:
+    """Return the first tensor of a batch that requires a gradient."""
+    return next((v for v in batch.values if isinstance(v, Tensor) and v.requires_grad), None)
+
+
+def _in_callers_modes(task: Callable[[], Batch], device: torch.device) -> Callable[[], Batch]:
+    """Return a function for another thread that runs a task with this thread's context, gradient mode and autocast."""
+    context, gradients = contextvars.copy_context(), torch.is_grad_enabled()
+    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+
+    def run() -> Batch:
+        with torch.set_grad_enabled(gradients), torch.autocast(device.type, dtype, enabled):
+            return task()
+
+    return lambda: context.run(run)
+
+
+class _Fork(torch.autograd.Function):
+    """A tensor, and an empty tensor (a *phony*) that depends on it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tensor and the phony."""
+        return tensor.detach(), torch.empty(0, device=tensor.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Return the gradient of the tensor."""
+        return grads[0]
+
+
+class _Join(torch.autograd.Function):
+    """A tensor that depends on a phony."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, phony: Tensor) -> Tensor:
+        """Return the tensor."""
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the tensor."""
+        return grads[0], None
+
+
+def depend(later: Tensor, sooner: Tensor) -> tuple[Tensor, Tensor]:
+    """Order two backward passes where the graph leaves the order open, by an edge without data.
+
+    Args:
+        later: A tensor whose gradient is passed on only when that of the other has been.
+        sooner: The other tensor.
+
+    Returns:
+        The same two, to be used in place of them. Without gradients nothing changes.
+    """
+    if not (torch.is_grad_enabled() and later.requires_grad and sooner.requires_grad):
+        return later, sooner
+    later, phony = _Fork.apply(later)  # type: ignore[no-untyped-call]
+    joined: Tensor = _Join.apply(sooner, phony)  # type: ignore[no-untyped-call]
+    return later, joined

@@ -1,0 +1,282 @@
+"""Pipe: a sequential model that runs as a pipeline, and the partitions that it consists of.
+
+A partition is a run of consecutive modules on one device, which works on one micro-batch at a time. This module has the
+user's class and its checks; `execution` runs the micro-batches. Do not add execution here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
+from torchdist_ref.pipeline.batchnorm import DeferredBatchNorm
+from torchdist_ref.pipeline.execution import Pipeline, gather, scatter
+from torchdist_ref.pipeline.skip import verify_skippables
+
+__all__ = ["LocalResult", "Partition", "Pipe", "partition_model", "split"]
+
+CPU = torch.device("cpu")
+
+# The number of micro-batches whose activations are recomputed.
+_CHECKPOINT: dict[str, Callable[[int], int]] = {
+    "always": lambda chunks: chunks,
+    "except_last": lambda chunks: chunks - 1,
+    "never": lambda chunks: 0,
+}
+
+
+class Partition(nn.Sequential):
+    """Sequence of modules of one partition; a tuple becomes the arguments of the next module."""
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run all modules in order."""
+        result: Any = inputs if len(inputs) != 1 else inputs[0]
+        for module in self:
+            result = module(*result) if isinstance(result, tuple) else module(result)
+        return result
+
+
+def split(module: nn.Sequential) -> tuple[list[nn.Module], list[torch.device]]:
+    """Split a model where the device changes, and around the partitions that `partition_model` made.
+
+    Args:
+        module: The model; each child on one device. A child without parameters joins the one before it.
+
+    Returns:
+        The partitions, which share their modules with the model, and the device of each.
+
+    Raises:
+        ArgumentTypeError: The model is not an ``nn.Sequential``.
+        ArgumentError: A child is on several devices, or occurs twice.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise ArgumentTypeError(explain("Pipe", "module", "an nn.Sequential to be partitioned", type(module).__name__))
+    children = list(module.children())
+    if len(children) != len(module):
+        raise ArgumentError("Pipe: a module with duplicate children is not supported; copy the child.")
+    partitions: list[nn.Module] = []
+    devices: list[torch.device] = []
+    for name, child in module.named_children():
+        device = _device(name, child)
+        last = partitions[-1] if partitions else None
+        if isinstance(child, Partition):
+            partitions.append(child)
+            devices.append(device or CPU)
+        elif last is None or last in children or (device is not None and device != devices[-1]):
+            partitions.append(Partition(child))
+            devices.append(device or CPU)
+        else:
+            assert isinstance(last, Partition)
+            last.append(child)
+    return partitions, devices
+
+
+def _device(name: str, module: nn.Module) -> torch.device | None:
+    """Return the device of a child's parameters and buffers, or None if it has none."""
+    devices = {tensor.device for tensor in [*module.parameters(), *module.buffers()]}
+    if len(devices) > 1:
+        expected = "children each on one device"
+        raise ArgumentError(explain("Pipe", "module", expected, f"child {name!r} on {sorted(map(str, devices))}"))
+    return next(iter(devices), None)
+
+
+def partition_model(module: nn.Sequential, balance: list[int], devices: Sequence[Any] | None = None) -> nn.Sequential:
+    """Split a model's layers into partitions, and move each partition to its device.
+
+    Args:
+        module: The model.
+        balance: The number of layers of each partition; the sum is the number of layers.
+        devices: The device of each partition, as ``torch.device`` or a value that makes one; devices may repeat.
+            Default: the accelerators by number, or the CPU for all if there is none.
+
+    Returns:
+        A model for `Pipe`: a sequence of partitions.
+
+    Raises:
+        ArgumentError: Numbers that do not fit the model, or too few devices.
+
+    Example:
+        >>> import torch
+        >>> from torchdist_ref.pipeline.sync.utils import partition_model
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+        >>> [len(partition) for partition in partition_model(model, [2, 1], ["cpu", "cpu"])]
+        [2, 1]
+    """
+    if sum(balance) != len(module) or min(balance) < 1:
+        expected = f"positive numbers that sum up to the {len(module)} layers"
+        raise ArgumentError(explain("partition_model", "balance", expected, balance))
+    chosen = _default_devices(len(balance)) if devices is None else list(devices)
+    if len(chosen) < len(balance):
+        raise ArgumentError(explain("partition_model", "devices", f"{len(balance)} devices", devices))
+    layers = iter(module)
+    parts = [Partition(*(next(layers) for _ in range(count))) for count in balance]
+    return nn.Sequential(*(part.to(device) for part, device in zip(parts, chosen, strict=False)))
+
+
+def _default_devices(count: int) -> list[Any]:
+    """Return a device for each of several partitions."""
+    accelerated = torch.accelerator.is_available()
+    return list(range(count)) if accelerated else [torch.device("cpu")] * count
+
+
+class LocalResult:
+    """Result of `Pipe` where torch's RPC is not initialized: the methods of an RRef that need no RPC.
+
+    Args:
+        value: The result.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def local_value(self) -> Any:
+        """Return the result."""
+        return self._value
+
+    def to_here(self, timeout: float = -1.0) -> Any:
+        """Return the result, which is on this process already."""
+        return self._value
+
+    def is_owner(self) -> bool:
+        """Return True: the result is on this process."""
+        return True
+
+
+class Pipe(nn.Module):
+    """Sequential model that runs as a pipeline of micro-batches (GPipe).
+
+    The batch, the first dimension of each input tensor, is cut into micro-batches; while one is in the second
+    partition, the next is in the first. The result is that of the model itself, and so are gradients.
+
+    Args:
+        module: The model. Consecutive children on one device are a partition; `partition_model` makes partitions too.
+        chunks: The number of micro-batches. Default: 1.
+        checkpoint: The micro-batches whose activations are recomputed in the backward pass, while training:
+            ``"always"`` all, ``"except_last"`` all but the last (default), ``"never"`` none.
+        deferred_batch_norm: Whether batch normalization keeps statistics of whole batches: `DeferredBatchNorm`.
+
+    Attributes:
+        partitions: The parts of the model.
+        devices: The device of each.
+        chunks: The argument.
+        checkpoint: The argument.
+
+    Raises:
+        ArgumentTypeError: The model is not an ``nn.Sequential``, or skip connections do not fit.
+        ArgumentError: A wrong number of micro-batches, an unknown ``checkpoint``, or a child on several devices.
+
+    Example:
+        >>> import torch
+        >>> from torchdist_ref.pipeline.sync import Pipe
+        >>> from torchdist_ref.pipeline.sync.utils import partition_model
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+        >>> pipe = Pipe(partition_model(layers, [1, 2], ["cpu", "cpu"]), chunks=4)
+        >>> batch = torch.arange(32.0).view(8, 4)
+        >>> torch.allclose(pipe(batch).local_value(), layers(batch))
+        True
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(chunks, int) or chunks < 1:
+            raise ArgumentError(explain("Pipe", "chunks", "a number of micro-batches, at least 1", chunks))
+        if checkpoint not in _CHECKPOINT:
+            raise ArgumentError(explain("Pipe", "checkpoint", f"one of {', '.join(_CHECKPOINT)}", checkpoint))
+        if deferred_batch_norm:
+            module = DeferredBatchNorm.convert_deferred_batch_norm(module, chunks)
+        parts, self.devices = split(module)
+        verify_skippables(nn.Sequential(*(layer for part in parts for layer in part.children())))
+        self.partitions = nn.ModuleList(parts)
+        self.chunks = chunks
+        self.checkpoint = checkpoint
+        self._pipeline = Pipeline(parts, self.devices)
+
+    def __len__(self) -> int:
+        """Return the number of layers."""
+        return sum(len(list(part.children())) for part in self.partitions)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Return an iterator over the layers, in order."""
+        return (layer for part in self.partitions for layer in part.children())
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """Return one layer."""
+        return list(self)[index]
+
+    def cuda(self, device: Any = None) -> NoReturn:
+        """Raise an error: each partition keeps its device.
+
+        Raises:
+            ArgumentTypeError: Always.
+        """
+        raise _moved()
+
+    def cpu(self) -> NoReturn:
+        """Raise an error: each partition keeps its device.
+
+        Raises:
+            ArgumentTypeError: Always.
+        """
+        raise _moved()
+
+    def to(self, *args: Any, **kwargs: Any) -> Pipe:
+        """Change the dtype of parameters and buffers. Devices cannot be changed.
+
+        Args:
+            *args: Arguments of ``nn.Module.to``.
+            **kwargs: Keyword arguments of ``nn.Module.to``.
+
+        Returns:
+            This module.
+
+        Raises:
+            ArgumentTypeError: The arguments name a device.
+        """
+        named = isinstance(args[0], torch.device | int | str | Tensor) if args else False
+        if named or kwargs.keys() & {"device", "tensor"}:
+            raise _moved()
+        return super().to(*args, **kwargs)
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run a batch through the pipeline.
+
+        Args:
+            *inputs: Tensors with the batch as first dimension, or in `NoChunk`; and other values, which every
+                micro-batch gets unchanged.
+
+        Returns:
+            A holder of the result, which its ``local_value()`` returns. It is torch's RRef where torch's RPC is
+            initialized, else a `LocalResult`. Tensors are on the last partition's device.
+
+        Raises:
+            ArgumentTypeError: There is no tensor to cut.
+            ArgumentError: Tensors have different numbers of rows.
+        """
+        batches = scatter(inputs, self.chunks)
+        checkpointed = _CHECKPOINT[self.checkpoint](len(batches)) if self.training else 0
+        return _result(gather(self._pipeline.run(batches, checkpointed)))
+
+
+def _result(value: Any) -> Any:
+    """Return a holder of the result."""
+    from torch.distributed import rpc
+
+    # torch has no public function for it.
+    if rpc.is_available() and rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]  # noqa: SLF001
+        return rpc.RRef(value)
+    return LocalResult(value)
+
+
+def _moved() -> ArgumentTypeError:
+    """Return the error of calls that would move a Pipe."""
+    return ArgumentTypeError("Pipe: its partitions have their devices; move the layers before they are given to Pipe.")
