@@ -13,7 +13,7 @@ import torch.distributed as theirs
 from torch import Tensor
 
 import torchdist_ref as dist
-from torchdist_ref.groups.collectives import Joined
+from torchdist_ref.groups.collectives import JoinedWork
 from torchdist_ref.testing import RankError, fill, run
 
 WORLDS = [1, 2, 3, 4]
@@ -284,7 +284,7 @@ def test_a_joined_work_waits_for_all_and_fails_as_the_first() -> None:
         raise Boom("afterwards")
 
     parts = [dist.Work("a", []), dist.Work("b", [])]
-    work = Joined("both", ["out"], parts)
+    work = JoinedWork("both", ["out"], parts)
     future = work.get_future()
     parts[0].fail(Boom("first"))
     assert not work.is_completed() and not work.is_success() and work.exception() is None
@@ -297,7 +297,7 @@ def test_a_joined_work_waits_for_all_and_fails_as_the_first() -> None:
     with pytest.raises(Exception, match="first"):
         future.wait()
     with pytest.raises(Boom, match="afterwards"):
-        Joined("none", [], [], fails).wait()
+        JoinedWork("none", [], [], fails).wait()
 
 
 T, I64 = torch.ones(4), torch.ones(4, dtype=torch.int64)

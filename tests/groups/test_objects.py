@@ -166,7 +166,7 @@ def test_an_object_that_cannot_be_pickled_is_an_error_on_all_ranks(name: str, cu
         return str(caught.value), isinstance(caught.value.__cause__, TypeError), after
 
     for rank, (text, caused, after) in enumerate(run(program, 3, backend=backend)):
-        assert text.startswith(f"{name}: the object that rank {culprit} gives can't be pickled (TypeError: ")
+        assert text.startswith(f"{name}: rank {culprit}'s object cannot be pickled (TypeError: ")
         assert "lock" in text and caused == (rank == culprit)
         assert after == [0, 1, 4]
 
@@ -188,7 +188,7 @@ def test_the_receiver_hears_why_nothing_comes() -> None:
 
 
 def says(text: str, *words: str) -> bool:
-    return "can't be pickled" in text and all(word in text for word in words)
+    return "cannot be pickled" in text and all(word in text for word in words)
 
 
 class Trap:

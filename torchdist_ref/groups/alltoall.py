@@ -7,7 +7,7 @@ backend exchanges the others'. Do not add that exchange here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -19,17 +19,14 @@ from torchdist_ref.groups.arguments import (
     check_one_dtype,
     check_tensor,
     check_writable,
-    in_rows,
+    contiguous_blocks,
     member_group,
 )
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.world import ProcessGroup
 from torchdist_ref.work import Work
 
-_ALL_TO_ALL, _UNEVEN = AllToAll(), AllToAll(uneven=True)
-
-
-_NAME = "all_to_all_single"
+_EVEN, _UNEVEN = AllToAll(), AllToAll(uneven=True)
 
 
 def all_to_all(
@@ -38,13 +35,15 @@ def all_to_all(
     group: ProcessGroup | int | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Every rank gives every rank a tensor.
+    """Send one tensor of a list to each rank, and receive one from each rank.
 
     Args:
-        output_tensor_list: Output: entry `s` becomes what rank `s` has for this rank.
-        input_tensor_list: Input: entry `d` goes to rank `d`. All tensors of the call have one size.
-        group: Which ranks. Default: all.
-        async_op: Return at once with a Work to wait for.
+        output_tensor_list: Output, one tensor for each rank: entry `s` becomes entry `r` of rank `s`'s input list,
+            where `r` is this rank.
+        input_tensor_list: Input, one tensor for each rank: entry `d` goes to rank `d`. All tensors of the call have
+            one number of elements and one dtype.
+        group: Process group. Default: all ranks.
+        async_op: Return a `Work` at once instead of waiting. Default: False.
 
     Returns:
         A `Work` if `async_op`, else None.
@@ -52,17 +51,17 @@ def all_to_all(
     Raises:
         ArgumentError: Lists of the wrong length, different sizes or dtypes.
         ArgumentTypeError: Not lists of tensors.
-        NotInitializedError: There is no group yet.
-        MismatchError: Ranks called different things. Nothing was written.
-        DistBackendError: A rank died, gave up, or did not come in time.
+        NotInitializedError: `init_process_group` was not called.
+        MismatchError: The ranks' calls differ. No tensor was written.
+        DistBackendError: A rank died, aborted, or did not call in time.
 
     Example:
         >>> import torch, torchdist_ref as dist
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
-        ...     got = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
-        ...     dist.all_to_all(got, [torch.tensor([10 * rank + d]) for d in range(3)])
-        ...     return [tensor.item() for tensor in got]
+        ...     received = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
+        ...     dist.all_to_all(received, [torch.tensor([10 * rank + d]) for d in range(3)])
+        ...     return [tensor.item() for tensor in received]
         >>> run(program, 3)
         [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
 
@@ -74,7 +73,7 @@ def all_to_all(
     size, why = found.size(), "as input_tensor_list[0] has; all_to_all_single takes unequal ones"
     check_blocks("all_to_all", "input_tensor_list", input_tensor_list, size, why)
     check_blocks("all_to_all", "output_tensor_list", output_tensor_list, size, why, input_tensor_list[0])
-    return submit(found, _ALL_TO_ALL, input_tensor_list, output_tensor_list, async_op)
+    return submit(found, _EVEN, input_tensor_list, output_tensor_list, async_op)
 
 
 def all_to_all_single(
@@ -85,27 +84,27 @@ def all_to_all_single(
     group: ProcessGroup | int | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Every rank gives every rank a block of its tensor.
+    """Send one block of a tensor to each rank, and receive one from each rank.
 
     Args:
-        output: Output: the blocks that the ranks have for this one, in rank order, along the first dimension.
+        output: Output, of the input's dtype: the blocks received, in rank order, along the first dimension.
         input: Input: block `d` goes to rank `d`. It must not overlap the output.
-        output_split_sizes: How many rows of the output come from each rank. Default: equally many.
-        input_split_sizes: How many rows of the input go to each rank. Default: equally many. All ranks give
-            sizes, or none does.
-        group: Which ranks. Default: all.
-        async_op: Return at once with a Work to wait for.
+        output_split_sizes: Number of rows of the output that come from each rank. Default: equal blocks.
+        input_split_sizes: Number of rows of the input that go to each rank. Default: equal blocks. Either all ranks
+            pass sizes, or none does.
+        group: Process group. Default: all ranks.
+        async_op: Return a `Work` at once instead of waiting. Default: False.
 
     Returns:
         A `Work` if `async_op`, else None.
 
     Raises:
-        ArgumentError: Sizes that don't fit the tensors or the number of ranks, or dtypes that differ.
+        ArgumentError: Split sizes that do not match the tensor or the number of ranks; different dtypes.
         ArgumentTypeError: Not tensors.
-        NotInitializedError: There is no group yet.
-        MismatchError: A rank sends another number of rows than the other expects. On ``ref``, all ranks get this, and
-            nothing was written.
-        DistBackendError: A rank died, gave up, or did not come in time.
+        NotInitializedError: `init_process_group` was not called.
+        MismatchError: A rank sends another number of rows than its peer expects. On ``ref`` all ranks raise this, and
+            no tensor was written.
+        DistBackendError: A rank died, aborted, or did not call in time.
 
     Example:
         >>> import torch, torchdist_ref as dist
@@ -120,42 +119,39 @@ def all_to_all_single(
 
     The operation is MPI's ``MPI_Alltoallv``.
     """
-    found = member_group(_NAME, group)
+    operation = "all_to_all_single"
+    found = member_group(operation, group)
     if found is None:
         return None
-    check_tensor(_NAME, "output", output)
-    check_tensor(_NAME, "input", input)
-    check_writable(_NAME, "output", output)
+    check_tensor(operation, "output", output)
+    check_tensor(operation, "input", input)
+    check_writable(operation, "output", output)
     if output.dtype is not input.dtype:
-        check_one_dtype(_NAME, [output, input])
-    outputs = _blocks("output", output, output_split_sizes, found)
-    # A tensor without a gradient is its own detached self, which takes a microsecond to make.
-    inputs = _blocks("input", input.detach() if input.requires_grad else input, input_split_sizes, found)
+        check_one_dtype(operation, [output, input])
+    outputs = _split("output", output, output_split_sizes, found)
+    # A tensor without a gradient serves as its own detached view, which takes a microsecond to make.
+    inputs = _split("input", input.detach() if input.requires_grad else input, input_split_sizes, found)
     if output_split_sizes or input_split_sizes:
-        check_elements(
-            _NAME,
-            f"output_split_sizes[{found.rank()}]",
-            outputs[found.rank()],
-            inputs[found.rank()].numel(),
-            "what this rank keeps",
-        )
+        own = found.rank()
+        argument = f"output_split_sizes[{own}]"
+        check_elements(operation, argument, outputs[own], inputs[own].numel(), "as this rank sends to itself")
         work = submit(found, _UNEVEN, list(inputs), list(outputs), async_op)
         if work is not None:
             work.outputs = [output]
         return work
     if output.numel() != input.numel():
-        check_elements(_NAME, "output", output, input.numel(), "as the input has")
-    return submit(found, _ALL_TO_ALL, inputs, outputs, async_op)
+        check_elements(operation, "output", output, input.numel(), "as the input has")
+    return submit(found, _EVEN, inputs, outputs, async_op)
 
 
-def _blocks(name: str, tensor: Tensor, sizes: Sequence[int] | None, group: ProcessGroup) -> Sequence[Tensor]:
+def _split(name: str, tensor: Tensor, sizes: Sequence[int] | None, group: ProcessGroup) -> Sequence[Tensor]:
     shape = tensor.shape
     length = shape[0] if shape else 1
     if not sizes:
         size = len(group.members)
         if length % size:
-            _wrong(name, f"a tensor whose first dimension divides by {size}", list(shape), group)
-        return in_rows(tensor, size)
+            _refuse(name, f"a tensor whose first dimension divides by {size}", list(shape))
+        return contiguous_blocks(tensor, size)
     _check_sizes(f"{name}_split_sizes", sizes, length, group)
     blocks: Sequence[Tensor] = (tensor if tensor.dim() else tensor.view(1)).detach().split(list(sizes))
     return blocks
@@ -163,12 +159,12 @@ def _blocks(name: str, tensor: Tensor, sizes: Sequence[int] | None, group: Proce
 
 def _check_sizes(name: str, sizes: Any, length: int, group: ProcessGroup) -> None:
     if not isinstance(sizes, Sequence) or not all(isinstance(size, int) and size >= 0 for size in sizes):
-        _wrong(name, "a list of numbers of rows, from 0 up", sizes, group)
+        _refuse(name, "a list of numbers of rows, from 0 up", sizes)
     if len(sizes) != group.size():
-        _wrong(name, f"one number for each of {group.size()} ranks", sizes, group)
+        _refuse(name, f"one number for each of {group.size()} ranks", sizes)
     if sum(sizes) != length:
-        _wrong(name, f"numbers that add up to the tensor's {length} rows", sizes, group)
+        _refuse(name, f"numbers that add up to the tensor's {length} rows", sizes)
 
 
-def _wrong(argument: str, expected: str, got: Any, group: ProcessGroup) -> None:
-    raise BackendArgumentError(explain(_NAME, argument, expected, got))
+def _refuse(argument: str, expected: str, got: Any) -> NoReturn:
+    raise BackendArgumentError(explain("all_to_all_single", argument, expected, got))

@@ -1,6 +1,7 @@
 """Argument rules that public functions share: groups, tensors, lists of tensors, reductions.
 
-Every call pays for these checks, so each one tests values at hand and formats text only on failure. Do not add checks
+Every call pays for these checks, so each one tests values at hand and formats text only on failure. The table of
+reductions and dtypes is in `backends.reductions`, since torch calls backends without passing here. Do not add checks
 that need another rank: backends compare the ranks' calls.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import cache
 from typing import Any, NoReturn
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor, strided
 from torch.distributed import ReduceOp
 
+from torchdist_ref.backends import reductions
 from torchdist_ref.backends.base import RowBlocks
 from torchdist_ref.calls import AllReduce, Reduce, ReduceScatter
 from torchdist_ref.errors import (
@@ -25,12 +28,11 @@ from torchdist_ref.errors import (
     explain,
     on_rank,
 )
-from torchdist_ref.groups.world import ProcessGroup, default_group, resolve, whole_number
+from torchdist_ref.groups.world import ProcessGroup, as_integer, default_group, resolve
+from torchdist_ref.timeouts import GROUP_TIMEOUT
 
 SUM = ReduceOp.SUM
-
-
-_WORDS = {
+_REDUCTION_NAMES = {
     ReduceOp.SUM: "sum",
     ReduceOp.AVG: "avg",
     ReduceOp.PRODUCT: "product",
@@ -41,16 +43,13 @@ _WORDS = {
     ReduceOp.BXOR: "bxor",
     ReduceOp.PREMUL_SUM: "premul_sum",
 }
-
-
-ALL_REDUCE = {word: AllReduce(word) for word in _WORDS.values()}
-
-
-REDUCE_SCATTER = {word: ReduceScatter(word) for word in _WORDS.values()}
+ALL_REDUCE = {name: AllReduce(name) for name in _REDUCTION_NAMES.values()}
+REDUCE_SCATTER = {name: ReduceScatter(name) for name in _REDUCTION_NAMES.values()}
+reduce_call = cache(Reduce)
 
 
 def member_group(operation: str, group: ProcessGroup | int | None) -> ProcessGroup | None:
-    """The group to work on; None, with a warning, where this rank is not in it (torch's documented lenience)."""
+    """Return the group of a call, or None with a warning if this rank is not in it, as torch documents."""
     found = resolve(group, operation)
     if found is None:
         rank = default_group().rank()
@@ -60,21 +59,38 @@ def member_group(operation: str, group: ProcessGroup | int | None) -> ProcessGro
     return found
 
 
-def word_of(op: Any, operation: str) -> str:
-    """The reduction that a `ReduceOp` means, as calls and backends name it."""
+def reduction_name(op: Any, operation: str) -> str:
+    """Return the name of a `ReduceOp` in calls and backends.
+
+    Raises:
+        ArgumentTypeError: Not a ReduceOp, or a PREMUL_SUM without a factor.
+    """
     if op is SUM:
         return "sum"
     # An instance of ReduceOp holds its member in `op`; members equal plain numbers, which are no reductions.
     member = getattr(op, "op", op)
-    if not isinstance(member, type(SUM)) or member not in _WORDS:
+    if not isinstance(member, type(SUM)) or member not in _REDUCTION_NAMES:
         raise ArgumentTypeError(explain(operation, "op", "a ReduceOp (SUM, AVG, PRODUCT, MIN, ...)", op))
     if op is ReduceOp.PREMUL_SUM:
         expected = "a ReduceOp; PREMUL_SUM needs a factor, as in ReduceOp.PREMUL_SUM(0.5)"
         raise ArgumentTypeError(explain(operation, "op", expected, op))
-    return _WORDS[member]
+    return _REDUCTION_NAMES[member]
 
 
-reduce_call = cache(Reduce)
+def premultiplied(operation: str, tensor: Tensor, op: Any) -> Tensor:
+    """Return a contiguous copy of a tensor, multiplied by the factor of a PREMUL_SUM.
+
+    Raises:
+        ArgumentError: The tensor is not floating point, or the factor is a tensor of another dtype.
+    """
+    reductions.check("premul_sum", tensor.dtype, operation)
+    factor, real = op.__getstate__()[1], tensor.dtype.to_real()
+    if isinstance(factor, Tensor) and factor.dtype != real:
+        raise ArgumentError(explain(operation, "op", f"a PREMUL_SUM with a factor of {real}", factor.dtype))
+    factor = torch.as_tensor(factor, dtype=real, device=tensor.device).detach().reshape(())
+    plain = tensor.detach().contiguous()
+    # torch stores 8-bit floats and does not multiply them.
+    return (plain.float() * factor.float()).to(plain.dtype) if plain.itemsize == 1 else plain * factor
 
 
 def check_tensor(operation: str, argument: str, value: Any) -> None:
@@ -89,7 +105,7 @@ def check_tensor(operation: str, argument: str, value: Any) -> None:
 
 
 def check_tensors(operation: str, argument: str, value: Any, count: int | None = None) -> None:
-    """Raise unless the value is a list of dense tensors, of this length."""
+    """Raise unless the value is a list of dense tensors, of length `count` if given."""
     if type(value) is not list and not isinstance(value, Sequence):
         _refuse_list(operation, argument, value)
     for index, item in enumerate(value):
@@ -98,11 +114,12 @@ def check_tensors(operation: str, argument: str, value: Any, count: int | None =
         if item.layout is not strided:
             _refuse_layout(operation, f"{argument}[{index}]", item)
     if count is not None and len(value) != count:
-        raise BackendArgumentError(explain(operation, argument, f"a list of {count} tensors, one a rank", len(value)))
+        expected = f"a list of {count} tensors, one for each rank"
+        raise BackendArgumentError(explain(operation, argument, expected, len(value)))
 
 
 def _refuse_layout(operation: str, argument: str, tensor: Tensor) -> NoReturn:
-    # Their values lie in several tensors, or where no backend can find them.
+    # Sparse values are in several tensors, or in memory that no backend can address.
     raise UnsupportedError(explain(operation, argument, "a dense tensor (use .to_dense())", tensor.layout))
 
 
@@ -113,8 +130,14 @@ def _refuse_list(operation: str, argument: str, value: Any) -> NoReturn:
     )
 
 
+def check_not_empty(operation: str, argument: str, tensors: Sequence[Any]) -> None:
+    """Raise if a list has no entry."""
+    if not tensors:
+        raise BackendArgumentError(explain(operation, argument, "a list of at least one tensor", tensors))
+
+
 def check_one_dtype(operation: str, tensors: Sequence[Tensor], like: Tensor | None = None) -> None:
-    """Raise unless all tensors have one dtype, that of another tensor if one is given."""
+    """Raise unless all tensors have one dtype: that of `like` if given."""
     first = (tensors[0] if like is None else like).dtype
     for tensor in tensors:
         if tensor.dtype is not first:
@@ -126,14 +149,14 @@ def check_one_dtype(operation: str, tensors: Sequence[Tensor], like: Tensor | No
 
 
 def check_elements(operation: str, argument: str, tensor: Tensor, count: int, why: str) -> None:
-    """Raise unless a tensor has this many elements."""
+    """Raise unless a tensor has `count` elements; `why` explains the number."""
     if tensor.numel() != count:
         raise BackendArgumentError(explain(operation, argument, f"{count} elements ({why})", list(tensor.shape)))
 
 
 def check_blocks(operation: str, argument: str, value: Any, count: int, why: str, like: Tensor | None = None) -> None:
-    """Raise unless it is a list of so many tensors of one size and dtype: those of another tensor, if one is given."""
-    if not blocks_fit(value, count, like):
+    """Raise unless the value is a list of `count` tensors of one size and dtype: those of `like` if given."""
+    if not blocks_match(value, count, like):
         check_tensors(operation, argument, value, count)
         first = value[0] if like is None else like
         check_one_dtype(operation, value, first)
@@ -141,8 +164,8 @@ def check_blocks(operation: str, argument: str, value: Any, count: int, why: str
             check_elements(operation, f"{argument}[{index}]", tensor, first.numel(), why)
 
 
-def blocks_fit(value: Any, count: int, like: Tensor | None) -> bool:
-    """What `check_blocks` asks, in one pass over a list that is as it should be."""
+def blocks_match(value: Any, count: int, like: Tensor | None) -> bool:
+    """Return whether a list is as `check_blocks` requires: one pass over a valid list, without an error text."""
     if type(value) is not list or len(value) != count:
         return False
     first = value[0] if like is None else like
@@ -158,24 +181,31 @@ def blocks_fit(value: Any, count: int, like: Tensor | None) -> bool:
 
 
 def check_writable(operation: str, argument: str, tensor: Tensor) -> None:
-    """Raise if two elements of an output are one place in memory."""
+    """Raise if two elements of an output share memory."""
     if tensor.is_contiguous():
         return
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ArgumentError(
-            explain(
-                operation,
-                argument,
-                "a tensor whose elements don't overlap (use .clone())",
-                f"strides {tensor.stride()}",
-            )
-        )
+        expected = "a tensor whose elements do not overlap (use .clone())"
+        raise ArgumentError(explain(operation, argument, expected, f"strides {tensor.stride()}"))
 
 
 def root_of(
-    group: ProcessGroup, operation: str, rank: int | None, group_rank: int | None, argument: str = "src"
+    group: ProcessGroup,
+    operation: str,
+    rank: int | None,
+    group_rank: int | None,
+    argument: str = "src",
+    default: int | None = None,
 ) -> int:
-    """The group rank that a pair of arguments like `src` and `group_src` means.
+    """Return the group rank that a pair of arguments like `src` and `group_src` specifies.
+
+    Args:
+        group: The group of the call.
+        operation: Name of the public function, for error messages.
+        rank: The global rank, or None.
+        group_rank: The group rank, or None.
+        argument: Name of the first argument of the pair.
+        default: Global rank to use if neither is given. Default: none, which makes that an error.
 
     Raises:
         ArgumentError: Both or neither given, or not in the group.
@@ -183,52 +213,48 @@ def root_of(
     if rank is not None and group_rank is not None:
         raise ArgumentError(f"{operation}: Can't specify both {argument} and group_{argument}{on_rank()}.")
     if group_rank is not None:
-        number = whole_number(group_rank)
+        number = as_integer(group_rank)
         if number is None or not 0 <= number < group.size():
             expected = f"a group rank from 0 to {group.size() - 1}"
             raise BackendArgumentError(explain(operation, f"group_{argument}", expected, group_rank))
         return number
     if rank is None:
+        rank = default
+    if rank is None:
         raise ArgumentError(f"{operation}: Must specify {argument} or group_{argument}{on_rank()}.")
-    return group.position(rank, operation, argument)
+    return group.group_rank(rank, operation, argument)
 
 
-def rows(operation: str, argument: str, tensor: Tensor, group: ProcessGroup) -> Sequence[Tensor]:
-    """A tensor whose elements divide by the number of ranks, as one equal block for each of them.
+def timeout_of(operation: str, timeout: Any, default: timedelta = GROUP_TIMEOUT) -> timedelta:
+    """Return the time-out that an argument specifies, or the default for None.
 
     Raises:
-        BackendArgumentError: Its blocks can't be told apart where they lie: it has strides, and too few rows.
+        ArgumentTypeError: Not a timedelta.
+        BackendArgumentError: Not positive.
+    """
+    timeout = default if timeout is None else timeout
+    if not isinstance(timeout, timedelta):
+        raise ArgumentTypeError(
+            f"{operation}: Expected timeout argument to be of type datetime.timedelta, got {timeout!r}{on_rank()}."
+        )
+    if timeout <= timedelta(0):
+        raise BackendArgumentError(explain(operation, "timeout", "more than zero", timeout))
+    return timeout
+
+
+def blocks_of(operation: str, argument: str, tensor: Tensor, group: ProcessGroup) -> Sequence[Tensor]:
+    """Return a tensor as one equal block for each rank; its elements divide by the number of ranks.
+
+    Raises:
+        BackendArgumentError: The blocks are no views: the tensor has strides, and too few rows.
     """
     size = len(group.members)
     if not tensor.is_contiguous() and tensor.shape[0] % size:
         expected = f"a contiguous tensor, or one whose first dimension divides by {size}"
         raise BackendArgumentError(explain(operation, argument, expected, list(tensor.shape)))
-    return in_rows(tensor, size)
+    return contiguous_blocks(tensor, size)
 
 
-def in_rows(tensor: Tensor, size: int) -> Sequence[Tensor]:
-    """A tensor whose blocks are one after the other, as so many of them."""
-    return RowBlocks(tensor, size) if size > 1 else (tensor,)
-
-
-def multiplied(operation: str, tensor: Tensor, op: Any) -> Tensor:
-    """A copy of the tensor, times the factor of a PREMUL_SUM.
-
-    Raises:
-        ArgumentError: The tensor has no floating point numbers, or the factor is a tensor of another dtype.
-    """
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        expected = "no ReduceOp.PREMUL_SUM where tensors are not floating point"
-        raise ArgumentError(explain(operation, "op", expected, tensor.dtype))
-    factor, real = op.__getstate__()[1], tensor.dtype.to_real()
-    if isinstance(factor, Tensor) and factor.dtype != real:
-        raise ArgumentError(explain(operation, "op", f"a PREMUL_SUM with a factor of {real}", factor.dtype))
-    factor = torch.as_tensor(factor, dtype=real, device=tensor.device).detach().reshape(())
-    plain = tensor.detach().contiguous()
-    # torch stores 8-bit floats and does not multiply them.
-    return (plain.float() * factor.float()).to(plain.dtype) if plain.itemsize == 1 else plain * factor
-
-
-def all_multiplied(operation: str, tensors: Sequence[Tensor], op: Any) -> list[Tensor]:
-    """Copies of the inputs of a reduction whose output is another tensor."""
-    return [multiplied(operation, tensor, op) for tensor in tensors]
+def contiguous_blocks(tensor: Tensor, count: int) -> Sequence[Tensor]:
+    """Return a tensor as `count` equal consecutive blocks."""
+    return RowBlocks(tensor, count) if count > 1 else (tensor,)

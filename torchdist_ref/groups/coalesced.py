@@ -17,13 +17,14 @@ from torchdist_ref.groups.arguments import (
     ALL_REDUCE,
     SUM,
     check_elements,
+    check_not_empty,
     check_one_dtype,
     check_tensors,
     check_writable,
     member_group,
-    word_of,
+    reduction_name,
 )
-from torchdist_ref.groups.collectives import Joined, submit, submit_multiplied
+from torchdist_ref.groups.collectives import JoinedWork, submit, submit_premultiplied
 from torchdist_ref.groups.world import ProcessGroup
 from torchdist_ref.work import Work
 
@@ -36,21 +37,21 @@ def all_reduce_coalesced(
     """Reduce each tensor of a list over all ranks, in place.
 
     Args:
-        tensors: Input and output: on all ranks the same shapes, of one dtype. A single tensor is a list of one.
-        op: How to reduce. Default: the sum.
-        group: Which ranks. Default: all.
-        async_op: Return at once with a Future to wait for.
+        tensors: Input and output: the same shapes on all ranks, of one dtype. A single tensor is a list of one.
+        op: Reduction. Default: ``ReduceOp.SUM``.
+        group: Process group. Default: all ranks.
+        async_op: Return a `torch.futures.Future` at once instead of waiting. Default: False.
 
     Returns:
-        With `async_op` a `torch.futures.Future` (as in torch, and unlike the other collectives), whose value is
-        the list of tensors; else None.
+        If `async_op`, a `torch.futures.Future` (as in torch, and unlike the other collectives) with the list of
+        tensors as its value; else None.
 
     Raises:
-        ArgumentError: Dtypes differ, or the reduction makes no sense for them.
+        ArgumentError: An empty list, different dtypes, or a dtype that does not support the reduction.
         ArgumentTypeError: Not tensors, or not a ReduceOp.
-        NotInitializedError: There is no group yet.
-        MismatchError: Ranks called different things.
-        DistBackendError: A rank died, gave up, or did not come in time.
+        NotInitializedError: `init_process_group` was not called.
+        MismatchError: The ranks' calls differ.
+        DistBackendError: A rank died, aborted, or did not call in time.
 
     Example:
         >>> import torch, torchdist_ref as dist
@@ -63,23 +64,22 @@ def all_reduce_coalesced(
         [[3], [3, 5]]
     """
     operation = "all_reduce_coalesced"
-    given = [tensors] if isinstance(tensors, Tensor) else tensors
-    check_tensors(operation, "tensors", given)
-    if not given:
-        raise BackendArgumentError(explain(operation, "tensors", "a list of at least one tensor", given))
-    check_one_dtype(operation, given)
+    listed = [tensors] if isinstance(tensors, Tensor) else tensors
+    check_tensors(operation, "tensors", listed)
+    check_not_empty(operation, "tensors", listed)
+    check_one_dtype(operation, listed)
     found = member_group(operation, group)
     if found is None:
         return None
-    call = ALL_REDUCE[word_of(op, operation)]
-    for index, tensor in enumerate(given):
+    call = ALL_REDUCE[reduction_name(op, operation)]
+    for index, tensor in enumerate(listed):
         if not tensor.is_contiguous():
             check_writable(operation, f"tensors[{index}]", tensor)
     if call.reduction == "premul_sum":
-        parts = [submit_multiplied(found, operation, call, tensor, op, async_op) for tensor in given]
+        parts = [submit_premultiplied(found, operation, call, tensor, op, async_op) for tensor in listed]
     else:
-        parts = [submit(found, call, (tensor,), (tensor,), async_op) for tensor in given]
-    return _future(operation, given, parts) if async_op else None
+        parts = [submit(found, call, (tensor,), (tensor,), async_op) for tensor in listed]
+    return _future(operation, listed, parts) if async_op else None
 
 
 def all_gather_coalesced(
@@ -88,41 +88,40 @@ def all_gather_coalesced(
     group: ProcessGroup | int | None = None,
     async_op: bool = False,
 ) -> Future[Any] | None:
-    """Give every rank the lists of tensors of all ranks.
+    """Gather the tensor lists of all ranks on every rank.
 
     Args:
-        output_tensor_lists: Output: list `r` becomes the tensors of rank `r`.
-        input_tensor_list: Input: this rank's tensors; on all ranks the same shapes, of one dtype.
-        group: Which ranks. Default: all.
-        async_op: Return at once with a Future to wait for.
+        output_tensor_lists: Output, one list for each rank: list `r` becomes the tensors of rank `r`.
+        input_tensor_list: Input: this rank's tensors; the same shapes on all ranks, of one dtype.
+        group: Process group. Default: all ranks.
+        async_op: As for `all_reduce_coalesced`.
 
     Returns:
-        With `async_op` a `torch.futures.Future` (as in torch, and unlike the other collectives), whose value is
-        the list of lists; else None.
+        As for `all_reduce_coalesced`; the value of the future is the list of lists.
 
     Raises:
-        ArgumentError: Lists of the wrong length, tensors of the wrong size, or dtypes that differ.
+        ArgumentError: Lists of the wrong length, tensors of the wrong size, or different dtypes.
         ArgumentTypeError: Not lists of tensors.
-        NotInitializedError: There is no group yet.
-        MismatchError: Ranks called different things.
-        DistBackendError: A rank died, gave up, or did not come in time.
+        NotInitializedError: `init_process_group` was not called.
+        MismatchError: The ranks' calls differ.
+        DistBackendError: A rank died, aborted, or did not call in time.
 
     Example:
         >>> import torch, torchdist_ref as dist
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
-        ...     mine = [torch.tensor([rank]), torch.tensor([5, rank])]
-        ...     everybody = [[torch.zeros_like(tensor) for tensor in mine] for _ in range(2)]
-        ...     dist.all_gather_coalesced(everybody, mine)
-        ...     return [[tensor.tolist() for tensor in tensors] for tensors in everybody]
+        ...     inputs = [torch.tensor([rank]), torch.tensor([5, rank])]
+        ...     outputs = [[torch.zeros_like(tensor) for tensor in inputs] for _ in range(2)]
+        ...     dist.all_gather_coalesced(outputs, inputs)
+        ...     return [[tensor.tolist() for tensor in tensors] for tensors in outputs]
         >>> run(program, 2)[0]
         [[[0], [5, 0]], [[1], [5, 1]]]
     """
     found = member_group("all_gather_coalesced", group)
     if found is None:
         return None
-    if not _alike(output_tensor_lists, input_tensor_list, len(found.members)):
-        _check_gathered(output_tensor_lists, input_tensor_list, found)
+    if not _lists_match(output_tensor_lists, input_tensor_list, found.size()):
+        _check_lists(output_tensor_lists, input_tensor_list, found)
     parts = [
         submit(found, _ALL_GATHER, (tensor,), [outputs[index] for outputs in output_tensor_lists], async_op)
         for index, tensor in enumerate(input_tensor_list)
@@ -131,11 +130,11 @@ def all_gather_coalesced(
 
 
 def _future(operation: str, outputs: Sequence[Any], parts: Sequence[Work | None]) -> Future[Any]:
-    return Joined(operation, outputs, [part for part in parts if part is not None]).get_future()
+    return JoinedWork(operation, outputs, [part for part in parts if part is not None]).get_future()
 
 
-def _alike(lists: Any, inputs: Any, size: int) -> bool:
-    """What `_check_gathered` asks, in one pass over lists that are as they should be."""
+def _lists_match(lists: Any, inputs: Any, size: int) -> bool:
+    """Return whether lists are as `_check_lists` requires: one pass over valid lists, without an error text."""
     if type(lists) is not list or type(inputs) is not list or len(lists) != size or not inputs:
         return False
     dtype, counts = getattr(inputs[0], "dtype", None), []
@@ -146,33 +145,28 @@ def _alike(lists: Any, inputs: Any, size: int) -> bool:
     for outputs in lists:
         if type(outputs) is not list or len(outputs) != len(counts):
             return False
-        for index, tensor in enumerate(outputs):
-            if not isinstance(tensor, Tensor) or tensor.dtype is not dtype or tensor.numel() != counts[index]:
+        for tensor, count in zip(outputs, counts, strict=True):
+            if not isinstance(tensor, Tensor) or tensor.dtype is not dtype or tensor.numel() != count:
                 return False
             if tensor.layout is not strided or not tensor.is_contiguous():
                 return False
     return True
 
 
-def _check_gathered(lists: Any, inputs: Any, group: ProcessGroup) -> None:
+def _check_lists(lists: Any, inputs: Any, group: ProcessGroup) -> None:
     operation = "all_gather_coalesced"
     check_tensors(operation, "input_tensor_list", inputs)
-    if not inputs:
-        expected = "a list of at least one tensor"
-        raise BackendArgumentError(explain(operation, "input_tensor_list", expected, inputs))
+    check_not_empty(operation, "input_tensor_list", inputs)
     if not isinstance(lists, Sequence):
         raise ArgumentTypeError(explain(operation, "output_tensor_lists", "a list of lists of tensors", lists))
     if len(lists) != group.size():
-        expected = f"a list of {group.size()} lists, one a rank"
+        expected = f"a list of {group.size()} lists, one for each rank"
         raise BackendArgumentError(explain(operation, "output_tensor_lists", expected, len(lists)))
     for rank, outputs in enumerate(lists):
-        _check_list(operation, f"output_tensor_lists[{rank}]", outputs, inputs)
-
-
-def _check_list(operation: str, argument: str, outputs: Any, inputs: Sequence[Tensor]) -> None:
-    check_tensors(operation, argument, outputs, len(inputs))
-    check_one_dtype(operation, [*inputs, *outputs])
-    for index, output in enumerate(outputs):
-        check_writable(operation, f"{argument}[{index}]", output)
-        why = f"as input_tensor_list[{index}] has"
-        check_elements(operation, f"{argument}[{index}]", output, inputs[index].numel(), why)
+        argument = f"output_tensor_lists[{rank}]"
+        check_tensors(operation, argument, outputs, len(inputs))
+        check_one_dtype(operation, [*inputs, *outputs])
+        for index, output in enumerate(outputs):
+            check_writable(operation, f"{argument}[{index}]", output)
+            why = f"as input_tensor_list[{index}] has"
+            check_elements(operation, f"{argument}[{index}]", output, inputs[index].numel(), why)

@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
-from time import monotonic
 from typing import Any
 
 from torch import Tensor, sparse_coo
@@ -27,40 +26,32 @@ from torch.futures import Future
 from torchdist_ref.backends.reductions import start_sum
 from torchdist_ref.calls import AllReduce, Barrier, Broadcast, Call, Reduce
 from torchdist_ref.debug.monitored import run_monitored_barrier
-from torchdist_ref.errors import (
-    ArgumentTypeError,
-    BackendArgumentError,
-    RankStalledError,
-    explain,
-    on_rank,
-)
+from torchdist_ref.errors import BackendArgumentError, RankStalledError, explain
 from torchdist_ref.groups.arguments import (
     ALL_REDUCE,
     SUM,
     check_tensor,
     check_writable,
     member_group,
-    multiplied,
+    premultiplied,
     reduce_call,
+    reduction_name,
     root_of,
-    word_of,
+    timeout_of,
 )
 from torchdist_ref.groups.world import ProcessGroup, refuse_destroyed
+from torchdist_ref.timeouts import Deadline
 from torchdist_ref.work import Work
 
 _BARRIER = Barrier()
-
-
 _PREMUL_SUM = ALL_REDUCE["premul_sum"]
-
-
 _broadcast = cache(Broadcast)
 
 
 def submit(
     group: ProcessGroup, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], async_op: bool
 ) -> Work | None:
-    """Hand a call to the group's backend: a Work where the caller wants one, else None once it is done."""
+    """Submit a call to the group's backend: return its Work if `async_op`, else wait and return None."""
     work = group.backend.submit(call, inputs, outputs, not async_op)
     return work if async_op else None
 
@@ -68,25 +59,25 @@ def submit(
 def all_reduce(
     tensor: Tensor, op: Any = SUM, group: ProcessGroup | int | None = None, async_op: bool = False
 ) -> Work | None:
-    """Reduce a tensor over all ranks, in place, so that every rank gets the result, bit for bit the same.
+    """Reduce a tensor over all ranks, in place; every rank gets the same result, bit for bit.
 
     Args:
-        tensor: Input and output. Any shape and strides; nothing outside a strided view is touched. Sparse ones in
-            coordinate format can be summed; they wait here for the other ranks, even if `async_op`.
-        op: How to reduce. Default: the sum. ``ReduceOp.PREMUL_SUM(factor)`` adds what each rank has multiplied by a
-            factor of its own, a float or a tensor of one element and of the same dtype.
-        group: Which ranks. Default: all.
-        async_op: Return at once with a Work to wait for.
+        tensor: Input and output, of one shape and dtype on all ranks. Memory between the elements of a strided view
+            is left alone. Sparse COO tensors can be summed; that call waits for the other ranks even if `async_op`.
+        op: Reduction. ``ReduceOp.PREMUL_SUM(factor)`` sums tensors that each rank has multiplied by its own factor, a
+            float or a one-element tensor of the same dtype. Default: ``ReduceOp.SUM``.
+        group: Process group. Default: all ranks.
+        async_op: Return a `Work` at once instead of waiting. Default: False.
 
     Returns:
         A `Work` if `async_op`, else None.
 
     Raises:
-        ArgumentError: The reduction makes no sense for the dtype.
+        ArgumentError: The dtype does not support the reduction.
         ArgumentTypeError: Not a tensor, or not a ReduceOp.
-        NotInitializedError: There is no group yet.
-        MismatchError: Ranks called different things. Nothing was written.
-        DistBackendError: A rank died, gave up, or did not come in time.
+        NotInitializedError: `init_process_group` was not called.
+        MismatchError: The ranks' calls differ. No tensor was written.
+        DistBackendError: A rank died, aborted, or did not call in time.
 
     Example:
         >>> import torch, torchdist_ref as dist
@@ -104,12 +95,12 @@ def all_reduce(
     if found is None:
         return None
     if getattr(tensor, "layout", None) is sparse_coo:
-        return sum_sparse(found, tensor, op, async_op)
+        return _sum_sparse(found, tensor, op, async_op)
     check_tensor("all_reduce", "tensor", tensor)
     check_writable("all_reduce", "tensor", tensor)
-    call, operands = ALL_REDUCE[word_of(op, "all_reduce")], (tensor,)
+    call, operands = ALL_REDUCE[reduction_name(op, "all_reduce")], (tensor,)
     if call is _PREMUL_SUM:
-        return submit_multiplied(found, "all_reduce", call, tensor, op, async_op)
+        return submit_premultiplied(found, "all_reduce", call, tensor, op, async_op)
     return submit(found, call, operands, operands, async_op)
 
 
@@ -123,11 +114,11 @@ def broadcast(
     """Copy one rank's tensor to all ranks of the group.
 
     Args:
-        tensor: On the source the input; on the others the output.
-        src: The source, as a global rank. Give this or `group_src`.
-        group: Which ranks. Default: all.
-        async_op: Return at once with a Work to wait for.
-        group_src: The source, as a rank in the group.
+        tensor: Input on the source, output on the other ranks; of one shape and dtype on all ranks.
+        src: Global rank of the source. Pass this or `group_src`.
+        group: Process group. Default: all ranks.
+        async_op: Return a `Work` at once instead of waiting. Default: False.
+        group_src: Group rank of the source.
 
     Returns:
         A `Work` if `async_op`, else None.
@@ -135,9 +126,9 @@ def broadcast(
     Raises:
         ArgumentError: The source is not in the group, or given twice or not at all.
         ArgumentTypeError: Not a tensor.
-        NotInitializedError: There is no group yet.
-        MismatchError: Ranks called different things. Nothing was written.
-        DistBackendError: A rank died, gave up, or did not come in time.
+        NotInitializedError: `init_process_group` was not called.
+        MismatchError: The ranks' calls differ. No tensor was written.
+        DistBackendError: A rank died, aborted, or did not call in time.
 
     Example:
         >>> import torch, torchdist_ref as dist
@@ -168,25 +159,25 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Reduce a tensor over all ranks to one of them.
+    """Reduce a tensor over all ranks; one rank gets the result.
 
     Args:
-        tensor: Input; on the destination also the output. The others keep theirs or part of the sum: don't use it.
-        dst: The destination, as a global rank. Give this or `group_dst`.
-        op: How to reduce. Default: the sum.
-        group: Which ranks. Default: all.
-        async_op: Return at once with a Work to wait for.
-        group_dst: The destination, as a rank in the group.
+        tensor: Input; on the destination also the output. On the other ranks its values are unspecified afterwards.
+        dst: Global rank of the destination. Pass this or `group_dst`.
+        op: Reduction. Default: ``ReduceOp.SUM``.
+        group: Process group. Default: all ranks.
+        async_op: Return a `Work` at once instead of waiting. Default: False.
+        group_dst: Group rank of the destination.
 
     Returns:
         A `Work` if `async_op`, else None.
 
     Raises:
-        ArgumentError: The destination is not in the group, or the reduction makes no sense for the dtype.
+        ArgumentError: The destination is not in the group, or the dtype does not support the reduction.
         ArgumentTypeError: Not a tensor, or not a ReduceOp.
-        NotInitializedError: There is no group yet.
-        MismatchError: Ranks called different things. Nothing was written.
-        DistBackendError: A rank died, gave up, or did not come in time.
+        NotInitializedError: `init_process_group` was not called.
+        MismatchError: The ranks' calls differ. No tensor was written.
+        DistBackendError: A rank died, aborted, or did not call in time.
 
     Example:
         >>> import torch, torchdist_ref as dist
@@ -205,9 +196,9 @@ def reduce(
         return None
     check_tensor("reduce", "tensor", tensor)
     check_writable("reduce", "tensor", tensor)
-    call = reduce_call(root_of(found, "reduce", dst, group_dst, "dst"), word_of(op, "reduce"))
+    call = reduce_call(root_of(found, "reduce", dst, group_dst, "dst"), reduction_name(op, "reduce"))
     if call.reduction == "premul_sum":
-        return submit_multiplied(found, "reduce", call, tensor, op, async_op)
+        return submit_premultiplied(found, "reduce", call, tensor, op, async_op)
     return submit(found, call, (tensor,), (tensor,), async_op)
 
 
@@ -220,18 +211,18 @@ def barrier(
     """Wait until every rank of the group has called this.
 
     Args:
-        group: Which ranks. Default: all.
-        async_op: Return at once with a Work to wait for.
-        device_ids: Accepted for torch's sake; only ``nccl`` would use it.
-        timeout: How long to wait here at most, if not `async_op`. Default: the group's time-out.
+        group: Process group. Default: all ranks.
+        async_op: Return a `Work` at once instead of waiting. Default: False.
+        device_ids: Accepted for compatibility with torch; only ``nccl`` would use it.
+        timeout: Longest wait of this call, unless `async_op`. Default: the group's time-out.
 
     Returns:
         A `Work` if `async_op`, else None.
 
     Raises:
-        NotInitializedError: There is no group yet.
-        MismatchError: A rank called something else.
-        DistBackendError: A rank died, gave up, or did not come in time.
+        NotInitializedError: `init_process_group` was not called.
+        MismatchError: A rank made another call.
+        DistBackendError: A rank died, aborted, or did not call in time.
 
     Example:
         >>> import torchdist_ref as dist
@@ -258,21 +249,21 @@ def barrier(
 def monitored_barrier(
     group: ProcessGroup | int | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Wait until every rank of the group has called this, and say which ones did not.
+    """Wait until every rank of the group has called this, and name the ranks that did not.
 
-    It works with every backend, and the group can be used on after it has failed. For finding out where a job hangs;
-    `barrier` is faster.
+    It works with every backend through the store, and the group remains usable after a failure. Use it to find out
+    where a job hangs; `barrier` is faster.
 
     Args:
-        group: Which ranks. Default: all.
-        timeout: How long to wait for the others. Default: the group's.
-        wait_all_ranks: Accepted for torch's sake: all missing ranks are always named, on every rank that came.
+        group: Process group. Default: all ranks.
+        timeout: Longest wait for the other ranks. Default: the group's time-out.
+        wait_all_ranks: Accepted for compatibility with torch: every error names all missing ranks anyway.
 
     Raises:
-        RankStalledError: Some ranks did not come in time. Also on a rank that came after the others had given up.
+        RankStalledError: Some ranks did not call in time. Also on a rank that calls after the others have given up.
         ArgumentTypeError: The time-out is no timedelta.
-        ArgumentError: It is not more than zero; or the group was destroyed.
-        NotInitializedError: There is no group yet.
+        ArgumentError: The time-out is not positive, or the group was destroyed.
+        NotInitializedError: `init_process_group` was not called.
 
     Example:
         >>> from datetime import timedelta
@@ -292,14 +283,7 @@ def monitored_barrier(
     if found is None:
         return
     refuse_destroyed(found, "monitored_barrier")
-    allowed = timedelta(seconds=found.timeout) if timeout is None else timeout
-    if not isinstance(allowed, timedelta):
-        raise ArgumentTypeError(
-            f"monitored_barrier: Expected timeout argument to be of type datetime.timedelta, "
-            f"got {timeout!r}{on_rank()}."
-        )
-    if allowed <= timedelta(0):
-        raise BackendArgumentError(explain("monitored_barrier", "timeout", "more than zero", timeout))
+    allowed = timeout_of("monitored_barrier", timeout, timedelta(seconds=found.timeout))
     others = [rank for rank in range(found.size()) if rank != found.rank()]
     run_monitored_barrier(
         found.store,
@@ -311,32 +295,36 @@ def monitored_barrier(
     )
 
 
-def sum_sparse(group: ProcessGroup, tensor: Tensor, op: Any, async_op: bool) -> Work | None:
-    """The sum over all ranks, in place, of tensors in coordinate format; waits for the ranks also if asked not to.
-
-    Raises:
-        BackendArgumentError: Another reduction than the sum.
-    """
-    if word_of(op, "all_reduce") != "sum":
+def _sum_sparse(group: ProcessGroup, tensor: Tensor, op: Any, async_op: bool) -> Work | None:
+    # The sum over all ranks, in place, of COO tensors.
+    if reduction_name(op, "all_reduce") != "sum":
         raise BackendArgumentError(explain("all_reduce", "op", "ReduceOp.SUM where tensors are sparse", op))
     works, add_up = start_sum(group.backend, group.size(), tensor)
-    return joined("all_reduce", [tensor], works, async_op, add_up)
+    return join(JoinedWork("all_reduce", [tensor], works, add_up), async_op)
 
 
-def submit_multiplied(
+def submit_premultiplied(
     group: ProcessGroup, operation: str, call: AllReduce | Reduce, tensor: Tensor, op: Any, async_op: bool
 ) -> Work | None:
-    """Hand down a reduction in place; the caller's tensor gets the result where one is due."""
-    scaled = multiplied(operation, tensor, op)
-    due = not isinstance(call, Reduce) or call.root == group.rank()
+    """Submit a PREMUL_SUM in place: multiply a copy, reduce it, and copy the result back where there is one."""
+    scaled = premultiplied(operation, tensor, op)
+    has_result = not isinstance(call, Reduce) or call.root == group.rank()
     part = group.backend.submit(call, (scaled,), (scaled,), not async_op)
-    return joined(operation, [tensor], [part], async_op, lambda: tensor.detach().copy_(scaled) if due else None)
+    copy_back = (lambda: tensor.detach().copy_(scaled)) if has_result else None
+    return join(JoinedWork(operation, [tensor], [part], copy_back), async_op)
 
 
-class Joined(Work):
-    """Done when all its parts are, and what remains to do after them has been done here; fails as the first did.
+class JoinedWork(Work):
+    """Work of a function that needs several backend calls, and possibly a local step after them.
 
-    It never relies on a callback to make progress, so that it can be waited for inside one.
+    It completes when all parts have completed and the local step has run; it fails with the first part's error. Its
+    progress does not depend on a callback, so that a callback may wait for it.
+
+    Args:
+        name: Name of the public function.
+        outputs: Value of the future: the caller's outputs.
+        parts: Works of the backend calls.
+        after: Local step to run once all parts have succeeded. Default: none.
     """
 
     def __init__(
@@ -350,9 +338,9 @@ class Joined(Work):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """See `Work.wait`."""
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        end = None if seconds is None else monotonic() + seconds
+        deadline = None if seconds is None else Deadline(seconds)
         for part in self._parts:
-            self._wait_for(part, None if end is None else max(0.0, end - monotonic()), seconds)
+            self._wait_for(part, None if deadline is None else deadline.remaining(), seconds)
         self._conclude()
         return super().wait()
 
@@ -360,17 +348,17 @@ class Joined(Work):
         try:
             part.wait(left)
         except Exception:
-            # A part that failed is heard at the end: the others still write to the caller's tensors.
+            # The error of a failed part is raised at the end: the other parts still write to the caller's tensors.
             if not part.is_completed():
                 raise RankStalledError(
-                    f"{self.name}: not done after {allowed} s of waiting; the call goes on."
+                    f"{self.name}: not done after {allowed} s of waiting; the call continues."
                 ) from None
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""
-        if not self._over and all(part.is_completed() for part in self._parts):
+        if not super().is_completed() and all(part.is_completed() for part in self._parts):
             self._conclude()
-        return self._over
+        return super().is_completed()
 
     def is_success(self) -> bool:
         """See `Work.is_success`."""
@@ -385,15 +373,15 @@ class Joined(Work):
         future = super().get_future()
         if not self.is_completed():
             for part in self._parts:
-                part.get_future().add_done_callback(self._part_done)
+                part.get_future().add_done_callback(self._on_part_done)
         return future
 
-    def _part_done(self, _: Future[Any]) -> None:
+    def _on_part_done(self, _: Future[Any]) -> None:
         self.is_completed()
 
     def _conclude(self) -> None:
         with self._once:
-            if self._over:
+            if super().is_completed():
                 return
             error = next((part.exception() for part in self._parts if part.exception() is not None), None)
             try:
@@ -404,15 +392,8 @@ class Joined(Work):
             self.finish() if error is None else self.fail(error)
 
 
-def joined(
-    name: str,
-    outputs: Sequence[Any],
-    parts: Sequence[Work | None],
-    async_op: bool,
-    after: Callable[[], Any] | None = None,
-) -> Work | None:
-    """The parts as one Work for the caller who wants one; else None, once all is done."""
-    work = Joined(name, outputs, [part for part in parts if part is not None], after)
+def join(work: JoinedWork, async_op: bool) -> Work | None:
+    """Return the Work if `async_op`, else wait for it and return None."""
     if async_op:
         return work
     work.wait()

@@ -18,61 +18,57 @@ from torchdist_ref.errors import ArgumentError, on_rank
 from torchdist_ref.groups.arguments import (
     REDUCE_SCATTER,
     SUM,
-    all_multiplied,
-    blocks_fit,
+    blocks_match,
+    blocks_of,
     check_blocks,
     check_elements,
     check_one_dtype,
     check_tensor,
     check_tensors,
     member_group,
+    premultiplied,
+    reduction_name,
     root_of,
-    rows,
-    word_of,
 )
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.world import ProcessGroup
 from torchdist_ref.work import Work
 
 _ALL_GATHER = AllGather()
-
-
 _gather = cache(Gather)
-
-
 _scatter = cache(Scatter)
 
 
 def all_gather(
     tensor_list: list[Tensor], tensor: Tensor, group: ProcessGroup | int | None = None, async_op: bool = False
 ) -> Work | None:
-    """Give every rank the tensors of all ranks.
+    """Gather the tensors of all ranks in a list on every rank.
 
     Args:
-        tensor_list: Output: one tensor for each rank, in rank order; entry `r` has the shape of rank `r`'s
-            `tensor`. Shapes may differ from rank to rank (on ``ref``), but all ranks pass the same list of them.
-            Entries that share memory hold one rank's numbers afterwards; which rank's is not said.
-        tensor: Input: this rank's tensor.
-        group: Which ranks. Default: all.
-        async_op: Return at once with a Work to wait for.
+        tensor_list: Output, one tensor for each rank, in rank order: entry `r` has the shape of rank `r`'s `tensor`.
+            On ``ref`` shapes may differ between ranks, but all ranks pass the same list of shapes. If entries share
+            memory, it holds the values of one of their ranks afterwards; which one is unspecified.
+        tensor: Input: this rank's tensor, of the outputs' dtype.
+        group: Process group. Default: all ranks.
+        async_op: Return a `Work` at once instead of waiting. Default: False.
 
     Returns:
         A `Work` if `async_op`, else None.
 
     Raises:
-        ArgumentError: The list has the wrong length, or this rank's entry the wrong size, or dtypes differ.
+        ArgumentError: A list of the wrong length, an entry of this rank of the wrong size, or different dtypes.
         ArgumentTypeError: Not tensors.
-        NotInitializedError: There is no group yet.
-        MismatchError: Ranks called different things. Nothing was written.
-        DistBackendError: A rank died, gave up, or did not come in time.
+        NotInitializedError: `init_process_group` was not called.
+        MismatchError: The ranks' calls differ. No tensor was written.
+        DistBackendError: A rank died, aborted, or did not call in time.
 
     Example:
         >>> import torch, torchdist_ref as dist
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
-        ...     everybody = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
-        ...     dist.all_gather(everybody, torch.tensor([rank, 7 - rank]))
-        ...     return [tensor.tolist() for tensor in everybody]
+        ...     gathered = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
+        ...     dist.all_gather(gathered, torch.tensor([rank, 7 - rank]))
+        ...     return [tensor.tolist() for tensor in gathered]
         >>> run(program, 2)
         [[[0, 7], [1, 6]], [[0, 7], [1, 6]]]
 
@@ -84,33 +80,31 @@ def all_gather(
     check_tensors("all_gather", "tensor_list", tensor_list, found.size())
     check_tensor("all_gather", "tensor", tensor)
     check_one_dtype("all_gather", tensor_list, tensor)
-    mine = found.rank()
-    if tensor_list[mine].numel() != tensor.numel():
-        why = "as the tensor that this rank gives"
-        check_elements("all_gather", f"tensor_list[{mine}]", tensor_list[mine], tensor.numel(), why)
+    _check_own("all_gather", "tensor_list", tensor_list, tensor, found)
     return submit(found, _ALL_GATHER, (tensor,), tensor_list, async_op)
 
 
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup | int | None = None, async_op: bool = False
 ) -> Work | None:
-    """Give every rank the tensors of all ranks, one after the other in one tensor.
+    """Gather the tensors of all ranks in one tensor on every rank.
 
     Args:
-        output_tensor: Output, world size times as many elements as the input: rank 0's first.
-        input_tensor: Input: this rank's tensor; the same shape on all ranks. May be this rank's part of the output.
-        group: Which ranks. Default: all.
-        async_op: Return at once with a Work to wait for.
+        output_tensor: Output, with world size times the elements of the input: rank 0's first, then rank 1's.
+        input_tensor: Input: this rank's tensor, of one shape and dtype on all ranks. It may be this rank's block of
+            the output.
+        group: Process group. Default: all ranks.
+        async_op: Return a `Work` at once instead of waiting. Default: False.
 
     Returns:
         A `Work` if `async_op`, else None.
 
     Raises:
-        ArgumentError: The output has the wrong size, or dtypes differ.
+        ArgumentError: An output of the wrong size, or different dtypes.
         ArgumentTypeError: Not tensors.
-        NotInitializedError: There is no group yet.
-        MismatchError: Ranks called different things. Nothing was written.
-        DistBackendError: A rank died, gave up, or did not come in time.
+        NotInitializedError: `init_process_group` was not called.
+        MismatchError: The ranks' calls differ. No tensor was written.
+        DistBackendError: A rank died, aborted, or did not call in time.
 
     Example:
         >>> import torch, torchdist_ref as dist
@@ -124,18 +118,33 @@ def all_gather_into_tensor(
     """
     found = member_group("all_gather_into_tensor", group)
     return (
-        None if found is None else gather_into("all_gather_into_tensor", output_tensor, input_tensor, found, async_op)
+        None
+        if found is None
+        else _gather_blocks("all_gather_into_tensor", output_tensor, input_tensor, found, async_op)
     )
 
 
-def gather_into(operation: str, output: Tensor, input: Tensor, group: ProcessGroup, async_op: bool) -> Work | None:
-    """What `all_gather_into_tensor` does, under either of its names."""
+def all_gather_single(
+    output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup | int | None = None, async_op: bool = False
+) -> Work | None:
+    """Gather the tensors of all ranks in one tensor: torch 2.13's name for `all_gather_into_tensor`.
+
+    Args:
+        output_tensor: As for `all_gather_into_tensor`, like the other arguments, the result and the errors.
+        input_tensor: Input: this rank's tensor.
+        group: Process group. Default: all ranks.
+        async_op: Return a `Work` at once instead of waiting. Default: False.
+    """
+    found = member_group("all_gather_single", group)
+    return None if found is None else _gather_blocks("all_gather_single", output_tensor, input_tensor, found, async_op)
+
+
+def _gather_blocks(operation: str, output: Tensor, input: Tensor, group: ProcessGroup, async_op: bool) -> Work | None:
     check_tensor(operation, "output_tensor", output)
     check_tensor(operation, "input_tensor", input)
     check_one_dtype(operation, (output, input))
-    wanted = input.numel() * group.size()
-    check_elements(operation, "output_tensor", output, wanted, "world size times the input")
-    return submit(group, _ALL_GATHER, (input,), rows(operation, "output_tensor", output, group), async_op)
+    check_elements(operation, "output_tensor", output, input.numel() * group.size(), "world size times the input")
+    return submit(group, _ALL_GATHER, (input,), blocks_of(operation, "output_tensor", output, group), async_op)
 
 
 def gather(
@@ -146,33 +155,33 @@ def gather(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Give one rank the tensors of all ranks.
+    """Gather the tensors of all ranks in a list on one rank, the destination.
 
     Args:
-        tensor: Input: this rank's tensor; the same shape on all ranks.
-        gather_list: Output, on the destination only: one tensor for each rank.
-        dst: The destination, as a global rank. Default: 0, if `group_dst` is not given.
-        group: Which ranks. Default: all.
-        async_op: Return at once with a Work to wait for.
-        group_dst: The destination, as a rank in the group.
+        tensor: Input: this rank's tensor, of one shape and dtype on all ranks.
+        gather_list: Output on the destination: one tensor for each rank. None elsewhere.
+        dst: Global rank of the destination. Default: 0, unless `group_dst` is given.
+        group: Process group. Default: all ranks.
+        async_op: Return a `Work` at once instead of waiting. Default: False.
+        group_dst: Group rank of the destination.
 
     Returns:
         A `Work` if `async_op`, else None.
 
     Raises:
-        ArgumentError: A list where none belongs or none where one does, wrong lengths, sizes or dtypes.
+        ArgumentError: No list on the destination, a list on another rank, or wrong lengths, sizes or dtypes.
         ArgumentTypeError: Not tensors.
-        NotInitializedError: There is no group yet.
-        MismatchError: Ranks called different things. Nothing was written.
-        DistBackendError: A rank died, gave up, or did not come in time.
+        NotInitializedError: `init_process_group` was not called.
+        MismatchError: The ranks' calls differ. No tensor was written.
+        DistBackendError: A rank died, aborted, or did not call in time.
 
     Example:
         >>> import torch, torchdist_ref as dist
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
-        ...     everybody = [torch.zeros(1) for _ in range(3)] if rank == 0 else None
-        ...     dist.gather(torch.tensor([rank / 2]), everybody, dst=0)
-        ...     return everybody and [tensor.item() for tensor in everybody]
+        ...     gathered = [torch.zeros(1) for _ in range(3)] if rank == 0 else None
+        ...     dist.gather(torch.tensor([rank / 2]), gathered, dst=0)
+        ...     return gathered and [tensor.item() for tensor in gathered]
         >>> run(program, 3)
         [[0.0, 0.5, 1.0], None, None]
 
@@ -182,8 +191,8 @@ def gather(
     if found is None:
         return None
     check_tensor("gather", "tensor", tensor)
-    root = root_of(found, "gather", 0 if dst is None and group_dst is None else dst, group_dst, "dst")
-    outputs = _list_of_root("gather", "gather_list", gather_list, tensor, found, root)
+    root = root_of(found, "gather", dst, group_dst, "dst", default=0)
+    outputs = _root_list("gather", "gather_list", gather_list, tensor, found, root)
     return submit(found, _gather(root), (tensor,), outputs, async_op)
 
 
@@ -195,33 +204,33 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Give every rank its tensor of a list that one rank has.
+    """Scatter a list of one rank, the source: every rank gets one of its tensors.
 
     Args:
-        tensor: Output: this rank's tensor; the same shape on all ranks.
-        scatter_list: Input, on the source only: one tensor for each rank.
-        src: The source, as a global rank. Default: 0, if `group_src` is not given.
-        group: Which ranks. Default: all.
-        async_op: Return at once with a Work to wait for.
-        group_src: The source, as a rank in the group.
+        tensor: Output: this rank's tensor, of one shape and dtype on all ranks.
+        scatter_list: Input on the source: one tensor for each rank. None elsewhere.
+        src: Global rank of the source. Default: 0, unless `group_src` is given.
+        group: Process group. Default: all ranks.
+        async_op: Return a `Work` at once instead of waiting. Default: False.
+        group_src: Group rank of the source.
 
     Returns:
         A `Work` if `async_op`, else None.
 
     Raises:
-        ArgumentError: A list where none belongs or none where one does, wrong lengths, sizes or dtypes.
+        ArgumentError: No list on the source, a list on another rank, or wrong lengths, sizes or dtypes.
         ArgumentTypeError: Not tensors.
-        NotInitializedError: There is no group yet.
-        MismatchError: Ranks called different things. Nothing was written.
-        DistBackendError: A rank died, gave up, or did not come in time.
+        NotInitializedError: `init_process_group` was not called.
+        MismatchError: The ranks' calls differ. No tensor was written.
+        DistBackendError: A rank died, aborted, or did not call in time.
 
     Example:
         >>> import torch, torchdist_ref as dist
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
-        ...     mine = torch.zeros(1)
-        ...     dist.scatter(mine, [torch.tensor([r * r + 0.5]) for r in range(3)] if rank == 1 else None, src=1)
-        ...     return mine.item()
+        ...     block = torch.zeros(1)
+        ...     dist.scatter(block, [torch.tensor([r * r + 0.5]) for r in range(3)] if rank == 1 else None, src=1)
+        ...     return block.item()
         >>> run(program, 3)
         [0.5, 1.5, 4.5]
 
@@ -231,31 +240,40 @@ def scatter(
     if found is None:
         return None
     check_tensor("scatter", "tensor", tensor)
-    root = root_of(found, "scatter", 0 if src is None and group_src is None else src, group_src)
-    inputs = _list_of_root("scatter", "scatter_list", scatter_list, tensor, found, root)
+    root = root_of(found, "scatter", src, group_src, default=0)
+    inputs = _root_list("scatter", "scatter_list", scatter_list, tensor, found, root)
     return submit(found, _scatter(root), inputs, (tensor,), async_op)
 
 
-def _list_of_root(
-    operation: str, argument: str, given: Sequence[Tensor] | None, tensor: Tensor, group: ProcessGroup, root: int
+def _root_list(
+    operation: str, argument: str, tensors: Sequence[Tensor] | None, tensor: Tensor, group: ProcessGroup, root: int
 ) -> Sequence[Tensor]:
-    """The list that only the root has; empty elsewhere."""
+    # The list that only the root passes; empty on the other ranks.
     at_root = group.rank() == root
-    if at_root and given is not None and blocks_fit(given, group.size(), tensor):
-        return given
-    if given is not None:
-        check_tensors(operation, argument, given)
+    if at_root and tensors is not None and blocks_match(tensors, group.size(), tensor):
+        return tensors
+    if tensors is not None:
+        check_tensors(operation, argument, tensors)
     if not at_root:
-        if given:
+        if tensors:
             raise ArgumentError(
                 f"{operation}: Argument ``{argument}`` must NOT be specified on non-root ranks "
                 f"(root is group rank {root}, this is {group.rank()}){on_rank()}."
             )
         return ()
-    if not given:
+    if not tensors:
         raise ArgumentError(f"{operation}: Argument ``{argument}`` must be specified on root rank {root}{on_rank()}.")
-    check_blocks(operation, argument, given, group.size(), "as tensor has", tensor)
-    return given
+    check_blocks(operation, argument, tensors, group.size(), "as tensor has", tensor)
+    return tensors
+
+
+def _check_own(
+    operation: str, argument: str, tensors: Sequence[Tensor], tensor: Tensor, group: ProcessGroup, name: str = "tensor"
+) -> None:
+    # Only this rank's entry of a list is compared: the other ranks' shapes are theirs.
+    own = group.rank()
+    if tensors[own].numel() != tensor.numel():
+        check_elements(operation, f"{argument}[{own}]", tensors[own], tensor.numel(), f"as {name} has")
 
 
 def reduce_scatter(
@@ -265,24 +283,25 @@ def reduce_scatter(
     group: ProcessGroup | int | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Reduce a list of tensors over all ranks; rank `r` gets the reduced entry `r`.
+    """Reduce each tensor of a list over all ranks; rank `r` gets the result of entry `r`.
 
     Args:
         output: Output: this rank's reduced tensor.
-        input_list: Input: one tensor for each rank; entry `r` has one shape on all ranks.
-        op: How to reduce. Default: the sum.
-        group: Which ranks. Default: all.
-        async_op: Return at once with a Work to wait for.
+        input_list: Input, one tensor for each rank, of the output's dtype: entry `r` has one shape on all ranks.
+        op: Reduction. Default: ``ReduceOp.SUM``.
+        group: Process group. Default: all ranks.
+        async_op: Return a `Work` at once instead of waiting. Default: False.
 
     Returns:
         A `Work` if `async_op`, else None.
 
     Raises:
-        ArgumentError: The list has the wrong length, this rank's entry not the size of the output, dtypes differ.
+        ArgumentError: A list of the wrong length, an entry of this rank of another size than the output, different
+            dtypes, or a dtype that does not support the reduction.
         ArgumentTypeError: Not tensors, or not a ReduceOp.
-        NotInitializedError: There is no group yet.
-        MismatchError: Ranks called different things. Nothing was written.
-        DistBackendError: A rank died, gave up, or did not come in time.
+        NotInitializedError: `init_process_group` was not called.
+        MismatchError: The ranks' calls differ. No tensor was written.
+        DistBackendError: A rank died, aborted, or did not call in time.
 
     Example:
         >>> import torch, torchdist_ref as dist
@@ -302,10 +321,8 @@ def reduce_scatter(
     check_tensor("reduce_scatter", "output", output)
     check_tensors("reduce_scatter", "input_list", input_list, found.size())
     check_one_dtype("reduce_scatter", input_list, output)
-    mine = found.rank()
-    if input_list[mine].numel() != output.numel():
-        check_elements("reduce_scatter", f"input_list[{mine}]", input_list[mine], output.numel(), "as the output has")
-    return _submit("reduce_scatter", found, input_list, output, op, async_op)
+    _check_own("reduce_scatter", "input_list", input_list, output, found, "output")
+    return _submit_reduce_scatter("reduce_scatter", found, input_list, output, op, async_op)
 
 
 def reduce_scatter_tensor(
@@ -319,20 +336,20 @@ def reduce_scatter_tensor(
 
     Args:
         output: Output: this rank's block.
-        input: Input, world size times as many elements as the output; one shape on all ranks.
-        op: How to reduce. Default: the sum.
-        group: Which ranks. Default: all.
-        async_op: Return at once with a Work to wait for.
+        input: Input, with world size times the elements of the output; of one shape and dtype on all ranks.
+        op: Reduction. Default: ``ReduceOp.SUM``.
+        group: Process group. Default: all ranks.
+        async_op: Return a `Work` at once instead of waiting. Default: False.
 
     Returns:
         A `Work` if `async_op`, else None.
 
     Raises:
-        ArgumentError: The input has the wrong size, or dtypes differ.
+        ArgumentError: An input of the wrong size, different dtypes, or a dtype that does not support the reduction.
         ArgumentTypeError: Not tensors, or not a ReduceOp.
-        NotInitializedError: There is no group yet.
-        MismatchError: Ranks called different things. Nothing was written.
-        DistBackendError: A rank died, gave up, or did not come in time.
+        NotInitializedError: `init_process_group` was not called.
+        MismatchError: The ranks' calls differ. No tensor was written.
+        DistBackendError: A rank died, aborted, or did not call in time.
 
     Example:
         >>> import torch, torchdist_ref as dist
@@ -345,83 +362,44 @@ def reduce_scatter_tensor(
         [[1, 3], [5, 7]]
     """
     found = member_group("reduce_scatter_tensor", group)
-    return None if found is None else scatter_from("reduce_scatter_tensor", output, input, op, found, async_op)
+    return (
+        None if found is None else _reduce_scatter_blocks("reduce_scatter_tensor", output, input, op, found, async_op)
+    )
 
 
-def scatter_from(
+def reduce_scatter_single(
+    output: Tensor, input: Tensor, op: Any = SUM, group: ProcessGroup | int | None = None, async_op: bool = False
+) -> Work | None:
+    """Reduce a tensor over all ranks, one block for each: torch 2.13's name for `reduce_scatter_tensor`.
+
+    Args:
+        output: As for `reduce_scatter_tensor`, like the other arguments, the result and the errors.
+        input: Input: one block for each rank.
+        op: Reduction. Default: ``ReduceOp.SUM``.
+        group: Process group. Default: all ranks.
+        async_op: Return a `Work` at once instead of waiting. Default: False.
+    """
+    found = member_group("reduce_scatter_single", group)
+    return (
+        None if found is None else _reduce_scatter_blocks("reduce_scatter_single", output, input, op, found, async_op)
+    )
+
+
+def _reduce_scatter_blocks(
     operation: str, output: Tensor, input: Tensor, op: Any, group: ProcessGroup, async_op: bool
 ) -> Work | None:
-    """What `reduce_scatter_tensor` does, under either of its names."""
     check_tensor(operation, "output", output)
     check_tensor(operation, "input", input)
     check_one_dtype(operation, (output, input))
     check_elements(operation, "input", input, output.numel() * group.size(), "world size times the output")
-    return _submit(operation, group, rows(operation, "input", input, group), output, op, async_op)
+    blocks = blocks_of(operation, "input", input, group)
+    return _submit_reduce_scatter(operation, group, blocks, output, op, async_op)
 
 
-def _submit(
+def _submit_reduce_scatter(
     operation: str, group: ProcessGroup, inputs: Sequence[Tensor], output: Tensor, op: Any, async_op: bool
 ) -> Work | None:
-    call = REDUCE_SCATTER[word_of(op, operation)]
+    call = REDUCE_SCATTER[reduction_name(op, operation)]
     if call.reduction == "premul_sum":
-        inputs = all_multiplied(operation, inputs, op)
+        inputs = [premultiplied(operation, tensor, op) for tensor in inputs]
     return submit(group, call, inputs, (output,), async_op)
-
-
-def all_gather_single(
-    output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup | int | None = None, async_op: bool = False
-) -> Work | None:
-    """Give every rank the tensors of all ranks, one after the other in one tensor.
-
-    Args:
-        output_tensor: Output, world size times as many elements as the input: rank 0's first.
-        input_tensor: Input: this rank's tensor; the same shape on all ranks.
-        group: Which ranks. Default: all.
-        async_op: Return at once with a Work to wait for.
-
-    Returns:
-        A `Work` if `async_op`, else None.
-
-    Raises:
-        ArgumentError: The output has the wrong size, or dtypes differ.
-        ArgumentTypeError: Not tensors.
-        NotInitializedError: There is no group yet.
-        MismatchError: Ranks called different things. Nothing was written.
-        DistBackendError: A rank died, gave up, or did not come in time.
-
-    Example: as for `all_gather_into_tensor`, the older name of the same operation.
-    """
-    found = member_group("all_gather_single", group)
-    return None if found is None else gather_into("all_gather_single", output_tensor, input_tensor, found, async_op)
-
-
-def reduce_scatter_single(
-    output: Tensor,
-    input: Tensor,
-    op: Any = SUM,
-    group: ProcessGroup | int | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Reduce a tensor over all ranks; rank `r` gets block `r` of the result.
-
-    Args:
-        output: Output: this rank's block.
-        input: Input, world size times as many elements as the output; one shape on all ranks.
-        op: How to reduce. Default: the sum.
-        group: Which ranks. Default: all.
-        async_op: Return at once with a Work to wait for.
-
-    Returns:
-        A `Work` if `async_op`, else None.
-
-    Raises:
-        ArgumentError: The input has the wrong size, or dtypes differ.
-        ArgumentTypeError: Not tensors, or not a ReduceOp.
-        NotInitializedError: There is no group yet.
-        MismatchError: Ranks called different things. Nothing was written.
-        DistBackendError: A rank died, gave up, or did not come in time.
-
-    Example: as for `reduce_scatter_tensor`, the older name of the same operation.
-    """
-    found = member_group("reduce_scatter_single", group)
-    return None if found is None else scatter_from("reduce_scatter_single", output, input, op, found, async_op)

@@ -30,19 +30,20 @@ from torchdist_ref.errors import (
     explain,
     on_rank,
 )
+from torchdist_ref.groups.arguments import timeout_of
 from torchdist_ref.groups.world import (
     GroupMember,
     ProcessGroup,
     World,
+    as_integer,
     current,
     default_group,
     resolve,
-    whole_number,
 )
 from torchdist_ref.rendezvous import rendezvous
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.prefix import WatchedStore
-from torchdist_ref.timeouts import GROUP_TIMEOUT
+from torchdist_ref.timeouts import STORE_TIMEOUT
 
 log = logging.getLogger("torchdist_ref.groups")
 
@@ -59,34 +60,34 @@ def init_process_group(
     device_id: Any = None,
     _ranks: list[int] | None = None,
 ) -> None:
-    """Meet all ranks and make the default group. Every rank calls this once; it returns when all are there.
+    """Create the default group. Every rank calls this once; it returns when all ranks have called it.
 
-    Give either `store`, with `rank` and `world_size`, or `init_method` (by default ``env://``: the
+    Pass either `store`, with `rank` and `world_size`, or `init_method` (by default ``env://``: the
     environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as launchers set them).
 
     Args:
-        backend: ``"ref"``, ``"gloo"``, ``"nccl"``, ``"mpi"`` or a name that was registered here or with torch; or one
-            for each kind of device, as in ``"cpu:gloo,cuda:nccl"``. None: ``TORCHDIST_REF_BACKEND``, else ``"ref"``
-            where all ranks share a host and ``"gloo"`` where they don't, and ``"nccl"`` besides, for CUDA tensors,
-            where this rank has a CUDA device.
-        init_method: A URL that says how to meet: ``env://``, ``tcp://host:port``, ``file:///path``.
-        timeout: How long any wait takes at most. Default: 30 minutes.
-        world_size: How many ranks there are.
-        rank: Which one this is, from 0.
-        store: A store that all ranks share, in place of `init_method`.
-        group_name: A name for error messages. Default: ``"world"``.
-        pg_options: For ``nccl`` a ``torch.distributed.ProcessGroupNCCL.Options``, for backends of others what they
-            take; ``ref``, ``gloo`` and ``mpi`` have none.
-        device_id: For ``nccl`` the device of this rank: ranks connect at once then. Others need none.
-        _ranks: Accepted for torch's sake, which names the group after them and uses them for nothing else.
+        backend: ``"ref"``, ``"gloo"``, ``"nccl"``, ``"mpi"`` or a name registered here or with torch; or one name per
+            device type, as in ``"cpu:gloo,cuda:nccl"``. Default: the environment variable ``TORCHDIST_REF_BACKEND``.
+            If it is not set: ``"ref"`` if all ranks share a host, else ``"gloo"``, and in both cases ``"nccl"`` for
+            CUDA tensors if this rank has a CUDA device.
+        init_method: Rendezvous URL: ``env://``, ``tcp://host:port`` or ``file:///path``. Default: ``env://``.
+        timeout: Default time-out of every call on the group. Default: 30 minutes.
+        world_size: Number of ranks.
+        rank: This rank, from 0.
+        store: A store that all ranks share, instead of `init_method`.
+        group_name: Name for error messages. Default: ``"world"``.
+        pg_options: For ``nccl`` a ``torch.distributed.ProcessGroupNCCL.Options``, for third-party backends their own;
+            ``ref``, ``gloo`` and ``mpi`` have none.
+        device_id: For ``nccl`` this rank's device: ranks then connect at once. Other backends need none.
+        _ranks: Accepted for compatibility with torch, which uses them only for the group's name.
 
     Raises:
-        ArgumentError: Initialised twice, a backend that is no name, or a wrong time-out.
-        UsageError: An unknown backend, or arguments that contradict each other or lack one.
-        UnsupportedError: The backend needs what is not installed here, or a device; with how to get it.
+        ArgumentError: Initialized twice, a backend that is not a str, or a time-out that is not positive.
+        UsageError: An unknown backend, or arguments that are contradictory or incomplete.
+        UnsupportedError: The backend needs software or a device that is missing; the text names it.
         RendezvousError: The URL, the environment, the rank or the world size is wrong.
-        DistNetworkError: The meeting point cannot be reached.
-        RankStalledError: A rank did not come in time.
+        DistNetworkError: The rendezvous address cannot be reached.
+        RankStalledError: A rank did not call in time.
 
     Example:
         >>> import torchdist_ref as dist
@@ -98,21 +99,21 @@ def init_process_group(
     world = current()
     if world.default is not None:
         raise ArgumentError(f"init_process_group: trying to initialize the default process group twice!{on_rank()}")
-    seconds = seconds_of(timeout, "init_process_group")
+    seconds = timeout_of("init_process_group", timeout).total_seconds()
     _check_backend(backend, "init_process_group")
     owned = store is None
     if store is None:
-        store, rank, world_size = _meet(init_method, rank, world_size, seconds)
+        store, rank, world_size = _rendezvous(init_method, rank, world_size, seconds)
     elif init_method is not None:
         raise UsageError("init_process_group: give either 'store' or 'init_method', not both.")
     elif not hasattr(store, "compare_set"):
         raise ArgumentTypeError(explain("init_process_group", "store", "a store", store))
-    _check_place(rank, world_size)
+    _check_rank(rank, world_size)
     world.store, world.owns_store = store, owned
     try:
-        everybody = tuple(range(world_size))
-        place, name, for_backend = next_place(world), group_name or "world", (pg_options, device_id)
-        world.default = _make(world, place, backend, name, everybody, rank, seconds, for_backend)
+        members, name = tuple(range(world_size)), group_name or "world"
+        own_store, options = _next_store(world), (pg_options, device_id)
+        world.default = add_group(world, own_store, backend, name, members, rank, seconds, options)
     except BaseException:
         world.close()
         raise
@@ -125,24 +126,14 @@ def _check_backend(backend: str | None, operation: str) -> None:
         names_by_device(backend, operation)
 
 
-def seconds_of(timeout: timedelta | None, operation: str) -> float:
-    """The time-out that a caller gave, in seconds, or the default."""
-    timeout = GROUP_TIMEOUT if timeout is None else timeout
-    if not isinstance(timeout, timedelta):
-        raise ArgumentTypeError(
-            f"{operation}: Expected timeout argument to be of type datetime.timedelta, got {timeout!r}{on_rank()}."
-        )
-    if timeout <= timedelta(0):
-        raise BackendArgumentError(explain(operation, "timeout", "more than zero", timeout))
-    return timeout.total_seconds()
-
-
-def _meet(init_method: str | None, rank: int, world_size: int, seconds: float) -> tuple[Store, int, int]:
-    iterator = rendezvous(init_method or "env://", rank, world_size, timeout=timedelta(seconds=min(seconds, 300.0)))
+def _rendezvous(init_method: str | None, rank: int, world_size: int, seconds: float) -> tuple[Store, int, int]:
+    iterator = rendezvous(
+        init_method or "env://", rank, world_size, timeout=min(timedelta(seconds=seconds), STORE_TIMEOUT)
+    )
     return next(iter(iterator))
 
 
-def _check_place(rank: int, world_size: int) -> None:
+def _check_rank(rank: int, world_size: int) -> None:
     if world_size < 1:
         raise UsageError(explain("init_process_group", "world_size", "at least 1 when a store is given", world_size))
     if not 0 <= rank < world_size:
@@ -151,7 +142,7 @@ def _check_place(rank: int, world_size: int) -> None:
         raise kind(explain("init_process_group", "rank", f"from 0 to {world_size - 1}", rank))
 
 
-def _make(
+def add_group(
     world: World,
     store: Store,
     backend: str | None,
@@ -159,13 +150,29 @@ def _make(
     members: tuple[int, ...],
     rank: int,
     seconds: float,
-    for_backend: tuple[Any, Any],
-    meeting: Store | None = None,
+    options: tuple[Any, ...] = (),
+    backend_store: Store | None = None,
 ) -> ProcessGroup:
+    """Create a backend and a group that uses it, and add the group to the world.
+
+    Args:
+        world: The world of this rank.
+        store: Store of the group.
+        backend: Name of the backend; None for the default.
+        name: Name of the group.
+        members: Global ranks of the members, in group order.
+        rank: Group rank of this rank.
+        seconds: Default time-out of a call.
+        options: The caller's `pg_options` and `device_id`.
+        backend_store: Store through which the backend connects. Default: `store`.
+
+    Returns:
+        The group.
+    """
     chosen = backend or _choose(store, rank, len(members))
-    membership = Membership(meeting or store, rank, members, name, seconds, *for_backend)
-    made = apply_debug_level(create(chosen, membership), membership)
-    group = ProcessGroup(members, rank, made, name, seconds, store)
+    membership = Membership(backend_store or store, rank, members, name, seconds, *options)
+    created = apply_debug_level(create(chosen, membership), membership)
+    group = ProcessGroup(members, rank, created, name, seconds, store)
     world.groups.append(group)
     return group
 
@@ -173,25 +180,27 @@ def _make(
 def _choose(store: Store, rank: int, size: int) -> str:
     chosen = os.environ.get("TORCHDIST_REF_BACKEND") or default_name(store, rank, size)
     if rank == 0:
-        log.info("no backend named: using %r", chosen)
+        log.info("no backend given: using %r", chosen)
     return chosen
 
 
 def is_initialized() -> bool:
-    """Whether the default group exists."""
+    """Return whether the default group exists."""
     return current().default is not None
 
 
 def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
-    """Leave a group, or all of them, and give back their memory, threads and descriptors.
+    """Destroy a group, or all groups, on this rank: release their memory, threads and file descriptors.
 
-    Calls that other ranks still make on the group raise there. Tensors that lie in a group's memory live on.
+    Later calls of other ranks on the group raise there. Tensors in a group's memory remain valid.
 
     Args:
-        group: The group to leave. None, or the default group: all groups, and the store if this library made it.
+        group: The group to destroy. Default: all groups, and the store if this library created it; the default group
+            as an argument means the same.
 
     Raises:
         NotInitializedError: There is no group.
+        ArgumentError: The group was destroyed before.
     """
     world = current()
     if world.default is None:
@@ -204,7 +213,7 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
     elif found is not None:
         if found not in world.groups:
             raise ArgumentError(f"destroy_process_group: group {found.name!r} was destroyed before{on_rank()}.")
-        world.remove(found)
+        world.destroy(found)
 
 
 def new_group(
@@ -217,27 +226,27 @@ def new_group(
     device_id: Any = None,
     sort_ranks: bool = True,
 ) -> ProcessGroup | int | None:
-    """Make a group of some ranks. Every rank of the default group calls this, members or not, in the same order.
+    """Create a group of some ranks. Every rank of the default group calls this, members or not, in the same order.
 
     Only the members wait for each other.
 
     Args:
-        ranks: Global ranks of the members, in any order. None: all.
-        timeout: How long any wait takes at most. Default: 30 minutes.
-        backend: Default: the default group's.
+        ranks: Global ranks of the members, in any order. Default: all ranks.
+        timeout: Default time-out of every call on the group. Default: 30 minutes.
+        backend: Name of the backend. Default: the default group's.
         pg_options: As for `init_process_group`.
-        use_local_synchronization: Whether only the members call this, each list of members in the same order.
-        group_desc: A name for error messages.
+        use_local_synchronization: Only the members call this, each member list in the same order. Default: False.
+        group_desc: Name for error messages. Default: a number.
         device_id: As for `init_process_group`.
-        sort_ranks: Whether the group counts its members in ascending order, or as `ranks` lists them.
+        sort_ranks: Order the members by global rank; if False, as in `ranks`. Default: True.
 
     Returns:
-        On members the group; on the others ``GroupMember.NON_GROUP_MEMBER``, or as in torch None if
-        `use_local_synchronization`: don't pass that on as a group, since it means all ranks there.
+        The group on members. On the others ``GroupMember.NON_GROUP_MEMBER``, or as in torch None if
+        `use_local_synchronization`. Do not pass that None on as a group: there it means all ranks.
 
     Raises:
-        ArgumentError: Ranks given twice or out of range.
-        ArgumentTypeError: No list of at least one rank.
+        ArgumentError: Duplicate ranks, or ranks out of range.
+        ArgumentTypeError: Not a list of at least one rank.
         MismatchError: Ranks called this with different members.
 
     Example:
@@ -251,88 +260,81 @@ def new_group(
     """
     world, default = current(), default_group()
     members = _members(ranks, default, sort_ranks)
-    seconds = seconds_of(timeout, "new_group")
+    seconds = timeout_of("new_group", timeout).total_seconds()
     _check_backend(backend, "new_group")
     me = default.members[default.rank()]
     if use_local_synchronization and me not in members:
         return None
-    place = place_of_members(world, members) if use_local_synchronization else agreed_place(world, default, members)
+    store = _member_store(world, members) if use_local_synchronization else _agreed_store(world, default, members)
     if me not in members:
         return GroupMember.NON_GROUP_MEMBER
-    chosen, name = backend or default.backend.name, group_desc or place.prefix.replace("/", " ")
-    waiting = watched(place, default, [default.members.index(m) for m in members if m != me], "new_group")
-    return _make(world, place, chosen, name, members, members.index(me), seconds, (pg_options, device_id), waiting)
+    chosen, name = backend or default.backend.name, group_desc or store.prefix.replace("/", " ")
+    watched = watched_store(store, default, [default.members.index(m) for m in members if m != me], "new_group")
+    return add_group(world, store, chosen, name, members, members.index(me), seconds, (pg_options, device_id), watched)
 
 
-def _members(ranks: Iterable[int] | None, default: ProcessGroup, in_order: bool) -> tuple[int, ...]:
+def _members(ranks: Iterable[int] | None, default: ProcessGroup, sort: bool) -> tuple[int, ...]:
     if ranks is None:
         return default.members
-    given = _numbers(ranks)
-    for rank in given:
+    listed = _integers(ranks)
+    for rank in listed:
         if rank not in default.members:
             expected = f"global ranks from 0 to {default.size() - 1}"
-            raise ArgumentError(explain("new_group", "ranks", expected, given, rank=default.rank()))
-    if len(set(given)) != len(given):
-        raise ArgumentError(f"new_group: ranks list must not contain duplicate entries, got {given}{on_rank()}.")
-    return tuple(sorted(given) if in_order else given)
+            raise ArgumentError(explain("new_group", "ranks", expected, listed, rank=default.rank()))
+    if len(set(listed)) != len(listed):
+        raise ArgumentError(f"new_group: ranks list must not contain duplicate entries, got {listed}{on_rank()}.")
+    return tuple(sorted(listed) if sort else listed)
 
 
-def _numbers(ranks: Any) -> list[int]:
-    given = [whole_number(rank) for rank in ranks] if isinstance(ranks, Iterable) else []
-    numbers = [number for number in given if number is not None]
-    if not numbers or len(numbers) < len(given):
+def _integers(ranks: Any) -> list[int]:
+    values = [as_integer(rank) for rank in ranks] if isinstance(ranks, Iterable) else []
+    integers = [value for value in values if value is not None]
+    if not integers or len(integers) < len(values):
         raise ArgumentTypeError(explain("new_group", "ranks", "a list of at least one global rank", ranks))
-    return numbers
+    return integers
 
 
-Members = tuple[int, ...]
-
-
-def next_place(world: World) -> PrefixStore:
-    """Where the next group of the count meets."""
+def _next_store(world: World) -> PrefixStore:
+    """Return the store of the next group that all ranks create."""
     assert world.store is not None
-    place = PrefixStore(f"group/{world.made}", world.store)
-    world.made += 1
-    return place
+    store = PrefixStore(f"group/{world.created}", world.store)
+    world.created += 1
+    return store
 
 
-def agreed_place(world: World, default: ProcessGroup, members: Members) -> PrefixStore:
-    """Where a group meets that all ranks make, members or not.
+def _agreed_store(world: World, default: ProcessGroup, members: tuple[int, ...]) -> PrefixStore:
+    """Return the store of a group that all ranks create, once its members agree with the first rank's.
 
     Raises:
-        MismatchError: Another rank gave other members for it.
+        MismatchError: Another rank passed other members.
     """
     assert world.store is not None
-    mine = ",".join(map(str, members))
-    said = world.store.compare_set(f"members/{world.made}", "", mine).decode()
-    place = next_place(world)
-    if said != mine:
-        raise _disagreement(place, default.members[default.rank()], mine, said)
-    return place
-
-
-def _disagreement(place: PrefixStore, me: int, mine: str, said: str) -> MismatchError:
-    """Tell those who wait for this rank, and give the error for this one."""
+    own = ",".join(map(str, members))
+    first = world.store.compare_set(f"members/{world.created}", "", own).decode()
+    store = _next_store(world)
+    if first == own:
+        return store
+    rank = default.members[default.rank()]
     reason = (
-        f"new_group: rank {me} gives members [{mine}], another rank gave [{said}]. "
-        f"All ranks must make the same groups in the same order."
+        f"new_group: rank {rank} passes members [{own}], another rank passed [{first}]. "
+        f"All ranks must create the same groups in the same order."
     )
-    theirs = [int(member) for member in said.split(",")]
-    if me in theirs:
-        decline(place, theirs.index(me), reason)
-    return MismatchError(reason)
+    waiting = [int(member) for member in first.split(",")]
+    if rank in waiting:
+        decline(store, waiting.index(rank), reason)
+    raise MismatchError(reason)
 
 
-def watched(place: PrefixStore, parent: ProcessGroup, ranks: Sequence[int], operation: str) -> WatchedStore:
-    """The same place, to wait there for these ranks of an older group: not in vain, if that knows that they died."""
-    return WatchedStore(place.prefix, place.underlying_store, lambda: parent.backend.failure(ranks, operation))
-
-
-def place_of_members(world: World, members: Members) -> PrefixStore:
-    """Where a group meets that only its members make."""
+def _member_store(world: World, members: tuple[int, ...]) -> PrefixStore:
+    """Return the store of a group that only its members create."""
     assert world.store is not None
     # A list of thousands of ranks would be too long for a key.
-    these = sha256(",".join(map(str, members)).encode()).hexdigest()[:16]
-    place = PrefixStore(f"members_only/{these}/{world.by_members[members]}", world.store)
-    world.by_members[members] += 1
-    return place
+    digest = sha256(",".join(map(str, members)).encode()).hexdigest()[:16]
+    store = PrefixStore(f"members_only/{digest}/{world.member_only[members]}", world.store)
+    world.member_only[members] += 1
+    return store
+
+
+def watched_store(store: PrefixStore, parent: ProcessGroup, ranks: Sequence[int], operation: str) -> WatchedStore:
+    """Return a store with the same keys whose waits fail once `parent` knows that one of `ranks` has died."""
+    return WatchedStore(store.prefix, store.underlying_store, lambda: parent.backend.failure(ranks, operation))

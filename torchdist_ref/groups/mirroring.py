@@ -12,7 +12,7 @@ import threading
 from typing import Any
 
 import torch.distributed
-from torch.distributed import distributed_c10d as theirs
+from torch.distributed import distributed_c10d as c10d
 
 from torchdist_ref.backends import registry
 from torchdist_ref.groups.world import ProcessGroup, World, current, default_group
@@ -20,48 +20,55 @@ from torchdist_ref.groups.world import ProcessGroup, World, current, default_gro
 _lock = threading.Lock()
 
 
-def mirror() -> None:
-    """Let torch's functions work on the groups of the current world; nothing where torch has a default group itself.
+def _torch_tables() -> Any:
+    return c10d._world  # noqa: SLF001 - torch registers groups in no public way
 
-    Undone by `destroy_process_group`. Where ranks are threads, they share the one mirror: each call goes to the
-    default group of the thread's own world.
+
+def mirror() -> None:
+    """Let torch's functions accept the groups of the current world; do nothing if torch has its own default group.
+
+    `destroy_process_group` undoes it. Where ranks are threads, they share one mirror: each call goes to the default
+    group of the calling thread's world.
     """
     world, group = current(), default_group()
     with _lock:
+        tables = _torch_tables()
         if not torch.distributed.is_initialized():
-            _hang(registry.mirrored(default_group), group)
-        shown = theirs._get_default_group()
+            _register(registry.mirrored(default_group), group)
+        registered = tables.default_pg
         # A group that torch made itself keeps no such list.
-        if not hasattr(shown, "shown_in"):
+        if not hasattr(registered, "shown_in"):
             return
-        for one in world.groups:
-            theirs._world.pg_map[one] = one.backend.name, None  # type: ignore[index, assignment]
-            theirs._world.pg_group_ranks[one] = _ranks(one)  # type: ignore[index]
-        if world not in shown.shown_in:
-            shown.shown_in.append(world)
-            world.at_close.append(lambda: _take_down(shown, world))
+        for own in world.groups:
+            tables.pg_map[own] = own.backend.name, None
+            tables.pg_group_ranks[own] = _group_ranks(own)
+        if world not in registered.shown_in:
+            registered.shown_in.append(world)
+            world.on_close.append(lambda: _unregister(registered, world))
 
 
-def _hang(mirrored: Any, group: ProcessGroup) -> None:
-    theirs._world.pg_map[mirrored] = group.backend.name, None  # type: ignore[assignment]
-    theirs._world.pg_names[mirrored] = group.name  # type: ignore[assignment]
-    theirs._world.pg_group_ranks[mirrored] = _ranks(group)
-    theirs._world.pg_backend_config[mirrored] = f"cpu:{group.backend.name}"
-    theirs._update_default_pg(mirrored)
+def _register(mirrored: Any, group: ProcessGroup) -> None:
+    tables = _torch_tables()
+    tables.pg_map[mirrored] = group.backend.name, None
+    tables.pg_names[mirrored] = group.name
+    tables.pg_group_ranks[mirrored] = _group_ranks(group)
+    tables.pg_backend_config[mirrored] = f"cpu:{group.backend.name}"
+    c10d._update_default_pg(mirrored)  # noqa: SLF001 - as above
 
 
-def _ranks(group: ProcessGroup) -> dict[int, int]:
-    return {member: position for position, member in enumerate(group.members)}
+def _group_ranks(group: ProcessGroup) -> dict[int, int]:
+    return {member: index for index, member in enumerate(group.members)}
 
 
-def _take_down(mirrored: Any, world: World) -> None:
-    """Forget a world's groups, and with the last world the mirror."""
+def _unregister(mirrored: Any, world: World) -> None:
+    """Remove a world's groups from torch's tables, and with the last world the mirror."""
     with _lock:
+        tables = _torch_tables()
         mirrored.shown_in.remove(world)
-        gone = [*world.groups, *([] if mirrored.shown_in else [mirrored])]
-        for table in (theirs._world.pg_map, theirs._world.pg_group_ranks, theirs._world.pg_names):
-            for one in gone:
-                table.pop(one, None)
-        theirs._world.pg_backend_config.pop(mirrored, None)
-        if not mirrored.shown_in and theirs._world.default_pg is mirrored:
-            theirs._update_default_pg(None)
+        removed = [*world.groups, *([] if mirrored.shown_in else [mirrored])]
+        for table in (tables.pg_map, tables.pg_group_ranks, tables.pg_names):
+            for group in removed:
+                table.pop(group, None)
+        tables.pg_backend_config.pop(mirrored, None)
+        if not mirrored.shown_in and tables.default_pg is mirrored:
+            c10d._update_default_pg(None)  # noqa: SLF001 - as above

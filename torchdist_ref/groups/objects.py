@@ -17,26 +17,28 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from torchdist_ref.calls import AllGather, Broadcast, Gather, Recv, Scatter, Send
+from torchdist_ref.calls import AllGather, Broadcast, Call, Gather, Recv, Scatter, Send
 from torchdist_ref.errors import ArgumentError, EntryError, PicklingError, explain, on_rank
 from torchdist_ref.groups.arguments import member_group, root_of
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.world import ProcessGroup
 
+_ERROR_KINDS: tuple[type[Exception], ...] = (PicklingError, ArgumentError, EntryError)
+
 
 def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | int | None = None) -> None:
-    """Give every rank the objects of all ranks.
+    """Gather the objects of all ranks in a list on every rank.
 
     Args:
         object_list: Output: entry `r` becomes rank `r`'s object.
-        obj: Input: this rank's object; anything that can be pickled.
-        group: Which ranks. Default: all.
+        obj: Input: this rank's object, which must be picklable.
+        group: Process group. Default: all ranks.
 
     Raises:
-        PicklingError: A rank's object can't be pickled. All ranks raise it, and the group can be used on.
-        EntryError: The list has fewer entries than the group has ranks. The other ranks have their objects.
-        NotInitializedError: There is no group yet.
-        DistBackendError: A rank died, gave up, or did not come in time.
+        PicklingError: A rank's object cannot be pickled. All ranks raise it, and the group remains usable.
+        EntryError: The list has fewer entries than the group has ranks. The other ranks receive their objects.
+        NotInitializedError: `init_process_group` was not called.
+        DistBackendError: A rank died, aborted, or did not call in time.
 
     Objects are unpickled, which runs code that the sending rank chose.
 
@@ -44,22 +46,22 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | in
         >>> import torchdist_ref as dist
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
-        ...     everybody = [None, None]
-        ...     dist.all_gather_object(everybody, {"rank": rank, "words": ["a", "b"][:rank]})
-        ...     return everybody
+        ...     gathered = [None, None]
+        ...     dist.all_gather_object(gathered, {"rank": rank, "words": ["a", "b"][:rank]})
+        ...     return gathered
         >>> run(program, 2)[0]
         [{'rank': 0, 'words': []}, {'rank': 1, 'words': ['a']}]
     """
-    found = member_group("all_gather_object", group)
+    operation = "all_gather_object"
+    found = member_group(operation, group)
     if found is None:
         return
-    parcel = pack("all_gather_object", obj, me(found))
-    parts = all_gathered(found, parcel, headers_of(found, parcel))
+    payload = _pack(operation, obj, _global_rank(found))
+    parts = _all_gather_payloads(found, payload, _all_gather_headers(found, payload))
     if len(object_list) < found.size():
-        expected = f"a list of at least {found.size()} entries, one a rank"
-        raise EntryError(explain("all_gather_object", "object_list", expected, len(object_list), rank=me(found)))
+        raise _too_few_entries(operation, "object_list", object_list, found)
     for rank, part in enumerate(parts):
-        object_list[rank] = unpack(part, "all_gather_object", found.members[rank])
+        object_list[rank] = _unpack(part, operation, found.members[rank])
 
 
 def gather_object(
@@ -69,20 +71,20 @@ def gather_object(
     group: ProcessGroup | int | None = None,
     group_dst: int | None = None,
 ) -> None:
-    """Give one rank the objects of all ranks.
+    """Gather the objects of all ranks in a list on one rank, the destination.
 
     Args:
-        obj: Input: this rank's object; anything that can be pickled.
-        object_gather_list: Output, on the destination only: a list with one entry for each rank.
-        dst: The destination, as a global rank. Default: 0, if `group_dst` is not given.
-        group: Which ranks. Default: all.
-        group_dst: The destination, as a rank in the group.
+        obj: Input: this rank's object, which must be picklable.
+        object_gather_list: Output on the destination: a list with one entry for each rank. None elsewhere.
+        dst: Global rank of the destination. Default: 0, unless `group_dst` is given.
+        group: Process group. Default: all ranks.
+        group_dst: Group rank of the destination.
 
     Raises:
-        PicklingError: A rank's object can't be pickled. All ranks raise it, and the group can be used on.
-        ArgumentError: A list where none belongs, or none or a short one where one does. All ranks raise it too.
-        NotInitializedError: There is no group yet.
-        DistBackendError: A rank died, gave up, or did not come in time.
+        PicklingError: A rank's object cannot be pickled. All ranks raise it, and the group remains usable.
+        ArgumentError: No list or a short one on the destination, or a list on another rank. All ranks raise it.
+        NotInitializedError: `init_process_group` was not called.
+        DistBackendError: A rank died, aborted, or did not call in time.
 
     Objects are unpickled, which runs code that the sending rank chose.
 
@@ -90,38 +92,38 @@ def gather_object(
         >>> import torchdist_ref as dist
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
-        ...     everybody = [None] * 3 if rank == 1 else None
-        ...     dist.gather_object("abc"[rank] * (rank + 1), everybody, dst=1)
-        ...     return everybody
+        ...     gathered = [None] * 3 if rank == 1 else None
+        ...     dist.gather_object("abc"[rank] * (rank + 1), gathered, dst=1)
+        ...     return gathered
         >>> run(program, 3)
         [None, ['a', 'bb', 'ccc'], None]
     """
-    found = member_group("gather_object", group)
+    operation = "gather_object"
+    found = member_group(operation, group)
     if found is None:
         return
-    root = root_of(found, "gather_object", 0 if dst is None and group_dst is None else dst, group_dst, "dst")
-    wrong = _gather_list_error(found, root, object_gather_list)
-    parcel = pack("gather_object", obj, me(found)) if wrong is None else sorry(wrong)
-    headers = headers_of(found, parcel)
+    root = root_of(found, operation, dst, group_dst, "dst", default=0)
+    error = _gather_list_error(found, root, object_gather_list)
+    payload = _pack(operation, obj, _global_rank(found)) if error is None else _error_payload(error)
+    headers = _all_gather_headers(found, payload)
     if any(kind for _, kind, _ in headers):
-        all_gathered(found, parcel, headers)
-    parts = gathered(found, root, parcel, max(size for size, _, _ in headers))
+        _all_gather_payloads(found, payload, headers)
+    parts = _gather_payloads(found, root, payload, max(size for size, _, _ in headers))
     if object_gather_list is not None:
         for rank, part in enumerate(parts):
-            object_gather_list[rank] = unpack(part, "gather_object", found.members[rank])
+            object_gather_list[rank] = _unpack(part, operation, found.members[rank])
 
 
-def _gather_list_error(group: ProcessGroup, root: int, given: list[Any] | None) -> ArgumentError | None:
-    here = f"(the destination is group rank {root}, this is {group.rank()})"
+def _gather_list_error(group: ProcessGroup, root: int, objects: list[Any] | None) -> ArgumentError | None:
+    ranks = f"(the destination is group rank {root}, this is {group.rank()})"
     if group.rank() != root:
-        text = f"gather_object: Argument ``object_gather_list`` must NOT be specified on non-destination ranks {here}."
-        return ArgumentError(text) if given else None
-    if not given:
-        text = f"gather_object: Argument ``object_gather_list`` must be specified on destination rank {here}."
+        text = f"gather_object: Argument ``object_gather_list`` must NOT be specified on non-destination ranks {ranks}."
+        return ArgumentError(text) if objects else None
+    if not objects:
+        text = f"gather_object: Argument ``object_gather_list`` must be specified on destination rank {ranks}."
         return ArgumentError(text)
-    if len(given) < group.size():
-        expected = f"a list of at least {group.size()} entries, one a rank"
-        return EntryError(explain("gather_object", "object_gather_list", expected, len(given), rank=me(group)))
+    if len(objects) < group.size():
+        return _too_few_entries("gather_object", "object_gather_list", objects, group)
     return None
 
 
@@ -135,18 +137,18 @@ def broadcast_object_list(
     """Copy one rank's list of objects to all ranks of the group.
 
     Args:
-        object_list: On the source the input, left as it is; on the others the output: each entry is replaced.
-            All ranks give lists of one length.
-        src: The source, as a global rank. Default: 0, if `group_src` is not given.
-        group: Which ranks. Default: all.
-        device: Where the bytes are put to be sent. Default: where the backend sends from.
-        group_src: The source, as a rank in the group.
+        object_list: Input on the source, left as it is. Output on the other ranks: each entry is replaced. All ranks
+            pass lists of one length.
+        src: Global rank of the source. Default: 0, unless `group_src` is given.
+        group: Process group. Default: all ranks.
+        device: Device for the transfer. Default: a device that the backend supports.
+        group_src: Group rank of the source.
 
     Raises:
-        PicklingError: An object can't be pickled. All ranks raise it, and the group can be used on.
+        PicklingError: An object cannot be pickled. All ranks raise it, and the group remains usable.
         ArgumentError: This rank's list has another length than the source's, or the source is not in the group.
-        NotInitializedError: There is no group yet.
-        DistBackendError: A rank died, gave up, or did not come in time.
+        NotInitializedError: `init_process_group` was not called.
+        DistBackendError: A rank died, aborted, or did not call in time.
 
     Objects are unpickled, which runs code that the source chose.
 
@@ -164,19 +166,11 @@ def broadcast_object_list(
     found = member_group(operation, group)
     if found is None:
         return
-    root = root_of(found, operation, 0 if src is None and group_src is None else src, group_src)
-    own = pack(operation, list(object_list), me(found), len(object_list)) if found.rank() == root else None
-    room, count = broadcasted(found, root, own, device)
+    root, rank = root_of(found, operation, src, group_src, default=0), _global_rank(found)
+    own = _pack(operation, list(object_list), rank, len(object_list)) if found.rank() == root else None
+    received, count = _broadcast_payload(found, root, own, device)
     if own is None:
-        replace(object_list, unpack(room.data, operation, found.members[root]), count, operation, me(found))
-
-
-def replace(target: list[Any], objects: list[Any], count: int, operation: str, rank: int) -> None:
-    """Put received objects in the caller's list; an error, without having changed it, if it has another length."""
-    if len(target) != count:
-        expected = f"as long as the sender's list, {count}"
-        raise ArgumentError(explain(operation, "object_list", expected, len(target), rank=rank))
-    target[:] = objects
+        _replace(object_list, _unpack(received.data, operation, found.members[root]), count, operation, rank)
 
 
 def scatter_object_list(
@@ -186,21 +180,21 @@ def scatter_object_list(
     group: ProcessGroup | int | None = None,
     group_src: int | None = None,
 ) -> None:
-    """Give every rank its object of a list that one rank has.
+    """Scatter a list of objects of one rank, the source: every rank gets one of them.
 
     Args:
         scatter_object_output_list: Output: its first entry becomes this rank's object.
-        scatter_object_input_list: Input, used on the source only: one object for each rank.
-        src: The source, as a global rank. Default: 0, if `group_src` is not given.
-        group: Which ranks. Default: all.
-        group_src: The source, as a rank in the group.
+        scatter_object_input_list: Input on the source: one object for each rank. Ignored elsewhere.
+        src: Global rank of the source. Default: 0, unless `group_src` is given.
+        group: Process group. Default: all ranks.
+        group_src: Group rank of the source.
 
     Raises:
-        PicklingError: An object can't be pickled. All ranks raise it, and the group can be used on.
-        ArgumentError: The output list is empty or no list; or the source gave no list, or one of the wrong length,
-            which all ranks raise.
-        NotInitializedError: There is no group yet.
-        DistBackendError: A rank died, gave up, or did not come in time.
+        PicklingError: An object cannot be pickled. All ranks raise it, and the group remains usable.
+        ArgumentError: The output list is empty or no list. Or the source passed no list, or one of the wrong length;
+            then all ranks raise it.
+        NotInitializedError: `init_process_group` was not called.
+        DistBackendError: A rank died, aborted, or did not call in time.
 
     Objects are unpickled, which runs code that the source chose.
 
@@ -208,9 +202,9 @@ def scatter_object_list(
         >>> import torchdist_ref as dist
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
-        ...     mine = [None]
-        ...     dist.scatter_object_list(mine, ["first", {"second": 2}] if rank == 0 else None, src=0)
-        ...     return mine
+        ...     received = [None]
+        ...     dist.scatter_object_list(received, ["first", {"second": 2}] if rank == 0 else None, src=0)
+        ...     return received
         >>> run(program, 2)
         [['first'], [{'second': 2}]]
     """
@@ -218,103 +212,27 @@ def scatter_object_list(
     found = member_group(operation, group)
     if found is None:
         return
-    root = root_of(found, operation, 0 if src is None and group_src is None else src, group_src)
-    parcels = _parcels(found, scatter_object_input_list) if found.rank() == root else []
-    room = scattered(found, root, parcels)
+    root = root_of(found, operation, src, group_src, default=0)
+    payloads = _scatter_payloads_of(found, scatter_object_input_list) if found.rank() == root else []
+    received = _scatter_payloads(found, root, payloads)
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise ArgumentError(
             f"{operation}: Expected argument scatter_object_output_list to be a list of size at "
-            f"least 1, got {scatter_object_output_list!r} (on rank {me(found)})."
+            f"least 1, got {scatter_object_output_list!r} (on rank {_global_rank(found)})."
         )
-    scatter_object_output_list[0] = unpack(room.data, operation, found.members[root])
+    scatter_object_output_list[0] = _unpack(received.data, operation, found.members[root])
 
 
-def _parcels(group: ProcessGroup, objects: list[Any] | None) -> list[Parcel]:
-    """The source's objects, packed; or one parcel with what is wrong."""
+def _scatter_payloads_of(group: ProcessGroup, objects: list[Any] | None) -> list[Payload]:
+    # The source's payloads, or a single one with an error.
+    operation, rank = "scatter_object_list", _global_rank(group)
     if objects is None or len(objects) != group.size():
         got = None if objects is None else len(objects)
-        expected = f"a list of {group.size()} objects, one a rank, on the source"
-        text = explain("scatter_object_list", "scatter_object_input_list", expected, got, rank=me(group))
-        return [sorry(ArgumentError(text))]
-    parcels = [pack("scatter_object_list", value, me(group)) for value in objects]
-    return next(([parcel] for parcel in parcels if parcel.error is not None), parcels)
-
-
-def me(group: ProcessGroup) -> int:
-    """This rank's global rank."""
-    return group.members[group.rank()]
-
-
-def _do(
-    group: ProcessGroup, call: Any, inputs: list[Tensor], outputs: list[Tensor], device: torch.device | None = None
-) -> None:
-    """One collective on whichever device the backend works."""
-    count = len(inputs)
-    shared = outputs is inputs or (outputs and inputs and outputs[0] is inputs[0])
-    tensors = inputs if shared else [*inputs, *outputs]
-    carried(
-        tensors,
-        group,
-        device,
-        lambda *there: submit(group, call, there[:count], there if shared else there[count:], False),
-    )
-
-
-def headers_of(group: ProcessGroup, parcel: Parcel) -> list[list[int]]:
-    """Size, kind of error and count of every rank."""
-    headers = [torch.zeros(3, dtype=torch.int64) for _ in range(group.size())]
-    _do(group, AllGather(), [parcel.header()], headers)
-    return [header.tolist() for header in headers]
-
-
-def all_gathered(group: ProcessGroup, parcel: Parcel, headers: list[list[int]]) -> list[memoryview]:
-    """Everybody's bytes; raises on all ranks what any rank has to complain of."""
-    width = max(size for size, _, _ in headers)
-    room = Room(width * group.size())
-    _do(group, AllGather(), [parcel.tensor(width)], list(room.tensor.view(group.size(), width).unbind()))
-    parts = room.parts(group.size())
-    for rank, (size, kind, _) in enumerate(headers):
-        if kind:
-            reraise(kind, bytes(parts[rank][:size]), parcel.error if rank == group.rank() else None)
-    return parts
-
-
-def gathered(group: ProcessGroup, root: int, parcel: Parcel, width: int) -> list[memoryview]:
-    """On the root, everybody's bytes."""
-    here = group.rank() == root
-    room = Room(width * group.size() if here else 1)
-    outputs = list(room.tensor.view(group.size(), width).unbind()) if here else []
-    _do(group, Gather(root), [parcel.tensor(width)], outputs)
-    return room.parts(group.size()) if here else []
-
-
-def broadcasted(group: ProcessGroup, root: int, own: Parcel | None, device: torch.device | None) -> tuple[Room, int]:
-    """The source's bytes and how many objects they hold; raises on all ranks what the source has to complain of."""
-    header = own.header() if own is not None else torch.zeros(3, dtype=torch.int64)
-    _do(group, Broadcast(root), [header], [header], device)
-    size, kind, count = header.tolist()
-    room = Room(size)
-    if own is not None:
-        room.tensor.copy_(own.tensor())
-    _do(group, Broadcast(root), [room.tensor], [room.tensor], device)
-    if kind:
-        reraise(kind, room.data, own.error if own is not None else None)
-    return room, count
-
-
-def scattered(group: ProcessGroup, root: int, parcels: list[Parcel]) -> Room:
-    """This rank's bytes of those that the source has."""
-    header = torch.zeros(3, dtype=torch.int64)
-    if parcels:
-        header = parcels[0].header()
-        header[0] = max(len(parcel.data) for parcel in parcels)
-    _do(group, Broadcast(root), [header], [header])
-    if header[1]:
-        broadcasted(group, root, parcels[0] if parcels else None, None)
-    width = int(header[0])
-    room = Room(width)
-    _do(group, Scatter(root), [parcel.tensor(width) for parcel in parcels], [room.tensor])
-    return room
+        expected = f"a list of {group.size()} objects, one for each rank, on the source"
+        text = explain(operation, "scatter_object_input_list", expected, got, rank=rank)
+        return [_error_payload(ArgumentError(text))]
+    payloads = [_pack(operation, value, rank) for value in objects]
+    return next(([payload] for payload in payloads if payload.error is not None), payloads)
 
 
 def send_object_list(
@@ -325,20 +243,20 @@ def send_object_list(
     group_dst: int | None = None,
     use_batch: bool = False,
 ) -> None:
-    """Send a list of objects to one rank; back when that rank has received it.
+    """Send a list of objects to one rank, and return when that rank has received it.
 
     Args:
-        object_list: What to send; anything that can be pickled.
-        dst: The destination, as a global rank. Give this or `group_dst`.
-        group: Which ranks. Default: all.
-        device: Where the bytes are put to be sent. Default: where the backend sends from.
-        group_dst: The destination, as a rank in the group.
-        use_batch: Accepted for torch's sake; the messages are the same.
+        object_list: Input: the objects to send, which must be picklable.
+        dst: Global rank of the destination. Pass this or `group_dst`.
+        group: Process group. Default: all ranks.
+        device: Device for the transfer. Default: a device that the backend supports.
+        group_dst: Group rank of the destination.
+        use_batch: Accepted for compatibility with torch; the messages are the same.
 
     Raises:
-        PicklingError: An object can't be pickled. The receiver raises it too, and the group can be used on.
+        PicklingError: An object cannot be pickled. The receiver raises it too, and the group remains usable.
         ArgumentError: The destination is this rank, or not in the group.
-        DistBackendError: The receiver died, gave up, or did not come in time.
+        DistBackendError: The receiver died, aborted, or did not call in time.
 
     Example:
         >>> import torchdist_ref as dist
@@ -355,12 +273,13 @@ def send_object_list(
     found = member_group(operation, group)
     if found is None:
         return
-    peer = _other(found, operation, root_of(found, operation, dst, group_dst, "dst"), "destination")
-    parcel = pack(operation, list(object_list), found.members[found.rank()], len(object_list))
-    for tensor in (parcel.header(), parcel.tensor()):
-        carried([tensor], found, device, lambda moved: found.backend.submit(Send(peer), (moved,), (), True))
-    if parcel.error is not None:
-        raise parcel.error
+    peer = root_of(found, operation, dst, group_dst, "dst")
+    _refuse_self(found, operation, peer, "destination")
+    payload = _pack(operation, list(object_list), _global_rank(found), len(object_list))
+    for tensor in (payload.header(), payload.tensor()):
+        _on_device([tensor], found, device, lambda moved: found.backend.submit(Send(peer), (moved,), (), True))
+    if payload.error is not None:
+        raise payload.error
 
 
 def recv_object_list(
@@ -371,23 +290,23 @@ def recv_object_list(
     group_src: int | None = None,
     use_batch: bool = False,
 ) -> int:
-    """Receive a list of objects from one rank, or from whichever sends first.
+    """Receive a list of objects from one rank, or from the first rank that sends.
 
     Args:
-        object_list: Output, as long as the list that is sent; each entry is replaced.
-        src: The source, as a global rank. None, with `group_src` None: any rank.
-        group: Which ranks. Default: all.
-        device: Where the bytes are received. Default: where the backend receives.
-        group_src: The source, as a rank in the group.
-        use_batch: Accepted for torch's sake; the messages are the same.
+        object_list: Output, as long as the list that is sent: each entry is replaced.
+        src: Global rank of the source. Default: any rank, unless `group_src` is given.
+        group: Process group. Default: all ranks.
+        device: Device for the transfer. Default: a device that the backend supports.
+        group_src: Group rank of the source.
+        use_batch: Accepted for compatibility with torch; the messages are the same.
 
     Returns:
-        The global rank that sent; -1, with a warning, if this rank is not in the group.
+        Global rank of the sender; -1, with a warning, if this rank is not in the group.
 
     Raises:
         PicklingError: The sender could not pickle an object.
         ArgumentError: The list has another length than the sender's, or the source is this rank or not in the group.
-        DistBackendError: The source died, gave up, or did not send in time.
+        DistBackendError: The source died, aborted, or did not send in time.
 
     Objects are unpickled, which runs code that the source chose. Example: see `send_object_list`.
     """
@@ -396,44 +315,57 @@ def recv_object_list(
     if found is None:
         return -1
     peer = None if src is None and group_src is None else root_of(found, operation, src, group_src)
-    peer = peer if peer is None else _other(found, operation, peer, "source")
+    _refuse_self(found, operation, peer, "source")
     header = torch.zeros(3, dtype=torch.int64)
     source = _receive(found, peer, header, device)
     size, kind, count = header.tolist()
-    room = Room(size)
-    _receive(found, source, room.tensor, device)
+    received = ReceiveBuffer(size)
+    _receive(found, source, received.tensor, device)
     if kind:
-        reraise(kind, room.data, None)
+        _raise_error_of(kind, received.data, None)
     sender = found.members[source]
-    replace(object_list, unpack(room.data, operation, sender), count, operation, found.members[found.rank()])
+    _replace(object_list, _unpack(received.data, operation, sender), count, operation, _global_rank(found))
     return sender
 
 
-def _receive(group: ProcessGroup, peer: int | None, tensor: torch.Tensor, device: torch.device | None) -> int:
-    work = carried([tensor], group, device, lambda moved: group.backend.submit(Recv(peer), (), (moved,), True))
+def _receive(group: ProcessGroup, peer: int | None, tensor: Tensor, device: torch.device | None) -> int:
+    work = _on_device([tensor], group, device, lambda moved: group.backend.submit(Recv(peer), (), (moved,), True))
     source: int = work.source_rank()
     return source if peer is None else peer
 
 
-def _other(group: ProcessGroup, operation: str, peer: int, word: str) -> int:
+def _refuse_self(group: ProcessGroup, operation: str, peer: int | None, role: str) -> None:
     if peer == group.rank():
         raise ArgumentError(
-            f"{operation}: Invalid {word} rank: {word} rank should not be the same as the rank of "
+            f"{operation}: Invalid {role} rank: {role} rank should not be the same as the rank of "
             f"the current process{on_rank()}."
         )
-    return peer
 
 
-_KINDS: tuple[type[Exception], ...] = (PicklingError, ArgumentError, EntryError)
+def _global_rank(group: ProcessGroup) -> int:
+    return group.members[group.rank()]
 
 
-class Parcel:
-    """Bytes of one rank, or its error.
+def _too_few_entries(operation: str, argument: str, objects: list[Any], group: ProcessGroup) -> EntryError:
+    expected = f"a list of at least {group.size()} entries, one for each rank"
+    return EntryError(explain(operation, argument, expected, len(objects), rank=_global_rank(group)))
+
+
+def _replace(target: list[Any], objects: list[Any], count: int, operation: str, rank: int) -> None:
+    """Replace the entries of the caller's list; raise, without changing it, if its length is not `count`."""
+    if len(target) != count:
+        expected = f"as long as the sender's list, {count}"
+        raise ArgumentError(explain(operation, "object_list", expected, len(target), rank=rank))
+    target[:] = objects
+
+
+class Payload:
+    """Bytes that one rank sends: its pickled object or objects, or an error text.
 
     Attributes:
         data: The bytes; never empty.
-        error: Why there is no object in it; its text is in `data` then.
-        count: How many objects there are.
+        error: The error whose text `data` holds; None for an object.
+        count: Number of objects.
     """
 
     def __init__(self, data: bytes | bytearray, error: Exception | None = None, count: int = 1) -> None:
@@ -442,71 +374,154 @@ class Parcel:
         self.count = count
 
     def header(self) -> Tensor:
-        """Size, kind of error and count."""
-        kind = 0 if self.error is None else 1 + _KINDS.index(type(self.error))
+        """Return size, error kind and object count, int64 of shape (3,)."""
+        kind = 0 if self.error is None else 1 + _ERROR_KINDS.index(type(self.error))
         return torch.tensor([len(self.data), kind, self.count])
 
     def tensor(self, width: int = 0) -> Tensor:
-        """The bytes as a tensor, of at least this many; what is added is never read."""
+        """Return the bytes as a uint8 tensor, padded to at least `width`; receivers ignore the padding."""
         return torch.frombuffer(self.data.ljust(width, b"\0"), dtype=torch.uint8)
 
 
-def pack(operation: str, value: Any, rank: int, count: int = 1) -> Parcel:
-    """Pickle one value of a global rank; an error in the parcel if it can't be."""
-    try:
-        return Parcel(pickle.dumps(value), count=count)
-    except Exception as cause:
-        error = PicklingError(
-            f"{operation}: the object that rank {rank} gives can't be pickled ({type(cause).__name__}: {cause}). "
-            f"No rank got anything, and the group can be used on. Give plain data, or names of modules' own functions."
-        )
-        error.__cause__ = cause
-        return sorry(error, count)
+class ReceiveBuffer:
+    """Bytes to receive into.
 
-
-def sorry(error: Exception, count: int = 1) -> Parcel:
-    """A parcel that tells all ranks what this rank's caller did wrong."""
-    return Parcel(str(error).encode(), error, count)
-
-
-def unpack(buffer: bytes | bytearray | memoryview, operation: str, source: int) -> Any:
-    """The object in a parcel's bytes; a failure says whose object it was."""
-    try:
-        # Unpickling stops where the object ends, so the width to which bytes were filled up does not matter.
-        return pickle.loads(buffer)
-    except Exception as error:
-        error.add_note(f"{operation}: the object came whole from rank {source}, but can't be unpickled here.")
-        raise
-
-
-def reraise(kind: int, text: bytes | bytearray, own: Exception | None) -> NoReturn:
-    """Raise here what a rank's header and bytes say was wrong there."""
-    if own is not None:
-        raise own
-    raise _KINDS[kind - 1](text.rstrip(b"\0").decode())
-
-
-class Room:
-    """Space for bytes that will come, and a tensor over it."""
+    Attributes:
+        data: The bytes.
+        tensor: A uint8 tensor that shares their memory.
+    """
 
     def __init__(self, size: int) -> None:
         self.data = bytearray(size)
         self.tensor = torch.frombuffer(self.data, dtype=torch.uint8)
 
     def parts(self, count: int) -> list[memoryview]:
-        """The space in equal parts."""
+        """Return the bytes as equal parts."""
         width = len(self.data) // count
         return [memoryview(self.data)[i * width : (i + 1) * width] for i in range(count)]
 
 
-def carried(
-    tensors: Sequence[Tensor], group: ProcessGroup, device: torch.device | None, move: Callable[..., Any]
+def _pack(operation: str, value: Any, rank: int, count: int = 1) -> Payload:
+    """Pickle a value of a global rank; the payload holds the error if that fails."""
+    try:
+        return Payload(pickle.dumps(value), count=count)
+    except Exception as cause:
+        error = PicklingError(
+            f"{operation}: rank {rank}'s object cannot be pickled ({type(cause).__name__}: {cause}). "
+            f"No rank received anything, and the group remains usable. Send plain data, or functions and classes that "
+            f"are defined at module level."
+        )
+        error.__cause__ = cause
+        return _error_payload(error, count)
+
+
+def _error_payload(error: Exception, count: int = 1) -> Payload:
+    """Return a payload that makes all ranks raise this rank's error."""
+    return Payload(str(error).encode(), error, count)
+
+
+def _unpack(buffer: bytes | bytearray | memoryview, operation: str, source: int) -> Any:
+    """Return the object of a payload; a failure names its sender."""
+    try:
+        # Unpickling ignores the padding: it stops at the end of the object.
+        return pickle.loads(buffer)
+    except Exception as error:
+        error.add_note(f"{operation}: the object arrived complete from rank {source}, but cannot be unpickled here.")
+        raise
+
+
+def _raise_error_of(kind: int, text: bytes | bytearray, own: Exception | None) -> NoReturn:
+    """Raise the error of a header and payload; on the rank that caused it, the original exception."""
+    if own is not None:
+        raise own
+    raise _ERROR_KINDS[kind - 1](text.rstrip(b"\0").decode())
+
+
+def _on_device(
+    tensors: Sequence[Tensor], group: ProcessGroup, device: torch.device | None, transfer: Callable[..., Any]
 ) -> Any:
-    """Do `move` on these tensors where the backend can reach them, and bring back what came."""
+    """Call `transfer` on these tensors, or on copies on a device that the backend supports, which are copied back."""
     where = torch.device("cuda") if device is None and group.backend.name == "nccl" else device
-    there = list(tensors) if where is None else [tensor.to(where) for tensor in tensors]
-    result = move(*there)
-    for tensor, moved in zip(tensors, there, strict=True):
-        if moved is not tensor:
-            tensor.copy_(moved)
+    moved = list(tensors) if where is None else [tensor.to(where) for tensor in tensors]
+    result = transfer(*moved)
+    for tensor, copy in zip(tensors, moved, strict=True):
+        if copy is not tensor:
+            tensor.copy_(copy)
     return result
+
+
+def _run(
+    group: ProcessGroup, call: Call, inputs: list[Tensor], outputs: list[Tensor], device: torch.device | None = None
+) -> None:
+    """Run one collective on a device that the backend supports."""
+    count = len(inputs)
+    in_place = bool(outputs is inputs or (outputs and inputs and outputs[0] is inputs[0]))
+    tensors = inputs if in_place else [*inputs, *outputs]
+    _on_device(
+        tensors,
+        group,
+        device,
+        lambda *moved: submit(group, call, moved[:count], moved if in_place else moved[count:], False),
+    )
+
+
+def _all_gather_headers(group: ProcessGroup, payload: Payload) -> list[list[int]]:
+    """Return size, error kind and object count of every rank."""
+    headers = [torch.zeros(3, dtype=torch.int64) for _ in range(group.size())]
+    _run(group, AllGather(), [payload.header()], headers)
+    return [header.tolist() for header in headers]
+
+
+def _all_gather_payloads(group: ProcessGroup, payload: Payload, headers: list[list[int]]) -> list[memoryview]:
+    """Return all ranks' payloads; raise the first rank's error on all ranks if there is one."""
+    width = max(size for size, _, _ in headers)
+    received = ReceiveBuffer(width * group.size())
+    outputs = list(received.tensor.view(group.size(), width).unbind())
+    _run(group, AllGather(), [payload.tensor(width)], outputs)
+    parts = received.parts(group.size())
+    for rank, (size, kind, _) in enumerate(headers):
+        if kind:
+            _raise_error_of(kind, bytes(parts[rank][:size]), payload.error if rank == group.rank() else None)
+    return parts
+
+
+def _gather_payloads(group: ProcessGroup, root: int, payload: Payload, width: int) -> list[memoryview]:
+    """Return all ranks' payloads on the root, and an empty list elsewhere."""
+    if group.rank() != root:
+        _run(group, Gather(root), [payload.tensor(width)], [])
+        return []
+    received = ReceiveBuffer(width * group.size())
+    outputs = list(received.tensor.view(group.size(), width).unbind())
+    _run(group, Gather(root), [payload.tensor(width)], outputs)
+    return received.parts(group.size())
+
+
+def _broadcast_payload(
+    group: ProcessGroup, root: int, own: Payload | None, device: torch.device | None
+) -> tuple[ReceiveBuffer, int]:
+    """Return the source's payload and object count; raise the source's error on all ranks if there is one."""
+    header = torch.zeros(3, dtype=torch.int64) if own is None else own.header()
+    _run(group, Broadcast(root), [header], [header], device)
+    size, kind, count = header.tolist()
+    received = ReceiveBuffer(size)
+    if own is not None:
+        received.tensor.copy_(own.tensor())
+    _run(group, Broadcast(root), [received.tensor], [received.tensor], device)
+    if kind:
+        _raise_error_of(kind, received.data, None if own is None else own.error)
+    return received, count
+
+
+def _scatter_payloads(group: ProcessGroup, root: int, payloads: list[Payload]) -> ReceiveBuffer:
+    """Return this rank's one of the source's payloads."""
+    header = torch.zeros(3, dtype=torch.int64)
+    if payloads:
+        header = payloads[0].header()
+        header[0] = max(len(payload.data) for payload in payloads)
+    _run(group, Broadcast(root), [header], [header])
+    if header[1]:
+        _broadcast_payload(group, root, payloads[0] if payloads else None, None)
+    width = int(header[0])
+    received = ReceiveBuffer(width)
+    _run(group, Scatter(root), [payload.tensor(width) for payload in payloads], [received.tensor])
+    return received

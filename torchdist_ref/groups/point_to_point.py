@@ -15,7 +15,7 @@ from torch import Tensor
 from torchdist_ref.calls import MOST_TAG, Recv, Send
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, BackendArgumentError, EntryError, explain, on_rank
 from torchdist_ref.groups.arguments import check_tensor, check_writable, member_group, root_of
-from torchdist_ref.groups.world import GroupMember, ProcessGroup, refuse_destroyed, resolve, whole_number
+from torchdist_ref.groups.world import GroupMember, ProcessGroup, as_integer, refuse_destroyed, resolve
 from torchdist_ref.work import Work
 
 _send, _recv = lru_cache(Send), lru_cache(Recv)
@@ -28,20 +28,20 @@ def send(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> None:
-    """Send a tensor to one rank; back when that rank has received it.
+    """Send a tensor to one rank, and return when that rank has received it.
 
     Args:
-        tensor: What to send.
-        dst: The destination, as a global rank. Give this or `group_dst`.
-        group: Which ranks. Default: all.
-        tag: The receive that takes it has the same tag.
-        group_dst: The destination, as a rank in the group.
+        tensor: Input: the tensor to send.
+        dst: Global rank of the destination. Pass this or `group_dst`.
+        group: Process group. Default: all ranks.
+        tag: Integer that the matching receive also passes. Default: 0.
+        group_dst: Group rank of the destination.
 
     Raises:
-        ArgumentError: The destination is this rank, or not in the group; or this rank is not.
+        ArgumentError: The destination is this rank or not in the group, or this rank is not in the group.
         ArgumentTypeError: Not a tensor.
-        MismatchError: The receiver expects another size or dtype. Nothing was written.
-        DistBackendError: The receiver died, gave up, or did not come in time.
+        MismatchError: The receiver expects another size or dtype. No tensor was written.
+        DistBackendError: The receiver died, aborted, or did not call in time.
 
     Example:
         >>> import torch, torchdist_ref as dist
@@ -50,9 +50,9 @@ def send(
         ...     if rank == 0:
         ...         dist.send(torch.tensor([3.5, 4.25]), dst=1)
         ...         return None
-        ...     got = torch.zeros(2)
-        ...     sender = dist.recv(got, src=0)
-        ...     return sender, got.tolist()
+        ...     received = torch.zeros(2)
+        ...     sender = dist.recv(received, src=0)
+        ...     return sender, received.tolist()
         >>> run(program, 2)
         [None, (0, [3.5, 4.25])]
 
@@ -60,7 +60,7 @@ def send(
     """
     found = member_group("send", group)
     if found is None:
-        raise ArgumentError(f"send: this rank is not in the given group, so it can't send there{on_rank()}.")
+        raise ArgumentError(f"send: this rank is not in the given group, so it cannot send to its members{on_rank()}.")
     call = _send_call("send", tensor, dst, found, tag, group_dst)
     if call.dst == found.rank():
         raise ArgumentError(
@@ -77,14 +77,14 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Start to send a tensor to one rank, which may be this one. Don't change the tensor before the Work is done.
+    """Start to send a tensor to one rank, which may be this one. Do not modify the tensor before the Work is done.
 
     Args:
-        tensor: What to send.
-        dst: The destination, as a global rank. Give this or `group_dst`.
-        group: Which ranks. Default: all.
-        tag: The receive that takes it has the same tag.
-        group_dst: The destination, as a rank in the group.
+        tensor: Input: the tensor to send.
+        dst: Global rank of the destination. Pass this or `group_dst`.
+        group: Process group. Default: all ranks.
+        tag: Integer that the matching receive also passes. Default: 0.
+        group_dst: Group rank of the destination.
 
     Returns:
         A `Work`; None, with a warning, if this rank is not in the group.
@@ -97,11 +97,11 @@ def isend(
         >>> import torch, torchdist_ref as dist
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
-        ...     got = torch.zeros(1)
+        ...     received = torch.zeros(1)
         ...     sending = dist.isend(torch.tensor([rank + 0.5]), dst=1 - rank)
-        ...     dist.recv(got, src=1 - rank)
+        ...     dist.recv(received, src=1 - rank)
         ...     sending.wait()
-        ...     return got.item()
+        ...     return received.item()
         >>> run(program, 2)
         [1.5, 0.5]
     """
@@ -118,23 +118,23 @@ def recv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> int:
-    """Receive a tensor from one rank, or from whichever sends first.
+    """Receive a tensor from one rank, or from the first rank that sends.
 
     Args:
-        tensor: Output, of the size and dtype of what is sent.
-        src: The source, as a global rank. None, with `group_src` None: any rank.
-        group: Which ranks. Default: all.
-        tag: Only a message with this tag is taken.
-        group_src: The source, as a rank in the group.
+        tensor: Output, of the size and dtype of the tensor that is sent.
+        src: Global rank of the source. Default: any rank, unless `group_src` is given.
+        group: Process group. Default: all ranks.
+        tag: Integer that the matching send also passes. Default: 0.
+        group_src: Group rank of the source.
 
     Returns:
-        The global rank that sent; -1, with a warning, if this rank is not in the group.
+        Global rank of the sender; -1, with a warning, if this rank is not in the group.
 
     Raises:
         ArgumentError: The source is not in the group.
         ArgumentTypeError: Not a tensor.
-        MismatchError: The message has another size or dtype. Nothing was written.
-        DistBackendError: The source died, gave up, or did not send in time.
+        MismatchError: The message has another size or dtype. No tensor was written.
+        DistBackendError: The source died, aborted, or did not send in time.
 
     Example: see `send`. The operation is MPI's ``MPI_Recv``.
     """
@@ -152,14 +152,14 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work | None:
-    """Start to receive a tensor. Its content is unspecified until the Work is done.
+    """Start to receive a tensor. Its values are unspecified until the Work is done.
 
     Args:
-        tensor: Output, of the size and dtype of what is sent.
-        src: The source, as a global rank. None, with `group_src` None: any rank.
-        group: Which ranks. Default: all.
-        tag: Only a message with this tag is taken.
-        group_src: The source, as a rank in the group.
+        tensor: Output, of the size and dtype of the tensor that is sent.
+        src: Global rank of the source. Default: any rank, unless `group_src` is given.
+        group: Process group. Default: all ranks.
+        tag: Integer that the matching send also passes. Default: 0.
+        group_src: Group rank of the source.
 
     Returns:
         A `Work`; None, with a warning, if this rank is not in the group.
@@ -188,14 +188,14 @@ def _recv_call(
 ) -> Recv:
     check_tensor(operation, "tensor", tensor)
     check_writable(operation, "tensor", tensor)
-    anybody = src is None and group_src is None
-    return _recv(None if anybody else root_of(group, operation, src, group_src), _tag(operation, tag))
+    any_source = src is None and group_src is None
+    return _recv(None if any_source else root_of(group, operation, src, group_src), _tag(operation, tag))
 
 
 def _tag(operation: str, tag: int) -> int:
     if tag.__class__ is int and 0 <= tag <= MOST_TAG:
         return tag
-    number = whole_number(tag)
+    number = as_integer(tag)
     if number is None or number > MOST_TAG:
         # Where a tag is too large for torch's backends, torch raises a TypeError.
         raise ArgumentTypeError(explain(operation, "tag", f"an integer from 0 to {MOST_TAG}", tag))
@@ -205,26 +205,26 @@ def _tag(operation: str, tag: int) -> int:
 
 
 class P2POp:
-    """One send or receive of a batch, for `batch_isend_irecv`. Making it communicates nothing.
+    """Send or receive operation of a batch, for `batch_isend_irecv`. Its construction does not communicate.
 
     Args:
-        op: `isend` or `irecv` themselves.
-        tensor: What to send, or where to receive.
-        peer: The other rank, as a global rank. Give this or `group_peer`.
-        group: Which ranks. Default: all.
-        tag: Send and receive match by it.
-        group_peer: The other rank, as a rank in the group.
+        op: The function `isend` or `irecv`.
+        tensor: The tensor to send, or the output of a receive.
+        peer: Global rank of the other rank. Pass this or `group_peer`.
+        group: Process group. Default: all ranks.
+        tag: Integer by which a send and a receive match. Default: 0.
+        group_peer: Group rank of the other rank.
 
     Attributes:
-        op: As given.
-        tensor: As given.
-        peer: The other rank's global rank.
-        group: The group; None where this rank is not in it.
-        tag: As given.
-        group_peer: The other rank's rank in the group.
+        op: The function passed.
+        tensor: The tensor passed.
+        peer: Global rank of the other rank.
+        group: The group; None if this rank is not in it.
+        tag: The tag passed.
+        group_peer: Group rank of the other rank.
 
     Raises:
-        ArgumentError: `op` is something else, or the peer is not in the group, or the group was destroyed.
+        ArgumentError: `op` is another function, the peer is not in the group, or the group was destroyed.
         ArgumentTypeError: Not a tensor.
 
     Example: see `batch_isend_irecv`.
@@ -265,28 +265,28 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
-    """Start several sends and receives, in any order: ranks that exchange tensors don't wait for each other.
+    """Start several sends and receives; their order in the list cannot cause a deadlock.
 
     Args:
-        p2p_op_list: The sends and receives, at least one, all of one group.
+        p2p_op_list: The sends and receives, at least one, all on one group.
 
     Returns:
-        A Work for each, in the order of the list; none, with a warning, if this rank is not in the group.
+        One Work per operation, in list order; an empty list, with a warning, if this rank is not in the group.
 
     Raises:
-        ArgumentError: Not a list of `P2POp`, or of several groups. Nothing has been started.
+        ArgumentError: Not a list of `P2POp`, or operations on several groups. None of them was started.
         EntryError: The list is empty.
 
     Example:
         >>> import torch, torchdist_ref as dist
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
-        ...     got = torch.zeros(1)
+        ...     received = torch.zeros(1)
         ...     sending = dist.P2POp(dist.isend, torch.tensor([rank + 0.5]), (rank + 1) % 3)
-        ...     receiving = dist.P2POp(dist.irecv, got, (rank - 1) % 3)
+        ...     receiving = dist.P2POp(dist.irecv, received, (rank - 1) % 3)
         ...     for work in dist.batch_isend_irecv([sending, receiving]):
         ...         work.wait()
-        ...     return got.item()
+        ...     return received.item()
         >>> run(program, 3)
         [2.5, 0.5, 1.5]
     """

@@ -19,20 +19,21 @@ import torch.distributed as c10d
 from torch.distributed import ReduceOp
 
 from torchdist_ref.backends import base, registry
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, explain, on_rank
-from torchdist_ref.groups.arguments import word_of
+from torchdist_ref.backends.reductions import check
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, BackendArgumentError, DistError, explain, on_rank
+from torchdist_ref.groups.arguments import reduction_name
 from torchdist_ref.groups.world import ProcessGroup, current, refuse_destroyed, resolve
 
 
 def get_rank(group: ProcessGroup | int | None = None) -> int:
-    """This rank's number in a group, from 0; -1 where this rank is not in it.
+    """Return this rank's rank in a group, from 0, or -1 if it is not in the group.
 
     Args:
-        group: Default: the group of all ranks.
+        group: Process group. Default: all ranks.
 
     Raises:
         ArgumentError: The group was destroyed.
-        NotInitializedError: There is no group yet.
+        NotInitializedError: `init_process_group` was not called.
     """
     found = resolve(group)
     if found is None:
@@ -42,33 +43,36 @@ def get_rank(group: ProcessGroup | int | None = None) -> int:
 
 
 def get_world_size(group: ProcessGroup | int | None = None) -> int:
-    """How many ranks a group has; -1 where this rank is not in it.
+    """Return the number of ranks in a group, or -1 if this rank is not in the group.
 
     Args:
-        group: Default: the group of all ranks.
+        group: Process group. Default: all ranks.
 
     Raises:
-        NotInitializedError: There is no group yet.
+        NotInitializedError: `init_process_group` was not called.
     """
     found = resolve(group)
     return -1 if found is None else found.size()
 
 
 def get_backend(group: ProcessGroup | int | None = None) -> str:
-    """The name of a group's backend.
+    """Return the name of a group's backend.
 
     Args:
-        group: Default: the group of all ranks.
+        group: Process group. Default: all ranks.
 
     Raises:
         ArgumentError: This rank is not in the group, or the group was destroyed.
-        NotInitializedError: There is no group yet.
+        NotInitializedError: `init_process_group` was not called.
     """
     return _member(group, "get_backend").backend.name
 
 
 def get_process_group_ranks(group: ProcessGroup | int | None) -> list[int]:
-    """The global ranks of a group's members, in group order.
+    """Return the global ranks of a group's members, in group order.
+
+    Args:
+        group: Process group. None: all ranks.
 
     Raises:
         ArgumentError: This rank is not in the group, or the group was destroyed.
@@ -77,7 +81,11 @@ def get_process_group_ranks(group: ProcessGroup | int | None) -> list[int]:
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """The global rank of a group's member.
+    """Return the global rank of a group rank.
+
+    Args:
+        group: Process group.
+        group_rank: Rank in the group, from 0.
 
     Raises:
         ArgumentError: The group has no such rank, this rank is not in it, or it was destroyed.
@@ -89,10 +97,14 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """A global rank's number in a group.
+    """Return the group rank of a global rank.
+
+    Args:
+        group: Process group.
+        global_rank: Rank in the default group.
 
     Raises:
-        ArgumentError: That rank or this one is not in the group, or the group was destroyed.
+        ArgumentError: The given rank or this rank is not in the group, or the group was destroyed.
     """
     found = _member(group, "get_group_rank")
     if global_rank not in found.members:
@@ -110,10 +122,10 @@ def _member(group: ProcessGroup | int | None, operation: str) -> ProcessGroup:
 
 
 def is_available() -> bool:
-    """Whether ranks can communicate at all here.
+    """Return whether ranks can communicate with this build of torch.
 
     Returns:
-        True wherever this library can be imported with a torch that was built with its distributed package.
+        True if torch was built with its distributed package.
 
     Example:
         >>> import torchdist_ref as dist
@@ -124,27 +136,27 @@ def is_available() -> bool:
 
 
 def is_gloo_available() -> bool:
-    """Whether the ``gloo`` backend can be used: torch was built with Gloo."""
+    """Return whether the ``gloo`` backend can be used: torch was built with Gloo."""
     return _has("gloo", c10d.is_gloo_available)
 
 
 def is_nccl_available() -> bool:
-    """Whether the ``nccl`` backend can be used: this library has it, and torch was built with NCCL."""
+    """Return whether the ``nccl`` backend can be used: torch was built with NCCL."""
     return _has("nccl", c10d.is_nccl_available)
 
 
 def is_mpi_available() -> bool:
-    """Whether the ``mpi`` backend can be used: this library has it, and ``mpi4py`` is installed."""
+    """Return whether the ``mpi`` backend can be used: ``mpi4py`` is installed."""
     return _has("mpi", lambda: importlib.util.find_spec("mpi4py") is not None)
 
 
 def is_ucc_available() -> bool:
-    """Whether a backend named ``ucc`` can be used. This library has none; one may be registered."""
+    """Return whether a backend named ``ucc`` was registered; this library has none."""
     return _has("ucc")
 
 
 def is_xccl_available() -> bool:
-    """Whether a backend named ``xccl`` can be used. This library has none; one may be registered."""
+    """Return whether a backend named ``xccl`` was registered; this library has none."""
     return _has("xccl")
 
 
@@ -156,13 +168,14 @@ _CHECKS = {"gloo": is_gloo_available, "nccl": is_nccl_available, "mpi": is_mpi_a
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether `init_process_group` can use a backend.
+    """Return whether `init_process_group` can use a backend.
 
     Args:
-        backend: A name in any case, or names by device such as ``"cpu:gloo,cuda:nccl"``: then all must be there.
+        backend: A name in any case, or one name per device type, as in ``"cpu:gloo,cuda:nccl"``. Then all of them
+            must be available.
 
     Raises:
-        ArgumentTypeError: Not a text.
+        ArgumentTypeError: Not a str.
 
     Example:
         >>> import torchdist_ref as dist
@@ -176,14 +189,14 @@ def is_backend_available(backend: str) -> bool:
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """The backend that works for tensors of a device wherever the ranks are.
+    """Return the default backend for tensors of a device type, for ranks on any hosts.
 
     Args:
-        device: A device or its name, with or without a number.
+        device: A device or its name, with or without an index.
 
     Returns:
-        ``"gloo"`` for the CPU and ``"nccl"`` for CUDA, as in torch; for other devices, what was registered with
-        `Backend.register_backend`. Where all ranks share a host, ``"ref"`` works on CPU tensors too.
+        ``"gloo"`` for the CPU and ``"nccl"`` for CUDA, as in torch; for other devices the backend registered with
+        `Backend.register_backend`. If all ranks share a host, ``"ref"`` works on CPU tensors too.
 
     Raises:
         ArgumentError: No backend is known for the device.
@@ -204,42 +217,42 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
 
 
 def is_torchelastic_launched() -> bool:
-    """Whether a launcher with restarts started this process: the environment has ``TORCHELASTIC_RUN_ID``."""
+    """Return whether an elastic launcher started this process: it sets ``TORCHELASTIC_RUN_ID``."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """This process's number among those of its host, as the launcher set it in ``LOCAL_RANK``.
+    """Return this process's rank among those of its host, as the launcher set it in ``LOCAL_RANK``.
 
     Args:
-        fallback_rank: The answer where no launcher set it. Default: none, which makes that an error.
+        fallback_rank: Value to return if ``LOCAL_RANK`` is not set. Default: none, which makes that an error.
 
     Raises:
         DistError: ``LOCAL_RANK`` is not set and there is no fallback.
-        ArgumentError: It is set to something that is no number.
+        ArgumentError: ``LOCAL_RANK`` is not an integer.
 
     Example:
         >>> import torchdist_ref as dist
         >>> dist.get_node_local_rank(fallback_rank=0)
         0
     """
-    said = os.environ.get("LOCAL_RANK", fallback_rank)
-    if said is None:
+    text = os.environ.get("LOCAL_RANK", fallback_rank)
+    if text is None:
         raise DistError(
             "get_node_local_rank: LOCAL_RANK is not in the environment. Start the program with a launcher, "
-            "or give fallback_rank."
+            "or pass fallback_rank."
         )
     try:
-        return int(said)
+        return int(text)
     except ValueError:
-        raise ArgumentError(explain("get_node_local_rank", "LOCAL_RANK", "a whole number", said)) from None
+        raise ArgumentError(explain("get_node_local_rank", "LOCAL_RANK", "an integer", text)) from None
 
 
 def get_pg_count() -> int:
-    """How many groups were made since `init_process_group`, the group of all ranks included.
+    """Return the number of groups created since `init_process_group`, including the default group.
 
-    Groups that this rank is not in count too, so that all ranks get one number, but for groups that their members made
-    alone (`use_local_synchronization`); destroyed groups still count.
+    Groups that this rank is not in count too, so that all ranks get the same number. Groups that only their members
+    created (`use_local_synchronization`) count on their members. Destroyed groups still count.
 
     Example:
         >>> import torchdist_ref as dist
@@ -251,29 +264,29 @@ def get_pg_count() -> int:
         [2, 2]
     """
     world = current()
-    return world.made + world.by_members.total()
+    return world.created + world.member_only.total()
 
 
 class Backend(str):
-    """The name of a backend, in lower case. It is a ``str``, so plain text does as well everywhere.
+    """Name of a backend, in lower case. It is a ``str``: wherever a `Backend` is accepted, a ``str`` is too.
 
     Args:
-        name: A name in any case. Whether there is such a backend is asked by `init_process_group`.
+        name: A name in any case. `init_process_group` checks that there is such a backend.
 
     Attributes:
         REF: This library's own backend.
-        GLOO: torch's backend for CPU tensors.
-        NCCL: NVIDIA's, for CUDA tensors.
+        GLOO: torch's Gloo backend, for CPU tensors.
+        NCCL: torch's NCCL backend, for CUDA tensors.
         MPI: An MPI library, through mpi4py.
-        UCC: Accepted as a name; no backend comes with it.
-        XCCL: Accepted as a name; no backend comes with it.
-        FAKE: One process that plays one rank of many and records the calls.
-        TCP: Accepted as a name; torch removed that backend long ago.
-        UNDEFINED: What stands for no backend.
-        default_device_backend_map: Which backend `get_default_backend_for_device` answers for a device.
+        UCC: Name of a backend that this library does not have; one may be registered.
+        XCCL: Name of a backend that this library does not have; one may be registered.
+        FAKE: Backend of a single process that acts as one rank of many and records the calls.
+        TCP: Name of a backend that torch has removed.
+        UNDEFINED: Name for no backend.
+        default_device_backend_map: Default backend of each device type.
 
     Raises:
-        ArgumentError: Not a text.
+        ArgumentError: Not a str.
 
     Example:
         >>> import torchdist_ref as dist
@@ -293,8 +306,9 @@ class Backend(str):
     default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": GLOO, "cuda": NCCL, "xpu": XCCL, "mps": GLOO}
 
     def __new__(cls, name: str) -> Backend:
+        """Return the name in lower case."""
         if not isinstance(name, str):
-            raise ArgumentError(explain("Backend", "name", "a text", name))
+            raise ArgumentError(explain("Backend", "name", "a str", name))
         return super().__new__(cls, name.lower())
 
     @classmethod
@@ -305,19 +319,21 @@ class Backend(str):
         extended_api: bool = False,
         devices: str | Sequence[str] | None = None,
     ) -> None:
-        """Make a backend of your own known under a name, in this process.
+        """Register a third-party backend under a name, in this process.
 
         Args:
-            name: The name, kept in lower case; ``Backend.<NAME>`` is it from then on. A known name is replaced.
-            func: Makes the backend of one group on one rank, a `torchdist_ref.backends.base.Backend`. Called as
-                ``func(store, rank, size, timeout)``: a store of this group only, group rank and size, a timedelta.
-            extended_api: Call it as ``func(membership, options)`` instead: a
-                `torchdist_ref.backends.base.Membership`, which has the members' global ranks and the group's name
-                besides, and the caller's `pg_options`.
-            devices: Devices whose default backend this becomes if they have none.
+            name: The name, stored in lower case; it becomes the attribute ``Backend.<NAME>``. A backend registered
+                earlier under the name is replaced.
+            func: Factory of the backend of one group on one rank, a `torchdist_ref.backends.base.Backend`. Called as
+                ``func(store, rank, size, timeout)``, with a store of this group only, the group rank and size, and a
+                timedelta.
+            extended_api: Call it as ``func(membership, options)`` instead: with a
+                `torchdist_ref.backends.base.Membership`, which also has the members' global ranks and the group's
+                name, and with the caller's `pg_options`. Default: False.
+            devices: Device types whose default backend this becomes if they have none. Default: none.
 
         Raises:
-            ArgumentTypeError: The name is no text, or `func` can't be called.
+            ArgumentTypeError: The name is not a str, or `func` is not callable.
 
         Example:
             >>> import torchdist_ref as dist
@@ -327,7 +343,7 @@ class Backend(str):
             >>> dist.destroy_process_group()
         """
         if not isinstance(name, str):
-            raise ArgumentTypeError(explain("register_backend", "name", "a text", name))
+            raise ArgumentTypeError(explain("register_backend", "name", "a str", name))
         if not callable(func):
             raise ArgumentTypeError(explain("register_backend", "func", "callable", func))
         if not hasattr(cls, name.upper()):
@@ -360,17 +376,14 @@ def _factory(name: str, func: Callable[..., Any], extended_api: bool) -> registr
     return make
 
 
-_NOT_COMPLEX = ("product", "min", "max", "band", "bor", "bxor")
-
-
 def supports_complex(reduceOp: Any) -> bool:
-    """Whether a reduction makes sense for complex numbers.
+    """Return whether a reduction supports complex dtypes.
 
     Args:
         reduceOp: A member of `ReduceOp`, or a ``ReduceOp.PREMUL_SUM`` with its factor.
 
     Returns:
-        True for SUM, AVG and PREMUL_SUM. Complex numbers have no order and no bits to work on, and backends
+        True for SUM, AVG and PREMUL_SUM. Complex numbers have no order and no bits to combine, and torch's backends
         multiply real numbers only.
 
     Raises:
@@ -383,11 +396,15 @@ def supports_complex(reduceOp: Any) -> bool:
     """
     if reduceOp is ReduceOp.PREMUL_SUM:
         return True
-    return word_of(reduceOp, "supports_complex") not in _NOT_COMPLEX
+    try:
+        check(reduction_name(reduceOp, "supports_complex"), torch.complex64, "supports_complex")
+    except BackendArgumentError:
+        return False
+    return True
 
 
-class _OldReduceOp:
-    """The members of `ReduceOp` under the name that torch had before 1.0; each use warns."""
+class _DeprecatedReduceOp:
+    """Namespace of the members of `ReduceOp` under torch's name from before 1.0; each use warns."""
 
     def __getattr__(self, name: str) -> Any:
         members = ReduceOp.RedOpType.__members__
@@ -399,4 +416,4 @@ class _OldReduceOp:
         return members[name]
 
 
-reduce_op = _OldReduceOp()
+reduce_op = _DeprecatedReduceOp()

@@ -21,31 +21,31 @@ def empty_registered(
     requires_grad: bool = False,
     group: ProcessGroup | int | None = None,
 ) -> Tensor:
-    """A CPU tensor, like `torch.empty`, in memory that the other ranks of this host can read.
+    """Allocate a CPU tensor, like `torch.empty`, in memory that the other ranks of this host can read.
 
-    Where all ranks pass such tensors (or parts of them) to a large collective, each works on the others' where they
-    lie, and nothing is copied to be shared: that takes as little as half the time. Everything else is as with any
-    tensor: results are the same, ranks may mix registered tensors with others, and the memory goes with the last
-    tensor that lies in it, also after `destroy_process_group`. This call is local: other ranks need not make it, nor
-    are they told.
+    If all ranks pass such tensors (or views of them) to a large collective, each rank reads the others' tensors in
+    place (zero-copy): no data is staged, and the call takes as little as half the time. They behave as any tensor
+    otherwise: results are the same, ranks may mix registered tensors with others, and the memory is freed with the
+    last tensor that uses it, also after `destroy_process_group`. This function is local: other ranks need not call it
+    and are not notified.
 
-    The memory is the process's: it serves every group whose ranks all share this host. On any other group, backend or
-    platform the tensor is an ordinary one. After a fork, parent and child share its content; its storage cannot be
-    resized.
+    The memory belongs to the process: it serves every group whose ranks all share this host. On any other group,
+    backend or platform the tensor is an ordinary one. After a fork, parent and child share its values; its storage
+    cannot be resized.
 
     Args:
-        size: The shape, as integers or as one sequence.
-        dtype: Default: `torch.get_default_dtype()`.
-        requires_grad: Whether autograd records what is done to it.
-        group: Whose calls it is for. Default: the group of all ranks.
+        size: Shape, as integers or as one sequence.
+        dtype: Data type. Default: `torch.get_default_dtype()`.
+        requires_grad: Whether autograd records operations on the tensor. Default: False.
+        group: Process group whose calls use the tensor. Default: all ranks.
 
     Returns:
-        A contiguous tensor with arbitrary values.
+        A contiguous tensor with unspecified values.
 
     Raises:
         ArgumentError: A negative size, or this rank is not in the group.
-        ArgumentTypeError: The size is not made of integers.
-        NotInitializedError: There is no group yet.
+        ArgumentTypeError: The size does not consist of integers.
+        NotInitializedError: `init_process_group` was not called.
 
     Example:
         >>> import torch, torchdist_ref as dist

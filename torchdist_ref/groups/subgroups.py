@@ -19,9 +19,6 @@ from typing import Any
 
 import torch
 
-from torchdist_ref.backends.base import Membership
-from torchdist_ref.backends.registry import create
-from torchdist_ref.debug.checked import apply_debug_level
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -32,15 +29,16 @@ from torchdist_ref.errors import (
     explain,
     on_rank,
 )
-from torchdist_ref.groups.lifecycle import new_group, seconds_of, watched
+from torchdist_ref.groups.arguments import timeout_of
+from torchdist_ref.groups.lifecycle import add_group, new_group, watched_store
 from torchdist_ref.groups.queries import get_process_group_ranks, get_rank
-from torchdist_ref.groups.world import ProcessGroup, World, current, default_group, refuse_destroyed, resolve
+from torchdist_ref.groups.world import ProcessGroup, current, default_group, refuse_destroyed, resolve
 from torchdist_ref.stores import PrefixStore
 
 Handle = ProcessGroup | int | None
-
-
 Subgroups = tuple[Handle, list[Handle]]
+Parts = list[list[int]]
+SHRINK_DEFAULT, SHRINK_ABORT = 0, 1
 
 
 def new_subgroups(
@@ -51,13 +49,13 @@ def new_subgroups(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> Subgroups:
-    """Cut a group into groups of equal size: the first `group_size` ranks, the next, and so on.
+    """Divide a group into groups of equal size: the first `group_size` ranks, the next, and so on.
 
     Every rank of the default group calls this.
 
     Args:
-        group_size: Ranks in each new group. Default: the number of CUDA devices of this host.
-        group: The group to cut. Default: all ranks.
+        group_size: Number of ranks in each new group. Default: the number of CUDA devices of this host.
+        group: The group to divide. Default: all ranks.
         timeout: As for `new_group`.
         backend: As for `new_group`.
         pg_options: As for `new_group`.
@@ -68,31 +66,31 @@ def new_subgroups(
         those that it is not in.
 
     Raises:
-        ArgumentError: A size that is not positive, or that does not divide the number of ranks; or none is given and
-            there is no CUDA device.
+        ArgumentError: A size that is not positive or does not divide the number of ranks; or no size without a CUDA
+            device.
 
     Example:
         >>> import torchdist_ref as dist
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
-        ...     mine, every = dist.new_subgroups(2)
-        ...     return dist.get_process_group_ranks(mine), len(every)
+        ...     own, groups = dist.new_subgroups(2)
+        ...     return dist.get_process_group_ranks(own), len(groups)
         >>> run(program, 4)
         [([0, 1], 2), ([0, 1], 2), ([2, 3], 2), ([2, 3], 2)]
     """
     ranks = get_process_group_ranks(group)
-    size = _size(group_size, len(ranks))
+    size = _subgroup_size(group_size, len(ranks))
     lists = [ranks[start : start + size] for start in range(0, len(ranks), size)]
     return new_subgroups_by_enumeration(lists, timeout, backend, pg_options, group_desc)
 
 
-def _size(given: int | None, world: int) -> int:
-    if given is None and not torch.cuda.is_available():
+def _subgroup_size(group_size: int | None, world: int) -> int:
+    if group_size is None and not torch.cuda.is_available():
         raise ArgumentError(
             "new_subgroups: the default of argument 'group_size' is the number of CUDA devices, and "
-            "there is none here; give 'group_size'."
+            "there is none here; pass 'group_size'."
         )
-    size = torch.cuda.device_count() if given is None else given
+    size = torch.cuda.device_count() if group_size is None else group_size
     if not isinstance(size, int) or not 0 < size <= world:
         raise ArgumentError(explain("new_subgroups", "group_size", f"a number from 1 to {world}", size))
     if world % size:
@@ -107,40 +105,40 @@ def new_subgroups_by_enumeration(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> Subgroups:
-    """Make groups that share no rank. Every rank of the default group calls this, with the same lists.
+    """Create disjoint groups. Every rank of the default group calls this, with the same lists.
 
     Args:
-        ranks_per_subgroup_list: For each new group, the global ranks of its members.
+        ranks_per_subgroup_list: Global ranks of the members of each new group.
         timeout: As for `new_group`.
         backend: As for `new_group`.
         pg_options: As for `new_group`.
         group_desc: As for `new_group`.
 
     Returns:
-        The group that this rank is in, None if it is in none; and a list of all new groups, with
-        ``GroupMember.NON_GROUP_MEMBER`` in place of those that it is not in.
+        The group that this rank is in, or None; and a list of all new groups, with ``GroupMember.NON_GROUP_MEMBER`` in
+        place of those that it is not in.
 
     Raises:
-        ArgumentError: No list, a rank in two of them, or out of range. No group has been made.
+        ArgumentError: No list, a rank in two of them, or out of range. No group was created.
         MismatchError: Ranks called this with different lists.
 
     Example:
         >>> import torchdist_ref as dist
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
-        ...     mine, every = dist.new_subgroups_by_enumeration([[0, 2], [3]])
-        ...     return mine and dist.get_process_group_ranks(mine)
+        ...     own, groups = dist.new_subgroups_by_enumeration([[0, 2], [3]])
+        ...     return own and dist.get_process_group_ranks(own)
         >>> run(program, 4)
         [[0, 2], None, [0, 2], [3]]
     """
-    _check_apart(ranks_per_subgroup_list)
+    _check_disjoint(ranks_per_subgroup_list)
     groups = [new_group(ranks, timeout, backend, pg_options, False, group_desc) for ranks in ranks_per_subgroup_list]
     me = get_rank()
-    mine = next((made for made, ranks in zip(groups, ranks_per_subgroup_list, strict=True) if me in ranks), None)
-    return mine, groups
+    own = next((group for group, ranks in zip(groups, ranks_per_subgroup_list, strict=True) if me in ranks), None)
+    return own, groups
 
 
-def _check_apart(lists: Any) -> None:
+def _check_disjoint(lists: Any) -> None:
     if not lists:
         expected = "a list of at least one list of ranks"
         raise ArgumentError(explain("new_subgroups_by_enumeration", "ranks_per_subgroup_list", expected, lists))
@@ -148,12 +146,9 @@ def _check_apart(lists: Any) -> None:
     for ranks in lists:
         for rank in ranks:
             if rank in seen and seen[rank] is not ranks:
-                words = f"Rank {rank} has appeared in both subgroup {list(seen[rank])} and {list(ranks)}"
-                raise ArgumentError(f"new_subgroups_by_enumeration: {words}; they must share no rank{on_rank()}.")
+                text = f"Rank {rank} has appeared in both subgroup {list(seen[rank])} and {list(ranks)}"
+                raise ArgumentError(f"new_subgroups_by_enumeration: {text}; they must share no rank{on_rank()}.")
             seen[rank] = ranks
-
-
-Lists = list[list[int]]
 
 
 def split_group(
@@ -164,123 +159,65 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> ProcessGroup | None:
-    """Cut a group into groups that share no rank. The members of the group call this, and nobody else.
+    """Split a group into disjoint groups. All members of the group call this, and no other rank.
 
     Args:
-        parent_pg: The group to cut. Default: all ranks.
-        split_ranks: For each new group its members, as ranks in the group to cut; the new group counts them
-            ascending. All members give the same lists. A rank may be in none of them.
-        timeout: How long any wait takes at most. Default: 30 minutes.
-        pg_options: Accepted for torch's sake.
-        group_desc: A name for error messages.
-        backend: Default: that of the group to cut.
+        parent_pg: The group to split. Default: all ranks.
+        split_ranks: Members of each new group, as ranks in the parent group; the new group orders them ascending. All
+            members pass the same lists. A rank may be in none of them.
+        timeout: Default time-out of every call on the new group. Default: 30 minutes.
+        pg_options: Accepted for compatibility with torch.
+        group_desc: Name for error messages. Default: the parent's name and a number.
+        backend: Name of the backend. Default: the parent's.
 
     Returns:
-        The new group that this rank is in; None if it is in none.
+        The new group that this rank is in, or None.
 
     Raises:
-        ArgumentError: No lists, ranks out of range or given twice, or this rank is not in the group.
+        ArgumentError: No lists, ranks out of range or duplicate ranks, or this rank is not in the group.
         MismatchError: Ranks called this with different lists.
-        RankStalledError: A member did not come in time.
+        RankStalledError: A member did not call in time.
 
-    torch does this on NCCL only; here it works on every backend.
+    torch supports this on NCCL only; here it works on every backend.
 
     Example:
         >>> import torchdist_ref as dist
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
-        ...     mine = dist.split_group(split_ranks=[[0, 3], [1, 2]])
-        ...     return dist.get_process_group_ranks(mine)
+        ...     own = dist.split_group(split_ranks=[[0, 3], [1, 2]])
+        ...     return dist.get_process_group_ranks(own)
         >>> run(program, 4)
         [[0, 3], [1, 2], [1, 2], [0, 3]]
     """
-    parent = resolve(parent_pg)
-    if parent is None:
-        rank = default_group().rank()
-        raise ArgumentError(explain("split_group", "parent_pg", "a group that this rank is in", parent_pg, rank=rank))
-    refuse_destroyed(parent, "split_group")
-    lists, seconds = _checked(split_ranks, parent), seconds_of(timeout, "split_group")
+    parent = _parent("split_group", "parent_pg", parent_pg)
+    parts, seconds = _checked_parts(split_ranks, parent), timeout_of("split_group", timeout).total_seconds()
     number = parent.store.add(f"split/rounds/{parent.rank()}", 1)
-    agree_on_parts("split_group", parent, number, lists)
-    index = next((index for index, ranks in enumerate(lists) if parent.rank() in ranks), None)
+    _agree_on_parts("split_group", parent, number, parts)
+    index = next((index for index, ranks in enumerate(parts) if parent.rank() in ranks), None)
     if index is None:
         return None
-    others = [rank for rank in lists[index] if rank != parent.rank()]
-    store = place_of_part("split_group", parent, number, index)
-    await_part("split_group", parent, watched(store, parent, others, "split_group"), lists[index], seconds)
+    ranks = parts[index]
+    others = [rank for rank in ranks if rank != parent.rank()]
+    store = _part_store("split_group", parent, number, index)
+    _await_part("split_group", parent, watched_store(store, parent, others, "split_group"), ranks, seconds)
     name = group_desc or f"{parent.name}, split {number}, part {index}"
-    return _join(parent, store, lists[index], backend or parent.backend.name, name, seconds)
+    members = tuple(parent.members[rank] for rank in ranks)
+    own = ranks.index(parent.rank())
+    return add_group(current(), store, backend or parent.backend.name, name, members, own, seconds)
 
 
-def _checked(split_ranks: Any, parent: ProcessGroup) -> Lists:
+def _checked_parts(split_ranks: Any, parent: ProcessGroup) -> Parts:
     if not split_ranks:
         raise ArgumentError(explain("split_group", "split_ranks", "a list of at least one list of ranks", split_ranks))
-    every = [rank for ranks in split_ranks for rank in ranks]
-    for rank in every:
+    listed = [rank for ranks in split_ranks for rank in ranks]
+    for rank in listed:
         if not isinstance(rank, int) or not 0 <= rank < parent.size():
             expected = f"lists of group ranks from 0 to {parent.size() - 1}"
             raise ArgumentError(explain("split_group", "split_ranks", expected, split_ranks))
-    if len(set(every)) != len(every) or not all(split_ranks):
+    if len(set(listed)) != len(listed) or not all(split_ranks):
         expected = "lists with at least one rank each and no rank twice"
         raise ArgumentError(explain("split_group", "split_ranks", expected, split_ranks))
     return [sorted(ranks) for ranks in split_ranks]
-
-
-def place_of_part(operation: str, parent: ProcessGroup, number: int, index: int) -> PrefixStore:
-    """Where the members of one part of a group meet, the n-th time that the group is cut."""
-    return PrefixStore(f"{operation}/{number}/{index}", parent.store)
-
-
-def agree_on_parts(operation: str, parent: ProcessGroup, number: int, lists: Lists) -> None:
-    """The first rank to come writes down the lists; whoever comes with others is told, and so are those who wait.
-
-    Raises:
-        MismatchError: This rank's lists are others than the first one's.
-    """
-    said: Lists = json.loads(parent.store.compare_set(f"{operation}/{number}/lists", "", json.dumps(lists)))
-    if said == lists:
-        return
-    me = parent.rank()
-    reason = f"{operation}: rank {parent.members[me]} gives {lists}, another rank gave {said}. All must give the same."
-    for index, ranks in enumerate(said):
-        if me in ranks:
-            place_of_part(operation, parent, number, index).set(f"came/{me}", reason)
-    raise MismatchError(reason)
-
-
-def await_part(operation: str, parent: ProcessGroup, store: PrefixStore, ranks: list[int], seconds: float) -> None:
-    """Wait for the members of a part, before any of them counts on the others.
-
-    Raises:
-        RankStalledError: One of them did not come in time.
-        MismatchError: One of them came with other lists.
-    """
-    store.set(f"came/{parent.rank()}", "")
-    try:
-        store.wait([f"came/{rank}" for rank in ranks], timedelta(seconds=seconds))
-    except StoreTimeoutError:
-        absent = [parent.members[rank] for rank in ranks if not store.check([f"came/{rank}"])]
-        raise RankStalledError(
-            f"{operation}: of group {parent.name!r}, ranks {absent} did not come in {seconds:g} s "
-            f"(on rank {parent.members[parent.rank()]}). See what they do."
-        ) from None
-    for answer in store.multi_get([f"came/{rank}" for rank in ranks]):
-        if answer:
-            raise MismatchError(answer.decode())
-
-
-def _join(
-    parent: ProcessGroup, store: PrefixStore, ranks: list[int], backend: str, name: str, seconds: float
-) -> ProcessGroup:
-    members, rank = tuple(parent.members[r] for r in ranks), ranks.index(parent.rank())
-    membership = Membership(store, rank, members, name, seconds)
-    made = apply_debug_level(create(backend, membership), membership)
-    group = ProcessGroup(members, rank, made, name, seconds, store)
-    current().groups.append(group)
-    return group
-
-
-SHRINK_DEFAULT, SHRINK_ABORT = 0, 1
 
 
 def shrink_group(
@@ -289,30 +226,30 @@ def shrink_group(
     shrink_flags: int = SHRINK_DEFAULT,
     pg_options: Any = None,
 ) -> ProcessGroup:
-    """Make a group of the ranks that stay, in place of the group that they are in. Only those that stay call this.
+    """Replace a group by a new one without some of its ranks. Only the ranks that remain call this.
 
     Args:
-        ranks_to_exclude: Ranks in the group to shrink, dead or alive; at least one, and not all.
-        group: The group to shrink; it ends. Default: the group of all ranks, and the new one is that from then on, with
-            ranks counted anew from 0; all other groups end with it.
-        shrink_flags: 1 to give up the group's calls under way first, so that ranks that wait in them get an error and
-            come; 0 where none are. ``ref`` tells all ranks of a death at once; on ``gloo``, some hear of it only at
-            the time-out.
+        ranks_to_exclude: Ranks in the group to exclude, dead or alive; at least one, and not all.
+        group: The group to shrink, which is destroyed. Default: all ranks. The new group is then the default group,
+            with ranks renumbered from 0, and all other groups are destroyed too.
+        shrink_flags: 1 to abort the group's pending calls first, so that ranks which wait in them get an error and can
+            call this; 0 if no call is pending. ``ref`` notifies all ranks of a death at once; on ``gloo``, some learn
+            of it only by their time-out. Default: 0.
         pg_options: As for `init_process_group`.
 
     Returns:
-        The new group, in which the ranks that stay have their old order, on the same backend, with the same time-out.
+        The new group: the remaining ranks in their old order, on the same backend, with the same time-out.
 
     Raises:
-        ArgumentTypeError: Not a list of whole numbers.
-        ArgumentError: None, all, or ranks that are not in the group, or one twice; flags that mean nothing; a group of
-            one rank, or one that this rank is not in.
-        BackendArgumentError: This rank is among the excluded.
-        MismatchError: Ranks that stay gave different lists.
-        RankStalledError: A rank that is to stay did not come within the group's time-out.
-        DistNetworkError: The store is gone, with the rank that held it.
+        ArgumentTypeError: Not a list of integers.
+        ArgumentError: No ranks, all ranks, ranks that are not in the group, or duplicates; unknown flags; or a group
+            that this rank is not in.
+        BackendArgumentError: This rank is excluded.
+        MismatchError: The remaining ranks passed different lists.
+        RankStalledError: A remaining rank did not call within the group's time-out.
+        DistNetworkError: The store died with the rank that held it.
 
-    torch does this on NCCL only, whose ``ncclCommShrink`` it is named after; here it works on every backend.
+    torch supports this on NCCL only, after whose ``ncclCommShrink`` it is named; here it works on every backend.
 
     Example:
         >>> import torch, torchdist_ref as dist
@@ -327,53 +264,92 @@ def shrink_group(
         >>> run(program, 3)
         [(0, 2, 2), 'gone', (1, 2, 2)]
     """
+    parent = _parent("shrink_group", "group", group)
+    remaining = _remaining(parent, ranks_to_exclude, shrink_flags)
+    if shrink_flags == SHRINK_ABORT:
+        parent.backend.abort(f"shrink_group: group {parent.name!r} continues without ranks {ranks_to_exclude}")
+    number = parent.store.add(f"shrink/rounds/{parent.rank()}", 1)
+    _agree_on_parts("shrink_group", parent, number, [remaining])
+    store = _part_store("shrink_group", parent, number, 0)
+    _await_part("shrink_group", parent, store, remaining, parent.timeout)
+    world, own = current(), remaining.index(parent.rank())
+    is_default = parent is world.default
+    for old in reversed(list(world.groups)) if is_default else [parent]:
+        world.destroy(old)
+    members = tuple(range(len(remaining))) if is_default else tuple(parent.members[rank] for rank in remaining)
+    name, backend = f"{parent.name}, shrunk", parent.backend.name
+    shrunk = add_group(world, store, backend, name, members, own, parent.timeout, (pg_options,))
+    if is_default:
+        world.default = shrunk
+    return shrunk
+
+
+def _remaining(group: ProcessGroup, excluded: Any, flags: Any) -> list[int]:
+    """Return the group ranks that are not excluded, after a check of all arguments."""
+    if not isinstance(excluded, list) or not all(isinstance(rank, int) for rank in excluded):
+        raise ArgumentTypeError(explain("shrink_group", "ranks_to_exclude", "a list of integers", excluded))
+    if flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
+        raise ArgumentError(explain("shrink_group", "shrink_flags", f"{SHRINK_DEFAULT} or {SHRINK_ABORT}", flags))
+    remaining = [rank for rank in range(group.size()) if rank not in excluded]
+    if not excluded or not remaining or len(remaining) + len(excluded) != group.size():
+        expected = f"at least one group rank from 0 to {group.size() - 1}, none twice, and not all of them"
+        raise ArgumentError(explain("shrink_group", "ranks_to_exclude", expected, excluded))
+    if group.rank() not in remaining:
+        expected, hint = "other ranks than this one", "An excluded rank does not call shrink_group: end its process."
+        raise BackendArgumentError(explain("shrink_group", "ranks_to_exclude", expected, excluded, hint=hint))
+    return remaining
+
+
+def _parent(operation: str, argument: str, group: ProcessGroup | int | None) -> ProcessGroup:
     parent = resolve(group)
     if parent is None:
         rank = default_group().rank()
-        raise ArgumentError(explain("shrink_group", "group", "a group that this rank is in", group, rank=rank))
-    refuse_destroyed(parent, "shrink_group")
-    stay = _staying(parent, ranks_to_exclude, shrink_flags)
-    if shrink_flags == SHRINK_ABORT:
-        parent.backend.abort(f"shrink_group: group {parent.name!r} goes on without ranks {ranks_to_exclude}")
-    number = parent.store.add(f"shrink/rounds/{parent.rank()}", 1)
-    agree_on_parts("shrink_group", parent, number, [stay])
-    store = place_of_part("shrink_group", parent, number, 0)
-    await_part("shrink_group", parent, store, stay, parent.timeout)
-    return _in_place_of(parent, stay, store, pg_options)
+        raise ArgumentError(explain(operation, argument, "a group that this rank is in", group, rank=rank))
+    refuse_destroyed(parent, operation)
+    return parent
 
 
-def _staying(group: ProcessGroup, exclude: Any, flags: Any) -> list[int]:
-    """The group ranks that stay."""
-    if not isinstance(exclude, list) or not all(isinstance(rank, int) for rank in exclude):
-        raise ArgumentTypeError(explain("shrink_group", "ranks_to_exclude", "a list of whole numbers", exclude))
-    if flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
-        raise ArgumentError(explain("shrink_group", "shrink_flags", f"{SHRINK_DEFAULT} or {SHRINK_ABORT}", flags))
-    stay = [rank for rank in range(group.size()) if rank not in exclude]
-    if not exclude or not stay or len(stay) + len(exclude) != group.size():
-        expected = f"at least one group rank from 0 to {group.size() - 1}, none twice, and not all of them"
-        raise ArgumentError(explain("shrink_group", "ranks_to_exclude", expected, exclude))
-    if group.rank() not in stay:
-        hint = "A rank that is excluded takes no part: let its process end."
-        raise BackendArgumentError(
-            explain("shrink_group", "ranks_to_exclude", "other ranks than this one", exclude, hint=hint)
-        )
-    return stay
+def _part_store(operation: str, parent: ProcessGroup, number: int, index: int) -> PrefixStore:
+    """Return the store of one part, for the `number`-th time that this operation was called on the group."""
+    return PrefixStore(f"{operation}/{number}/{index}", parent.store)
 
 
-def _in_place_of(parent: ProcessGroup, stay: list[int], store: Any, options: Any) -> ProcessGroup:
-    world, everybody = current(), parent is current().default
-    members = tuple(range(len(stay))) if everybody else tuple(parent.members[rank] for rank in stay)
-    for group in reversed(list(world.groups)) if everybody else [parent]:
-        world.remove(group)
-    rank, name = stay.index(parent.rank()), f"{parent.name}, shrunk"
-    membership = Membership(store, rank, members, name, parent.timeout, options)
-    backend = apply_debug_level(create(parent.backend.name, membership), membership)
-    made = ProcessGroup(members, rank, backend, name, parent.timeout, store)
-    return _known(world, made, everybody)
+def _agree_on_parts(operation: str, parent: ProcessGroup, number: int, parts: Parts) -> None:
+    """Compare this rank's parts with those of the first rank, which publishes them.
+
+    Raises:
+        MismatchError: They differ. Ranks that wait for this one raise it too.
+    """
+    first: Parts = json.loads(parent.store.compare_set(f"{operation}/{number}/lists", "", json.dumps(parts)))
+    if first == parts:
+        return
+    rank = parent.rank()
+    reason = (
+        f"{operation}: rank {parent.members[rank]} passes {parts}, another rank passed {first}. "
+        f"All ranks must pass the same."
+    )
+    for index, ranks in enumerate(first):
+        if rank in ranks:
+            _part_store(operation, parent, number, index).set(f"came/{rank}", reason)
+    raise MismatchError(reason)
 
 
-def _known(world: World, group: ProcessGroup, everybody: bool) -> ProcessGroup:
-    world.groups.append(group)
-    if everybody:
-        world.default = group
-    return group
+def _await_part(operation: str, parent: ProcessGroup, store: PrefixStore, ranks: list[int], seconds: float) -> None:
+    """Wait until all members of a part have arrived, before any of them connects.
+
+    Raises:
+        RankStalledError: A member did not arrive in time.
+        MismatchError: A member passed other parts.
+    """
+    store.set(f"came/{parent.rank()}", "")
+    try:
+        store.wait([f"came/{rank}" for rank in ranks], timedelta(seconds=seconds))
+    except StoreTimeoutError:
+        absent = [parent.members[rank] for rank in ranks if not store.check([f"came/{rank}"])]
+        raise RankStalledError(
+            f"{operation}: of group {parent.name!r}, ranks {absent} did not come in {seconds:g} s "
+            f"(on rank {parent.members[parent.rank()]}). Check where they hang."
+        ) from None
+    for reason in store.multi_get([f"came/{rank}" for rank in ranks]):
+        if reason:
+            raise MismatchError(reason.decode())

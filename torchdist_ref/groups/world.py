@@ -27,15 +27,24 @@ from torch import Tensor
 from torchdist_ref.backends.base import Backend
 from torchdist_ref.backends.registry import mirrored
 from torchdist_ref.calls import Call
-from torchdist_ref.errors import ArgumentError, GroupAbortedError, NotInitializedError, explain, find_rank_with, on_rank
+from torchdist_ref.errors import (
+    ArgumentError,
+    GroupAbortedError,
+    NotInitializedError,
+    explain,
+    find_rank_with,
+    on_rank,
+)
 from torchdist_ref.stores import Store
 from torchdist_ref.timeouts import GROUP_TIMEOUT
 from torchdist_ref.trace import Recorder
 from torchdist_ref.work import Work
 
+default_pg_timeout = GROUP_TIMEOUT
 
-def whole_number(value: Any) -> int | None:
-    """The number that a value means which may stand for one, as NumPy's and a tensor of one number may; None if not."""
+
+def as_integer(value: Any) -> int | None:
+    """Convert an integer-like value (NumPy scalar, one-element tensor) to int, or return None."""
     try:
         return operator.index(value)
     except TypeError:
@@ -43,14 +52,14 @@ def whole_number(value: Any) -> int | None:
 
 
 class ProcessGroup:
-    """A handle on the ranks that communicate. Made by `init_process_group` and `new_group` only.
+    """Handle on a set of ranks that communicate. Only `init_process_group`, `new_group` and the like create one.
 
     Attributes:
-        members: The global rank of every member, in group order.
-        backend: The backend.
+        members: Global rank of every member, in group order.
+        backend: The backend; a `DestroyedBackend` after `destroy_process_group`.
         name: The group's name, the same on all members.
-        timeout: Seconds that a wait in this group takes at most.
-        store: Keys of this group only.
+        timeout: Default time-out of a call on this group, in seconds.
+        store: Store with a key prefix that only this group uses.
     """
 
     def __init__(
@@ -62,30 +71,30 @@ class ProcessGroup:
         self.timeout = timeout
         self.store = store
         self._rank = rank
-        self._position = {member: position for position, member in enumerate(self.members)}
+        self._group_ranks = {member: index for index, member in enumerate(self.members)}
 
     def rank(self) -> int:
-        """This rank's number in the group."""
+        """Return this rank's group rank."""
         return self._rank
 
     def size(self) -> int:
-        """How many ranks the group has."""
+        """Return the number of ranks in the group."""
         return len(self.members)
 
     @property
     def recorder(self) -> Recorder:
-        """The last calls of this rank on this group."""
+        """Flight recorder: this rank's most recent calls on this group."""
         return self.backend.recorder
 
-    def position(self, rank: int, operation: str, argument: str) -> int:
-        """The group rank of a global rank.
+    def group_rank(self, rank: int, operation: str, argument: str) -> int:
+        """Translate a global rank into a group rank.
 
         Raises:
-            ArgumentError: That rank is not in the group.
+            ArgumentError: The rank is not in the group.
         """
-        found = self._position.get(rank)
-        if found is None and (number := whole_number(rank)) is not None:
-            found = self._position.get(number)
+        found = self._group_ranks.get(rank)
+        if found is None and (number := as_integer(rank)) is not None:
+            found = self._group_ranks.get(number)
         if found is None:
             expected = f"a global rank in the group, one of {list(self.members)}"
             raise ArgumentError(explain(operation, argument, expected, rank, rank=self.members[self._rank]))
@@ -94,7 +103,7 @@ class ProcessGroup:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """torch's functions may be given this group, and then call its methods under torch's names."""
+            """Forward torch's method names to a mirror of this group, so that torch's functions accept it."""
             if name.startswith("__") or not hasattr(torch.distributed.ProcessGroup, name):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return getattr(mirrored(lambda: self), name)
@@ -103,29 +112,8 @@ class ProcessGroup:
         return f"<ProcessGroup {self.name!r} on {self.backend.name}: rank {self._rank} of {self.size()}>"
 
 
-class HasWorld(type):
-    """Gives a class the attribute `WORLD`, whose value changes with init and destroy."""
-
-    @property
-    def WORLD(cls) -> ProcessGroup | None:
-        # The world knows groups, so it can't be imported where groups are defined.
-
-        return current().default
-
-
-class GroupMember(metaclass=HasWorld):
-    """Names for two handles that users pass and compare.
-
-    Attributes:
-        WORLD: The group of all ranks; None before `init_process_group`.
-        NON_GROUP_MEMBER: What `new_group` returns on ranks that are not in the new group.
-    """
-
-    NON_GROUP_MEMBER = -100
-
-
 class DestroyedGroupError(GroupAbortedError, ArgumentError):
-    """The group that was given is gone. Those who made a call before it went get the same by the first name.
+    """Use of a destroyed group. Calls made before its destruction raise its base class `GroupAbortedError`.
 
     torch raises a ValueError here, or uses the group as if nothing had happened.
     """
@@ -133,20 +121,23 @@ class DestroyedGroupError(GroupAbortedError, ArgumentError):
     definite = True
 
 
-class Destroyed(Backend):
-    """No backend; the calls that the group made can still be looked at."""
+class DestroyedBackend(Backend):
+    """Placeholder backend of a destroyed group: every call raises, and the flight recorder stays readable.
+
+    Do not add ways to restore a group: create a new one.
+    """
 
     def __init__(self, backend: Backend, group: str) -> None:
         self.name, self.recorder, self._group = backend.name, backend.recorder, group
 
     def refuse(self, operation: str) -> NoReturn:
-        """Say that the group is gone.
+        """Raise the error for any use of the group.
 
         Raises:
             DestroyedGroupError: Always.
         """
         raise DestroyedGroupError(
-            f"{operation}: group {self._group!r} was destroyed{on_rank()}. Make a new one with new_group."
+            f"{operation}: group {self._group!r} was destroyed{on_rank()}. Create a new one with new_group."
         )
 
     def submit(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
@@ -161,76 +152,71 @@ class Destroyed(Backend):
 
 
 def refuse_destroyed(group: ProcessGroup, operation: str) -> None:
-    """For functions that ask nothing of a backend: raise if the group is gone.
+    """Raise if the group was destroyed; for functions that submit nothing to its backend.
 
     Raises:
         DestroyedGroupError: It was destroyed.
     """
-    if isinstance(group.backend, Destroyed):
+    if isinstance(group.backend, DestroyedBackend):
         group.backend.refuse(operation)
 
 
-default_pg_timeout = GROUP_TIMEOUT
-
-
 class World:
-    """What one rank knows about its groups.
+    """All groups that one rank belongs to, and the store that they meet through.
 
     Attributes:
-        default: The group of all ranks, once initialised.
-        store: What the ranks met through.
+        default: The default group (all ranks), or None before initialization.
+        store: The store given to or created by `init_process_group`.
         groups: All groups that this rank is in, oldest first.
-        made: How many groups were ever made by all ranks; the same on all of them, which names new ones.
-        by_members: How many groups were made by their members alone, by list of members.
-        owns_store: Whether this library made the store, and so closes it.
-        at_close: What is done before the groups end.
+        created: Number of groups that all ranks created; equal on all ranks, and part of a new group's key prefix.
+        member_only: Number of groups that only their members created, by member list.
+        owns_store: Whether this library created the store, and so closes it.
+        on_close: Functions to call before the groups close.
     """
 
     def __init__(self) -> None:
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Be as new."""
+    def reset(self) -> None:
+        """Return to the state before initialization, without closing anything."""
         self.default: ProcessGroup | None = None
         self.store: Store | None = None
         self.groups: list[ProcessGroup] = []
-        self.made = 0
-        self.by_members: Counter[tuple[int, ...]] = Counter()
+        self.created = 0
+        self.member_only: Counter[tuple[int, ...]] = Counter()
         self.owns_store = False
-        self.at_close: list[Callable[[], None]] = []
+        self.on_close: list[Callable[[], None]] = []
 
-    def remove(self, group: ProcessGroup) -> None:
-        """Leave one group."""
+    def destroy(self, group: ProcessGroup) -> None:
+        """Close one group's backend and put a `DestroyedBackend` in its place."""
         self.groups.remove(group)
-        backend, group.backend = group.backend, Destroyed(group.backend, group.name)
+        backend, group.backend = group.backend, DestroyedBackend(group.backend, group.name)
         backend.close()
 
-    def say_goodbye(self) -> None:
-        """Do what was asked to be done before the groups end."""
-        for act in self.at_close:
-            act()
-        self.at_close.clear()
+    def run_on_close(self) -> None:
+        """Call the functions in `on_close`, each once."""
+        for function in self.on_close:
+            function()
+        self.on_close.clear()
 
     def close(self) -> None:
-        """Leave all groups, the newest first, and the store if it is ours."""
-        self.say_goodbye()
+        """Destroy all groups, newest first, and close the store if this library created it."""
+        self.run_on_close()
         for group in reversed(list(self.groups)):
-            self.remove(group)
+            self.destroy(group)
         store, owned = self.store, self.owns_store
-        self.forget()
+        self.reset()
         close = getattr(store, "close", None)
         if owned and close is not None:
             close()
 
 
 _of_process = World()
-
-
 _of_context: contextvars.ContextVar[World | None] = contextvars.ContextVar("torchdist_ref_world", default=None)
 
 
 def current() -> World:
-    """The world that calls without a group mean."""
+    """Return the world that calls without a group use."""
     return _of_context.get() or _of_process
 
 
@@ -243,26 +229,26 @@ def thread_rank() -> Iterator[World]:
     True
     """
     world = World()
-    token = _of_context.set(world)
+    reset = _of_context.set(world)
     try:
         yield world
     finally:
         world.close()
-        _of_context.reset(token)
+        _of_context.reset(reset)
 
 
 def abort(reason: str) -> None:
-    """Leave all groups of the current world at once: members that wait for this rank get an error.
+    """Abort all groups of the current world: members that wait for this rank get an error.
 
     Args:
-        reason: What they are told.
+        reason: Text for the other ranks' error messages.
     """
     for group in current().groups:
         group.backend.abort(reason)
 
 
 def default_group() -> ProcessGroup:
-    """The group of all ranks.
+    """Return the group of all ranks.
 
     Raises:
         NotInitializedError: There is none.
@@ -277,7 +263,7 @@ def default_group() -> ProcessGroup:
 
 
 def resolve(group: ProcessGroup | int | None, operation: str = "process group") -> ProcessGroup | None:
-    """The group that an argument means; None if this rank is not in it."""
+    """Return the group that a `group` argument refers to, or None if this rank is not in it."""
     if group is None:
         return (_of_context.get() or _of_process).default or default_group()
     if isinstance(group, ProcessGroup):
@@ -287,28 +273,28 @@ def resolve(group: ProcessGroup | int | None, operation: str = "process group") 
     return None
 
 
-def _rank() -> int | None:
-    group = current().default
-    return None if group is None else group.rank()
+class HasWorld(type):
+    """Metaclass that adds the class attribute `WORLD`, whose value follows init and destroy."""
+
+    @property
+    def WORLD(cls) -> ProcessGroup | None:
+        """The default group, or None before `init_process_group`."""
+        return current().default
 
 
-def _after_fork() -> None:
-    # The child has no backend threads and must not use its parent's links.
-    _of_process.say_goodbye()
-    _of_process.forget()
+class GroupMember(metaclass=HasWorld):
+    """Constants that users pass as a group or compare a group with.
 
+    Attributes:
+        WORLD: The group of all ranks; None before `init_process_group`.
+        NON_GROUP_MEMBER: Return value of `new_group` on ranks outside the new group.
+    """
 
-find_rank_with(_rank)
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-atexit.register(lambda: _of_process.close())
+    NON_GROUP_MEMBER = -100
 
 
 class group(metaclass=HasWorld):
-    """The older place of `WORLD`.
+    """Older namespace of `WORLD`; see `GroupMember`.
 
     Attributes:
         WORLD: The group of all ranks; None before `init_process_group`.
@@ -321,3 +307,19 @@ class group(metaclass=HasWorld):
         >>> run(lambda rank: dist.get_process_group_ranks(dist.group.WORLD), 2)
         [[0, 1], [0, 1]]
     """
+
+
+def _global_rank() -> int | None:
+    default = current().default
+    return None if default is None else default.rank()
+
+
+def _after_fork() -> None:
+    # The child has no backend threads and must not use its parent's links.
+    _of_process.run_on_close()
+    _of_process.reset()
+
+
+find_rank_with(_global_rank)
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(lambda: _of_process.close())

@@ -1,4 +1,4 @@
-"""Helpers that training frameworks wrap around collectives: for metrics, for losses over all ranks, for setting up.
+"""Helpers that training frameworks wrap around collectives: for metrics, losses over all ranks, and initialization.
 
-Each is built from public functions of `torchdist_ref.groups`, and none is needed by the rest of the library.
+Each uses public functions of `torchdist_ref.groups`, and the rest of the library needs none of them.
 """
