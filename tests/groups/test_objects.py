@@ -206,7 +206,8 @@ def test_an_object_that_cannot_be_unpickled_names_its_rank() -> None:
         return caught.value.__notes__
 
     assert (
-        run(program, 2) == [["all_gather_object: the object came whole from rank 1, but can't be unpickled here."]] * 2
+        run(program, 2)
+        == [["all_gather_object: the object arrived complete from rank 1, but cannot be unpickled here."]] * 2
     )
 
 

@@ -115,13 +115,13 @@ def split_differently(rank: int) -> tuple[str, list[float]]:
     with pytest.raises(dist.DistBackendError) as caught:
         dist.split_group(split_ranks=[[0, 1]] if rank else [[0], [1]], timeout=SHORT)
         # Whoever came first with a group of its own alone has nobody to hear it from.
-        raise dist.MismatchError("split_group: alone, All must give the same.")
+        raise dist.MismatchError("split_group: alone, All ranks must pass the same.")
     return str(caught.value), total_of(None, rank)
 
 
 def test_splits_that_ranks_see_differently_are_an_error() -> None:
     for text, total in run(split_differently, 2):
-        assert "split_group" in text and "All must give the same" in text
+        assert "split_group" in text and "All ranks must pass the same" in text
         assert total == wanted_of([0, 1])
 
 
