@@ -71,7 +71,7 @@ PARTS = (
     Part("backends", "2 backends", (*CORE, "backends.base", "backends.reductions", "backends.ref_in_torch")),
     Part("backends.ref", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "schedules")),
     Part("backends.torch_native", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS)),
-    Part("backends.mpi", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "backends.ref")),
+    Part("backends.mpi", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS)),
     Part(
         "backends.ref_in_torch",
         "2 backends",

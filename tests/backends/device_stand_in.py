@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.ref import stages_on_device, staging
+from torchdist_ref.backends.ref import one_gpu, staging
 from torchdist_ref.transports import registered_memory
 
 
@@ -143,9 +143,9 @@ def instead_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process, and those forked from it, take the stand-in for CUDA, where ranks can't share memory."""
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
-    monkeypatch.setattr(staging, "_stream", Stream)
+    monkeypatch.setattr(staging, "_side_stream", Stream)
     monkeypatch.setattr(staging, "_pinned", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
-    monkeypatch.setattr(stages_on_device, "MEMORY", Nameless())
+    monkeypatch.setattr(one_gpu, "MEMORY", Nameless())
 
 
 class SharedDevice:

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import torchdist_ref as dist
-from torchdist_ref.backends.ref import stages_on_device, staging
+from torchdist_ref.backends.ref import one_gpu, staging
 from torchdist_ref.testing import fill
 
 
@@ -128,7 +128,7 @@ def training(rank: int, size: int) -> None:
 def without_ipc(rank: int, size: int) -> None:
     """A rank that can't export: all go through pinned memory."""
     if rank == 1:
-        stages_on_device.MEMORY.export = refuse  # type: ignore[method-assign]
+        one_gpu.MEMORY.export = refuse  # type: ignore[method-assign]
     data = [fill(r, (100_000,)) for r in range(size)]
     for _ in range(3):
         dist.all_reduce(tensor := data[rank].cuda())

@@ -11,7 +11,7 @@ import torch
 from torch.futures import Future
 
 import torchdist_ref as dist
-from torchdist_ref.backends.ref.progress import Lane
+from torchdist_ref.backends.worker_threads import WorkerThread
 from torchdist_ref.testing import fill, run
 
 
@@ -182,7 +182,7 @@ def test_a_callback_computes_on_as_many_cores_as_the_process_chose() -> None:
         torch.mm(matrix, matrix)
         helpers.append(len(os.listdir("/proc/self/task")) - before)
 
-    lane = Lane("a lane")
+    lane = WorkerThread("a worker")
     lane.put(work)
     lane.close()
     assert torch.get_num_threads() == 1 and helpers == [0]

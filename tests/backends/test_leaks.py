@@ -12,7 +12,7 @@ import torch
 
 import torchdist_ref as dist
 from torchdist_ref.backends.ref import Ref
-from torchdist_ref.backends.ref.planner import MOST
+from torchdist_ref.backends.ref.planner import MOST_PLANS
 from torchdist_ref.groups.world import default_group
 from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.transports.shared_memory import PeerProcesses
@@ -106,15 +106,15 @@ def test_many_threads_may_ask_who_is_dead() -> None:
 
 
 def invent_shapes(rank: int) -> int:
-    for count in range(MOST + 40):
+    for count in range(MOST_PLANS + 40):
         dist.all_reduce(torch.ones(count))
     tensor = fill(rank, (6,))
     dist.all_reduce(tensor)
     assert torch.equal(tensor, fill(0, (6,)) + fill(1, (6,)))
     backend = default_group().backend
     assert isinstance(backend, Ref)
-    return len(backend._planner._plans)
+    return len(backend.collectives.planner.plans)
 
 
 def test_plans_are_forgotten_when_there_are_too_many() -> None:
-    assert all(count <= MOST for count in run(invent_shapes, 2))
+    assert all(count <= MOST_PLANS for count in run(invent_shapes, 2))

@@ -120,17 +120,17 @@ def test_a_message_that_comes_while_another_is_taken_is_not_forgotten() -> None:
 
     def receive(backend: Any) -> list[float]:
         into = [torch.zeros(3), torch.zeros(3)]
-        inbox = backend._inbox
-        late.append(RingsLate(inbox._boxes[0].message))
-        inbox._boxes[0].message = late[0]
-        with inbox._taking:
+        receiver = backend._messages._receiver
+        late.append(RingsLate(receiver._mailboxes[0].message))
+        receiver._mailboxes[0].message = late[0]
+        with receiver._taking:
             works = [dist.irecv(tensor, source) for tensor, source in zip(into, (0, 2), strict=True)]
             dist.barrier()
         assert all(work is not None and work.wait() for work in works)
         return torch.cat(into).tolist()
 
     def send_late(backend: Any) -> None:
-        box = backend._outbox._ways[1][0]
+        box = backend._messages._sender._mailboxes[1][0]
         ring = box._ring_doorbell
         box._ring_doorbell = lambda: (ring(), late[0].rung.set())
         assert late[0].due.wait(5)

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -29,8 +29,8 @@ from tests.backends.device_stand_in import (
     seen_by_host,
     to_be_doubled,
 )
-from torchdist_ref.backends.ref import stages_on_device, staging
-from torchdist_ref.backends.ref.one_gpu import OneGpu
+from torchdist_ref.backends.ref import one_gpu, staging
+from torchdist_ref.backends.ref.one_gpu import DevicePath, DeviceSlots
 from torchdist_ref.testing import RankError, fill, run
 
 STAGE = 2048
@@ -41,8 +41,8 @@ through_host: list[int] = []
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     instead_of_cuda(monkeypatch)
-    monkeypatch.setattr(stages_on_device, "STAGE", STAGE)
-    monkeypatch.setattr(stages_on_device, "MEMORY", SharedDevice())
+    monkeypatch.setattr(one_gpu, "BUFFER_BYTES", STAGE)
+    monkeypatch.setattr(one_gpu, "MEMORY", SharedDevice())
     monkeypatch.setattr(staging, "_pinned", counted)
     through_host.clear()
 
@@ -231,8 +231,8 @@ class Another(SharedDevice):
 
 
 UNFIT = {
-    "one can't export": (Separate, "rank 1 can't lay out.*not exported"),
-    "one can't open": (CannotOpen, "rank 1 can't use.*no such handle"),
+    "one can't export": (Separate, "rank 1 can't export.*not exported"),
+    "one can't open": (CannotOpen, "rank 1 can't open.*no such handle"),
     "one is elsewhere": (Another, "several devices.*; another device; the one device"),
     "one has no name": (Nameless, "several devices.*rank 1 can't name.*uuid"),
 }
@@ -240,12 +240,12 @@ UNFIT = {
 
 def with_an_unfit_rank(rank: int, unfit: type[SharedDevice]) -> tuple[list[str], int]:
     if rank == 1:
-        stages_on_device.MEMORY = unfit()
+        one_gpu.MEMORY = unfit()
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    stages_on_device.log.addHandler(handler)
-    stages_on_device.log.setLevel(logging.INFO)
+    one_gpu.log.addHandler(handler)
+    one_gpu.log.setLevel(logging.INFO)
     for turn in range(3):
         dist.all_reduce(tensor := to_be_doubled(on_device(torch.full((900,), float(rank + turn)))))
         same("all_reduce", tensor, torch.full((900,), 6.0 + 6 * turn))
@@ -274,7 +274,7 @@ def some_on_the_host(rank: int, make: Callable[[int], Tensor]) -> list[int]:
 
 @pytest.mark.parametrize("make", [torch.zeros, dist.empty_registered], ids=["ordinary", "registered"])
 def test_some_have_their_tensors_on_the_host(make: Callable[[int], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages_on_device, "STAGE", 2 << 20)
+    monkeypatch.setattr(one_gpu, "BUFFER_BYTES", 2 << 20)
     assert run(some_on_the_host, 2, make, ranks="processes") == [[1, 1, 2], [0, 0, 0]]
 
 
@@ -296,7 +296,7 @@ def test_survivors_name_the_dead_rank() -> None:
 
 def die_in_agreement(rank: int) -> str:
     if rank == 1:
-        stages_on_device.MEMORY.open = lambda exported: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment, return-value]
+        one_gpu.MEMORY.open = lambda exported: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(dist.RankDiedError) as caught:
         dist.all_reduce(on_device(torch.ones(900)))
     return str(caught.value)
@@ -310,13 +310,13 @@ def test_a_rank_may_die_while_ranks_agree() -> None:
 
 def a_group_and_its_end(rank: int) -> bool:
     stages: list[weakref.ref[Tensor]] = []
-    rounds = OneGpu._round
+    make = DeviceSlots.__init__
 
-    def noted(self: OneGpu, found: list[Tensor], *rest: object) -> None:
+    def noted(self: DeviceSlots, path: DevicePath, found: Sequence[Tensor]) -> None:
         stages[:] = [weakref.ref(each) for each in found]
-        rounds(self, found, *rest)  # type: ignore[arg-type]
+        make(self, path, found)
 
-    OneGpu._round = noted  # type: ignore[method-assign, assignment]
+    DeviceSlots.__init__ = noted  # type: ignore[method-assign]
     dist.all_reduce(on_device(torch.ones(900)))
     assert len(stages) == 2 and all(each() is not None for each in stages)
     dist.destroy_process_group()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import torchdist_ref as dist
-from torchdist_ref.backends.ref import zero_copy as lent
-from torchdist_ref.backends.ref.zero_copy import DIVIDED, SCHEDULES, Lending
+from torchdist_ref.backends.ref.steps import Step
+from torchdist_ref.backends.ref.zero_copy import DIVIDED, SCHEDULES, RegisteredPath
 from torchdist_ref.schedules import verify
 from torchdist_ref.schedules.schedule import Schedule
 from torchdist_ref.testing import RankError, fill, run
@@ -47,13 +47,13 @@ class Counted:
 
     def __init__(self) -> None:
         self.calls = 0
-        found = Lending.rounds
+        found = RegisteredPath.phases
 
-        def rounds(lending: Lending, places: bytes) -> lent.Rounds:
+        def phases(path: RegisteredPath, locations: bytes) -> Iterable[Sequence[Step]]:
             self.calls += 1
-            return found(lending, places)
+            return found(path, locations)
 
-        Lending.rounds = rounds  # type: ignore[method-assign]
+        RegisteredPath.phases = phases  # type: ignore[method-assign]
 
 
 def same(what: str, got: Tensor, wanted: Tensor) -> None:

@@ -137,10 +137,10 @@ def test_only_what_is_read_is_copied_to_the_host(monkeypatch: pytest.MonkeyPatch
     assert copied == [10, 10]
 
 
-def test_what_is_plain_is_not_copied() -> None:
+def test_contiguous_tensors_are_not_copied() -> None:
     tensor, call = fill(0, (4, 3)), AllReduce("sum")
-    assert staging.plain(tensor, call) is tensor and staging.blank(tensor, call) is tensor
-    assert staging.plain(tensor.t(), call).data_ptr() != tensor.data_ptr()
-    for look in (staging.plain, staging.blank):
+    assert staging.contiguous_on_host(tensor, call) is tensor and staging.receive_buffer(tensor, call) is tensor
+    assert staging.contiguous_on_host(tensor.t(), call).data_ptr() != tensor.data_ptr()
+    for look in (staging.contiguous_on_host, staging.receive_buffer):
         with pytest.raises(dist.DistBackendError, match="meta"):
             look(torch.empty(2, device="meta"), call)

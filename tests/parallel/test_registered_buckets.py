@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 import torchdist_ref as dist
 from torchdist_ref import groups
 from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torchdist_ref.backends.ref.zero_copy import Lending, Rounds
+from torchdist_ref.backends.ref.steps import Step
+from torchdist_ref.backends.ref.zero_copy import RegisteredPath
 from torchdist_ref.parallel import DistributedDataParallel
 from torchdist_ref.testing import run
 from torchdist_ref.transports.registered_memory import handle_of
@@ -25,13 +27,13 @@ def ordinary(count: int, *, dtype: torch.dtype, group: object) -> Tensor:
 
 def train(rank: int, pointing: bool, registered: bool) -> tuple[list[Tensor], int, bool]:
     """Three steps of a model of several buckets: its gradients, how many calls ran on lent tensors, where they lie."""
-    calls, found = [0], Lending.rounds
+    calls, found = [0], RegisteredPath.phases
 
-    def counted(lending: Lending, places: bytes) -> Rounds:
+    def counted(path: RegisteredPath, locations: bytes) -> Iterable[Sequence[Step]]:
         calls[0] += 1
-        return found(lending, places)
+        return found(path, locations)
 
-    Lending.rounds = counted  # type: ignore[method-assign]
+    RegisteredPath.phases = counted  # type: ignore[method-assign]
     if not registered:
         groups.empty_registered = ordinary  # type: ignore[assignment]
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ from torchdist_ref.backends.base import Backend, Membership, flat_operands, nbyt
 from torchdist_ref.backends.mpi.work import Ended, Finish, MpiWork, Poller, Started
 from torchdist_ref.backends.profiler_ranges import profiled
 from torchdist_ref.backends.reductions import WIDENED, check
-from torchdist_ref.backends.ref.callbacks import Callbacks
+from torchdist_ref.backends.worker_threads import CallbackThreads
 from torchdist_ref.calls import (
     AllGather,
     AllReduce,
@@ -87,7 +87,7 @@ class Mpi(Backend):
         self._comm = self._connect()
         self.recorder = Recorder()
         self._sequence = 0
-        self._callbacks, self._poller = Callbacks(m.name), Poller(m.name)
+        self._callbacks, self._poller = CallbackThreads(m.name), Poller(m.name)
 
     def _connect(self) -> Any:
         """A communicator of the members, in the order of the group; no other rank takes part."""

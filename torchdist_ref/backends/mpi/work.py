@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
-from torchdist_ref.backends.ref.progress import Lane
+from torchdist_ref.backends.worker_threads import WorkerThread
 from torchdist_ref.errors import RankStalledError
 from torchdist_ref.work import Runner, Work
 
@@ -130,7 +130,7 @@ class Poller:
     """Asks for the works that nobody else may be asking for, and keeps them and their memory until they end."""
 
     def __init__(self, name: str) -> None:
-        self._lane = Lane(f"{name} progress")
+        self._lane = WorkerThread(f"{name} progress")
         self._works: list[MpiWork] = []
         # MPI may still write into the tensors of a call that failed.
         self._failed: list[MpiWork] = []

@@ -1,83 +1,112 @@
-"""Plan: one rank's part of a schedule, made ready for tensors of one dtype and shape. Made once, run often.
+"""Plan: one rank's part of a collective on tensors of one dtype and shape, as a value.
 
-All the thinking is here: which slots a rank lays out on its stage and where, whom it tells, whom it waits
-for, what it then copies or reduces from whose stage. What is left for the executor is a few short loops
-over functions that already exist. Large tensors go through the stage in windows: the whole schedule runs for
-one window after the other, so that a window is still in the cache when the peers read it.
+A plan says which slots a rank writes into its staging buffer and where, which peers read them, which slots it then
+copies or reduces, and from whose staging buffer. Large tensors pass through the staging buffer in windows: the whole
+schedule runs for one window after the other, so that a window is still in the cache when the peers read it.
 
-Round rules (`schedules.schedule`): reads come before writes. Whatever a peer reads is on the stage before
+Rounds follow one rule (`schedules.schedule`): all reads come before all writes. Whatever a peer reads is staged before
 anything is written; whatever a rank reads of its own and overwrites in the same round is staged too.
+
+Two executors run plans: `execute`, to be read, and `fast`. Do not add here: functions to run, memory, or links.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.reductions import Reduction
-from torchdist_ref.backends.ref import steps
-from torchdist_ref.backends.ref.arrivals import Arrivals
-from torchdist_ref.backends.ref.operands import IN_PLACE, Sizes
-from torchdist_ref.backends.ref.steps import Operand, Part, Step
+from torchdist_ref.schedules import catalogue
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
-from torchdist_ref.transports.link import Link, Range, Semaphore
-from torchdist_ref.transports.segment_layout import ring_bytes
-from torchdist_ref.transports.status_table import ANNOUNCEMENT_BYTES, Announcement
+from torchdist_ref.transports.status_table import Announcement
 
-ALIGN = 64
-# Bytes that are copied in the time that it takes to make a view (measured: about 1 us).
-SHORT = 64 * 1024
-Peer = tuple[Semaphore, int]
+IN_PLACE = frozenset(("all_reduce", "reduce", "broadcast"))
+# Slots begin at multiples of so many bytes in a staging buffer.
+ALIGNMENT = 64
+Pairs = tuple[tuple[int, ...], ...]
 
 
-class RoundCode(NamedTuple):
-    """What a rank does in one round of one window.
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Number of elements of every slot of one call, on every rank.
+
+    ``data`` is the call's tensor in equal chunks (the last may be shorter or empty); ``in`` and ``out`` are its
+    lists, a block per index, or one tensor with all blocks in a row (`base.RowBlocks`); ``tmp`` is scratch memory.
 
     Attributes:
-        stage: Copies that lay out on the stage what peers read.
-        posts: Tokens to give once that is done.
-        waits: (token, peer) to take before reading.
-        steps: What to do then with the slots of this rank.
-        frees: Tokens to give once everything is read.
-        readers: (token, peer) to take before anything is laid out in this turn again.
+        op: The operation.
+        blocks: In-place calls: one number, the tensor. Others: elements of block 0, 1, ... of the group.
+        chunks: In-place calls: number of chunks into which the schedule divides the tensor.
+        rows: Those of ``in`` and ``out`` that are one tensor.
+        pairs: Uneven exchanges: for each rank, the elements that it sends to each rank.
     """
 
-    stage: tuple[Step, ...]
-    posts: tuple[Callable[[], Any], ...]
-    waits: tuple[Peer, ...]
-    steps: tuple[Step, ...]
-    frees: tuple[Callable[[], Any], ...]
-    readers: tuple[Peer, ...]
+    op: str
+    blocks: tuple[int, ...]
+    chunks: int
+    rows: frozenset[str] = frozenset()
+    pairs: Pairs = ()
+
+    def of(self, rank: int, slot: Slot) -> int:
+        """Return the number of elements of `slot` on `rank`."""
+        buffer, index = slot
+        if buffer == "tmp":
+            return self.chunk(index % self.chunks) if self.op in IN_PLACE else self.largest
+        if buffer == "data":
+            return self.chunk(index)
+        if self.pairs:
+            return self.pairs[rank][index] if buffer == "in" else self.pairs[index][rank]
+        owner = rank if self._holds_own_block(buffer) else index
+        return self.blocks[owner] if len(self.blocks) > 1 else self.blocks[0]
+
+    def _holds_own_block(self, buffer: str) -> bool:
+        """Return whether a buffer's one block belongs to the rank that holds it, as the input of a gather does."""
+        gathers = self.op in ("all_gather", "gather")
+        return gathers == (buffer == "in") and self.op != "all_to_all"
+
+    def chunk(self, index: int) -> int:
+        """Return the number of elements of one chunk of the tensor."""
+        return max(0, min(self.stride, self.blocks[0] - index * self.stride))
+
+    @property
+    def stride(self) -> int:
+        """Elements from one chunk to the next."""
+        return -(-self.blocks[0] // max(1, self.chunks))
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest slot."""
+        return self.stride if self.op in IN_PLACE else max(self.blocks, default=0)
 
 
-Code = tuple[RoundCode, ...]
-"""All rounds of one window."""
-
-
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """A call on tensors of one kind, planned for one rank of one link.
+    """A call on tensors of one kind, planned for one rank of a group.
 
     Attributes:
-        link: Where it runs.
-        record: What is announced to the peers.
+        rank: This rank.
+        record: The announcement that peers compare with theirs.
         schedule: The algorithm.
         sizes: Elements of every slot.
-        dtype: Of all tensors.
-        inputs: How many of the call's operands are inputs only; the others are outputs.
-        nbytes: Of the largest operand, for the recorder.
-        shape: Of every tensor of the call, or None where they differ.
-        reduction: How to reduce; None where nothing is.
-        divide: Divide the result by this (an average); 0 for not at all.
-        fits: Whether a tensor of the plan's kind is a plain row of values in memory; others get such copies.
+        dtype: The dtype of all tensors.
+        inputs: Number of operands that are inputs only; the others are outputs.
+        nbytes: Bytes of the largest operand, for the recorder.
+        shape: The shape of every tensor of the call, or None where they differ.
+        capacity: Most bytes that a rank stages at once.
+        reduction: Name of the reduction; None where nothing is reduced.
+        root: The root of a rooted operation.
+        uneven: Whether ranks learn each other's block sizes in the course of the call.
+        on_host: Whether all tensors are in host memory.
+        forced: Whether the user chose the algorithm.
+        flat: Whether a contiguous tensor of this kind is a row of values in memory; else `is_flat` checks more.
+        requires_grad: Whether a tensor requires a gradient.
     """
 
-    link: Link
+    rank: int
     record: Announcement
     schedule: Schedule
     sizes: Sizes
@@ -85,15 +114,47 @@ class Plan:
     inputs: int
     nbytes: int
     shape: tuple[int, ...] | None
-    reduction: Reduction | None
-    divide: int = 0
-    fits: Callable[[Tensor], bool] = Tensor.is_contiguous
-    _code: dict[Any, Code] = field(default_factory=dict)
+    capacity: int
+    reduction: str | None = None
+    root: int = 0
+    uneven: bool = False
+    on_host: bool = True
+    forced: bool = False
+    flat: bool = True
+    requires_grad: bool = False
 
     @cached_property
-    def doing(self) -> str:
+    def text(self) -> str:
         """The call in words, for messages."""
         return self.record.text.decode(errors="replace")
+
+    @property
+    def op(self) -> str:
+        """The operation."""
+        return self.sizes.op
+
+    @property
+    def divisor(self) -> int:
+        """Divisor that makes a sum an average; 0 where nothing is divided."""
+        return self.schedule.world if self.reduction == "avg" else 0
+
+    @cached_property
+    def divides_at_once(self) -> bool:
+        """Whether everything that is reduced into a slot arrives in one round, which then divides as well."""
+        return sum(any(move.reduce for move in moves) for moves in self.schedule.rounds) <= 1
+
+    @cached_property
+    def is_flat(self) -> Callable[[Tensor], bool]:
+        """Test for a tensor of the plan's kind: a plain row of values in memory. Others are copied first.
+
+        A contiguous tensor can be read through a conjugation or a minus sign (`Tensor.conj`): complex ones, and
+        single elements of the imaginary parts of such tensors.
+        """
+        if self.requires_grad:
+            return _never
+        if self.flat:
+            return Tensor.is_contiguous
+        return _is_not_conjugate if self.dtype.is_complex else _is_not_negative
 
     @cached_property
     def rounds(self) -> tuple[tuple[Move, ...], ...]:
@@ -102,7 +163,7 @@ class Plan:
 
     @property
     def carries_data(self) -> bool:
-        """Whether there is anything to move; else the call only says that every rank has come to it."""
+        """Whether there is anything to move; else the call only synchronizes the ranks."""
         return self.schedule.chunks > 0
 
     def _carries(self, move: Move) -> bool:
@@ -110,171 +171,96 @@ class Plan:
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """The slots of this rank that the schedule touches."""
-        mine = {slot for moves in self.rounds for move in moves for slot in self._mine(move)}
-        return tuple(sorted(mine))
-
-    def _mine(self, move: Move) -> Iterable[Slot]:
-        rank = self.link.rank
-        return [s for r, s in ((move.src, move.read), (move.dst, move.write)) if r == rank]
+        """The slots of this rank that the schedule touches, in order."""
+        ends = ((r, s) for moves in self.rounds for m in moves for r, s in ((m.src, m.read), (m.dst, m.write)))
+        return tuple(sorted({slot for rank, slot in ends if rank == self.rank}))
 
     @cached_property
-    def whole(self) -> bool:
-        """Whether every slot is a whole tensor that goes through the stage at once: nothing is sliced then."""
-        flat_operands = self.sizes.op not in IN_PLACE or self.sizes.chunks == 1
-        return flat_operands and self.shape is not None and len(self.windows) == 1 and not self.scratch
-
-    @cached_property
-    def arrivals(self) -> Arrivals:
-        """How what arrives is brought into slots."""
-        # Short blocks take longer to cut out of their tensor than to copy.
-        short = bool(self.sizes.rows) and self.sizes.largest * self.dtype.itemsize <= SHORT
-        return Arrivals(self.dtype, self.reduction, short)
+    def results(self) -> tuple[Slot, ...]:
+        """The slots of this rank that lie in the caller's outputs."""
+        return tuple(slot for slot in self.slots if slot[0] in ("data", "out"))
 
     @cached_property
     def staged(self) -> tuple[dict[int, tuple[Slot, ...]], ...]:
-        """For each round and rank: the slots that are laid out on its stage, in order."""
-        return tuple(_staged(moves) for moves in self.rounds)
+        """For each round and rank: the slots that the rank writes into its staging buffer, in order."""
+        return tuple(map(_staged, self.rounds))
 
     @cached_property
-    def _most(self) -> int:
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """For each round: the peers from which this rank reads."""
+        return tuple(self._unique(m.src for m in moves if m.dst == self.rank != m.src) for moves in self.rounds)
+
+    @cached_property
+    def targets(self) -> tuple[tuple[int, ...], ...]:
+        """For each round: the peers that read from this rank."""
+        return tuple(self._unique(m.dst for m in moves if m.src == self.rank != m.dst) for moves in self.rounds)
+
+    @cached_property
+    def arrivals(self) -> tuple[tuple[tuple[Slot, list[Move]], ...], ...]:
+        """For each round: the slots of this rank that change, each with the moves that end there, in order."""
+        return tuple(tuple(arrivals_by_slot(m for m in moves if m.dst == self.rank)) for moves in self.rounds)
+
+    @cached_property
+    def most_staged(self) -> int:
+        """Most slots that a rank stages in one round."""
         return max((len(slots) for by_rank in self.staged for slots in by_rank.values()), default=1)
 
     @cached_property
-    def _stride(self) -> int:
-        return -(-self.window * self.dtype.itemsize // ALIGN) * ALIGN
-
-    @cached_property
-    def room(self) -> int:
-        """Bytes of the ring that each round takes on every stage; 0 if it has a pocket."""
-        return ring_bytes(self._most * self._stride if self.carries_data else 0)
+    def stride(self) -> int:
+        """Bytes from one staged slot to the next."""
+        return -(-self.window * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
     @cached_property
     def window(self) -> int:
-        """Elements of a slot that go through the stage at once."""
-        room = self.link.layout.window // self._most // ALIGN * ALIGN // self.dtype.itemsize
-        return max(1, min(room, self.sizes.largest))
+        """Elements of a slot that pass through the staging buffer at once."""
+        fitting = self.capacity // self.most_staged // ALIGNMENT * ALIGNMENT // self.dtype.itemsize
+        return max(1, min(fitting, self.sizes.largest))
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """Where in a slot each window begins."""
+        """The element of a slot with which each window begins."""
         return tuple(range(0, self.sizes.largest, self.window)) or (0,)
 
-    @cached_property
-    def scratch(self) -> dict[Slot, Tensor]:
-        """Memory for the schedule's `tmp` slots, one window each."""
-        return {s: torch.empty(self.window, dtype=self.dtype) for s in self.slots if s[0] == "tmp"}
-
     def length(self, rank: int, slot: Slot, begin: int) -> int:
-        """Elements of `slot` on `rank` that lie in the window that begins there."""
+        """Return the number of elements of `slot` on `rank` that lie in the window that begins there."""
         return max(0, min(self.window, self.sizes.of(rank, slot) - begin))
 
-    def code(self, begin: int, place: int) -> Code:
-        """What to do for the window that begins there, if its first round has that place on every ring, or pocket."""
-        key = (-1 if 0 < begin <= self._smallest - self.window else begin, place)
-        code = self._code.get(key)
-        if code is None:
-            numbers = range(len(self.rounds))
-            code = self._code[key] = tuple(self._round(n, begin, self._place(place, n)) for n in numbers)
-        return code
+    def address_of(self, slot: Slot) -> tuple[int, int]:
+        """Return the operand that a slot of this rank is part of, and the slot's first element there."""
+        buffer, index = slot
+        if buffer == "data":
+            return 0, index * self.sizes.stride
+        first = 0 if buffer == "in" else self.inputs
+        return (first, index * self.sizes.blocks[0]) if buffer in self.sizes.rows else (first + index, 0)
 
-    def _place(self, first: int, number: int) -> int:
-        layout = self.link.layout
-        after = first + number * (self.room or 1)
-        return layout.next_offset(after, self.room) if self.room else after % layout.cells
+    def staging_offset(self, number: int, rank: int, slot: Slot) -> int:
+        """Return the byte at which a slot lies in the part of a rank's staging buffer that round `number` takes."""
+        return self.staged[number][rank].index(slot) * self.stride
 
-    @cached_property
-    def _frees(self) -> bool:
-        """Whether readers must say that they are done.
-
-        In one round they need not: who opens the next call has finished this one, and that lies elsewhere on the stage.
-        """
-        return self.carries_data and max(len(self.rounds), len(self.windows)) > 1
-
-    @cached_property
-    def _smallest(self) -> int:
-        return min((self.sizes.of(m.src, m.read) for moves in self.rounds for m in moves), default=0)
-
-    def _round(self, number: int, begin: int, place: int) -> RoundCode:
-        link, rank, moves = self.link, self.link.rank, self.rounds[number]
-        opening = number == 0 and begin == 0
-        sources = _unique(m.src for m in moves if m.dst == rank and m.src != rank)
-        targets = _unique(m.dst for m in moves if m.src == rank and m.dst != rank)
-        told = link.peers if opening else targets
-        mine = [s for s in self.staged[number].get(rank, ()) if self.length(rank, s, begin) and self.carries_data]
-        return RoundCode(
-            stage=tuple(
-                self._copy(self._view(number, rank, s, begin, place), self._own(s, begin), s, begin) for s in mine
-            ),
-            posts=tuple(link.make_signal("ready", p, self._shown(number, p, begin, place, opening)) for p in told),
-            waits=tuple((link.ready_from[p], p) for p in (link.peers if opening else sources)),
-            steps=(*self._steps(number, begin, place), *self._last_steps(number, begin)),
-            frees=tuple(link.make_signal("released", p) for p in sources if self._frees),
-            readers=tuple((link.released_by[p], p) for p in targets if self._frees),
-        )
-
-    def _shown(self, number: int, peer: int, begin: int, place: int, opening: bool) -> list[Range]:
-        """What a peer gets to see with its token: the slots that it reads, and in an opening the announcement."""
-        link = self.link
-        line = [(link.layout.status_row(link.rank), ANNOUNCEMENT_BYTES)] if opening else []
-        moves = [m for m in self.rounds[number] if (m.src, m.dst) == (link.rank, peer) and self.carries_data]
-        return line + [self._range(number, link.rank, slot, begin, place) for slot in _unique(m.read for m in moves)]
-
-    def _range(self, number: int, rank: int, slot: Slot, begin: int, place: int) -> Range:
-        """Where a slot of some rank lies on that rank's stage in this round, and how many bytes it has there."""
-        layout = self.link.layout
-        first = layout.ring(rank, place) if self.room else layout.eager_buffer(rank, place)
-        offset = first + self.staged[number][rank].index(slot) * self._stride
-        return offset, self.length(rank, slot, begin) * self.dtype.itemsize
-
-    def _view(self, number: int, rank: int, slot: Slot, begin: int, place: int) -> Tensor:
-        """A slot of some rank as it lies on that rank's stage in this round."""
-        offset, nbytes = self._range(number, rank, slot, begin, place)
-        count = nbytes // self.dtype.itemsize
-        view = torch.frombuffer(self.link.segment.buffer_of(rank), dtype=self.dtype, count=count, offset=offset)
-        return view.view(self.shape) if self.whole and self.shape is not None else view
-
-    def _own(self, slot: Slot, begin: int) -> Operand:
-        """A slot of this rank: part of a tensor of the call, or as much of its scratch as passes in this window."""
-        if slot[0] == "tmp":
-            return self.scratch[slot][: self.length(self.link.rank, slot, begin)]
-        return Part(*self.sizes.place(slot, self.inputs), self.whole and slot[0] not in self.sizes.rows)
-
-    def _copy(self, target: Operand, source: Operand, slot: Slot, begin: int) -> Step:
+    def staged_for(self, number: int, peer: int, begin: int) -> list[tuple[int, int]]:
+        """Return (offset, bytes) of the staged slots that a peer reads in a round of a window."""
+        moves = [m for m in self.rounds[number] if (m.src, m.dst) == (self.rank, peer) and self.carries_data]
         size = self.dtype.itemsize
-        return steps.copy(target, source, self.length(self.link.rank, slot, begin) * size, size)
+        return [
+            (self.staging_offset(number, self.rank, slot), self.length(self.rank, slot, begin) * size)
+            for slot in self._unique(m.read for m in moves)
+        ]
 
-    def _steps(self, number: int, begin: int, place: int) -> Iterable[Step]:
-        mine = [m for m in self.rounds[number] if m.dst == self.link.rank]
-        for slot in _unique(m.write for m in mine):
-            arriving = [m for m in mine if m.write == slot]
-            count = self.length(self.link.rank, slot, begin)
-            if self.carries_data and count:
-                sources = [self._source(number, m, begin, place) for m in arriving]
-                divide = self.divide if self._at_once else 0
-                yield from self.arrivals.steps(self._own(slot, begin), count, arriving, sources, divide)
+    @staticmethod
+    def _unique(items: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(dict.fromkeys(items))
 
-    def _last_steps(self, number: int, begin: int) -> Iterable[Step]:
-        """A sum that several rounds make is divided where the call ends, while its window is in the cache."""
-        if self.divide and not self._at_once and number == len(self.rounds) - 1:
-            for slot in self.slots:
-                count = self.length(self.link.rank, slot, begin)
-                if slot[0] in ("data", "out") and count:
-                    yield steps.divide(self._own(slot, begin), count, self.divide)
 
-    def _source(self, number: int, move: Move, begin: int, place: int) -> Operand:
-        if move.src == self.link.rank and move.read not in self.staged[number].get(move.src, ()):
-            return self._own(move.read, begin)
-        return self._view(number, move.src, move.read, begin, place)
-
-    @cached_property
-    def _at_once(self) -> bool:
-        """Whether all that is reduced into a slot arrives there in one round."""
-        return sum(any(move.reduce for move in moves) for moves in self.schedule.rounds) <= 1
+def arrivals_by_slot(moves: Iterable[Move]) -> Iterable[tuple[Slot, list[Move]]]:
+    """Return the slots of one rank that moves end in, each with its moves in listed order."""
+    found: dict[Slot, list[Move]] = {}
+    for move in moves:
+        found.setdefault(move.write, []).append(move)
+    return found.items()
 
 
 def _staged(moves: Sequence[Move]) -> dict[int, tuple[Slot, ...]]:
-    """Slots that a peer reads, and own slots that are both read and overwritten in the round."""
+    """Return the slots that a peer reads, and own slots that are both read and overwritten in the round."""
     written = {(m.dst, m.write) for m in moves}
     staged: dict[int, dict[Slot, None]] = {}
     for move in moves:
@@ -283,5 +269,34 @@ def _staged(moves: Sequence[Move]) -> dict[int, tuple[Slot, ...]]:
     return {rank: tuple(slots) for rank, slots in staged.items()}
 
 
-def _unique(items: Iterable[Any]) -> list[Any]:
-    return list(dict.fromkeys(items))
+def _never(tensor: Tensor) -> bool:
+    return False
+
+
+def _is_not_conjugate(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj()
+
+
+def _is_not_negative(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_neg()
+
+
+def with_schedule(plan: Plan, schedule: Schedule) -> Plan:
+    """Return the plan of the same call by another schedule."""
+    return replace(plan, schedule=schedule, sizes=replace(plan.sizes, chunks=schedule.chunks))
+
+
+def exchange_of_sizes(plan: Plan) -> Plan:
+    """Return the plan of the all_gather with which ranks learn the block sizes of an uneven exchange.
+
+    Each rank contributes the elements that it sends to each rank, and those that it expects from each.
+    """
+    world = plan.schedule.world
+    schedule = catalogue.build("all_gather", "direct", world, 0)
+    sizes = Sizes("all_gather", (2 * world,), schedule.chunks, frozenset(("out",)))
+    return replace(plan, schedule=schedule, sizes=sizes, dtype=torch.int64, inputs=1, shape=None)
+
+
+def with_sizes(plan: Plan, pairs: Pairs) -> Plan:
+    """Return the plan of an uneven exchange whose block sizes are known."""
+    return replace(plan, sizes=replace(plan.sizes, blocks=(max(map(max, pairs)),), pairs=pairs), shape=None)

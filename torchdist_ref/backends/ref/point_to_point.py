@@ -1,11 +1,11 @@
-"""Point to point: which message is whose, by source and tag.
+"""Point-to-point messages: which message is for which receive, by source and tag.
 
-Sends to one rank go one after the other; sends to different ranks don't wait for each other. Receives are
-posted; one thread at a time (any that waits, else a thread of the group) takes what arrives and hands each
-message to the first posted receive that it fits. A message that nobody has posted for is kept until
-somebody does. So tags match in any order, and `recv` takes from any rank.
+Sends to one rank run one after the other; sends to different ranks don't wait for each other. Receives that wait are in
+the posted-receive queue. One thread at a time (any that waits, else a thread of the group) takes messages as they
+arrive, and gives each to the first posted receive that it matches. A message without one goes to the
+unexpected-message queue until a receive for it is posted. So tags match in any order, and `recv` takes from any rank.
 
-Don't add bytes or windows here: how a message travels is `transports.mailbox`.
+Do not add bytes or windows here: how a message travels is `transports.mailbox`.
 """
 
 from __future__ import annotations
@@ -13,26 +13,34 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from time import monotonic
-from typing import TypeVar
+from functools import lru_cache, partial
+from time import monotonic, perf_counter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.ref.progress import Lane
-from torchdist_ref.calls import Recv, Send, fingerprint
+from torchdist_ref.backends.ref.collectives import MakeWork, settle
+from torchdist_ref.backends.ref.staging import contiguous_on_host, copy_back, receive_buffer, side_streams
+from torchdist_ref.backends.worker_threads import WorkerThread
+from torchdist_ref.calls import Call, Recv, Send, fingerprint
 from torchdist_ref.errors import DistError, MismatchError, RankStalledError
+from torchdist_ref.numbers import Number
 from torchdist_ref.timeouts import CHECK_SECONDS
+from torchdist_ref.trace import Recorder
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.mailbox import Mailbox
 from torchdist_ref.transports.status_table import Announcement
+from torchdist_ref.work import Done, Work
 
 T = TypeVar("T")
+_DONE = Done()
+# Messages are not counted among a group's collectives.
+POINT_TO_POINT: Number = (-1, 0)
 
 
 def record_of(tensor: Tensor) -> Announcement:
-    """What sender and receiver must agree on: dtype and number of elements."""
+    """Return what sender and receiver must agree on: dtype and number of elements."""
     return _record(tensor.dtype, tensor.numel())
 
 
@@ -42,8 +50,8 @@ def _record(dtype: torch.dtype, count: int) -> Announcement:
     return Announcement(fingerprint(text), text.encode())
 
 
-class Posted:
-    """A receive that waits for its message."""
+class PostedReceive:
+    """Receive that waits for its message."""
 
     __slots__ = ("call", "deadline", "ended", "error", "record", "source", "tensor")
 
@@ -54,19 +62,19 @@ class Posted:
         self.error: BaseException | None = None
         self.ended = False
 
-    def fits(self, source: int, tag: int) -> bool:
-        """Whether a message of this source and tag is for this receive."""
+    def matches(self, source: int, tag: int) -> bool:
+        """Return whether a message of this source and tag is for this receive."""
         return self.call.src in (None, source) and self.call.tag == tag
 
     def end(self, source: int, error: BaseException | None = None) -> None:
-        """The message is in the tensor, or will never be."""
+        """Announcement that the message is in the tensor, or the error for which it never will be."""
         self.source, self.error = source, error
         self.ended = True
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A message that came before its receive was posted."""
+class UnexpectedMessage:
+    """Message that arrived before its receive was posted."""
 
     source: int
     tag: int
@@ -75,10 +83,10 @@ class Kept:
     data: Tensor
 
 
-class OnFirstUse(dict[int, T]):
-    """What there is for each rank, made when it is first asked for: many groups never see a message.
+class ByRank(dict[int, T]):
+    """Something for each rank, made on first use: many groups never send a message.
 
-    >>> names = OnFirstUse(lambda rank: f"rank {rank}")
+    >>> names = ByRank(lambda rank: f"rank {rank}")
     >>> names[2], dict(names)
     ('rank 2', {2: 'rank 2'})
     """
@@ -88,76 +96,82 @@ class OnFirstUse(dict[int, T]):
         self._make = make
 
     def __missing__(self, rank: int) -> T:
-        # Of two threads that ask at once both get the same.
+        # Two threads that ask at once get the same object.
         return self.setdefault(rank, self._make(rank))
 
 
-class Outbox:
-    """This rank's sends, in order for each destination."""
+class Sender:
+    """This rank's sends, in order for each destination.
+
+    Attributes:
+        queues: A send queue for each peer.
+    """
 
     def __init__(self, link: Link) -> None:
-        self._ways = OnFirstUse(lambda peer: (Mailbox(link, link.rank, peer), threading.Lock()))
-        self.lanes = {peer: Lane(f"{link.name} to {peer}") for peer in link.peers}
+        self._mailboxes = ByRank(lambda peer: (Mailbox(link, link.rank, peer), threading.Lock()))
+        self.queues = {peer: WorkerThread(f"{link.name} to {peer}") for peer in link.peers}
 
     def send(self, call: Send, tensor: Tensor) -> None:
-        """Deliver now. Raises what the mailbox raises; a half-sent message ends the pair."""
-        box, one_at_a_time = self._ways[call.dst]
+        """Deliver a message now. Raises what the mailbox raises; a half-sent message ends the pair."""
+        mailbox, one_at_a_time = self._mailboxes[call.dst]
         with one_at_a_time:
-            box.send(call.tag, record_of(tensor), tensor)
+            mailbox.send(call.tag, record_of(tensor), tensor)
 
 
-class Inbox:
-    """This rank's posted receives and kept messages."""
+class Receiver:
+    """This rank's posted-receive and unexpected-message queues."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._boxes = OnFirstUse(lambda peer: Mailbox(link, peer, link.rank))
-        self._bell = link.segment.semaphore(link.layout, "doorbell", link.rank, link.rank)
-        self._posted: list[Posted] = []
-        self._kept: list[Kept] = []
-        self._state = threading.Lock()
+        self._mailboxes = ByRank(lambda peer: Mailbox(link, peer, link.rank))
+        self._doorbell = link.segment.semaphore(link.layout, "doorbell", link.rank, link.rank)
+        self._posted: list[PostedReceive] = []
+        self._unexpected: list[UnexpectedMessage] = []
+        self._queues = threading.Lock()
         self._taking = threading.Lock()
 
-    def keep(self, tag: int, tensor: Tensor) -> None:
-        """A message from this rank to itself."""
+    def send_to_self(self, tag: int, tensor: Tensor) -> None:
+        """Add a message from this rank to itself."""
         copy = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().view(-1))
-        record = record_of(tensor)
-        self._arrived(Kept(self._link.rank, tag, record.fingerprint, record.text.decode(), copy.view(torch.uint8)))
+        record, data = record_of(tensor), copy.view(torch.uint8)
+        self._arrived(UnexpectedMessage(self._link.rank, tag, record.fingerprint, record.text.decode(), data))
 
-    def post(self, receive: Posted) -> None:
-        """Give it a kept message, or let it wait for one."""
-        with self._state:
-            kept = next((k for k in self._kept if receive.fits(k.source, k.tag)), None) if self._kept else None
-            if kept is None:
+    def post(self, receive: PostedReceive) -> None:
+        """Give a receive an unexpected message, or post it."""
+        with self._queues:
+            messages = (m for m in self._unexpected if receive.matches(m.source, m.tag))
+            message = next(messages, None) if self._unexpected else None
+            if message is None:
                 self._posted.append(receive)
                 return
-            self._kept.remove(kept)
-        self._hand(receive, kept)
+            self._unexpected.remove(message)
+        self._give(receive, message)
 
-    def _arrived(self, kept: Kept) -> None:
-        with self._state:
-            receive = self._match(kept.source, kept.tag)
+    def _arrived(self, message: UnexpectedMessage) -> None:
+        with self._queues:
+            receive = self._match(message.source, message.tag)
             if receive is None:
-                self._kept.append(kept)
+                self._unexpected.append(message)
                 return
-        self._hand(receive, kept)
+        self._give(receive, message)
 
-    def _match(self, source: int, tag: int) -> Posted | None:
-        for place, receive in enumerate(self._posted):
-            if receive.fits(source, tag):
-                del self._posted[place]
+    def _match(self, source: int, tag: int) -> PostedReceive | None:
+        for index, receive in enumerate(self._posted):
+            if receive.matches(source, tag):
+                del self._posted[index]
                 return receive
         return None
 
-    def _hand(self, receive: Posted, kept: Kept) -> None:
-        if receive.record.fingerprint != kept.fingerprint:
-            receive.end(kept.source, self._misfit(receive.call, receive.record, kept.source, kept.tag, kept.text))
+    def _give(self, receive: PostedReceive, message: UnexpectedMessage) -> None:
+        source, tag = message.source, message.tag
+        if receive.record.fingerprint != message.fingerprint:
+            receive.end(source, self._mismatch(receive.call, receive.record, source, tag, message.text))
             return
-        receive.tensor.view(-1).copy_(kept.data.view(receive.tensor.dtype))
-        receive.end(kept.source)
+        receive.tensor.view(-1).copy_(message.data.view(receive.tensor.dtype))
+        receive.end(source)
 
     def take_at_once(self, call: Recv, tensor: Tensor) -> bool:
-        """Receive without posting, if nothing else is waited for and the message comes while it is good to spin.
+        """Receive without posting, if both queues are empty and the message arrives while this thread spins.
 
         Raises:
             MismatchError: As `finish` does.
@@ -165,39 +179,42 @@ class Inbox:
         source = call.src
         if source is None or source == self._link.rank:
             return False
-        box = self._boxes[source]
+        mailbox = self._mailboxes[source]
         if not self._taking.acquire(False):
             return False
         try:
-            while not self._posted and not self._kept and (box.message.acquire(False) or self._link.spin(box.message)):
-                if box.peek()[0] == call.tag:
-                    self._take(box, call, tensor)
-                    # Bells would pile up. This one may be another sender's, but nobody is waiting for that: whoever
-                    # comes to wait looks at all offers first. Where somebody waits, no bell may be taken in passing.
-                    self._bell.acquire(False)
+            while self._idle() and (mailbox.message.acquire(False) or self._link.spin(mailbox.message)):
+                if mailbox.peek()[0] == call.tag:
+                    self._take(mailbox, call, tensor)
+                    # Rings would pile up. This one may be for another sender, but nobody waits for that: a thread that
+                    # comes to wait looks at all offers first. Where one waits, no ring may be taken here.
+                    self._doorbell.acquire(False)
                     return True
-                self._accept(box)
+                self._accept(mailbox)
             return False
         finally:
             self._taking.release()
 
+    def _idle(self) -> bool:
+        return not self._posted and not self._unexpected
+
     def _take(self, box: Mailbox, call: Recv, tensor: Tensor) -> None:
-        """The message at the head is for this receive."""
+        """Receive the message at the head, which is for this call."""
         record = record_of(tensor)
         if box.peek()[1] == record.fingerprint:
             box.receive(tensor, "recv")
             return
-        error = self._misfit(call, record, box.source, call.tag, box.text())
+        error = self._mismatch(call, record, box.source, call.tag, box.text())
         box.reject(f"{call} of {record.text.decode()}")
         raise error
 
-    def finish(self, receive: Posted) -> None:
-        """Wait for a posted receive, taking what arrives for anybody meanwhile.
+    def finish(self, receive: PostedReceive) -> None:
+        """Wait for a posted receive, and meanwhile take the messages of all others.
 
         Raises:
-            MismatchError: The message was of another size or dtype; the sender knows too.
+            MismatchError: The message was of another size or dtype; the sender gets this error too.
             RankStalledError: Nothing came in time.
-            DistBackendError: The sender died, left or gave up.
+            DistBackendError: The sender died, left or aborted.
         """
         try:
             while not receive.ended:
@@ -212,41 +229,38 @@ class Inbox:
         if receive.error is not None:
             raise receive.error
 
-    def _forget(self, receive: Posted) -> None:
-        with self._state:
+    def _forget(self, receive: PostedReceive) -> None:
+        with self._queues:
             self._posted = [p for p in self._posted if p is not receive]
 
-    def _take_until(self, receive: Posted) -> None:
+    def _take_until(self, receive: PostedReceive) -> None:
         self._scan()
         while not receive.ended:
-            if self._rang():
+            if self._link.spin(self._doorbell) or self._doorbell.acquire(True, CHECK_SECONDS):
                 self._scan()
             else:
-                self._fail_hopeless()
-
-    def _rang(self) -> bool:
-        return self._link.spin(self._bell) or self._bell.acquire(True, CHECK_SECONDS)
+                self._fail_receives()
 
     def _scan(self) -> None:
-        with self._state:
+        with self._queues:
             wanted = {p.call.src for p in self._posted}
         for peer in self._link.peers if None in wanted else wanted:
-            if peer is not None and peer != self._link.rank and self._boxes[peer].message.acquire(False):
-                self._accept(self._boxes[peer])
+            if peer is not None and peer != self._link.rank and self._mailboxes[peer].message.acquire(False):
+                self._accept(self._mailboxes[peer])
 
     def _accept(self, box: Mailbox) -> None:
-        """Bring the message at the head to the first receive that it fits, or keep it."""
+        """Receive the message at the head into the first receive that it matches, or as an unexpected message."""
         peer, (tag, fingerprint, nbytes) = box.source, box.peek()
-        with self._state:
+        with self._queues:
             receive = self._match(peer, tag)
         if receive is not None:
             self._receive(receive, box)
             return
         data, text = torch.empty(nbytes, dtype=torch.uint8), box.text()
         box.receive(data, f"a message with tag {tag}")
-        self._arrived(Kept(peer, tag, fingerprint, text, data))
+        self._arrived(UnexpectedMessage(peer, tag, fingerprint, text, data))
 
-    def _receive(self, receive: Posted, box: Mailbox) -> None:
+    def _receive(self, receive: PostedReceive, box: Mailbox) -> None:
         try:
             self._take(box, receive.call, receive.tensor)
         except DistError as error:
@@ -257,34 +271,114 @@ class Inbox:
         else:
             receive.end(box.source)
 
-    def _misfit(self, call: Recv, record: Announcement, source: int, tag: int, text: str) -> MismatchError:
+    def _mismatch(self, call: Recv, record: Announcement, source: int, tag: int, text: str) -> MismatchError:
         link = self._link
         return MismatchError(
             f"{link.context(str(call))}: expects {record.text.decode()}, but {link.rank_names([source])} sent "
             f"{text} with tag {tag}. Nothing was written."
         )
 
-    def _fail_hopeless(self) -> None:
-        """End the receives whose message can't come any more, or did not come in time."""
-        with self._state:
+    def _fail_receives(self) -> None:
+        """End the receives whose message cannot arrive any more, or did not arrive in time."""
+        with self._queues:
             posted = list(self._posted)
         for receive in posted:
-            error = self._hopeless(receive)
+            error = self._failure_of(receive)
             if error is not None:
                 self._scan()
                 if not receive.ended:
                     self._forget(receive)
                     receive.end(-1, error)
 
-    def _hopeless(self, receive: Posted) -> BaseException | None:
-        link, doing = self._link, str(receive.call)
+    def _failure_of(self, receive: PostedReceive) -> BaseException | None:
+        link, operation = self._link, str(receive.call)
         sources: Sequence[int] = link.peers if receive.call.src is None else (receive.call.src,)
-        troubles = [link.failure([source], doing) for source in sources if source != link.rank]
-        if troubles and all(troubles):
-            return troubles[0]
+        failures = [link.failure([source], operation) for source in sources if source != link.rank]
+        if failures and all(failures):
+            return failures[0]
         if monotonic() < receive.deadline:
             return None
         if receive.call.src is not None:
-            return link.stall_error(receive.call.src, doing, link.timeout)
+            return link.stall_error(receive.call.src, operation, link.timeout)
         tag = receive.call.tag
-        return RankStalledError(f"{link.context(doing)}: no rank sent with tag {tag} within {link.timeout:g} s.")
+        return RankStalledError(f"{link.context(operation)}: no rank sent with tag {tag} within {link.timeout:g} s.")
+
+
+class Messages:
+    """Sends and receives of one group on one rank.
+
+    Args:
+        link: This rank's end of the group.
+        timeout: Seconds that a receive waits at most.
+        recorder: The last calls of this group on this rank.
+        make_work: Makes the Work of a call (operation, outputs, number).
+    """
+
+    def __init__(self, link: Link, timeout: float, recorder: Recorder, make_work: MakeWork) -> None:
+        self._rank, self._timeout, self._recorder, self._make_work = link.rank, timeout, recorder, make_work
+        self._sender, self._receiver = Sender(link), Receiver(link)
+        # Results of receives that are over when they return, by source, which a Work carries.
+        self._received: dict[int | None, Work] = {r: Done("recv", [], r) for r in range(link.size)}
+        self._receives = WorkerThread(f"{link.name} receives")
+
+    def send(self, call: Send, tensor: Tensor, wait: bool) -> Work:
+        """Start a send; see `Backend.submit`."""
+        tensor = contiguous_on_host(tensor, call)
+        if call.dst == self._rank:
+            self._receiver.send_to_self(call.tag, tensor)
+            return Done("send", [])
+        queue = self._sender.queues[call.dst]
+        if wait and queue.idle:
+            self._timed(call, tensor, self._sender.send, call, tensor)
+            return _DONE
+        work = self._make_work(call.op, [], POINT_TO_POINT)
+        queue.put(lambda: settle(work, partial(self._timed, call, tensor, self._sender.send, call, tensor)))
+        if wait:
+            work.wait()
+        return work
+
+    def receive(self, call: Recv, tensor: Tensor, wait: bool) -> Work:
+        """Start a receive; see `Backend.submit`."""
+        buffer = receive_buffer(tensor, call)
+        if wait:
+            return self._timed(call, tensor, self._receive_now, call, buffer, tensor)
+        receive, on_side_streams = self._post(call, buffer), side_streams((tensor,))
+        work = self._make_work(call.op, [tensor], POINT_TO_POINT)
+
+        def finish() -> None:
+            with on_side_streams():
+                work.source = self._timed(call, tensor, self._finish, receive, tensor)
+
+        self._receives.put(lambda: settle(work, finish))
+        return work
+
+    def _receive_now(self, call: Recv, buffer: Tensor, tensor: Tensor) -> Work:
+        if buffer is tensor and self._receiver.take_at_once(call, tensor):
+            return self._received[call.src]
+        return self._received[self._finish(self._post(call, buffer), tensor)]
+
+    def _post(self, call: Recv, buffer: Tensor) -> PostedReceive:
+        receive = PostedReceive(call, buffer, monotonic() + self._timeout)
+        self._receiver.post(receive)
+        return receive
+
+    def _finish(self, receive: PostedReceive, tensor: Tensor) -> int:
+        self._receiver.finish(receive)
+        if receive.tensor is not tensor:
+            copy_back(receive.tensor, tensor)
+        return receive.source
+
+    def _timed(self, call: Call, tensor: Tensor, act: Callable[..., T], *arguments: Any) -> T:
+        start, error = perf_counter(), ""
+        try:
+            return act(*arguments)
+        except BaseException as failure:
+            error = type(failure).__name__
+            raise
+        finally:
+            self._recorder.add(POINT_TO_POINT[0], call, tensor.nbytes, start, error)
+
+    def close(self) -> None:
+        """End the threads of sends and receives."""
+        for thread in [self._receives, *self._sender.queues.values()]:
+            thread.close()

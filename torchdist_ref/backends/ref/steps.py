@@ -1,36 +1,41 @@
-"""Steps: what a rank does with what it reads in a round, each made into one function when the plan is made.
+"""Steps: the copies and reductions of a round, each made into one function when a plan is compiled.
 
-A step takes the tensors of the call and the first element of the window, and changes one slot. An operand is part of
-one of the call's tensors, which is another tensor in every call (`Part`), or memory that is known for good: a view of
-somebody's stage, or scratch. Copies need no tensor operations: the bytes are moved. All choices are made here, once, so
-that the executor only calls. Don't add waits: steps know of no other rank.
+A step takes the tensors of a call and the first element of a window, and changes one slot. Its operands are parts of
+the call's tensors, which are other tensors in every call (`Part`), or memory that stays where it is: a view of a
+staging buffer, a peer's registered tensor, or scratch. All choices are made once, so that the executor only calls.
+
+Host tensors are copied by address, which costs less than a tensor operation. Do not add waits: steps know no peer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor, float32
+from torch import Tensor, dtype, float32
 
 from torchdist_ref.backends import reductions
-from torchdist_ref.backends.reductions import Reduction
+from torchdist_ref.backends.reductions import WIDENED, Reduction
+from torchdist_ref.backends.ref.plan import Plan
+from torchdist_ref.schedules.schedule import Move, Slot
 from torchdist_ref.transports.registered_memory import memmove_for
 
 Tensors = Sequence[Tensor]
 Step = Callable[[Tensors, int], Any]
+# Bytes that are copied in the time that it takes to make a view (1 us, measured).
+CHEAP_COPY_BYTES = 64 * 1024
 
 
 class Part(NamedTuple):
-    """A slot as it lies in the tensors of a call.
+    """Slot as part of the tensors of a call.
 
     Attributes:
-        at: Which of the tensors.
+        operand: Index of the tensor.
         first: The slot's first element there.
-        whole: The slot is the tensor, and passes in one window: nothing needs to be cut out.
+        whole: Whether the slot is the tensor and passes in one window, so that no view is needed.
     """
 
-    at: int
+    operand: int
     first: int
     whole: bool = False
 
@@ -38,19 +43,108 @@ class Part(NamedTuple):
 Operand = Part | Tensor
 
 
+class Addresses(Protocol):
+    """Strategy that finds slots: staged, in registered tensors, or in the memory of a device."""
+
+    def count(self, rank: int, slot: Slot, begin: int) -> int:
+        """Return the number of elements of a rank's slot that lie in the window that begins there."""
+
+    def target(self, rank: int, slot: Slot, begin: int) -> Operand:
+        """Return a rank's slot, to be changed."""
+
+    def source(self, number: int, move: Move, begin: int) -> Operand:
+        """Return the values that a move of round `number` reads."""
+
+
+class StepMaker:
+    """Compiler of the copies and reductions of one plan.
+
+    Sums of 16-bit floats are made in float32 and rounded once, and an average is divided before that: the sum of two
+    numbers may be too large for a type that their average fits in.
+
+    Args:
+        plan: The call.
+        on_device: Whether operands are in the memory of a device, where the host cannot copy by address.
+    """
+
+    def __init__(self, plan: Plan, on_device: bool = False) -> None:
+        self._dtype: dtype = plan.dtype
+        self._reduction = reductions.reduction(plan.reduction, plan.dtype, plan.op) if plan.reduction else None
+        self._divisor = plan.divisor if plan.divides_at_once else 0
+        self._on_device = on_device
+        # A short slot takes longer to cut out of its tensor than to copy.
+        largest = plan.sizes.largest * plan.dtype.itemsize
+        self._copies_first = bool(plan.sizes.rows) and largest <= CHEAP_COPY_BYTES
+
+    def of_moves(self, number: int, moves: Iterable[Move], addresses: Addresses, begin: int) -> Iterator[Step]:
+        """Yield the steps of the moves of one round that this rank makes, in one window.
+
+        Args:
+            number: The round.
+            moves: Its moves that this rank makes; those that end in one slot apply in listed order.
+            addresses: Finds slots.
+            begin: The window's first element in each slot.
+        """
+        arriving: dict[tuple[int, Slot], list[Move]] = {}
+        for move in moves:
+            arriving.setdefault((move.dst, move.write), []).append(move)
+        for (rank, slot), found in arriving.items():
+            if count := addresses.count(rank, slot, begin):
+                sources = [addresses.source(number, move, begin) for move in found]
+                yield from self._of_slot(addresses.target(rank, slot, begin), count, found, sources)
+
+    def _of_slot(
+        self, target: Operand, count: int, moves: Sequence[Move], sources: Sequence[Operand]
+    ) -> Iterator[Step]:
+        # What arrives before the last copy is overwritten by it.
+        last = max((i for i, m in enumerate(moves) if not m.reduce), default=-1)
+        moves, sources = moves[max(0, last) :], sources[max(0, last) :]
+        reduces = sum(m.reduce for m in moves)
+        if self._reduction is None or not reduces:
+            yield from (self.copy(target, source, count) for source in sources)
+        elif (reduces > 1 or self._divisor) and self._dtype in WIDENED:
+            start = [] if last >= 0 else [target]
+            yield widened(target, [*start, *sources], count, self._reduction, self._divisor)
+        else:
+            yield from self._reduced(self._reduction, target, count, sources, afresh=last >= 0)
+            if self._divisor:
+                yield divide(target, count, self._divisor)
+
+    def _reduced(
+        self, reduction: Reduction, target: Operand, count: int, sources: Sequence[Operand], afresh: bool
+    ) -> Iterator[Step]:
+        """Yield steps that reduce sources into the target, or if `afresh`, that replace it by their reduction."""
+        rest = sources
+        if afresh and self._copies_first:
+            yield self.copy(target, sources[0], count)
+            rest = sources[1:]
+        elif afresh:
+            yield combine(target, sources[0], sources[1], count, reduction)
+            rest = sources[2:]
+        yield from (reduce(target, source, count, reduction) for source in rest)
+
+    def copy(self, target: Operand, source: Operand, count: int) -> Step:
+        """Return a step that copies the source to the target."""
+        if self._on_device:
+            to, of = _tensor(target, count), _tensor(source, count)
+            return lambda tensors, begin: to(tensors, begin).copy_(of(tensors, begin))
+        return copy(target, source, count * self._dtype.itemsize, self._dtype.itemsize)
+
+
 def copy(target: Operand, source: Operand, nbytes: int, itemsize: int) -> Step:
-    """The target becomes the source."""
+    """Return a step that copies bytes of the host's memory by address."""
     move = memmove_for(nbytes)
     match target, source:
-        case Tensor(is_cuda=True), Tensor():
-            # The host can't reach that memory.
-            return lambda tensors, begin: target.copy_(source)
-        case Part(at=at, first=first), Tensor():
+        case Part(operand=operand, first=first), Tensor():
             address = source.data_ptr()
-            return lambda tensors, begin: move(tensors[at].data_ptr() + (first + begin) * itemsize, address, nbytes)
-        case Tensor(), Part(at=at, first=first):
+            return lambda tensors, begin: move(
+                tensors[operand].data_ptr() + (first + begin) * itemsize, address, nbytes
+            )
+        case Tensor(), Part(operand=operand, first=first):
             address = target.data_ptr()
-            return lambda tensors, begin: move(address, tensors[at].data_ptr() + (first + begin) * itemsize, nbytes)
+            return lambda tensors, begin: move(
+                address, tensors[operand].data_ptr() + (first + begin) * itemsize, nbytes
+            )
     to, of = _address(target, itemsize), _address(source, itemsize)
     return lambda tensors, begin: move(to(tensors, begin), of(tensors, begin), nbytes)
 
@@ -59,46 +153,46 @@ def _address(operand: Operand, itemsize: int) -> Callable[[Tensors, int], int]:
     if isinstance(operand, Tensor):
         address = operand.data_ptr()
         return lambda tensors, begin: address
-    at, first, _ = operand
-    return lambda tensors, begin: tensors[at].data_ptr() + (first + begin) * itemsize
+    index, first, _ = operand
+    return lambda tensors, begin: tensors[index].data_ptr() + (first + begin) * itemsize
 
 
 def _tensor(operand: Operand, count: int) -> Callable[[Tensors, int], Tensor]:
-    """How to come by an operand of so many elements as a tensor."""
+    """Return a function that makes an operand of so many elements a tensor."""
     if isinstance(operand, Tensor):
         return lambda tensors, begin: operand
-    at, first, whole = operand
+    index, first, whole = operand
     if whole:
-        return lambda tensors, begin: tensors[at]
-    flat, step = (count,), (1,)
+        return lambda tensors, begin: tensors[index]
+    size, stride = (count,), (1,)
 
     def cut(tensors: Tensors, begin: int) -> Tensor:
-        # Plain rows of values: this takes half as long as to view it flat and to slice that.
-        tensor = tensors[at]
-        return tensor.as_strided(flat, step, tensor.storage_offset() + first + begin)
+        # The tensor is a row of values: this takes half as long as to view it flat and to slice that.
+        tensor = tensors[index]
+        return tensor.as_strided(size, stride, tensor.storage_offset() + first + begin)
 
     return cut
 
 
 def reduce(target: Operand, source: Operand, count: int, reduction: Reduction) -> Step:
-    """The source is reduced into the target."""
+    """Return a step that reduces the source into the target."""
     into = reduction.into
     if isinstance(target, Part) and target.whole and isinstance(source, Tensor):
-        at = target.at
-        return lambda tensors, begin: into(tensors[at], source)
+        index = target.operand
+        return lambda tensors, begin: into(tensors[index], source)
     to, of = _tensor(target, count), _tensor(source, count)
     return lambda tensors, begin: into(to(tensors, begin), of(tensors, begin))
 
 
 def combine(target: Operand, first: Operand, second: Operand, count: int, reduction: Reduction) -> Step:
-    """The target becomes the reduction of two sources: a copy and a reduction in one pass over memory."""
+    """Return a step that copies the first source and reduces the second into it, in one pass over memory."""
     together = reduction.combine
     to, one, two = (_tensor(operand, count) for operand in (target, first, second))
     return lambda tensors, begin: together(one(tensors, begin), two(tensors, begin), out=to(tensors, begin))
 
 
 def widened(target: Operand, sources: Sequence[Operand], count: int, reduction: Reduction, by: int = 0) -> Step:
-    """The target becomes the reduction of halves, made in float32, divided there if not by 0, and rounded once."""
+    """Return a step that reduces 16-bit floats in float32, divides there unless `by` is 0, and rounds once."""
     to, of = _tensor(target, count), [_tensor(source, count) for source in sources]
 
     def step(tensors: Tensors, begin: int) -> None:
@@ -113,6 +207,6 @@ def widened(target: Operand, sources: Sequence[Operand], count: int, reduction: 
 
 
 def divide(target: Operand, count: int, by: int) -> Step:
-    """The target is divided: what makes a sum an average."""
+    """Return a step that divides the target, which makes a sum an average."""
     to = _tensor(target, count)
     return lambda tensors, begin: reductions.divide(to(tensors, begin), by)

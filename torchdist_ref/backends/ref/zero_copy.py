@@ -1,24 +1,24 @@
-"""Lent: a call on registered tensors. Ranks work on each other's tensors where they lie; nothing is staged.
+"""Zero-copy collectives: ranks read and reduce directly in each other's registered tensors; nothing is staged.
 
-Each rank says in its announcement where its tensor is (`registered_memory`). If all do, the call runs here; if
-some don't, all begin anew with staging (`executor`). A schedule's move is then one read, or one write, of a peer's
-memory, and after every round, the last one included, each rank hears from each other that it is done: nobody gets a
-tensor back while it is still worked on.
+Each rank announces where its tensor is (`registered_memory`). If all ranks do, the call runs here; if only some do, all
+start over with staging. A move of a schedule is then one read, or one write, of a peer's memory. After every round,
+the last one included, each rank waits for each other: no rank gets a tensor back while a peer still works on it.
 
-The rules of rounds hold without a stage because of what the schedules are: in no round does anybody write what
-another reads (`DIVIDED` says who works on what). Don't add schedules for which that is not so.
+Rounds need no staging because of what the schedules are: in no round does a rank write what another one reads
+(`DIVIDED` lists those in which the rank that makes a move is not the one that it ends on). Do not add schedules for
+which that does not hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import Tensor
 
-from torchdist_ref.backends.ref.operands import IN_PLACE
-from torchdist_ref.backends.ref.plan import Plan
-from torchdist_ref.backends.ref.steps import Part, Step
+from torchdist_ref.backends.ref.plan import IN_PLACE, Plan, with_schedule
+from torchdist_ref.backends.ref.steps import Part, Step, StepMaker
 from torchdist_ref.schedules import direct
 from torchdist_ref.schedules.measured import ONE_ROUND_BYTES
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
@@ -28,12 +28,12 @@ from torchdist_ref.transports.status_table import REGISTERED_MEMORY
 
 KIB = 1024
 MIB = 1024 * KIB
-# Up to here a staged call of two ranks is over as soon; with more, where they don't have a core each, up to more.
-WORTH = 64 * KIB
+# Up to here a staged call of two ranks takes as long; with more ranks, which may share cores, up to more bytes.
+MIN_BYTES = 64 * KIB
 # Bytes that are worked on before the next round: two ranks' windows fit in a core's second-level cache.
-WINDOW = 512 * KIB
+WINDOW_BYTES = 512 * KIB
 # Sets of tensors that a plan remembers. Programs call again and again with the same ones.
-MOST = 16
+MOST_LOCATIONS = 16
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "all_reduce": lambda world, root: direct.two_shot_all_reduce(world),
@@ -44,150 +44,167 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "reduce_scatter": lambda world, root: direct.reduce_scatter(world),
     "all_to_all": lambda world, root: direct.all_to_all(world),
 }
-# Calls in which the number of a chunk says who works on it. In the others that is the rank that gets the result.
+# Operations in which the number of a chunk is the rank that works on it; in the others the rank with the result does.
 DIVIDED = ("reduce", "broadcast")
-Rounds = tuple[tuple[Step, ...], ...]
+Phases = tuple[tuple[Step, ...], ...]
 
 
-class Lends(Protocol):
-    """A way to run a call without staging, where all ranks' tensors are fit for it.
+class ZeroCopyPath(ABC):
+    """Way to run a call on memory that peers access in place, where all ranks' tensors are in such memory.
 
     Attributes:
-        mark: The bits that say which way it is (`status_table.ZERO_COPY_BITS`).
+        mark: The bits of the announcement that tell which way it is (`status_table.ZERO_COPY_BITS`).
     """
 
     mark: int
 
-    def place(self, tensors: Sequence[Tensor]) -> bytes | None:
-        """What to announce besides, in 32 bytes; None where these tensors are not fit."""
+    def __init__(self) -> None:
+        self._compiled: dict[bytes, Phases] = {}
 
-    def rounds(self, places: bytes) -> Iterable[Iterable[Step]]:
-        """What this rank does, where the ranks announced that; after each round all hear from all."""
+    @abstractmethod
+    def location(self, tensors: Sequence[Tensor]) -> bytes | None:
+        """Return 32 bytes to announce; None where peers cannot access these tensors."""
+
+    @abstractmethod
+    def compile(self, locations: bytes) -> Phases:
+        """Return what this rank does where the ranks announced these locations."""
+
+    def phases(self, locations: bytes) -> Iterable[Sequence[Step]]:
+        """Return what this rank does; after each phase all ranks wait for all."""
+        found = self._compiled.get(locations)
+        if found is None:
+            if len(self._compiled) >= MOST_LOCATIONS:
+                self._compiled.clear()
+            # Tensors made under inference mode could not be changed after it.
+            with torch.inference_mode(False):
+                found = self._compiled[locations] = self.compile(locations)
+        return found
 
 
-def lending(plan: Plan, root: int, neighbours: Sequence[PeerMemory]) -> Lending | None:
-    """How this call runs on lent tensors; None where staging is as good, or the only way."""
-    op, link, blocks = plan.sizes.op, plan.link, plan.sizes.blocks
-    if op not in SCHEDULES or link.hosts is not None or link.size == 1 or len(blocks) > 1:
+def registered_path(plan: Plan, neighbours: Sequence[PeerMemory]) -> RegisteredPath | None:
+    """Return how a call runs on registered tensors; None where staging is as good, or the only way."""
+    op, world, blocks = plan.op, plan.schedule.world, plan.sizes.blocks
+    if op not in SCHEDULES or len(blocks) > 1:
         return None
-    nbytes = blocks[0] * plan.dtype.itemsize * (1 if op in IN_PLACE else link.size)
-    # Between its rounds and at its end every rank hears from every other one.
-    worth = WORTH * (link.size - 1) ** 2
-    least = max(worth, _one_round(link.size)) if op == "all_reduce" else worth
-    return Lending(plan, SCHEDULES[op](link.size, root), neighbours) if nbytes > least else None
+    nbytes = blocks[0] * plan.dtype.itemsize * (1 if op in IN_PLACE else world)
+    # Between its rounds and at its end every rank waits for every other one.
+    worthwhile = MIN_BYTES * (world - 1) ** 2
+    least = max(worthwhile, _one_round(world)) if op == "all_reduce" else worthwhile
+    return RegisteredPath(with_schedule(plan, SCHEDULES[op](world, plan.root)), neighbours) if nbytes > least else None
 
 
-def _one_round(size: int) -> float:
-    """Up to how many bytes an all_reduce stays as it is: one round of staging.
+def _one_round(world: int) -> float:
+    """Return up to how many bytes an all_reduce remains one round of staging.
 
-    Sums of more than two must not depend on where tensors lie, and with one round they are added in another order.
-    Two ranks gain only where the tensors leave a core's cache (measured), since here each sum changes cores.
+    Sums of more than two must not depend on where tensors are, and with one round they are added in another order.
+    Two ranks gain only where the tensors exceed a core's cache (measured), since here each sum moves between cores.
     """
-    return MIB if size == 2 else ONE_ROUND_BYTES
+    return MIB if world == 2 else ONE_ROUND_BYTES
 
 
-class Lending:
-    """How a plan runs where all ranks lend their tensors.
+class RegisteredPath(ZeroCopyPath):
+    """Way to run a plan where all ranks' tensors are registered.
 
     Args:
-        plan: The same call with staging.
-        schedule: What to do in place of it.
-        neighbours: The memory of every rank, this one's too.
+        plan: The call, with one of `SCHEDULES`.
+        neighbours: The registered memory of every rank, including this one.
     """
 
     mark = REGISTERED_MEMORY
 
-    def __init__(self, plan: Plan, schedule: Schedule, neighbours: Sequence[PeerMemory]) -> None:
-        self._plan, self._schedule, self._neighbours = plan, schedule, neighbours
-        self._op, size, block = plan.sizes.op, plan.link.size, plan.sizes.blocks[0]
-        # Elements of a slot: a chunk of the one tensor, or a block of the list; and how many slots are lent.
-        self._stride = -(-block // size) if self._op in IN_PLACE else block
-        self._slots = size if self._op in ("reduce_scatter", "all_to_all") else 1
-        self._count = self._slots * block
-        self._places: dict[tuple[int, ...], bytes | None] = {}
+    def __init__(self, plan: Plan, neighbours: Sequence[PeerMemory]) -> None:
+        super().__init__()
+        self.plan, self._neighbours = plan, neighbours
+        # Elements of a slot: a chunk of the one tensor, or a block of the list; and the number of slots peers access.
+        self.stride = plan.sizes.largest
+        self._slots = plan.schedule.world if plan.op in ("reduce_scatter", "all_to_all") else 1
+        self.elements = self._slots * plan.sizes.blocks[0]
+        self._locations: dict[tuple[int, ...], bytes | None] = {}
         self._changes = 0
-        self._rounds: dict[bytes, Rounds] = {}
 
-    def place(self, tensors: Sequence[Tensor]) -> bytes | None:
-        """Where this rank's tensors lie, to be announced, if others can work on them; else None."""
+    def location(self, tensors: Sequence[Tensor]) -> bytes | None:
+        """See `ZeroCopyPath.location`."""
         changes = registered_memory.changes()
-        if changes != self._changes or len(self._places) > MOST:
-            self._places.clear()
+        if changes != self._changes or len(self._locations) > MOST_LOCATIONS:
+            self._locations.clear()
             self._changes = changes
         if not changes:
             return None
         addresses = tuple(map(Tensor.data_ptr, tensors))
-        if addresses not in self._places:
+        if addresses not in self._locations:
             place = self._find(tensors[0], addresses)
-            self._places[addresses] = None if place is None else place.pack()
-        return self._places[addresses]
+            self._locations[addresses] = None if place is None else place.pack()
+        return self._locations[addresses]
 
     def _find(self, first: Tensor, addresses: Sequence[int]) -> MemoryHandle | None:
-        """They lie one after the other in one region, and nothing is written there that others read."""
-        begin, block, place = addresses[0], self._stride * self._plan.dtype.itemsize, registered_memory.handle_of(first)
-        end = begin + self._count * self._plan.dtype.itemsize
-        lent = [self._address(("in", i), addresses) for i in range(self._slots)] if self._slots > 1 else [begin]
-        in_a_row = all(address == begin + i * block for i, address in enumerate(lent))
+        """Return where tensors are that lie in a row in one region, and that no output overlaps; else None."""
+        begin, block, place = addresses[0], self.stride * self.plan.dtype.itemsize, registered_memory.handle_of(first)
+        end = begin + self.elements * self.plan.dtype.itemsize
+        read = [self._address(("in", i), addresses) for i in range(self._slots)] if self._slots > 1 else [begin]
+        in_a_row = all(address == begin + i * block for i, address in enumerate(read))
         if place is None or not in_a_row or place.position + end - begin > place.end:
             return None
-        outputs = [slot for slot in self._plan.slots if slot[0] == "out"]
-        return place if all(self._apart(slot, addresses, lent, end) for slot in outputs) else None
+        outputs = [slot for slot in self.plan.slots if slot[0] == "out"]
+        return place if all(self._apart(slot, addresses, read, end) for slot in outputs) else None
 
     def _address(self, slot: Slot, addresses: Sequence[int]) -> int:
-        at, first = self._plan.sizes.place(slot, self._plan.inputs)
-        return addresses[at] + first * self._plan.dtype.itemsize
+        operand, first = self.plan.address_of(slot)
+        return addresses[operand] + first * self.plan.dtype.itemsize
 
-    def _apart(self, slot: Slot, addresses: Sequence[int], lent: Sequence[int], end: int) -> bool:
-        """Whether an output lies elsewhere, or just where only this rank reads: its own block, for itself."""
-        at, rank = self._address(slot, addresses), self._plan.link.rank
-        own, nbytes = lent[rank if self._slots > 1 else 0], self._stride * self._plan.dtype.itemsize
-        alone = self._op == "reduce_scatter" or slot[1] == rank
-        return at >= end or at + nbytes <= lent[0] or (at == own and alone)
+    def _apart(self, slot: Slot, addresses: Sequence[int], read: Sequence[int], end: int) -> bool:
+        """Return whether an output is elsewhere, or exactly where only this rank reads: its own block, for itself."""
+        address, rank = self._address(slot, addresses), self.plan.rank
+        own, nbytes = read[rank if self._slots > 1 else 0], self.stride * self.plan.dtype.itemsize
+        alone = self.plan.op == "reduce_scatter" or slot[1] == rank
+        return address >= end or address + nbytes <= read[0] or (address == own and alone)
 
-    def rounds(self, places: bytes) -> Rounds:
-        """What this rank does where the ranks' tensors lie there: all ranks' announcements in a row."""
-        found = self._rounds.get(places)
-        if found is None:
-            if len(self._rounds) >= MOST:
-                self._rounds.clear()
-            found = self._rounds[places] = self._compile(places)
-        return found
+    def compile(self, locations: bytes) -> Phases:
+        """See `ZeroCopyPath.compile`. Windows run one after the other, while the last round's values are in the cache.
 
-    def _compile(self, places: bytes) -> Rounds:
-        """Window after window, while what one round has written is in the cache for the next one.
-
-        A window's second round goes with the next window's first: windows have nothing to do with each other, so one
-        exchange of tokens stands for both. Where there is one round, windows need no tokens between them.
+        A window's second round is in one phase with the next window's first: windows are independent, so one exchange
+        of signals serves both. Where there is one round, all windows are in one phase.
         """
-        there = zip(self._neighbours, MemoryHandle.unpack_all(places), strict=True)
-        tensors = [neighbour.view(place, self._plan.dtype, self._count) for neighbour, place in there]
-        rounds = self._schedule.rounds
-        window = max(1, WINDOW // self._plan.dtype.itemsize)
-        windows = range(0, self._stride, window)
+        there = zip(self._neighbours, MemoryHandle.unpack_all(locations), strict=True)
+        tensors = [neighbour.view(place, self.plan.dtype, self.elements) for neighbour, place in there]
+        rounds, maker = self.plan.schedule.rounds, StepMaker(self.plan)
+        window = max(1, WINDOW_BYTES // self.plan.dtype.itemsize)
+        slots, windows = RegisteredSlots(self, tensors, window), range(0, self.stride, window)
         phases: list[list[Step]] = [[] for _ in range(len(windows) + 1 if len(rounds) > 1 else 1)]
-        for number, begin in enumerate(windows):
-            for later, moves in enumerate(rounds):
-                todo = self._steps(moves, tensors, begin, begin + window)
-                phases[number + later if len(rounds) > 1 else 0].extend(todo)
+        for index, begin in enumerate(windows):
+            for number, moves in enumerate(rounds):
+                mine = [m for m in moves if self.plan.rank == (m.write[1] if self.plan.op in DIVIDED else m.dst)]
+                phases[index + number if len(rounds) > 1 else 0].extend(maker.of_moves(number, mine, slots, begin))
         return tuple(map(tuple, phases))
 
-    def _steps(self, moves: Sequence[Move], tensors: Sequence[Tensor], begin: int, end: int) -> Iterator[Step]:
-        """This rank's part of a round in a window. What arrives in one slot is listed together, in order."""
-        arriving: dict[tuple[int, Slot], list[Move]] = {}
-        for move in moves:
-            if self._plan.link.rank == (move.write[1] if self._op in DIVIDED else move.dst):
-                arriving.setdefault((move.dst, move.write), []).append(move)
-        for (rank, slot), found in arriving.items():
-            sources = [self._part(tensors[move.src], move.read, begin, end) for move in found]
-            if count := len(sources[0]):
-                out = slot[0] == "out"
-                into = self._out(slot, begin) if out else self._part(tensors[rank], slot, begin, end)
-                yield from self._plan.arrivals.steps(into, count, found, sources, self._plan.divide)
 
-    def _out(self, slot: Slot, begin: int) -> Part:
-        at, first = self._plan.sizes.place(slot, self._plan.inputs)
-        return Part(at, first + begin)
+class RegisteredSlots:
+    """Addresses of slots in the ranks' registered tensors; outputs may be in any memory.
 
-    def _part(self, tensor: Tensor, slot: Slot, begin: int, end: int) -> Tensor:
-        first = slot[1] * self._stride if self._count > self._stride else 0
-        return tensor[first : first + self._stride][begin:end]
+    Args:
+        path: The call.
+        tensors: The registered tensor of every rank.
+        window: Elements of a slot that pass at once.
+    """
+
+    def __init__(self, path: RegisteredPath, tensors: Sequence[Tensor], window: int) -> None:
+        self._path, self._tensors, self._window = path, tensors, window
+
+    def count(self, rank: int, slot: Slot, begin: int) -> int:
+        """See `steps.Addresses`."""
+        return min(self._window, self._path.stride - begin) if slot[0] == "out" else len(self._part(rank, slot, begin))
+
+    def target(self, rank: int, slot: Slot, begin: int) -> Part | Tensor:
+        """See `steps.Addresses`."""
+        if slot[0] != "out":
+            return self._part(rank, slot, begin)
+        operand, first = self._path.plan.address_of(slot)
+        return Part(operand, first + begin)
+
+    def source(self, number: int, move: Move, begin: int) -> Tensor:
+        """See `steps.Addresses`."""
+        return self._part(move.src, move.read, begin)
+
+    def _part(self, rank: int, slot: Slot, begin: int) -> Tensor:
+        stride, tensor = self._path.stride, self._tensors[rank]
+        first = slot[1] * stride if self._path.elements > stride else 0
+        return tensor[first : first + stride][begin : begin + self._window]

@@ -1,0 +1,151 @@
+"""Reference executor: runs a plan on a link the way the definition of a schedule reads.
+
+The tensors are divided into windows that fit the staging buffers, and the whole schedule runs for each window. Each
+round has six steps:
+
+1. Write: copy the slots that peers read into this rank's staging buffer, once the last round's readers are done.
+2. Signal: post a semaphore of each peer that reads them.
+3. Wait: wait for the semaphore of each peer that this rank reads from.
+4. Compare: in the first round of a call, signal and wait for all peers, and compare their calls with this one.
+5. Copy or reduce: what arrives in a slot comes from the senders' staging buffers.
+6. Release: signal each peer that has been read from that it may write again.
+
+There is one place in the staging buffer, so ranks take turns at writing and reading it. Backend `ref` uses `fast`
+instead, which gives the same results sooner, unless the environment has ``TORCHDIST_REF_EXECUTOR=reference``. Tests
+hold both to the same bits. Do not add here: anything that is only there for speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchdist_ref.backends import reductions
+from torchdist_ref.backends.reductions import WIDENED, Reduction
+from torchdist_ref.backends.ref import staging
+from torchdist_ref.backends.ref.handshake import Handshake
+from torchdist_ref.backends.ref.plan import Plan, exchange_of_sizes, with_sizes
+from torchdist_ref.numbers import Number
+from torchdist_ref.schedules.schedule import Move, Slot
+from torchdist_ref.transports.link import Link
+
+
+class ReferenceExecutor:
+    """Executor to be read.
+
+    Args:
+        link: This rank's end of the group.
+    """
+
+    name = "reference"
+
+    def __init__(self, link: Link) -> None:
+        self._link, self._handshake = link, Handshake(link)
+        # Peers that read the staging buffer in the last round and have not been waited for.
+        self._readers: Sequence[int] = ()
+
+    def compile(self, plan: Plan) -> Plan:
+        """Return the plan: nothing is compiled."""
+        return plan
+
+    def run(self, plan: Plan, tensors: Sequence[Tensor], number: Number) -> None:
+        """Run a call; arguments and errors as in `fast.FastExecutor.run`."""
+        self._handshake.announce(self._handshake.sequence, plan.record, number)
+        try:
+            on_host = staging.copy_to_host(plan, tensors)
+            if plan.uneven:
+                self._run_rounds(self._exchange_sizes(plan, on_host), on_host, check=False)
+            else:
+                self._run_rounds(plan, on_host, check=True)
+            staging.copy_from_host(plan, on_host, tensors)
+        except BaseException as error:
+            self._handshake.fail(plan, error)
+            raise
+        self._handshake.complete()
+
+    def _run_rounds(self, plan: Plan, tensors: Sequence[Tensor], check: bool) -> None:
+        link, rank, last = self._link, plan.rank, len(plan.rounds) - 1
+        scratch = {slot: torch.empty(plan.window, dtype=plan.dtype) for slot in plan.slots if slot[0] == "tmp"}
+        reduction = reductions.reduction(plan.reduction, plan.dtype, plan.op) if plan.reduction else None
+        for begin in plan.windows:
+            own = {slot: _window_of(plan, tensors, scratch, slot, begin) for slot in plan.slots}
+            for number in range(len(plan.rounds)):
+                staged = {slot: own[slot] for slot in plan.staged[number].get(rank, ()) if own[slot].numel()}
+                first = check and begin == number == 0
+                # 1. Write.
+                for peer in self._readers:
+                    link.wait_for_release(peer, plan.text)
+                self._readers = ()
+                for slot, values in staged.items():
+                    link.write(plan.staging_offset(number, rank, slot), values)
+                # 2. Signal.
+                for peer in link.peers if first else plan.targets[number]:
+                    link.signal(peer, plan.staged_for(number, peer, begin), announce=first)
+                # 3. Wait.
+                for peer in link.peers if first else plan.sources[number]:
+                    link.wait_for_signal(peer, plan.text)
+                # 4. Compare.
+                if first:
+                    self._handshake.compare(plan)
+                # 5. Copy or reduce.
+                for slot, moves in plan.arrivals[number]:
+                    if own[slot].numel():
+                        sources = [self._source(plan, number, move, own, begin) for move in moves]
+                        reduce(own[slot], moves, sources, reduction, plan.divisor if plan.divides_at_once else 0)
+                if plan.divisor and number == last and not plan.divides_at_once:
+                    for slot in plan.results:
+                        reductions.divide(own[slot], plan.divisor)
+                # 6. Release.
+                for peer in plan.sources[number]:
+                    link.release(peer)
+                self._readers = plan.targets[number]
+
+    def _source(self, plan: Plan, number: int, move: Move, own: dict[Slot, Tensor], begin: int) -> Tensor:
+        """Return the values that a move reads: staged ones, but for a rank's own that nothing overwrites."""
+        if move.read not in plan.staged[number].get(move.src, ()):
+            return own[move.read]
+        offset = plan.staging_offset(number, move.src, move.read)
+        return self._link.read(move.src, offset, plan.dtype, plan.length(move.src, move.read, begin))
+
+    def _exchange_sizes(self, plan: Plan, tensors: Sequence[Tensor]) -> Plan:
+        """Learn the sizes of all blocks of an uneven exchange, and return its plan with them."""
+        world = plan.schedule.world
+        mine = torch.tensor([tensor.numel() for tensor in tensors])
+        table = torch.empty(world, 2, world, dtype=torch.int64)
+        self._run_rounds(exchange_of_sizes(plan), (mine, table), check=True)
+        sent, expected = table[:, 0], table[:, 1].t()
+        self._handshake.compare_sizes(plan, sent, expected)
+        return with_sizes(plan, tuple(map(tuple, sent.tolist())))
+
+
+def _window_of(plan: Plan, tensors: Sequence[Tensor], scratch: dict[Slot, Tensor], slot: Slot, begin: int) -> Tensor:
+    """Return the part of one of this rank's slots that lies in the window that begins there."""
+    count = plan.length(plan.rank, slot, begin) if plan.carries_data else 0
+    if slot in scratch:
+        return scratch[slot][:count]
+    operand, first = plan.address_of(slot)
+    return tensors[operand].view(-1)[first + begin : first + begin + count]
+
+
+def reduce(
+    target: Tensor, moves: Sequence[Move], sources: Sequence[Tensor], reduction: Reduction | None, divisor: int
+) -> None:
+    """Apply moves to the slot that they end in, in order.
+
+    Sums of 16-bit floats are made in float32, divided there, and rounded once: the sum of two numbers may be too large
+    for a type that their average fits in.
+    """
+    reduces = sum(move.reduce for move in moves)
+    wide = target.dtype in WIDENED and (reduces > 1 or (reduces and divisor))
+    total = target.float() if wide else target
+    for move, source in zip(moves, sources, strict=True):
+        if move.reduce and reduction is not None:
+            reduction.into(total, source.to(total.dtype))
+        else:
+            total.copy_(source)
+    if divisor and reduces:
+        reductions.divide(total, divisor)
+    if wide:
+        target.copy_(total)

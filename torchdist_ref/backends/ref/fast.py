@@ -1,0 +1,233 @@
+"""Fast executor: compiles plans, and runs what it has compiled in short loops.
+
+It does what the reference executor (`execute`) does, with these optimizations:
+
+* Compiled rounds: operands are bound, semaphores looked up, and copies and reductions chosen when a call of its kind is
+  made for the first time (`ring_buffer`, `steps`).
+* A ring buffer instead of one place: a rank writes a window while its peers still read the one before.
+* Flow control by need: a call of one round and one window needs no release.
+* Zero-copy: calls on registered tensors work on the peers' tensors in place (`zero_copy`).
+* One GPU: ranks that share a device stage there, and not in the host's memory (`one_gpu`).
+
+Every way to run a call has the same signature, `Run`. Do not add here: decisions; those are the plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchdist_ref.backends.ref.handshake import Handshake, SomeUnregisteredError
+from torchdist_ref.backends.ref.one_gpu import DeviceBuffers, device_path
+from torchdist_ref.backends.ref.plan import Pairs, Plan, exchange_of_sizes, with_sizes
+from torchdist_ref.backends.ref.ring_buffer import CompiledWindow, RingBuffer, StagedRounds
+from torchdist_ref.backends.ref.staging import copy_from_host, copy_to_host
+from torchdist_ref.backends.ref.zero_copy import ZeroCopyPath, registered_path
+from torchdist_ref.numbers import Number
+from torchdist_ref.transports.link import Link
+from torchdist_ref.transports.registered_memory import PeerMemory
+from torchdist_ref.transports.status_table import ANNOUNCEMENT_BYTES
+
+Run = Callable[[Sequence[Tensor], bool], None]
+"""Runs a call on its operands; the other argument is whether the peers' announcements have yet to be compared."""
+
+# Programs that route tokens have other sizes in every call; compiled exchanges of all of them must not fill the memory.
+MOST_EXCHANGES = 256
+
+
+class Program(NamedTuple):
+    """A plan, compiled for one link.
+
+    Attributes:
+        plan: The plan.
+        run: Runs it in the best way.
+        staged: Runs it through staging buffers: used where only some ranks' tensors can be accessed directly.
+    """
+
+    plan: Plan
+    run: Run
+    staged: Run
+
+
+class FastExecutor:
+    """Executor of compiled plans, and the state of a link between calls."""
+
+    name = "fast"
+
+    def __init__(self, link: Link) -> None:
+        self._link, self._handshake, self._ring = link, Handshake(link), RingBuffer(link)
+        self._neighbours = tuple(PeerMemory(line.pid) for line in link.rows)
+        self._device_buffers = DeviceBuffers(link, self._neighbours)
+        self._exchanges: dict[tuple[torch.dtype, Pairs], Run] = {}
+
+    def run(self, program: Program, tensors: Sequence[Tensor], number: Number) -> None:
+        """Run a call, under its number, on tensors that are flat (`Plan.is_flat`).
+
+        Raises:
+            OutOfOrderError: Another call comes first, which a peer has begun. Nothing was written.
+            MismatchError: A peer announced another call. Nothing was written, and the link remains usable.
+            DistBackendError: A peer died, aborted or did not come; the link cannot be used any more.
+        """
+        handshake, ring, plan = self._handshake, self._ring, program.plan
+        head = ring.head
+        handshake.announce(handshake.sequence, plan.record, number)
+        try:
+            try:
+                program.run(tensors, True)
+            except SomeUnregisteredError:
+                ring.head = head
+                program.staged(tensors, False)
+        except BaseException as error:
+            ring.head = head
+            handshake.fail(plan, error)
+            raise
+        handshake.complete()
+
+    def compile(self, plan: Plan) -> Program:
+        """Return a plan as functions of a call's operands."""
+        if plan.uneven:
+            staged = self._uneven(plan)
+        elif not plan.carries_data and len(plan.rounds) < 2:
+            staged = self._handshake_only(plan)
+        else:
+            staged = self._staged(plan)
+        if not plan.on_host:
+            staged = _through_host(plan, staged)
+        path = self._direct_path(plan)
+        return Program(plan, staged if path is None else self._direct(plan, path, staged), staged)
+
+    def _direct_path(self, plan: Plan) -> ZeroCopyPath | None:
+        if plan.uneven or plan.forced or self._link.hosts is not None or self._link.size == 1:
+            return None
+        if plan.on_host:
+            return registered_path(plan, self._neighbours)
+        return device_path(plan, self._device_buffers)
+
+    def _staged(self, plan: Plan) -> Run:
+        """Return what runs a plan by way of the staging buffers: write, signal, wait, compare, read, release."""
+        wait, operation, ring, compare = self._link.acquire, plan.text, self._ring, self._handshake.compare
+        rounds, count = StagedRounds(self._link, plan), len(plan.rounds)
+        windows = [(begin, _ByLocation(rounds, begin)) for begin in plan.windows]
+        nbytes = rounds.nbytes
+
+        def run(tensors: Sequence[Tensor], check: bool) -> None:
+            for begin, compiled in windows:
+                location = ring.take(nbytes, count) if nbytes else ring.round % ring.cells
+                for writes, signals, waits, steps, releases, readers in compiled[location]:
+                    if writes:
+                        if ring.readers:
+                            ring.wait_for_readers(ring.round, operation)
+                        for write in writes:
+                            write(tensors, begin)
+                    for signal in signals:
+                        signal()
+                    for semaphore, peer in waits:
+                        if not semaphore.acquire(False):
+                            wait(semaphore, peer, operation)
+                    if check:
+                        compare(plan)
+                        check = False
+                    if readers:
+                        ring.read_by(readers)
+                    ring.round += 1
+                    for step in steps:
+                        step(tensors, begin)
+                    for release in releases:
+                        release()
+
+        return run
+
+    def _handshake_only(self, plan: Plan) -> Run:
+        """Return what runs a call without data: it is over when all ranks have seen each other begin it."""
+        synchronize, compare = self._synchronizing(plan), self._handshake.compare
+
+        def run(tensors: Sequence[Tensor], check: bool) -> None:
+            synchronize()
+            compare(plan)
+
+        return run
+
+    def _direct(self, plan: Plan, path: ZeroCopyPath, staged: Run) -> Run:
+        """Return what runs a plan on memory that peers access in place, if this rank's tensors are in such memory."""
+        row, rows, handshake = self._link.row, self._link.rows, self._handshake
+        synchronize = self._synchronizing(plan)
+
+        def run(tensors: Sequence[Tensor], check: bool) -> None:
+            location = path.location(tensors)
+            if location is None:
+                return staged(tensors, check)
+            parity = handshake.sequence & 1
+            row.announce_zero_copy(parity, path.mark, location)
+            synchronize()
+            handshake.compare(plan)
+            for steps in path.phases(b"".join([each.handles[parity] for each in rows])):
+                for step in steps:
+                    step(tensors, 0)
+                synchronize()
+
+        return run
+
+    def _synchronizing(self, plan: Plan) -> Callable[[], None]:
+        """Return a function that signals all peers and waits for them."""
+        link = self._link
+        signals = [
+            link.make_signal("ready", peer, [(link.layout.status_row(link.rank), ANNOUNCEMENT_BYTES)])
+            for peer in link.peers
+        ]
+        waits = [(link.ready_from[peer], peer) for peer in link.peers]
+
+        def synchronize() -> None:
+            for signal in signals:
+                signal()
+            for semaphore, peer in waits:
+                if not semaphore.acquire(False):
+                    link.acquire(semaphore, peer, plan.text)
+
+        return synchronize
+
+    def _uneven(self, plan: Plan) -> Run:
+        """Return what runs an uneven exchange: the ranks exchange sizes, then blocks of these sizes."""
+        world, exchange = plan.schedule.world, self._staged(exchange_of_sizes(plan))
+
+        def run(tensors: Sequence[Tensor], check: bool) -> None:
+            mine = torch.tensor([tensor.numel() for tensor in tensors])
+            table = torch.empty(world, 2, world, dtype=torch.int64)
+            exchange((mine, table), check)
+            sent, expected = table[:, 0], table[:, 1].t()
+            self._handshake.compare_sizes(plan, sent, expected)
+            self._exchange(plan, tuple(map(tuple, sent.tolist())))(tensors, False)
+
+        return run
+
+    def _exchange(self, plan: Plan, pairs: Pairs) -> Run:
+        found = self._exchanges.get((plan.dtype, pairs))
+        if found is None:
+            if len(self._exchanges) >= MOST_EXCHANGES:
+                self._exchanges.clear()
+            found = self._exchanges[plan.dtype, pairs] = self._staged(with_sizes(plan, pairs))
+        return found
+
+
+class _ByLocation(dict[int, CompiledWindow]):
+    """Compiled rounds of one window, by location: what `StagedRounds.window` finds, found sooner."""
+
+    def __init__(self, rounds: StagedRounds, begin: int) -> None:
+        self._rounds, self._begin = rounds, begin
+
+    def __missing__(self, location: int) -> CompiledWindow:
+        found = self[location] = self._rounds.window(self._begin, location)
+        return found
+
+
+def _through_host(plan: Plan, run: Run) -> Run:
+    """Return what runs a call on tensors of devices, by way of copies in the host's memory."""
+
+    def through_host(tensors: Sequence[Tensor], check: bool) -> None:
+        hosts = copy_to_host(plan, tensors)
+        run(hosts, check)
+        copy_from_host(plan, hosts, tensors)
+
+    return through_host

@@ -1,0 +1,129 @@
+"""Handshake: ranks announce each call and compare the announcements before anything is written.
+
+In the first round of a call every rank signals every other and waits for every other. So all ranks have seen each
+other's announcement. If the announcements differ, all ranks see the same difference and raise, nothing has been
+written, and the group remains usable. Do not add here: how data moves.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nonzero
+
+from torchdist_ref.backends.ref.order import OutOfOrderError
+from torchdist_ref.backends.ref.plan import Plan
+from torchdist_ref.errors import ArgumentError, MismatchError
+from torchdist_ref.transports.link import Link
+from torchdist_ref.transports.status_table import COMPLETED, ZERO_COPY_BITS
+
+EXECUTORS = ("fast", "reference")
+EXECUTOR_VARIABLE = "TORCHDIST_REF_EXECUTOR"
+_MARK = "by the reference executor: "
+
+
+def executor_name(environment: str) -> str:
+    """Return the name of the executor that `TORCHDIST_REF_EXECUTOR` asks for.
+
+    Raises:
+        ArgumentError: No executor has this name.
+
+    >>> executor_name(""), executor_name("reference")
+    ('fast', 'reference')
+    """
+    if environment not in ("", *EXECUTORS):
+        raise ArgumentError(f"{EXECUTOR_VARIABLE}: expected 'fast' or 'reference', got {environment!r}.")
+    return environment or EXECUTORS[0]
+
+
+def announcement_of(text: str, executor: str) -> str:
+    """Return the text that ranks compare: the call, and the executor that runs it if that is not the default."""
+    return text if executor == EXECUTORS[0] else f"{_MARK}{text}"
+
+
+class SomeUnregisteredError(Exception):
+    """Internal signal: only some ranks have tensors that peers can access, so all ranks stage."""
+
+
+class Handshake:
+    """Sequence of the calls of one link.
+
+    Attributes:
+        sequence: Number of the next call.
+        announce: Announces a call (sequence, record, number) to the peers, which read it once this rank has signaled.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.sequence = 0
+        self.announce = link.row.announce
+        self._link, self._words = link, link.row.fields
+        self._announced = [(link.row.compared[n], tuple(link.rows[p].compared[n] for p in link.peers)) for n in (0, 1)]
+
+    def compare(self, plan: Plan) -> None:
+        """Raise if a peer that has signaled this rank announced another call.
+
+        Raises:
+            OutOfOrderError: The ranks are at different calls of their programs.
+            SomeUnregisteredError: The ranks differ only in whether their tensors are registered.
+            MismatchError: The ranks made different calls.
+        """
+        mine, theirs = self._announced[self.sequence & 1]
+        if theirs.count(mine) < len(theirs):
+            raise self._difference(plan)
+
+    def complete(self) -> None:
+        """Announcement that the call is done; peers that find this rank gone will not miss it."""
+        self._words[COMPLETED] = self.sequence
+        self.sequence += 1
+
+    def fail(self, plan: Plan, error: BaseException) -> None:
+        """Announcement that the call has failed. Only after a difference the link remains usable."""
+        if isinstance(error, (MismatchError, OutOfOrderError)):
+            self._link.row.completed, self.sequence = self.sequence, self.sequence + 1
+        else:
+            self._link.abort(error, plan.text)
+
+    def _difference(self, plan: Plan) -> MismatchError | OutOfOrderError | SomeUnregisteredError:
+        """Return the error; ranks at different calls begin with the smallest number."""
+        headers = [row.headers[self.sequence & 1] for row in self._link.rows]
+        numbers = {(header[2], header[3]) for header in headers}
+        if len(numbers) > 1:
+            return OutOfOrderError(min(numbers))
+        if len({header[1] | ZERO_COPY_BITS for header in headers}) == 1:
+            return SomeUnregisteredError()
+        return self._mismatch(plan)
+
+    def _mismatch(self, plan: Plan) -> MismatchError:
+        link = self._link
+        texts = [row.text(self.sequence) for row in link.rows]
+        calls = "; ".join(f"{link.rank_names([rank])}: {text}" for rank, text in enumerate(texts))
+        reference = [text.startswith(_MARK) for text in texts]
+        hint = ""
+        if len(set(reference)) > 1:
+            by_name = [
+                (name, [r for r, mark in enumerate(reference) if mark == (name == "reference")]) for name in EXECUTORS
+            ]
+            names = " and ".join(f"{link.rank_names(ranks)} the {name} executor" for name, ranks in by_name)
+            hint = f" Set {EXECUTOR_VARIABLE} alike on all ranks: {names} runs."
+        return MismatchError(
+            f"{link.context(plan.text)}: the ranks made different calls as call {self.sequence} of this group. "
+            f"{calls}.{hint} Nothing was written, and the group can be used."
+        )
+
+    def compare_sizes(self, plan: Plan, sent: Tensor, expected: Tensor) -> None:
+        """Raise if two ranks of an uneven exchange differ in the size of a block: the same message on all ranks.
+
+        Args:
+            plan: The exchange.
+            sent: Elements that each rank (row) sends to each rank (column).
+            expected: Elements that each rank (column) expects from each rank (row).
+        """
+        differing = nonzero(sent != expected)
+        if not len(differing):
+            return
+        link = self._link
+        source, target = differing[0].tolist()
+        one, other = link.rank_names([source]), link.rank_names([target])
+        sizes = f"{one} gives {other} {sent[source, target]} elements, and {other} expects {expected[source, target]}"
+        raise MismatchError(
+            f"{link.context(plan.text)}: {sizes}. Give input_split_sizes[{target}] there what "
+            f"output_split_sizes[{source}] is here. Nothing was written, and the group can be used."
+        )
