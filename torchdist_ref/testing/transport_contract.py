@@ -64,7 +64,7 @@ def _barrier(link: Link) -> None:
 
 
 def semaphores_count(link: Link) -> None:
-    """A semaphore can be acquired as often as it was posted, for each poster separately."""
+    """Check that a semaphore can be acquired as often as it was posted, for each poster separately."""
     for peer in link.peers:
         for _ in range(link.rank + 2):
             link.make_signal("ready", peer)()
@@ -75,7 +75,7 @@ def semaphores_count(link: Link) -> None:
 
 
 def writes_are_visible_after_acquire(link: Link) -> None:
-    """Writes before a post are visible after the acquire; the ranks' staging buffers do not overlap."""
+    """Check that writes before a post are visible after the acquire, and that staging buffers do not overlap."""
     for iteration in range(20):
         _eager_buffer(link, link.rank, iteration & 1).copy_(fill(link.rank + iteration, (500,)))
         _barrier(link)
@@ -91,7 +91,7 @@ def _eager_buffer(link: Link, rank: int, cell: int) -> torch.Tensor:
 
 
 def a_round_writes_signals_waits_reads_and_releases(link: Link) -> None:
-    """The operations of a round work at one offset: no rank overwrites data before all peers have released it."""
+    """Check the operations of a round: no rank overwrites data before all peers have released it."""
     offset, count = 256, 3000
     for iteration in range(10):
         for peer in link.peers if iteration else ():
@@ -112,7 +112,7 @@ def a_round_writes_signals_waits_reads_and_releases(link: Link) -> None:
 
 
 def status_rows_show_calls(link: Link) -> None:
-    """Every rank can read the announced and completed calls of the others."""
+    """Check that every rank can read the announced and completed calls of the others."""
     link.row.announce(0, Announcement(7 + link.rank, f"call of {link.rank}".encode()))
     _barrier(link)
     for peer in link.peers:
@@ -127,7 +127,7 @@ def status_rows_show_calls(link: Link) -> None:
 
 
 def messages_of_all_sizes_are_delivered(link: Link) -> None:
-    """A mailbox delivers messages of every size with tag and size, also those larger than its ring buffer."""
+    """Check that a mailbox delivers messages of every size with their tag, also those larger than its ring buffer."""
     if link.rank > 1:
         return
     mailbox = Mailbox(link, 0, 1)
@@ -149,7 +149,7 @@ def messages_of_all_sizes_are_delivered(link: Link) -> None:
 
 
 def rejected_messages_raise_on_the_sender(link: Link) -> None:
-    """A receiver that rejects a message, a long one too, makes the send raise; the next message is delivered."""
+    """Check that rejecting a message, a long one too, makes the send raise, and that the next one is delivered."""
     if link.rank > 1:
         return
     mailbox = Mailbox(link, 0, 1)
@@ -172,7 +172,7 @@ def rejected_messages_raise_on_the_sender(link: Link) -> None:
 
 
 def waits_time_out(link: Link) -> None:
-    """A wait for a signal that is not posted raises; the error has the group and global rank, and its last call."""
+    """Check that a wait for a signal that is not posted raises, with the group rank and the global rank."""
     _barrier(link)
     if link.rank == 0:
         try:
@@ -186,7 +186,7 @@ def waits_time_out(link: Link) -> None:
 
 
 def an_abort_ends_the_waits_of_all(link: Link) -> None:
-    """A rank that aborts ends the waits of all others, with its reason, long before their deadline."""
+    """Check that an abort ends the waits of all other ranks, with its reason, long before their deadline."""
     _barrier(link)
     if link.rank == 0:
         link.abort(ValueError("lost interest"), "a call")
@@ -201,7 +201,7 @@ def an_abort_ends_the_waits_of_all(link: Link) -> None:
 
 
 def closing_ends_the_waits_of_dependents(link: Link) -> None:
-    """A rank that closes its link ends the waits of the ranks that need it."""
+    """Check that closing a link ends the waits of the ranks that need it."""
     _barrier(link)
     if link.rank == 0:
         link.close()
@@ -216,7 +216,7 @@ def closing_ends_the_waits_of_dependents(link: Link) -> None:
 
 
 def a_rank_that_has_completed_the_call_may_exit(link: Link) -> None:
-    """A wait continues when a rank exits that has completed the call; another rank's signal may still arrive."""
+    """Check that a rank may exit once it has completed the call: others still wait for each other's signals."""
     _barrier(link)
     link.row.announce(0, Announcement(1, b"last call"))
     last = link.size - 1
