@@ -1,14 +1,13 @@
-"""The launcher: ranks know who they are, lines stay whole, one failure ends all, and nothing is left behind.
+"""Launcher command: environment of the ranks, forwarded output, failures, signals, and no process left behind.
 
-Most scripts here do without torch, so that a test takes a tenth of a second. Where a script waits, it waits for ever:
-that the test ends shows that it was stopped.
+Most scripts do not import torch, so that a test takes a tenth of a second. Scripts that wait never end by
+themselves: the end of the test shows that they were stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -18,9 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.process_ends import all_ended
+
 ROOT = Path(__file__).parent.parent
 WAIT = "import signal\nwhile True: signal.pause()\n"
-WHO = "import os, sys\nrank = int(os.environ['RANK'])\n"
+RANK = "import os, sys\nrank = int(os.environ['RANK'])\n"
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -53,7 +54,7 @@ def launch(tmp_path: Path) -> Launch:
 
 @contextlib.contextmanager
 def running(folder: Path, first: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A launcher whose two ranks have done what comes first, said their process ids, and wait; and the ranks."""
+    """Run a launcher whose two ranks have executed a first line, printed their process ids, and wait."""
     (folder / "script.py").write_text(f"import os, signal, sys\n{first}\nprint(os.getpid(), flush=True)\n{WAIT}")
     process = subprocess.Popen(
         command("--nproc-per-node", "2", *options, "script.py"),
@@ -71,26 +72,14 @@ def running(folder: Path, first: str, *options: str) -> Iterator[tuple[subproces
         process.communicate()
 
 
-def gone(pids: list[int]) -> bool:
-    """Whether all of them end soon. Orphans may wait long for their burial, but a pidfd tells of the end itself."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(pid)
-            ended, _, _ = select.select([descriptor], [], [], 5)
-            os.close(descriptor)
-            if not ended:
-                return False
-    return True
-
-
-def test_ranks_know_who_they_are(launch: Launch) -> None:
+def test_environment_of_each_rank(launch: Launch) -> None:
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR OMP_NUM_THREADS".split()
     result = launch(f"import os; print(*[os.environ[name] for name in {names}])", "--nproc-per-node", "3")
     assert sorted(result.stdout.splitlines()) == [f"{rank} {rank} 3 3 0 127.0.0.1 1" for rank in range(3)]
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_ranks_meet_through_the_launchers_store(launch: Launch) -> None:
+def test_rendezvous_through_the_launchers_store(launch: Launch) -> None:
     script = """
 from torchdist_ref.rendezvous import rendezvous
 store, rank, world = next(rendezvous("env://"))
@@ -116,7 +105,7 @@ dist.destroy_process_group()
     assert (result.stdout, result.returncode) == ("True\nTrue\n", 0), result.stderr
 
 
-def test_the_script_gets_its_arguments(launch: Launch) -> None:
+def test_arguments_of_the_script(launch: Launch) -> None:
     script = "import sys; print(sys.argv[1:], __name__)"
     result = launch(script, args=("--nproc-per-node", "9", "-m", "--", "x y"))
     assert result.stdout == "['--nproc-per-node', '9', '-m', '--', 'x y'] __main__\n"
@@ -132,7 +121,7 @@ def test_a_module_by_its_name(tmp_path: Path) -> None:
 
 
 def test_lines_of_different_ranks_stay_whole_and_in_order(launch: Launch) -> None:
-    script = WHO + "for i in range(3000): print(rank, i, str(rank) * 50)"
+    script = RANK + "for i in range(3000): print(rank, i, str(rank) * 50)"
     lines = launch(script, "--nproc-per-node", "3").stdout.splitlines()
     for rank in range(3):
         mine = [line for line in lines if line.startswith(str(rank))]
@@ -140,15 +129,15 @@ def test_lines_of_different_ranks_stay_whole_and_in_order(launch: Launch) -> Non
     assert len(lines) == 9000
 
 
-def test_a_line_tells_its_rank_when_asked(launch: Launch) -> None:
-    script = WHO + "print('out', end=''); print('error', file=sys.stderr)"
+def test_prefix_of_each_line(launch: Launch) -> None:
+    script = RANK + "print('out', end=''); print('error', file=sys.stderr)"
     result = launch(script, "--nproc-per-node", "2", "--prefix")
     assert sorted(result.stdout.splitlines()) == ["[rank 0] out", "[rank 1] out"]
     assert sorted(result.stderr.splitlines()) == ["[rank 0] error", "[rank 1] error"]
 
 
 def test_rank_0_reads_the_launchers_input(launch: Launch) -> None:
-    result = launch(WHO + "print(rank, repr(sys.stdin.read()))", "--nproc-per-node", "2", feed="words")
+    result = launch(RANK + "print(rank, repr(sys.stdin.read()))", "--nproc-per-node", "2", feed="words")
     assert sorted(result.stdout.splitlines()) == ["0 'words'", "1 ''"]
 
 
@@ -160,18 +149,18 @@ def test_rank_0_reads_the_launchers_input(launch: Launch) -> None:
         ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
     ],
 )
-def test_one_failure_is_named_and_ends_all(launch: Launch, end: str, code: int, words: str) -> None:
-    result = launch(f"{WHO}if rank == 1: {end}\n{WAIT}", "--nproc-per-node", "3")
+def test_the_first_failure_is_reported_and_stops_all_ranks(launch: Launch, end: str, code: int, words: str) -> None:
+    result = launch(f"{RANK}if rank == 1: {end}\n{WAIT}", "--nproc-per-node", "3")
     last = result.stderr.splitlines()[-1]
     assert last.startswith("torchdist_ref.launch: rank 1 (process ")
     assert last.endswith(f") {words}; stopping ranks 0, 2")
     assert result.returncode == code
 
 
-def test_a_rank_that_will_not_stop_is_killed(launch: Launch) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_time(launch: Launch) -> None:
     ready = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(f'ready {rank}', 'w')\n"
     await_other = "import time\nwhile not os.path.exists('ready 0'): time.sleep(0.01)\nsys.exit(3)\n"
-    script = f"{WHO}if rank == 0:\n  {ready.replace(chr(10), chr(10) + '  ')}\nelse:\n  "
+    script = f"{RANK}if rank == 0:\n  {ready.replace(chr(10), chr(10) + '  ')}\nelse:\n  "
     result = launch(script + await_other.replace("\n", "\n  ") + "\n" + WAIT, "--nproc-per-node", "2", "--grace", "0.2")
     assert "rank 1" in result.stderr and "stopping rank 0\n" in result.stderr
     assert "torchdist_ref.launch: rank 0 did not stop within 0.2 s: killing\n" in result.stderr
@@ -179,49 +168,49 @@ def test_a_rank_that_will_not_stop_is_killed(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize(("signum", "words"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "")])
-def test_a_signal_goes_to_every_rank(tmp_path: Path, signum: signal.Signals, words: str) -> None:
+def test_signals_are_forwarded_to_every_rank(tmp_path: Path, signum: signal.Signals, words: str) -> None:
     with running(tmp_path, "") as (launcher, ranks):
         launcher.send_signal(signum)
         _, errors = launcher.communicate(timeout=20)
         assert launcher.returncode == 128 + signum
         assert f"got {signum.name}: forwarding it to ranks 0, 1" in errors
         assert errors.count(words) >= 2
-        assert gone(ranks)
+        assert all_ended(ranks)
 
 
-def test_ranks_that_end_well_after_a_signal_do_not_hide_it(tmp_path: Path) -> None:
+def test_exit_code_after_a_signal_that_ranks_handle(tmp_path: Path) -> None:
     with running(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))") as (launcher, _):
         launcher.terminate()
         assert launcher.wait(20) == 143
 
 
 def test_a_second_signal_kills(tmp_path: Path) -> None:
-    first = "signal.signal(signal.SIGINT, lambda *_: print('heard', flush=True))"
+    first = "signal.signal(signal.SIGINT, lambda *_: print('received', flush=True))"
     with running(tmp_path, first, "--grace", "1000") as (launcher, ranks):
         assert launcher.stdout
         launcher.send_signal(signal.SIGINT)
-        assert [launcher.stdout.readline() for _ in range(2)] == ["heard\n"] * 2
+        assert [launcher.stdout.readline() for _ in range(2)] == ["received\n"] * 2
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(20) == 130
-        assert gone(ranks)
+        assert all_ended(ranks)
 
 
-def test_ranks_go_with_a_killed_launcher(tmp_path: Path) -> None:
+def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
     with running(tmp_path, "") as (launcher, ranks):
         launcher.kill()
-        assert gone(ranks)
+        assert all_ended(ranks)
 
 
-def test_what_a_rank_started_goes_with_it(launch: Launch) -> None:
+def test_processes_that_a_rank_started_are_killed(launch: Launch) -> None:
     script = "import subprocess; print(subprocess.Popen(['sleep', '1000'], stdout=-3, stderr=-3).pid)"
     result = launch(script, "--nproc-per-node", "2")
     pids = [int(line) for line in result.stdout.splitlines()]
     assert result.returncode == 0 and len(pids) == 2
-    assert gone(pids)
+    assert all_ended(pids)
 
 
-def test_it_ends_quietly_when_nobody_reads(tmp_path: Path) -> None:
-    first = "def talk(*_):\n  while True: print('word')\nsignal.signal(signal.SIGUSR1, talk)"
+def test_a_broken_pipe_ends_the_job_without_a_message(tmp_path: Path) -> None:
+    first = "def write(*_):\n  while True: print('line')\nsignal.signal(signal.SIGUSR1, write)"
     with running(tmp_path, first) as (launcher, ranks):
         assert launcher.stdout and launcher.stderr
         launcher.stdout.close()
@@ -229,7 +218,7 @@ def test_it_ends_quietly_when_nobody_reads(tmp_path: Path) -> None:
             os.kill(rank, signal.SIGUSR1)
         assert launcher.wait(20) == 128 + signal.SIGPIPE
         assert launcher.stderr.read() == ""
-        assert gone(ranks)
+        assert all_ended(ranks)
         launcher.stdout = None
 
 
@@ -248,13 +237,13 @@ def test_it_ends_quietly_when_nobody_reads(tmp_path: Path) -> None:
         ([], "the following arguments are required: script\n"),
     ],
 )
-def test_wrong_options_are_named(tmp_path: Path, options: list[str], words: str) -> None:
+def test_wrong_options_are_reported(tmp_path: Path, options: list[str], words: str) -> None:
     result = subprocess.run(command(*options), cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert words in result.stderr
     assert result.returncode == 2
 
 
-def test_a_port_in_use_is_named(launch: Launch) -> None:
+def test_a_port_in_use_is_reported(launch: Launch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = launch("print('never')", "--master-port", str(port))
@@ -270,9 +259,9 @@ def test_it_never_imports_torch(tmp_path: Path) -> None:
     assert result.stdout == "False\n", result.stderr
 
 
-def test_all_ranks_start_anew_when_one_fails(launch: Launch) -> None:
+def test_all_ranks_are_restarted_when_one_fails(launch: Launch) -> None:
     script = (
-        f"{WHO}count = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint(rank, count, flush=True)\n"
+        f"{RANK}count = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint(rank, count, flush=True)\n"
         f"if count == '2': sys.exit(0)\nif rank == 1: sys.exit(3)\n{WAIT}"
     )
     result = launch(script, "--nproc-per-node", "2", "--max-restarts", "5")
@@ -282,7 +271,7 @@ def test_all_ranks_start_anew_when_one_fails(launch: Launch) -> None:
     assert result.stdout.splitlines()[-1][2:] == "2"
 
 
-def test_when_restarts_are_used_up_the_code_is_the_ranks(launch: Launch) -> None:
-    result = launch(f"{WHO}sys.exit(4 * rank)", "--nproc-per-node", "2", "--max-restarts", "1")
+def test_exit_code_after_the_last_restart(launch: Launch) -> None:
+    result = launch(f"{RANK}sys.exit(4 * rank)", "--nproc-per-node", "2", "--max-restarts", "1")
     assert result.returncode == 4
     assert result.stderr.count("restarting all ranks (1 of 1)") == 1

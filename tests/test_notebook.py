@@ -1,15 +1,13 @@
-"""Ranks that stay: their output in order, their failures by name, and no rank left when the notebook goes.
+"""Ranks of a notebook: order of output, failures by rank, interrupts, and no rank left when the notebook ends.
 
-One rank server, with torch loaded, serves most tests; ranks are forked from it in a few milliseconds. Where a cell
-waits, it waits for ever: that the test ends shows that it was interrupted.
+One rank server, with torch loaded, serves most tests; it forks ranks in a few milliseconds. Cells that wait never
+end by themselves: the end of the test shows that they were interrupted.
 """
 
 from __future__ import annotations
 
 import base64
-import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -23,6 +21,7 @@ import psutil
 import pytest
 import torch
 
+from tests.process_ends import all_ended
 from torchdist_ref.errors import ArgumentError, DistError
 from torchdist_ref.notebook import CellError, CellInterrupted, PoolError, RankPool, RankServer
 from torchdist_ref.notebook.magic import SpmdMagics, SpmdUsageError
@@ -53,7 +52,7 @@ def pool(server: RankServer) -> Iterator[RankPool]:
 
 
 def shown(pool: RankPool, source: str, **options: Any) -> Shown:
-    """What the ranks print and show, in the order in which it comes; values as their plain text."""
+    """Return the output of the ranks in the order of display, values as plain text."""
     items: Shown = []
     pool.run(source, show=lambda rank, item: items.append((rank, item)), **options)
     return [(rank, item if isinstance(item, str) else item["text/plain"]) for rank, item in items]
@@ -66,20 +65,8 @@ def failing(pool: RankPool, source: str, **options: Any) -> tuple[CellError, Sho
     return caught.value, items
 
 
-def gone(pids: list[int]) -> bool:
-    """Whether all of them end soon; orphans may wait long for their burial, so a zombie has ended."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(pid)
-            ended, _, _ = select.select([descriptor], [], [], 5)
-            os.close(descriptor)
-            if not ended:
-                return False
-    return True
-
-
 class TestCells:
-    def test_output_comes_in_rank_order(self, pool: RankPool) -> None:
+    def test_output_in_rank_order(self, pool: RankPool) -> None:
         source = "print('python', rank)\nos.system(f'echo child {rank}')\nprint('error', rank, file=sys.stderr)\n"
         assert shown(pool, source + "rank**2") == [
             (rank, text)
@@ -87,21 +74,21 @@ class TestCells:
             for text in (f"python {rank}", f"child {rank}", f"error {rank}", str(rank**2))
         ]
 
-    def test_the_first_rank_is_heard_live_and_the_others_in_their_turn(self, pool: RankPool) -> None:
-        heard: Shown = []
+    def test_output_of_the_first_unfinished_rank_is_live(self, pool: RankPool) -> None:
+        received: Shown = []
 
         def listen(rank: int, item: Any) -> None:
-            heard.append((rank, item))
+            received.append((rank, item))
             if item == "waiting":
-                # Rank 0 goes on only once we have heard it.
+                # Rank 0 continues only after its output has been received.
                 os.kill(pool.pids[0], signal.SIGUSR1)
 
         pool.run("print('early') if rank else signal.pthread_sigmask(0, [signal.SIGUSR1]);", show=listen)
         source = f"if rank == 0:\n  print('waiting')\n  {AWAIT_USER}\nprint('done')"
         pool.run(source, show=listen)
-        assert heard == [(1, "early"), (2, "early"), (0, "waiting"), (0, "done"), (1, "done"), (2, "done")]
+        assert received == [(1, "early"), (2, "early"), (0, "waiting"), (0, "done"), (1, "done"), (2, "done")]
 
-    def test_variables_stay_from_cell_to_cell(self, pool: RankPool) -> None:
+    def test_variables_persist_from_cell_to_cell(self, pool: RankPool) -> None:
         pool.run("def square():\n    return rank**2 + offset\noffset = 10 * rank")
         assert shown(pool, "square()") == [(0, "0"), (1, "11"), (2, "24")]
 
@@ -119,21 +106,21 @@ class TestCells:
             ("_spam = 2\n_spam  ; # quiet", None),
         ],
     )
-    def test_the_value_of_the_last_line_is_shown(self, pool: RankPool, source: str, value: str | None) -> None:
+    def test_display_of_the_last_lines_value(self, pool: RankPool, source: str, value: str | None) -> None:
         assert shown(pool, source) == [(rank, value) for rank in range(3) if value is not None]
 
-    def test_much_output_and_lines_without_an_end(self, pool: RankPool) -> None:
+    def test_much_output_and_unfinished_lines(self, pool: RankPool) -> None:
         [*_, (rank, text)] = shown(pool, "print('x' * 300_000, end='' if rank == 2 else None)")
         assert (rank, text) == (2, "x" * 300_000)
 
-    def test_a_progress_bar_shows_its_last_state(self, pool: RankPool) -> None:
+    def test_last_state_of_a_progress_bar(self, pool: RankPool) -> None:
         assert shown(pool, "if rank == 0: print('10 %\\r50 %\\r100 %')") == [(0, "100 %")]
 
     def test_classes_of_a_cell_can_be_pickled(self, pool: RankPool) -> None:
         pool.run("import pickle\nclass Point:\n    x = rank")
         assert shown(pool, "pickle.loads(pickle.dumps(Point())).x") == [(0, "0"), (1, "1"), (2, "2")]
 
-    def test_ranks_meet_and_compute(self, pool: RankPool) -> None:
+    def test_collectives_between_the_ranks(self, pool: RankPool) -> None:
         pool.run("import torchdist_ref as dist\nfrom torchdist_ref.testing import fill\ndist.init_process_group('ref')")
         pool.run("tensor = fill(rank, (4,)); dist.all_reduce(tensor)")
         total = fill(0, (4,)) + fill(1, (4,)) + fill(2, (4,))
@@ -143,25 +130,25 @@ class TestCells:
         assert torch.equal(pool.pull("tensor", 1), total * 3)
         pool.run("dist.destroy_process_group()")
 
-    def test_each_rank_finds_what_the_launcher_gives(self, pool: RankPool) -> None:
+    def test_environment_is_the_launchers(self, pool: RankPool) -> None:
         names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
         pool.push("names", names)
         for rank in range(3):
             values = [str(rank), str(rank), "3", "3", "127.0.0.1"]
             assert pool.pull("[os.environ[name] for name in names]", rank) == values
 
-    def test_nothing_has_started_cuda(self, pool: RankPool) -> None:
+    def test_cuda_is_not_initialized(self, pool: RankPool) -> None:
         assert shown(pool, "'torch' in sys.modules and sys.modules['torch'].cuda.is_initialized()") == [
             (rank, "False") for rank in range(3)
         ]
 
-    def test_ranks_draw_different_random_numbers_with_numpy(self, pool: RankPool) -> None:
+    def test_numpy_random_numbers_differ_between_ranks(self, pool: RankPool) -> None:
         pool.run("import numpy; drawn = numpy.random.rand()")
         assert len({pool.pull("drawn", rank) for rank in range(3)}) == 3
 
 
-class TestRichValues:
-    def test_a_value_shows_itself(self, pool: RankPool) -> None:
+class TestDisplay:
+    def test_representations_of_a_value(self, pool: RankPool) -> None:
         pool.run(
             "class Picture:\n  _repr_svg_ = lambda s: '<svg/>'\n  _repr_png_ = lambda s: b'png'\n"
             "  __repr__ = lambda s: 'a picture'\n  _repr_html_ = lambda s: None"
@@ -171,13 +158,13 @@ class TestRichValues:
         png = base64.b64encode(b"png").decode()
         assert items == [(1, {"text/plain": "a picture", "image/svg+xml": "<svg/>", "image/png": png})]
 
-    def test_a_bundle_of_its_own(self, pool: RankPool) -> None:
+    def test_repr_mimebundle(self, pool: RankPool) -> None:
         items: Shown = []
         source = "class Own:\n  def _repr_mimebundle_(s, include, exclude): return {'text/x': 'y'}, {}\nOwn()"
         pool.run(source, show=lambda rank, item: items.append(item))
         assert [item["text/x"] for item in items] == ["y"] * 3
 
-    def test_display_keeps_its_place_between_prints(self, pool: RankPool) -> None:
+    def test_order_of_display_and_print(self, pool: RankPool) -> None:
         assert shown(pool, "if rank == 0:\n  print('a', end='')\n  display([1], 'b')\n  print('c')") == [
             (0, "a"),
             (0, "[1]"),
@@ -185,7 +172,7 @@ class TestRichValues:
             (0, "c"),
         ]
 
-    def test_figures_are_shown_and_closed_and_always_the_same(self, pool: RankPool) -> None:
+    def test_figures_are_displayed_closed_and_reproducible(self, pool: RankPool) -> None:
         # Slow, a second or two: one rank imports matplotlib.
         pool.run("if rank == 0:\n  from matplotlib import pyplot as plt")
         items: list[Any] = []
@@ -198,7 +185,7 @@ class TestRichValues:
 
 
 class TestFailures:
-    def test_one_rank_fails_and_the_others_are_kept(self, pool: RankPool) -> None:
+    def test_failure_of_one_rank(self, pool: RankPool) -> None:
         source = "def divide():\n    return 1 / (rank - 1)\nprint('before')\ndivide()\nprint('after')"
         error, items = failing(pool, source)
         assert str(error) == "rank 1 failed with ZeroDivisionError: division by zero"
@@ -215,19 +202,19 @@ class TestFailures:
         assert text.endswith("\nCellError: rank 1 failed with ZeroDivisionError: division by zero")
         assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
 
-    def test_the_same_failure_is_shown_once(self, pool: RankPool) -> None:
+    def test_equal_failures_share_a_traceback(self, pool: RankPool) -> None:
         error, _ = failing(pool, "1 +")
         assert str(error).startswith("ranks 0, 1, 2 failed with SyntaxError: invalid syntax")
         [text] = error._render_traceback_()
         assert text.splitlines()[0] == '[ranks 0, 1, 2]   File "<spmd cell 2>", line 1'
 
-    def test_causes_are_shown_without_our_own_lines(self, pool: RankPool) -> None:
+    def test_traceback_of_causes_omits_library_frames(self, pool: RankPool) -> None:
         error, _ = failing(pool, "try:\n  {}['key']\nexcept KeyError as lost:\n  raise ValueError('no') from lost")
         trace = error.report.failures[0].trace
         assert "KeyError: 'key'" in trace and "ValueError: no" in trace
         assert "torchdist_ref" not in trace
 
-    def test_of_the_library_only_the_last_line_is_shown(self, pool: RankPool) -> None:
+    def test_traceback_keeps_the_last_library_frame(self, pool: RankPool) -> None:
         error, _ = failing(pool, "import torchdist_ref as dist\nimport torch\ndist.all_reduce(torch.ones(1))")
         assert str(error).startswith("ranks 0, 1, 2 failed with NotInitializedError: ")
         lines = error.report.failures[0].trace.splitlines()
@@ -239,7 +226,7 @@ class TestFailures:
         failing(pool, source)
         assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
 
-    def test_after_a_failure_the_others_are_not_waited_for_for_ever(self, pool: RankPool) -> None:
+    def test_grace_time_of_the_others_after_a_failure(self, pool: RankPool) -> None:
         error, _ = failing(pool, f"if rank == 1: raise ValueError('boom')\n{WAIT}", grace=0.1)
         assert str(error).splitlines() == [
             "rank 1 failed with ValueError: boom",
@@ -248,14 +235,14 @@ class TestFailures:
         assert "[ranks 0, 2]     while True: signal.pause()\n" in error.report.traces()
         assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
 
-    def test_a_time_out_names_the_ranks_that_did_not_answer(self, pool: RankPool) -> None:
+    def test_timeout_interrupts_and_names_unfinished_ranks(self, pool: RankPool) -> None:
         error, items = failing(pool, f"print('begun')\nif rank != 1:\n  {WAIT}", timeout=0.2)
         assert str(error) == "ranks 0, 2 did not answer within 0.2 s: interrupted"
         assert error.report.late == {0, 2} and error.report.silent == set()
         assert items == [(0, "begun"), (1, "begun"), (2, "begun")]
         assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
 
-    def test_ranks_that_ignore_an_interrupt_are_given_up(self, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_ranks_that_ignore_an_interrupt(self, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("torchdist_ref.notebook.request.ANSWER_SECONDS", 0.1)
         source = f"if rank == 2:\n  signal.signal(signal.SIGINT, signal.SIG_IGN)\n  {WAIT}"
         error, _ = failing(pool, source, timeout=0.1)
@@ -263,38 +250,38 @@ class TestFailures:
         with pytest.raises(PoolError, match="rank 2 did not answer an earlier request: restart them"):
             pool.run("rank")
 
-    def test_a_dead_rank_is_named(self, server: RankServer, pool: RankPool) -> None:
-        error, items = failing(pool, "print('last words')\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
-        assert str(error).startswith("rank 1 was killed by SIGKILL. Its variables are gone: stop the ranks (%spmd_stop")
-        assert items == [(rank, "last words") for rank in range(3)]
+    def test_death_of_a_rank(self, server: RankServer, pool: RankPool) -> None:
+        error, items = failing(pool, "print('last line')\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+        assert str(error).startswith("rank 1 was killed by SIGKILL. Its variables are lost: stop the ranks (%spmd_stop")
+        assert items == [(rank, "last line") for rank in range(3)]
         with pytest.raises(PoolError, match=r"rank 1 was killed by SIGKILL: restart them \(%spmd_stop, then"):
             pool.pull("rank", 0)
         pool.close()
-        with RankPool(2, server) as anew:
-            assert shown(anew, "5") == [(0, "5"), (1, "5")]
+        with RankPool(2, server) as restarted:
+            assert shown(restarted, "5") == [(0, "5"), (1, "5")]
 
-    def test_a_rank_that_died_between_cells_is_named(self, pool: RankPool) -> None:
+    def test_death_of_a_rank_between_cells(self, pool: RankPool) -> None:
         os.kill(pool.pids[0], signal.SIGTERM)
-        assert gone(pool.pids[:1])
+        assert all_ended(pool.pids[:1])
         error, items = failing(pool, "rank")
         assert "rank 0 was killed by SIGTERM" in str(error)
         assert [rank for rank, _ in items] == [1, 2]
 
-    def test_ranks_go_with_their_server(self) -> None:
-        # Ranks that are started afresh, so that this server needs no torch.
+    def test_ranks_die_with_their_server(self) -> None:
+        # Spawned ranks, so that this server need not load torch.
         server = RankServer("spawn")
         with RankPool(2, server) as pool:
             pids = pool.pids
             os.kill(server.pid, signal.SIGKILL)
             error, _ = failing(pool, "import signal\n" + WAIT)
             assert "rank 0 was killed by SIGKILL" in str(error) and "rank 1 was killed by SIGKILL" in str(error)
-            assert gone(pids)
+            assert all_ended(pids)
         assert not server.alive
         server.close()
 
 
 class TestInterrupt:
-    def test_it_reaches_every_rank_and_the_pool_lives(self, pool: RankPool) -> None:
+    def test_interrupt_reaches_every_rank(self, pool: RankPool) -> None:
         items: Shown = []
 
         def listen(rank: int, item: Any) -> None:
@@ -312,19 +299,19 @@ class TestInterrupt:
         assert shown(pool, "x") == [(0, "0"), (1, "1"), (2, "2")]
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
-    def test_a_cell_may_answer_it_itself(self, server: RankServer) -> None:
+    def test_a_cell_handles_the_interrupt(self, server: RankServer) -> None:
         source = f"import signal\ntry:\n  print('waiting')\n  {WAIT}\nexcept KeyboardInterrupt:\n  x = 5"
         with RankPool(1, server) as pool:
             with pytest.raises(CellInterrupted, match=r"^interrupted by you: no rank was still running$"):
                 pool.run(source, show=lambda rank, item: os.kill(os.getpid(), signal.SIGINT))
             assert shown(pool, "x") == [(0, "5")]
 
-    def test_an_idle_rank_does_not_mind(self, pool: RankPool) -> None:
+    def test_interrupt_of_idle_ranks(self, pool: RankPool) -> None:
         for pid in pool.pids:
             os.kill(pid, signal.SIGINT)
         assert shown(pool, "rank") == [(0, "0"), (1, "1"), (2, "2")]
 
-    def test_in_the_middle_of_much_output(self, pool: RankPool) -> None:
+    def test_interrupt_during_much_output(self, pool: RankPool) -> None:
         def listen(rank: int, item: Any) -> None:
             if item in ("100", "101", "102") and rank == 0:
                 os.kill(os.getpid(), signal.SIGINT)
@@ -335,18 +322,18 @@ class TestInterrupt:
 
 
 class TestVariables:
-    def test_from_a_rank(self, pool: RankPool) -> None:
+    def test_pull(self, pool: RankPool) -> None:
         pool.run("import torch; value = {'rank': rank, 'tensor': torch.arange(3) * rank}")
         value = pool.pull("value", 2)
         assert value["rank"] == 2 and value["tensor"].tolist() == [0, 2, 4]
 
-    def test_to_all_ranks(self, pool: RankPool) -> None:
+    def test_push(self, pool: RankPool) -> None:
         pool.push("sent", {"tensor": fill(1, (3,)), "text": "x" * 2_000_000})
         assert [pool.pull("sent['tensor'].tolist(), len(sent['text'])", rank) for rank in range(3)] == [
             (fill(1, (3,)).tolist(), 2_000_000)
         ] * 3
 
-    def test_what_cannot_be_fetched_is_said(self, pool: RankPool) -> None:
+    def test_values_that_cannot_be_pulled_or_pushed(self, pool: RankPool) -> None:
         with pytest.raises(CellError, match="rank 0 failed with NameError: name 'nothing' is not defined"):
             pool.pull("nothing")
         with pytest.raises(CellError, match="rank 1 failed with PicklingError"):
@@ -357,38 +344,38 @@ class TestVariables:
             pool.push("a b", 1)
 
 
-class TestLife:
+class TestStartAndEnd:
     @pytest.mark.parametrize("size", [0, -1, "2", 1.5])
-    def test_a_wrong_number_of_ranks(self, server: RankServer, size: Any) -> None:
+    def test_wrong_world_size(self, server: RankServer, size: Any) -> None:
         with pytest.raises(ArgumentError, match="argument 'world_size' must be a number of ranks, at least 1"):
             RankPool(size, server)
 
-    def test_a_wrong_way_to_start(self) -> None:
+    def test_wrong_start_method(self) -> None:
         with pytest.raises(ArgumentError, match="argument 'method' must be 'fork' or 'spawn', got 'thread'"):
             RankServer("thread")
 
-    def test_a_server_that_cannot_load_says_why(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_server_reports_a_failed_import(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "torch.py").write_text("raise ImportError('no torch today')")
         monkeypatch.syspath_prepend(str(tmp_path))
         with pytest.raises(DistError, match=r"could not load what ranks need:\n(.*\n)*.*no torch today"):
             RankServer()
 
-    def test_a_closed_pool_says_so(self, server: RankServer) -> None:
+    def test_closed_pool(self, server: RankServer) -> None:
         pool = RankPool(1, server)
         pids = pool.pids
         pool.close()
         pool.close()
-        assert gone(pids)
+        assert all_ended(pids)
         with pytest.raises(PoolError, match="the ranks have been stopped"):
             pool.run("1")
 
-    def test_closing_stops_a_running_rank_and_what_it_started(self, server: RankServer) -> None:
+    def test_close_kills_ranks_and_the_processes_they_started(self, server: RankServer) -> None:
         with RankPool(2, server) as pool:
             pool.run("import subprocess; child = subprocess.Popen(['sleep', '1000'])")
             pids = pool.pids + [pool.pull("child.pid", rank) for rank in range(2)]
-        assert gone(pids)
+        assert all_ended(pids)
 
-    def test_ranks_can_be_started_afresh(self) -> None:
+    def test_start_method_spawn(self) -> None:
         server = RankServer("spawn")
         with RankPool(2, server) as pool:
             assert shown(pool, BEGIN + "\n'torch' in sys.modules, rank") == [(0, "(False, 0)"), (1, "(False, 1)")]
@@ -404,7 +391,7 @@ class TestLife:
             ("spawn", "os._exit(0)"),
         ],
     )
-    def test_no_rank_outlives_its_kernel(self, method: str, end: str) -> None:
+    def test_ranks_die_with_their_kernel(self, method: str, end: str) -> None:
         script = (
             "import os\nfrom torchdist_ref.notebook import RankPool, RankServer\n"
             f"server = RankServer({method!r})\npool = RankPool(2, server)\n"
@@ -412,22 +399,22 @@ class TestLife:
         )
         result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, timeout=60)
         pids = [int(word) for word in result.stdout.split()]
-        assert len(pids) == 3 and gone(pids)
+        assert len(pids) == 3 and all_ended(pids)
 
 
 class Shell:
-    """As much of IPython's shell as the magic words use."""
+    """Part of IPython's shell that the magics use."""
 
     def __init__(self) -> None:
         self.user_ns: dict[str, Any] = {}
-        self.words: dict[str, Any] = {}
+        self.magics: dict[str, Any] = {}
 
     def register_magic_function(self, function: Any, kind: str, name: str) -> None:
-        self.words[name] = function
+        self.magics[name] = function
 
 
 @pytest.fixture
-def words(server: RankServer) -> Iterator[Shell]:
+def shell(server: RankServer) -> Iterator[Shell]:
     shell = Shell()
     magics = SpmdMagics(shell)
     magics._server = server
@@ -435,27 +422,27 @@ def words(server: RankServer) -> Iterator[Shell]:
     magics.stop()
 
 
-class TestWords:
-    def test_output_tells_its_rank(self, words: Shell, capsys: pytest.CaptureFixture[str]) -> None:
-        words.words["spmd"]("-n 2", BEGIN + "\nprint('a\\n\\nb'); rank")
+class TestMagics:
+    def test_prefix_of_each_line(self, shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
+        shell.magics["spmd"]("-n 2", BEGIN + "\nprint('a\\n\\nb'); rank")
         lines = [f"[rank {rank}]{text}" for rank in (0, 1) for text in (" a", "", " b", f" {rank}")]
         assert capsys.readouterr().out.splitlines() == lines
-        words.words["spmd"]("--ranks 1", "print(rank)")
+        shell.magics["spmd"]("--ranks 1", "print(rank)")
         assert capsys.readouterr().out == "[rank 1] 1\n"
 
-    def test_variables_come_and_go(self, words: Shell) -> None:
-        words.words["spmd"]("-n 2", BEGIN)
-        words.user_ns["sent"] = 20
-        words.words["spmd_put"]("sent")
-        words.words["spmd_get"]("'sent + rank' --rank 1 --to got")
-        assert words.user_ns["got"] == 21
-        words.words["spmd_stop"]("")
-        words.words["spmd"]("-n 1", "fresh = 'rank' not in globals()")
-        words.words["spmd_get"]("fresh")
-        assert words.user_ns["fresh"] is True
+    def test_get_put_and_stop(self, shell: Shell) -> None:
+        shell.magics["spmd"]("-n 2", BEGIN)
+        shell.user_ns["sent"] = 20
+        shell.magics["spmd_put"]("sent")
+        shell.magics["spmd_get"]("'sent + rank' --rank 1 --to got")
+        assert shell.user_ns["got"] == 21
+        shell.magics["spmd_stop"]("")
+        shell.magics["spmd"]("-n 1", "fresh = 'rank' not in globals()")
+        shell.magics["spmd_get"]("fresh")
+        assert shell.user_ns["fresh"] is True
 
     @pytest.mark.parametrize(
-        ("word", "line", "message"),
+        ("magic", "line", "message"),
         [
             ("spmd", "-n two", "argument -n/--nproc: invalid int value: 'two'"),
             ("spmd", "--ranks 0,x", "must be ranks with commas between them, such as 0,2, got '0,x'"),
@@ -467,19 +454,19 @@ class TestWords:
             ("spmd_put", "nothing", "this notebook has no variable 'nothing'"),
         ],
     )
-    def test_wrong_options_are_named(self, words: Shell, word: str, line: str, message: str) -> None:
-        words.words["spmd"]("-n 1", "")
+    def test_wrong_options_are_reported(self, shell: Shell, magic: str, line: str, message: str) -> None:
+        shell.magics["spmd"]("-n 1", "")
         with pytest.raises(SpmdUsageError) as caught:
-            words.words[word](line, *(["1"] if word == "spmd" else []))
+            shell.magics[magic](line, *(["1"] if magic == "spmd" else []))
         assert message in str(caught.value)
 
-    def test_before_there_are_ranks(self, words: Shell) -> None:
+    def test_magics_before_ranks_are_started(self, shell: Shell) -> None:
         with pytest.raises(SpmdUsageError, match="there are no ranks yet; a %%spmd cell starts them"):
-            words.words["spmd_get"]("x")
-        words.words["spmd_stop"]("")
+            shell.magics["spmd_get"]("x")
+        shell.magics["spmd_stop"]("")
 
-    def test_the_words_explain_themselves(self, words: Shell) -> None:
-        assert all(option in words.words["spmd"].__doc__ for option in ("--nproc", "--ranks", "--timeout", "--start"))
+    def test_help_of_the_magics(self, shell: Shell) -> None:
+        assert all(option in shell.magics["spmd"].__doc__ for option in ("--nproc", "--ranks", "--timeout", "--start"))
 
 
 def test_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,4 +498,4 @@ def test_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     assert late[-1].evalue == "rank 1 did not answer within 0.2 s: interrupted"
     assert interrupted[-1].evalue == "interrupted by you: ranks 0, 1"
     assert fetched[0].data["text/plain"] == "4"
-    assert gone([int(word) for word in pids[0].data["text/plain"].strip("[]").split(",")])
+    assert all_ended([int(word) for word in pids[0].data["text/plain"].strip("[]").split(",")])

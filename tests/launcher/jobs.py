@@ -1,4 +1,4 @@
-"""What the ranks of test_api run: functions that another process can import."""
+"""Jobs of test_api: functions that another process can import."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def same(*args: Any) -> tuple[Any, ...]:
 
 
 def fail(folder: str, rank: int, good_after: int) -> int:
-    """Rank `rank` fails until it was started `good_after` times; the others wait to be stopped, or return."""
+    """Fail on rank `rank` until it has been started `good_after` times; the others wait to be stopped, or return."""
     mine, count = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     with (Path(folder) / f"started {mine}").open("a") as file:
         file.write("x")
@@ -61,7 +61,7 @@ def signal_launcher() -> None:
 
 def meet() -> list[bytes]:
     store, rank, world_size = next(iter(rendezvous("env://")))
-    return synchronize(store, b"rank %d" % rank, rank, world_size, "who", 10)
+    return synchronize(store, b"rank %d" % rank, rank, world_size, "prefix", 10)
 
 
 def port_of_store() -> str:
@@ -72,6 +72,6 @@ def not_picklable() -> Any:
     return lambda: None
 
 
-def say() -> None:
+def print_to_both() -> None:
     print("out of", os.environ["RANK"])
-    print("trouble of", os.environ["RANK"], file=sys.stderr)
+    print("error of", os.environ["RANK"], file=sys.stderr)

@@ -1,6 +1,6 @@
-"""Launching from a program: results by rank, restarts, failures in torch's types, and what is refused.
+"""Launcher API: results by rank, restarts, failures in torch's types, and unsupported configurations.
 
-A rank is a Python without torch where the job needs none, which takes a tenth of a second.
+Ranks import torch only if their job needs it, so most take a tenth of a second.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def config(nproc: int = 2, max_restarts: int = 0, **options: Any) -> LaunchConfi
     return LaunchConfig(1, 1, nproc, max_restarts=max_restarts, shutdown_timeout=2, **options)
 
 
-def test_every_rank_returns_its_result() -> None:
+def test_results_of_all_ranks() -> None:
     assert elastic_launch(config(3), jobs.add)(10, 20) == {0: 30, 1: 31, 2: 32}
 
 
-def test_ranks_know_who_they_are_and_what_the_job_is() -> None:
+def test_environment_of_each_rank() -> None:
     found = launch_agent(config(2, 5, run_id="job 7", role="trainer"), jobs.environment, [])
     assert found[1] == {
         "RANK": "1",
@@ -46,47 +46,47 @@ def test_ranks_know_who_they_are_and_what_the_job_is() -> None:
     }
 
 
-def test_each_rank_may_see_its_own_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_virtual_local_rank_restricts_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     found = launch_agent(config(virtual_local_rank=True), jobs.environment, [])
     assert [(found[r]["LOCAL_RANK"], found[r]["CUDA_VISIBLE_DEVICES"]) for r in found] == [("0", "4"), ("0", "6")]
 
 
-def test_ranks_can_meet() -> None:
+def test_rendezvous_of_the_ranks() -> None:
     assert elastic_launch(config(), jobs.meet)() == {0: [b"rank 0", b"rank 1"], 1: [b"rank 0", b"rank 1"]}
 
 
-def test_a_port_can_be_chosen() -> None:
+def test_port_of_the_store() -> None:
     port = get_free_port()
     found = launch_agent(config(1, rdzv_backend="static", rdzv_endpoint=f"localhost:{port}"), jobs.port_of_store, [])
     assert found == {0: str(port)}
 
 
-def test_the_local_rank_can_stand_in_arguments() -> None:
+def test_local_rank_is_substituted_in_arguments() -> None:
     assert launch_agent(config(), jobs.same, ["--rank=${local_rank}", 3]) == {0: ("--rank=0", 3), 1: ("--rank=1", 3)}
 
 
-def test_a_command_runs_too(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_command_as_entry_point(capfd: pytest.CaptureFixture[str]) -> None:
     program = "import os, sys; print(os.environ['RANK'], sys.argv[1])"
     assert launch_agent(config(), sys.executable, ["-c", program, "${local_rank}"]) == {0: None, 1: None}
     assert sorted(capfd.readouterr().out.splitlines()) == ["0 0", "1 1"]
 
 
-def test_what_ranks_print_comes_through_any_kind_of_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_is_forwarded_to_a_text_only_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     text = io.StringIO()
     monkeypatch.setattr(sys, "stdout", text)
-    launch_agent(config(), jobs.say, [])
+    launch_agent(config(), jobs.print_to_both, [])
     assert sorted(text.getvalue().splitlines()) == ["out of 0", "out of 1"]
 
 
-def test_all_begin_again_until_it_works(tmp_path: Path) -> None:
+def test_all_ranks_are_restarted_until_none_fails(tmp_path: Path) -> None:
     found = launch_agent(config(3, max_restarts=3), jobs.fail, [str(tmp_path), 1, 2])
     assert found == {0: 2, 1: 2, 2: 2}
     # The others may have been stopped before they wrote anything.
     assert (tmp_path / "started 1").read_text() == "xxx"
 
 
-def test_when_no_restart_is_left_the_rank_is_named_with_its_traceback(tmp_path: Path) -> None:
+def test_child_failed_error_after_the_last_restart(tmp_path: Path) -> None:
     with pytest.raises(ChildFailedError) as caught:
         launch_agent(config(2, max_restarts=1), jobs.fail, [str(tmp_path), 1, 9])
     ((rank, failure),) = caught.value.failures.items()
@@ -95,13 +95,13 @@ def test_when_no_restart_is_left_the_rank_is_named_with_its_traceback(tmp_path: 
     assert caught.value.name == "fail"
 
 
-def test_a_rank_that_is_killed_is_named() -> None:
+def test_child_failed_error_of_a_killed_rank() -> None:
     with pytest.raises(ChildFailedError, match="Signal 9") as caught:
         launch_agent(config(), jobs.die, [1])
     assert caught.value.failures[1].exitcode == -9
 
 
-def test_a_result_that_cannot_travel_is_a_failure() -> None:
+def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:
     with pytest.raises(ChildFailedError, match="lambda"):
         launch_agent(config(1), jobs.not_picklable, [])
 
@@ -112,7 +112,7 @@ def test_a_signal_ends_the_job_without_a_restart() -> None:
     assert caught.value.sigval == 15
 
 
-def test_it_works_outside_the_main_thread() -> None:
+def test_launch_outside_the_main_thread() -> None:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(launch_agent(config(), jobs.add, [1])))
     thread.start()
@@ -131,12 +131,12 @@ def test_it_works_outside_the_main_thread() -> None:
         ({"logs_specs": "files"}, jobs.add, "'config.logs_specs' must be None"),
     ],
 )
-def test_what_it_does_not_have_is_told(options: dict[str, Any], entrypoint: Any, message: str) -> None:
+def test_unsupported_configurations_raise(options: dict[str, Any], entrypoint: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError, dist.UnsupportedError), match=message):
         launch_agent(LaunchConfig(**{"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 1, **options}), entrypoint, [])
 
 
-def test_the_time_to_stop_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_timeout_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
     assert LaunchConfig(1, 1, 1).shutdown_timeout == theirs.LaunchConfig(1, 1, 1).shutdown_timeout == 7
     assert (
@@ -147,5 +147,5 @@ def test_the_time_to_stop_comes_from_the_environment(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["LaunchConfig", "elastic_launch", "launch_agent"])
-def test_parameters_are_torchs(name: str) -> None:
+def test_signatures_equal_torchs(name: str) -> None:
     assert signature(getattr(launcher, name)) == signature(getattr(theirs, name))

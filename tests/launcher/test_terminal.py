@@ -1,4 +1,4 @@
-"""Ranks of a launcher in a terminal: they may read from it, Ctrl-C is heard once, the session is the launcher's."""
+"""Launcher in a terminal: ranks may read from it, receive Ctrl-C once, and share the launcher's session."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 rank, line, session = os.environ["RANK"], sys.stdin.readline(), os.getsid(0) == os.getsid(os.getppid())
 print(f"{rank}: {line!r}, launcher's session {session}, own group {os.getpgid(0) == os.getpid()}", flush=True)
 signal.sigwait([signal.SIGINT])
-print(f"rank {rank} heard it", flush=True)
+print(f"rank {rank} received it", flush=True)
 try:
     os.open("/dev/tty", os.O_RDWR)
 except OSError:
@@ -23,10 +23,10 @@ except OSError:
 """
 
 
-def read_until(terminal: int, words: str, times: int) -> str:
-    """What a terminal shows, up to where it has shown some words so often. A rank that was stopped shows nothing."""
+def read_until(terminal: int, text: str, times: int) -> str:
+    """Return the terminal's output up to the given number of occurrences of a text. A stopped rank prints nothing."""
     shown = ""
-    while shown.count(words) < times:
+    while shown.count(text) < times:
         readable, _, _ = select.select([terminal], [], [], 20)
         assert readable, f"nothing came after {shown!r}"
         shown += os.read(terminal, 1 << 12).decode()
@@ -44,14 +44,14 @@ def test_ranks_in_a_terminal(tmp_path: Path) -> None:
     )
     os.close(theirs)
     try:
-        os.write(ours, b"words\n")
+        os.write(ours, b"line\n")
         shown = read_until(ours, "own group True", 2)
-        assert "0: 'words\\n', launcher's session True, own group True" in shown
+        assert "0: 'line\\n', launcher's session True, own group True" in shown
         assert "1: '', launcher's session True, own group True" in shown
         os.write(ours, b"\x03")
         shown = read_until(ours, "no terminal that could stop it, no more signals True", 2)
         assert "got SIGINT: forwarding it to ranks 0, 1" in shown
-        assert "rank 0 heard it" in shown and "rank 1 heard it" in shown
+        assert "rank 0 received it" in shown and "rank 1 received it" in shown
         assert launcher.wait(20) == 130
     finally:
         launcher.kill()

@@ -1,4 +1,4 @@
-"""fill: data that differ along no straight line and are exact in every type."""
+"""`testing.fill`: data nonlinear in rank and position, and exact in every dtype."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REAL = [
 ]
 
 
-def test_the_same_everywhere_and_always() -> None:
+def test_equal_arguments_give_equal_values() -> None:
     assert fill(0, (4,)).tolist() == [1.0, -1.0, 7.0, 1.0]
     assert torch.equal(fill(3, (2, 5)), fill(3, (2, 5)))
     assert torch.equal(fill(3, (2, 5)).flatten(), fill(3, (10,)))
@@ -49,13 +49,13 @@ def test_ranks_differ_at_every_position() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8, 16])
-def test_sums_differ_from_place_to_place(world: int) -> None:
+def test_sums_differ_between_positions(world: int) -> None:
     total = sum((fill(rank, (1000,)) for rank in range(world)), torch.zeros(1000))
     for shift in (1, 2, 4, 8, 16, 250):
         assert (total[shift:] == total[:-shift]).float().mean() < 0.2
 
 
-def test_no_straight_line_through_ranks_or_positions() -> None:
+def test_values_are_nonlinear_in_rank_and_position() -> None:
     ranks = torch.stack([fill(rank, (1000,)) for rank in range(4)])
     for dim in (0, 1):
         assert (ranks.diff(n=2, dim=dim) == 0).float().mean() < 0.2

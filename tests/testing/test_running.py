@@ -1,14 +1,12 @@
-"""run: what comes back from the ranks, and what is said when one of them fails, dies or hangs.
+"""`testing.run`: results of the ranks, and errors when one of them fails, dies or hangs.
 
-Nothing is left behind by any of these tests: the fixture of tests/conftest.py looks.
+A fixture of tests/conftest.py checks that no test leaves a process, thread or file behind.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
-import select
 import signal
 import subprocess
 import sys
@@ -22,6 +20,7 @@ import pytest
 import torch
 
 import torchdist_ref.groups as dist
+from tests.process_ends import all_ended
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, GroupAbortedError, RankDiedError
 from torchdist_ref.testing import RankError, RankTimeoutError, RemoteError, fill, run
 
@@ -29,7 +28,7 @@ both = pytest.mark.parametrize("ranks", ["threads", "processes"])
 
 
 @both
-def test_results_come_in_rank_order(ranks: str) -> None:
+def test_results_in_rank_order(ranks: str) -> None:
     local = [7]
     assert run(lambda rank, a, b: (rank**2, a, b, local), 3, "x", None, ranks=ranks, init=False) == [
         (rank**2, "x", None, local) for rank in range(3)
@@ -38,7 +37,7 @@ def test_results_come_in_rank_order(ranks: str) -> None:
 
 @both
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
-def test_each_rank_is_in_an_initialised_group(ranks: str, backend: str) -> None:
+def test_each_rank_has_an_initialized_group(ranks: str, backend: str) -> None:
     def program(rank: int) -> tuple[Any, ...]:
         tensor = fill(rank, (5,), torch.int64)
         dist.all_reduce(tensor)
@@ -56,7 +55,7 @@ def test_without_init_there_is_no_group(ranks: str) -> None:
 
 
 @both
-def test_tensors_come_back(ranks: str) -> None:
+def test_tensors_as_results(ranks: str) -> None:
     for rank, tensor in enumerate(run(lambda rank: fill(rank, (300, 300)), 2, ranks=ranks, init=False)):
         assert torch.equal(tensor, fill(rank, (300, 300)))
 
@@ -75,7 +74,7 @@ def test_processes_have_their_own_memory_and_one_thread() -> None:
 
 
 @both
-def test_a_failure_names_its_rank_and_keeps_its_cause(ranks: str) -> None:
+def test_a_failure_reports_its_rank_and_cause(ranks: str) -> None:
     def program(rank: int) -> None:
         if rank == 1:
             raise ValueError("boom")
@@ -88,11 +87,11 @@ def test_a_failure_names_its_rank_and_keeps_its_cause(ranks: str) -> None:
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, ValueError)
     assert all(isinstance(caught.value.outcomes[rank].error, GroupAbortedError | RankDiedError) for rank in (0, 2))
-    # The others heard of it and did not wait for their deadline.
+    # The others were notified and did not wait for their deadline.
     assert time.monotonic() - began < 3
 
 
-def test_a_failure_in_a_process_shows_where_it_was() -> None:
+def test_a_failure_in_a_process_includes_its_traceback() -> None:
     def program(rank: int) -> None:
         raise KeyError("lost")
 
@@ -104,7 +103,7 @@ def test_a_failure_in_a_process_shows_where_it_was() -> None:
     assert 'raise KeyError("lost")' in note and "process_ranks.py" not in note and "outcomes.py" not in note
 
 
-def test_the_first_failure_is_the_one_that_others_follow_from() -> None:
+def test_the_cause_is_reported_before_failures_that_follow_from_it() -> None:
     first = threading.Event()
 
     def program(rank: int) -> None:
@@ -120,7 +119,7 @@ def test_the_first_failure_is_the_one_that_others_follow_from() -> None:
         run(program, 2, init=False)
 
 
-def test_a_death_is_named_by_its_signal() -> None:
+def test_the_signal_of_a_killed_rank_is_reported() -> None:
     def program(rank: int) -> int:
         if rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -132,7 +131,7 @@ def test_a_death_is_named_by_its_signal() -> None:
     assert caught.value.rank == 2 and caught.value.__cause__ is None
 
 
-def test_a_crash_shows_its_stack() -> None:
+def test_a_crash_includes_its_stack() -> None:
     def crash(rank: int) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
 
@@ -140,12 +139,12 @@ def test_a_crash_shows_its_stack() -> None:
         run(crash, 1, ranks="processes", init=False)
 
 
-def test_leaving_without_a_word_is_named_too() -> None:
+def test_an_exit_without_a_result_is_reported() -> None:
     with pytest.raises(RankError, match="rank 0 of 1 exited with code 5"):
         run(lambda rank: os._exit(5), 1, ranks="processes", init=False)
 
 
-def test_processes_that_hang_are_named_and_shown() -> None:
+def test_timeout_reports_hanging_processes_and_their_stacks() -> None:
     def wait_for_ever(rank: int) -> int:
         while rank != 0:
             signal.pause()
@@ -158,7 +157,7 @@ def test_processes_that_hang_are_named_and_shown() -> None:
     assert isinstance(caught.value, TimeoutError) and caught.value.rank == 1
 
 
-def test_threads_that_hang_are_named_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_reports_hanging_threads_and_their_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchdist_ref.testing.running._JOIN_SECONDS", 0.1)
     gate = threading.Event()
 
@@ -170,29 +169,29 @@ def test_threads_that_hang_are_named_and_shown(monkeypatch: pytest.MonkeyPatch) 
     gate.set()
 
 
-def test_hanging_threads_are_asked_to_stop_through_their_group() -> None:
-    heard = threading.Event()
+def test_timeout_aborts_the_group_of_hanging_threads() -> None:
+    stopped = threading.Event()
 
     def program(rank: int) -> None:
         try:
             if rank == 0:
                 dist.recv(torch.zeros(1), src=1)
             else:
-                heard.wait()
+                stopped.wait()
         finally:
-            heard.set()
+            stopped.set()
 
     with pytest.raises(RankError):
         run(program, 2, timeout=1.0)
-    assert heard.is_set()
+    assert stopped.is_set()
 
 
-def test_a_result_that_cannot_travel_is_said_clearly() -> None:
+def test_a_result_that_cannot_be_pickled() -> None:
     with pytest.raises(RankError, match="rank 0 of 1 failed with RemoteError: the function returned a function that"):
         run(lambda rank: lambda: rank, 1, ranks="processes", init=False)
 
 
-def test_an_exception_that_cannot_travel_comes_as_text() -> None:
+def test_an_exception_that_cannot_be_pickled_becomes_text() -> None:
     def program(rank: int) -> None:
         class Private(Exception):
             pass
@@ -204,7 +203,7 @@ def test_an_exception_that_cannot_travel_comes_as_text() -> None:
     assert isinstance(caught.value.__cause__, RemoteError)
 
 
-def test_what_processes_print_comes_in_rank_order(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_processes_in_rank_order(capsys: pytest.CaptureFixture[str]) -> None:
     def program(rank: int) -> None:
         print("python", rank)
         subprocess.run(["echo", f"child {rank}"], check=True)
@@ -231,20 +230,15 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_rank_started_goes_with_it() -> None:
+def test_processes_that_a_rank_started_are_killed() -> None:
     def program(rank: int) -> int:
         return subprocess.Popen(["sleep", "1000"]).pid
 
     [pid] = run(program, 1, ranks="processes", init=False)
-    # Killed; whoever inherits orphans here may take its time to bury it, but a pidfd tells of the end itself.
-    with contextlib.suppress(ProcessLookupError):
-        descriptor = os.pidfd_open(pid)
-        ended, _, _ = select.select([descriptor], [], [], 5)
-        os.close(descriptor)
-        assert ended
+    assert all_ended([pid])
 
 
-def test_the_error_survives_pickling() -> None:
+def test_the_error_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(RankError("rank 3 failed", 3)))
     assert (str(error), error.rank) == ("rank 3 failed", 3)
 
@@ -259,7 +253,7 @@ def test_the_error_survives_pickling() -> None:
         ({"timeout": 0}, ArgumentError, "argument 'timeout' must be a positive number of seconds, got 0"),
     ],
 )
-def test_wrong_arguments_are_named(wrong: dict[str, Any], kind: type[Exception], words: str) -> None:
+def test_wrong_arguments_are_reported(wrong: dict[str, Any], kind: type[Exception], words: str) -> None:
     right: dict[str, Any] = {"fn": int, "world_size": 1}
     with pytest.raises(kind, match=words):
         run(**(right | wrong))

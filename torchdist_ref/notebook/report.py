@@ -11,7 +11,7 @@ from torchdist_ref.errors import DistError
 from torchdist_ref.notebook.rank import CellFailure
 from torchdist_ref.processes import describe_exit, name_ranks
 
-_RESTART = "Its variables are gone: stop the ranks (%spmd_stop) and run again from the first %%spmd cell."
+_RESTART = "Its variables are lost: stop the ranks (%spmd_stop) and run again from the first %%spmd cell."
 _KILL = "Stop the ranks (%spmd_stop), which kills them, and run again from the first %%spmd cell."
 
 
@@ -86,7 +86,7 @@ class Report:
 
 
 class PoolError(DistError):
-    """Error of a request to ranks that were stopped or of which one is gone."""
+    """Error of a request to ranks that were stopped or of which one has died."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
