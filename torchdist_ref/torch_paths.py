@@ -31,6 +31,18 @@ EVERYTHING = "*"
 ROWS = """
 device_mesh                                groups    DeviceMesh init_device_mesh
 
+elastic.utils                              elastic.bootstrap    get_env_variable_or_raise
+elastic.utils                              elastic.bootstrap    get_socket_with_port macros
+elastic.utils.api                          elastic.bootstrap    get_env_variable_or_raise
+elastic.utils.api                          elastic.bootstrap    get_socket_with_port macros
+elastic.utils.data                         elastic.data         CyclingIterator ElasticDistributedSampler
+elastic.utils.data.cycling_iterator        elastic.data         CyclingIterator
+elastic.utils.data.elastic_distributed_sampler elastic.data     ElasticDistributedSampler
+elastic.utils.distributed                  elastic.bootstrap    create_c10d_store get_free_port get_socket_with_port
+elastic.utils.log_level                    elastic.bootstrap    get_log_level
+elastic.utils.logging                      elastic.bootstrap    get_logger
+elastic.utils.store                        elastic.bootstrap    barrier get_all store_timeout synchronize
+
 pipeline.sync                              pipeline.pipe        Pipe
 pipeline.sync                              pipeline.execution   NoChunk
 pipeline.sync                              pipeline.checkpoint  is_checkpointing is_recomputing

@@ -90,7 +90,7 @@ PARTS = (
     Part("optim", "4 training", (*API, "algorithms")),
     Part("utilities", "4 training", (*API, "parallel", "algorithms")),
     Part("pipeline", "4 training", ("errors",)),
-    Part("elastic.utils.data", "4 training", API),
+    Part("elastic.data", "4 training", API),
     Part("launch", "launcher", ("errors", "stores", "rendezvous", "processes", "launcher"), torch=LATE),
     Part("launcher", "launcher", ("errors", "stores", "rendezvous", "processes"), torch=LATE),
     Part("torch_paths", "compatibility", (ALL,), torch=LATE),

@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from torchdist_ref.elastic.utils.distributed import get_free_port
 
 from tests.docs import pages
-from torchdist_ref.elastic.utils.distributed import get_free_port
 
 FOLDER = pages.DOCS / "how-to"
 

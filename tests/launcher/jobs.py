@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchdist_ref.elastic.utils.store import synchronize
+
 from torchdist_ref.rendezvous import rendezvous
 
 ENVIRONMENT = (

@@ -15,12 +15,12 @@ import pytest
 import torch.distributed.launcher.api as theirs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torchdist_ref.elastic.utils.distributed import get_free_port
 
 import torchdist_ref as dist
 from tests.groups.surface_table import signature
 from tests.launcher import jobs
 from torchdist_ref import launcher
-from torchdist_ref.elastic.utils.distributed import get_free_port
 from torchdist_ref.launcher import LaunchConfig, elastic_launch, launch_agent
 
 

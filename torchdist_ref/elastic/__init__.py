@@ -1,5 +1,5 @@
-"""What programs use of torch's elastic package besides its launcher: helpers around stores, ports and samplers.
+"""Parts of torch's elastic package that programs use besides its launcher: stores, ports, loggers and samplers.
 
-Starting and restarting ranks is in `torchdist_ref.launcher`. The agent behind torchrun works beside this library as
-it is, so none of it is repeated here.
+Starting and restarting ranks is in `torchdist_ref.launcher`. torchrun's agent works beside this library, so none of it
+is repeated here. `torch_paths` serves torch's paths.
 """

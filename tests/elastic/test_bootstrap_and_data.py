@@ -15,12 +15,12 @@ import torch.distributed.elastic.utils.distributed as their_distributed
 import torch.distributed.elastic.utils.store as their_store
 from torch.distributed.elastic.utils.data import CyclingIterator as TheirIterator
 from torch.distributed.elastic.utils.data import ElasticDistributedSampler as TheirSampler
-
-import torchdist_ref as dist
-from torchdist_ref.elastic import utils
 from torchdist_ref.elastic.utils import distributed, log_level, store
 from torchdist_ref.elastic.utils.data import CyclingIterator, ElasticDistributedSampler
 from torchdist_ref.elastic.utils.logging import get_logger
+
+import torchdist_ref as dist
+from torchdist_ref.elastic import utils
 from torchdist_ref.stores import HashStore, TCPStore
 from torchdist_ref.testing import run
 
@@ -61,7 +61,7 @@ def test_a_held_port_is_nobody_elses() -> None:
     assert 1023 < distributed.get_free_port() < 65536
 
 
-def test_no_port_at_all_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_port_at_all_is_barrier_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "bind", lambda self, address: (_ for _ in ()).throw(OSError("none left")))
     with pytest.raises(dist.DistNetworkError, match="none left"):
         utils.get_socket_with_port()
@@ -122,7 +122,7 @@ def test_a_sampler_asks_the_group_for_ranks() -> None:
         (lambda: ElasticDistributedSampler([1, 2], 2, 0, -1), "'start_index' must be from 0 to 1.*got -1"),
     ],
 )
-def test_misuse_of_a_sampler_is_told(make: Callable[[], Any], message: str) -> None:
+def test_misuse_of_a_sampler_is_barrier_error(make: Callable[[], Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         make()
 
@@ -183,7 +183,7 @@ def test_a_barrier_lets_nobody_through_before_the_last() -> None:
     assert order == ["last comes", "through", "through"]
 
 
-def told(rank: int, shared: HashStore, **options: Any) -> str:
+def barrier_error(rank: int, shared: HashStore, **options: Any) -> str:
     try:
         store.barrier(shared, 4, "gate", 0.05, rank, trace_timeout=0.2, **options)
     except dist.StoreTimeoutError as error:
@@ -194,18 +194,19 @@ def told(rank: int, shared: HashStore, **options: Any) -> str:
 def test_a_barrier_names_who_is_missing() -> None:
     shared = HashStore()
     first, second = together(
-        lambda: told(0, shared, rank_tracing_decoder=lambda rank: f"host{rank}"), lambda: told(2, shared)
+        lambda: barrier_error(0, shared, rank_tracing_decoder=lambda rank: f"host{rank}"),
+        lambda: barrier_error(2, shared),
     )
-    assert first == ("barrier 'gate': not all 4 processes came within 0.05 s; missing: host1, host3 (this is rank 0).")
-    assert second.endswith("; rank 0 (0) says who is missing (this is rank 2).")
+    assert first == "barrier 'gate': not all 4 processes arrived within 0.05 s; missing: host1, host3 (this is rank 0)."
+    assert second.endswith("; rank 0 (0) names the missing ones (this is rank 2).")
 
 
 def test_a_barrier_without_rank_0_names_it() -> None:
-    assert told(1, HashStore()).endswith("; rank 0 (0) is missing (this is rank 1).")
+    assert barrier_error(1, HashStore()).endswith("; rank 0 (0) is missing (this is rank 1).")
 
 
 def test_a_barrier_that_does_not_know_ranks_says_how_many() -> None:
-    with pytest.raises(dist.StoreTimeoutError, match="not all 2 processes came"):
+    with pytest.raises(dist.StoreTimeoutError, match="not all 2 processes arrived"):
         store.barrier(HashStore(), 2, "gate", 0.01)
     with pytest.raises(ValueError, match="'rank' must be given"):
         store.barrier(HashStore(), 2, "gate", 0.01, rank_tracing_decoder=str)
