@@ -9,8 +9,8 @@ receiver checks that the ranges lie inside that part, so that a faulty peer cann
 `POSTED_RECEIVE` goes to the next view that the receiver has posted. Sockets are non-blocking: a sender that waits for
 buffer space keeps receiving, so that two ranks that send to each other cannot deadlock.
 
-Frames are not those of `processes.framing`: here payloads are received directly into the segment or a tensor, without
-an intermediate copy, which a general framing cannot do.
+The store and the notebook have protocols of their own. Sharing one would cost speed here: payloads are received
+directly into the segment or a tensor, without an intermediate copy.
 
 Do not add knowledge of groups or calls here.
 """

@@ -200,7 +200,7 @@ class Link:
         return torch.frombuffer(self.segment.buffer_of(rank), dtype=dtype, count=count, offset=begin)
 
     def signal(self, peer: int, ranges: Sequence[Range], announce: bool = False) -> None:
-        """Make ranges of this rank's ring buffer visible to `peer`, and post a semaphore that says so.
+        """Make ranges of this rank's ring buffer visible to `peer`, then post its semaphore.
 
         Args:
             peer: Group rank.
@@ -383,7 +383,7 @@ class Link:
         return ("rank " if len(names) == 1 else "ranks ") + ", ".join(names)
 
     def abort(self, error: BaseException, description: str) -> None:
-        """End the group for all ranks, because this one fails in the middle of a call. The others learn the reason."""
+        """End the group for all ranks, because this one fails in the middle of a call; publish the reason."""
         if self.broken is None:
             self.broken = error
             self.row.abort(f"{type(error).__name__} in {description}: {error}")

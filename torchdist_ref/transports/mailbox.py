@@ -29,7 +29,7 @@ _TAG, _FINGERPRINT, _NBYTES, _VERDICT = range(4)
 _FIELDS_BYTES, _TEXT, _REPLY, _TEXT_BYTES = 64, 64, 512, 384
 _ACCEPTED, _REJECTED = 0, 1
 
-DIRECT_CHUNK_BYTES = 512 * 1024
+_DIRECT_CHUNK_BYTES = 512 * 1024
 """Size of a chunk on a direct path. The kernel's socket buffers hold two, so that the sender rarely waits."""
 
 _MAX_TRANSFERS = 64
@@ -265,4 +265,4 @@ class Mailbox:
 def _direct_chunks(tensor: Tensor, first: int) -> list[memoryview]:
     """Return the memory of a contiguous tensor from byte `first` on, in chunks for a direct path."""
     data = tensor.detach().view(-1).view(torch.uint8).numpy().data[first:]
-    return [data[at : at + DIRECT_CHUNK_BYTES] for at in range(0, len(data), DIRECT_CHUNK_BYTES)]
+    return [data[at : at + _DIRECT_CHUNK_BYTES] for at in range(0, len(data), _DIRECT_CHUNK_BYTES)]

@@ -151,7 +151,7 @@ def _own_arena() -> Arena:
 
 
 def _after_fork() -> None:
-    # Inherited tensors belong to the parent: peers would look for them in the child's file.
+    # Inherited tensors belong to the parent: peers would search the child's file for them.
     global _arena, _arena_lock
     _arena, _arena_lock = None, threading.Lock()
 

@@ -23,7 +23,7 @@ from torchdist_ref.transports.link import Link
 
 _REFUSAL = b"!"
 _MAX_PREPARED_RANKS = 16
-"""Ranks up to which rank 0 creates a segment before it knows that all share a host.
+"""Ranks up to which rank 0 creates a segment before all are known to share a host.
 
 Larger groups often span hosts, and the time to create a segment grows with the square of the ranks: 1 ms for 16.
 """
@@ -101,7 +101,17 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
     with _prepared_segment(rank, size) as (segment, handle):
         endpoints = _exchange_endpoints(link_store, rank, size, timeout, handle)
         group = GroupEndpoints(link_store, rank, members, name, timeout, endpoints, segment)
-        return next(row for row in TRANSPORTS.values() if row.supports(endpoints)).connect(group)
+        return TRANSPORTS[select(endpoints)].connect(group)
+
+
+def select(endpoints: Sequence[RankEndpoint]) -> str:
+    """Return the name of the first transport that supports these endpoints.
+
+    >>> near, far = (RankEndpoint(host, b"17", b"") for host in (b"a", b"b"))
+    >>> select([near, near]), select([near, RankEndpoint(b"a", b"18", b"")]), select([near, far])
+    ('threads', 'shared_memory', 'tcp')
+    """
+    return next(name for name, transport in TRANSPORTS.items() if transport.supports(endpoints))
 
 
 def _connect_threads(group: GroupEndpoints) -> Link:

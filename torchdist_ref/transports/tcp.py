@@ -38,7 +38,7 @@ from torchdist_ref.transports.mesh import (
 from torchdist_ref.transports.segment_layout import SegmentLayout
 from torchdist_ref.transports.threads import PrivateSegment
 
-INTERFACE_VARIABLES = ("TORCHDIST_REF_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+_INTERFACE_VARIABLES = ("TORCHDIST_REF_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 # ioctl number and /proc/net/if_inet6 scope of Linux.
 _SIOCGIFADDR = 0x8915
 _LINK_LOCAL_SCOPE = "20"
@@ -188,7 +188,7 @@ def interface_address(store: Store) -> tuple[socket.AddressFamily, str]:
     Raises:
         DistNetworkError: None of the named interfaces exists and has an address.
     """
-    for variable in INTERFACE_VARIABLES:
+    for variable in _INTERFACE_VARIABLES:
         if names := os.environ.get(variable):
             return _address_of_interface(variable, names)
     return _source_address(_server_of(store))
