@@ -67,7 +67,7 @@ def test_a_store_of_ones_own_needs_seven_operations_only() -> None:
     store.barrier("alone", 1)
     with pytest.raises(RuntimeError, match=r"wait: wait timeout after 30ms, keys: 'c', on"):
         store.wait(["a", "c"], timedelta(milliseconds=30))
-    with pytest.raises(RuntimeError, match="1 of 2 came"):
+    with pytest.raises(RuntimeError, match="1 of 2 callers arrived"):
         store.barrier("two", 2, timedelta(milliseconds=30))
     with pytest.raises(NotImplementedError, match="Own has no such operation"):
         store.queue_push("q", "v")

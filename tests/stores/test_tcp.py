@@ -66,7 +66,7 @@ def test_holds_the_contract() -> None:
 
 
 def test_a_server_without_epoll_serves_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "poller", sockets.Selected)
+    monkeypatch.setattr(server_module, "poller", sockets.SelectorPoller)
     check_store(lambda: TCPStore(HOST, 0, is_master=True))
     store = TCPStore(HOST, 0, is_master=True)
     store.set("large", bytes(range(256)) * 2**14)
@@ -320,7 +320,7 @@ def test_a_silent_resolver_costs_no_more_than_the_time_out(monkeypatch: pytest.M
     over = threading.Event()
     monkeypatch.setattr(sockets, "look_up", lambda host, port: over.wait() and [])
     start = time.monotonic()
-    with pytest.raises(DistNetworkError, match=r"'node0' did not resolve .*the resolver did not answer in time"):
+    with pytest.raises(DistNetworkError, match=r"'node0' did not resolve .*the resolver did not respond in time"):
         TCPStore("node0", 29500, timeout=timedelta(seconds=0.2))
     assert 0.2 <= time.monotonic() - start < 0.5
     over.set()

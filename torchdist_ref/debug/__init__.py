@@ -1,1 +1,1 @@
-"""Tools that find out what is wrong with a job; nothing here is needed while all goes well."""
+"""Debugging aids of process groups: debug levels, checked collectives and monitored barriers."""

@@ -1,7 +1,7 @@
-"""The debug level: how much trouble the library takes to notice mistakes, and where it is set.
+"""Debug level of the process: OFF, INFO or DETAIL.
 
-It is a fact about the process, as in torch, so it is module state: one variable, read from TORCH_DISTRIBUTED_DEBUG
-when first asked for. What a level does is decided by who asks for it: `checked` does.
+The level is state of the process, as in torch. It is read from TORCH_DISTRIBUTED_DEBUG on first use. Do not add the
+effects of a level here: they belong to its users, such as `checked`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 __all__ = ["DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env"]
 
 _VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
-_chosen: list[DebugLevel] = []
+_level: list[DebugLevel] = []
 
 
 def get_debug_level() -> DebugLevel:
-    """The debug level of this process.
+    """Return the debug level of this process.
 
     Returns:
-        ``DebugLevel.OFF``, ``INFO`` or ``DETAIL``: what was set, else what ``TORCH_DISTRIBUTED_DEBUG`` said when this
-        was first asked, else OFF.
+        ``DebugLevel.OFF``, ``INFO`` or ``DETAIL``: the level that was set, else the value of
+        ``TORCH_DISTRIBUTED_DEBUG`` at the first call, else OFF.
 
     Raises:
-        ArgumentError: The variable says something else.
+        ArgumentError: The variable has another value.
 
     Example:
         >>> import torchdist_ref as dist
@@ -36,34 +36,34 @@ def get_debug_level() -> DebugLevel:
         True
         >>> dist.set_debug_level(dist.DebugLevel.OFF)
     """
-    if not _chosen:
+    if not _level:
         set_debug_level_from_env()
-    return _chosen[0]
+    return _level[0]
 
 
 def set_debug_level(level: DebugLevel) -> None:
-    """Set the debug level of this process. Groups that exist already stay as they are.
+    """Set the debug level of this process. Existing groups keep theirs.
 
     Args:
         level: ``DebugLevel.OFF``, ``INFO`` or ``DETAIL``.
 
     Raises:
-        ArgumentTypeError: Not a DebugLevel.
+        ArgumentTypeError: `level` is not a DebugLevel.
     """
     if not isinstance(level, DebugLevel):
         raise ArgumentTypeError(explain("set_debug_level", "level", "a DebugLevel", level))
-    _chosen[:] = [level]
+    _level[:] = [level]
 
 
 def set_debug_level_from_env() -> None:
-    """Set the debug level to what ``TORCH_DISTRIBUTED_DEBUG`` says now, in any case; OFF if it is not set.
+    """Set the debug level to the value of ``TORCH_DISTRIBUTED_DEBUG``, in upper or lower case; OFF if it is not set.
 
     Raises:
-        ArgumentError: It says something else than OFF, INFO or DETAIL.
+        ArgumentError: The value is not OFF, INFO or DETAIL.
     """
-    said = os.environ.get(_VARIABLE, "OFF")
+    value = os.environ.get(_VARIABLE, "OFF")
     known: Mapping[str, DebugLevel] = DebugLevel.__members__
-    if said.upper() not in known:
+    if value.upper() not in known:
         hint = f"The value of {_VARIABLE} must be OFF, INFO, or DETAIL."
-        raise ArgumentError(explain("set_debug_level_from_env", _VARIABLE, "OFF, INFO or DETAIL", said, hint=hint))
-    set_debug_level(known[said.upper()])
+        raise ArgumentError(explain("set_debug_level_from_env", _VARIABLE, "OFF, INFO or DETAIL", value, hint=hint))
+    set_debug_level(known[value.upper()])

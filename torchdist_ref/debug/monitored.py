@@ -1,10 +1,10 @@
-"""A barrier that knows who is missing, for any backend: it goes through the store and touches no backend.
+"""Monitored barrier: a barrier through the store that names the missing ranks, for any backend.
 
-Every rank puts down that it came and counts itself. Whoever comes last writes the verdict "all came"; whoever has
-waited long enough looks who is missing and writes that. The first verdict stands (compare_set decides), and all go by
-it: so either all pass or all that came name the same missing ranks, whatever their number, rank 0 among them or
-not. A rank that comes after the verdict is told that it came too late. Rounds are counted by every rank for itself,
-and a round's keys go when the next one is over.
+Every rank registers its arrival and increments a counter. The last rank writes the verdict that all arrived. A rank
+whose time-out passes writes the list of missing ranks instead. `compare_set` keeps the first verdict, so either all
+ranks pass, or all that arrived name the same missing ranks, rank 0 or others. A rank that arrives after the verdict
+fails as too late. Every rank counts the rounds itself; the keys of a round are deleted after the next one. Do not add
+calls of a backend here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchdist_ref.errors import RankDiedError, RankStalledError, StoreTimeoutEr
 from torchdist_ref.stores import Store
 from torchdist_ref.stores.prefix import WatchedStore
 
-_ALL_CAME = "all came"
+_ALL_ARRIVED = "all arrived"
 
 
 def run_monitored_barrier(
@@ -25,62 +25,62 @@ def run_monitored_barrier(
     members: tuple[int, ...],
     timeout: timedelta,
     name: str,
-    trouble: Callable[[], BaseException | None],
+    failure: Callable[[], BaseException | None],
 ) -> None:
     """Wait until all members of a group have called this.
 
     Args:
-        store: Keys of this group only.
+        store: Store for keys of this group only.
         rank: This rank in the group.
-        members: The global rank of every member.
-        timeout: How long to wait for the others.
-        name: The group's name, for errors.
-        trouble: What to raise if it is known that some will never come.
+        members: Global ranks of all members.
+        timeout: Time to wait for the others.
+        name: Name of the group, for errors.
+        failure: Function that returns the error of a member that has failed, or None.
 
     Raises:
-        RankStalledError: Some did not come in time; all of them are named, on every rank that came.
-        RankDiedError: The same, before the time is over, since some never will.
+        RankStalledError: Ranks did not arrive in time; the message names all of them, on every rank that arrived.
+        RankDiedError: The same before the time-out, because a member has failed.
     """
-    store = WatchedStore("monitored", store, trouble)
+    store = WatchedStore("monitored", store, failure)
     number = store.add(f"rounds/{rank}", 1)
     verdict = _verdict(store, number, rank, len(members), timeout)
-    if verdict != _ALL_CAME:
+    if verdict != _ALL_ARRIVED:
         absent = [int(position) for position in verdict.split(",")]
-        raise _missing(absent, rank, members, timeout, name, trouble())
-    _forget(store, number - 1, rank)
+        raise _missing_error(absent, rank, members, timeout, name, failure())
+    _delete_round(store, number - 1, rank)
 
 
 def _verdict(store: Store, number: int, rank: int, size: int, timeout: timedelta) -> str:
-    """What this round came to, the same on all ranks."""
+    """Return the verdict of a round, the same on all ranks."""
     key = f"{number}/verdict"
     store.set(f"{number}/{rank}", "")
-    if store.add(f"{number}/came", 1) == size:
-        return store.compare_set(key, "", _ALL_CAME).decode()
+    if store.add(f"{number}/arrived", 1) == size:
+        return store.compare_set(key, "", _ALL_ARRIVED).decode()
     try:
         store.wait([key], timeout)
         return store.get(key).decode()
     except (StoreTimeoutError, RankDiedError):
         absent = [str(other) for other in range(size) if not store.check([f"{number}/{other}"])]
-        return store.compare_set(key, "", ",".join(absent) or _ALL_CAME).decode()
+        return store.compare_set(key, "", ",".join(absent) or _ALL_ARRIVED).decode()
 
 
-def _missing(
-    absent: list[int], rank: int, members: tuple[int, ...], timeout: timedelta, name: str, trouble: BaseException | None
+def _missing_error(
+    absent: list[int], rank: int, members: tuple[int, ...], timeout: timedelta, name: str, failure: BaseException | None
 ) -> RankStalledError | RankDiedError:
-    who = ", ".join(str(members[position]) for position in absent)
-    ranks = f"Rank{'s' if len(absent) > 1 else ''} {who}"
+    names = ", ".join(str(members[position]) for position in absent)
+    ranks = f"Rank{'s' if len(absent) > 1 else ''} {names}"
     here = f"[Rank {members[rank]}]: {ranks} failed to pass monitoredBarrier"
-    if trouble is not None:
-        return RankDiedError(f"{here} (group {name!r}). {trouble}")
+    if failure is not None:
+        return RankDiedError(f"{here} (group {name!r}). {failure}")
     text = f"{here} in {timeout.total_seconds() * 1000:.0f} ms (group {name!r})."
     if rank in absent:
-        return RankStalledError(f"{text} This rank came, but after the others had given up.")
-    return RankStalledError(f"{text} See what these ranks do: whether they live, and at which call they are.")
+        return RankStalledError(f"{text} This rank arrived after the others had timed out.")
+    return RankStalledError(f"{text} Check whether these ranks are alive, and at which call they are.")
 
 
-def _forget(store: Store, number: int, rank: int) -> None:
-    """Everybody is in the next round, so nobody reads the last one any more."""
+def _delete_round(store: Store, number: int, rank: int) -> None:
+    """Delete the keys of a round that no rank reads any more."""
     store.delete_key(f"{number}/{rank}")
     if rank == 0:
-        store.delete_key(f"{number}/came")
+        store.delete_key(f"{number}/arrived")
         store.delete_key(f"{number}/verdict")

@@ -1,7 +1,7 @@
-"""Stores: the small shared dictionary through which ranks find each other.
+"""Stores: small dictionaries shared by all ranks, through which they find each other.
 
-`Store` says what all stores do; `HashStore` lives in one process, `FileStore` in a file, `TCPStore` behind a
-socket, and `PrefixStore` is a part of another store. This package knows nothing of groups, and does not import torch.
+`Store` is the interface. `HashStore` is in the memory of one process, `FileStore` in a file, `TCPStore` at a server, and
+`PrefixStore` is a namespace of another store. Do not add process groups here, or an import of torch.
 """
 
 from torchdist_ref.stores.base import Store

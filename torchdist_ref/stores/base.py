@@ -1,12 +1,13 @@
-"""The store: a small dictionary that all ranks share, through which they find each other.
+"""Interface of stores, and the checks of their arguments.
 
-Ranks use a store to exchange addresses, to count who has arrived, and to agree on small facts; tensors never
-go through it. `Store` states what each operation means and builds the richer operations from the few basic
-ones, so that a store of your own needs only ``set``, ``get``, ``add``, ``check``, ``compare_set``,
-``delete_key`` and ``num_keys``. Names, arguments and meaning are those of `torch.distributed.Store` in 2.13
+A store is a small dictionary shared by all ranks. Ranks use it to exchange addresses, to count arrivals and to agree on
+small values; tensors never go through it. `Store` defines what each operation means. It builds the others from a few
+basic ones, so a store of your own needs only ``set``, ``get``, ``add``, ``check``, ``compare_set``, ``delete_key`` and
+``num_keys``. Names, arguments and meaning are those of `torch.distributed.Store` in 2.13
 (https://docs.pytorch.org/docs/stable/distributed.html#distributed-key-value-store).
 
-A new kind of store goes into a file of its own; an operation goes here only if every store can have it.
+Keys and values are bytes underneath; text is encoded as UTF-8, as torch does. Every check names the operation and the
+argument. Do not add a check that only one kind of store needs, or an operation that not every store can have.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ POLL_SECONDS = 0.01
 
 
 class Store:
-    """What every store can do. Keys are text or bytes, values come back as bytes.
+    """Dictionary shared by all ranks. Keys are text or bytes, values are returned as bytes.
 
-    A call that needs a missing key waits for it, up to the store's time-out (300 s unless set), and then
-    raises `StoreTimeoutError`. Any rank may make any call at any time; nothing here is collective but `barrier`.
+    A call that needs a missing key waits for it, up to the store's time-out (300 s by default), and then raises
+    `StoreTimeoutError`. Any rank may make any call at any time; only `barrier` is collective.
 
     >>> from torchdist_ref.stores import HashStore
     >>> store = HashStore()
@@ -43,80 +44,80 @@ class Store:
 
     @property
     def timeout(self) -> timedelta:
-        """How long a call waits for a missing key; `set_timeout` changes it."""
+        """Time that a call waits for a missing key; `set_timeout` changes it."""
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long this object's calls wait for missing keys.
+        """Change how long calls of this object wait for missing keys.
 
         Args:
-            timeout: the new time-out; zero means to look once and never wait.
+            timeout: new time-out; zero for a single check without waiting.
 
         Raises:
             ArgumentError: the time-out is negative.
-            ArgumentTypeError: it is no timedelta.
+            ArgumentTypeError: it is not a timedelta.
         """
-        self._timeout = timedelta(seconds=seconds("set_timeout", timeout))
+        self._timeout = timedelta(seconds=timeout_seconds("set_timeout", timeout))
 
     def set(self, key: Text, value: Text) -> None:
-        """Store a value under a key, over any old one. It is in the store when the call returns."""
-        raise self._lacks("set")
+        """Store a value under a key, and replace any old one. It is in the store when the call returns."""
+        raise self._unsupported("set")
 
     def get(self, key: Text) -> bytes:
-        """The value of a key, waiting for the key if it is missing.
+        """Return the value of a key; wait for the key if it is missing.
 
         Raises:
-            StoreTimeoutError: nobody set the key within the store's time-out.
+            StoreTimeoutError: no rank set the key within the store's time-out.
         """
-        raise self._lacks("get")
+        raise self._unsupported("get")
 
     def add(self, key: Text, value: int) -> int:
-        """Add to a counter in one step, and return its new value. A missing counter starts at 0.
+        """Add to a counter atomically, and return its new value. A missing counter starts at 0.
 
         Raises:
-            ArgumentError: the key holds something that is no whole number, or the sum leaves 64 bits.
+            ArgumentError: the value of the key is not an integer, or the sum does not fit in 64 bits.
 
         >>> from torchdist_ref.stores import HashStore
         >>> store = HashStore()
         >>> store.add("arrived", 1), store.add("arrived", 2)
         (1, 3)
         """
-        raise self._lacks("add")
+        raise self._unsupported("add")
 
     def check(self, keys: Sequence[Text]) -> bool:
-        """Whether all the keys are there now. Never waits."""
-        raise self._lacks("check")
+        """Return whether all keys exist now. Never waits."""
+        raise self._unsupported("check")
 
     def compare_set(self, key: Text, expected_value: Text, desired_value: Text) -> bytes:
         """Store `desired_value` only if the key holds `expected_value` (or is missing and that is empty).
 
         Returns:
-            The value that the key holds afterwards; for a missing key and a non-empty expectation, as in torch,
-            the expectation itself, and nothing is stored.
+            Value of the key afterwards. If the key is missing and `expected_value` is not empty, nothing is stored and
+            `expected_value` is returned, as in torch.
         """
-        raise self._lacks("compare_set")
+        raise self._unsupported("compare_set")
 
     def delete_key(self, key: Text) -> bool:
-        """Remove a key. Returns whether it was there."""
-        raise self._lacks("delete_key")
+        """Remove a key. Return whether it existed."""
+        raise self._unsupported("delete_key")
 
     def num_keys(self) -> int:
-        """How many keys the whole store holds, the store's own bookkeeping included."""
-        raise self._lacks("num_keys")
+        """Return the number of keys of the whole store, the store's own bookkeeping included."""
+        raise self._unsupported("num_keys")
 
     def list_keys(self) -> list[str]:
-        """All keys that users have set, in no particular order; bookkeeping and queues left out."""
-        raise self._lacks("list_keys")
+        """Return the keys that users have set, in no particular order, without bookkeeping and queues."""
+        raise self._unsupported("list_keys")
 
     def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there.
+        """Wait until all keys exist.
 
         Args:
-            keys: what to wait for; an empty list is there at once.
-            timeout: how long; the store's time-out if None.
+            keys: keys to wait for; with an empty list the call returns at once.
+            timeout: time to wait; the store's time-out if None.
 
         Raises:
-            StoreTimeoutError: some key is still missing; the message lists which.
+            StoreTimeoutError: keys are still missing; the message lists them.
         """
         deadline = self._deadline("wait", timeout)
         key_list("wait", keys)
@@ -126,15 +127,15 @@ class Store:
             time.sleep(min(POLL_SECONDS, deadline.remaining()))
 
     def append(self, key: Text, value: Text) -> None:
-        """Put bytes behind what the key holds; a missing key starts empty. One step, as seen by others."""
-        old, tail = b"", value_bytes("append", value)
+        """Append bytes to the value of a key, atomically. A missing key starts empty."""
+        old, added = b"", value_bytes("append", value)
         if self.check([key]):
             old = self.get(key)
-        while (seen := self.compare_set(key, old, old + tail)) != old + tail:
-            old = b"" if seen == old else seen
+        while (current := self.compare_set(key, old, old + added)) != old + added:
+            old = b"" if current == old else current
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
-        """The values of several keys, in order, waiting for those that are missing."""
+        """Return the values of several keys, in order; wait for those that are missing."""
         key_list("multi_get", keys)
         return [self.get(key) for key in keys]
 
@@ -142,26 +143,26 @@ class Store:
         """Store several values.
 
         Raises:
-            ArgumentError: the lists differ in length; nothing was stored.
+            ArgumentError: the lists have different lengths; nothing was stored.
         """
         for key, value in pair_list("multi_set", keys, values):
             self.set(key, value)
 
     def barrier(self, key: Text, world_size: int, timeout: timedelta | None = None) -> None:
-        """Wait until `world_size` callers have come to the barrier `key`. A key serves once.
+        """Wait until `world_size` callers have called this with the same key. A key serves once.
 
         Args:
-            key: names the barrier; the store keeps its count, so take a fresh key each time.
-            world_size: how many callers to wait for, this one included.
-            timeout: how long; the store's time-out if None.
+            key: name of the barrier. The store keeps its count, so use a new key each time.
+            world_size: number of callers to wait for, this one included.
+            timeout: time to wait; the store's time-out if None.
 
         Raises:
-            StoreTimeoutError: others did not come in time. This caller stays counted.
+            StoreTimeoutError: not all callers arrived in time. This caller stays counted.
 
         >>> from torchdist_ref.stores import HashStore
         >>> HashStore().barrier("start", 1)
         """
-        world, name = world_of("barrier", world_size), key_text("barrier", key)
+        world, name = checked_world_size("barrier", world_size), key_text("barrier", key)
         deadline = self._deadline("barrier", timeout)
         arrived = self.add(f"{name}/num_members", 1)
         if arrived == world:
@@ -169,22 +170,22 @@ class Store:
         try:
             self.wait([f"{name}/last_member"], timedelta(seconds=deadline.remaining()))
         except StoreTimeoutError:
-            raise self._too_few(name, self.add(f"{name}/num_members", 0), world, deadline) from None
+            raise self._barrier_timeout(name, self.add(f"{name}/num_members", 0), world, deadline) from None
 
     def queue_push(self, key: Text, value: Text) -> None:
-        """Put a value at the end of the queue `key`. Queues and values live in separate worlds."""
-        raise self._lacks("queue_push")
+        """Append a value to the queue `key`. Queues and values have separate namespaces."""
+        raise self._unsupported("queue_push")
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
-        """Take the value at the head of a queue; each value goes to one caller.
+        """Remove and return the value at the head of a queue. Each value is returned to one caller.
 
         Args:
-            key: the queue.
+            key: name of the queue.
             block: whether to wait for a value, up to the store's time-out.
 
         Raises:
-            QueueEmptyError: nothing is there and `block` is False.
-            StoreTimeoutError: nothing came in time.
+            QueueEmptyError: the queue is empty and `block` is False.
+            StoreTimeoutError: no value was pushed in time.
 
         >>> from torchdist_ref.stores import HashStore
         >>> store = HashStore()
@@ -193,45 +194,45 @@ class Store:
         >>> store.queue_pop("jobs"), store.queue_len("jobs")
         (b'first', 1)
         """
-        raise self._lacks("queue_pop")
+        raise self._unsupported("queue_pop")
 
     def queue_len(self, key: Text) -> int:
-        """How many values the queue holds now; 0 for a queue that nobody has pushed to."""
-        raise self._lacks("queue_len")
+        """Return the number of values in a queue; 0 for a queue that does not exist."""
+        raise self._unsupported("queue_len")
 
     def has_extended_api(self) -> bool:
-        """Whether ``append``, ``multi_get`` and ``multi_set`` are done by the store itself, in one step each."""
+        """Return whether ``append``, ``multi_get`` and ``multi_set`` are atomic operations of the store itself."""
         return False
 
     def clone(self) -> Store:
-        """Another object for the same keys, so that threads need not share one. Time-outs are separate."""
-        raise self._lacks("clone")
+        """Return another object for the same keys, with a time-out of its own, for use by another thread."""
+        raise self._unsupported("clone")
 
-    def _lacks(self, operation: str) -> NotImplementedError:
-        # torch raises NotImplementedError here, and its callers catch that.
+    def _unsupported(self, operation: str) -> NotImplementedError:
+        # torch raises NotImplementedError here, which its callers catch.
         return NotImplementedError(
             f"{operation}: {type(self).__name__} has no such operation. HashStore and TCPStore have all of them; "
-            f"a store of your own gets it by defining {operation}()."
+            f"define {operation}() to add it to a store of your own."
         )
 
     def _deadline(self, operation: str, timeout: timedelta | float | None) -> Deadline:
-        return Deadline(seconds(operation, self.timeout if timeout is None else timeout))
+        return Deadline(timeout_seconds(operation, self.timeout if timeout is None else timeout))
 
     def _timed_out(self, operation: str, keys: Sequence[Text], deadline: Deadline) -> StoreTimeoutError:
         return StoreTimeoutError(
-            f"{operation}: wait timeout after {deadline.seconds * 1000:.0f}ms, keys: {shown(keys)}, on {self!r}. "
-            f"No rank has set that yet: see whether the rank that should is alive, or allow longer with set_timeout."
+            f"{operation}: wait timeout after {deadline.seconds * 1000:.0f}ms, keys: {quote_keys(keys)}, on {self!r}. "
+            f"No rank has set them yet: check that the rank that should is alive, or wait longer with set_timeout."
         )
 
-    def _too_few(self, key: str, arrived: int, world: int, deadline: Deadline) -> StoreTimeoutError:
+    def _barrier_timeout(self, key: str, arrived: int, world: int, deadline: Deadline) -> StoreTimeoutError:
         return StoreTimeoutError(
             f"barrier: barrier timeout after {deadline.seconds * 1000:.0f}ms, key: {key!r}, on {self!r}: "
-            f"{arrived} of {world} came. See which ranks are late or dead; use a new key for the next try."
+            f"{arrived} of {world} callers arrived. Check which ranks are late or dead; use a new key for the next try."
         )
 
 
 def key_text(operation: str, key: Text, argument: str = "key") -> str:
-    """The key as text; bytes that are no UTF-8 survive the trip there and back."""
+    """Return a key as text. Bytes that are not UTF-8 are kept, as surrogate escapes."""
     if isinstance(key, str):
         return key
     if isinstance(key, (bytes, bytearray)):
@@ -240,19 +241,19 @@ def key_text(operation: str, key: Text, argument: str = "key") -> str:
 
 
 def key_bytes(operation: str, key: Text, argument: str = "key") -> bytes:
-    """The key as bytes."""
+    """Return a key as bytes."""
     if isinstance(key, str):
         try:
             return key.encode("utf-8", "surrogateescape")
         except UnicodeEncodeError:
-            raise ArgumentTypeError(explain(operation, argument, "text that UTF-8 has bytes for", key)) from None
+            raise ArgumentTypeError(explain(operation, argument, "text that UTF-8 can encode", key)) from None
     if isinstance(key, (bytes, bytearray)):
         return bytes(key)
     raise ArgumentTypeError(explain(operation, argument, "a str or bytes", key))
 
 
 def value_bytes(operation: str, value: Any, argument: str = "value") -> bytes:
-    """The value as bytes."""
+    """Return a value as bytes."""
     if type(value) is bytes:
         return value
     if isinstance(value, (str, bytes, bytearray)):
@@ -262,13 +263,13 @@ def value_bytes(operation: str, value: Any, argument: str = "value") -> bytes:
 
 
 def key_list(operation: str, keys: Collection[Text], argument: str = "keys") -> list[bytes]:
-    """Several keys as bytes; a set will do. One bare string is refused: it would be read as a list of letters."""
+    """Return several keys as bytes. A bare string is refused: it would be read as a list of letters."""
     _must_be_list(operation, argument, keys)
     return [key_bytes(operation, key, f"{argument}[{i}]") for i, key in enumerate(keys)]
 
 
 def pair_list(operation: str, keys: Sequence[Text], values: Sequence[Text]) -> list[tuple[bytes, bytes]]:
-    """Keys with their values; the lists must be equally long."""
+    """Return keys with their values; the lists must have the same length."""
     names = key_list(operation, keys)
     _must_be_list(operation, "values", values)
     if len(names) != len(values):
@@ -277,13 +278,13 @@ def pair_list(operation: str, keys: Sequence[Text], values: Sequence[Text]) -> l
     return [(key, value_bytes(operation, value, f"values[{i}]")) for i, (key, value) in zipped]
 
 
-def _must_be_list(operation: str, argument: str, given: Any) -> None:
-    if isinstance(given, (str, bytes, bytearray)) or not isinstance(given, Collection):
-        raise ArgumentTypeError(explain(operation, argument, "a list of str or bytes", given))
+def _must_be_list(operation: str, argument: str, keys: Any) -> None:
+    if isinstance(keys, (str, bytes, bytearray)) or not isinstance(keys, Collection):
+        raise ArgumentTypeError(explain(operation, argument, "a list of str or bytes", keys))
 
 
 def integer(operation: str, argument: str, number: SupportsIndex) -> int:
-    """A whole number that fits in 64 bits, which is all that the wire and torch can carry."""
+    """Return an integer that fits in 64 bits, the limit of torch's protocol."""
     try:
         value = operator.index(number)
     except TypeError:
@@ -293,18 +294,18 @@ def integer(operation: str, argument: str, number: SupportsIndex) -> int:
     return value
 
 
-def world_of(operation: str, number: SupportsIndex) -> int:
-    """A world size: a whole number of one or more."""
+def checked_world_size(operation: str, number: SupportsIndex) -> int:
+    """Return a world size, an integer of at least 1."""
     if type(number) is int and 0 < number < INT64.stop:
-        return number  # what nearly all callers give
+        return number  # the common case, fast
     value = integer(operation, "world_size", number)
     if value < 1:
         raise ArgumentError(explain(operation, "world_size", "1 or more", value))
     return value
 
 
-def seconds(operation: str, timeout: timedelta | float, argument: str = "timeout") -> float:
-    """A time-out in seconds. torch waits for ever on a negative one; that is nearly always a mistake."""
+def timeout_seconds(operation: str, timeout: timedelta | float, argument: str = "timeout") -> float:
+    """Return a time-out in seconds. torch waits forever on a negative one, which is nearly always a mistake."""
     if isinstance(timeout, timedelta):
         value = timeout.total_seconds()
     elif isinstance(timeout, float):
@@ -312,12 +313,14 @@ def seconds(operation: str, timeout: timedelta | float, argument: str = "timeout
     else:
         raise ArgumentTypeError(explain(operation, argument, "a datetime.timedelta", timeout))
     if not 0 <= value <= timedelta.max.total_seconds():
-        raise ArgumentError(explain(operation, argument, "zero or more", timeout, hint="Zero means: look once."))
+        raise ArgumentError(explain(operation, argument, "zero or more", timeout, hint="Zero means a single check."))
     return value
 
 
-def shown(keys: Sequence[Text], most: int = 4) -> str:
-    """Keys as an error message shows them: quoted, and the first few only."""
-    texts = [repr(k if isinstance(k, str) else bytes(k).decode("utf-8", "backslashreplace"))[:100] for k in keys[:most]]
-    more = f" and {len(keys) - most} more" if len(keys) > most else ""
+def quote_keys(keys: Sequence[Text], limit: int = 4) -> str:
+    """Return keys for an error message: quoted, and the first few only."""
+    texts = [
+        repr(k if isinstance(k, str) else bytes(k).decode("utf-8", "backslashreplace"))[:100] for k in keys[:limit]
+    ]
+    more = f" and {len(keys) - limit} more" if len(keys) > limit else ""
     return ", ".join(texts) + more

@@ -1,13 +1,13 @@
-"""FileStore: a store in a file that all ranks can reach, for machines that share a disk but no port.
+"""FileStore: a store in a file, for hosts that share a disk but cannot reach each other's ports.
 
-The file is a log that only grows: each record is a key and a value, each with a 32-bit length in front, and a
-record with a "-" before its key removes the key. Whoever writes holds the file's exclusive lock (flock), replays
-what others have added since he last looked, decides, and appends; whoever reads holds the shared lock. That is
-torch's format, so both can use one file. Two counters without a slash are the store's own: "refcount/" (objects
-that have the file open) and "cleanup/" (objects that have closed it); the last of `world_size` removes the file.
+The file is an append-only log. A record is a key and a value, each with a 32-bit length in front; a record with a "-"
+before its key removes the key. A writer holds the file's exclusive lock (flock), replays the records that others have
+appended since, and appends its own. A reader holds the shared lock. The format is torch's, so both libraries can use
+one file. Two counters without a slash are the store's own: "refcount/" (objects that have the file open) and "cleanup/"
+(objects that have closed it). The last of `world_size` objects removes the file.
 
-Unlike torch's: a file that is no store's is an error at once, `delete_key` tells the truth, and locks are waited
-for only as long as the time-out. What the operations mean is in `table`.
+Unlike torch's: a file that is not a store's is an error at once, `delete_key` returns whether the key existed, and
+locks are waited for no longer than the time-out. Do not add the meaning of operations here: it belongs to `Table`.
 """
 
 from __future__ import annotations
@@ -39,28 +39,33 @@ from torchdist_ref.stores.hash import Table
 from torchdist_ref.timeouts import Deadline
 
 T = TypeVar("T")
-OPEN, CLOSED = b"refcount/", b"cleanup/"
+OPEN_COUNT, CLOSED_COUNT = b"refcount/", b"cleanup/"
 
 
-class Log:
-    """The file and what has been read of it so far."""
+class FileLog:
+    """File of a store, and the table of the records read so far.
+
+    Attributes:
+        path: path of the file.
+        table: keys and values as of the last read.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.table = Table(slash=b"/")
-        self._seen: tuple[int, int] | None = None
+        self._file: tuple[int, int] | None = None
         self._offset = 0
         self._lock = threading.Lock()
 
     @contextmanager
     def reading(self, deadline: Deadline) -> Iterator[Table]:
-        """The table as the file has it now; nobody writes meanwhile."""
+        """Hold the shared lock and yield the table as the file has it now."""
         with self._lock, self._opened(os.O_RDONLY, fcntl.LOCK_SH, deadline) as descriptor:
             self._replay(descriptor)
             yield self.table
 
     def change(self, keys: Sequence[bytes], action: Callable[[Table], T], deadline: Deadline) -> T:
-        """Run an action that may change the values of `keys`, and write down what it made of them."""
+        """Hold the exclusive lock, run an action that may change the values of `keys`, and append the changes."""
         with self._lock, self._opened(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX, deadline) as descriptor:
             self._replay(descriptor)
             before = [key in self.table.values for key in keys]
@@ -69,9 +74,9 @@ class Log:
             self._append(descriptor, b"".join(records))
         return result
 
-    def _record(self, key: bytes, was_there: bool) -> bytes:
+    def _record(self, key: bytes, existed: bool) -> bytes:
         value = self.table.values.get(key)
-        if value is None and not was_there:
+        if value is None and not existed:
             return b""
         name = b"-" + key if value is None else key
         return struct.pack(f"<I{len(name)}sI", len(name), name, len(value or b"")) + (value or b"")
@@ -83,7 +88,7 @@ class Log:
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
         except OSError as error:
-            # Half a record would spoil the file for all; and what was not written must not be believed.
+            # Half a record would damage the file for all, and the table has values that were not written.
             os.ftruncate(descriptor, self._offset)
             self._forget()
             raise DistStoreError(f"FileStore: cannot write to {self.path!r}: {error.strerror}.") from error
@@ -94,38 +99,38 @@ class Log:
 
     def _replay(self, descriptor: int) -> None:
         state = os.fstat(descriptor)
-        here = (state.st_dev, state.st_ino)
-        if here != self._seen or state.st_size < self._offset:
-            self._seen = here
+        file = (state.st_dev, state.st_ino)
+        if file != self._file or state.st_size < self._offset:
+            self._file = file
             self._forget()
         data = os.pread(descriptor, state.st_size - self._offset, self._offset) if state.st_size > self._offset else b""
-        place = 0
-        while place < len(data):
-            key, place = self._field(data, place)
-            value, place = self._field(data, place)
+        offset = 0
+        while offset < len(data):
+            key, offset = self._field(data, offset)
+            value, offset = self._field(data, offset)
             self._apply(key, value)
-        self._offset += place
+        self._offset += offset
 
-    def _field(self, data: bytes, place: int) -> tuple[bytes, int]:
-        start = place + 4
-        end = start + int.from_bytes(data[place:start], "little")
+    def _field(self, data: bytes, offset: int) -> tuple[bytes, int]:
+        start = offset + 4
+        end = start + int.from_bytes(data[offset:start], "little")
         if len(data) < start or len(data) < end:
             self._forget()
-            raise self._spoilt("a record in it reaches beyond its end")
+            raise self._damaged("a record in it reaches beyond its end")
         return data[start:end], end
 
     def _apply(self, key: bytes, value: bytes) -> None:
         if key.startswith(b"-"):
             self.table.values.pop(key[1:], None)
-        elif key.startswith(b"/") or key in (OPEN, CLOSED):
+        elif key.startswith(b"/") or key in (OPEN_COUNT, CLOSED_COUNT):
             self.table.values[key] = value
         else:
             self._forget()
-            raise self._spoilt(f"it has a record {key[:40]!r}")
+            raise self._damaged(f"it has a record {key[:40]!r}")
 
-    def _spoilt(self, why: str) -> DistStoreError:
+    def _damaged(self, reason: str) -> DistStoreError:
         return DistStoreError(
-            f"FileStore: {self.path!r} is not the file of a store, or is damaged: {why}. Remove it, or name another."
+            f"FileStore: {self.path!r} is not the file of a store, or is damaged: {reason}. Remove it, or use another."
         )
 
     @contextmanager
@@ -135,12 +140,12 @@ class Log:
         except OSError as error:
             raise self._cannot_open(error) from error
         try:
-            self._take_lock(descriptor, lock, deadline)
+            self._acquire_lock(descriptor, lock, deadline)
             yield descriptor
         finally:
             os.close(descriptor)
 
-    def _take_lock(self, descriptor: int, lock: int, deadline: Deadline) -> None:
+    def _acquire_lock(self, descriptor: int, lock: int, deadline: Deadline) -> None:
         pause = 0.0002
         while True:
             try:
@@ -149,7 +154,7 @@ class Log:
                 if deadline.passed():
                     raise StoreTimeoutError(
                         f"FileStore: the lock of {self.path!r} was not free within {deadline.seconds:g} s. A process "
-                        f"that uses the file may be stopped: see who with `fuser {self.path}`."
+                        f"that uses the file may be stopped: find it with `fuser {self.path}`."
                     ) from None
             time.sleep(min(pause, deadline.remaining()))
             pause = min(2 * pause, POLL_SECONDS)
@@ -159,19 +164,19 @@ class Log:
             self._forget()
             folder = os.path.dirname(os.path.abspath(self.path))
             problem = "the file is gone" if os.path.isdir(folder) else f"the directory {folder!r} does not exist"
-            return DistStoreError(f"FileStore: cannot open {self.path!r}: {problem}. All ranks must see the same path.")
+            return DistStoreError(f"FileStore: cannot open {self.path!r}: {problem}. All ranks must use the same path.")
         return DistStoreError(f"FileStore: cannot open {self.path!r}: {error.strerror}.")
 
 
 class FileStore(Store):
-    """A store in a file that several processes share.
+    """Store in a file that several processes share.
 
     Args:
-        file_name: the path; the file is made if it is not there, its directory must be.
-        world_size: how many stores will use the file; the last of them to close removes it. -1: nobody does.
+        file_name: path of the file. The file is created if it does not exist; its directory must exist.
+        world_size: number of stores that will use the file. The last one to close removes it; with -1 none does.
 
     Raises:
-        DistStoreError: the file cannot be opened, or is no store's.
+        DistStoreError: the file cannot be opened, or is not the file of a store.
 
     >>> import os, tempfile
     >>> from torchdist_ref.stores import FileStore
@@ -188,18 +193,21 @@ class FileStore(Store):
     def __init__(self, file_name: str, world_size: int = -1) -> None:
         if not isinstance(file_name, (str, bytes, os.PathLike)):
             raise ArgumentTypeError(explain("FileStore", "file_name", "a path", file_name))
-        self._log = Log(os.fsdecode(file_name))
+        self._log = FileLog(os.fsdecode(file_name))
         self._world = integer("FileStore", "world_size", world_size)
-        self._log.change([OPEN], lambda table: table.add(OPEN, 1), self._deadline("FileStore", None))
-        self._finalizer = weakref.finalize(self, _leave, self._log, self._world, os.getpid())
+        self._log.change([OPEN_COUNT], lambda table: table.add(OPEN_COUNT, 1), self._deadline("FileStore", None))
+        self._finalizer = weakref.finalize(self, _close_log, self._log, self._world, os.getpid())
 
     @property
     def path(self) -> str:
-        """The file."""
+        """Path of the file."""
         return self._log.path
 
     def close(self) -> None:
-        """Count this store out; the last of `world_size` removes the file. A collected store closes by itself."""
+        """Close this store; the last of `world_size` removes the file.
+
+        A store that is no longer referenced closes itself.
+        """
         self._finalizer()
 
     def set(self, key: Text, value: Text) -> None:
@@ -219,7 +227,7 @@ class FileStore(Store):
             return not table.missing(names)
 
     def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
-        self._until("wait", _keys("wait", keys), self._deadline("wait", timeout), lambda table: None)
+        self._wait_for("wait", _keys("wait", keys), self._deadline("wait", timeout), lambda table: None)
 
     def compare_set(self, key: Text, expected_value: Text, desired_value: Text) -> bytes:
         name = _key("compare_set", key)
@@ -253,7 +261,7 @@ class FileStore(Store):
 
     def clone(self) -> FileStore:
         other = FileStore(self.path, self._world)
-        other._timeout = self._timeout
+        other.set_timeout(self._timeout)
         return other
 
     def __repr__(self) -> str:
@@ -264,32 +272,32 @@ class FileStore(Store):
 
     def _get_all(self, operation: str, names: list[bytes]) -> list[bytes]:
         deadline = self._deadline(operation, None)
-        return self._until(operation, names, deadline, lambda table: [table.values[name] for name in names])
+        return self._wait_for(operation, names, deadline, lambda table: [table.values[name] for name in names])
 
-    def _until(self, operation: str, names: list[bytes], deadline: Deadline, take: Callable[[Table], T]) -> T:
+    def _wait_for(self, operation: str, names: list[bytes], deadline: Deadline, action: Callable[[Table], T]) -> T:
         pause = 0.0005
         while True:
             with self._log.reading(deadline) as table:
                 missing = table.missing(names)
                 if not missing:
-                    return take(table)
+                    return action(table)
             if deadline.passed():
                 raise self._timed_out(operation, [name[1:] for name in missing], deadline)
             time.sleep(min(pause, deadline.remaining()))
             pause = min(1.5 * pause, POLL_SECONDS)
 
 
-def _leave(log: Log, world: int, owner: int) -> None:
+def _close_log(log: FileLog, world: int, owner: int) -> None:
     if os.getpid() != owner:
-        return  # a forked child's copy was never counted in
+        return  # a forked child's copy was never counted
     deadline = Deadline(1.0)
     try:
-        users = log.change([OPEN], lambda table: table.add(OPEN, -1), deadline)
-        closed = log.change([CLOSED], lambda table: table.add(CLOSED, 1), deadline)
+        users = log.change([OPEN_COUNT], lambda table: table.add(OPEN_COUNT, -1), deadline)
+        closed = log.change([CLOSED_COUNT], lambda table: table.add(CLOSED_COUNT, 1), deadline)
         if users == 0 and 0 <= world <= closed:
             os.unlink(log.path)
     except (DistStoreError, OSError):
-        pass  # the file is gone, or of no use to anybody any more
+        pass  # the file is gone or unusable for all
 
 
 def _key(operation: str, key: Text) -> bytes:

@@ -1,11 +1,14 @@
-"""HashStore: a store in this process's memory, for ranks that are threads, for one rank, and for tests.
+"""HashStore: a store in the memory of one process, and `Table`: the semantics that all stores share.
 
-A `Table` behind one lock; who waits sleeps on a condition that every change wakes. Nothing else belongs here:
-what the operations mean is in `table`, what arguments are allowed in `arguments`.
+`Table` is a dictionary of bytes with torch's rules for counters, compare-and-set and queues. `HashStore` guards one
+with a lock, the TCP server serves one over sockets, and `FileStore` replays its log into one. So the three cannot
+disagree.
+Do not add waiting, time-outs or names of ranks to `Table`, or checks of arguments to `HashStore`.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +24,7 @@ from torchdist_ref.stores.base import (
     key_bytes,
     key_list,
     pair_list,
-    shown,
+    quote_keys,
     value_bytes,
 )
 from torchdist_ref.timeouts import Deadline
@@ -30,10 +33,14 @@ T = TypeVar("T")
 
 
 class Table:
-    """The keys, values and queues of one store.
+    """Keys, values and queues of one store. One thread at a time may use it.
 
     Args:
-        slash: what the store puts before users' keys; error messages leave it out.
+        slash: prefix that the store puts before keys of users, and that error messages leave out.
+
+    Attributes:
+        values: values by key.
+        queues: queues by key; none of them is empty.
     """
 
     def __init__(self, slash: bytes = b"") -> None:
@@ -42,15 +49,15 @@ class Table:
         self.queues: dict[bytes, deque[bytes]] = {}
 
     def has(self, key: bytes) -> bool:
-        """Whether the key holds a value, or a queue with something in it."""
+        """Return whether the key has a value or a queue that is not empty."""
         return key in self.values or key in self.queues
 
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those of the keys that are not there, each once, in order."""
+        """Return the keys that do not exist, each once, in order."""
         return [key for key in dict.fromkeys(keys) if not self.has(key)]
 
     def add(self, key: bytes, value: int) -> int:
-        """Add to a counter, which is decimal text; a missing one counts as 0."""
+        """Add to a counter, which is decimal text, and return its new value. A missing one is 0."""
         total = self.number(key) + value
         if total not in INT64:
             expected = f"small enough for {self._shown(key)} to fit 64 bits"
@@ -59,12 +66,12 @@ class Table:
         return total
 
     def number(self, key: bytes) -> int:
-        """A counter's value; 0 if it is missing or empty."""
+        """Return the value of a counter; 0 if it is missing or empty."""
         text = self.values.get(key, b"0")
         try:
-            return int(text.replace(b"_", b"?") or b"0")  # Python would read 1_000 as a number
+            return int(text.replace(b"_", b"?") or b"0")  # int() accepts 1_000
         except ValueError:
-            hint = f"It holds {text[:40]!r}; count under a key of its own."
+            hint = f"Its value is {text[:40]!r}; use another key for the counter."
             raise ArgumentError(
                 explain(
                     "add",
@@ -76,7 +83,7 @@ class Table:
             ) from None
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """torch's rule: a missing key matches an empty `expected` only, and answers `expected` otherwise."""
+        """Exchange a value by torch's rule: a missing key matches an empty `expected` only."""
         current = self.values.get(key)
         if current == expected or (current is None and not expected):
             self.values[key] = desired
@@ -84,19 +91,19 @@ class Table:
         return expected if current is None else current
 
     def append(self, key: bytes, value: bytes) -> None:
-        """Put bytes behind the key's value; a missing key starts empty."""
+        """Append bytes to a value. A missing key starts empty."""
         self.values[key] = self.values.get(key, b"") + value
 
     def delete(self, key: bytes) -> bool:
-        """Remove a value (not a queue); whether there was one."""
+        """Remove a value (not a queue). Return whether it existed."""
         return self.values.pop(key, None) is not None
 
     def push(self, key: bytes, value: bytes) -> None:
-        """Put a value at the end of a queue."""
+        """Append a value to a queue."""
         self.queues.setdefault(key, deque()).append(value)
 
     def pop(self, key: bytes) -> bytes | None:
-        """Take the value at the head of a queue, or None. An empty queue does not exist."""
+        """Remove and return the value at the head of a queue; None if the queue does not exist."""
         queue = self.queues.get(key)
         if queue is None:
             return None
@@ -106,15 +113,17 @@ class Table:
         return value
 
     def length(self, key: bytes) -> int:
-        """How many values a queue holds."""
+        """Return the number of values in a queue."""
         return len(self.queues.get(key, ()))
 
     def _shown(self, key: bytes) -> str:
-        return shown([key.removeprefix(self._slash)])
+        return quote_keys([key.removeprefix(self._slash)])
 
 
 class HashStore(Store):
-    """A store that lives in this process and is shared by its threads.
+    """Store in the memory of one process, shared by its threads.
+
+    For ranks that are threads, for a single rank, and for tests.
 
     >>> store = HashStore()
     >>> store.set("epoch", "1")
@@ -145,7 +154,7 @@ class HashStore(Store):
     def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
         names, deadline = key_list("wait", keys), self._deadline("wait", timeout)
         with self._changed:
-            self._until("wait", deadline, lambda table: table.missing(names))
+            self._wait_for("wait", deadline, lambda table: table.missing(names))
 
     def compare_set(self, key: Text, expected_value: Text, desired_value: Text) -> bytes:
         name = key_bytes("compare_set", key)
@@ -183,7 +192,7 @@ class HashStore(Store):
         name, deadline = key_bytes("queue_pop", key), self._deadline("queue_pop", None)
         with self._changed:
             if block:
-                self._until("queue_pop", deadline, lambda table: [] if table.length(name) else [name])
+                self._wait_for("queue_pop", deadline, lambda table: [] if table.length(name) else [name])
             value = self._table.pop(name)
         if value is None:
             raise QueueEmptyError(f"queue_pop: queue is empty: {key!r} on {self!r}. Push first, or pass block=True.")
@@ -196,9 +205,7 @@ class HashStore(Store):
         return True
 
     def clone(self) -> HashStore:
-        other = HashStore()
-        other._table, other._changed, other._timeout = self._table, self._changed, self._timeout
-        return other
+        return copy.copy(self)
 
     def __repr__(self) -> str:
         return "HashStore()"
@@ -212,10 +219,10 @@ class HashStore(Store):
     def _get_all(self, operation: str, names: list[bytes]) -> list[bytes]:
         deadline = self._deadline(operation, None)
         with self._changed:
-            self._until(operation, deadline, lambda table: [name for name in names if name not in table.values])
+            self._wait_for(operation, deadline, lambda table: [name for name in names if name not in table.values])
             return [self._table.values[name] for name in names]
 
-    def _until(self, operation: str, deadline: Deadline, missing: Callable[[Table], list[bytes]]) -> None:
+    def _wait_for(self, operation: str, deadline: Deadline, missing: Callable[[Table], list[bytes]]) -> None:
         while absent := missing(self._table):
             if deadline.passed():
                 raise self._timed_out(operation, absent, deadline)

@@ -1,9 +1,9 @@
-"""PrefixStore: a part of another store, set apart by a prefix in front of every key.
+"""PrefixStore: a namespace of another store; and WatchedStore, one whose waits end when a peer fails.
 
-Groups and backends that share one store each get a prefix, so that they can't read each other's keys by
-accident. The key underneath is ``prefix/key``, exactly torch's, so that both read the same store. That form
-is not collision-proof: prefix "a" with key "b/c" meets prefix "a/b" with key "c". Every method is one line;
-an operation that can't be forwarded does not belong here.
+Groups and backends that share a store each have a prefix, so that they do not read each other's keys by accident. The
+key in the underlying store is ``prefix/key``, as torch's, so both libraries can read the same store. This form is not
+collision-proof: prefix "a" with key "b/c" is prefix "a/b" with key "c". Do not add an operation that cannot be
+forwarded, or the detection of failures.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torchdist_ref.timeouts import CHECK_SECONDS, Deadline
 
 
 class PrefixStore(Store):
-    """A view of `store` in which every key stands under `prefix`.
+    """Store that puts a prefix before every key of another store.
 
-    Time-outs are those of the store underneath, and `num_keys` counts that whole store, as in torch;
-    `list_keys` shows only the keys under the prefix.
+    Time-outs are those of the underlying store, and `num_keys` counts its keys, as in torch; `list_keys` returns only
+    the keys with the prefix.
 
     Args:
-        prefix: put before each key, with a slash between.
-        store: the store underneath; it is kept alive.
+        prefix: text before each key, with a slash between.
+        store: underlying store; it is kept alive.
 
     >>> from torchdist_ref.stores import HashStore
     >>> whole = HashStore()
@@ -44,22 +44,24 @@ class PrefixStore(Store):
 
     @property
     def prefix(self) -> str:
-        """The prefix, without the slash."""
+        """Prefix, without the slash."""
         return self._prefix
 
     @property
     def underlying_store(self) -> Store:
-        """The store one level down."""
+        """Store one level down."""
         return self._store
 
     @property
     def _underlying_non_prefix_store(self) -> Store:
         store = self._store
-        return store._underlying_non_prefix_store if isinstance(store, PrefixStore) else store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        return store
 
     @property
     def timeout(self) -> timedelta:
-        """The time-out of the store underneath."""
+        """Time-out of the underlying store."""
         return self._store.timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -127,19 +129,22 @@ class PrefixStore(Store):
         return f"{self._prefix}/{key_text(operation, key, argument)}"
 
     def _keys(self, operation: str, keys: Sequence[Text]) -> Sequence[Text]:
-        # A bare string goes down as it is, so that the store underneath refuses it with its own words.
+        # The underlying store refuses a bare string with its own message.
         if isinstance(keys, (str, bytes, bytearray)):
             return keys
         return [self._key(operation, key, f"keys[{i}]") for i, key in enumerate(keys)]
 
 
 class WatchedStore(PrefixStore):
-    """A `PrefixStore` whose waits look for trouble.
+    """`PrefixStore` whose waits fail as soon as a rank that they depend on has failed.
+
+    A key that a dead rank was to set will never appear, but a store cannot know that. This one checks for failures
+    every `CHECK_SECONDS` while it waits.
 
     Args:
-        prefix: As a `PrefixStore` has it.
-        store: The store underneath.
-        trouble: What to raise if the keys that are waited for will not come; None while they may.
+        prefix: text before each key, with a slash between.
+        store: underlying store.
+        failure: function that returns the error to raise if the keys will not appear; None while they may.
 
     >>> from torchdist_ref.stores import HashStore
     >>> watched = WatchedStore("a", HashStore(), lambda: RuntimeError("rank 1 died"))
@@ -148,9 +153,9 @@ class WatchedStore(PrefixStore):
     RuntimeError: rank 1 died
     """
 
-    def __init__(self, prefix: str, store: Store, trouble: Callable[[], BaseException | None]) -> None:
+    def __init__(self, prefix: str, store: Store, failure: Callable[[], BaseException | None]) -> None:
         super().__init__(prefix, store)
-        self._trouble = trouble
+        self._failure = failure
 
     def get(self, key: Text) -> bytes:
         self.wait([key])
@@ -162,28 +167,28 @@ class WatchedStore(PrefixStore):
 
     def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
         deadline = self._deadline("wait", timeout)
-        while not self._came(keys, Deadline(min(CHECK_SECONDS, deadline.remaining()))):
-            trouble = self._trouble()
-            # What was waited for may have come just before the trouble did.
-            if (trouble is not None or deadline.passed()) and not self.check(keys):
-                raise trouble or self._timed_out("wait", self._missing(keys), deadline)
+        while not self._appeared(keys, Deadline(min(CHECK_SECONDS, deadline.remaining()))):
+            failure = self._failure()
+            # The keys may have been set just before the failure.
+            if (failure is not None or deadline.passed()) and not self.check(keys):
+                raise failure or self._timed_out("wait", self._missing(keys), deadline)
 
-    def _came(self, keys: Sequence[Text], look: Deadline) -> bool:
-        """Whether the keys come before the next look."""
+    def _appeared(self, keys: Sequence[Text], deadline: Deadline) -> bool:
+        """Return whether the keys appear before the deadline of this check."""
         store: object = self._underlying_non_prefix_store
         if isinstance(store, Store):
             try:
-                super().wait(keys, timedelta(seconds=look.seconds))
+                super().wait(keys, timedelta(seconds=deadline.seconds))
             except StoreTimeoutError:
                 return False
             return True
-        # torch's stores have several types of errors for a time-out, and put a line into the log for each.
-        while not (here := self.check(keys)) and not look.passed():
-            time.sleep(min(POLL_SECONDS, look.remaining()))
-        return here
+        # torch's stores have several types of errors for a time-out, and log a line for each.
+        while not (found := self.check(keys)) and not deadline.passed():
+            time.sleep(min(POLL_SECONDS, deadline.remaining()))
+        return found
 
     def _missing(self, keys: Sequence[Text]) -> list[Text]:
         return [key for key in keys if not self.check([key])]
 
     def clone(self) -> WatchedStore:
-        return WatchedStore(self.prefix, self.underlying_store.clone(), self._trouble)
+        return WatchedStore(self.prefix, self.underlying_store.clone(), self._failure)

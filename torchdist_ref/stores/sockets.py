@@ -1,10 +1,11 @@
-"""Finding and opening sockets: names into addresses, listening where asked, connecting before a deadline.
+"""Sockets: resolving names, listening, connecting before a deadline, and polling many descriptors.
 
-Loopback stays loopback: a store asked to listen on 127.0.0.1 or localhost is not seen by the network (torch
-listens on every interface). A name that is this machine's own but that its hosts file maps to loopback, and an
-address that this machine does not carry itself (a service address in front of a container), mean "reachable from
-outside", and there the store listens on all interfaces and says so in the log.
-What is said over a connection does not belong here.
+Loopback stays loopback: a store that listens on 127.0.0.1 or localhost is not visible from the network (torch listens
+on every interface). The store listens on all interfaces, and logs a warning, in two cases: the machine's own name that
+its hosts file maps to loopback, and an address that no interface has (a service address in front of a container).
+
+A server polls with the kernel's `epoll` if there is one, else with `selectors`. `selectors` looks up and wraps each
+event in Python, which costs a server of small requests a tenth of its time. Do not add a protocol here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BACKLOG = 4096
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the text itself says loopback; no look-up."""
+    """Return whether the text itself means loopback, without resolving it."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -35,47 +36,47 @@ def is_loopback(host: str) -> bool:
 
 
 def look_up(host: str, port: int) -> list[Address]:
-    """The addresses of a name. May block as long as the system's resolver likes."""
-    # As bytes, where that says the same: for text, Python loads its codec for names in other scripts first.
+    """Return the addresses of a name. The system's resolver may block for any time."""
+    # As bytes where possible: for text, Python imports its codec for international names first.
     found = socket.getaddrinfo(host.encode() if host.isascii() else host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
 
 def resolve(host: str, port: int, deadline: Deadline) -> list[Address]:
-    """The addresses of a name, found before the deadline.
+    """Return the addresses of a name before the deadline.
 
     Raises:
-        socket.gaierror: the name has no address, or the resolver did not answer in time.
+        socket.gaierror: the name has no address, or the resolver did not respond in time.
     """
     if is_loopback(host) or host.replace(".", "").isdigit():
         return look_up(host, port)
-    # The resolver can't be interrupted, so it runs aside and is left behind if it takes too long.
-    box: list[list[Address] | OSError] = []
+    # The resolver cannot be interrupted, so it runs on another thread, which is abandoned if it takes too long.
+    results: list[list[Address] | OSError] = []
     done = threading.Event()
-    threading.Thread(target=_look_up_into, args=(box, done, host, port), daemon=True).start()
+    threading.Thread(target=_look_up_into, args=(results, done, host, port), daemon=True).start()
     while not done.wait(deadline.sleep_seconds()):
         if deadline.passed():
-            raise socket.gaierror(socket.EAI_AGAIN, "the resolver did not answer in time")
-    if isinstance(box[0], OSError):
-        raise box[0]
-    return box[0]
+            raise socket.gaierror(socket.EAI_AGAIN, "the resolver did not respond in time")
+    if isinstance(results[0], OSError):
+        raise results[0]
+    return results[0]
 
 
-def _look_up_into(box: list[list[Address] | OSError], done: threading.Event, host: str, port: int) -> None:
+def _look_up_into(results: list[list[Address] | OSError], done: threading.Event, host: str, port: int) -> None:
     try:
-        box.append(look_up(host, port))
+        results.append(look_up(host, port))
     except OSError as error:
-        box.append(error)
+        results.append(error)
     except UnicodeError as error:
-        box.append(socket.gaierror(socket.EAI_NONAME, f"no name: {error}"))
+        results.append(socket.gaierror(socket.EAI_NONAME, f"no name: {error}"))
     done.set()
 
 
 def connect(address: Address, deadline: Deadline) -> socket.socket:
-    """A connected, non-blocking socket that sends small messages at once.
+    """Return a connected, non-blocking socket without Nagle's delay.
 
     Raises:
-        OSError: refused, unreachable, or (TimeoutError) no answer before the deadline.
+        OSError: the address is unreachable or refuses, or (TimeoutError) does not respond before the deadline.
     """
     family, where = address
     connection = socket.socket(family, socket.SOCK_STREAM)
@@ -84,8 +85,8 @@ def connect(address: Address, deadline: Deadline) -> socket.socket:
         _finish_connecting(connection, connection.connect_ex(where), deadline)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if connection.getsockname() == connection.getpeername():
-            # With nobody listening, Linux may pick the same port at both ends, and the socket meets itself.
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+            # If no process listens, Linux may choose the same port for both ends: the socket connects to itself.
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "no process listens there")
     except BaseException:
         connection.close()
         raise
@@ -98,22 +99,22 @@ def _finish_connecting(connection: socket.socket, code: int, deadline: Deadline)
         poll.register(connection, select.POLLOUT)
         while not poll.poll(deadline.sleep_seconds() * 1000):
             if deadline.passed():
-                raise TimeoutError(errno.ETIMEDOUT, "no answer to the attempt to connect")
+                raise TimeoutError(errno.ETIMEDOUT, "no response to the attempt to connect")
         code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if code:
         raise OSError(code, errno.errorcode.get(code, str(code)))
 
 
 def listen(host: str, port: int, deadline: Deadline) -> list[socket.socket]:
-    """Listening sockets, non-blocking, all on one port, on the addresses that the host stands for.
+    """Return non-blocking listening sockets on the addresses of a host, all on one port.
 
     Args:
-        host: whom to be reachable for.
-        port: 0 lets the system choose.
-        deadline: for looking up the host.
+        host: host name or address.
+        port: port; 0 lets the system choose.
+        deadline: deadline for resolving the name.
 
     Raises:
-        DistNetworkError: the port is taken, or the name has no address.
+        DistNetworkError: the port is in use, or the name has no address.
     """
     try:
         addresses = _addresses_to_listen_on(host, port, deadline)
@@ -123,7 +124,7 @@ def listen(host: str, port: int, deadline: Deadline) -> list[socket.socket]:
 
 
 def adopt(descriptor: int) -> list[socket.socket]:
-    """A listening socket that someone else opened; from now on it is ours to close."""
+    """Take over a listening socket, and return it. The caller closes it."""
     listener = socket.socket(fileno=descriptor)
     listener.listen(BACKLOG)
     listener.setblocking(False)
@@ -134,7 +135,7 @@ def _addresses_to_listen_on(host: str, port: int, deadline: Deadline) -> list[Ad
     found = resolve(host, port, deadline)
     outside = not is_loopback(host) and any(is_loopback(str(where[0])) for _, where in found)
     if outside or not any(_is_local(address) for address in found):
-        logger.warning("store: %r is no address of this machine alone; listening on all interfaces", host)
+        logger.warning("store: %r is not only an address of this machine; listening on all interfaces", host)
         return [(socket.AF_INET6, ("::", port)), (socket.AF_INET, ("0.0.0.0", port))]
     return [address for address in found if _is_local(address)]
 
@@ -156,7 +157,7 @@ def _open_listeners(addresses: list[Address], port: int) -> list[socket.socket]:
         try:
             listeners.append(_open_listener(family, (where[0], chosen, *where[2:])))
         except OSError as error:
-            # The other family may be switched off on this machine, or (port chosen by the system) taken there.
+            # The other family may be disabled, or the port that the system chose may be in use there.
             none_left = not listeners and (family, where) == addresses[-1]
             if none_left or (port and error.errno == errno.EADDRINUSE):
                 for listener in listeners:
@@ -184,36 +185,36 @@ def _cannot_listen(host: str, port: int, error: OSError) -> DistNetworkError:
     if isinstance(error, socket.gaierror):
         return DistNetworkError(f"TCPStore: the host name {host!r} did not resolve to an address ({error.strerror}).")
     return DistNetworkError(
-        f"TCPStore: cannot listen on {host}:{port}: {error.strerror}. Another program, or an earlier run that is still "
-        f"ending, may hold the port: see who with `ss -ltnp 'sport = :{port}'`, or choose another MASTER_PORT."
+        f"TCPStore: cannot listen on {host}:{port}: {error.strerror}. Another program, or an earlier run that is "
+        f"still ending, may hold the port: find it with `ss -ltnp 'sport = :{port}'`, or choose another MASTER_PORT."
     )
 
 
 READ, WRITE = 1, 4
-"""To be read from, to be written to; the kernel's numbers. Other bits of an event mean an error."""
+"""Events of `epoll`: readable, writable. Other bits mean an error."""
 
 
 class Poller(Protocol):
-    """As much of `select.epoll` as the server needs."""
+    """Methods of `select.epoll` that a server needs."""
 
     def register(self, fd: int, eventmask: int, /) -> None:
-        """Begin to watch a descriptor for these events."""
+        """Watch a descriptor for these events."""
 
     def modify(self, fd: int, eventmask: int, /) -> None:
-        """Watch it for others."""
+        """Change the events of a descriptor."""
 
     def unregister(self, fd: int, /) -> None:
-        """Watch it no longer."""
+        """Stop watching a descriptor."""
 
     def poll(self, timeout: float | None, /) -> list[tuple[int, int]]:
-        """Wait so many seconds at most, for ever if None: what is ready, and for what."""
+        """Wait up to `timeout` seconds, forever if None; return descriptors with their events."""
 
     def close(self) -> None:
-        """Give the kernel's list back; the descriptors stay open."""
+        """Close the poller; the descriptors stay open."""
 
 
-class Selected:
-    """The same where the kernel has no `epoll`."""
+class SelectorPoller:
+    """`Poller` for kernels without `epoll`."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -235,8 +236,8 @@ class Selected:
 
 
 def poller() -> Poller:
-    """The fastest there is on this machine."""
-    return select.epoll() if hasattr(select, "epoll") else Selected()
+    """Return the fastest poller of this machine."""
+    return select.epoll() if hasattr(select, "epoll") else SelectorPoller()
 
 
 def _as_events(mask: int) -> int:

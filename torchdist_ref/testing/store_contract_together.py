@@ -152,7 +152,7 @@ def barrier(store: Store) -> None:
     _all_at_once(work, 3)
     # Alone, it does not wait; too few, the error says how many came.
     store.barrier("alone", 1)
-    raises(StoreTimeoutError, store.barrier, "few", 2, SHORT, naming="1 of 2 came")
+    raises(StoreTimeoutError, store.barrier, "few", 2, SHORT, naming="1 of 2 callers arrived")
     raises(ArgumentError, store.barrier, "none", 0, naming="world_size")
 
 

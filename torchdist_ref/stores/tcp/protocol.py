@@ -199,7 +199,28 @@ def _message_writer(kinds: str) -> Callable[..., list[bytes]]:
     return lambda *fields: [piece for write, field in zip(writers, fields, strict=True) for piece in write(field)]
 
 
+def _read_key_and_value(data: bytes, at: int) -> tuple[tuple[bytes, bytes], int]:
+    size = _unpack_u64(data, at)[0]
+    if size > MAX_KEY_BYTES:
+        _checked(size, MAX_KEY_BYTES)
+    end_of_key = at + 8 + size
+    value, end = _VALUE.read(data, end_of_key)
+    return (data[at + 8 : end_of_key], value), end
+
+
+def _read_key_and_number(data: bytes, at: int) -> tuple[tuple[bytes, int], int]:
+    size = _unpack_u64(data, at)[0]
+    if size > MAX_KEY_BYTES:
+        _checked(size, MAX_KEY_BYTES)
+    end_of_key = at + 8 + size
+    return (data[at + 8 : end_of_key], _unpack_i64(data, end_of_key)[0]), end_of_key + 8
+
+
 def _message_reader(kinds: str) -> Reader:
+    if kinds == "kv":
+        return _read_key_and_value
+    if kinds == "ki":
+        return _read_key_and_number
     if kinds == "i":
         return lambda data, at: (_unpack_i64(data, at), at + 8)
     codecs = [CODECS[kind] for kind in kinds]
@@ -211,15 +232,6 @@ def _message_reader(kinds: str) -> Reader:
             return (field,), at
 
         return read_one
-    if kinds in ("kv", "ki"):
-        read_first, read_second = (codec.read for codec in codecs)
-
-        def read_two(data: bytes, at: int) -> tuple[tuple[Any, Any], int]:
-            first, at = read_first(data, at)
-            second, at = read_second(data, at)
-            return (first, second), at
-
-        return read_two
     return lambda data, at: _read_fields(codecs, data, at)
 
 

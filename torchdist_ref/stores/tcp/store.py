@@ -20,15 +20,15 @@ from torchdist_ref.errors import ArgumentError, ArgumentTypeError, QueueEmptyErr
 from torchdist_ref.stores.base import (
     Store,
     Text,
+    checked_world_size,
     integer,
     key_bytes,
     key_list,
     key_text,
     pair_list,
-    seconds,
-    shown,
+    quote_keys,
+    timeout_seconds,
     value_bytes,
-    world_of,
 )
 from torchdist_ref.stores.tcp.client import ConnectionPool, RequestTimeout
 from torchdist_ref.stores.tcp.operations import Op, Operation
@@ -84,9 +84,9 @@ class TCPStore(Store):
         master_listen_fd: int | None = None,
         use_libuv: bool = True,
     ) -> None:
-        self._timeout = timedelta(seconds=seconds("TCPStore", timeout))
+        self._timeout = timedelta(seconds=timeout_seconds("TCPStore", timeout))
         self._host, self._libuv = _checked_host(host_name), bool(use_libuv)
-        world = None if world_size is None or world_size == -1 else world_of("TCPStore", world_size)
+        world = None if world_size is None or world_size == -1 else checked_world_size("TCPStore", world_size)
         wanted = _checked_port(port)
         self.server = self._open_server(wanted, multi_tenant, master_listen_fd) if is_master else None
         self._pool = ConnectionPool(self._host, self.server.port if self.server else wanted)
@@ -159,10 +159,13 @@ class TCPStore(Store):
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         pairs = pair_list("multi_set", keys, values)
-        self._request("multi_set", Op.MULTI_SET, [(_key("multi_set", key), _value("multi_set", v)) for key, v in pairs])
+        checked = [(_key("multi_set", key), _value("multi_set", value)) for key, value in pairs]
+        self._request("multi_set", Op.MULTI_SET, checked)
 
     def barrier(self, key: Text, world_size: int, timeout: timedelta | None = None) -> None:
-        self._request("barrier", Op.BARRIER, _key("barrier", key), world_of("barrier", world_size), timeout=timeout)
+        self._request(
+            "barrier", Op.BARRIER, _key("barrier", key), checked_world_size("barrier", world_size), timeout=timeout
+        )
 
     def queue_push(self, key: Text, value: Text) -> None:
         self._request("queue_push", Op.QUEUE_PUSH, _key("queue_push", key), _value("queue_push", value))
@@ -193,7 +196,7 @@ class TCPStore(Store):
     def _request(
         self, operation: str, row: Operation, *fields: Any, timeout: timedelta | None = None
     ) -> tuple[Any, ...]:
-        limit = self._timeout.total_seconds() if timeout is None else seconds(operation, timeout)
+        limit = self._timeout.total_seconds() if timeout is None else timeout_seconds(operation, timeout)
         try:
             return self._pool.request(row, fields, limit)
         except RequestTimeout as report:
@@ -206,14 +209,14 @@ class TCPStore(Store):
         if report.no_response:
             return self._no_response(operation, keys, deadline)
         if operation == "barrier":
-            return self._too_few(key_text("barrier", keys[0]), self.add(keys[0], 0), fields[1], deadline)
+            return self._barrier_timeout(key_text("barrier", keys[0]), self.add(keys[0], 0), fields[1], deadline)
         return self._timed_out(operation, keys, deadline)
 
     def _no_response(self, operation: str, keys: Sequence[Text], deadline: Deadline) -> StoreTimeoutError:
         return StoreTimeoutError(
-            f"{operation}: wait timeout after {deadline.seconds * 1000:.0f}ms, keys: {shown(list(keys))}, on {self!r}: "
-            f"the server does not respond at all. It may be stopped, overloaded or cut off from this machine. The "
-            f"operation may or may not have been done."
+            f"{operation}: wait timeout after {deadline.seconds * 1000:.0f}ms, keys: {quote_keys(list(keys))}, on "
+            f"{self!r}: the server does not respond at all. It may be stopped, overloaded or cut off from this machine. "
+            f"The operation may or may not have been done."
         )
 
     def _open_server(self, port: int, shared: bool, descriptor: int | None) -> TCPServer:
