@@ -1,13 +1,13 @@
-"""A collective is a value: frozen, comparable, printable, with its contract in its docstring.
+"""Calls: one frozen, comparable, printable class per operation, with its contract in its docstring.
 
-The front door builds a call once, and everything below passes it on unchanged: backends dispatch on it,
-the planner caches by it, the recorder logs it, ranks compare it. That is why there is one class per
-operation and no method per operation on backends: a backend answers `submit(call, ...)`.
+The public API creates a call, and all layers below pass it on unchanged. Backends dispatch on it, the planner caches
+by it, the recorder stores it, ranks compare it. So backends have one method, `submit(call, ...)`, instead of one per
+operation. The module `schedules.contract` states the contracts of collectives as values, by the same names; every
+algorithm is verified against them.
 
-Ranks in calls are *group* ranks: the door has translated them. Reductions are plain words
-(``"sum"``, ``"avg"``, ...), so that this file knows nothing of torch; for ``"premul_sum"`` the door has multiplied the
-operands, each rank by its own factor, and backends add. Don't add behaviour here:
-what to do with a call is the backends' business.
+Ranks in calls are *group* ranks: the public API has translated them. Reductions are strings (``"sum"``, ``"avg"``),
+so this module does not need torch. For ``"premul_sum"`` the public API has multiplied the operands, each rank by its
+own factor, and backends add. Do not add behavior here: it belongs to the backends.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-# As large as every backend takes one.
-MOST_TAG = 2**30 - 1
+# Largest tag that every backend accepts.
+MAX_TAG = 2**30 - 1
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What every call has: the name of its operation, as schedules and reports know it."""
+    """Base class of calls.
+
+    Attributes:
+        op: Name of the operation, also in `schedules` and in error messages.
+    """
 
     op: ClassVar[str]
 
@@ -35,7 +39,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class AllReduce(Call):
-    """Every rank's tensor becomes the reduction over all ranks; bit-identical everywhere."""
+    """Every rank's tensor becomes the reduction over all ranks, bit-identical.
+
+    Contract: ``schedules.contract.contract("all_reduce", world)``.
+    """
 
     op = "all_reduce"
     reduction: str = "sum"
@@ -43,7 +50,10 @@ class AllReduce(Call):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Call):
-    """The root's tensor becomes the reduction over all ranks; what the others hold then is unspecified."""
+    """The root's tensor becomes the reduction over all ranks; the tensors of the others are unspecified then.
+
+    Contract: ``schedules.contract.contract("reduce", world)``.
+    """
 
     op = "reduce"
     root: int
@@ -52,7 +62,10 @@ class Reduce(Call):
 
 @dataclass(frozen=True, slots=True)
 class Broadcast(Call):
-    """Every rank's tensor becomes the root's."""
+    """Every rank's tensor becomes the root's.
+
+    Contract: ``schedules.contract.contract("broadcast", world)``.
+    """
 
     op = "broadcast"
     root: int
@@ -60,14 +73,20 @@ class Broadcast(Call):
 
 @dataclass(frozen=True, slots=True)
 class AllGather(Call):
-    """Output `r` of every rank becomes rank `r`'s input."""
+    """Output `r` of every rank becomes rank `r`'s input.
+
+    Contract: ``schedules.contract.contract("all_gather", world)``.
+    """
 
     op = "all_gather"
 
 
 @dataclass(frozen=True, slots=True)
 class Gather(Call):
-    """Output `r` of the root becomes rank `r`'s input; the others have no outputs."""
+    """Output `r` of the root becomes rank `r`'s input; the others have no outputs.
+
+    Contract: ``schedules.contract.contract("gather", world)``.
+    """
 
     op = "gather"
     root: int
@@ -75,7 +94,10 @@ class Gather(Call):
 
 @dataclass(frozen=True, slots=True)
 class Scatter(Call):
-    """The output of rank `r` becomes the root's input `r`; the others have no inputs."""
+    """The output of rank `r` becomes the root's input `r`; the others have no inputs.
+
+    Contract: ``schedules.contract.contract("scatter", world)``.
+    """
 
     op = "scatter"
     root: int
@@ -83,7 +105,10 @@ class Scatter(Call):
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter(Call):
-    """The output of rank `r` becomes the reduction over all ranks of their input `r`."""
+    """The output of rank `r` becomes the reduction over all ranks of their input `r`.
+
+    Contract: ``schedules.contract.contract("reduce_scatter", world)``.
+    """
 
     op = "reduce_scatter"
     reduction: str = "sum"
@@ -93,7 +118,9 @@ class ReduceScatter(Call):
 class AllToAll(Call):
     """Output `s` of rank `d` becomes input `d` of rank `s`.
 
-    Blocks have one size, or if `uneven` any: then no rank knows more than the sizes of what it gives and takes itself.
+    Blocks have one size, or any size if `uneven`. Then each rank knows only the sizes that it sends and receives.
+
+    Contract: ``schedules.contract.contract("all_to_all", world)``.
     """
 
     op = "all_to_all"
@@ -102,14 +129,20 @@ class AllToAll(Call):
 
 @dataclass(frozen=True, slots=True)
 class Barrier(Call):
-    """No rank returns before every rank has called."""
+    """No rank returns before every rank has called.
+
+    Contract: ``schedules.contract.contract("barrier", world)``.
+    """
 
     op = "barrier"
 
 
 @dataclass(frozen=True, slots=True)
 class Send(Call):
-    """The tensor goes to the one matching `Recv` of rank `dst`; done when that rank has it."""
+    """The matching `Recv` of rank `dst` receives the tensor; complete when that rank has it.
+
+    Contract: ``schedules.contract.contract("send", world)``.
+    """
 
     op = "send"
     dst: int
@@ -118,7 +151,7 @@ class Send(Call):
 
 @dataclass(frozen=True, slots=True)
 class Recv(Call):
-    """The tensor becomes what the matching `Send` of rank `src` holds; `src` None takes any rank's."""
+    """The tensor becomes that of the matching `Send` of rank `src`, or of any rank if `src` is None."""
 
     op = "recv"
     src: int | None
@@ -129,7 +162,7 @@ Shape = tuple[int, ...]
 
 
 def signature(call: Call, dtype: str, shapes: Sequence[Shape]) -> str:
-    """What all ranks must agree on, as a person reads it in an error.
+    """Return the text of everything in a call that all ranks must agree on, for error messages.
 
     >>> signature(AllReduce("sum"), "float32", [(2, 3)])
     'all_reduce(reduction=sum) of float32 [2, 3]'
@@ -139,7 +172,7 @@ def signature(call: Call, dtype: str, shapes: Sequence[Shape]) -> str:
 
 
 def fingerprint(text: str) -> int:
-    """Eight bytes of a signature, as a signed integer: what ranks compare on every call.
+    """Return a 64-bit hash of a signature, which ranks compare on every call.
 
     >>> fingerprint("barrier()") == fingerprint("barrier()") != fingerprint("barrier() ")
     True

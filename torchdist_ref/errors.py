@@ -1,19 +1,19 @@
-"""The exception tree: one look and you know what to catch.
+"""Exceptions of the library, as a tree.
 
 ::
 
     RuntimeError
-    └── DistError                  anything this library raises about communication
-        ├── DistBackendError       a backend could not carry out a call
+    └── DistError                  any failure of communication
+        ├── DistBackendError       a backend could not run a call
         │   ├── RankDiedError      a member of the group is gone                        (may have happened)
-        │   ├── RankStalledError   a member did not show up before the deadline         (may have happened)
-        │   ├── GroupAbortedError  another rank gave up, or the group was destroyed     (may have happened)
-        │   ├── MismatchError      ranks called different things; nothing was written   (did not happen)
+        │   ├── RankStalledError   a member did not arrive before the deadline         (may have happened)
+        │   ├── GroupAbortedError  another rank aborted, or the group was destroyed     (may have happened)
+        │   ├── MismatchError      ranks made different calls; nothing was written      (did not happen)
         │   └── UnsupportedError   this backend cannot do that; names one that can       (did not happen)
         ├── DistNetworkError       a socket could not be opened, or broke
         └── DistStoreError         a store operation failed
             ├── StoreTimeoutError  a key did not appear in time
-            └── QueueEmptyError    a queue had nothing to give
+            └── QueueEmptyError    a queue was empty
     ValueError
     ├── ArgumentError              an argument has a wrong value                        (did not happen)
     │   ├── BackendArgumentError    lists, sizes, dtypes, tags, time-outs           (did not happen)
@@ -23,15 +23,15 @@
     │   └── RendezvousError        the URL, environment, rank or world size is wrong    (did not happen)
     TypeError
     └── ArgumentTypeError          an argument is of the wrong kind                     (did not happen)
-        └── PicklingError          an object that is to be sent can't be pickled        (did not happen)
+        └── PicklingError          an object to be sent cannot be pickled               (did not happen)
 
-``definite`` on each class answers the question that a caller has after a failure: when it is true,
-the operation surely did not happen and no tensor was written; when it is false, it may have.
+The class attribute ``definite`` is true if the operation certainly did not happen and no tensor was written. If it is
+false, it may have happened.
 
-Where torch has an exception type for the same kind of failure, ours is a subclass of it, so that
-``except torch.distributed.DistStoreError`` catches ours too. This module must not import torch
-(the launcher uses it and should not pay for torch), so `adopt_torch` puts torch's types under ours
-once torch is there. Add a class here only where a caller would want to catch it by itself.
+If torch has an exception type for the same kind of failure, ours is a subclass of it: ``except
+torch.distributed.DistStoreError`` catches ours too. This module must not import torch, which the launcher does without,
+so `adopt_torch` adds torch's types as base classes once torch is imported. Do not add a class that no caller would
+catch by itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from typing import Any
 
 
 class _Root(RuntimeError):
-    """Placeholders stand where torch's own exception types go: see `adopt_torch`."""
+    """Base class of the placeholders that `adopt_torch` replaces by torch's exception types."""
 
 
 class _ErrorSlot(_Root):
@@ -67,13 +67,13 @@ class _QueueSlot(_Root):
 
 
 class DistError(_ErrorSlot):
-    """Anything that went wrong while ranks talked to each other."""
+    """Failure of communication between ranks."""
 
     definite = False
 
 
 class DistBackendError(_BackendSlot, DistError):
-    """A backend could not carry out a call."""
+    """A backend could not run a call."""
 
 
 class DistNetworkError(_NetworkSlot, DistError):
@@ -89,29 +89,29 @@ class StoreTimeoutError(DistStoreError):
 
 
 class QueueEmptyError(_QueueSlot, DistStoreError):
-    """A queue had nothing to give."""
+    """A queue was empty."""
 
 
 class RankDiedError(DistBackendError):
-    """A member of the group is gone: killed, crashed, or left without taking part."""
+    """A member of the group is gone: killed, crashed, or exited without taking part."""
 
 
 class RankStalledError(DistBackendError):
-    """A member of the group is alive but did not show up before the deadline."""
+    """A member of the group is alive but did not arrive before the deadline."""
 
 
 class GroupAbortedError(DistBackendError):
-    """Another rank gave up on the group, or the group was destroyed under the call."""
+    """Another rank aborted the group, or the group was destroyed during the call."""
 
 
 class MismatchError(DistBackendError):
-    """Ranks made different calls at the same place. Nothing was written; the group stays usable."""
+    """Ranks made different calls where the same was due. Nothing was written; the group remains usable."""
 
     definite = True
 
 
 class UnsupportedError(DistBackendError, NotImplementedError):
-    """This backend cannot do what was asked; the message names what can. It is a NotImplementedError too."""
+    """The backend does not support the call; the message names one that does. Also a NotImplementedError."""
 
     definite = True
 
@@ -123,15 +123,15 @@ class ArgumentError(ValueError):
 
 
 class BackendArgumentError(ArgumentError, RuntimeError):
-    """What torch leaves to its backends to refuse: lists, sizes, dtypes, tags, time-outs. It is a RuntimeError too."""
+    """An argument that torch's backends refuse: lists, sizes, dtypes, tags, time-outs. Also a RuntimeError."""
 
 
 class EntryError(ArgumentError, IndexError):
-    """A list has fewer entries than there are things to put in it, or none at all. torch raises an IndexError."""
+    """A list has too few entries for the results, or none. torch raises an IndexError."""
 
 
 class UsageError(ArgumentError, AssertionError):
-    """Arguments of `init_process_group` that contradict each other, or lack one. torch asserts that they don't."""
+    """Arguments of `init_process_group` that contradict each other, or are incomplete. torch raises an AssertionError."""
 
 
 class NotInitializedError(UsageError):
@@ -139,25 +139,25 @@ class NotInitializedError(UsageError):
 
 
 class RendezvousError(ArgumentError):
-    """Ranks could not agree how to meet: the URL, the environment, the rank or the world size."""
+    """Ranks cannot find each other: the URL, the environment, the rank or the world size is wrong."""
 
 
 class ArgumentTypeError(TypeError):
-    """An argument is of a kind that the call cannot take."""
+    """An argument has a type that the call cannot take."""
 
     definite = True
 
 
 class PicklingError(ArgumentTypeError, pickle.PicklingError, AttributeError):
-    """An object that is to be sent to other ranks can't be pickled.
+    """An object to be sent to other ranks cannot be pickled.
 
-    Pickle itself raises one of three types, by what it met: a function of no name is a PicklingError, something local
-    an AttributeError, a lock a TypeError. This is all three, so that whatever was caught before is caught still.
+    Pickle itself raises one of three types: PicklingError for a lambda, AttributeError for a local class, TypeError for
+    a lock. This class is a subclass of all three, so handlers written for any of them still work.
     """
 
 
 def adopt_torch() -> None:
-    """Put torch's exception types under ours. Called once by the modules that import torch anyway."""
+    """Make torch's exception types base classes of ours. Called once by modules that import torch."""
     import torch.distributed as theirs
 
     DistError.__bases__ = (theirs.DistError,)
@@ -167,29 +167,29 @@ def adopt_torch() -> None:
     QueueEmptyError.__bases__ = (theirs.QueueEmptyError, DistStoreError)
 
 
-def _nowhere() -> int | None:
+def _unknown_rank() -> int | None:
     return None
 
 
-_rank_here: Callable[[], int | None] = _nowhere
+_get_rank: Callable[[], int | None] = _unknown_rank
 
 
-def find_rank_with(ask: Callable[[], int | None]) -> None:
-    """Say how messages learn which rank they come from. Called once by the module that knows; None: not yet known."""
-    global _rank_here
-    _rank_here = ask
+def find_rank_with(function: Callable[[], int | None]) -> None:
+    """Set the function that returns the rank for error messages, or None if it is not yet known."""
+    global _get_rank
+    _get_rank = function
 
 
 def on_rank() -> str:
-    """Where a message comes from, to stand behind it; empty where there is no group yet."""
-    rank = _rank_here()
+    """Return the rank as a suffix of an error message; an empty string if there is no group yet."""
+    rank = _get_rank()
     return "" if rank is None else f" (on rank {rank})"
 
 
 def explain(operation: str, argument: str, expected: str, got: Any, *, rank: int | None = None, hint: str = "") -> str:
-    """The one form in which this library says that an argument is wrong.
+    """Return the error message for a wrong argument.
 
-    The rank is the global one of the current world, unless another is given.
+    The rank is the global rank in the current world by default.
 
     >>> print(explain("broadcast", "src", "a rank from 0 to 3", 7, rank=1, hint="Ranks count from 0."))
     broadcast: argument 'src' must be a rank from 0 to 3, got 7 (on rank 1). Ranks count from 0.

@@ -1,8 +1,8 @@
-"""CallRecord and Recorder: one record of what a rank did, for the flight recorder, timelines and tests.
+"""Recorder of the calls of one rank, for the flight recorder, timelines and tests.
 
-A `Recorder` keeps the last events of one process group in a ring and costs one append per call.
-It never formats: whoever reads it does. The simulator writes events of its own (it knows no torch
-and no clock). Don't add counters here: fold over the events instead.
+A `Recorder` keeps the last calls of one process group in a ring buffer, which costs one append per call. It formats
+nothing. The simulator has events of its own (`schedules.events`), since it has neither torch nor a clock. Do not add
+counters here: compute them from the records.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torchdist_ref.calls import Call
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """One finished (or failed) call of one rank.
+    """Completed or failed call of one rank.
 
     Attributes:
-        sequence: The number of the call in its group, from 0; point-to-point calls have -1.
-        call: What was called.
-        nbytes: Bytes of the largest operand on this rank. A list of tensors is one operand.
-        start: When the backend began, in seconds of `time.perf_counter`.
-        end: When it ended.
-        error: The name of the exception that ended it, or the empty string.
+        sequence: Number of the call in its group, from 0; -1 for point-to-point calls.
+        call: The call.
+        nbytes: Size of the largest operand on this rank, in bytes. A list of tensors is one operand.
+        start: Time at which the backend began, in seconds of `time.perf_counter`.
+        end: Time at which it ended.
+        error: Name of the exception that ended it, or the empty string.
     """
 
     sequence: int
@@ -37,18 +37,24 @@ class CallRecord:
 
     @property
     def seconds(self) -> float:
-        """How long the backend took."""
+        """Duration in seconds."""
         return self.end - self.start
 
 
 class Recorder:
-    """The last `capacity` events of one group on one rank, oldest first.
+    """Ring buffer of the last calls of one group on one rank, oldest first.
+
+    Args:
+        capacity: Number of calls to keep.
+
+    Attributes:
+        total: Number of calls ever recorded.
 
     >>> from torchdist_ref.calls import Barrier
     >>> recorder = Recorder(capacity=2)
     >>> for sequence in range(3):
     ...     recorder.add(sequence, Barrier(), 0, start=0.0)
-    >>> [event.sequence for event in recorder], recorder.total
+    >>> [record.sequence for record in recorder], recorder.total
     ([1, 2], 3)
     """
 
@@ -57,7 +63,7 @@ class Recorder:
         self.total = 0
 
     def add(self, sequence: int, call: Call, nbytes: int, start: float, error: str = "") -> None:
-        """Write down a call that has just ended."""
+        """Record a call that has just ended."""
         self._ring.append((sequence, call, nbytes, start, perf_counter(), error))
         self.total += 1
 

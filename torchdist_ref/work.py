@@ -1,9 +1,8 @@
-"""Work: the handle of a call that may still be running.
+"""Handle of a call that may still be running.
 
-A backend makes a `Work`, hands it to the caller and later finishes it, once, with `finish` or `fail`.
-The caller waits, asks, or takes a `torch.futures.Future`, whose callbacks run on a thread that
-backends provide for that: never on the thread that has to make progress, so that a callback may wait
-on a new collective. Don't add knowledge of backends here: how a call runs is theirs.
+A backend creates a `Work`, returns it to the caller and completes it once, with `finish` or `fail`. The caller waits,
+polls, or uses a `torch.futures.Future`. Callbacks of the future run on a thread of the backend for callbacks, never on
+its progress thread, so a callback may wait for a new collective. Do not add knowledge of backends here.
 """
 
 from __future__ import annotations
@@ -17,14 +16,24 @@ from typing import Any
 from torch.futures import Future
 
 from torchdist_ref.errors import RankStalledError, UnsupportedError, on_rank
-from torchdist_ref.numbers import CallFuture, InterruptibleFuture, Scope
+from torchdist_ref.numbers import CallFuture, CallScope, InterruptibleFuture
 from torchdist_ref.timeouts import CHECK_SECONDS
 
 Runner = Callable[[Callable[[], None]], None]
 
 
 class Work:
-    """A call on its way. `wait` for it, or carry on and ask `is_completed`.
+    """Handle of a call: `wait` blocks until it has completed, `is_completed` does not block.
+
+    Args:
+        name: Name of the operation.
+        outputs: Output tensors.
+        callbacks: Function that runs callbacks of the future on the backend's thread; by default they run on the
+            thread that completes the call.
+        scope: Numbering of the calls that callbacks make; None if they are not numbered.
+
+    Attributes:
+        source: For a receive, group rank of the sender; -1 as long as it is not known.
 
     >>> work = Work("all_reduce", [])
     >>> work.is_completed()
@@ -34,39 +43,44 @@ class Work:
     (True, True, None)
     """
 
+    source = -1
+    _over = False
+    _error: BaseException | None = None
+    _future: Future[Any] | None = None
+    _before_completion: Callable[[], None] | None = None
+    _run_callbacks: Runner | None = None
+    _scope: CallScope | None = None
+
     def __init__(
-        self, name: str, outputs: Sequence[Any], callbacks: Runner | None = None, scope: Scope | None = None
+        self, name: str, outputs: Sequence[Any], callbacks: Runner | None = None, scope: CallScope | None = None
     ) -> None:
         self.name = name
         self.outputs = outputs
-        self.source = -1
         self._run_callbacks = callbacks
         self._scope = scope
-        self._error: BaseException | None = None
-        # Shut until the call is over; a `threading.Event` would take twenty times as long to make.
-        self._gate = threading.Lock()
-        self._gate.acquire()
-        self._over = False
+        # Locked until the call completes; a `threading.Event` takes twenty times as long to create.
+        self._running = threading.Lock()
+        self._running.acquire()
         self._lock = threading.Lock()
-        self._future: Future[Any] | None = None
-        self._last: Callable[[], None] | None = None
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Block until the call is done.
+        """Block until the call has completed.
 
         Args:
-            timeout: How long at most, as a timedelta or in seconds. None: as long as the call's own deadline allows.
+            timeout: Longest wait, as a timedelta or in seconds. None: until the deadline of the call itself.
 
         Returns:
             True. The outputs hold the result.
 
         Raises:
-            RankStalledError: The time-out passed first. The call goes on.
-            DistError: What the call failed with.
+            RankStalledError: The time-out passed first. The call is still running.
+            DistError: The error of the call.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if not self._await(seconds):
-            raise RankStalledError(f"{self.name}: not done after {seconds} s of waiting; the call itself goes on.")
+            raise RankStalledError(
+                f"{self.name}: not done after {seconds} s of waiting; the call itself is still running."
+            )
         if self._error is not None:
             raise self._error
         return True
@@ -74,37 +88,37 @@ class Work:
     def _await(self, seconds: float | None) -> bool:
         end = None if seconds is None else monotonic() + seconds
         while not self._over:
-            if self._gate.acquire(
+            if self._running.acquire(
                 timeout=CHECK_SECONDS if end is None else min(CHECK_SECONDS, max(0.0, end - monotonic()))
             ):
-                # For the next one who waits.
-                self._gate.release()
+                # For the next waiting thread.
+                self._running.release()
             elif end is not None and monotonic() >= end:
                 return False
         return True
 
     def is_completed(self) -> bool:
-        """Whether the call has ended, well or badly. Never blocks."""
+        """Return whether the call has completed, with or without an error. Never blocks."""
         return self._over
 
     def is_success(self) -> bool:
-        """Whether the call has ended well."""
+        """Return whether the call has completed without an error."""
         return self._over and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What the call failed with, or None."""
+        """Return the error of the call, or None."""
         return self._error
 
     def result(self) -> list[Any]:
-        """The output tensors, once the call is done."""
+        """Wait for the call, and return its output tensors."""
         self.wait()
         return list(self.outputs)
 
     def source_rank(self) -> int:
-        """For a receive: the group rank that sent; -1 as long as that is not known.
+        """Return the group rank of the sender of a receive; -1 as long as it is not known.
 
         Raises:
-            UnsupportedError: It is no receive.
+            UnsupportedError: The call is not a receive.
         """
         if not self.name.startswith("recv"):
             raise UnsupportedError(
@@ -114,53 +128,53 @@ class Work:
         return self.source
 
     def get_future(self) -> Future[Any]:
-        """A `torch.futures.Future` whose value is the list of output tensors."""
+        """Return a `torch.futures.Future` whose value is the list of output tensors."""
         with self._lock:
             future = self._future
             if future is None:
                 devices = devices_of(self.outputs)
                 scope = self._scope
-                made = InterruptibleFuture(devices=devices) if scope is None else CallFuture(scope, devices)
-                future = self._future = made
-                settled = self._over
+                created = InterruptibleFuture(devices=devices) if scope is None else CallFuture(scope, devices)
+                future = self._future = created
+                completed = self._over
             else:
-                settled = False
-        if settled:
-            self._settle(future)
+                completed = False
+        if completed:
+            self._complete_future(future)
         return future
 
-    def before_the_end(self, act: Callable[[], None]) -> None:
-        """Backends: call this, which must not raise, before anybody can see that the call has ended."""
+    def run_before_completion(self, function: Callable[[], None]) -> None:
+        """Run a function, which must not raise, before the call is visibly completed. For backends."""
         with self._lock:
             if not self._over:
-                self._last = act
+                self._before_completion = function
                 return
-        act()
+        function()
 
     def finish(self) -> None:
-        """Backends: the outputs hold the result."""
+        """Complete the call: the outputs hold the result. For backends."""
         self._complete()
 
     def fail(self, error: BaseException) -> None:
-        """Backends: the call ended with this."""
+        """Complete the call with an error. For backends."""
         self._error = error
         self._complete()
 
     def _complete(self) -> None:
         with self._lock:
-            if self._last is not None:
-                self._last()
+            if self._before_completion is not None:
+                self._before_completion()
             self._over = True
-            self._gate.release()
+            self._running.release()
             future = self._future
         if future is None:
             return
         if self._run_callbacks is None:
-            self._settle(future)
+            self._complete_future(future)
         else:
-            self._run_callbacks(lambda: self._settle(future))
+            self._run_callbacks(lambda: self._complete_future(future))
 
-    def _settle(self, future: Future[Any]) -> None:
+    def _complete_future(self, future: Future[Any]) -> None:
         if isinstance(self._error, Exception):
             future.set_exception(self._error)
         elif self._error is not None:
@@ -170,15 +184,22 @@ class Work:
 
 
 def devices_of(outputs: Sequence[Any]) -> list[Any]:
-    """The accelerators that outputs are on: a future holds such tensors only if it was made for their devices."""
+    """Return the accelerators of the outputs, which a future must know to hold such tensors."""
     return list({output.device for output in outputs if getattr(output, "is_cuda", False)})
 
 
 class Done(Work):
-    """What a finished call returns at once: nothing left to wait for."""
+    """Handle of a call that has completed.
+
+    Args:
+        name: Name of the operation.
+        outputs: Output tensors.
+        source: For a receive, group rank of the sender.
+    """
+
+    _over = True
 
     def __init__(self, name: str = "", outputs: Sequence[Any] = (), source: int = -1) -> None:
-        # Not the base's: there is nothing to wait for.
+        # Not the base class's: the lock that waits acquire would take as long to create as all of this.
         self.name, self.outputs, self.source = name, outputs, source
-        self._run_callbacks, self._scope, self._error, self._future, self._last = None, None, None, None, None
-        self._over, self._lock = True, threading.Lock()
+        self._lock = threading.Lock()

@@ -61,7 +61,7 @@ def _ranged(backend: Any, call: Call, wait: bool, start: Callable[[], Work]) -> 
         if not wait:
             end: Future[None] = Future()
             named._call_end_callbacks_on_future(end)
-            work.before_the_end(partial(_end, end))
+            work.run_before_completion(partial(_end, end))
     return work
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchdist_ref.calls import MOST_TAG, Recv, Send
+from torchdist_ref.calls import MAX_TAG, Recv, Send
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, BackendArgumentError, EntryError, explain, on_rank
 from torchdist_ref.groups.arguments import check_tensor, check_writable, member_group, root_of
 from torchdist_ref.groups.world import GroupMember, ProcessGroup, as_integer, refuse_destroyed, resolve
@@ -193,14 +193,14 @@ def _recv_call(
 
 
 def _tag(operation: str, tag: int) -> int:
-    if tag.__class__ is int and 0 <= tag <= MOST_TAG:
+    if tag.__class__ is int and 0 <= tag <= MAX_TAG:
         return tag
     number = as_integer(tag)
-    if number is None or number > MOST_TAG:
+    if number is None or number > MAX_TAG:
         # Where a tag is too large for torch's backends, torch raises a TypeError.
-        raise ArgumentTypeError(explain(operation, "tag", f"an integer from 0 to {MOST_TAG}", tag))
+        raise ArgumentTypeError(explain(operation, "tag", f"an integer from 0 to {MAX_TAG}", tag))
     if number < 0:
-        raise BackendArgumentError(explain(operation, "tag", f"an integer from 0 to {MOST_TAG}", tag))
+        raise BackendArgumentError(explain(operation, "tag", f"an integer from 0 to {MAX_TAG}", tag))
     return number
 
 

@@ -1,6 +1,6 @@
 """Stores: small dictionaries shared by all ranks, through which they find each other.
 
-`Store` is the interface. `HashStore` is in the memory of one process, `FileStore` in a file, `TCPStore` at a server, and
+`Store` is the interface. `HashStore` is in the memory of one process, `FileStore` in a file, `TCPStore` at a server.
 `PrefixStore` is a namespace of another store. Do not add process groups here, or an import of torch.
 """
 

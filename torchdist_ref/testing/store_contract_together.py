@@ -130,7 +130,7 @@ def _all_at_once(work: Callable[[int], None], count: int) -> None:
 
 
 def blocked_thread(store: Store) -> None:
-    """A thread that waits does not keep another from using the same object."""
+    """Check that a waiting thread does not block another on the same object."""
     results: list[bytes] = []
     thread = threading.Thread(target=lambda: results.append(store.get("gate")))
     thread.start()

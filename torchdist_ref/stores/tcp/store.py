@@ -215,7 +215,7 @@ class TCPStore(Store):
     def _no_response(self, operation: str, keys: Sequence[Text], deadline: Deadline) -> StoreTimeoutError:
         return StoreTimeoutError(
             f"{operation}: wait timeout after {deadline.seconds * 1000:.0f}ms, keys: {quote_keys(list(keys))}, on "
-            f"{self!r}: the server does not respond at all. It may be stopped, overloaded or cut off from this machine. "
+            f"{self!r}: the server does not respond at all. It may be stopped, overloaded or cut off from this host. "
             f"The operation may or may not have been done."
         )
 
