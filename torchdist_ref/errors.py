@@ -6,7 +6,7 @@
     └── DistError                  any failure of communication
         ├── DistBackendError       a backend could not run a call
         │   ├── RankDiedError      a member of the group is gone                        (may have happened)
-        │   ├── RankStalledError   a member did not arrive before the deadline         (may have happened)
+        │   ├── RankStalledError   a member did not arrive before the deadline          (may have happened)
         │   ├── GroupAbortedError  another rank aborted, or the group was destroyed     (may have happened)
         │   ├── MismatchError      ranks made different calls; nothing was written      (did not happen)
         │   └── UnsupportedError   this backend cannot do that; names one that can       (did not happen)
@@ -131,7 +131,7 @@ class EntryError(ArgumentError, IndexError):
 
 
 class UsageError(ArgumentError, AssertionError):
-    """Arguments of `init_process_group` that contradict each other, or are incomplete. torch raises an AssertionError."""
+    """Arguments of `init_process_group` that are contradictory or incomplete. torch raises an AssertionError."""
 
 
 class NotInitializedError(UsageError):
