@@ -69,7 +69,6 @@ PENDING = {
     "parallel",
     "schedules",
     "stores",
-    "testing",
     "transports",
     "algorithms",
     "torchdist_ref",
@@ -78,8 +77,6 @@ PENDING = {
     "ref",
     "debug",
     "utils",
-    "launcher",
-    "notebook",
     "optim",
     "tests",
 }

@@ -29,7 +29,7 @@ example:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class LaunchOptions:
     """Checked command line.
 
     Attributes:
@@ -58,7 +58,7 @@ class Options:
         return [sys.executable, *(["-m"] if self.module else []), self.target, *self.args]
 
 
-def parse(argv: Sequence[str]) -> Options:
+def parse(argv: Sequence[str]) -> LaunchOptions:
     """Parse the command line.
 
     Args:
@@ -78,7 +78,7 @@ def parse(argv: Sequence[str]) -> Options:
     parser = _parser()
     found = parser.parse_args(argv)
     args = tuple(found.args)
-    options = Options(
+    options = LaunchOptions(
         found.nproc_per_node,
         found.target,
         args,

@@ -18,7 +18,7 @@ from torchdist_ref.launcher.environment import STORE_ADDRESS, rank_environment
 from torchdist_ref.notebook.display import BACKEND
 from torchdist_ref.notebook.output import Item, RankOrder
 from torchdist_ref.notebook.report import PoolError, Report
-from torchdist_ref.notebook.request import Request
+from torchdist_ref.notebook.request import RankRequest
 from torchdist_ref.notebook.server import RankConnection, RankServer
 from torchdist_ref.processes import describe_exit, name_ranks
 from torchdist_ref.stores import TCPStore
@@ -188,7 +188,7 @@ class RankPool:
         if self._unusable:
             raise PoolError(f"{self._unusable}: restart them (%spmd_stop, then %%spmd -n {self.world_size})")
         order = RankOrder([connection.rank for connection in connections], show)
-        report = Request(self._server, connections, order, timeout, grace).run(message)
+        report = RankRequest(self._server, connections, order, timeout, grace).run(message)
         if report.silent:
             self._unusable = f"{name_ranks(report.silent)} did not answer an earlier request"
         for rank, status in report.died.items():

@@ -32,7 +32,7 @@ _REPEAT_SECONDS = 0.5
 _DOUBLE_PRESS_SECONDS = 1.0
 
 
-class Request:
+class RankRequest:
     """Request to ranks in progress.
 
     Args:
