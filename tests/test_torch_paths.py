@@ -36,7 +36,7 @@ OURS = [
     (path, name, home)
     for path, names in torch_paths.PATHS.items()
     for name, home in names.items()
-    if "torch." not in home
+    if "torch." not in home and name != torch_paths.EVERYTHING
 ]
 
 

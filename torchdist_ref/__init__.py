@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from torchdist_ref.algorithms.ddp_comm_hooks.builtin import BuiltinCommHookType
+    from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import BuiltinCommHookType
     from torchdist_ref.errors import (
         ArgumentError,
         ArgumentTypeError,
@@ -122,7 +122,7 @@ _HOMES = {
         "BackendArgumentError EntryError GroupAbortedError MismatchError NotInitializedError PicklingError "
         "QueueEmptyError RankDiedError RankStalledError RendezvousError StoreTimeoutError UnsupportedError UsageError"
     ),
-    "torchdist_ref.algorithms.ddp_comm_hooks.builtin": "BuiltinCommHookType",
+    "torchdist_ref.algorithms.ddp_comm_hooks.default_hooks": "BuiltinCommHookType",
     "torchdist_ref.groups": (
         "Backend DebugLevel DeviceMesh GroupMember P2POp ProcessGroup ReduceOp Work all_gather "
         "all_gather_coalesced all_gather_into_tensor all_gather_multigpu all_gather_object all_gather_single "

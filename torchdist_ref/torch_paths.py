@@ -67,6 +67,23 @@ nn.jit.instantiator                        torch     get_arg_return_types_from_i
 nn.jit.instantiator                        torch     instantiate_non_scriptable_remote_module_template
 nn.jit.instantiator                        torch     instantiate_scriptable_remote_module_template
 nn.jit.templates.remote_module_template    torch     get_remote_module_template
+
+algorithms.ddp_comm_hooks.debugging_hooks       algorithms.ddp_comm_hooks.default_hooks           noop_hook
+algorithms.ddp_comm_hooks.mixed_precision_hooks algorithms.ddp_comm_hooks.optimizer_overlap_hooks *
+algorithms.ddp_comm_hooks.post_localSGD_hook    algorithms.ddp_comm_hooks.default_hooks           PostLocalSGDState
+algorithms.ddp_comm_hooks.post_localSGD_hook    algorithms.ddp_comm_hooks.default_hooks           post_localSGD_hook
+algorithms.model_averaging.hierarchical_model_averager algorithms.model_averaging.averagers HierarchicalModelAverager
+algorithms.model_averaging.utils                algorithms.model_averaging.averagers              average_parameters
+algorithms.model_averaging.utils                algorithms.model_averaging.averagers              get_params_to_average
+algorithms.model_averaging.utils    algorithms.model_averaging.averagers    average_parameters_or_parameter_groups
+
+algorithms.ddp_comm_hooks.builtin               algorithms.ddp_comm_hooks.default_hooks           BuiltinCommHookType
+algorithms.ddp_comm_hooks.powerSGD_state        algorithms.ddp_comm_hooks.powerSGD_hook           Layout
+algorithms.ddp_comm_hooks.powerSGD_state        algorithms.ddp_comm_hooks.powerSGD_hook           PowerSGDState
+algorithms.ddp_comm_hooks.powerSGD_state        algorithms.ddp_comm_hooks.powerSGD_hook           SeedStream
+parallel.options                                parallel.bucketing                                Entry
+parallel.options                                parallel.bucketing                                Options
+parallel.precision                              parallel.modes                                    MixedPrecision
 """
 
 # torch's modules below these need its RPC, which a torch may be built without.

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torchdist_ref.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 
 import torchdist_ref as dist
 from tests.parallel.training import forked
-from torchdist_ref.algorithms.model_averaging import utils
+from torchdist_ref.algorithms.model_averaging import averagers as utils
 from torchdist_ref.algorithms.model_averaging.averagers import ModelAverager, PeriodicModelAverager
-from torchdist_ref.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torchdist_ref.testing import fill, run
 
 with warnings.catch_warnings():

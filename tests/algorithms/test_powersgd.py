@@ -17,9 +17,15 @@ import torchdist_ref as dist
 from tests.parallel.training import forked, train
 from torchdist_ref.algorithms.ddp_comm_hooks import low_rank
 from torchdist_ref.algorithms.ddp_comm_hooks import powerSGD_hook as module
+from torchdist_ref.algorithms.ddp_comm_hooks.blocked_products import BLOCKED
 from torchdist_ref.algorithms.ddp_comm_hooks.layer_ranks import LayerRanks, ranks_for_bytes, ranks_for_error
-from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_state import SeedStream
+from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    SeedStream,
+    batched_powerSGD_hook,
+    powerSGD_hook,
+)
+from torchdist_ref.parallel.bucket import Divisor
 from torchdist_ref.testing import fill, run
 from torchdist_ref.testing.hook_contract import check_hook
 
@@ -221,9 +227,9 @@ def test_products_are_those_of_whole_matrices(n: int, m: int, r: int) -> None:
         return
     M, P, Q = fill(0, (n, m)), fill(1, (n, r)), fill(2, (m, r))
     p, q, out, error = torch.empty_like(P), torch.empty_like(Q), torch.empty_like(M), M.clone()
-    low_rank.product(M, Q, p)
-    low_rank.transposed_product(M, P, q)
-    low_rank.approximate(P, Q, out, error)
+    BLOCKED.multiply(M, Q, p)
+    BLOCKED.multiply_transposed(M, P, q)
+    BLOCKED.decompress(P, Q, out, error)
     for found, wanted in ((p, M @ Q), (q, M.t() @ P), (out, P @ Q.t()), (error, M - P @ Q.t())):
         assert float((found - wanted).norm() / wanted.norm()) < 1e-6
 
@@ -236,13 +242,13 @@ def test_products_in_parts_have_the_bits_of_whole_ones(n: int, m: int, r: int) -
     P, Q, p, q = fill(1, (n, r)), fill(2, (m, r)), torch.empty(n, r), torch.empty(m, r)
     # With one column, bits depend on where memory begins.
     whole = torch.empty(n * m + 1)[1:].view(n, m).copy_(M + G)
-    low_rank.product(M, Q, p, added=G)
-    low_rank.transposed_product(M, P, q)
+    BLOCKED.multiply(M, Q, p, gradient=G)
+    BLOCKED.multiply_transposed(M, P, q)
     assert torch.equal(M, whole)
     assert torch.equal(p, torch.bmm(whole[None], Q[None])[0])
     assert torch.equal(q, torch.bmm(whole.t()[None], P[None])[0])
     out = torch.empty_like(M)
-    low_rank.approximate(P, Q, out, M)
+    BLOCKED.decompress(P, Q, out, M)
     assert torch.equal(out, torch.bmm(P[None], Q.t()[None])[0]) and torch.equal(M, whole - out)
 
 
@@ -277,7 +283,7 @@ def resumed(rank: int, cap: float, hook: Any = powerSGD_hook) -> tuple[Tensor, T
         ddp = registered(state, hook, cap)
         first = sequence(ddp, rank, 5)
         if pause:
-            shapes.append([[g.shape for g in bucket.sent.gradients()] for bucket in ddp.reducer.buckets])
+            shapes.append([[view.shape for view in bucket.views] for bucket in ddp.reducer.buckets])
             ddp = registered(pickle.loads(pickle.dumps(state)), hook, cap)
             shapes.append([[ddp.reducer.parameters[i].shape for i in members] for members in ddp.reducer.assignment])
         found.append(torch.cat([first, sequence(ddp, rank, 3, first=5)]))
@@ -416,7 +422,9 @@ def by_hand(state: PowerSGDState, gradients: list[Tensor], steps: int, parameter
     for _ in range(steps):
         buffer = torch.cat([g.flatten() for g in gradients])
         bucket = dist.GradBucket(buffer=buffer, gradients=gradients, parameters=parameters)
-        travelling = list(module._rounds(state, bucket, module._layout(state, bucket, state.meet(bucket)), 1))
+        travelling = list(
+            module._step(state, bucket, module._plan(state, bucket, state.number_parameters(bucket)), Divisor(1))
+        )
     return bucket.gradients(), travelling
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchdist_ref.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 import torchdist_ref as dist
 from tests.groups.surface_table import VERSION, Signature, signature
-from torchdist_ref.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torchdist_ref.testing import run
 

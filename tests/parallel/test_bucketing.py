@@ -60,9 +60,9 @@ def test_every_parameter_is_in_one_bucket_of_its_kind() -> None:
 
 
 def test_caps() -> None:
-    mb = bucketing.MiB
-    assert bucketing.caps(None, None, final=True).initial == (mb, 25 * mb)
-    assert bucketing.caps(None, None, final=False).rebuilt == (mb, 25 * mb)
-    assert bucketing.caps(None, None, final=False).initial[0] > 2**60
-    assert bucketing.caps(3, None, final=True) == bucketing.Caps((3 * mb,), (3 * mb,))
-    assert bucketing.caps(0.5, [1, 2], final=False) == bucketing.Caps((mb, 2 * mb), (mb, 2 * mb))
+    mb = bucketing.MIB_BYTES
+    assert bucketing.bucket_caps(None, None, final=True).initial == (mb, 25 * mb)
+    assert bucketing.bucket_caps(None, None, final=False).rebuilt == (mb, 25 * mb)
+    assert bucketing.bucket_caps(None, None, final=False).initial[0] > 2**60
+    assert bucketing.bucket_caps(3, None, final=True) == bucketing.Caps((3 * mb,), (3 * mb,))
+    assert bucketing.bucket_caps(0.5, [1, 2], final=False) == bucketing.Caps((mb, 2 * mb), (mb, 2 * mb))

@@ -16,7 +16,7 @@ from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import (
     bf16_compress_wrapper,
     fp16_compress_wrapper,
 )
-from torchdist_ref.parallel import in_place
+from torchdist_ref.parallel import storage
 from torchdist_ref.testing import fill, run
 
 DDP = dist.DistributedDataParallel
@@ -62,8 +62,8 @@ def average(world: int) -> list[Tensor]:
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits so low that small tensors are cut like large ones."""
-    monkeypatch.setattr(in_place, "LARGE", 2048)
-    monkeypatch.setattr(in_place, "PIECE", 1024)
+    monkeypatch.setattr(storage, "LARGE_GRADIENT_BYTES", 2048)
+    monkeypatch.setattr(storage, "PIECE_BYTES", 1024)
 
 
 @pytest.mark.parametrize("world", [2, 3])

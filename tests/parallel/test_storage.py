@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchdist_ref.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 import torchdist_ref as dist
-from torchdist_ref.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torchdist_ref.parallel import DistributedDataParallel
-from torchdist_ref.parallel.storage import SMALL, Bucket
+from torchdist_ref.parallel.storage import SMALL_GRADIENT_ELEMENTS, DenseBucket
 from torchdist_ref.testing import fill, run
 
-SIZES = [3, SMALL + 1, 0, SMALL, 7]
+SIZES = [3, SMALL_GRADIENT_ELEMENTS + 1, 0, SMALL_GRADIENT_ELEMENTS, 7]
 
 
 @pytest.fixture
@@ -26,22 +26,22 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def made(pointing: bool, dtype: torch.dtype = torch.float32) -> tuple[Bucket, list[Tensor]]:
+def made(pointing: bool, dtype: torch.dtype = torch.float32) -> tuple[DenseBucket, list[Tensor]]:
     """A bucket of small and large parameters with gradients, and what these are."""
     parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in SIZES]
     for number, parameter in enumerate(parameters):
         parameter.grad = fill(number, parameter.shape).to(dtype)
-    bucket = Bucket(0, list(range(len(SIZES))), list(parameters), True, pointing, None)
+    bucket = DenseBucket(0, list(range(len(SIZES))), list(parameters), True, pointing, None)
     return bucket, [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
 
 
-def taken(bucket: Bucket, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+def taken(bucket: DenseBucket, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
     """What a hook gets to see once all gradients are in."""
-    bucket.travel(scale, dtype)
+    bucket.set_packing(scale, dtype)
     for place in range(len(SIZES)):
-        bucket.take(place)
-    sent = bucket.offer()
-    return torch.cat(sent.gradients()) if bucket.laid is None else bucket.room(bucket.laid)
+        bucket.copy_in(place)
+    shown = bucket.grad_bucket()
+    return torch.cat(shown.gradients()) if shown.wire_dtype is None else shown.wire_buffer(shown.wire_dtype)
 
 
 @pytest.mark.usefixtures("alone")
@@ -73,14 +73,15 @@ def test_what_travels_in_another_type_is_multiplied_in_that_type_and_lies_in_its
 def test_where_gradients_can_not_be_rounded_they_are_not_multiplied_either(dtype: torch.dtype) -> None:
     bucket, gradients = made(pointing=dtype is torch.float16)
     assert torch.equal(taken(bucket, 0.5, dtype), torch.cat(gradients))
-    assert bucket.sent is not None and bucket.sent._scale == 1.0 and bucket.laid is None
+    shown = bucket.grad_bucket()
+    assert shown.scale == 1.0 and shown.wire_dtype is None
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_bucket_that_does_not_go_holds_nothing_over_to_the_next_step() -> None:
     bucket, gradients = made(pointing=False)
-    bucket.travel()
-    bucket.take(0)
+    bucket.set_packing()
+    bucket.copy_in(0)
     bucket.parameters[0].grad = None
     assert torch.equal(taken(bucket), torch.cat([torch.zeros(3), *gradients[1:]]))
 

@@ -1,9 +1,9 @@
-"""Join: training on although some ranks have run out of inputs.
+"""Join: training with uneven inputs, in which ranks without inputs participate with zeros.
 
-A rank that is done keeps answering the collectives of those that are not: it *shadows* them. Each
-iteration begins with one all-reduce that counts the ranks still at work; when it finds none, everybody
-leaves. What has to be shadowed is known to the objects themselves (`Joinable`): DDP
-shadows its buckets, other classes their own calls. No call of a particular class belongs in here.
+A rank that has no more inputs makes the same collectives as the others, so that they can continue. Each iteration
+begins with one all_reduce that counts the ranks with inputs; if there are none, all ranks leave. The objects that
+communicate (`Joinable`) provide these collectives: DDP those of its buckets, other classes their own. Do not add those
+of a particular class here.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ __all__ = ["Join", "JoinHook", "Joinable"]
 
 logger = logging.getLogger("torchdist_ref.algorithms")
 
-SKEW_WORTH_A_WARNING = 1000
+ITERATIONS_BEFORE_WARNING = 1000
 
 
 class JoinHook:
-    """What a rank without inputs does in place of its own iterations. Override what applies."""
+    """Functions of a rank without inputs, in place of its own iterations. Override those that apply."""
 
     def main_hook(self) -> None:
-        """Answer the collectives of one iteration of the ranks that still have inputs."""
+        """Make the collectives of one iteration of the ranks that still have inputs."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Run once, when every rank is done.
+        """Run once, when no rank has inputs.
 
         Args:
-            is_last_joiner: Whether this rank was among the last to finish, so that what it holds is current.
+            is_last_joiner: Whether this rank was among the last to finish, so that its states are current.
         """
 
 
 class _JoinConfig(NamedTuple):
-    """How a joinable takes part in the `Join` that it is in, if any."""
+    """Options of the `Join` that a joinable is in, if any."""
 
     enable: bool = False
     throw_on_early_termination: bool = False
@@ -50,7 +50,7 @@ class _JoinConfig(NamedTuple):
 
 
 class Joinable(ABC):
-    """A class whose objects communicate in every iteration, and know how to shadow that.
+    """Base class of objects that communicate in every iteration, and can do so without inputs.
 
     A subclass calls ``Joinable.__init__`` in its constructor and `Join.notify_join_context` before the
     first collective of each iteration.
@@ -63,21 +63,21 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook that shadows this object.
+        """Return the hook of a rank without inputs.
 
         Args:
-            **kwargs: What `Join` was given besides its own arguments; all joinables get the same.
+            **kwargs: Further arguments of `Join`; all joinables receive the same.
         """
 
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """The device of the tensors that `Join` itself sends."""
+        """Device of the tensors that `Join` itself sends."""
 
     @property
     @abstractmethod
     def join_process_group(self) -> Any:
-        """The group over which `Join` counts ranks."""
+        """Group over which `Join` counts ranks."""
 
 
 class Join:
@@ -86,13 +86,13 @@ class Join:
     Args:
         joinables: The objects that communicate inside, all in one group. The first one's device is used.
         enable: False makes the context do nothing. Default True.
-        throw_on_early_termination: Raise on every rank as soon as one has run out, instead of shadowing. For loops with
-            collectives that nobody shadows. Default False.
-        **kwargs: Handed to every ``join_hook``.
+        throw_on_early_termination: Raise on every rank as soon as one has no more inputs. For loops with collectives
+            that no joinable makes. Default False.
+        **kwargs: Passed to every ``join_hook``.
 
     Raises:
         ArgumentError: No joinables, or joinables in different groups.
-        DistError: With ``throw_on_early_termination``, on all ranks, when a rank runs out of inputs.
+        DistError: With ``throw_on_early_termination``, on all ranks, when a rank has no more inputs.
 
     Example:
         Rank 1 has one input more than rank 0, and both end with the same weights:
@@ -126,59 +126,60 @@ class Join:
         self._throw = throw_on_early_termination
         self._joinables = joinables
         self._join_hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
-        for place, joinable in enumerate(joinables):
-            joinable._join_config = _JoinConfig(enable, throw_on_early_termination, place == 0)
+        for index, joinable in enumerate(joinables):
+            config = _JoinConfig(enable, throw_on_early_termination, index == 0)
+            joinable._join_config = config  # noqa: SLF001 (torch's name)
 
     def __enter__(self) -> None:
-        """Nothing to do: the joinables know already."""
+        """Do nothing: the joinables are configured already."""
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """This rank's inputs are used up: shadow the others until they are done too."""
+        """Make the collectives of the other ranks until they have no more inputs either."""
         try:
             if self._enable and kind is None:
-                self._shadow()
+                self._match_iterations()
         finally:
             for joinable in self._joinables:
-                joinable._join_config = _JoinConfig()
+                joinable._join_config = _JoinConfig()  # noqa: SLF001 (torch's name)
 
-    def _shadow(self) -> None:
-        shadowed = 0
-        while self._ranks_at_work():
-            self._stop_if_asked()
+    def _match_iterations(self) -> None:
+        matched = 0
+        while self._working_ranks():
+            self._raise_if_asked()
             for hook in self._join_hooks:
                 hook.main_hook()
-            shadowed += 1
-            if shadowed == SKEW_WORTH_A_WARNING:
-                logger.warning("Join: rank %d has %d inputs fewer than another rank so far.", self._rank, shadowed)
+            matched += 1
+            if matched == ITERATIONS_BEFORE_WARNING:
+                logger.warning("Join: rank %d has %d inputs fewer than another rank so far.", self._rank, matched)
         for hook in self._join_hooks:
-            hook.post_hook(shadowed == 0)
+            hook.post_hook(matched == 0)
 
-    def _ranks_at_work(self) -> int:
+    def _working_ranks(self) -> int:
         count = torch.zeros(1, device=self._device)
         groups.all_reduce(count, group=self._process_group)
         return int(count)
 
-    def _stop_if_asked(self) -> None:
+    def _raise_if_asked(self) -> None:
         if self._throw:
             groups.all_reduce(torch.ones(1, device=self._device), group=self._process_group)
             raise DistError(f"Join: rank {self._rank} used up its inputs; all ranks stop (throw_on_early_termination).")
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Work | None:
-        """Tell ranks that are done that this one still has an input. Joinables call it before their first collective.
+        """Notify ranks without inputs that this one has an input. Joinables call it before their first collective.
 
         Args:
             joinable: The caller. Only the first of a `Join` communicates; for the others this does nothing.
 
         Returns:
-            The call that counts the ranks at work (its tensor is ``work.outputs[0]``), or None.
+            The Work that counts the ranks with inputs (its tensor is ``work.result()[0]``), or None.
 
         Raises:
-            DistError: With ``throw_on_early_termination``, when some rank is done.
+            DistError: With ``throw_on_early_termination``, when some rank has no more inputs.
         """
-        config = joinable._join_config
+        config = joinable._join_config  # noqa: SLF001 (torch's name)
         if not (config.enable and config.is_first_joinable):
             return None
         group, device = joinable.join_process_group, joinable.join_device

@@ -18,6 +18,8 @@ from torchdist_ref.backends.base import Backend, BackendWrapper
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.calls import Call
 from torchdist_ref.parallel import DistributedDataParallel
+from torchdist_ref.parallel.bucket import Divisor
+from torchdist_ref.parallel.exchange import LaunchedBucket
 from torchdist_ref.trace import CallRecord, Recorder
 from torchdist_ref.work import Work
 
@@ -130,35 +132,35 @@ class Spans:
         return self._inner.scale
 
     @property
-    def dtype(self) -> torch.dtype | None:
+    def wire_dtype(self) -> torch.dtype | None:
         """The exchange's own."""
-        return self._inner.dtype
+        return self._inner.wire_dtype
 
     @property
-    def unchanged(self) -> bool:
+    def keeps_buffer(self) -> bool:
         """The exchange's own."""
-        return self._inner.unchanged
+        return self._inner.keeps_buffer
 
     @property
-    def over(self) -> None:
+    def average_group(self) -> None:
         """All buckets are to be seen."""
         return None
 
     @property
-    def divisor(self) -> float:
+    def divisor(self) -> Divisor:
         """The exchange's own."""
         return self._inner.divisor
 
-    def start(self, bucket: Any) -> Any:
-        """Note when a bucket goes."""
-        self._started[bucket.index()] = perf_counter()
-        return self._inner.start(bucket)
+    def launch(self, bucket: LaunchedBucket) -> Any:
+        """Note when a bucket is launched."""
+        self._started[bucket.index] = perf_counter()
+        return self._inner.launch(bucket)
 
-    def finish(self, bucket: Any, started: Any, length: int) -> Tensor:
+    def wait(self, bucket: LaunchedBucket, handle: Any) -> Tensor:
         """Note for how long the step waits for it."""
         begin = perf_counter()
-        value = self._inner.finish(bucket, started, length)
-        self._finished[bucket.index()] = begin, perf_counter()
+        value = self._inner.wait(bucket, handle)
+        self._finished[bucket.index] = begin, perf_counter()
         return value
 
     def __iter__(self) -> Iterator[Span]:

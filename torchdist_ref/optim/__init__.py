@@ -1,7 +1,7 @@
-"""Optimizers of several ranks: one that shares out its state, and one that averages models now and then.
+"""Optimizers of several ranks: one that divides its state among them, and one that averages models periodically.
 
-Each wraps an ordinary optimizer of ``torch.optim``, which does the arithmetic; here is only who updates what, and when
-ranks tell each other. Averaging itself is in `torchdist_ref.algorithms.model_averaging`.
+Each wraps an optimizer of ``torch.optim``, which does the arithmetic. Do not add averaging here: it is in
+`torchdist_ref.algorithms.model_averaging`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An optimizer that averages the model after its steps: the second half of post-local SGD.
 
-The first half is `post_localSGD_hook`, which says how gradients are averaged. When to average models, and with whom,
-is for the averager to say.
+The first half is `post_localSGD_hook`, which averages gradients. The averager decides when models are averaged, and
+over which ranks. Do not add averaging here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ logger = logging.getLogger("torchdist_ref.optim")
 class PostLocalSGDOptimizer(Optimizer):
     """An optimizer, and an averager that is called after each of its steps.
 
-    The optimizer remains what it was: this one shows its groups, its state and whatever else it has.
+    Groups, state and all other attributes are those of the optimizer inside.
 
     Args:
         optim: The optimizer of this rank.
-        averager: What averages the parameters, for example a ``PeriodicModelAverager``.
+        averager: Averages the parameters, for example a ``PeriodicModelAverager``.
 
     Example:
         >>> import torch
@@ -52,7 +52,8 @@ class PostLocalSGDOptimizer(Optimizer):
         self.averager = averager
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # while a copy is being made
+        """Return an attribute of the optimizer inside."""
+        if name == "optim":  # absent while a copy is being made
             raise AttributeError(name)
         return getattr(self.optim, name)
 
@@ -60,7 +61,7 @@ class PostLocalSGDOptimizer(Optimizer):
         return repr(self.optim)
 
     def step(self) -> None:  # type: ignore[override]
-        """Take a step of the optimizer, then average the model if it is time."""
+        """Take a step of the optimizer, then average the model if an average is due."""
         self.optim.step()
         self.averager.average_parameters(params=self.optim.param_groups)
 
@@ -81,7 +82,7 @@ class PostLocalSGDOptimizer(Optimizer):
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, and as ``step`` how many steps the averager has counted.
+        """Return the optimizer's state, and as ``step`` the number of steps that the averager has counted.
 
         Returns:
             A dict for `load_state_dict`.
@@ -92,8 +93,8 @@ class PostLocalSGDOptimizer(Optimizer):
         """Load the optimizer's state, and set the averager to the step at which it was saved.
 
         Args:
-            state_dict: From `state_dict`. Without ``step`` (it was saved by a plain optimizer) the averager starts
-                anew, with a warning.
+            state_dict: From `state_dict`. Without ``step`` (saved by a plain optimizer) the averager starts at
+                step 0, with a warning.
         """
         self.optim.load_state_dict(state_dict)
         if "step" not in state_dict:

@@ -1,8 +1,8 @@
-"""ZeroRedundancyOptimizer: every rank has all parameters, but keeps the optimizer's state for a part of them only.
+"""ZeroRedundancyOptimizer: every rank has all parameters, and the optimizer's state for a part of them.
 
 A step has two halves: each rank updates its shard with an ordinary optimizer, then each shard is broadcast by its
-owner. Who owns what is in `shards`, how states are put together in `sharded_state`. Updating while gradients
-still arrive is for a communication hook to arrange, out of `assign`, `step_with` and `share`.
+owner. `shards` divides parameters and states. A communication hook can update while gradients are still computed, with
+`assign`, `step_with` and `share`. Do not add such hooks here.
 
 The idea is stage 1 of S. Rajbhandari, J. Rasley, O. Ruwase, Y. He, *ZeRO: Memory Optimizations Toward Training
 Trillion Parameter Models*, SC 2020.
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -21,12 +22,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchdist_ref import groups
-from torchdist_ref.algorithms.join import Join
+from torchdist_ref.algorithms.join import Join, Joinable, JoinHook
 from torchdist_ref.errors import ArgumentError, DistError, explain
-from torchdist_ref.optim import sharded_state
-from torchdist_ref.optim.joining import JoinsSteps
-from torchdist_ref.optim.partial_step import only
-from torchdist_ref.optim.shards import Shards, copy_options, flatten, local_groups
+from torchdist_ref.optim.shards import (
+    Shards,
+    copy_options,
+    flatten,
+    local_groups,
+    merge_states,
+    on_cpu,
+    own_state,
+    parameter_numbers,
+)
 from torchdist_ref.work import Work
 
 __all__ = ["ZeroRedundancyOptimizer"]
@@ -34,10 +41,10 @@ __all__ = ["ZeroRedundancyOptimizer"]
 logger = logging.getLogger("torchdist_ref.optim")
 
 
-class ZeroRedundancyOptimizer(Optimizer, JoinsSteps):
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """An optimizer that keeps the state of a parameter on one rank only.
 
-    Each parameter belongs to one rank: the largest are given out first, each to the rank with least so far. All ranks
+    Each parameter belongs to one rank: the largest are assigned first, each to the rank with least so far. All ranks
     must construct it alike and step together. After a step all have the same parameters, those of the same optimizer
     without ranks.
 
@@ -45,24 +52,24 @@ class ZeroRedundancyOptimizer(Optimizer, JoinsSteps):
         params: The parameters, or groups of them (dicts), as for any optimizer.
         optimizer_class: The optimizer that updates a shard, for example ``torch.optim.Adam``.
         process_group: The ranks. Default: all.
-        parameters_as_bucket_view: Lay out the parameters of each rank one after the other, so that a step needs one
+        parameters_as_bucket_view: Move the parameters of each rank into contiguous memory, so that a step needs one
             broadcast for each rank instead of one for each parameter. Each parameter's ``data`` becomes a view.
-        overlap_with_ddp: Don't update in `step`; a hook of DDP updates instead, bucket by bucket, as gradients
-            arrive. Which parameters belong to whom is then for the hook to say, and any optimizer class will do.
+        overlap_with_ddp: Do not update in `step`; a hook of DDP updates instead, bucket by bucket, when gradients are
+            ready. The hook then assigns parameters to ranks, and any optimizer class is supported.
         **defaults: The options of the optimizer, such as ``lr``.
 
     Attributes:
-        optim: The optimizer of this rank's shard. With ``overlap_with_ddp`` it is there after `assign`.
+        optim: The optimizer of this rank's shard. With ``overlap_with_ddp`` it exists after `assign`.
         process_group: The ranks.
         rank: This rank in the group.
-        world_size: How many ranks there are.
-        overlap_with_ddp: As given.
+        world_size: Number of ranks.
+        overlap_with_ddp: The argument.
 
     Raises:
         ArgumentError: A sparse parameter, or this rank is not in the group.
 
     Example:
-        Two ranks, two parameters; each rank remembers one momentum:
+        Two ranks, two parameters; each rank stores one momentum:
 
         >>> import torch, torchdist_ref as dist
         >>> from torchdist_ref.optim import ZeroRedundancyOptimizer
@@ -100,13 +107,13 @@ class ZeroRedundancyOptimizer(Optimizer, JoinsSteps):
         self._shards = Shards(self.world_size)
         self._flat: list[list[Tensor]] = []
         self._whole: dict[int, Any] | None = None
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         Optimizer.__init__(self, params, defaults)
-        JoinsSteps.__init__(self)
+        Joinable.__init__(self)
         _refuse_sparse(self._all())
         if not overlap_with_ddp:
             for group in self.param_groups:
-                self._shards.give_out(group["params"])
+                self._shards.assign(group["params"])
             self._make_local()
 
     def _all(self) -> list[Tensor]:
@@ -115,11 +122,11 @@ class ZeroRedundancyOptimizer(Optimizer, JoinsSteps):
     def _make_local(self) -> None:
         mine = self._shards.of(self.rank)
         self.optim = self._class(local_groups(self.param_groups, mine), **self._options)
-        # What the class adds to the options, everybody should see.
+        # Options that the class adds belong to the whole optimizer too.
         copy_options(self.optim.param_groups, self.param_groups)
-        self._lay_out()
+        self._flatten()
 
-    def _lay_out(self) -> None:
+    def _flatten(self) -> None:
         if self.parameters_as_bucket_view:
             self._flat = flatten(self._shards, self.world_size)
 
@@ -134,57 +141,74 @@ class ZeroRedundancyOptimizer(Optimizer, JoinsSteps):
         """
         made = hasattr(self, "_join_config")
         if made and self.overlap_with_ddp:
-            raise DistError("ZeroRedundancyOptimizer: with overlap_with_ddp, parameters can't be added later.")
+            raise DistError("ZeroRedundancyOptimizer: with overlap_with_ddp, parameters cannot be added later.")
         super().add_param_group(param_group)
         if made:
             added = self.param_groups[-1]
             _refuse_sparse(added["params"])
-            self._shards.give_out(added["params"])
+            self._shards.assign(added["params"])
             self.optim.add_param_group(local_groups([added], [self._shards.of(self.rank)[-1]])[0])
             copy_options(self.optim.param_groups, self.param_groups)
-            self._lay_out()
+            self._flatten()
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update this rank's shard, and exchange shards. All ranks call it together.
 
         Args:
             closure: Computes the loss again, for optimizers that want that.
-            **kwargs: Handed to the optimizer's own ``step``.
+            **kwargs: Passed to the optimizer's own ``step``.
 
         Returns:
-            What the optimizer's ``step`` returns. With ``overlap_with_ddp`` None, and nothing is done.
+            The result of the optimizer's ``step``. With ``overlap_with_ddp``, None, and nothing happens.
         """
         if self.overlap_with_ddp:
             logger.warning("ZeroRedundancyOptimizer.step does nothing with overlap_with_ddp: the hook updates.")
             return None
         Join.notify_join_context(self)
-        return self._step_and_share(closure, **kwargs)
+        return self._step_and_broadcast(closure, **kwargs)
 
-    def _step_and_share(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+    def _step_and_broadcast(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         copy_options(self.param_groups, self.optim.param_groups)
         loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure=closure, **kwargs)
         copy_options(self.optim.param_groups, self.param_groups)
-        for work in self._share_all():
+        for work in self._broadcast_all():
             work.wait()
         return loss
 
-    def _share_all(self) -> list[Work]:
+    def _broadcast_all(self) -> list[Work]:
         if not self.parameters_as_bucket_view:
             return self.share(p for rank in range(self.world_size) for group in self._shards.of(rank) for p in group)
-        return [self._send(flat, rank) for rank, flats in enumerate(self._flat) for flat in flats]
+        return [self._broadcast(flat, rank) for rank, flats in enumerate(self._flat) for flat in flats]
 
-    def _send(self, tensor: Tensor, owner: int) -> Work:
+    def _broadcast(self, tensor: Tensor, owner: int) -> Work:
         work = groups.broadcast(tensor, group=self.process_group, group_src=owner, async_op=True)
         assert work is not None
         return work
 
-    # What a hook of DDP builds an overlapping step from.
+    # ---- uneven inputs
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook of a rank without inputs, which continues to update its shard; takes no arguments."""
+        return _JoinOptimizer(lambda: self._step_and_broadcast(None))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device of the first parameter."""
+        device: torch.device = self.param_groups[0]["params"][0].device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks."""
+        return self.process_group
+
+    # ---- parts of an overlapping step, for hooks of DDP
 
     def assign(self, params_per_rank: Sequence[Sequence[Tensor]]) -> None:
-        """Say which rank updates which parameters, once, with ``overlap_with_ddp``; the same on all ranks.
+        """Assign parameters to ranks, once, with ``overlap_with_ddp``; the same on all ranks.
 
         Args:
-            params_per_rank: For each rank its parameters. Those that are in no list are never updated.
+            params_per_rank: For each rank its parameters. Parameters in no list are never updated.
 
         Raises:
             ArgumentError: Not one list a rank, a parameter that is not this optimizer's, or assigned already.
@@ -194,17 +218,17 @@ class ZeroRedundancyOptimizer(Optimizer, JoinsSteps):
             expected = f"{self.world_size} lists of parameters of this optimizer"
             raise ArgumentError(explain("ZeroRedundancyOptimizer.assign", "params_per_rank", expected, params_per_rank))
         if self._shards.groups:
-            raise ArgumentError("ZeroRedundancyOptimizer.assign: the parameters have their ranks already.")
-        self._shards.give_out_as([group["params"] for group in self.param_groups], params_per_rank)
+            raise ArgumentError("ZeroRedundancyOptimizer.assign: the parameters are assigned already.")
+        self._shards.assign_to([group["params"] for group in self.param_groups], params_per_rank)
         self._make_local()
 
     @property
     def assigned(self) -> bool:
-        """Whether it is settled which rank updates which parameters."""
+        """Whether parameters have been assigned to ranks."""
         return bool(self._shards.groups)
 
     def owner(self, parameter: Tensor) -> int:
-        """The rank in the group that updates a parameter."""
+        """Return the rank in the group that updates a parameter."""
         return self._shards.owner(parameter)
 
     def step_with(self, gradients: Mapping[Tensor, Tensor]) -> None:
@@ -213,45 +237,43 @@ class ZeroRedundancyOptimizer(Optimizer, JoinsSteps):
         Args:
             gradients: The gradient for each parameter to update; each must be one of this rank's.
         """
-        with self._turn, only(self.optim, gradients):
+        with self._lock, only(self.optim, gradients):
             copy_options(self.param_groups, self.optim.param_groups)
             self.optim.step()
 
     def share(self, parameters: Iterable[Tensor]) -> list[Work]:
-        """Begin to send parameters from their owners to all. All ranks pass the same ones in the same order.
+        """Start to send parameters from their owners to all. All ranks pass the same ones in the same order.
 
         Returns:
-            What to wait for.
+            The broadcasts to wait for.
         """
-        return [self._send(p.detach(), self.owner(p)) for p in parameters]
+        return [self._broadcast(p.detach(), self.owner(p)) for p in parameters]
 
-    # Saving and loading.
+    # ---- saving and loading
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the states of all shards on one rank, for `state_dict` there. All ranks call it.
 
         Args:
-            to: The rank in the group that gets them. Default: 0.
+            to: The rank in the group that receives them. Default: 0.
 
         Raises:
-            DistError: With ``overlap_with_ddp``, before it is settled which rank updates what.
+            DistError: With ``overlap_with_ddp``, before parameters are assigned to ranks.
         """
         self._must_be_assigned()
         copy_options(self.param_groups, self.optim.param_groups)
         found: list[Any] | None = [None] * self.world_size if self.rank == to else None
-        groups.gather_object(
-            sharded_state.on_cpu(self.optim.state_dict()), found, group=self.process_group, group_dst=to
-        )
+        groups.gather_object(on_cpu(self.optim.state_dict()), found, group=self.process_group, group_dst=to)
         self._whole = None
         if found is not None:
             ranks = [(self._shards.of(rank), state) for rank, state in enumerate(found)]
-            self._whole = sharded_state.merge(self._numbers(), ranks)
+            self._whole = merge_states(self._numbers(), ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the whole optimizer, as it was when last collected on this rank.
+        """Return the state of the whole optimizer, as last collected on this rank.
 
         Returns:
-            What the optimizer without ranks would return; tensors are on the CPU.
+            The state dict of the same optimizer without ranks; tensors are on the CPU.
 
         Raises:
             DistError: `consolidate_state_dict` was not called, or for another rank.
@@ -265,24 +287,24 @@ class ZeroRedundancyOptimizer(Optimizer, JoinsSteps):
         return {"state": self._whole, "param_groups": super().state_dict()["param_groups"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's part of a whole state. Every rank loads the same.
+        """Load this rank's part of a whole state. Every rank loads the same.
 
         Args:
-            state_dict: From `state_dict`, or from the same optimizer without ranks. It stays as it is.
+            state_dict: From `state_dict`, or from the same optimizer without ranks; not changed.
 
         Raises:
-            DistError: With ``overlap_with_ddp``, before it is settled which rank updates what.
+            DistError: With ``overlap_with_ddp``, before parameters are assigned to ranks.
         """
         self._must_be_assigned()
-        self.optim.load_state_dict(sharded_state.part(self._numbers(), self._shards.of(self.rank), state_dict))
+        self.optim.load_state_dict(own_state(self._numbers(), self._shards.of(self.rank), state_dict))
         copy_options(self.optim.param_groups, self.param_groups)
 
     def _numbers(self) -> dict[Tensor, int]:
-        return sharded_state.numbers([group["params"] for group in self.param_groups])
+        return parameter_numbers([group["params"] for group in self.param_groups])
 
     def _must_be_assigned(self) -> None:
         if not self.assigned:
-            raise DistError("ZeroRedundancyOptimizer: before the hook has seen DDP's buckets there is no state.")
+            raise DistError("ZeroRedundancyOptimizer: there is no state before the hook has seen DDP's buckets.")
 
 
 def _refuse_sparse(parameters: Iterable[Tensor]) -> None:
@@ -290,3 +312,43 @@ def _refuse_sparse(parameters: Iterable[Tensor]) -> None:
         if parameter.layout != torch.strided:
             expected = "dense parameters"
             raise ArgumentError(explain("ZeroRedundancyOptimizer", "params", expected, parameter.layout))
+
+
+class _JoinOptimizer(JoinHook):
+    """Join hook of an optimizer: a rank without inputs updates its shard, because no other rank can.
+
+    Args:
+        step: Takes a step without notifying `Join`.
+    """
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self._step = step
+
+    def main_hook(self) -> None:
+        """Take one step."""
+        self._step()
+
+
+@contextmanager
+def only(optimizer: Optimizer, gradients: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Let an optimizer step on some parameters only, with these gradients, inside the context.
+
+    While other gradients are being computed, the ``grad`` of their parameters belongs to autograd and is not touched.
+
+    Args:
+        optimizer: Any optimizer.
+        gradients: Gradients of the parameters to update.
+    """
+    lists = [group["params"] for group in optimizer.param_groups]
+    former = {parameter: parameter.grad for parameter in gradients}
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter in gradients]
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        yield
+    finally:
+        for parameter, gradient_or_none in former.items():
+            parameter.grad = gradient_or_none
+        for group, parameters in zip(optimizer.param_groups, lists, strict=True):
+            group["params"] = parameters

@@ -1,9 +1,8 @@
-"""Training on several ranks: DistributedDataParallel and the buckets in which gradients travel.
+"""Data-parallel training: DistributedDataParallel, and the buckets in which gradients are communicated.
 
-The path of a gradient reads in this order: `distributed_data_parallel` (the module that a user
-wraps around a model), `reducer` (which gradient is ready, which bucket goes), `exchange` (a hook is
-called and waited for), `bucket` (what the hook sees). Names load on first use, so that a hook can
-import `GradBucket` without loading the rest.
+Read first `naive`, the same without buckets. Then the way of a gradient: `distributed_data_parallel` (the module around
+the model), `reducer` (order), `storage` (memory), `exchange` (all_reduce or hook), `bucket` (argument of the hook).
+Names load on first use, so that a hook can import `GradBucket` without the rest.
 """
 
 from __future__ import annotations
@@ -14,11 +13,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchdist_ref.parallel.bucket import GradBucket
     from torchdist_ref.parallel.distributed_data_parallel import DistributedDataParallel
-    from torchdist_ref.parallel.precision import MixedPrecision
+    from torchdist_ref.parallel.modes import MixedPrecision
+    from torchdist_ref.parallel.naive import NaiveDataParallel
 
-__all__ = ["DistributedDataParallel", "GradBucket", "MixedPrecision"]
+__all__ = ["DistributedDataParallel", "GradBucket", "MixedPrecision", "NaiveDataParallel"]
 
-_HOMES = {"DistributedDataParallel": "distributed_data_parallel", "GradBucket": "bucket", "MixedPrecision": "precision"}
+_HOMES = {
+    "DistributedDataParallel": "distributed_data_parallel",
+    "GradBucket": "bucket",
+    "MixedPrecision": "modes",
+    "NaiveDataParallel": "naive",
+}
 
 
 def __getattr__(name: str) -> Any:

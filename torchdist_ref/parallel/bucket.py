@@ -1,29 +1,77 @@
-"""GradBucket: the one thing that a communication hook sees.
+"""Gradient bucket that a communication hook receives, and the division that makes an average of a sum.
 
-A bucket is a flat buffer of gradients, with the same numbers also visible as one tensor per
-parameter. The buffer is the truth and the per-parameter tensors are views of it, so a hook may work
-on whichever form suits it. A sparse gradient is a buffer by itself, without views. Nothing here knows
-reducers, hooks or groups, and nothing here may: that is why a hook can be tested with a bucket built
-by hand, in one process.
+A bucket is a flat buffer of gradients, which are also visible as one tensor per parameter. The buffer owns the memory
+and the tensors are views of it, so a hook may use either form. A sparse gradient is a buffer by itself, without views.
+Do not add reducers, hooks or groups here: a hook can be tested with a bucket built by hand, in one process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-__all__ = ["GradBucket"]
+__all__ = ["Divisor", "GradBucket", "average"]
 
 
-def _wrong(operation: str, argument: str, expected: str, got: object) -> ValueError:
+class Divisor:
+    """Number by which a sum over ranks is divided.
+
+    Each DDP has one such object, which the reducer, the packer and the exchange share. `Join` alone changes its value.
+
+    Attributes:
+        value: Number of ranks in the average.
+
+    Example:
+        >>> divisor = Divisor(4)
+        >>> divisor.factor
+        0.25
+        >>> average(torch.tensor([2.0, 8.0]), divisor)
+        tensor([0.5000, 2.0000])
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: float) -> None:
+        self.value = float(value)
+
+    @property
+    def factor(self) -> float:
+        """Reciprocal, by which a packer multiplies while it copies."""
+        return 1.0 / self.value
+
+    @property
+    def factor_is_exact(self) -> bool:
+        """Whether multiplying by the factor gives the bits of the division: for powers of two."""
+        return self.value.is_integer() and not int(self.value) & (int(self.value) - 1)
+
+
+def average(buffer: torch.Tensor, divisor: Divisor, by_factor: bool = False) -> torch.Tensor:
+    """Divide a sum over ranks, or this rank's summand, by the divisor, in place.
+
+    Args:
+        buffer: Dense or sparse tensor. Dividing the summand keeps sums of 16-bit floats in range.
+        divisor: Number of ranks.
+        by_factor: Multiply by the reciprocal, as the packer does. The last bit may differ from a division unless the
+            divisor is a power of two; torch's reducer multiplies, and torch's hooks divide. Default False.
+
+    Returns:
+        The buffer.
+    """
+    if divisor.value == 1.0:
+        return buffer
+    return buffer.mul_(divisor.factor) if by_factor else buffer.div_(divisor.value)
+
+
+def _unsuitable(operation: str, argument: str, expected: str, got: object) -> ValueError:
     return ValueError(f"{operation}: argument {argument!r} must be {expected}, got {got!r}.")
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides that a view into a flat buffer takes to stand for ``tensor`` element by element.
+    """Return the strides that a view of a flat buffer needs to represent ``tensor`` element by element.
 
-    A tensor that fills its memory without gaps (channels_last too) keeps its own strides; any other goes row by row.
+    A tensor that fills its memory without gaps (channels_last too) keeps its own strides; any other becomes row-major.
     """
     if tensor.is_contiguous():
         return tensor.stride()
@@ -37,15 +85,15 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def width(tensor: torch.Tensor, buffer: torch.Tensor) -> int:
-    """How many elements of ``buffer`` stand for one of ``tensor``: two where a complex number is two real ones."""
+    """Return how many elements of ``buffer`` hold one of ``tensor``: 2 for a complex number in a real buffer."""
     return 2 if tensor.is_complex() and not buffer.is_complex() else 1
 
 
 def split(buffer: torch.Tensor, templates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of ``buffer``, one after another, with the shapes and strides of ``templates``.
+    """Return consecutive views of ``buffer`` with the shapes and strides of ``templates``.
 
-    In a buffer of real numbers, the view for a complex tensor is complex too; in one of bfloat16, which no complex
-    dtype is made of, its last dimension counts real and imaginary part.
+    In a real buffer, the view for a complex tensor is complex too. In a bfloat16 buffer, which has no complex
+    counterpart, the last dimension of the view counts real and imaginary part.
     """
     views, start = [], buffer.storage_offset()
     for template in templates:
@@ -60,23 +108,41 @@ def split(buffer: torch.Tensor, templates: Sequence[torch.Tensor]) -> list[torch
     return views
 
 
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Result of packing a bucket.
+
+    Attributes:
+        views: One view of the buffer per parameter.
+        scale: Factor that the gradients have been multiplied by.
+        wire_dtype: Dtype in which the gradients lie in ``wire_buffer(wire_dtype)``, and not in the buffer.
+        wire_buffer: Returns the reusable communication buffer of a dtype, as long as the bucket.
+    """
+
+    views: list[torch.Tensor]
+    scale: float = 1.0
+    wire_dtype: torch.dtype | None = None
+    wire_buffer: Callable[[torch.dtype], torch.Tensor] | None = None
+
+
 class GradBucket:
     """Gradients of some parameters in one flat tensor, as a communication hook receives them.
 
     Args:
-        index: Place of the bucket in the order of communication. 0 holds the gradients that are
-            ready first, those of the last layers. Default 0.
-        buffer: One-dimensional tensor with every gradient of the bucket, one after another. The hook owns it
-            until the Future that it returned is done. Or one sparse gradient, in coordinate format and in the shape
-            of its parameter: it is not divided, and `gradients` of such a bucket are none, as on torch.
-        gradients: One tensor per parameter; their shapes and strides say how ``buffer`` is divided, in
-            order. They have to add up to the buffer's length, in which a complex number counts as two
-            real ones if the buffer is real. Left out, the whole buffer is one gradient (none if it is sparse).
+        index: Position of the bucket in the order of communication. 0 holds the gradients that are ready first, those
+            of the last layers. Default 0.
+        buffer: One-dimensional tensor with every gradient of the bucket, one after another. The hook owns it until
+            the Future that it returned is done. Or one sparse gradient, in coordinate format and in the shape of its
+            parameter: it is not divided, and `gradients` of such a bucket is empty, as in torch.
+        gradients: One tensor per parameter, whose shapes and strides define the division of ``buffer``, in order. Their
+            sizes add up to the buffer's length; a complex number counts as two real ones if the buffer is real.
+            Default: the whole buffer is one gradient (none if it is sparse).
         parameters: The parameters to which the gradients belong, in the same order. Default: none.
         is_last: Whether this is the last bucket of the iteration. Default True.
+        packing: Result of the reducer's packer, whose views are trusted. Default None: gradients are in the buffer.
 
     Raises:
-        ValueError: The gradients or parameters don't fit the buffer.
+        ValueError: The gradients or parameters do not fit the buffer.
 
     Example:
         A hook can be tried without any process group:
@@ -91,18 +157,7 @@ class GradBucket:
         tensor([ 8., 10.])
     """
 
-    __slots__ = (
-        "_buffer",
-        "_index",
-        "_is_last",
-        "_laid",
-        "_layout",
-        "_parameters",
-        "_room",
-        "_scale",
-        "_templates",
-        "_views",
-    )
+    __slots__ = ("_buffer", "_index", "_is_last", "_layout", "_packing", "_parameters", "_templates", "_views")
 
     def __init__(
         self,
@@ -111,49 +166,25 @@ class GradBucket:
         gradients: Sequence[torch.Tensor] | None = None,
         parameters: Sequence[torch.Tensor] = (),
         is_last: bool = True,
+        packing: Packing | None = None,
     ) -> None:
         if buffer is None or not (buffer.is_sparse or buffer.dim() == 1):
             shape = None if buffer is None else tuple(buffer.shape)
-            raise _wrong("GradBucket", "buffer", "a one-dimensional tensor, or sparse", shape)
+            raise _unsuitable("GradBucket", "buffer", "a one-dimensional tensor, or sparse", shape)
         self._index = index
         self._buffer = buffer
         self._layout = buffer.layout
+        self._is_last = is_last
+        self._packing = packing
+        self._views: list[torch.Tensor] | None = None
+        if packing is not None:
+            self._templates = self._views = packing.views
+            self._parameters = parameters
+            return
         whole = [] if buffer.is_sparse else [buffer]
         self._templates = whole if gradients is None else list(gradients)
         self._parameters = list(parameters)
-        self._is_last = is_last
-        self._views: list[torch.Tensor] | None = None
-        self._scale = 1.0
-        self._room: Callable[[torch.dtype], torch.Tensor] | None = None
-        self._laid: torch.dtype | None = None
         self._check()
-
-    @classmethod
-    def of_views(
-        cls,
-        index: int,
-        buffer: torch.Tensor,
-        views: list[torch.Tensor],
-        parameters: list[torch.Tensor],
-        is_last: bool,
-        scale: float = 1.0,
-        room: Callable[[torch.dtype], torch.Tensor] | None = None,
-        laid: torch.dtype | None = None,
-    ) -> GradBucket:
-        """A bucket whose ``views`` are known to divide ``buffer``: nothing is checked or computed.
-
-        Args:
-            scale: What gradients were multiplied by already, for hooks that say that they can take that.
-            room: Gives memory of another dtype as long as the buffer, the same one at every step.
-            laid: In which dtype gradients lie in that memory already, and not in the buffer, for hooks that say so too.
-        """
-        bucket = cls.__new__(cls)
-        bucket._scale, bucket._room, bucket._laid = scale, room, laid
-        bucket._index, bucket._buffer, bucket._is_last = index, buffer, is_last
-        bucket._layout = torch.strided
-        bucket._templates = bucket._views = views
-        bucket._parameters = parameters
-        return bucket
 
     def _check(self) -> None:
         if self._layout is torch.sparse_coo:
@@ -162,43 +193,80 @@ class GradBucket:
         total = sum(width(template, self._buffer) * template.numel() for template in self._templates)
         if total != self._buffer.numel():
             expected = f"tensors of {self._buffer.numel()} elements together, like the buffer"
-            raise _wrong("GradBucket", "gradients", expected, total)
+            raise _unsuitable("GradBucket", "gradients", expected, total)
         if self._parameters and len(self._parameters) != len(self._templates):
             expected = f"one per gradient ({len(self._templates)})"
-            raise _wrong("GradBucket", "parameters", expected, len(self._parameters))
+            raise _unsuitable("GradBucket", "parameters", expected, len(self._parameters))
 
     def _check_sparse(self) -> None:
         if self._templates:
-            raise _wrong("GradBucket", "gradients", "left out where the buffer is sparse", len(self._templates))
+            raise _unsuitable("GradBucket", "gradients", "left out where the buffer is sparse", len(self._templates))
         shapes = [tuple(parameter.shape) for parameter in self._parameters]
         if shapes not in ([], [tuple(self._buffer.shape)]):
             expected = f"none, or one of shape {tuple(self._buffer.shape)} as the sparse buffer"
-            raise _wrong("GradBucket", "parameters", expected, shapes)
+            raise _unsuitable("GradBucket", "parameters", expected, shapes)
 
     def index(self) -> int:
-        """Place of the bucket in the order of communication; 0 holds the last layers' gradients."""
+        """Return the position of the bucket in the order of communication; 0 holds the last layers' gradients."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """All gradients, flat, or a sparse one as it is. Not divided by the number of ranks: that is a hook's work."""
+        """Return all gradients, flat, or a sparse one as it is.
+
+        They are not divided by the number of ranks: the hook divides. `scale` and `wire_dtype` are the exceptions that
+        a hook asks for by its traits.
+        """
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """The same numbers as `buffer`, as one view per parameter, with that parameter's shape and strides."""
+        """Return one view of `buffer` per parameter, with that parameter's shape and strides."""
         if self._views is None:
             self._views = split(self._buffer, self._templates)
         return list(self._views)
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters of this bucket, in the order of `gradients`."""
+        """Return the parameters of this bucket, in the order of `gradients`."""
         return list(self._parameters)
 
     def is_last(self) -> bool:
-        """Whether no bucket follows in this iteration. It holds the first layers' gradients."""
+        """Return whether no bucket follows in this iteration. The last holds the first layers' gradients."""
         return self._is_last
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether DDP filled the bucket with one sparse gradient."""
+        return self._layout is torch.sparse_coo
+
+    @property
+    def scale(self) -> float:
+        """Factor that the gradients have been multiplied by: 1.0, unless the hook's traits say ``only_averages``."""
+        return 1.0 if self._packing is None else self._packing.scale
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """Dtype of the communication buffer that holds the gradients in place of `buffer`; None if `buffer` does.
+
+        Only a hook whose traits name a ``wire_dtype`` gets such a bucket. `wire_buffer` returns the gradients.
+        """
+        return None if self._packing is None else self._packing.wire_dtype
+
+    def wire_buffer(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the gradients in another dtype, in memory that a reducer keeps from step to step.
+
+        Args:
+            dtype: Dtype of the result. If it is `wire_dtype`, the gradients are there already; else they are copied.
+
+        Example:
+            >>> GradBucket(buffer=torch.tensor([1 / 3])).wire_buffer(torch.float16)
+            tensor([0.3333], dtype=torch.float16)
+        """
+        if self._packing is None or self._packing.wire_buffer is None:
+            return self._buffer.to(dtype, copy=True)
+        memory = self._packing.wire_buffer(dtype)
+        return memory if self._packing.wire_dtype is dtype else memory.copy_(self._buffer)
+
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Put another tensor in the buffer's place, say a compressed copy; `gradients` then views that one.
+        """Replace the buffer, say by a compressed copy; `gradients` then returns views of that one.
 
         Args:
             tensor: Of the buffer's shape; any dtype and device.
@@ -208,7 +276,7 @@ class GradBucket:
         """
         if tensor.shape != self._buffer.shape:
             expected = f"a tensor of shape {tuple(self._buffer.shape)}, like the buffer"
-            raise _wrong("GradBucket.set_buffer", "tensor", expected, tuple(tensor.shape))
+            raise _unsuitable("GradBucket.set_buffer", "tensor", expected, tuple(tensor.shape))
         self._buffer = tensor
         self._views = None
 

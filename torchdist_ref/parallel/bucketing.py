@@ -1,9 +1,9 @@
-"""Which gradients travel together: a pure function from sizes to buckets, the same on every rank.
+"""Division of parameters into buckets: a pure function of sizes, the same on every rank.
 
 Gradients of one bucket share dtype and device; a sparse one has a bucket to itself. A bucket closes as soon as its
-size *reaches* the cap, so it may overshoot by one parameter. The first iteration uses a single bucket (the order of
-the gradients is not yet known); after it the buckets are rebuilt in the order in which gradients arrived, the first
-one small so that communication starts early. Only sizes and limits belong here: no storage, no communication.
+size *reaches* the cap, so it may overshoot by one parameter. The first iteration uses a single bucket, because the
+order of the gradients is unknown. Then buckets are rebuilt in the order in which gradients became ready, the first one
+small so that communication starts early. Do not add storage or communication here.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-MiB = 1024 * 1024
-DEFAULT_CAP_MB = 25
-FIRST_BUCKET_BYTES = MiB
+MIB_BYTES = 1024 * 1024
+DEFAULT_CAP_MIB = 25
+FIRST_BUCKET_BYTES = MIB_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +27,62 @@ class Caps:
     rebuilt: tuple[int, ...]
 
 
-def caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None, final: bool) -> Caps:
-    """The limits for the first iteration and for those after it.
+@dataclass(frozen=True, slots=True)
+class ParameterEntry:
+    """Parameter that takes part.
 
-    With ``final`` buckets are never rebuilt, so the initial ones are the real ones already.
+    Attributes:
+        name: Its name in the module.
+        parameter: The parameter.
+        sparse: Whether its gradients are sparse.
     """
-    if cap_mb_list:
-        listed = tuple(int(mb * MiB) for mb in cap_mb_list)
+
+    name: str
+    parameter: torch.Tensor
+    sparse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReducerOptions:
+    """Arguments of DDP that the reducer needs.
+
+    Attributes:
+        caps: Sizes of buckets.
+        find_unused: Whether parameters that a backward pass cannot reach are searched for.
+        gradient_as_view: Whether ``.grad`` is a view of the bucket.
+        static_graph: Whether every iteration is promised to run the same graph.
+        skip_unused: Whether buckets without a used parameter are not communicated.
+    """
+
+    caps: Caps
+    find_unused: bool = False
+    gradient_as_view: bool = False
+    static_graph: bool = False
+    skip_unused: bool = False
+
+
+# Names of these classes in pickles of DistributedDataParallel from before they were renamed.
+Entry, Options = ParameterEntry, ReducerOptions
+
+
+def bucket_caps(cap_mib: float | None, cap_mib_list: Sequence[float] | None, final: bool) -> Caps:
+    """Return the limits for the first iteration and for those after it.
+
+    Args:
+        cap_mib: Limit in MiB, or None for the default.
+        cap_mib_list: Limits of the first bucket, the second and so on; replaces ``cap_mib``.
+        final: Whether buckets are never rebuilt, so that the initial limits have to be the real ones.
+    """
+    if cap_mib_list:
+        listed = tuple(int(mib * MIB_BYTES) for mib in cap_mib_list)
         return Caps(listed, listed)
-    cap = int((DEFAULT_CAP_MB if cap_mb is None else cap_mb) * MiB)
-    sized = (FIRST_BUCKET_BYTES, cap) if cap_mb is None else (cap,)
+    cap = int((DEFAULT_CAP_MIB if cap_mib is None else cap_mib) * MIB_BYTES)
+    sized = (FIRST_BUCKET_BYTES, cap) if cap_mib is None else (cap,)
     return Caps(sized if final else (sys.maxsize,), sized)
 
 
-class _Open:
-    """A bucket being filled, and how many of its kind were closed before it."""
+class _OpenBucket:
+    """Bucket being filled, and the number of buckets of its kind that were closed before it."""
 
     def __init__(self) -> None:
         self.members: list[int] = []
@@ -54,7 +95,7 @@ def assign(
 ) -> list[list[int]]:
     """Divide ``order`` (indices into ``tensors``) into buckets that close when they reach their limit.
 
-    Those in ``alone`` have a bucket to themselves, which neither waits for others nor counts towards limits.
+    Each index in ``alone`` has a bucket to itself, which neither waits for others nor counts towards limits.
 
     >>> import torch
     >>> tensors = [torch.empty(n) for n in (1, 2, 3, 4)]
@@ -64,26 +105,26 @@ def assign(
     [[3], [1], [2, 0]]
     """
     buckets: list[list[int]] = []
-    opened: dict[tuple[torch.dtype, torch.device], _Open] = {}
+    open_buckets: dict[tuple[torch.dtype, torch.device], _OpenBucket] = {}
     for index in order:
         if index in alone:
             buckets.append([index])
             continue
         tensor = tensors[index]
-        box = opened.setdefault((tensor.dtype, tensor.device), _Open())
-        box.members.append(index)
-        box.size += tensor.numel() * tensor.element_size()
-        if box.size >= limits[min(box.closed, len(limits) - 1)]:
-            buckets.append(box.members)
-            box.members, box.size, box.closed = [], 0, box.closed + 1
-    return buckets + [box.members for box in opened.values() if box.members]
+        bucket = open_buckets.setdefault((tensor.dtype, tensor.device), _OpenBucket())
+        bucket.members.append(index)
+        bucket.size += tensor.numel() * tensor.element_size()
+        if bucket.size >= limits[min(bucket.closed, len(limits) - 1)]:
+            buckets.append(bucket.members)
+            bucket.members, bucket.size, bucket.closed = [], 0, bucket.closed + 1
+    return buckets + [bucket.members for bucket in open_buckets.values() if bucket.members]
 
 
 def in_definition_order(
     tensors: Sequence[torch.Tensor], limits: Sequence[int], alone: Container[int] = ()
 ) -> list[list[int]]:
-    """The buckets before any gradient was seen: filled first layer to last, launched last to first.
+    """Return the buckets before any gradient was seen: filled first layer to last, launched last to first.
 
-    Backward usually runs from the last layer to the first, so that is the best guess at arrival order.
+    Backward usually runs from the last layer to the first, so that is the best guess at the order of gradients.
     """
     return sorted(assign(tensors, limits, range(len(tensors)), alone), key=min, reverse=True)

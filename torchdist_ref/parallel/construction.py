@@ -1,7 +1,7 @@
-"""Looking at the module before it is wrapped: which parameters take part, where they are, what can't be.
+"""Checks of DDP's arguments and module: parameters that take part, devices, group.
 
-Each check names the parameter or argument and says what to do; all of them run before ranks talk to
-each other, so that a mistake made alike on all ranks fails at once on all ranks.
+Each check names the parameter or argument and the remedy. All of them run before ranks communicate, so that a mistake
+made alike on all ranks fails at once on all ranks. Do not add communication here.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import nn
 
 from torchdist_ref import groups
 from torchdist_ref.errors import ArgumentError, DistError, explain
-from torchdist_ref.parallel.options import Entry
+from torchdist_ref.parallel.bucketing import ParameterEntry
 
 OPERATION = "DistributedDataParallel"
 
 
-def entries(module: nn.Module, ignored: Collection[str]) -> list[Entry]:
-    """The parameters that take part, each once, in the order of definition."""
+def entries(module: nn.Module, ignored: Collection[str]) -> list[ParameterEntry]:
+    """Return the parameters that take part, each once, in the order of definition."""
     seen: set[torch.Tensor] = set()
     found = []
     for name, parameter, sparse in _all_parameters(module):
         if parameter.requires_grad and name not in ignored and parameter not in seen:
             seen.add(parameter)
-            found.append(Entry(name, parameter, sparse))
+            found.append(ParameterEntry(name, parameter, sparse))
     return found
 
 
@@ -38,7 +38,7 @@ def _all_parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool
 
 
 def check_parameters(module: nn.Module, found: Collection[Any]) -> None:
-    """Raise where there is nothing to train, or something that can't be laid out yet."""
+    """Raise if there is no parameter to train, or one that has no shape yet."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise DistError(
@@ -51,15 +51,17 @@ def check_parameters(module: nn.Module, found: Collection[Any]) -> None:
         )
 
 
-def check_devices(found: Sequence[Entry], device_ids: Any, output_device: Any) -> list[int] | None:
-    """The one device that inputs go to, or None where the module stays where it is.
+def check_devices(found: Sequence[ParameterEntry], device_ids: Any, output_device: Any) -> list[int] | None:
+    """Return the one device to which inputs are moved, or None if they are not.
 
     Raises:
-        ArgumentError: ``device_ids`` can't mean anything for this module.
+        ArgumentError: ``device_ids`` does not apply to this module.
     """
     devices = {entry.parameter.device for entry in found}
     if len({device.type for device in devices}) > 1:
-        raise ArgumentError(f"{OPERATION}: the parameters are on unlike devices: {sorted(map(str, devices))}.")
+        raise ArgumentError(
+            f"{OPERATION}: the parameters are on different kinds of devices: {sorted(map(str, devices))}."
+        )
     if device_ids is not None and len(device_ids) > 1:
         raise ArgumentError(explain(OPERATION, "device_ids", "None or a list of one device", list(device_ids)))
     if device_ids and _single_accelerator(devices):
@@ -75,7 +77,7 @@ def _single_accelerator(devices: set[torch.device]) -> bool:
 
 
 def check_batch_norm(module: nn.Module, device: torch.device) -> None:
-    """Raise where a layer's own communication can't work: torch's SyncBatchNorm runs on accelerators only."""
+    """Raise if a layer cannot communicate: torch's SyncBatchNorm runs on accelerators only."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.SyncBatchNorm) and device.type == "cpu":
             raise ArgumentError(
@@ -85,7 +87,7 @@ def check_batch_norm(module: nn.Module, device: torch.device) -> None:
 
 
 def choose_group(process_group: Any, device_mesh: Any) -> Any:
-    """The group that one of the two arguments names; without either, the default group of this moment."""
+    """Return the group that one of the two arguments names; without either, the current default group."""
     if device_mesh is None:
         return groups.world.default_group() if process_group is None else process_group
     if process_group is not None:
@@ -96,10 +98,10 @@ def choose_group(process_group: Any, device_mesh: Any) -> Any:
 
 
 def delayed(named: Any, trigger: Any) -> list[tuple[str, torch.Tensor]]:
-    """The parameters whose gradients wait for the trigger's.
+    """Return the names and parameters of ``delay_all_reduce_named_params``.
 
     Raises:
-        ArgumentError: One of the two arguments came without the other.
+        ArgumentError: One of the two arguments is missing.
     """
     if (named is None) != (trigger is None):
         names = "delay_all_reduce_named_params and param_to_hook_all_reduce"
@@ -108,7 +110,7 @@ def delayed(named: Any, trigger: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Nested inputs, with every tensor in them changed.
+    """Return nested inputs with every tensor changed.
 
     >>> mapped({"a": [torch.ones(1), "text"]}, lambda tensor: tensor * 2)
     {'a': [tensor([2.]), 'text']}

@@ -1,77 +1,107 @@
 """DistributedDataParallel: the module that a user wraps around a model.
 
-Forward is the model's own, with a little before it (`buffers` from rank 0) and after it (the reducer is
-armed). Everything that happens during backward is in `reducer`; checks of arguments are in
-`construction` and `registration`. This file only ties them together.
+Forward is the model's own; before it buffers are synchronized, after it the reducer is prepared. `reducer` handles
+backward, `construction` and `exchange` check arguments, `synchronization` keeps replicas equal. The methods under
+"torch's private names" exist because frameworks call them on torch's class. Do not add gradient handling here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from torchdist_ref import groups
-from torchdist_ref.parallel import agreement, bucketing, construction, joining, registration, variants
-from torchdist_ref.parallel.buffers import BufferHook, SharedBuffers
-from torchdist_ref.parallel.buffers import _BufferCommHookLocation as _BufferCommHookLocation
-from torchdist_ref.parallel.compiling import untraced
-from torchdist_ref.parallel.exchange import Hooked
-from torchdist_ref.parallel.foreign_names import ForeignNames
-from torchdist_ref.parallel.options import Options
-from torchdist_ref.parallel.precision import MixedPrecision
+from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, builtin_hook
+from torchdist_ref.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+    _AllreduceUpcastHookState,
+    _apply_optim_in_backward_hook,
+    _hook_then_optimizer,
+    _OptimizerHookState,
+    _reducer_allreduce_and_upcast_hook,
+)
+from torchdist_ref.algorithms.join import Join, Joinable, JoinHook
+from torchdist_ref.errors import DistError
+from torchdist_ref.parallel import bucketing, construction, synchronization
+from torchdist_ref.parallel.exchange import HookExchange, check_hook
+from torchdist_ref.parallel.modes import DelayedParameters, LowPrecision, MixedPrecision, take_over_optimizers
 from torchdist_ref.parallel.reducer import Reducer
-from torchdist_ref.parallel.states import States
+from torchdist_ref.parallel.synchronization import BufferHook, ModuleStates, _BufferCommHookLocation
 
 __all__ = ["DistributedDataParallel"]
 
-# Names that programs look for in torch's module.
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Name that programs look for in torch's module.
 _MixedPrecision = MixedPrecision
 
 
-class DistributedDataParallel(nn.Module, joining.UnevenInputs, SharedBuffers, ForeignNames):
+def _untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Let ``torch.compile`` run ``function`` as it is; its callees are not compiled either.
+
+    ``torch.compiler.disable`` does that too, but imports the compiler when it decorates, which takes seconds.
+    """
+    disabled: list[Any] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not disabled and "torch._dynamo" in sys.modules:
+            disabled.append(sys.modules["torch._dynamo"].disable(function))
+        result: R = (disabled[0] if disabled else function)(*args, **kwargs)
+        return result
+
+    vars(call)["_torchdynamo_disable"] = True
+    return call
+
+
+class DistributedDataParallel(nn.Module, Joinable):
     """A module whose gradients are averaged over the ranks of a group while backward runs.
 
-    Every rank builds the same module and wraps it; at construction all ranks take rank 0's parameters
-    and buffers. After each backward pass every rank's ``.grad`` holds the average of all ranks' gradients,
-    so equal optimizers keep the replicas equal. Gradients travel in buckets, and a bucket leaves as soon as
-    it is full, so that most of the communication happens while backward still computes
-    (S. Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, VLDB 2020).
+    Every rank builds the same module and wraps it; at construction all ranks receive rank 0's parameters and buffers.
+    After each backward pass every rank's ``.grad`` holds the average of all ranks' gradients, so equal optimizers keep
+    the replicas equal. Gradients are communicated in buckets. A bucket is launched as soon as it is full, so that most
+    of the communication overlaps with backward (S. Li et al., *PyTorch Distributed: Experiences on Accelerating Data
+    Parallel Training*, VLDB 2020). `NaiveDataParallel` does the same in 20 lines, without buckets and overlap.
 
     Args:
         module: The model of this rank; the same on every rank.
         device_ids: For a module on one accelerator: a list of that device, to which inputs are moved. Else None.
-        output_device: Where outputs belong; only with ``device_ids``. Default: ``device_ids[0]``.
+        output_device: Device of the outputs; only with ``device_ids``. Default: ``device_ids[0]``.
         dim: Dimension over which inputs were divided; kept for compatibility. Default 0.
-        broadcast_buffers: Whether buffers (running statistics, say) are taken from rank 0 at construction and before
+        broadcast_buffers: Whether buffers (running statistics, say) are received from rank 0 at construction and before
             each forward pass. Default None, which means True.
-        init_sync: Whether ranks check and share parameters at construction. Default True.
+        init_sync: Whether ranks check and broadcast parameters at construction. Default True.
         process_group: The group. Default None: the default group.
         bucket_cap_mb: Size in MiB at which a bucket is closed. Default None: 25, and 1 for the first bucket.
-        find_unused_parameters: Look, after each forward pass, which parameters the outputs don't depend on, and don't
-            wait for them. Costs a walk through the graph. Default False.
+        find_unused_parameters: Search, after each forward pass, for parameters on which the outputs do not depend, and
+            do not wait for their gradients. Costs a walk through the graph. Default False.
         check_reduction: Without effect; kept for compatibility.
         gradient_as_bucket_view: Let ``.grad`` be views of the buckets, which saves a copy and memory. Default False.
-        static_graph: Promise that every iteration runs the same graph: learned in the first, so that unused parameters
-            and parameters used several times (activation checkpointing) work. Default False.
+        static_graph: Promise that every iteration runs the same graph. The first iteration records it, so that unused
+            parameters and parameters used several times (activation checkpointing) work. Default False.
         delay_all_reduce_named_params: Names and parameters whose gradients are averaged together, in one tensor of
-            their own that no hook sees, when the gradient of ``param_to_hook_all_reduce`` is there.
+            their own that no hook receives, when the gradient of ``param_to_hook_all_reduce`` is ready.
         param_to_hook_all_reduce: That parameter; its gradient has to come after those of the delayed ones.
-        mixed_precision: A `MixedPrecision` (or torch's): dtypes of parameters in forward and backward, of gradients on
-            their way, and of buffers. In between, parameters and gradients are in full precision.
+        mixed_precision: A `MixedPrecision` (or torch's): dtypes of parameters in forward and backward, of gradients in
+            communication, and of buffers. In between, parameters and gradients are in full precision.
         device_mesh: A one-dimensional mesh whose group is used, in place of ``process_group``.
-        skip_all_reduce_unused_params: With ``find_unused_parameters``, don't communicate buckets in which nothing is
-            used. Every rank has to leave out the same parameters. Default False.
+        skip_all_reduce_unused_params: With ``find_unused_parameters``, do not communicate buckets without a used
+            parameter. Every rank has to leave the same parameters unused. Default False.
         bucket_cap_mb_list: Sizes in MiB of the first bucket, the second, and so on; the last holds for the rest.
         batched_grad_copy: Without effect: gradients are copied while they are in the cache.
-        forward_sync_buffers: Like ``broadcast_buffers`` for forward passes, while construction always shares buffers.
+        forward_sync_buffers: Like ``broadcast_buffers`` for forward passes, while construction always sends buffers.
 
     Raises:
-        MismatchError: Ranks hold different parameters; says which, and where.
-        ArgumentError: An argument doesn't fit the module.
+        MismatchError: Ranks hold different parameters; the message names them and the ranks.
+        ArgumentError: An argument does not fit the module.
 
     Example:
         Two ranks, different inputs, one average:
@@ -85,6 +115,8 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs, SharedBuffers, Fo
         >>> run(program, 2)
         [[[1.0, 5.0]], [[1.0, 5.0]]]
     """
+
+    is_multi_device_module = False
 
     def __init__(
         self,
@@ -110,7 +142,8 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs, SharedBuffers, Fo
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        joining.UnevenInputs.__init__(self)
+        Joinable.__init__(self)
+        self._divide_by_initial_world_size = True
         delayed = construction.delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.process_group = construction.choose_group(process_group, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -133,85 +166,88 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs, SharedBuffers, Fo
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._hook_name: str | None = None
         self._buffer_hook: BufferHook | None = None
-        self._options = Options(
-            bucketing.caps(bucket_cap_mb, bucket_cap_mb_list, find_unused_parameters and not static_graph),
+        self._options = bucketing.ReducerOptions(
+            bucketing.bucket_caps(bucket_cap_mb, bucket_cap_mb_list, find_unused_parameters and not static_graph),
             find_unused_parameters,
             gradient_as_bucket_view,
             static_graph,
             skip_all_reduce_unused_params,
         )
         if init_sync:
-            self._meet(self.broadcast_buffers or forward_sync_buffers is not None)
-        self._delayed = variants.delay(delayed, param_to_hook_all_reduce, self.process_group)
+            self._synchronize(self.broadcast_buffers or forward_sync_buffers is not None)
+        self._delayed: DelayedParameters | None = None
+        if delayed:
+            synchronization.broadcast_tensors([parameter for _, parameter in delayed], self.process_group)
+            self._delayed = DelayedParameters(delayed, param_to_hook_all_reduce, self.process_group)
         self._build()
 
-    def _meet(self, with_buffers: bool) -> None:
-        """Check that all ranks hold the same kinds of parameters, then take rank 0's values."""
-        entries = self._entries
-        agreement.verify(
-            [e.parameter for e in entries],
-            [e.name for e in entries],
-            [e.sparse for e in entries],
-            self.process_group,
-            self.device,
-        )
-        States(self.module, self.parameters_to_ignore, self.process_group).share(with_buffers)
+    def _synchronize(self, with_buffers: bool) -> None:
+        """Check that all ranks hold the same kinds of parameters, then receive rank 0's values."""
+        kinds = [(e.parameter, e.name, e.sparse) for e in self._entries]
+        parameters, names, sparse = zip(*kinds, strict=True) if kinds else ((), (), ())
+        synchronization.verify(parameters, names, sparse, self.process_group, self.device)
+        ModuleStates(self.module, self.parameters_to_ignore, self.process_group).broadcast(with_buffers)
 
     def _build(self) -> None:
-        self.states = States(self.module, self.parameters_to_ignore, self.process_group)
+        self.states = ModuleStates(self.module, self.parameters_to_ignore, self.process_group)
         self.reducer = Reducer(self._entries, self.process_group, self._options)
-        self._fresh = True
-        variants.lower_precision(self)
+        self._before_first_forward = True
+        if self.mixed_precision is not None:
+            self.reducer.precision = LowPrecision(self.module, self.mixed_precision, self.parameters_to_ignore)
+            self.register_comm_hook(_AllreduceUpcastHookState(weakref.ref(self)), _reducer_allreduce_and_upcast_hook)
 
     # ---- one iteration
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module, and prepare for the averaging of gradients that the next backward pass does."""
-        inputs, kwargs = self._before(inputs, kwargs)
+        """Run the module, and prepare for the averaging of gradients by the next backward pass."""
+        inputs, kwargs = self._before_module(inputs, kwargs)
         output = self.module(*inputs, **kwargs)
-        self._after(output)
+        self._after_module(output)
         return output
 
-    @untraced
-    def _before(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._fresh:
-            self._fresh = False
-            variants.adopt_optimizers(self)
-        joining.count_ranks(self)
+    @_untraced
+    def _before_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._before_first_forward:
+            self._before_first_forward = False
+            if take_over_optimizers(entry.parameter for entry in self._entries):
+                self.register_comm_hook(weakref.ref(self), _apply_optim_in_backward_hook(self.gradient_as_bucket_view))
+        joining = self._join_config.enable
+        if joining:
+            self._count_working_ranks()
         if torch.is_grad_enabled():
-            self.reducer.rebuild()
+            self.reducer.rebuild_buckets()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
-        if self._join_config.enable:
-            joining.announce(self)
+        if joining:
+            # Ranks without inputs learn whether this iteration's backward will communicate.
+            synchronization.any_rank(self.require_backward_grad_sync, self.process_group, self.device)
         if self.device_ids is not None:
             device = torch.device(self.device.type, self.device_ids[0])
             inputs, kwargs = construction.mapped((inputs, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
-        return (inputs, kwargs) if self.reducer.precision is None else self._lowered(inputs, kwargs)
+        precision = self.reducer.precision
+        if precision is None:
+            return inputs, kwargs
+        if precision.lower():
+            self.reducer.register_autograd_hooks()
+        return precision.cast(inputs), precision.cast(kwargs)
 
-    def _lowered(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        assert self.reducer.precision is not None
-        if self.reducer.precision.lower():
-            self.reducer.watch()
-        return self.reducer.precision.cast(inputs), self.reducer.precision.cast(kwargs)
-
-    @untraced
-    def _after(self, output: Any) -> None:
+    @_untraced
+    def _after_module(self, output: Any) -> None:
         if self._buffer_hook is not None and self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.require_forward_param_sync = True
-            self.reducer.prepare(output)
+            self.reducer.prepare_for_backward(output)
         else:
             self.require_forward_param_sync = False
         if self.reducer.precision is not None and not torch.is_grad_enabled():
             self.reducer.precision.restore()
         if self._delayed is not None:
-            self._delayed.point()
+            self._delayed.point_gradients()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank only: forward passes inside don't lead to communication.
+        """Accumulate gradients on this rank only: forward passes inside do not lead to communication.
 
         The first forward and backward pass after it averages all that was accumulated. A forward pass has to be inside
         with its backward pass.
@@ -240,16 +276,16 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs, SharedBuffers, Fo
     # ---- hooks
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` decide how each bucket of gradients is exchanged, in place of the average.
+        """Let ``hook`` exchange each bucket of gradients, in place of the average.
 
         Args:
-            state: Handed to the hook with every bucket; many hooks take the process group here, or None.
+            state: First argument of the hook; many hooks expect the process group here, or None.
             hook: ``hook(state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]``. Called when a bucket is
-                full; the Future's tensor has as many elements as ``bucket.buffer()`` and becomes the gradients, as it
+                full. The Future's tensor has as many elements as ``bucket.buffer()`` and becomes the gradients, as it
                 is: a hook that sums also divides.
 
         Raises:
-            ArgumentTypeError: The hook can't be called with two arguments.
+            ArgumentTypeError: The hook cannot be called with two arguments.
             ArgumentError: Its annotations contradict its use.
             DistError: There is a hook already.
 
@@ -268,27 +304,287 @@ class DistributedDataParallel(nn.Module, joining.UnevenInputs, SharedBuffers, Fo
             >>> run(program, 2)
             [1.0, 2.0]
         """
-        rank = groups.get_rank(self.process_group)
-        registration.check_free(self._hook_name, rank)
-        registration.check_hook(hook, rank)
-        # A hook that was written for torch asks torch for its group.
+        check_hook(hook, self._hook_name, groups.get_rank(self.process_group))
+        # A hook written for torch asks torch for its group.
         groups.mirror()
-        hooked = Hooked(hook, state, self.process_group, not self._options.skip_unused)
-        self.reducer.use(hooked)
-        self._hook_name = hooked.name
+        exchange = HookExchange(hook, state, self.process_group, fold=not self._options.skip_unused)
+        self.reducer.use(exchange)
+        self._hook_name = exchange.name
+
+    # ---- uneven inputs
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Join:
+        """Return a context for a training loop in which ranks have different numbers of inputs; see `Join`.
+
+        Args:
+            divide_by_initial_world_size: Divide by the number of all ranks to the end, so that every input weighs the
+                same; False divides by the number of ranks that still have inputs. Default True.
+            enable: False makes the context do nothing. Default True.
+            throw_on_early_termination: Raise on all ranks when one has no more inputs. Default False.
+
+        Returns:
+            The context manager.
+
+        Example:
+            >>> import torch, torchdist_ref as dist
+            >>> from torchdist_ref.testing import run
+            >>> def program(rank):
+            ...     model = dist.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+            ...     with model.join():
+            ...         for _ in range(1 + rank):
+            ...             model.zero_grad()
+            ...             model(torch.tensor([[4.0]])).sum().backward()
+            ...     return model.module.weight.grad.item()
+            >>> run(program, 2)[1]
+            2.0
+        """
+        divide = divide_by_initial_world_size
+        return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook of a rank without inputs; takes ``divide_by_initial_world_size``."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return _JoinDDP(self._match_iteration, self._broadcast_final_states)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """Group over which gradients are averaged."""
+        return self.process_group
+
+    def _count_working_ranks(self) -> None:
+        """Notify ranks without inputs that this rank has one, and learn how many ranks have."""
+        work = Join.notify_join_context(self)
+        if work is not None and not self._divide_by_initial_world_size:
+            self.reducer.divisor.value = float(work.result()[0])
+
+    def _match_iteration(self) -> None:
+        """Make the collectives of one iteration, in the order of `forward` and the reducer, contributing zeros."""
+        self.reducer.rebuild_buckets()
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers(working=False)
+        communicate = synchronization.any_rank(False, self.process_group, self.device)
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers(working=False)
+        self.require_forward_param_sync = communicate
+        if communicate:
+            self.reducer.participate_with_zeros()
+
+    def _broadcast_final_states(self, is_last_joiner: bool) -> None:
+        """Copy the model of a rank that worked to the end to all ranks."""
+        self.reducer.divisor.value = float(groups.get_world_size(self.process_group))
+        root = synchronization.highest_rank(is_last_joiner, self.process_group, self.device)
+        self.states.broadcast(self.broadcast_buffers, root)
 
     # ---- copies
 
-    NOT_SAVED = ("process_group", "reducer", "states", "_buffer_hook")
+    NOT_SAVED = ("process_group", "reducer", "states", "_buffer_hook", "_entries")
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what belongs to this process; hooks are registered anew."""
+        """Return all but what belongs to this process; hooks have to be registered again."""
         return {key: value for key, value in self.__dict__.items() if key not in self.NOT_SAVED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy works on the default group; nothing is communicated."""
+        """Restore a copy on the default group, without communication."""
         nn.Module.__setstate__(self, state)
         self.process_group = construction.choose_group(None, None)
         self._entries = construction.entries(self.module, self.parameters_to_ignore)
         self._hook_name = self._buffer_hook = None
         self._build()
+
+    # ---- torch's private names: buffers
+
+    def will_sync_module_buffers(self) -> bool:
+        """Return whether this iteration synchronizes buffers: by the buffer hook, else from rank 0."""
+        wanted = self.require_forward_param_sync and self.broadcast_buffers
+        return wanted and next(self.module.buffers(), None) is not None
+
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD
+    ) -> None:
+        """Let ``hook`` synchronize buffers, in place of rank 0's before each forward pass.
+
+        Args:
+            state: First argument of the hook.
+            hook: ``hook(state, buffers: dict[str, Tensor])``. May change the buffers, and return None, or a list of
+                Futures, which are waited for at the end of the backward pass.
+            comm_hook_location: Whether it is called before or after forward; a member of `_BufferCommHookLocation`,
+                ours or torch's. Default: after.
+
+        Raises:
+            ArgumentTypeError: The hook cannot be called, or the location is none.
+        """
+        self._buffer_hook = BufferHook(hook, state, comm_hook_location, self.process_group)
+        self.reducer.at_the_end = self._buffer_hook.wait
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        hook = self._buffer_hook
+        return self.will_sync_module_buffers() and (hook is None or not hook.after_forward)
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        hook = self._buffer_hook
+        return self.will_sync_module_buffers() and hook is not None and hook.after_forward
+
+    def _sync_buffers(self, working: bool = True) -> None:
+        """Synchronize buffers now. In `join`, the source is a rank that has inputs (``working``)."""
+        joining = self._join_config.enable
+        root = synchronization.highest_rank(working, self.process_group, self.device) if joining else 0
+        if self._buffer_hook is None:
+            self.states.broadcast_buffers(root)
+        else:
+            self._buffer_hook.launch(self.states.buffers())
+
+    def _default_broadcast_coalesced(
+        self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        """Copy one rank's tensors, by default all buffers, to all ranks; buffer hooks call it."""
+        chosen = list(self.states.buffers().values()) if bufs is None else bufs
+        synchronization.broadcast_tensors(chosen, self.process_group, authoritative_rank)
+
+    # ---- torch's private names: options, hooks and statistics
+
+    def _set_static_graph(self) -> None:
+        """Set ``static_graph=True``, before the first iteration.
+
+        Raises:
+            DistError: There were iterations already.
+        """
+        if self.static_graph:
+            return
+        if not self._before_first_forward:
+            raise DistError(
+                "DistributedDataParallel._set_static_graph: there was a forward pass already "
+                f"(on rank {groups.get_rank(self.process_group)}). Call it before, or pass static_graph=True."
+            )
+        self.static_graph = True
+        self._options = replace(self._options, static_graph=True)
+        self._rebuild_reducer()
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Continue in another group, larger or smaller, over which gradients and buffers are exchanged from now on.
+
+        Buckets are built anew. Hooks keep their state: the caller has to replace a group in it. Ranks that are not in
+        the new group keep the old one.
+        """
+        if groups.get_rank(new_process_group) < 0:
+            return
+        self.process_group = new_process_group
+        self.states = ModuleStates(self.module, self.parameters_to_ignore, new_process_group)
+        if self._delayed is not None:
+            self._delayed.change_group(new_process_group)
+        if self._buffer_hook is not None:
+            self._buffer_hook.group = new_process_group
+        self._rebuild_reducer()
+
+    def _rebuild_reducer(self) -> None:
+        """Replace the reducer by one of the current group and options, with the registered hooks."""
+        before, self.reducer = self.reducer, Reducer(self._entries, self.process_group, self._options)
+        self.reducer.precision, self.reducer.at_the_end = before.precision, before.at_the_end
+        former = before.exchange
+        if isinstance(former, HookExchange):
+            fold = not self._options.skip_unused
+            self.reducer.use(HookExchange(former.hook, former.state, self.process_group, fold))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Register a hook that torch has in C++, by a member of `BuiltinCommHookType`."""
+        self.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))
+        self._hook_name = str(comm_hook_type)
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """Yield the parameters of a module, or names and parameters, without those that DDP ignores."""
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Leave parameters and buffers of these names to each rank, when ``module`` is wrapped later."""
+        names = list(params_and_buffers_to_ignore)
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]  # noqa: SLF001 (torch's name)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in names:
+                vars(tensor)["_ddp_ignored"] = True
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """Average gradients, and let an optimizer of this class step on each bucket inside backward."""
+        from torch.distributed.optim.utils import as_functional_optim
+
+        state = _OptimizerHookState(as_functional_optim(optim, *args, **kwargs), optim_params)
+        self.register_comm_hook(self.process_group, _hook_then_optimizer(allreduce_hook, state))
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return the configuration of this DDP, under the names of torch's statistics. Times are not among them."""
+        parameters = [entry.parameter for entry in self._entries]
+        members = ([self.reducer.parameters[m] for m in bucket] for bucket in self.reducer.assignment)
+        sizes = ", ".join(str(sum(parameter.nbytes for parameter in bucket)) for bucket in members)
+        return {
+            "backend_name": groups.get_backend(self.process_group),
+            "broadcast_buffers": int(self.broadcast_buffers),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "rebuilt_bucket_sizes" if self.reducer.rebuilt else "bucket_sizes": sizes,
+            "comm_hook": self._hook_name or "",
+            "dtypes": ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})),
+            "find_unused_parameters": int(self._options.find_unused),
+            "gradient_as_bucket_view": int(self._options.gradient_as_view),
+            "has_rebuilt_buckets": int(self.reducer.rebuilt),
+            "module_name": type(self.module).__name__,
+            "num_parameter_tensors": len(parameters),
+            "rank": groups.get_rank(self.process_group),
+            "static_graph": int(self.static_graph),
+            "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
+            "world_size": groups.get_world_size(self.process_group),
+        }
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether buckets are final. Hooks of torch's read it."""
+        return self.reducer.rebuilt or (self.find_unused_parameters and not self.static_graph)
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """Bytes at which all buckets are closed but those that have limits of their own."""
+        return self._options.caps.rebuilt[-1]
+
+    @property
+    def device_type(self) -> str:
+        """Kind of device that the parameters are on."""
+        return self.device.type
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """`broadcast_buffers`, by its newer name."""
+        return self.broadcast_buffers
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, wanted: bool) -> None:
+        self.broadcast_buffers = wanted
+
+
+class _JoinDDP(JoinHook):
+    """Join hook of a DDP, made of two of its functions.
+
+    Args:
+        match_iteration: Makes the collectives of one iteration of the other ranks.
+        broadcast_final_states: Copies the model of a rank that worked to the end to all.
+    """
+
+    def __init__(self, match_iteration: Callable[[], None], broadcast_final_states: Callable[[bool], None]) -> None:
+        self._match_iteration = match_iteration
+        self._broadcast_final_states = broadcast_final_states
+
+    def main_hook(self) -> None:
+        """Match one iteration."""
+        self._match_iteration()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Receive the final model, or send it."""
+        self._broadcast_final_states(is_last_joiner)

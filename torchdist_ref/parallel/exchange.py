@@ -1,181 +1,201 @@
-"""One bucket through one hook: call it, wait for its Future, and let nothing that it does hang or crash the step.
+"""Exchange of one bucket: an all_reduce, or a user's communication hook, checked when it is registered and called here.
 
-`Averaging` is what DDP does without a hook, `Hooked` calls one. Whatever goes wrong is told with the
-hook's name, the bucket and the rank, because a hook is user code that runs deep inside backward. Neither
-knows where the bucket came from, nor where its result goes.
+`AllReduceExchange` is what DDP does without a hook, `HookExchange` calls one. A hook is user code that runs deep inside
+backward, so every error names the hook, the bucket and the rank, and every wait has a time-out. Checks at registration
+accept hooks written for torch, for this library, and without annotations. Do not add the bucket's origin or the use of
+its result here.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
 import torch
+from torch._C._distributed_c10d import GradBucket as TorchBucket
 from torch.futures import Future
 
 from torchdist_ref import groups
-from torchdist_ref.algorithms.ddp_comm_hooks.peers import promises
-from torchdist_ref.errors import ArgumentTypeError, DistError, RankStalledError
-from torchdist_ref.parallel.bucket import GradBucket
+from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import NO_TRAITS, traits_of
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, RankStalledError, explain
+from torchdist_ref.parallel.bucket import Divisor, GradBucket, average
 
-# What torch's own backends hand out: torch.futures.Future is a subclass of it.
-AnyFuture = torch._C.Future
+# Class of the futures of torch's own backends: torch.futures.Future is a subclass of it.
+AnyFuture = torch._C.Future  # noqa: SLF001 (torch's)
 
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 
 
-class Exchange(Protocol):
-    """How a bucket gets its new contents. The reducer starts buckets in order, and finishes them in order.
+class LaunchedBucket(Protocol):
+    """Bucket of the reducer, as an exchange uses it."""
 
-    Attributes:
-        scale: What gradients are multiplied by when they are laid into the bucket.
-        dtype: In which they are laid out, if not in their own; they are multiplied after that.
-        unchanged: Whether the new contents are the old ones.
-        over: The group whose average the new contents are, if they are that and nobody has to see the bucket.
-        divisor: By what sums over that group are divided.
-    """
-
-    @property
-    def scale(self) -> float: ...
-
-    @property
-    def dtype(self) -> torch.dtype | None: ...
-
-    @property
-    def unchanged(self) -> bool: ...
-
-    @property
-    def over(self) -> Any: ...
-
-    @property
-    def divisor(self) -> float: ...
-
-    def start(self, bucket: GradBucket) -> Any:
-        """Begin; what is returned is handed to `finish`."""
-
-    def finish(self, bucket: GradBucket, started: Any, length: int) -> torch.Tensor:
-        """Wait for the new contents, ``length`` elements."""
-
-
-class Averaging:
-    """What DDP does without a hook: add up, divided by the number of ranks.
-
-    Waits on the call itself, which is shorter than by way of a Future. Divides first, so that a sum of half-precision
-    gradients doesn't overflow; and on the way into the bucket, which saves a pass over memory.
-
-    Args:
-        group: The group that DDP was given.
-        divisor: By what the sum is divided.
-        early: Whether gradients are divided on their way. If not, whole buckets are, and only those that go.
-    """
-
-    def __init__(self, group: Any, divisor: float, early: bool = True) -> None:
-        self.group = group
-        self.divisor = divisor
-        self.early = early
-        self.dtype: torch.dtype | None = None
-        self.unchanged = False
-        self.over = group
+    index: int
+    length: int
 
     @property
     def scale(self) -> float:
-        """One over the divisor, unless whole buckets are divided."""
-        return 1.0 / self.divisor if self.early else 1.0
+        """Factor that the gradients have been multiplied by."""
 
-    def start(self, bucket: GradBucket) -> Any:
-        """Begin to add up."""
-        if bucket._scale == 1.0 and self.divisor != 1.0:
-            bucket.buffer().div_(self.divisor)
-        return groups.all_reduce(bucket.buffer(), group=self.group, async_op=True)
+    def contents(self) -> torch.Tensor:
+        """Return the gradients."""
 
-    def finish(self, bucket: GradBucket, started: Any, length: int) -> torch.Tensor:
+    def grad_bucket(self) -> GradBucket:
+        """Return the gradients as a hook receives them."""
+
+
+class BucketExchange(Protocol):
+    """Exchange of the contents of buckets. The reducer launches buckets in order, and waits for them in order."""
+
+    @property
+    def scale(self) -> float:
+        """Factor for gradients when they are packed; 1.0 if the exchange divides."""
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """Dtype in which gradients are packed, or None for their own; they are multiplied after that."""
+
+    @property
+    def keeps_buffer(self) -> bool:
+        """Whether the result equals the contents."""
+
+    @property
+    def average_group(self) -> Any:
+        """Group over which the result is the average, if it is that and no hook has to receive the bucket; or None."""
+
+    @property
+    def divisor(self) -> Divisor:
+        """Divisor of sums over that group."""
+
+    def launch(self, bucket: LaunchedBucket) -> Any:
+        """Start, and return a handle for `wait`."""
+
+    def wait(self, bucket: LaunchedBucket, handle: Any) -> torch.Tensor:
+        """Return the result, as many elements as the bucket has."""
+
+
+class AllReduceExchange:
+    """Average without a hook: divide, then sum.
+
+    Waits on the Work itself, which is faster than its Future. Gradients are divided while they are packed, which saves
+    a pass over memory, and before the sum, so that sums of 16-bit floats stay in range.
+
+    Args:
+        group: Group that DDP was given.
+        divisor: Divisor of the sums.
+        fold: Whether gradients are divided while they are packed. False divides whole buckets, and only those that are
+            launched. Default True.
+    """
+
+    wire_dtype: torch.dtype | None = None
+    keeps_buffer = False
+
+    def __init__(self, group: Any, divisor: Divisor, fold: bool = True) -> None:
+        self.group = group
+        self.divisor = divisor
+        self.fold = fold
+        self.average_group = group
+
+    @property
+    def scale(self) -> float:
+        """Reciprocal of the divisor, unless whole buckets are divided."""
+        return self.divisor.factor if self.fold else 1.0
+
+    def launch(self, bucket: LaunchedBucket) -> Any:
+        """Start the sum."""
+        contents = bucket.contents()
+        if bucket.scale == 1.0:
+            average(contents, self.divisor)
+        return groups.all_reduce(contents, group=self.group, async_op=True), contents
+
+    def wait(self, bucket: LaunchedBucket, handle: Any) -> torch.Tensor:
         """Wait for the sum, as long as the group's time-out allows."""
-        started.wait()
-        return bucket.buffer()
+        work, contents = handle
+        work.wait()
+        result: torch.Tensor = contents
+        return result
 
 
-class Hooked:
-    """A hook, its state, and the group whose time-out bounds the wait.
+class HookExchange:
+    """Call of a communication hook.
 
     Args:
         hook: Called with the state and a `GradBucket`; returns a Future of the bucket's new contents.
-        state: Handed to the hook as it is.
-        group: The group that DDP was given.
-        early: Whether gradients may be divided or rounded on their way into the bucket, which saves passes over memory.
-            Only for a hook that says that it takes them so: others see them as they are. Likewise, what a hook leaves
-            as it is need not be handed out.
+        state: First argument of the hook.
+        group: Group that DDP was given; its time-out bounds the wait.
+        fold: Whether the hook's traits are used, which saves passes over memory. A hook without traits gets gradients
+            as they are. Default True.
     """
 
-    def __init__(self, hook: Hook, state: Any, group: Any, early: bool = True) -> None:
+    def __init__(self, hook: Hook, state: Any, group: Any, fold: bool = True) -> None:
         self.hook = hook
-        says = promises(hook) if early else {}
-        averages = bool(says.get("only_averages"))
-        size = groups.get_world_size(group)
-        self.scale = 1.0 / size if averages and _power_of_two(size) else 1.0
-        self.dtype: torch.dtype | None = says.get("takes_rounded")
-        self.unchanged = bool(says.get("changes_nothing"))
-        over = _group_of(state) if averages else None
-        self.divisor = float(over.size()) if over else 1.0
-        self.over = over if _power_of_two(int(self.divisor)) else None
+        traits = traits_of(hook) if fold else NO_TRAITS
+        default = Divisor(groups.get_world_size(group))
+        self.scale = default.factor if traits.only_averages and default.factor_is_exact else 1.0
+        self.wire_dtype = traits.wire_dtype
+        self.keeps_buffer = traits.keeps_buffer
+        averaged = _group_of(state) if traits.only_averages else None
+        self.divisor = Divisor(averaged.size() if averaged else 1)
+        # Elsewhere the packer's multiplication has other bits than the hook's division.
+        self.average_group = averaged if self.divisor.factor_is_exact else None
         self.state = state
         self.rank = groups.get_rank(group)
-        self.patience = patience(group)
-        self.name = getattr(hook, "__name__", type(hook).__name__)
+        self.timeout_seconds = timeout_seconds(group)
+        self.name = _name(hook)
 
-    def start(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Call the hook. Its own work goes on behind the Future."""
+    def launch(self, bucket: LaunchedBucket) -> tuple[GradBucket, Future[torch.Tensor]]:
+        """Call the hook. Its communication continues behind the Future."""
+        shown = bucket.grad_bucket()
         try:
-            future: Any = self.hook(self.state, bucket)
+            future: Any = self.hook(self.state, shown)
         except Exception as error:
-            raise DistError(f"{self.where(bucket)} raised {type(error).__name__}: {error}{_of(bucket)}") from error
+            raise DistError(
+                f"{self._where(bucket)} raised {type(error).__name__}: {error}{_sparse_hint(shown)}"
+            ) from error
         if not isinstance(future, AnyFuture):
             expected = "It has to return a torch.futures.Future whose value is one tensor, as long as bucket.buffer()."
-            raise ArgumentTypeError(f"{self.where(bucket)} returned {type(future).__name__}. {expected}")
-        return cast("Future[torch.Tensor]", future)
+            raise ArgumentTypeError(f"{self._where(bucket)} returned {type(future).__name__}. {expected}")
+        return shown, cast("Future[torch.Tensor]", future)
 
-    def finish(self, bucket: GradBucket, future: Future[torch.Tensor], length: int) -> torch.Tensor:
-        """Wait for the Future and return its tensor, which has to have ``length`` elements."""
-        if not future.done():
-            self._await(bucket, future)
+    def wait(self, bucket: LaunchedBucket, handle: tuple[GradBucket, Future[torch.Tensor]]) -> torch.Tensor:
+        """Wait for the Future and return its tensor."""
+        shown, future = handle
+        if not future.done() and not completed_within(future, self.timeout_seconds):
+            raise RankStalledError(
+                f"{self._where(bucket)}: its Future was not completed within {self.timeout_seconds:g} s, the group's "
+                "time-out. Some rank may not have reached this bucket, or the hook never sets its Future."
+            )
         try:
             value = future.wait()
         except Exception as error:
             ending = f"its Future ended with {type(error).__name__}: {error}"
-            raise DistError(f"{self.where(bucket)}: {ending}{_of(bucket)}") from error
-        return self._checked(bucket, value, length)
+            raise DistError(f"{self._where(bucket)}: {ending}{_sparse_hint(shown)}") from error
+        return self._checked(bucket, shown, value)
 
-    def _await(self, bucket: GradBucket, future: Future[torch.Tensor]) -> None:
-        if not ended_within(future, self.patience):
-            raise RankStalledError(
-                f"{self.where(bucket)}: its Future was not completed within {self.patience:g} s, the group's time-out. "
-                "Some rank may not have reached this bucket, or the hook never sets its Future."
-            )
-
-    def _checked(self, bucket: GradBucket, value: Any, length: int) -> torch.Tensor:
+    def _checked(self, bucket: LaunchedBucket, shown: GradBucket, value: Any) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
             raise ArgumentTypeError(
-                f"{self.where(bucket)}: its Future holds {type(value).__name__}, and has to hold one tensor. "
+                f"{self._where(bucket)}: its Future holds {type(value).__name__}, and has to hold one tensor. "
                 "The Future of a collective holds a list: chain .then(lambda future: future.value()[0])."
             )
-        if value.numel() != length:
-            sizes = f"{value.numel()} elements, and the bucket has {length}"
-            raise DistError(f"{self.where(bucket)}: its Future holds a tensor of {sizes}.")
-        fault = _unfit(bucket, value)
+        if value.numel() != bucket.length:
+            sizes = f"{value.numel()} elements, and the bucket has {bucket.length}"
+            raise DistError(f"{self._where(bucket)}: its Future holds a tensor of {sizes}.")
+        fault = _unusable(shown, value)
         if fault:
             kind = f"{value.dtype} on {value.device}, layout {value.layout}, shape {tuple(value.shape)}"
-            raise DistError(f"{self.where(bucket)}: its Future holds a tensor of {kind}. {fault}")
+            raise DistError(f"{self._where(bucket)}: its Future holds a tensor of {kind}. {fault}")
         return value
 
-    def where(self, bucket: GradBucket) -> str:
-        """How errors begin: which hook, which bucket, which rank."""
-        return f"DistributedDataParallel: communication hook {self.name!r}, bucket {bucket.index()}, rank {self.rank}"
+    def _where(self, bucket: LaunchedBucket) -> str:
+        return f"DistributedDataParallel: communication hook {self.name!r}, bucket {bucket.index}, rank {self.rank}"
 
 
-def _unfit(bucket: GradBucket, value: torch.Tensor) -> str:
-    """What a hook's tensor should have been, if it is of a kind that can't be handed out."""
-    if bucket._layout is torch.sparse_coo:
+def _unusable(bucket: GradBucket, value: torch.Tensor) -> str:
+    """Return the requirement that a hook's tensor violates, or nothing."""
+    if bucket.is_sparse:
         shape = bucket.parameters()[0].shape
         return "" if value.is_sparse and value.shape == shape else _SPARSE.format(tuple(shape))
     if value.layout is not torch.strided or value.is_meta or value.is_quantized or value.is_complex():
@@ -183,38 +203,105 @@ def _unfit(bucket: GradBucket, value: torch.Tensor) -> str:
     return ""
 
 
-def _of(bucket: GradBucket) -> str:
-    """What to add to the error of a hook that may not have been made for the bucket that it got."""
-    shape = tuple(bucket.parameters()[0].shape) if bucket._layout is torch.sparse_coo else ()
-    return f". {_SPARSE.format(shape)}" if shape else ""
+def _sparse_hint(bucket: GradBucket) -> str:
+    """Return the end of the error of a hook that may not support the sparse bucket that it received."""
+    return f". {_SPARSE.format(tuple(bucket.parameters()[0].shape))}" if bucket.is_sparse else ""
 
 
 _SPARSE = (
     "The bucket is one sparse gradient of shape {}, and such a tensor has to come back, of layout torch.sparse_coo. "
-    "Hooks that can't take that ask for embeddings with sparse=False."
+    "Hooks that do not support that need embeddings with sparse=False."
 )
 
 
-def ended_within(future: Future[Any], seconds: float) -> bool:
-    """Wait for a Future, and say whether it was completed in time."""
+def completed_within(future: Future[Any], seconds: float) -> bool:
+    """Wait for a Future, and return whether it was completed in time."""
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
     return done.wait(seconds)
 
 
-def _power_of_two(size: int) -> bool:
-    """Whether to multiply by 1/size gives the same bits as to divide, which is what hooks do."""
-    return size & (size - 1) == 0
+def timeout_seconds(group: Any) -> float:
+    """Return the time-out of a group in seconds."""
+    timeout = getattr(group, "timeout", None)
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout or 1800.0)
 
 
 def _group_of(state: Any) -> groups.ProcessGroup | None:
-    """Which group of ours the state of a hook means that takes a group."""
+    """Return the group of ours that the state of a hook over a group stands for."""
     if state is None:
         return groups.GroupMember.WORLD
     return state if isinstance(state, groups.ProcessGroup) else None
 
 
-def patience(group: Any) -> float:
-    """The time-out of a group in seconds."""
-    timeout = getattr(group, "timeout", None)
-    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout or 1800.0)
+def _name(hook: Callable[..., Any]) -> str:
+    return str(getattr(hook, "__name__", type(hook).__name__))
+
+
+# ---- registration
+
+OPERATION = "register_comm_hook"
+BUCKETS = (inspect.Parameter.empty, GradBucket, TorchBucket)
+RESULTS = (inspect.Signature.empty, Future, Future[torch.Tensor])
+
+
+def check_hook(hook: Any, registered: str | None, rank: int) -> None:
+    """Raise unless ``hook`` can be registered and called as ``hook(state, bucket)``.
+
+    Args:
+        hook: The hook.
+        registered: Name of the hook that DDP has already, or None.
+        rank: Rank for error messages.
+
+    Raises:
+        DistError: DDP has a hook already.
+        ArgumentTypeError: It cannot be called, or not with two arguments.
+        ArgumentError: Its annotations name another kind of bucket or result.
+    """
+    if registered is not None:
+        raise DistError(
+            f"{OPERATION}: DistributedDataParallel has a hook already, {registered!r} (on rank {rank}), and takes one. "
+            "Combine hooks with a wrapper such as fp16_compress_wrapper, or build another DistributedDataParallel."
+        )
+    if not callable(hook):
+        hint = "Pass the function itself, and the state first: register_comm_hook(state, hook)."
+        raise ArgumentTypeError(explain(OPERATION, "hook", "callable", type(hook).__name__, rank=rank, hint=hint))
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):
+        return
+    _check_arity(hook, signature, rank)
+    _check_annotations(hook, signature, rank)
+
+
+def _check_arity(hook: Callable[..., Any], signature: inspect.Signature, rank: int) -> None:
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        hint = "DDP calls hook(state, bucket)."
+        raise ArgumentTypeError(
+            explain(OPERATION, "hook", "callable with two arguments", f"{_name(hook)}{signature}", rank=rank, hint=hint)
+        ) from None
+
+
+def _check_annotations(hook: Callable[..., Any], signature: inspect.Signature, rank: int) -> None:
+    bucket = list(signature.parameters.values())[1:2]
+    if bucket and bucket[0].kind is not inspect.Parameter.VAR_POSITIONAL and not _known(bucket[0].annotation, BUCKETS):
+        raise ArgumentError(_disagrees(hook, f"take a GradBucket, not {bucket[0].annotation}", rank))
+    if not _known(signature.return_annotation, RESULTS):
+        raise ArgumentError(
+            _disagrees(hook, f"return torch.futures.Future[torch.Tensor], not {signature.return_annotation}", rank)
+        )
+
+
+def _known(annotation: Any, known: tuple[Any, ...]) -> bool:
+    """Return whether an annotation is one of those expected; text (postponed annotations) passes if it ends alike."""
+    if isinstance(annotation, str):
+        last = annotation.split(".")[-1]
+        return last.startswith(("GradBucket", "Future[", "Tensor]")) or last in ("Any", "Future")
+    return annotation is Any or any(annotation is one or annotation == one for one in known)
+
+
+def _disagrees(hook: Callable[..., Any], expected: str, rank: int) -> str:
+    hint = "Correct the annotation, or leave it out."
+    return explain(OPERATION, "hook", f"annotated to {expected}", _name(hook), rank=rank, hint=hint)

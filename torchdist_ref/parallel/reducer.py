@@ -1,293 +1,398 @@
-"""The reducer: watches gradients become ready, and sends each bucket on its way as soon as it is full.
+"""Reducer: collects gradients while backward runs, and communicates each bucket when all of its gradients are ready.
 
-One iteration, in the order in which things happen:
+The names are those of torch's reducer.hpp. One iteration, in order:
 
-1. `prepare` (after forward) arms it: every gradient is awaited.
-2. Autograd finishes a parameter's gradient and calls `_on_gradient`, which copies it into its bucket.
-3. Full buckets are launched in index order, never in the order in which they fill: ranks must agree.
-4. When nothing is awaited any more, `_finish` is queued to run at the end of backward; it waits for the
-   buckets, again in order, and hands the results to the parameters. The last bucket can be averaged `in_place`.
+1. `Reducer.prepare_for_backward` (after forward) makes every gradient pending.
+2. Autograd finishes a parameter's gradient, and `mark_variable_ready` copies it into its bucket.
+3. `all_reduce_bucket` launches a bucket without pending gradients, in index order on all ranks.
+4. When nothing is pending, `finalize_backward` runs at the end of backward. It waits for the buckets in order and
+   copies the results to the parameters. The last bucket may be averaged in place (`storage.InPlaceGradients`).
 
-After the first iteration `rebuild` divides the parameters anew, in the order in which gradients arrived
-on rank 0. The reducer knows no backends, and what a hook does with a bucket is none of its business.
+After the first iteration `rebuild_buckets` divides the parameters anew, in the order in which gradients became ready on
+rank 0. Do not add backends here, nor what a hook does with a bucket.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import Node, get_gradient_edge
 
 from torchdist_ref import groups
 from torchdist_ref.errors import DistError
-from torchdist_ref.parallel import agreement, allotment, bucketing, faults, graph, in_place
-from torchdist_ref.parallel.exchange import Averaging, Exchange
-from torchdist_ref.parallel.options import Entry, Options
-from torchdist_ref.parallel.precision import LowPrecision
+from torchdist_ref.parallel import bucketing, storage, synchronization
+from torchdist_ref.parallel.bucket import Divisor
+from torchdist_ref.parallel.bucketing import ParameterEntry, ReducerOptions
+from torchdist_ref.parallel.exchange import AllReduceExchange, BucketExchange
+from torchdist_ref.parallel.modes import LowPrecision
 
 logger = logging.getLogger("torchdist_ref.parallel")
 
 
 class Reducer:
-    """Gradients of one module, averaged (or whatever the hook does) over one group.
+    """Gradients of one module, averaged (or exchanged by a hook) over one group.
 
     Args:
         entries: The parameters, in the order of definition.
-        group: The group that DDP was given.
-        options: See `Options`.
+        group: Group that DDP was given.
+        options: Arguments of DDP.
+
+    Attributes:
+        divisor: Divisor of the average; `Join` alone changes it.
+        exchange: Exchange of the buckets.
+        buckets: Buckets in the order of communication.
+        in_place: Gradients that are averaged without a bucket.
+        assignment: Indices of parameters, bucket by bucket.
+        rebuilt: Whether the buckets are in the order of gradients.
     """
 
-    def __init__(self, entries: Sequence[Entry], group: Any, options: Options) -> None:
+    def __init__(self, entries: Sequence[ParameterEntry], group: Any, options: ReducerOptions) -> None:
         self.entries = entries
         self.group = group
         self.options = options
-        # Whether every iteration is promised to use the same graph, and whether this is the one in which it is learned.
-        self.static = self._surveying = options.static_graph
-        self.average = Averaging(group, groups.get_world_size(group), early=not options.skip_unused)
-        self.exchange: Exchange = self.average
+        self.static_graph = self._static_graph_first_iteration = options.static_graph
+        self.divisor = Divisor(groups.get_world_size(group))
+        self.exchange: BucketExchange = AllReduceExchange(group, self.divisor, fold=not options.skip_unused)
         self.parameters = [entry.parameter for entry in entries]
         self.sparse = frozenset(i for i, entry in enumerate(entries) if entry.sparse)
         self.rebuilt = not entries
         self._lock = threading.RLock()
-        self._expected = [1] * len(entries)
-        self._arrivals: list[int] = []
-        self._used = bytearray(len(entries))
+        # How often autograd runs each parameter's hook in one iteration.
+        self._hook_counts = [1] * len(entries)
+        self._ready_order: list[int] = []
+        self._used_locally = bytearray(len(entries))
         self._unused_everywhere: set[int] = set()
-        self._absent: list[int] = []
+        self._unused: list[int] = []
+        # Whether an exchange raised: then the next forward pass does not report missing gradients.
         self._armed = self._begun = self._failed = False
-        rests = in_place.suits(self.average, options, self.parameters)
-        self._allot(bucketing.in_definition_order(self.parameters, options.caps.initial, self.sparse), rests)
+        in_place = self._can_average_in_place()
+        limits = options.caps.initial
+        self._initialize_buckets(bucketing.in_definition_order(self.parameters, limits, self.sparse), in_place)
         self.precision: LowPrecision | None = None
-        # What else is to be waited for before backward is over.
+        # Called at the end of backward, to wait for more than gradients.
         self.at_the_end: Callable[[], None] | None = None
-        self.watch()
+        self.register_autograd_hooks()
 
-    def use(self, exchange: Exchange) -> None:
-        """Let this decide how buckets are exchanged, in place of what did until now."""
+    @property
+    def dynamic_graph_find_unused(self) -> bool:
+        """Whether unused parameters are searched for in every iteration."""
+        return self.options.find_unused and not self.static_graph
+
+    @property
+    def _usage_is_open(self) -> bool:
+        """Whether the end of backward alone shows which parameters take part in this iteration."""
+        return self._static_graph_first_iteration or self.dynamic_graph_find_unused
+
+    def use(self, exchange: BucketExchange) -> None:
+        """Exchange buckets like this from now on."""
         self.exchange = exchange
-        # Hooks see all buckets until all ranks have agreed that nobody has to.
-        self._allot(self.assignment, False)
+        # All buckets have buffers until all ranks have agreed that one needs none.
+        self._initialize_buckets(self.assignment, False)
 
-    def watch(self) -> None:
-        """Be told by autograd of each gradient. Again, when parameters have changed their dtype."""
-        self._nodes = [graph.accumulator(parameter) for parameter in self.parameters]
+    def register_autograd_hooks(self) -> None:
+        """Register `_autograd_hook` for each gradient; again, when parameters have changed their dtype."""
+        self._nodes = [accumulator(parameter) for parameter in self.parameters]
         for index, node in enumerate(self._nodes):
-            graph.when_done(node, _telling(self, partial(Reducer._on_gradient, index=index)))
+            node.register_hook(_weak_hook(self, partial(Reducer._autograd_hook, index=index)))
 
     # ---- before forward
 
-    def rebuild(self) -> bool:
-        """Once, after an iteration in which all gradients arrived: new buckets, in rank 0's order of arrival."""
-        if self.rebuilt or len(self._arrivals) < len(self.entries) or (self.options.find_unused and not self.static):
+    def rebuild_buckets(self) -> bool:
+        """Build buckets in rank 0's order of gradients; once, after an iteration in which all gradients were ready."""
+        if self.rebuilt or len(self._ready_order) < len(self.entries) or self.dynamic_graph_find_unused:
             return False
-        # What a static graph leaves unused was settled first; it is not to hold the others up.
-        arrived = sorted(self._arrivals, key=self._absent.__contains__)
-        order = agreement.agree(arrived, self.group, self.parameters[0].device)
-        rests = in_place.agreed(self.exchange, self.options, self.parameters, self.group)
-        self._allot(bucketing.assign(self.parameters, self.options.caps.rebuilt, order, self.sparse), rests)
+        # Parameters that a static graph leaves unused are ready first; they must not delay the others.
+        ready = sorted(self._ready_order, key=self._unused.__contains__)
+        order = synchronization.broadcast_order(ready, self.group, self.parameters[0].device)
+        in_place = synchronization.all_agree(self._can_average_in_place(), self.group, self.parameters[0].device)
+        limits = self.options.caps.rebuilt
+        self._initialize_buckets(bucketing.assign(self.parameters, limits, order, self.sparse), in_place)
         self.rebuilt = True
-        logger.info("DistributedDataParallel: %d buckets, rebuilt in the order of arrival", len(self.assignment))
+        logger.info("DistributedDataParallel: %d buckets, rebuilt in the order of gradients", len(self.assignment))
         return True
 
-    # Lightning calls it by torch's name, and `prepare` too.
-    _rebuild_buckets = rebuild
+    # Lightning calls torch's name.
+    _rebuild_buckets = rebuild_buckets
 
-    def _allot(self, assignment: list[list[int]], rests: bool) -> None:
+    def _can_average_in_place(self) -> bool:
+        """Return whether no gradient is a view or left alone, and none has to be shown to a hook."""
+        options, exchange = self.options, self.exchange
+        if options.gradient_as_view or options.find_unused or options.static_graph or exchange.average_group is None:
+            return False
+        # Complex numbers would have to be split before they are rounded.
+        plain = all(each.is_cpu and not (exchange.wire_dtype and each.is_complex()) for each in self.parameters)
+        return plain and bool(exchange.average_group.backend.shares_memory)
+
+    def _initialize_buckets(self, assignment: list[list[int]], in_place: bool) -> None:
         self.assignment = assignment
-        # The memory of those before goes first.
-        self.buckets: list[allotment.AnyBucket] = []
-        self._places: list[tuple[allotment.AnyBucket, int] | None] = [None] * len(self.entries)
-        resting = self.exchange if rests else None
-        self.buckets, self.in_place = allotment.allot(assignment, self.entries, self.options, self.group, resting)
+        # The memory of the former buckets is freed first.
+        self.buckets: list[storage.ReducerBucket] = []
+        self._locators: list[tuple[storage.ReducerBucket, int] | None] = [None] * len(self.entries)
+        over = (self.exchange.average_group, self.exchange.wire_dtype) if in_place else ()
+        self.buckets, self.in_place = storage.build_buckets(assignment, self.entries, self.options, self.group, *over)
         for bucket in self.buckets:
-            for place, member in enumerate(bucket.members):
-                self._places[member] = bucket, place
+            for slot, member in enumerate(bucket.members):
+                self._locators[member] = bucket, slot
 
     # ---- after forward
 
-    def prepare(self, outputs: Any) -> None:
-        """Await every gradient. Called after each forward pass whose backward is to communicate."""
+    def prepare_for_backward(self, outputs: Any) -> None:
+        """Make every gradient pending. Called after each forward pass whose backward communicates."""
         self._check_finished()
-        self._left = self._expected.copy()
-        self._missing = len(self.entries)
-        self._launched = 0
+        self._hooks_left = self._hook_counts.copy()
+        self._pending = len(self.entries)
+        self._next_bucket = 0
         self._begun = self._failed = False
-        self._arrivals.clear()
+        self._ready_order.clear()
         for bucket in self.buckets:
             bucket.reset()
-        self._expect(outputs)
+        if self._usage_is_open:
+            self._search_unused_parameters(outputs)
         self._armed = True
 
-    prepare_for_backward = prepare
-
-    def _expect(self, outputs: Any) -> None:
-        """Note which parameters this backward can't reach, and be told when it starts even if it reaches none."""
-        if self._surveying or (self.options.find_unused and not self.static):
-            tensors = list(graph.tensors_in(outputs))
-            if not self.static:
-                nodes = graph.reachable(tensors)
-                self._absent = [i for i, node in enumerate(self._nodes) if node not in nodes]
-            for tensor in tensors:
-                if tensor.grad_fn is not None:
-                    graph.when_reached(tensor, _telling(self, lambda reducer, _: reducer.begin()))
+    def _search_unused_parameters(self, outputs: Any) -> None:
+        """Find the parameters that backward cannot reach, and be notified when it begins even if it reaches none."""
+        tensors = list(tensors_in(outputs))
+        if not self.static_graph:
+            nodes = reachable(tensors)
+            self._unused = [i for i, node in enumerate(self._nodes) if node not in nodes]
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(_weak_hook(self, lambda reducer, _: reducer.begin_backward()))
 
     def _check_finished(self) -> None:
-        if self._armed and self._begun and not self._failed:
-            names = [entry.name for entry, left in zip(self.entries, self._left, strict=True) if left > 0]
-            raise DistError(faults.unfinished(names, groups.get_rank(self.group), self.static))
+        if not (self._armed and self._begun) or self._failed:
+            return
+        missing = [repr(entry.name) for entry, left in zip(self.entries, self._hooks_left, strict=True) if left > 0]
+        advice = (
+            "static_graph=True promises the same graph every time, and this iteration's graph was another."
+            if self.static_graph
+            else "If they are meant to take no part, pass find_unused_parameters=True; "
+            "if they are not, make sure that every output of forward reaches the loss."
+        )
+        raise DistError(
+            "DistributedDataParallel: the last backward pass did not finish its reduction before this forward pass "
+            f"(on rank {groups.get_rank(self.group)}): no gradient arrived for {', '.join(missing)}, "
+            f"so nothing was averaged. {advice}"
+        )
 
     # ---- during backward
 
-    def begin(self) -> None:
-        """Backward has started: settle at once what is known to get no gradient."""
+    def begin_backward(self) -> None:
+        """Set the packing of this iteration, and mark parameters that backward cannot reach as ready."""
         with self._lock:
             if self._begun or not self._armed:
                 return
             self._begun = True
             for bucket in self.buckets:
-                bucket.travel(self.exchange.scale, self.exchange.dtype)
-            if self._surveying or (self.options.find_unused and not self.static):
-                Variable._execution_engine.queue_callback(self._close)
-            if not self._surveying:
-                for index in self._absent:
-                    self._ready(index)
+                bucket.set_packing(self.exchange.scale, self.exchange.wire_dtype)
+            if self._usage_is_open:
+                Variable._execution_engine.queue_callback(self._end_of_backward)  # noqa: SLF001 (torch's)
+            if not self._static_graph_first_iteration:
+                for index in self._unused:
+                    self.mark_variable_ready(index)
 
-    def _on_gradient(self, _: Any, gradients: Any, index: int) -> None:
-        """Autograd is done with parameter ``index``: it has added a gradient, or found there was none to add."""
+    def _autograd_hook(self, _: Any, gradients: Any, index: int) -> None:
+        """Note that autograd has finished a parameter: it has added a gradient, or found none to add."""
         if gradients[0] is not None:
-            self._used[index] = 1
+            self._used_locally[index] = 1
         if self.precision is not None:
             self.precision.restore_after_backward()
         if not self._armed:
             return
         with self._lock:
             if not self._begun:
-                self.begin()
-            self._left[index] -= 1
-            if self._surveying:
+                self.begin_backward()
+            self._hooks_left[index] -= 1
+            if self._static_graph_first_iteration:
                 return
-            if self._left[index] < 0:
-                raise DistError(faults.twice(self.entries[index].name, groups.get_rank(self.group), self.static))
-            if not self._left[index]:
-                self._ready(index)
+            if self._hooks_left[index] < 0:
+                self._raise_marked_twice(index)
+            if not self._hooks_left[index]:
+                self.mark_variable_ready(index)
 
-    def _ready(self, index: int) -> None:
-        """Parameter ``index`` gets nothing more in this iteration: its gradient, if any, goes into its bucket."""
-        self._left[index] = 0
-        place = self._places[index]
-        if place is not None:
-            bucket, slot = place
-            bucket.take(slot)
-            bucket.waiting -= 1
-            if not bucket.waiting:
-                self._launch_full()
+    def _raise_marked_twice(self, index: int) -> None:
+        advice = (
+            "static_graph=True promises the same graph every time, and in this iteration it was used more often."
+            if self.static_graph
+            else "It is probably used by two forward passes, or in reentrant backward passes (activation "
+            "checkpointing); if the graph is always the same, pass static_graph=True."
+        )
+        rank, name = groups.get_rank(self.group), self.entries[index].name
+        fault = f"parameter {name!r} got its gradient twice in one iteration (on rank {rank})"
+        raise DistError(f"DistributedDataParallel: {fault}. {advice}")
+
+    def mark_variable_ready(self, index: int) -> None:
+        """Copy the final gradient of a parameter, if any, into its bucket, and launch what is complete."""
+        self._hooks_left[index] = 0
+        locator = self._locators[index]
+        if locator is not None:
+            bucket, slot = locator
+            bucket.copy_in(slot)
+            bucket.pending -= 1
+            if not bucket.pending:
+                self._launch_ready_buckets()
         if not self.rebuilt:
-            self._arrivals.append(index)
-        self._missing -= 1
-        if not (self._missing or self._surveying or (self.options.find_unused and not self.static)):
-            Variable._execution_engine.queue_callback(self._finish)
+            self._ready_order.append(index)
+        self._pending -= 1
+        if not (self._pending or self._usage_is_open):
+            Variable._execution_engine.queue_callback(self.finalize_backward)  # noqa: SLF001 (torch's)
 
-    def _launch_full(self) -> None:
-        """Launch every full bucket whose predecessors have gone."""
-        while self._launched < len(self.buckets) and not self.buckets[self._launched].waiting:
-            self._launch(self.buckets[self._launched])
-            self._launched += 1
+    def _launch_ready_buckets(self) -> None:
+        """Launch every bucket without pending gradients whose predecessors are launched."""
+        while self._next_bucket < len(self.buckets) and not self.buckets[self._next_bucket].pending:
+            self.all_reduce_bucket(self.buckets[self._next_bucket])
+            self._next_bucket += 1
 
-    def _launch(self, bucket: allotment.AnyBucket) -> None:
-        if self.options.skip_unused and all(member in self._absent for member in bucket.members):
+    def all_reduce_bucket(self, bucket: storage.ReducerBucket) -> None:
+        """Launch the exchange of a bucket, unless it has no used parameter and is to be skipped then."""
+        if self.options.skip_unused and all(member in self._unused for member in bucket.members):
             return
-        self._failed = True
-        bucket.started = self.exchange.start(bucket.offer())
-        self._failed = False
+        try:
+            bucket.launched = self.exchange.launch(bucket)
+        except BaseException:
+            self._failed = True
+            raise
 
     # ---- at the end of backward
 
-    def _close(self) -> None:
-        """Backward is over: whoever has not been heard of gets no gradient on this rank."""
+    def _end_of_backward(self) -> None:
+        """Mark parameters without a gradient as ready, and finalize."""
         with self._lock, torch.no_grad():
-            if self._surveying:
-                self._learn()
-            for index, left in enumerate(self._left):
+            if self._static_graph_first_iteration:
+                self._record_static_graph()
+            for index, left in enumerate(self._hooks_left):
                 if left > 0:
-                    self._ready(index)
-            self._finish()
+                    self.mark_variable_ready(index)
+            self.finalize_backward()
 
-    def _learn(self) -> None:
-        """A static graph's first iteration: how often each gradient arrives, from now on."""
-        self._expected = [1 - left for left in self._left]
-        self._absent = [index for index, times in enumerate(self._expected) if not times]
-        self._left = [1] * len(self.entries)
+    def _record_static_graph(self) -> None:
+        """Record how often autograd runs each hook in the first iteration of a static graph."""
+        self._hook_counts = [1 - left for left in self._hooks_left]
+        self._unused = [index for index, count in enumerate(self._hook_counts) if not count]
+        self._hooks_left = [1] * len(self.entries)
 
-    def _finish(self) -> None:
-        """Wait for the buckets in order and hand out what came back."""
-        self._failed = True
-        with torch.no_grad():
-            if self._surveying or (self.options.find_unused and not self.static):
-                # All buckets first: a hook may still make calls from callbacks, and ours must not get between them.
-                values = [self._collect(bucket) for bucket in self.buckets]
-                self._survey_use()
-                self._hand_out(values)
-            else:
-                # While one bucket is copied out, the next one is still on its way.
-                self._hand_out(map(self._collect, self.buckets))
-            self.in_place.average(self.exchange.divisor)
-        self._end()
+    def finalize_backward(self) -> None:
+        """Wait for the buckets in order, and copy the results to the parameters."""
+        try:
+            with torch.no_grad():
+                self._finalize_buckets()
+                self.in_place.average(self.exchange.divisor)
+        except BaseException:
+            self._failed = True
+            raise
+        self._reset()
 
-    def _hand_out(self, values: Iterable[torch.Tensor | None]) -> None:
+    def _finalize_buckets(self) -> None:
+        # While one bucket is copied out, the next is still being communicated.
+        values: Iterable[torch.Tensor | None] = map(self._wait, self.buckets)
+        if self._usage_is_open:
+            # All buckets first: a hook may communicate from callbacks, and our call must not get in between.
+            values = list(values)
+            self._all_reduce_local_usage()
         for bucket, value in zip(self.buckets, values, strict=True):
             if value is not None:
-                bucket.give(value, self._unused_everywhere, self.exchange.unchanged)
+                bucket.copy_out(value, self._unused_everywhere, self.exchange.keeps_buffer)
 
-    def _collect(self, bucket: allotment.AnyBucket) -> torch.Tensor | None:
-        if bucket.started is None or bucket.sent is None:
-            return None
-        return self.exchange.finish(bucket.sent, bucket.started, bucket.length)
+    def _wait(self, bucket: storage.ReducerBucket) -> torch.Tensor | None:
+        return None if bucket.launched is None else self.exchange.wait(bucket, bucket.launched)
 
-    def _survey_use(self) -> None:
+    def _all_reduce_local_usage(self) -> None:
         """Learn which parameters no rank has used: their gradients are left as they are."""
-        if self._surveying or (self.options.find_unused and not self.static):
-            used = torch.tensor(list(self._used), dtype=torch.int32, device=self.parameters[0].device)
+        if self._usage_is_open:
+            used = torch.tensor(list(self._used_locally), dtype=torch.int32, device=self.parameters[0].device)
             groups.all_reduce(used, group=self.group)
             self._unused_everywhere = {index for index, count in enumerate(used.tolist()) if not count}
 
-    # ---- for a rank without inputs
-
-    def shadow(self) -> None:
-        """Answer the collectives of one backward pass of the other ranks, contributing zeros."""
-        with torch.no_grad():
-            for bucket in self.buckets:
-                bucket.started = self.exchange.start(bucket.shadow())
-            for bucket in self.buckets:
-                self._collect(bucket)
-            self._survey_use()
-            self.in_place.shadow()
-        if not self.rebuilt:
-            self._arrivals = list(range(len(self.entries)))
-        self._end()
-
-    def _end(self) -> None:
+    def _reset(self) -> None:
         if self.at_the_end is not None:
             self.at_the_end()
-        if self._surveying:
-            self._arrivals = []
-            self._surveying = False
+        if self._static_graph_first_iteration:
+            self._ready_order = []
+            self._static_graph_first_iteration = False
         self._armed = self._begun = self._failed = False
-        self._used = bytearray(len(self.entries))
+        self._used_locally = bytearray(len(self.entries))
+
+    # ---- for a rank without inputs
+
+    def participate_with_zeros(self) -> None:
+        """Match the collectives of one backward pass of the other ranks, contributing zeros."""
+        with torch.no_grad():
+            for bucket in self.buckets:
+                bucket.reset()
+                bucket.zero()
+                bucket.launched = self.exchange.launch(bucket)
+            for bucket in self.buckets:
+                self._wait(bucket)
+            self._all_reduce_local_usage()
+            self.in_place.participate_with_zeros()
+        if not self.rebuilt:
+            self._ready_order = list(range(len(self.entries)))
+        self._reset()
 
 
-def _telling(reducer: Reducer, tell: Callable[..., None]) -> Callable[..., None]:
-    """A hook for autograd that doesn't keep the reducer alive, to which it tells what it sees."""
+def _weak_hook(reducer: Reducer, method: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook for autograd that calls ``method(reducer, ...)`` without keeping the reducer alive."""
     reference = weakref.ref(reducer)
 
-    def hook(*seen: Any) -> None:
+    def hook(*arguments: Any) -> None:
         found = reference()
         if found is not None:
-            tell(found, *seen)
+            method(found, *arguments)
 
     return hook
+
+
+# ---- the autograd graph
+
+
+def accumulator(parameter: torch.Tensor) -> Node:
+    """Return the node that adds a gradient into ``parameter.grad``.
+
+    Its post-hooks run on every arrival, also when the gradient that arrives is undefined; a hook on the tensor itself
+    would miss that case. The node lives as long as a reference to it.
+    """
+    return get_gradient_edge(parameter).node
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in the outputs of a forward pass: in nested sequences, mappings and dataclasses.
+
+    >>> [t.item() for t in tensors_in({"a": torch.tensor(1), "b": [torch.tensor(2), "text"]})]
+    [1, 2]
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def reachable(outputs: Iterable[torch.Tensor]) -> set[Node]:
+    """Return every node that a backward pass from ``outputs`` could run."""
+    frontier = [_entrance(output) for output in outputs if output.requires_grad]
+    seen = set(frontier)
+    while frontier:
+        for node, _ in frontier.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                frontier.append(node)
+    return seen
+
+
+def _entrance(output: torch.Tensor) -> Node:
+    return accumulator(output) if output.grad_fn is None else output.grad_fn

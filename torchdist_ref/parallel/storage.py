@@ -1,9 +1,12 @@
-"""Where gradients lie while they travel: one flat buffer a bucket, and a view of it for each parameter.
+"""Memory of gradients during communication: flat buckets, sparse buckets, and gradients averaged in place.
 
-`Bucket.take` copies a parameter's gradient in, `Bucket.give` hands the exchanged values out. With
-``pointing`` (DDP's ``gradient_as_bucket_view``) the parameter's ``.grad`` *is* the view, so that there
-is nothing to hand out and, when autograd accumulates in place, nothing to take in. When a bucket
-goes, and in which order, is decided in `reducer`.
+`DenseBucket.copy_in` packs a parameter's gradient, multiplied and rounded as the exchange asks; `DenseBucket.copy_out`
+unpacks the result. With ``gradient_as_bucket_view`` the parameter's ``.grad`` *is* the view, so nothing is copied out,
+and nothing is copied in where autograd accumulates in place. `SparseBucket` holds one sparse gradient as it is.
+
+`InPlaceGradients` replaces the last dense bucket between ranks that share memory. That bucket fills when backward is
+over, so no computation hides its communication, and a copy costs about as much as the sum. Its gradients are averaged
+where they are, piece by piece. Do not add launch order here: `reducer` decides it.
 """
 
 from __future__ import annotations
@@ -14,125 +17,143 @@ from typing import Any
 import torch
 
 from torchdist_ref import groups
-from torchdist_ref.parallel.bucket import GradBucket, split
+from torchdist_ref.errors import DistError
+from torchdist_ref.parallel.bucket import Divisor, GradBucket, Packing, average, dense_strides, split
+from torchdist_ref.parallel.bucketing import ParameterEntry, ReducerOptions
 
-# Elements of a gradient for which a call costs more than its copy: it stays in the cache until the bucket goes.
-SMALL = 4096
+# Elements of a gradient for which a call costs more than its copy: copied together with others, when the bucket fills.
+SMALL_GRADIENT_ELEMENTS = 4096
+# Bytes from which on a gradient averaged in place has collectives of its own; smaller ones are packed together.
+LARGE_GRADIENT_BYTES = 512 * 1024
+# Bytes that are divided and summed at a time, while they are in a core's cache.
+PIECE_BYTES = 2 * 1024 * 1024
 
 
-class Rooms:
-    """Memory as long as a bucket, of other dtypes, for what travels in its place; the same at every step.
+class CommunicationBuffers:
+    """Reusable communication buffers of one bucket, one per dtype.
 
-    Apart from the bucket: what hooks are handed refers to it, and a bucket that referred to itself would
-    outlive its reducer until the next garbage collection.
+    Apart from the bucket, because a `GradBucket` refers to them: a bucket in a reference cycle would outlive its
+    reducer until the next garbage collection.
 
     Args:
         parameters: The bucket's parameters.
-        length: That of the bucket.
-        group: Who exchanges it.
+        length: Elements of the bucket.
+        group: Group that communicates it.
     """
 
     def __init__(self, parameters: list[torch.Tensor], length: int, group: Any) -> None:
         self.parameters = parameters
         self.length = length
         self.group = group
-        self._made: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._allocated: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
-    def __call__(self, dtype: torch.dtype) -> torch.Tensor:
-        """The memory of one dtype, flat."""
-        return self._of(dtype)[0]
+    def flat(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the buffer of a dtype, flat."""
+        return self._get(dtype)[0]
 
     def views(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The same memory as one view for each parameter."""
-        return self._of(dtype)[1]
+        """Return the buffer of a dtype as one view per parameter."""
+        return self._get(dtype)[1]
 
-    def _of(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        found = self._made.get(dtype)
+    def _get(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        found = self._allocated.get(dtype)
         if found is None:
-            memory = _empty(self.length, self.parameters[0], self.group, dtype)
-            found = self._made[dtype] = memory, split(memory, self.parameters)
+            memory = _allocate(self.length, self.parameters[0], self.group, dtype)
+            found = self._allocated[dtype] = memory, split(memory, self.parameters)
         return found
 
 
-class Bucket:
-    """Some parameters' gradients, and how many of them are still awaited.
+class DenseBucket:
+    """Flat buffer of some parameters' gradients, with the number of gradients that are pending.
 
     Args:
-        index: Place in the order of communication.
-        members: Indices of the parameters, as the reducer counts them.
-        parameters: The parameters themselves, same order, one dtype and device.
+        index: Position in the order of communication.
+        members: Indices of the parameters in the reducer.
+        parameters: The parameters, in the same order, of one dtype and device.
         is_last: Whether this is the last bucket of the iteration.
-        pointing: Whether ``.grad`` of the parameters is to be a view of the buffer.
-        group: Who exchanges it: on the CPU the buffer lies where that is fastest.
+        gradient_as_view: Whether ``.grad`` of the parameters is a view of the buffer.
+        group: Group that communicates it; on the CPU the buffer is registered with it.
+
+    Attributes:
+        pending: Number of members whose gradients are not ready.
+        launched: Handle of the exchange in progress, or None.
+        length: Elements of the buffer.
+        wire_dtype: Dtype of the communication buffer in use; None if gradients are packed into the buffer itself.
+        scale: Factor that gradients are multiplied by when they are packed.
     """
 
     def __init__(
-        self, index: int, members: list[int], parameters: list[torch.Tensor], is_last: bool, pointing: bool, group: Any
+        self,
+        index: int,
+        members: list[int],
+        parameters: list[torch.Tensor],
+        is_last: bool,
+        gradient_as_view: bool,
+        group: Any,
     ) -> None:
         self.index = index
         self.members = members
         self.parameters = parameters
         self.is_last = is_last
-        self.pointing = pointing
-        # Complex gradients travel as real numbers, or a hook that rounds them would lose their imaginary parts.
+        self.gradient_as_view = gradient_as_view
+        # Complex gradients are communicated as real numbers: a hook that rounds would lose their imaginary parts.
         dtype = parameters[0].dtype.to_real()
         self._complex = dtype is not parameters[0].dtype
         self.length = sum(parameter.numel() for parameter in parameters) * (2 if self._complex else 1)
-        self.room = Rooms(parameters, self.length, group)
-        # Never written where gradients travel in another dtype, and so no memory is taken for it then.
-        self.buffer = _empty(self.length, parameters[0], group, dtype)
+        self.wire_buffers = CommunicationBuffers(parameters, self.length, group)
+        # Never written where gradients have a wire dtype, so the system provides no memory for it then.
+        self.buffer = _allocate(self.length, parameters[0], group, dtype)
         self.views = split(self.buffer, parameters)
-        self.waiting = len(members)
-        self.started: Any = None
-        self.sent: GradBucket | None = None
         on_cpu = self.buffer.device.type == "cpu"
-        self._small = [on_cpu and parameter.numel() <= SMALL for parameter in parameters]
-        self._held: list[tuple[int, torch.Tensor]] = []
-        self.travel()
+        self._small = [on_cpu and parameter.numel() <= SMALL_GRADIENT_ELEMENTS for parameter in parameters]
+        self._postponed: list[tuple[int, torch.Tensor]] = []
+        self.reset()
+        self.set_packing()
 
     def reset(self) -> None:
-        """Await every gradient again."""
-        self.waiting = len(self.members)
-        self.started = self.sent = None
+        """Make every gradient pending again."""
+        self.pending = len(self.members)
+        self.launched: Any = None
 
-    def travel(self, scale: float = 1.0, dtype: torch.dtype | None = None) -> None:
-        """Settle how gradients are laid in, before the first one is.
+    def set_packing(self, scale: float = 1.0, wire_dtype: torch.dtype | None = None) -> None:
+        """Set scale and dtype for packing; call before the first gradient of an iteration.
 
         Args:
-            scale: What they are multiplied by on their way, while they are in the cache.
-            dtype: In which they travel, if not in their own: then they go into `room`, and are multiplied after that.
-                Where they lie in the buffer after all (`.grad` is a view of it, has that dtype or is complex) nothing
-                is done.
+            scale: Factor for gradients, applied while they are in the cache. Default 1.0.
+            wire_dtype: Dtype in which they are packed and then multiplied. Where they are in the buffer all the same
+                (``.grad`` is a view of it, has that dtype or is complex), they are neither rounded nor multiplied.
+                Default None: their own.
         """
-        self.laid = None if self.pointing or self._complex or dtype is self.buffer.dtype else dtype
-        self.scale = scale if self.laid is dtype else 1.0
-        self._targets = self.views if self.laid is None else self.room.views(self.laid)
-        # As a number of Python's it would be made a tensor for each gradient, which costs more than to multiply one.
+        unrounded = self.gradient_as_view or self._complex or wire_dtype is self.buffer.dtype
+        self.wire_dtype = None if unrounded else wire_dtype
+        self.scale = scale if self.wire_dtype is wire_dtype else 1.0
+        self._targets = self.views if self.wire_dtype is None else self.wire_buffers.views(self.wire_dtype)
+        # A Python number would become a tensor for each gradient, which costs more than to multiply a small one.
         self._factor = None if self.scale == 1.0 else torch.tensor(self.scale, dtype=_exact(self.buffer.dtype))
-        self._held.clear()
+        self._postponed.clear()
 
-    def take(self, place: int) -> None:
-        """Bring the gradient that autograd left at one parameter into the buffer; zeros where it left none.
+    def copy_in(self, slot: int) -> None:
+        """Pack the gradient of one parameter; zeros if it has none.
 
-        Small ones are held until the bucket goes, and then laid in together: one call costs more than their copies.
+        Small gradients are postponed until the bucket is launched: one call costs more than their copies.
         """
-        gradient = self.parameters[place].grad
+        gradient = self.parameters[slot].grad
         if gradient is None:
-            self._targets[place].zero_()
+            self._targets[slot].zero_()
             return
-        if gradient is self._targets[place] and self._factor is None:
+        if gradient is self._targets[slot] and self._factor is None:
             return
         if gradient.requires_grad:
             gradient = gradient.detach()
-        if self._small[place]:
-            self._held.append((place, gradient))
+        if self._small[slot]:
+            self._postponed.append((slot, gradient))
             return
-        self._lay(self._targets[place], gradient)
-        if self.pointing:
-            self._adopt(place, gradient)
+        self._pack(self._targets[slot], gradient)
+        if self.gradient_as_view:
+            self._replace_by_view(slot, gradient)
 
-    def _lay(self, view: torch.Tensor, gradient: torch.Tensor) -> None:
-        if self._factor is not None and self.laid is None:
+    def _pack(self, view: torch.Tensor, gradient: torch.Tensor) -> None:
+        if self._factor is not None and self.wire_dtype is None:
             torch.mul(gradient, self._factor, out=view)
             return
         if gradient is not view:
@@ -140,98 +161,304 @@ class Bucket:
         if self._factor is not None:
             view.mul_(self._factor)
 
-    def _lay_held(self) -> None:
-        if not self._held:
+    def _pack_postponed(self) -> None:
+        if not self._postponed:
             return
-        views = [self._targets[place] for place, _ in self._held]
-        torch._foreach_copy_(views, [gradient for _, gradient in self._held])
+        views = [self._targets[slot] for slot, _ in self._postponed]
+        torch._foreach_copy_(views, [gradient for _, gradient in self._postponed])
         if self._factor is not None:
             torch._foreach_mul_(views, self._factor)
-        if self.pointing:
-            for place, gradient in self._held:
-                self._adopt(place, gradient)
-        self._held.clear()
+        if self.gradient_as_view:
+            for slot, gradient in self._postponed:
+                self._replace_by_view(slot, gradient)
+        self._postponed.clear()
 
-    def _adopt(self, place: int, gradient: torch.Tensor) -> None:
-        # During backward in low precision they differ; then `give` points, when the full parameter is back.
-        if gradient is not self.views[place] and gradient.dtype == self.views[place].dtype:
-            self.parameters[place].grad = self.views[place]
+    def _replace_by_view(self, slot: int, gradient: torch.Tensor) -> None:
+        # During backward in low precision dtypes differ; `copy_out` replaces, when the full parameter is restored.
+        if gradient is not self.views[slot] and gradient.dtype == self.views[slot].dtype:
+            self.parameters[slot].grad = self.views[slot]
 
-    def offer(self) -> GradBucket:
-        """The bucket as a hook sees it, with what was done to gradients on their way in."""
-        self._lay_held()
-        self.sent = GradBucket.of_views(
-            self.index, self.buffer, self.views, self.parameters, self.is_last, self.scale, self.room, self.laid
-        )
-        return self.sent
+    def contents(self) -> torch.Tensor:
+        """Return the packed gradients, flat."""
+        self._pack_postponed()
+        return self.buffer
 
-    def shadow(self) -> GradBucket:
-        """A bucket of zeros in this one's place: what a rank without inputs contributes."""
-        self.travel()
+    def grad_bucket(self) -> GradBucket:
+        """Return the packed gradients as a communication hook receives them."""
+        self._pack_postponed()
+        packing = Packing(self.views, self.scale, self.wire_dtype, self.wire_buffers.flat)
+        return GradBucket(self.index, self.buffer, None, self.parameters, self.is_last, packing)
+
+    def zero(self) -> None:
+        """Replace the gradients by zeros, the contribution of a rank without inputs."""
+        self.set_packing()
         self.buffer.zero_()
-        return self.offer()
 
-    def give(self, value: torch.Tensor, untouched: Collection[int] = (), unchanged: bool = False) -> None:
-        """Make the exchanged ``value`` the gradients of the parameters.
+    def copy_out(self, value: torch.Tensor, untouched: Collection[int] = (), unchanged: bool = False) -> None:
+        """Make the result of the exchange the gradients of the parameters.
 
         Args:
-            value: As long as the buffer; the buffer itself, if the exchange was in place.
+            value: As many elements as the buffer; the buffer itself, if the exchange was in place.
             untouched: Indices of parameters whose ``.grad`` is left as it is.
-            unchanged: Whether the value is what was taken from the parameters, so that ``.grad`` holds it already.
+            unchanged: Whether the value equals what was packed, so that ``.grad`` holds it already.
         """
-        places: Sequence[int] = range(len(self.members))
+        slots: Sequence[int] = range(len(self.members))
         if untouched:
-            places = [place for place, member in enumerate(self.members) if member not in untouched]
+            slots = [slot for slot, member in enumerate(self.members) if member not in untouched]
         if unchanged:
-            places = [place for place in places if self.parameters[place].grad is None]
-        sources = self._divided(value)
-        if self.pointing:
-            self._point(places)
+            slots = [slot for slot in slots if self.parameters[slot].grad is None]
+        sources = self._unpacked(value)
+        if self.gradient_as_view:
+            for slot in slots:
+                parameter, view = self.parameters[slot], self.views[slot]
+                if parameter.grad is not view:
+                    parameter.grad = view
         else:
-            self._copy_out(places, sources)
+            self._copy_to_gradients(slots, sources)
 
-    def _divided(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """The value as one tensor per parameter; in the buffer itself if gradients are to stay there."""
-        where = value.data_ptr(), value.dtype
-        if where == (self.buffer.data_ptr(), self.buffer.dtype):
+    def _unpacked(self, value: torch.Tensor) -> list[torch.Tensor]:
+        """Return the value as one tensor per parameter; in the buffer itself if gradients are views of it."""
+        location = value.data_ptr(), value.dtype
+        if location == (self.buffer.data_ptr(), self.buffer.dtype):
             return self.views
-        if self.laid is not None and where == (self.room(self.laid).data_ptr(), self.laid):
-            return self._targets
-        if self.pointing or self._complex:
+        if self.wire_dtype is not None:
+            wire = self.wire_buffers.flat(self.wire_dtype)
+            if location == (wire.data_ptr(), self.wire_dtype):
+                return self._targets
+        if self.gradient_as_view or self._complex:
             self.buffer.copy_(value.detach().reshape(-1))
             return self.views
         return split(value.detach().contiguous().view(-1), self.parameters)
 
-    def _point(self, places: Sequence[int]) -> None:
-        for place in places:
-            parameter, view = self.parameters[place], self.views[place]
-            if parameter.grad is not view:
-                parameter.grad = view
-
-    def _copy_out(self, places: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
+    def _copy_to_gradients(self, slots: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
         targets = []
-        for place in places:
-            parameter = self.parameters[place]
+        for slot in slots:
+            parameter = self.parameters[slot]
             if parameter.grad is None:
-                parameter.grad = torch.empty_like(self.views[place])
+                parameter.grad = torch.empty_like(self.views[slot])
             targets.append(parameter.grad)
         if targets:
-            torch._foreach_copy_(targets, [sources[place] for place in places])
+            torch._foreach_copy_(targets, [sources[slot] for slot in slots])
 
-    def adopt(self) -> None:
-        """Move gradients that exist already into the buffer, where they are to be views of it."""
+    def adopt_gradients(self) -> None:
+        """Move existing gradients into the buffer, if they have to be views of it."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            if self.pointing and parameter.grad is not None and parameter.dtype == view.dtype:
+            if self.gradient_as_view and parameter.grad is not None and parameter.dtype == view.dtype:
                 view.copy_(parameter.grad)
                 parameter.grad = view
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype a factor loses nothing when tensors of ``dtype`` are multiplied by it."""
+    """Return the dtype in which a factor loses nothing when tensors of ``dtype`` are multiplied by it."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
-def _empty(length: int, like: torch.Tensor, group: Any, dtype: torch.dtype) -> torch.Tensor:
+def _allocate(length: int, like: torch.Tensor, group: Any, dtype: torch.dtype) -> torch.Tensor:
     if like.device.type == "cpu":
         return groups.empty_registered(length, dtype=dtype, group=group)
     return torch.empty(length, dtype=dtype, device=like.device)
+
+
+class SparseBucket:
+    """One parameter's sparse gradient, as embeddings with ``sparse=True`` have it; used like a `DenseBucket`.
+
+    Ranks touch different rows, so sparse gradients fit no flat buffer. `backends.sparse` sums them.
+
+    Args:
+        index: Position in the order of communication.
+        member: Index of the parameter in the reducer.
+        entry: The parameter, and its name for error messages.
+        is_last: Whether this is the last bucket of the iteration.
+    """
+
+    scale = 1.0
+
+    def __init__(self, index: int, member: int, entry: ParameterEntry, is_last: bool) -> None:
+        self.index = index
+        self.members = [member]
+        self.entry = entry
+        self.is_last = is_last
+        self.length = entry.parameter.numel()
+        self.reset()
+
+    def reset(self) -> None:
+        """Make the gradient pending again."""
+        self.pending = 1
+        self.launched: Any = None
+        self._zeros = False
+
+    def set_packing(self, scale: float = 1.0, wire_dtype: torch.dtype | None = None) -> None:
+        """Ignore scale and dtype: gradients are neither divided nor rounded here."""
+
+    def copy_in(self, slot: int) -> None:
+        """Check the gradient.
+
+        Raises:
+            DistError: The gradient is dense, though the module announces a sparse one.
+        """
+        gradient = self.entry.parameter.grad
+        if gradient is not None and not gradient.is_sparse:
+            raise DistError(
+                f"DistributedDataParallel: parameter {self.entry.name!r} of an embedding with sparse=True got a dense "
+                "gradient. Use it in that embedding only, or build the embedding with sparse=False."
+            )
+
+    def contents(self) -> torch.Tensor:
+        """Return a copy of the gradient; without rows if there is none."""
+        gradient = self.entry.parameter.grad
+        return self._empty() if gradient is None or self._zeros else gradient.detach().clone()
+
+    def grad_bucket(self) -> GradBucket:
+        """Return the gradient as a communication hook receives it."""
+        return GradBucket(self.index, self.contents(), None, [self.entry.parameter], self.is_last)
+
+    def zero(self) -> None:
+        """Communicate no rows until the next reset, the contribution of a rank without inputs."""
+        self._zeros = True
+
+    def _empty(self) -> torch.Tensor:
+        # Of the same layout as the other ranks' gradients: whole rows.
+        parameter = self.entry.parameter
+        indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+        rows = parameter.new_empty((0, *parameter.shape[1:]))
+        return torch.sparse_coo_tensor(indices, rows, parameter.shape, is_coalesced=True, check_invariants=False)
+
+    def copy_out(self, value: torch.Tensor, untouched: Collection[int] = (), unchanged: bool = False) -> None:
+        """Make the result the gradient, unless it has to be left alone or equals the gradient already."""
+        parameter = self.entry.parameter
+        if self.members[0] not in untouched and not (unchanged and parameter.grad is not None):
+            parameter.grad = value.detach().to(parameter.dtype)
+
+
+ReducerBucket = DenseBucket | SparseBucket
+
+
+class InPlaceGradients:
+    """Dense gradients on the CPU, of one dtype, that are averaged where they are.
+
+    Args:
+        parameters: Parameters in an order that is the same on all ranks.
+        group: Group that averages.
+        dtype: Dtype in which values are divided and summed. Default None: their own.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], group: Any, dtype: torch.dtype | None = None) -> None:
+        self.parameters = parameters
+        self.group = group
+        self._dtype = dtype or (parameters[0].dtype if parameters else torch.float32)
+        self._piece = PIECE_BYTES // self._dtype.itemsize
+        self._large = [parameter for parameter in parameters if parameter.nbytes >= LARGE_GRADIENT_BYTES]
+        small = [parameter for parameter in parameters if parameter.nbytes < LARGE_GRADIENT_BYTES]
+        self._packed = [_PackedGradients(small, self._dtype)] if small else []
+        rounds = any(parameter.dtype is not self._dtype for parameter in self._large)
+        self._rounded = groups.empty_registered(self._piece, dtype=self._dtype, group=group) if rounds else None
+
+    def average(self, divisor: Divisor) -> None:
+        """Replace every gradient by the sum of all ranks' over the divisor; a missing one counts as zeros."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for parameter in self._large:
+            flat = _flat_gradient(parameter)
+            if flat is not None:
+                self._sum(flat, divisor)
+            else:
+                self._sum_packed(_PackedGradients([parameter], self._dtype), divisor)
+        for packed in self._packed:
+            self._sum_packed(packed, divisor)
+
+    def participate_with_zeros(self) -> None:
+        """Contribute zeros, for a rank without inputs, and leave its gradients as they are."""
+        for parameter in self._large:
+            self._sum(parameter.new_zeros(parameter.numel()), Divisor(1))
+        for packed in self._packed:
+            self._sum(packed.flat.zero_(), Divisor(1))
+
+    def _sum_packed(self, packed: _PackedGradients, divisor: Divisor) -> None:
+        packed.load()
+        self._sum(packed.flat, divisor)
+        packed.store()
+
+    def _sum(self, flat: torch.Tensor, divisor: Divisor) -> None:
+        for piece in flat.split(self._piece):
+            operand = piece
+            if self._rounded is not None and piece.dtype is not self._dtype:
+                operand = self._rounded[: len(piece)].copy_(piece)
+            # Divided before the sum, so that sums of 16-bit floats stay in range.
+            groups.all_reduce(average(operand, divisor, by_factor=True), group=self.group)
+            if operand is not piece:
+                piece.copy_(operand)
+
+
+class _PackedGradients:
+    """Gradients of some parameters copied one after another, each in its parameter's layout."""
+
+    def __init__(self, parameters: list[torch.Tensor], dtype: torch.dtype) -> None:
+        self.parameters = parameters
+        self.flat = parameters[0].new_empty(sum(parameter.numel() for parameter in parameters), dtype=dtype)
+        self._views = split(self.flat, parameters)
+
+    def load(self) -> None:
+        """Copy the gradients in."""
+        torch._foreach_copy_(self._views, self._gradients())
+
+    def store(self) -> None:
+        """Copy the gradients out."""
+        torch._foreach_copy_(self._gradients(), self._views)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad.detach() for parameter in self.parameters if parameter.grad is not None]
+
+
+def _flat_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a parameter as a flat view, or None if its dtype or layout is not the parameter's."""
+    gradient = parameter.grad
+    if gradient is None or gradient.dtype is not parameter.dtype or gradient.is_sparse:
+        return None
+    contiguous = gradient.is_contiguous() and parameter.is_contiguous()
+    alike = contiguous or gradient.stride() == dense_strides(parameter)
+    return gradient.detach().as_strided((parameter.numel(),), (1,)) if alike else None
+
+
+def build_buckets(
+    assignment: Sequence[list[int]],
+    entries: Sequence[ParameterEntry],
+    options: ReducerOptions,
+    group: Any,
+    average_group: Any = None,
+    wire_dtype: torch.dtype | None = None,
+) -> tuple[list[ReducerBucket], InPlaceGradients]:
+    """Return the buckets of an assignment, in the order of communication, and the gradients averaged in place.
+
+    Args:
+        assignment: Indices into ``entries``; a sparse parameter is alone.
+        entries: The parameters.
+        options: Arguments of DDP.
+        group: Group that communicates the buckets.
+        average_group: Group over which the last dense bucket is averaged in place. Default None: it has a buffer.
+        wire_dtype: Dtype of that average.
+    """
+    dense = [members for members in assignment if not entries[members[0]].sparse]
+    in_place = dense[-1] if average_group is not None and dense else []
+    buffered = [members for members in assignment if members is not in_place]
+    last = len(buffered) - 1
+    with torch.no_grad():
+        buckets = [_build(i, members, entries, i == last, options, group) for i, members in enumerate(buffered)]
+    gradients = InPlaceGradients([entries[member].parameter for member in in_place], average_group, wire_dtype)
+    return buckets, gradients
+
+
+def _build(
+    index: int,
+    members: list[int],
+    entries: Sequence[ParameterEntry],
+    is_last: bool,
+    options: ReducerOptions,
+    group: Any,
+) -> ReducerBucket:
+    if entries[members[0]].sparse:
+        return SparseBucket(index, members[0], entries[members[0]], is_last)
+    parameters = [entries[member].parameter for member in members]
+    bucket = DenseBucket(index, members, parameters, is_last, options.gradient_as_view, group)
+    bucket.adopt_gradients()
+    return bucket

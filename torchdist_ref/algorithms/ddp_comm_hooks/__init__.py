@@ -1,8 +1,8 @@
-"""Communication hooks: what happens to a bucket of gradients between backward and the optimizer.
+"""Communication hooks: functions that exchange a bucket of gradients between backward and the optimizer.
 
 A hook is a function ``hook(state, bucket) -> torch.futures.Future[torch.Tensor]``, registered with
-``DistributedDataParallel.register_comm_hook``. This module also names them, for programs that choose
-one by name.
+``DistributedDataParallel.register_comm_hook``. `hook_traits` declares properties of your own hook that make it faster.
+`DDPCommHookType` names the hooks of this library, for programs that choose one by name.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from torchdist_ref.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
+from torchdist_ref.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import HookTraits, hook_traits, traits_of
 from torchdist_ref.errors import ArgumentTypeError, explain
 
-__all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
-
-Hook = Callable[..., Any]
+__all__ = ["DDPCommHookType", "HookTraits", "hook_traits", "register_ddp_comm_hook", "traits_of"]
 
 
-class Registrar:
-    """Registers one hook on a model; for PowerSGD the state that is passed is the group, and a rank comes with it."""
+class HookRegistrar:
+    """Function that registers one hook on a model; for PowerSGD it makes the state, of a group and a rank."""
 
-    def __init__(self, comm_hook: Hook, rank: int = 0) -> None:
+    def __init__(self, comm_hook: Callable[..., Any], rank: int = 0) -> None:
         self.comm_hook = comm_hook
         self.rank = rank
 
@@ -40,7 +39,7 @@ class Registrar:
 
 
 class DDPCommHookType(Enum):
-    """The hooks by name; the value of each registers it: ``DDPCommHookType.NOOP.value(model=model, state=None)``.
+    """Hooks by name; the value of each registers it: ``DDPCommHookType.NOOP.value(model=model, state=None)``.
 
     Example:
         >>> from torchdist_ref.algorithms.ddp_comm_hooks import DDPCommHookType
@@ -48,23 +47,23 @@ class DDPCommHookType(Enum):
         'fp16_compress_hook'
     """
 
-    ALLREDUCE = Registrar(default_hooks.allreduce_hook)
-    FP16_COMPRESS = Registrar(default_hooks.fp16_compress_hook)
-    BF16_COMPRESS = Registrar(default_hooks.bf16_compress_hook)
-    QUANTIZE_PER_TENSOR = Registrar(quantization_hooks.quantization_pertensor_hook)
-    QUANTIZE_PER_CHANNEL = Registrar(quantization_hooks.quantization_perchannel_hook)
-    POWER_SGD = Registrar(powerSGD_hook.powerSGD_hook, 1)
-    POWER_SGD_RANK2 = Registrar(powerSGD_hook.powerSGD_hook, 2)
-    BATCHED_POWER_SGD = Registrar(powerSGD_hook.batched_powerSGD_hook, 1)
-    BATCHED_POWER_SGD_RANK2 = Registrar(powerSGD_hook.batched_powerSGD_hook, 2)
-    NOOP = Registrar(debugging_hooks.noop_hook)
+    ALLREDUCE = HookRegistrar(default_hooks.allreduce_hook)
+    FP16_COMPRESS = HookRegistrar(default_hooks.fp16_compress_hook)
+    BF16_COMPRESS = HookRegistrar(default_hooks.bf16_compress_hook)
+    QUANTIZE_PER_TENSOR = HookRegistrar(quantization_hooks.quantization_pertensor_hook)
+    QUANTIZE_PER_CHANNEL = HookRegistrar(quantization_hooks.quantization_perchannel_hook)
+    POWER_SGD = HookRegistrar(powerSGD_hook.powerSGD_hook, 1)
+    POWER_SGD_RANK2 = HookRegistrar(powerSGD_hook.powerSGD_hook, 2)
+    BATCHED_POWER_SGD = HookRegistrar(powerSGD_hook.batched_powerSGD_hook, 1)
+    BATCHED_POWER_SGD_RANK2 = HookRegistrar(powerSGD_hook.batched_powerSGD_hook, 2)
+    NOOP = HookRegistrar(default_hooks.noop_hook)
 
 
 def register_ddp_comm_hook(comm_hook_type: Any, model: Any, state: Any = None) -> None:
     """Register one of the named hooks.
 
     Args:
-        comm_hook_type: Which; a member of `DDPCommHookType`.
+        comm_hook_type: A member of `DDPCommHookType`.
         model: A DistributedDataParallel of ours or of torch's.
         state: The process group, or None for the default group.
 

@@ -1,53 +1,56 @@
-"""DDP and `ZeroRedundancyOptimizer` together: parameters are updated, and sent to all ranks, inside backward.
+"""Hooks that update a `ZeroRedundancyOptimizer` inside DDP's backward.
 
-Each parameter belongs to one rank. When a bucket's gradients are exchanged, its owners take the optimizer's step, and
-broadcast what they have updated. Two hooks differ in when: `hook_with_zero_step` sends parameters once all gradients
-are there, `hook_with_zero_step_interleaved` one bucket behind the gradients. Every call is made on the thread that runs
-backward, in an order that is the same on all ranks, so both work on every backend. Don't add what an optimizer does.
+Each parameter belongs to one rank. When a bucket's gradients are exchanged, its owners run the optimizer's step and
+broadcast the updated parameters. `hook_with_zero_step` broadcasts when all gradients are exchanged,
+`hook_with_zero_step_interleaved` one bucket behind the gradients. Every collective is called on the thread that runs
+backward, in the same order on all ranks, so both work on every backend. Do not add the arithmetic of optimizers here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.futures import Future
 
-from torchdist_ref.algorithms.ddp_comm_hooks.peers import comm_hook
+from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import Hook, comm_hook
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 from torchdist_ref.parallel.bucket import GradBucket
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
-Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 
-
-class Sharded(Protocol):
-    """What the hooks ask of an optimizer; `torchdist_ref.optim.ZeroRedundancyOptimizer` has it."""
+class ShardedOptimizer(Protocol):
+    """Interface of an optimizer for the hooks; `torchdist_ref.optim.ZeroRedundancyOptimizer` has it."""
 
     overlap_with_ddp: bool
     rank: int
     world_size: int
 
     @property
-    def assigned(self) -> bool: ...
+    def assigned(self) -> bool:
+        """Whether parameters have owners."""
 
-    def assign(self, params_per_rank: Sequence[Sequence[torch.Tensor]]) -> None: ...
+    def assign(self, params_per_rank: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Give each rank its parameters."""
 
-    def owner(self, parameter: torch.Tensor) -> int: ...
+    def owner(self, parameter: torch.Tensor) -> int:
+        """Return the rank that updates a parameter."""
 
-    def step_with(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None: ...
+    def step_with(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Update some parameters with given gradients."""
 
-    def share(self, parameters: Iterable[torch.Tensor]) -> list[Any]: ...
+    def share(self, parameters: Iterable[torch.Tensor]) -> list[Any]:
+        """Start to send parameters from their owners to all ranks."""
 
 
-def hook_with_zero_step(hook: Hook, ddp: Any, zero: Sharded, shard_buckets: bool = False) -> Hook:
-    """A hook that does what ``hook`` does, and updates parameters when the last bucket is on its way.
+def hook_with_zero_step(hook: Hook, ddp: Any, zero: ShardedOptimizer, shard_buckets: bool = False) -> Hook:
+    """Return a hook that runs ``hook``, and updates parameters when the last bucket is launched.
 
-    While later buckets travel, each rank updates what it owns of the earlier ones; when all are updated, parameters are
-    sent. In the first two iterations (three with ``static_graph=True``) nothing is updated, because DDP's buckets are
-    known only then. Suits links that are slow compared to backward.
+    While later buckets are exchanged, each rank updates its parameters of the earlier ones; when all are updated,
+    parameters are broadcast. The first two iterations (three with ``static_graph=True``) update nothing, because DDP's
+    buckets are not final. Suits links that are slow compared to backward.
 
     Args:
         hook: Any hook, say ``allreduce_hook``.
@@ -82,33 +85,33 @@ def hook_with_zero_step(hook: Hook, ddp: Any, zero: Sharded, shard_buckets: bool
         >>> run(program, 2)
         [[1.0, 1.0, 0.5, 0.0], [1.0, 1.0, 0.5, 0.0]]
     """
-    step = _Step(ddp, zero, shard_buckets)
+    step = _BucketwiseStep(ddp, zero, shard_buckets)
 
     def hook_with_zero_fn(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         future = hook(state, bucket)
         if step.ready(bucket):
-            step.begun.append((bucket, future))
+            step.launched.append((bucket, future))
             if bucket.is_last():
-                buckets = [begun for begun, _ in step.begun]
-                while step.begun:
+                buckets = [launched for launched, _ in step.launched]
+                while step.launched:
                     step.update()
                 for one in buckets:
-                    step.send(one)
+                    step.broadcast(one)
                 step.wait()
         return future
 
     return comm_hook(hook_with_zero_fn)
 
 
-def hook_with_zero_step_interleaved(hook: Hook, ddp: Any, zero: Sharded, shard_buckets: bool = False) -> Hook:
-    """A hook that does what ``hook`` does, and updates the parameters of the bucket before, while backward goes on.
+def hook_with_zero_step_interleaved(hook: Hook, ddp: Any, zero: ShardedOptimizer, shard_buckets: bool = False) -> Hook:
+    """Return a hook that runs ``hook``, and updates the parameters of the previous bucket, while backward continues.
 
-    With each bucket that is launched, the one before is waited for, updated and sent. Otherwise like
-    `hook_with_zero_step`. Suits fast links.
+    With each bucket that is launched, the hook waits for the previous one, updates its parameters and broadcasts them.
+    Otherwise like `hook_with_zero_step`. Suits fast links.
 
     Args:
-        hook: A hook that makes its calls when it is called, as the default ones do; not one such as PowerSGD, whose
-            calls on a thread of its own would get between.
+        hook: A hook that makes its collectives when it is called, as the default ones do. PowerSGD makes them on a
+            thread of its own, so their order would be undefined.
         ddp: The DistributedDataParallel on which the result will be registered.
         zero: A `ZeroRedundancyOptimizer` made with ``overlap_with_ddp=True``.
         shard_buckets: Divide each bucket's parameters among the ranks, by size. Default False: whole buckets, in turn.
@@ -138,14 +141,14 @@ def hook_with_zero_step_interleaved(hook: Hook, ddp: Any, zero: Sharded, shard_b
         >>> run(program, 2)
         [0.5, 0.5]
     """
-    step = _Step(ddp, zero, shard_buckets)
+    step = _BucketwiseStep(ddp, zero, shard_buckets)
 
     def hook_with_zero_interleaved_fn(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         future = hook(state, bucket)
         if step.ready(bucket):
-            step.begun.append((bucket, future))
-            while len(step.begun) > (0 if bucket.is_last() else 1):
-                step.send(step.update())
+            step.launched.append((bucket, future))
+            while len(step.launched) > (0 if bucket.is_last() else 1):
+                step.broadcast(step.update())
             if bucket.is_last():
                 step.wait()
         return future
@@ -153,34 +156,34 @@ def hook_with_zero_step_interleaved(hook: Hook, ddp: Any, zero: Sharded, shard_b
     return comm_hook(hook_with_zero_interleaved_fn)
 
 
-class _Step:
-    """One optimizer step, bucket by bucket; its parts are called in an order that the two hooks choose."""
+class _BucketwiseStep:
+    """One optimizer step, bucket by bucket; the two hooks call its parts in different orders."""
 
-    def __init__(self, ddp: Any, zero: Sharded, shard_buckets: bool) -> None:
+    def __init__(self, ddp: Any, zero: ShardedOptimizer, shard_buckets: bool) -> None:
         _check(zero)
         self.ddp, self.zero, self.shard_buckets = ddp, zero, shard_buckets
-        self.begun: list[tuple[GradBucket, Future[torch.Tensor]]] = []
+        self.launched: list[tuple[GradBucket, Future[torch.Tensor]]] = []
         self._seen: list[list[torch.Tensor]] = []
-        self._sent: list[Any] = []
+        self._broadcasts: list[Any] = []
 
     def ready(self, bucket: GradBucket) -> bool:
-        """Whether parameters have owners. Buckets are looked at until they are final and all are known."""
+        """Return whether parameters have owners; record buckets until they are final and assign owners then."""
         if self.zero.assigned:
             if bucket.index() == 0:
-                # What is left is of an iteration that failed.
-                self.begun.clear()
-                self._sent.clear()
+                # Left over from an iteration that failed.
+                self.launched.clear()
+                self._broadcasts.clear()
             return True
         if bucket.index() == 0:
             self._seen = []
-        if self.ddp._has_rebuilt_buckets:
+        if self.ddp._has_rebuilt_buckets:  # noqa: SLF001 (torch's name)
             self._seen.append(list(bucket.parameters()))
             if bucket.is_last():
-                self.zero.assign(self._owned())
+                self.zero.assign(self._division())
         return False
 
-    def _owned(self) -> list[list[torch.Tensor]]:
-        """For each rank its parameters: the next part (a bucket, or one parameter) goes to whoever has least."""
+    def _division(self) -> list[list[torch.Tensor]]:
+        """Return each rank's parameters: the next part (a bucket, or one parameter) goes to the rank with least."""
         parts = [[p] for one in self._seen for p in one] if self.shard_buckets else self._seen
         owned: list[list[torch.Tensor]] = [[] for _ in range(self.zero.world_size)]
         for part in parts:
@@ -188,8 +191,8 @@ class _Step:
         return owned
 
     def update(self) -> GradBucket:
-        """Wait for the oldest bucket's gradients, and step with what this rank owns of it."""
-        bucket, future = self.begun.pop(0)
+        """Wait for the oldest bucket's gradients, and update this rank's parameters of it."""
+        bucket, future = self.launched.pop(0)
         value = future.wait()
         if value.data_ptr() != bucket.buffer().data_ptr():
             bucket.set_buffer(value.reshape(-1))
@@ -199,15 +202,15 @@ class _Step:
             self.zero.step_with(mine)
         return bucket
 
-    def send(self, bucket: GradBucket) -> None:
-        """Begin to send the bucket's parameters from their owners to all."""
-        self._sent += self.zero.share(bucket.parameters())
+    def broadcast(self, bucket: GradBucket) -> None:
+        """Start to send the bucket's parameters from their owners to all."""
+        self._broadcasts += self.zero.share(bucket.parameters())
 
     def wait(self) -> None:
-        """Until everything that was sent is there."""
-        for work in self._sent:
+        """Wait for all broadcasts."""
+        for work in self._broadcasts:
             work.wait()
-        self._sent.clear()
+        self._broadcasts.clear()
 
 
 def _check(zero: Any) -> None:

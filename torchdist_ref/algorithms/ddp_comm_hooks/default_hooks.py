@@ -1,34 +1,51 @@
-"""The everyday hooks: average the gradients, in their own precision or in half of it.
+"""Hooks of one collective: exact and 16-bit averages, local SGD, and no communication.
 
-Half precision halves what travels and costs two conversions, so it pays where the link is the
-bottleneck. Each hook divides before it sums, so that sums of half-precision numbers stay in range.
+16-bit floats halve the bytes and cost two conversions, so they pay where the link is the bottleneck. Each hook divides
+before it sums, so that sums of 16-bit floats stay in range. Do not add hooks of several rounds or optimizers here.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
 from torch.futures import Future
 
-from torchdist_ref.algorithms.ddp_comm_hooks.peers import Peers, comm_hook, only, promises, restored, rounded
+from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import (
+    Hook,
+    HookGroup,
+    comm_hook,
+    converted_back,
+    hook_traits,
+    single_tensor,
+    traits_of,
+    wire_buffer,
+)
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 from torchdist_ref.parallel.bucket import GradBucket
 
 __all__ = [
+    "BuiltinCommHookType",
+    "PostLocalSGDState",
     "allreduce_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "noop_hook",
+    "post_localSGD_hook",
 ]
 
-Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
+logger = logging.getLogger("torchdist_ref.algorithms")
 
 
+@hook_traits(only_averages=True)
 @comm_hook
 def allreduce_hook(process_group: Any, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average the gradients over the ranks: what DDP does without a hook. A starting point for hooks that also watch.
+    """Average the gradients over the ranks, as DDP does without a hook. A starting point for hooks of your own.
 
     Args:
         process_group: The group over which to average, or None for the default group.
@@ -47,28 +64,19 @@ def allreduce_hook(process_group: Any, bucket: GradBucket) -> Future[torch.Tenso
         >>> run(program, 2)
         [[1.0, 5.0], [1.0, 5.0]]
     """
-    return average(Peers(process_group, bucket), bucket)
-
-
-# Our DDP may divide gradients while it lays them into the bucket, or average them where they lie, without a bucket.
-vars(allreduce_hook)["only_averages"] = True
-
-
-def average(peers: Peers, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Begin to average the bucket's buffer over the ranks, in place."""
-    return peers.sum(peers.divided(bucket, bucket.buffer())).then(only)
+    return HookGroup(process_group, bucket).average(bucket)
 
 
 def _compressed_average(dtype: torch.dtype, process_group: Any, bucket: GradBucket) -> Future[torch.Tensor]:
-    peers = Peers(process_group, bucket)
-    buffer = bucket.buffer()
-    small = peers.divided(bucket, rounded(bucket, dtype))
-    return peers.sum(small).then(lambda future: restored(bucket, buffer, only(future)))
+    group, buffer = HookGroup(process_group, bucket), bucket.buffer()
+    rounded = group.divide(bucket, wire_buffer(bucket, dtype))
+    return group.start_sum(rounded).then(lambda future: converted_back(bucket, buffer, single_tensor(future)))
 
 
+@hook_traits(only_averages=True, wire_dtype=torch.float16)
 @comm_hook
 def fp16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average the gradients as 16-bit floats (5 bits of exponent, 10 of fraction): half the bytes, 3 decimal digits.
+    """Average the gradients as float16 (5 bits of exponent, 10 of fraction): half the bytes, 3 decimal digits.
 
     Args:
         process_group: The group over which to average, or None for the default group.
@@ -90,17 +98,13 @@ def fp16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[torch.T
     return _compressed_average(torch.float16, process_group, bucket)
 
 
-# Our DDP may round gradients while it takes them, then divide them, and leave their conversion back to the moment when
-# it hands them out; or do all of that where they lie.
-vars(fp16_compress_hook).update(takes_rounded=torch.float16, only_averages=True)
-
-
+@hook_traits(only_averages=True, wire_dtype=torch.bfloat16)
 @comm_hook
 def bf16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average the gradients as bfloat16 (8 bits of exponent, 7 of fraction): half the bytes, the range of float32.
 
     Runs on every backend. torch's DDP refuses any hook of this *name* on CPU builds; there, register it under another:
-    ``half = lambda state, bucket: bf16_compress_hook(state, bucket)``.
+    ``compressed = lambda state, bucket: bf16_compress_hook(state, bucket)``.
 
     Args:
         process_group: The group over which to average, or None for the default group.
@@ -122,24 +126,21 @@ def bf16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[torch.T
     return _compressed_average(torch.bfloat16, process_group, bucket)
 
 
-vars(bf16_compress_hook).update(takes_rounded=torch.bfloat16, only_averages=True)
-
-
 def _wrapper(dtype: torch.dtype, hook: Hook, name: str) -> Hook:
     def wrapped(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         buffer = bucket.buffer()
-        bucket.set_buffer(rounded(bucket, dtype))
-        return hook(state, bucket).then(lambda future: restored(bucket, buffer, future.value()))
+        bucket.set_buffer(wire_buffer(bucket, dtype))
+        return hook(state, bucket).then(lambda future: converted_back(bucket, buffer, future.value()))
 
     wrapped.__name__ = wrapped.__qualname__ = name
-    says = promises(hook)
+    inner = traits_of(hook)
     # A hook that rounds once more divides after that.
-    vars(wrapped).update(takes_rounded=dtype, only_averages=says.get("only_averages") and "takes_rounded" not in says)
-    return comm_hook(wrapped)
+    averages = inner.only_averages and inner.wire_dtype is None
+    return hook_traits(only_averages=averages, wire_dtype=dtype)(comm_hook(wrapped))
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Let ``hook`` see the gradients as 16-bit floats, and convert what it returns back.
+    """Let ``hook`` see the gradients as float16, and convert its result back.
 
     Args:
         hook: Any hook, say ``powerSGD_hook``; its bucket's buffer and gradients have dtype ``torch.float16``.
@@ -160,7 +161,7 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Let ``hook`` see the gradients as bfloat16, and convert what it returns back.
+    """Let ``hook`` see the gradients as bfloat16, and convert its result back.
 
     Args:
         hook: Any hook; its bucket's buffer and gradients have dtype ``torch.bfloat16``.
@@ -178,3 +179,141 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
         tensor([1.])
     """
     return _wrapper(torch.bfloat16, hook, "bf16_compress_wrapper_hook")
+
+
+@hook_traits(keeps_buffer=True)
+@comm_hook
+def noop_hook(_: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Exchange nothing: every rank keeps its own gradients, so replicas drift apart.
+
+    A step with this hook costs what it would cost on an infinitely fast link. If that is hardly less than with the real
+    hook, no other hook helps. Gradients are packed into buckets as always, but not copied back: they are unchanged.
+
+    Args:
+        _: Any state; not used.
+        bucket: The gradients.
+
+    Returns:
+        A finished Future of the bucket's buffer, unchanged.
+
+    Example:
+        >>> import torch
+        >>> from torchdist_ref.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+        >>> from torchdist_ref.parallel import GradBucket
+        >>> noop_hook(None, GradBucket(buffer=torch.ones(2))).wait()
+        tensor([1., 1.])
+    """
+    future: Future[torch.Tensor] = Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+class PostLocalSGDState:
+    """Groups of `post_localSGD_hook`, and the step at which the second replaces the first.
+
+    Args:
+        process_group: The group for the first steps; None for the default group.
+        subgroup: The group for the later ones, one that this rank is in. Required if they are averaged.
+        start_localSGD_iter: Number of steps over ``process_group``.
+        post_local_gradient_allreduce: Whether later steps are averaged at all. Default True.
+
+    Raises:
+        ArgumentError: Later steps are to be averaged, and there is no subgroup.
+
+    Example:
+        >>> from torchdist_ref.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+        >>> state = PostLocalSGDState(None, None, start_localSGD_iter=100, post_local_gradient_allreduce=False)
+        >>> state.iter
+        0
+    """
+
+    __slots__ = ("iter", "post_local_gradient_allreduce", "process_group", "start_localSGD_iter", "subgroup")
+
+    def __init__(
+        self,
+        process_group: Any,
+        subgroup: Any,
+        start_localSGD_iter: int,
+        post_local_gradient_allreduce: bool = True,
+    ) -> None:
+        if subgroup is None and post_local_gradient_allreduce:
+            hint = "Make one of the ranks of each host with new_group, or pass post_local_gradient_allreduce=False."
+            raise ArgumentError(explain("PostLocalSGDState", "subgroup", "a group", None, hint=hint))
+        self.process_group = process_group
+        self.subgroup = subgroup
+        self.start_localSGD_iter = start_localSGD_iter
+        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self.iter = 0
+
+    def maybe_increase_iter(self, bucket: GradBucket) -> None:
+        """Count a step when its last bucket is launched."""
+        if bucket.is_last():
+            self.iter += 1
+            if self.iter == self.start_localSGD_iter:
+                logger.info("Local SGD begins after %d steps.", self.iter)
+
+
+@comm_hook
+def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average over all ranks for the first steps, then over the subgroup, or not at all.
+
+    A model averager averages the replicas now and then, after the optimizer's step (T. Lin, S. Stich, K. K. Patel,
+    M. Jaggi, *Don't Use Large Mini-Batches, Use Local SGD*, ICLR 2020).
+
+    Args:
+        state: The groups, and the step at which one replaces the other.
+        bucket: The gradients; averaged in place.
+
+    Returns:
+        A Future of the bucket's buffer, with the average over this step's group.
+
+    Example:
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     state = PostLocalSGDState(None, None, 1, post_local_gradient_allreduce=False)
+        ...     steps = [dist.GradBucket(buffer=torch.tensor([4.0 * rank])) for _ in range(2)]
+        ...     return [post_localSGD_hook(state, bucket).wait().item() for bucket in steps]
+        >>> run(program, 2)
+        [[2.0, 0.0], [2.0, 4.0]]
+    """
+    if state.iter < state.start_localSGD_iter:
+        state.maybe_increase_iter(bucket)
+        return HookGroup(state.process_group, bucket).average(bucket)
+    if not state.post_local_gradient_allreduce:
+        return noop_hook(None, bucket)
+    return HookGroup(state.subgroup, bucket).average(bucket)
+
+
+class BuiltinCommHookType(Enum):
+    """Hooks of ``DistributedDataParallel._register_builtin_comm_hook``, by torch's names; torch's members work too.
+
+    Example:
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     model = dist.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+        ...     model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        ...     model(torch.tensor([[4.0 * rank]])).sum().backward()
+        ...     return model.module.weight.grad.item()
+        >>> run(program, 2)
+        [2.0, 2.0]
+    """
+
+    ALLREDUCE = 1
+    FP16_COMPRESS = 2
+
+
+def builtin_hook(kind: Any) -> Callable[..., Any]:
+    """Return the hook of a member of `BuiltinCommHookType`, ours or torch's.
+
+    Raises:
+        ArgumentTypeError: It is no such member.
+    """
+    hooks = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}
+    if type(kind).__name__ != "BuiltinCommHookType":
+        hint = "A function goes to register_comm_hook(state, hook)."
+        expected = "a member of BuiltinCommHookType"
+        raise ArgumentTypeError(explain("_register_builtin_comm_hook", "comm_hook_type", expected, kind, hint=hint))
+    return hooks[kind.name]

@@ -1,8 +1,8 @@
-"""How much rank each layer deserves: by the error that is allowed, or by the bytes that are.
+"""Ranks for PowerSGD, layer by layer, from an error bound or a byte budget.
 
-One rank for all layers spends bytes where singular values have long died away, and saves them where
-they have not. Both functions here look at gradients once (after an exact step, when every rank holds the same
-average in ``.grad``) and give a rule for ``PowerSGDState(rank_rule=...)``.
+One rank for all layers spends bytes on layers whose singular values decay fast, and saves them on the others. Both
+functions read the gradients once (after an exact step, when every rank holds the same average in ``.grad``) and return
+a rule for ``PowerSGDState(rank_rule=...)``. Do not add compression here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["LayerRanks", "ranks_for_bytes", "ranks_for_error"]
 
 
 class LayerRanks:
-    """A rank rule that remembers the rank of each parameter; 0, no compression, for those that it doesn't know.
+    """Rank rule with a rank for each parameter; 0, no compression, for unknown ones.
 
     Args:
         ranks: Parameters and their ranks.
@@ -29,11 +29,14 @@ class LayerRanks:
         self.ranks = {id(parameter): (parameter, rank) for parameter, rank in ranks}
 
     def __call__(self, parameter: torch.Tensor) -> int:
+        """Return the rank of a parameter."""
         return self.ranks[id(parameter)][1] if id(parameter) in self.ranks else 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _Spectrum:
+    """Squares of the singular values of a gradient, largest first, and the bytes of one more rank."""
+
     parameter: torch.Tensor
     cost: int
     energies: tuple[float, ...]
@@ -43,24 +46,24 @@ class _Layer:
         return sum(self.energies)
 
 
-def _layers(parameters: Iterable[torch.Tensor]) -> list[_Layer]:
-    """Each matrix with the bytes of one more rank, and the squares of its gradient's singular values, largest first."""
+def _layers(parameters: Iterable[torch.Tensor]) -> list[_Spectrum]:
+    """Return the spectrum of each matrix among the gradients."""
     found = []
     for parameter in parameters:
         if parameter.grad is not None and parameter.dim() > 1:
             n, m = matrix_shape(parameter.grad)
             flat = torch.as_strided(parameter.grad.detach(), (n, m), (m, 1))
             energies = torch.linalg.svdvals(flat.double()).square_().tolist()
-            found.append(_Layer(parameter, (n + m) * parameter.element_size(), tuple(energies)))
+            found.append(_Spectrum(parameter, (n + m) * parameter.element_size(), tuple(energies)))
     return found
 
 
 def ranks_for_error(parameters: Iterable[torch.Tensor], error: float) -> LayerRanks:
-    """For each layer the least rank whose best approximation is within ``error`` of the gradient, relative, in norm.
+    """Return, for each layer, the least rank whose best approximation is within ``error`` of the gradient.
 
     Args:
-        parameters: With an exact, averaged gradient in ``.grad``.
-        error: Between 0 and 1; 0.3 keeps 91 % of each gradient's squared norm.
+        parameters: Parameters with an exact, averaged gradient in ``.grad``.
+        error: Relative error in the norm, between 0 and 1; 0.3 keeps 91 % of each gradient's squared norm.
 
     Returns:
         A rule for ``PowerSGDState``.
@@ -75,7 +78,7 @@ def ranks_for_error(parameters: Iterable[torch.Tensor], error: float) -> LayerRa
     return LayerRanks((layer.parameter, _least_rank(layer, error)) for layer in _layers(parameters))
 
 
-def _least_rank(layer: _Layer, error: float) -> int:
+def _least_rank(layer: _Spectrum, error: float) -> int:
     allowed, left = error**2 * layer.total, layer.total
     for rank, energy in enumerate(layer.energies, 1):
         left -= energy
@@ -85,12 +88,12 @@ def _least_rank(layer: _Layer, error: float) -> int:
 
 
 def ranks_for_bytes(parameters: Iterable[torch.Tensor], budget: int) -> LayerRanks:
-    """Spend a budget of bytes a step where it helps most: the next rank goes to the layer that loses most per byte.
+    """Return ranks within a budget of bytes per step: the next rank goes to the layer that gains most per byte.
 
     Every layer gets at least rank 1, whatever the budget.
 
     Args:
-        parameters: With an exact, averaged gradient in ``.grad``.
+        parameters: Parameters with an exact, averaged gradient in ``.grad``.
         budget: Bytes of all factors of one step, of P and Q together.
 
     Returns:
@@ -106,7 +109,7 @@ def ranks_for_bytes(parameters: Iterable[torch.Tensor], budget: int) -> LayerRan
     layers = _layers(parameters)
     ranks = [1] * len(layers)
     left = budget - sum(layer.cost for layer in layers)
-    queue = [_offer(place, layer, 1) for place, layer in enumerate(layers) if len(layer.energies) > 1]
+    queue = [_gain(place, layer, 1) for place, layer in enumerate(layers) if len(layer.energies) > 1]
     heapq.heapify(queue)
     while queue:
         _, place = heapq.heappop(queue)
@@ -116,9 +119,9 @@ def ranks_for_bytes(parameters: Iterable[torch.Tensor], budget: int) -> LayerRan
         left -= layer.cost
         ranks[place] += 1
         if ranks[place] < len(layer.energies):
-            heapq.heappush(queue, _offer(place, layer, ranks[place]))
+            heapq.heappush(queue, _gain(place, layer, ranks[place]))
     return LayerRanks((layer.parameter, rank) for layer, rank in zip(layers, ranks, strict=True))
 
 
-def _offer(place: int, layer: _Layer, rank: int) -> tuple[float, int]:
+def _gain(place: int, layer: _Spectrum, rank: int) -> tuple[float, int]:
     return -layer.energies[rank] / layer.cost, place

@@ -1,31 +1,28 @@
-"""Optimizer steps inside backward: a bucket's parameters are updated as soon as its gradients are exchanged.
+"""Hooks that DDP or torch's optimizers register: optimizer steps inside backward, and sums of mixed precision.
 
-While autograd still works on the layers before, the parameters of the layers behind take their step: the optimizer's
-time is hidden, and with `_apply_optim_in_backward_hook` gradients need not be kept. When a parameter's gradient is
-complete, backward has no more use for the parameter, so it may change. The names are torch's, underscores too.
+While autograd computes gradients of the first layers, the parameters of the last ones are updated: the optimizer's time
+overlaps with backward, and with `_apply_optim_in_backward_hook` gradients need not be kept. A parameter whose gradient
+is complete is not used by backward any more, so it may change. The names are torch's, underscores too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.futures import Future
 
-from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import average
-from torchdist_ref.algorithms.ddp_comm_hooks.peers import Peers, comm_hook
+from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import Hook, HookGroup, comm_hook, single_tensor
 from torchdist_ref.errors import ArgumentError, explain
-from torchdist_ref.parallel.bucket import GradBucket
+from torchdist_ref.parallel.bucket import GradBucket, average
 
 __all__: list[str] = []
 
-Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
-
 
 class _OptimizerHookState:
-    """An optimizer that `_hook_then_optimizer` runs, and on what.
+    """Optimizer that `_hook_then_optimizer` runs, and its parameters.
 
     Args:
         functional_optim: Has a method ``step_param(parameter, gradient)``, as torch's functional optimizers do.
@@ -53,7 +50,7 @@ class _OptimizerHookState:
 
 
 def _hook_then_optimizer(hook: Hook, optimizer_state: _OptimizerHookState) -> Hook:
-    """A hook that does what ``hook`` does, and then updates the bucket's parameters.
+    """Return a hook that runs ``hook``, and then updates the bucket's parameters.
 
     Args:
         hook: Any hook.
@@ -78,7 +75,7 @@ def _hook_then_optimizer(hook: Hook, optimizer_state: _OptimizerHookState) -> Ho
     def hook_then_optimizer_wrapper(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         def step(done: Future[torch.Tensor]) -> torch.Tensor:
             value, buffer = done.value(), bucket.buffer()
-            # Some hooks leave their result in memory of its own.
+            # Some hooks return memory of their own.
             if value.data_ptr() != buffer.data_ptr():
                 buffer.copy_(value.reshape(-1))
             optimizer_state.step(bucket)
@@ -90,7 +87,7 @@ def _hook_then_optimizer(hook: Hook, optimizer_state: _OptimizerHookState) -> Ho
 
 
 def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> Hook:
-    """The hook for parameters that carry optimizers of their own, as ``_apply_optimizer_in_backward`` leaves them.
+    """Return the hook for parameters that carry optimizers, set by torch's ``_apply_optimizer_in_backward``.
 
     DDP registers it when it finds such parameters. Their gradients are None after backward.
 
@@ -100,26 +97,28 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> Hook:
     Returns:
         A hook whose state is a weak reference to the DDP.
     """
-    forgetting: list[GradBucket] = []
+    finished: list[GradBucket] = []
 
-    def forget() -> None:
-        for bucket in forgetting:
+    def clear_gradients() -> None:
+        for bucket in finished:
             for parameter in _with_optimizers(bucket):
                 parameter.grad = None
-        forgetting.clear()
+        finished.clear()
 
     def apply_optim_in_backward_hook(hook_state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
-        if not forgetting:
-            # Queued twice, to come after DDP itself, which hands gradients out in a callback that it queues later.
-            Variable._execution_engine.queue_callback(lambda: Variable._execution_engine.queue_callback(forget))
-        forgetting.append(bucket)
+        if not finished:
+            # Queued twice, to run after DDP, which copies gradients out in a callback that it queues later.
+            Variable._execution_engine.queue_callback(  # noqa: SLF001 (torch's)
+                lambda: Variable._execution_engine.queue_callback(clear_gradients)  # noqa: SLF001 (torch's)
+            )
+        finished.append(bucket)
 
         def step(done: Future[torch.Tensor]) -> torch.Tensor:
             done.value()
             _step_own_optimizers(bucket, gradient_is_bucket_view)
             return bucket.buffer()
 
-        return average(Peers(hook_state().process_group, bucket), bucket).then(step)
+        return HookGroup(hook_state().process_group, bucket).average(bucket).then(step)
 
     return comm_hook(apply_optim_in_backward_hook)
 
@@ -135,3 +134,38 @@ def _step_own_optimizers(bucket: GradBucket, gradient_is_bucket_view: bool) -> N
             parameter.grad = gradient
         for optimizer in optimizers:
             optimizer.step()
+
+
+@dataclass
+class _AllreduceUpcastHookState:
+    """State of the hook of ``mixed_precision``.
+
+    Attributes:
+        ddp_weakref: A weak reference to the DDP; its group and its `mixed_precision` are used.
+        upcast_stream: Accepted for compatibility; nothing runs on it.
+        wait_for_stream_enqueued: Accepted for compatibility.
+    """
+
+    ddp_weakref: Any
+    upcast_stream: Any = None
+    wait_for_stream_enqueued: bool = False
+
+
+@comm_hook
+def _reducer_allreduce_and_upcast_hook(
+    hook_state: _AllreduceUpcastHookState, bucket: GradBucket
+) -> Future[torch.Tensor]:
+    """Average gradients in the dtype ``reduce_dtype``: summed first, then divided. DDP registers it itself.
+
+    Args:
+        hook_state: Refers to the DDP.
+        bucket: The gradients, in ``param_dtype``.
+
+    Returns:
+        A Future of the average, in ``reduce_dtype``; the reducer converts it to full precision.
+    """
+    ddp = hook_state.ddp_weakref()
+    config = ddp.mixed_precision
+    group = HookGroup(ddp.process_group, bucket)
+    summand = bucket.buffer().to(config.reduce_dtype or config.param_dtype or bucket.buffer().dtype)
+    return group.start_sum(summand).then(lambda done: average(single_tensor(done), group.divisor))

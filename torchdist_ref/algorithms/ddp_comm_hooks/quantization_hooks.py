@@ -1,9 +1,8 @@
-"""Eight bits a number: each rank rounds its gradients to 256 levels, sends those, and all ranks add up what they get.
+"""Quantization hooks: each rank rounds its gradients to 256 levels, and all ranks gather and sum them.
 
-Levels are affine: a number x travels as round(x / scale) + zero, with scale and zero chosen so that the
-range of the tensor (and 0) fits into 0 … 255. A sum of quantized numbers would need other levels, so
-ranks gather instead of reducing: what travels grows with the number of ranks, and for more than eight of them it is
-more than without the hook.
+Levels are affine: a number x becomes round(x / scale) + zero, with scale and zero chosen so that the range of the
+tensor (and 0) fits into 0 … 255. A sum of quantized numbers would need other levels, so ranks gather instead of
+reducing. The bytes grow with the number of ranks; beyond eight ranks they exceed those of an exact average.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from torchdist_ref.algorithms.ddp_comm_hooks.peers import Peers, comm_hook
-from torchdist_ref.parallel.bucket import GradBucket
+from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import HookGroup, comm_hook
+from torchdist_ref.parallel.bucket import GradBucket, average
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
 
@@ -24,7 +23,7 @@ SMALLEST_SCALE = torch.finfo(torch.float32).eps
 
 @comm_hook
 def quantization_pertensor_hook(process_group: Any, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average gradients that travel as 8-bit integers, with one scale for the whole bucket.
+    """Average gradients sent as 8-bit integers, with one scale for the whole bucket.
 
     Args:
         process_group: The group over which to average, or None for the default group.
@@ -50,9 +49,9 @@ def quantization_pertensor_hook(process_group: Any, bucket: GradBucket) -> Futur
 def quantization_perchannel_hook(
     process_group: Any, bucket: GradBucket, bucket_size: int = 512
 ) -> Future[torch.Tensor]:
-    """Average gradients that travel as 8-bit integers, with a scale for every ``bucket_size`` of them.
+    """Average gradients sent as 8-bit integers, with a scale for every ``bucket_size`` of them.
 
-    Finer than `quantization_pertensor_hook` where a bucket holds gradients of very different size.
+    More exact than `quantization_pertensor_hook` if a bucket holds gradients of very different size.
 
     Args:
         process_group: The group over which to average, or None for the default group.
@@ -76,28 +75,26 @@ def quantization_perchannel_hook(
 
 
 def _average(process_group: Any, bucket: GradBucket, width: int) -> Future[torch.Tensor]:
-    """Gather every rank's levels and what they mean, in one message; add up, divide."""
-    peers = Peers(process_group, bucket)
-    buffer = bucket.buffer()
-    mine = pack(rows(buffer, width))
-    everyone, gathered = peers.gather(mine)
+    """Gather every rank's levels, scales and zeros in one message; sum and divide."""
+    group, buffer = HookGroup(process_group, bucket), bucket.buffer()
+    everyone, gathered = group.start_gather(pack(rows(buffer, width)))
 
-    def add_up(future: Future[Any]) -> torch.Tensor:
+    def average_levels(future: Future[Any]) -> torch.Tensor:
         future.wait()
         total = torch.stack([unpack(one, width) for one in everyone]).sum(0)
-        return (total.flatten()[: buffer.numel()] / peers.size).to(buffer.dtype)
+        return average(total.flatten()[: buffer.numel()], group.divisor).to(buffer.dtype)
 
-    return gathered.then(add_up)
+    return gathered.then(average_levels)
 
 
 def rows(buffer: torch.Tensor, width: int) -> torch.Tensor:
-    """The numbers as rows of ``width`` that each get a scale; the last one filled up with zeros."""
+    """Return the numbers as rows of ``width`` with a scale each; the last row is padded with zeros."""
     missing = -buffer.numel() % width
     return torch.nn.functional.pad(buffer.detach().float(), (0, missing)).view(-1, width)
 
 
 def pack(matrix: torch.Tensor) -> torch.Tensor:
-    """Levels, scales and zeros of a matrix, row by row, as one run of bytes.
+    """Return scales, zeros and levels of a matrix, row by row, as one run of bytes.
 
     >>> unpack(pack(torch.tensor([[0.0, 1.0, 255.0]])), 3)
     tensor([[  0.,   1., 255.]])
@@ -110,7 +107,8 @@ def pack(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """The matrix that `pack` packed, rounded to its levels."""
+    """Return the matrix that `pack` packed, rounded to its levels."""
     count = packed.numel() // (width + 8)
-    meaning = packed[: 8 * count].clone().view(torch.float32).view(2, count, 1)
-    return (packed[8 * count :].view(count, width).float() - meaning[1]) * meaning[0]
+    scale, zero = packed[: 8 * count].clone().view(torch.float32).view(2, count, 1).unbind()
+    levels = packed[8 * count :].view(count, width).float()
+    return levels.sub_(zero).mul_(scale)

@@ -1,5 +1,4 @@
-"""Model averaging: ranks train by themselves for some steps, then take the average of their parameters.
+"""Model averaging: ranks train by themselves for some steps, then average their parameters; see `averagers`.
 
-`averagers` says when, `hierarchical_model_averager` when and with whom, `utils` does it. What happens to gradients in
-between is for a communication hook to say.
+Do not add the exchange of gradients here: it belongs to communication hooks.
 """
