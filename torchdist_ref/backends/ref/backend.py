@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchdist_ref.backends.base import Backend, Membership
 from torchdist_ref.backends.profiler_ranges import profiled
-from torchdist_ref.backends.ref.collectives import Collectives
+from torchdist_ref.backends.ref.collectives import CollectiveCalls
 from torchdist_ref.backends.ref.point_to_point import Messages
 from torchdist_ref.backends.worker_threads import CallbackThreads
 from torchdist_ref.calls import Call, Recv, Send
@@ -47,7 +47,7 @@ class Ref(Backend):
         self.recorder = Recorder()
         self._callbacks, numbers = CallbackThreads(m.name), Numbers(m.name)
         make_work = WorkFactory(numbers, self._callbacks)
-        self.collectives = Collectives(self.link, numbers, self.recorder, make_work)
+        self.collectives = CollectiveCalls(self.link, numbers, self.recorder, make_work)
         self._messages = Messages(self.link, m.timeout, self.recorder, make_work)
 
     @profiled

@@ -40,7 +40,7 @@ def executor_for(link: Link) -> FastExecutor | ReferenceExecutor:
     return ReferenceExecutor(link) if name == ReferenceExecutor.name else FastExecutor(link)
 
 
-class Collectives:
+class CollectiveCalls:
     """The collectives of one group on one rank.
 
     Args:

@@ -11,13 +11,14 @@ from torch import Tensor, nonzero
 
 from torchdist_ref.backends.ref.order import OutOfOrderError
 from torchdist_ref.backends.ref.plan import Plan
+from torchdist_ref.calls import fingerprint
 from torchdist_ref.errors import ArgumentError, MismatchError
 from torchdist_ref.transports.link import Link
-from torchdist_ref.transports.status_table import COMPLETED, ZERO_COPY_BITS
+from torchdist_ref.transports.status_table import COMPLETED, ZERO_COPY_BITS, Announcement
 
 EXECUTORS = ("fast", "reference")
 EXECUTOR_VARIABLE = "TORCHDIST_REF_EXECUTOR"
-_MARK = "by the reference executor: "
+_REFERENCE_BIT = 4
 
 
 def executor_name(environment: str) -> str:
@@ -34,9 +35,13 @@ def executor_name(environment: str) -> str:
     return environment or EXECUTORS[0]
 
 
-def announcement_of(text: str, executor: str) -> str:
-    """Return the text that ranks compare: the call, and the executor that runs it if that is not the default."""
-    return text if executor == EXECUTORS[0] else f"{_MARK}{text}"
+def announcement_of(text: str, executor: str) -> Announcement:
+    """Return the announcement of a call, in which the executor is one bit of the fingerprint.
+
+    Two other bits are set later by ranks with registered tensors (`status_table.ZERO_COPY_BITS`).
+    """
+    common = fingerprint(text) & ~(ZERO_COPY_BITS | _REFERENCE_BIT)
+    return Announcement(common | (_REFERENCE_BIT if executor == EXECUTORS[1] else 0), text.encode())
 
 
 class SomeUnregisteredError(Exception):
@@ -93,16 +98,15 @@ class Handshake:
 
     def _mismatch(self, plan: Plan) -> MismatchError:
         link = self._link
-        texts = [row.text(self.sequence) for row in link.rows]
-        calls = "; ".join(f"{link.rank_names([rank])}: {text}" for rank, text in enumerate(texts))
-        reference = [text.startswith(_MARK) for text in texts]
+        calls = "; ".join(f"{link.rank_names([r])}: {row.text(self.sequence)}" for r, row in enumerate(link.rows))
+        marks = [row.headers[self.sequence & 1][1] & _REFERENCE_BIT for row in link.rows]
         hint = ""
-        if len(set(reference)) > 1:
-            by_name = [
-                (name, [r for r, mark in enumerate(reference) if mark == (name == "reference")]) for name in EXECUTORS
-            ]
-            names = " and ".join(f"{link.rank_names(ranks)} the {name} executor" for name, ranks in by_name)
-            hint = f" Set {EXECUTOR_VARIABLE} alike on all ranks: {names} runs."
+        if len(set(marks)) > 1:
+            fast, reference = ([r for r, mark in enumerate(marks) if bool(mark) == bit] for bit in (False, True))
+            hint = (
+                f" Set {EXECUTOR_VARIABLE} alike on all ranks: {link.rank_names(fast)} used the fast executor and "
+                f"{link.rank_names(reference)} the reference executor."
+            )
         return MismatchError(
             f"{link.context(plan.text)}: the ranks made different calls as call {self.sequence} of this group. "
             f"{calls}.{hint} Nothing was written, and the group can be used."

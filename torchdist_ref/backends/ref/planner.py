@@ -19,13 +19,12 @@ from torchdist_ref.backends.base import RowBlocks, nbytes_of, refuse_unsupported
 from torchdist_ref.backends.reductions import reduction
 from torchdist_ref.backends.ref.handshake import announcement_of
 from torchdist_ref.backends.ref.plan import Plan, Sizes
-from torchdist_ref.calls import Call, Shape, fingerprint, signature
+from torchdist_ref.calls import Call, Shape, signature
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.schedules import catalogue
 from torchdist_ref.schedules.choose import choose, overrides
 from torchdist_ref.schedules.schedule import Schedule
 from torchdist_ref.transports.link import Link
-from torchdist_ref.transports.status_table import ZERO_COPY_BITS, Announcement
 
 # Programs repeat a few kinds of calls. One that keeps inventing shapes (objects of all sizes) must not fill the memory.
 MOST_PLANS = 1024
@@ -102,7 +101,7 @@ class Planner:
         uneven = getattr(call, "uneven", False)
         kind = str(dtype).removeprefix("torch.")
         # Ranks learn the sizes of an uneven exchange in the course of the call.
-        text = announcement_of(f"{call} of {kind}" if uneven else signature(call, kind, shapes), self._executor.name)
+        text = f"{call} of {kind}" if uneven else signature(call, kind, shapes)
         schedule = self._schedule(call, sum(blocks) * dtype.itemsize, even=len(blocks) < 2 and not uneven)
         name = getattr(call, "reduction", None)
         if name is not None:
@@ -110,7 +109,7 @@ class Planner:
             reduction(name, dtype, call.op)
         return Plan(
             rank=self._link.rank,
-            record=Announcement(fingerprint(text) & ~ZERO_COPY_BITS, text.encode()),
+            record=announcement_of(text, self._executor.name),
             schedule=schedule,
             sizes=Sizes(call.op, blocks or (0,), schedule.chunks, rows),
             dtype=dtype,
