@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 
-from torchdist_ref.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import (
+    PostLocalSGDState,
     allreduce_hook,
     bf16_compress_hook,
     bf16_compress_wrapper,
     fp16_compress_hook,
     fp16_compress_wrapper,
+    noop_hook,
+    post_localSGD_hook,
 )
-from torchdist_ref.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import (
     PowerSGDState,
     batched_powerSGD_hook,
