@@ -90,11 +90,8 @@ class Mailbox:
         # The mailbox is part of the sender's memory; a receiver on another host has a copy.
         self._header = segment.bytes_of(source)[begin : begin + MESSAGE_HEADER_BYTES]
         self._fields = self._header[:_FIELDS_BYTES].cast("q")
-        self._ring_offset, self._ring_bytes, self._next = (
-            layout.mailbox_ring(source, target),
-            layout.mailbox_ring_bytes,
-            0,
-        )
+        self._ring_offset, self._ring_bytes = layout.mailbox_ring(source, target), layout.mailbox_ring_bytes
+        self._next = 0
         self._ring = torch.frombuffer(
             segment.buffer_of(source), dtype=torch.uint8, count=self._ring_bytes, offset=self._ring_offset
         )
@@ -121,12 +118,8 @@ class Mailbox:
         fields, nbytes, address = self._fields, tensor.nbytes, tensor.data_ptr()
         transfer = self._transfers.get(nbytes) or self._new_transfer(nbytes)
         begin = self._begin_of(transfer)
-        fields[_TAG], fields[_FINGERPRINT], fields[_NBYTES], fields[_VERDICT] = (
-            tag,
-            record.fingerprint,
-            nbytes,
-            _ACCEPTED,
-        )
+        fields[_TAG], fields[_FINGERPRINT] = tag, record.fingerprint
+        fields[_NBYTES], fields[_VERDICT] = nbytes, _ACCEPTED
         if self._written is not record or self._tag != tag:
             self._write_text(record, tag)
         _, _, size, signal = transfer.chunks[0]
