@@ -19,7 +19,7 @@ from torchdist_ref.algorithms.ddp_comm_hooks import (
     register_ddp_comm_hook,
 )
 from torchdist_ref.testing import RankError, fill, run
-from torchdist_ref.testing.hook_contract import BUCKETS, average, check_hook, gradients
+from torchdist_ref.testing.hook_contract import BUCKETS, check_hook, exact_average, gradients
 
 ACCURATE: dict[str, tuple[Any, float]] = {
     "allreduce": (default_hooks.allreduce_hook, 1e-6),
@@ -130,4 +130,4 @@ def test_a_function_in_place_of_a_name_is_answered() -> None:
 def test_the_data_of_the_contract_tell_ranks_steps_and_buckets_apart() -> None:
     seen = [torch.cat([g.flatten() for g in gradients(r, s, i)]) for r in range(3) for s in range(3) for i in range(3)]
     assert len({tuple(x.tolist()) for x in seen}) == 27
-    assert [average(2, 0, i).numel() for i in range(len(BUCKETS))] == [408, 289, 1027]
+    assert [exact_average(2, 0, i).numel() for i in range(len(BUCKETS))] == [408, 289, 1027]

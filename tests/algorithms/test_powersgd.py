@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
 from tests.parallel.training import forked, train
-from torchdist_ref.algorithms.ddp_comm_hooks import low_rank
+from torchdist_ref.algorithms.ddp_comm_hooks import blocked_products, low_rank
 from torchdist_ref.algorithms.ddp_comm_hooks import powerSGD_hook as module
 from torchdist_ref.algorithms.ddp_comm_hooks.blocked_products import BLOCKED
 from torchdist_ref.algorithms.ddp_comm_hooks.layer_ranks import LayerRanks, ranks_for_bytes, ranks_for_error
+from torchdist_ref.algorithms.ddp_comm_hooks.low_rank import STRAIGHT, Products
 from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import (
     PowerSGDState,
     SeedStream,
@@ -250,6 +251,28 @@ def test_products_in_parts_have_the_bits_of_whole_ones(n: int, m: int, r: int) -
     out = torch.empty_like(M)
     BLOCKED.decompress(P, Q, out, M)
     assert torch.equal(out, torch.bmm(P[None], Q.t()[None])[0]) and torch.equal(M, whole - out)
+
+
+def by_products(rank: int, products: Products, r: int) -> tuple[Tensor, int]:
+    module.PRODUCTS = products
+    ddp = DDP(Large(), bucket_cap_mb=100)
+    ddp.register_comm_hook(PowerSGDState(None, r, 2), powerSGD_hook)
+    found = []
+    for step in range(6):
+        noise = torch.Generator().manual_seed(1000 * step + rank)
+        ddp.zero_grad()
+        ddp([fill(step, s) + torch.randn(s, generator=noise) for s in Large.SHAPES]).backward()
+        found.append(torch.cat([p.grad.flatten() for p in ddp.parameters()]))
+    return torch.stack(found), sum(p.numel() >= blocked_products.SMALLEST_ELEMENTS for p in ddp.parameters())
+
+
+# With one column, bits depend on the addresses of matrices, which differ from run to run.
+@pytest.mark.parametrize("r", [2, 3, 4])
+def test_training_with_straight_and_blocked_products_has_the_same_bits(r: int) -> None:
+    straight, blocked = (run(by_products, 2, products, r, ranks="processes") for products in (STRAIGHT, BLOCKED))
+    for (wanted, large), (found, _) in zip(straight, blocked, strict=True):
+        assert large == len(Large.SHAPES) and torch.equal(found, wanted)
+    assert module.PRODUCTS is BLOCKED
 
 
 def several(rank: int, hook: Any, slow: int, **kw: Any) -> tuple[Tensor, int]:

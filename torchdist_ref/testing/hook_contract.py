@@ -1,7 +1,7 @@
-"""What every communication hook must do, as a function that you can call on your own hook.
+"""Contract of communication hooks, as a function that you can call on your own hook.
 
-`check_hook` gives the hook buckets of several kinds over several steps, on real ranks, and compares what
-comes back with the exact average. It needs no model. A clause belongs here if DDP, or a user of DDP, relies on it.
+`check_hook` calls the hook with buckets of several kinds over several steps, on real ranks, and compares the results
+with the exact average. It needs no model. Do not add clauses on which neither DDP nor its users rely.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ def check_hook(
     tolerance: float | None = 1e-6,
     alike: bool = True,
 ) -> None:
-    """Put a hook through what DDP relies on: three buckets a step, all launched before the first is awaited.
+    """Check a hook with three buckets a step, all launched before the first is waited for, as DDP does.
 
     Args:
         hook: Called as ``hook(state, bucket)``.
         make_state: Called once on each rank, inside its group. Default: the state is None.
-        world_size: How many ranks. Default 2.
+        world_size: Number of ranks. Default 2.
         backend: The backend of their group. Default ``"ref"``.
         ranks: ``"threads"`` or ``"processes"``.
-        steps: How many steps with the same state, each with other gradients. Default 3.
-        tolerance: How far from the exact average the result may be, relative to the average's norm; None for hooks that
-            don't average. Default 1e-6.
+        steps: Number of steps with the same state, each with other gradients. Default 3.
+        tolerance: Greatest distance of the result from the exact average, relative to the average's norm; None for
+            hooks that do not average. Default 1e-6.
         alike: Whether all ranks must get the same bits. Default True.
 
     Raises:
-        RankError: A clause does not hold; the cause names it, with the step and the bucket.
+        RankError: The hook violates a clause; the cause names it, with the step and the bucket.
 
     Example:
         >>> from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
@@ -60,8 +60,8 @@ def check_hook(
 
 
 def gradients(rank: int, step: int, index: int) -> list[Tensor]:
-    """What rank ``rank`` has in bucket ``index`` at a step; small whole numbers, so that averages are nearly exact."""
-    return [fill(7 * rank + 3 * step + 11 * index + place, shape) for place, shape in enumerate(BUCKETS[index])]
+    """Return a rank's gradients of a bucket at a step: small whole numbers, so that averages are nearly exact."""
+    return [fill(7 * rank + 3 * step + 11 * index + position, shape) for position, shape in enumerate(BUCKETS[index])]
 
 
 def _bucket(rank: int, step: int, index: int) -> GradBucket:
@@ -78,7 +78,7 @@ def _check(
     for step in range(steps):
         buckets = [_bucket(rank, step, index) for index in range(len(BUCKETS))]
         futures = [_launch(hook, state, bucket, step) for bucket in buckets]
-        # All are awaited first: a hook may still communicate for a later bucket, and our calls would come between.
+        # All are waited for first: a hook may still communicate for a later bucket, before our own collectives.
         values = [_value(future, bucket, step) for future, bucket in zip(futures, buckets, strict=True)]
         for index, value in enumerate(values):
             if tolerance is not None:
@@ -89,7 +89,7 @@ def _check(
 
 def _launch(hook: Hook, state: Any, bucket: GradBucket, step: int) -> Any:
     future = hook(state, bucket)
-    assert isinstance(future, torch._C.Future), (
+    assert isinstance(future, torch._C.Future), (  # noqa: SLF001 (torch's)
         f"a hook returns a torch.futures.Future; step {step}, bucket {bucket.index()}: {type(future).__name__}"
     )
     return future
@@ -103,19 +103,19 @@ def _value(future: Any, bucket: GradBucket, step: int) -> Tensor:
     assert value.numel() == length, f"the value is as long as the bucket ({length}); {where}: {value.numel()}"
     dtype = bucket.parameters()[0].dtype
     assert value.dtype == dtype, f"the value has the gradients' dtype ({dtype}); {where}: {value.dtype}"
-    changed = [place for place, parameter in enumerate(bucket.parameters()) if not bool((parameter == 1).all())]
+    changed = [index for index, parameter in enumerate(bucket.parameters()) if not bool((parameter == 1).all())]
     assert not changed, f"a hook leaves parameters alone; {where}: changed {changed}"
     return value.detach().reshape(-1)
 
 
-def average(world: int, step: int, index: int) -> Tensor:
-    """The exact average of all ranks' gradients of one bucket."""
+def exact_average(world: int, step: int, index: int) -> Tensor:
+    """Return the exact average of all ranks' gradients of one bucket."""
     flat: Sequence[Tensor] = [torch.cat([g.flatten() for g in gradients(r, step, index)]) for r in range(world)]
     return torch.stack(list(flat)).double().mean(0)
 
 
 def _check_average(value: Tensor, step: int, index: int, tolerance: float) -> None:
-    wanted = average(dist.get_world_size(), step, index)
+    wanted = exact_average(dist.get_world_size(), step, index)
     error = float((value.double() - wanted).norm() / wanted.norm())
     assert error <= tolerance, f"the value is the average within {tolerance}; step {step}, bucket {index}: {error:.3g}"
 

@@ -1,0 +1,153 @@
+"""Traits of hooks: declared by a decorator, kept through wraps, partial and our wrappers, and used by DDP."""
+
+from __future__ import annotations
+
+from functools import partial, wraps
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchdist_ref.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+import torchdist_ref as dist
+from torchdist_ref.algorithms.ddp_comm_hooks import HookTraits, hook_traits, traits_of
+from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from torchdist_ref.testing import fill, run
+
+ALL = HookTraits(only_averages=True, wire_dtype=torch.float16, keeps_buffer=True)
+
+
+@hook_traits(only_averages=True, wire_dtype=torch.float16, keeps_buffer=True)
+def declared(state: Any, bucket: Any) -> Any: ...
+
+
+def plain(state: Any, bucket: Any) -> Any: ...
+
+
+def test_a_declared_hook_is_the_function_itself_and_others_have_no_traits() -> None:
+    assert declared.__name__ == "declared" and traits_of(declared) == ALL
+    assert traits_of(plain) == HookTraits() == HookTraits(False, None, False)
+    for odd in (None, 3, len, [], {}):
+        assert traits_of(odd) == HookTraits()
+
+
+def test_traits_survive_functools_partial() -> None:
+    def hook(state: Any, bucket: Any, size: int) -> Any: ...
+
+    decorated = hook_traits(only_averages=True)(hook)
+    assert traits_of(partial(decorated, size=3)) == HookTraits(only_averages=True)
+    assert traits_of(partial(partial(decorated, size=3), size=4)) == HookTraits(only_averages=True)
+    assert traits_of(partial(plain)) == HookTraits()
+
+
+def test_traits_of_a_wrapping_function_survive_functools_wraps_in_either_order() -> None:
+    """`functools.wraps` copies attributes of the hook inside, which must not replace what the wrapper declares."""
+
+    @hook_traits(keeps_buffer=True)
+    @wraps(declared)
+    def outside(state: Any, bucket: Any) -> Any: ...
+
+    @wraps(declared)
+    @hook_traits(keeps_buffer=True)
+    def inside(state: Any, bucket: Any) -> Any: ...
+
+    assert traits_of(outside) == traits_of(inside) == HookTraits(keeps_buffer=True)
+    assert traits_of(declared) == ALL
+
+
+def test_a_wrapping_function_keeps_the_traits_of_the_hook_inside_if_it_says_so() -> None:
+    @hook_traits(like=declared)
+    @wraps(declared)
+    def counting(state: Any, bucket: Any) -> Any:
+        return declared(state, bucket)
+
+    @wraps(declared)
+    def clipping(state: Any, bucket: Any) -> Any:
+        bucket.buffer().clamp_(-1, 1)
+        return declared(state, bucket)
+
+    assert traits_of(counting) == traits_of(partial(counting)) == ALL
+    # Else DDP would average in place without calling it, and nothing would be clipped.
+    assert traits_of(clipping) == HookTraits()
+
+
+def test_traits_of_methods_and_callable_objects() -> None:
+    class Hook:
+        @hook_traits(only_averages=True)
+        def method(self, state: Any, bucket: Any) -> Any: ...
+
+        @hook_traits(keeps_buffer=True)
+        def __call__(self, state: Any, bucket: Any) -> Any: ...
+
+    assert traits_of(Hook().method) == HookTraits(only_averages=True)
+    assert traits_of(Hook()) == traits_of(Hook().__call__) == HookTraits(keeps_buffer=True)
+
+
+@pytest.mark.parametrize(
+    ("hook", "wanted"),
+    [
+        (allreduce_hook, HookTraits(only_averages=True)),
+        (noop_hook, HookTraits(keeps_buffer=True)),
+        (fp16_compress_hook, HookTraits(True, torch.float16)),
+        (bf16_compress_hook, HookTraits(True, torch.bfloat16)),
+        (fp16_compress_wrapper(allreduce_hook), HookTraits(True, torch.float16)),
+        (bf16_compress_wrapper(partial(allreduce_hook)), HookTraits(True, torch.bfloat16)),
+        (fp16_compress_wrapper(plain), HookTraits(False, torch.float16)),
+        # The inner hook rounds once more, and divides after that.
+        (bf16_compress_wrapper(fp16_compress_hook), HookTraits(False, torch.bfloat16)),
+        (bf16_compress_wrapper(fp16_compress_wrapper(allreduce_hook)), HookTraits(False, torch.bfloat16)),
+    ],
+)
+def test_traits_of_our_hooks_and_wrappers(hook: Any, wanted: HookTraits) -> None:
+    assert traits_of(hook) == wanted
+
+
+def averaging(seen: list[Any], wire_dtype: torch.dtype | None) -> Any:
+    """A user's hook that divides what is left to divide, and notes what DDP has done."""
+
+    def hook(group: Any, bucket: dist.GradBucket) -> Any:
+        seen.append((bucket.scale, bucket.wire_dtype))
+        operand = bucket.buffer() if wire_dtype is None else bucket.wire_buffer(wire_dtype)
+        operand.div_(dist.get_world_size(group) * bucket.scale)
+        work: Any = dist.all_reduce(operand, group=group, async_op=True)
+        return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+    return hook
+
+
+def gradient(rank: int, hook: Any, **options: Any) -> torch.Tensor:
+    model = nn.Linear(5, 3, bias=False)
+    ddp = dist.DistributedDataParallel(model, **options)
+    ddp.register_comm_hook(None, hook)
+    ddp(fill(rank, (4, 5)) / 7).sum().backward()
+    assert model.weight.grad is not None
+    return model.weight.grad
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("wire_dtype", [None, torch.float16])
+def test_a_users_hook_gets_what_it_declares_and_the_same_bits_as_without(
+    wire_dtype: torch.dtype | None, world: int
+) -> None:
+    def program(rank: int) -> Any:
+        told: list[Any] = []
+        untold: list[Any] = []
+        decorate = hook_traits(only_averages=True, wire_dtype=wire_dtype)
+        with_traits = gradient(rank, decorate(averaging(told, wire_dtype)))
+        without = gradient(rank, averaging(untold, wire_dtype))
+        return torch.equal(with_traits, without), with_traits, told, untold
+
+    # Another divisor is not a power of two: the factor would have other bits, so it is not folded in.
+    scale = 1.0 if world == 3 else 1 / world
+    exact = torch.stack([(fill(rank, (4, 5)) / 7).sum(0) for rank in range(world)]).mean(0).expand(3, 5)
+    for same, found, told, untold in run(program, world):
+        assert same
+        assert told == [(scale, wire_dtype)] and untold == [(1.0, None)]
+        torch.testing.assert_close(found, exact, rtol=1e-2 if wire_dtype else 1e-5, atol=1e-2 if wire_dtype else 1e-5)
