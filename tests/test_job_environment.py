@@ -38,7 +38,7 @@ def script(tmp_path: Path) -> str:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, without what a starter of jobs would have set."""
+    """This process's, without what a launcher of jobs would have set."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     return {**plain, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
@@ -81,11 +81,11 @@ STARTED = {
 }
 
 
-@pytest.mark.parametrize("starter", STARTED)
-def test_what_is_set_beats_what_is_derived(starter: str) -> None:
-    given = STARTED[starter]
+@pytest.mark.parametrize("launcher", STARTED)
+def test_variables_that_are_set_are_not_derived(launcher: str) -> None:
+    given = STARTED[launcher]
     found = derived(given)
-    host = "n3" if starter == "Slurm" else "127.0.0.1"
+    host = "n3" if launcher == "Slurm" else "127.0.0.1"
     assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"]) == ("1", "2", host)
     assert 20000 <= int(found["MASTER_PORT"]) < 30000
     assert derived({**given, "MASTER_ADDR": "a", "MASTER_PORT": "1"}).keys() == {"RANK", "WORLD_SIZE"}
@@ -104,7 +104,7 @@ def test_mpiexec_within_a_slurm_job_is_the_one_that_started_us() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"PMI_RANK": "0"}, {"SLURM_PROCID": "0"}, {"SLURM_NTASKS": "2"}])
-def test_where_nothing_is_known_nothing_is_derived(given: dict[str, str]) -> None:
+def test_without_a_known_launcher_nothing_is_derived(given: dict[str, str]) -> None:
     assert derived(given) == {}
 
 

@@ -147,7 +147,7 @@ def test_missing_variables_are_named_in_torchs_order(monkeypatch: pytest.MonkeyP
 def test_a_malformed_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     for variable, good in {**settings_of(0, 29500), name: value}.items():
         monkeypatch.setenv(variable, good)
-    assert f"environment variable {name} must be a whole number, got {value!r}" in refused("env://")
+    assert f"environment variable {name} must be an integer, got {value!r}" in refused("env://")
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(3, 3), (-1, 3), (5, 1)])
@@ -172,7 +172,7 @@ def test_a_world_without_ranks_is_refused(world_size: int) -> None:
         ("tcp://:29500", 0, 1, "host name missing"),
         ("tcp://127.0.0.1:29500", -1, 1, "using tcp:// rendezvous: rank parameter missing"),
         ("tcp://127.0.0.1:29500", 0, -1, "using tcp:// rendezvous: world size parameter missing"),
-        ("tcp://127.0.0.1:29500?rank=x&world_size=1", -1, -1, "rank in the URL must be a whole number, got 'x'"),
+        ("tcp://127.0.0.1:29500?rank=x&world_size=1", -1, -1, "rank in the URL must be an integer, got 'x'"),
         ("tcp://127.0.0.1:0", 0, 1, "port must have value from 1 to 65535 but was 0"),
         ("tcp://127.0.0.1:99999", 0, 1, "port in '127.0.0.1:99999' is wrong"),
         ("file://", 0, 1, "using file:// rendezvous: path missing"),

@@ -1,12 +1,12 @@
 """Rendezvous: from a URL or the environment to a store, a rank and a world size.
 
-``env://`` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as launchers set them (`job_environment` derives what
-mpiexec or Slurm left out); ``tcp://host:port`` and ``file:///path`` take rank and world size from the arguments or the
-URL's query. Rank 0 starts the server of the store, all others connect to it (all of them connect if
-TORCHELASTIC_USE_AGENT_STORE is "True": the launcher then runs the server). What is wrong with the rank, the size, the
-port or a variable is said at once, before any wait.
+``env://`` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which launchers set; `job_environment` derives those
+that mpiexec or Slurm do not set. ``tcp://host:port`` and ``file:///path`` take rank and world size from the arguments
+or the URL's query. Rank 0 starts the server of the store and all others connect to it. If TORCHELASTIC_USE_AGENT_STORE
+is "True", the launcher runs the server and all ranks connect. A wrong rank, world size, port or variable is an error
+before any wait.
 
-A new way to meet is a handler, registered with `register_rendezvous_handler`; only the three that torch has live here.
+Do not add a scheme that torch does not have: register a handler with `register_rendezvous_handler` instead.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torchdist_ref.job_environment import derived
 from torchdist_ref.stores import FileStore, Store, TCPStore
 from torchdist_ref.timeouts import GROUP_TIMEOUT
 
-Meeting = Iterator[tuple[Store, int, int]]
-Handler = Callable[..., Meeting]
+RendezvousResult = Iterator[tuple[Store, int, int]]
+Handler = Callable[..., RendezvousResult]
 
 WINDOWS_DRIVE = re.compile(r"^/?([A-Za-z]:)[/\\]")
 
@@ -38,12 +38,12 @@ __all__ = ["register_rendezvous_handler", "rendezvous"]
 
 
 def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
-    """Make `rendezvous` understand URLs of one more scheme.
+    """Register a handler for the URLs of a scheme.
 
     Args:
-        scheme: what stands before ``://``.
-        handler: called with the URL (rank and world size in its query) and with the keyword arguments of
-            `rendezvous`; an iterator of (store, rank, world_size), usually a generator.
+        scheme: text before ``://``.
+        handler: function of the URL (rank and world size in its query) and the keyword arguments of `rendezvous`; it
+            returns an iterator of (store, rank, world_size), and is usually a generator.
 
     Raises:
         RuntimeError: the scheme has a handler already.
@@ -60,22 +60,22 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
     _handlers[scheme] = handler
 
 
-def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Meeting:
-    """Meet the other ranks.
+def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> RendezvousResult:
+    """Find the other ranks through a store.
 
     Args:
         url: ``env://``, ``tcp://host:port``, ``file:///path``, or a registered scheme.
-        rank: this process's rank; -1 if the URL or the environment says it.
-        world_size: how many ranks there are; -1 likewise.
-        options: handed to the handler; those here know `timeout` (a timedelta, 30 minutes unless set).
+        rank: rank of this process; -1 if the URL or the environment has it.
+        world_size: number of ranks; -1 if the URL or the environment has it.
+        options: passed to the handler. The built-in ones accept `timeout` (a timedelta, 30 minutes by default).
 
     Returns:
         An iterator whose first item is (store, rank, world_size).
 
     Raises:
         RendezvousError: rank, world size, URL or a variable is missing or wrong.
-        DistNetworkError: the port is in use, the name does not resolve, or rank 0 does not answer.
-        RuntimeError: nobody has registered that scheme.
+        DistNetworkError: the port is in use, the name does not resolve, or rank 0 does not respond.
+        RuntimeError: the scheme has no handler.
     """
     _check_kinds(url, rank, world_size)
     parts = urlsplit(url)
@@ -93,7 +93,7 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -
 
 
 class RepeatedArgumentError(RendezvousError, AssertionError):
-    """torch raises an AssertionError here."""
+    """Rank or world size are in the URL and in the arguments. torch raises an AssertionError."""
 
 
 def _check_kinds(url: str, rank: int, world_size: int) -> None:
@@ -107,7 +107,7 @@ def _check_kinds(url: str, rank: int, world_size: int) -> None:
 
 
 class UrlTypeError(ArgumentTypeError, RuntimeError):
-    """torch raises a RuntimeError here."""
+    """An argument of `rendezvous` has a wrong type. torch raises a RuntimeError."""
 
 
 def _query(parts: SplitResult) -> dict[str, str]:
@@ -121,21 +121,21 @@ def _with_query(url: str, parts: SplitResult, query: Mapping[str, str]) -> str:
     return f"{bare}?{text}" if text else bare
 
 
-# What all handlers share
+# Shared by all handlers
 
 
 def _wrong(scheme: str, problem: str) -> RendezvousError:
     return RendezvousError(f"Error initializing torch.distributed using {scheme}:// rendezvous: {problem}")
 
 
-def _whole_number(scheme: str, name: str, text: str) -> int:
+def _integer(scheme: str, name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise _wrong(scheme, f"{name} must be a whole number, got {text!r}") from None
+        raise _wrong(scheme, f"{name} must be an integer, got {text!r}") from None
 
 
-def _place(scheme: str, rank: int, world_size: int) -> tuple[int, int]:
+def _check_rank(scheme: str, rank: int, world_size: int) -> tuple[int, int]:
     if world_size < 1:
         raise _wrong(scheme, f"world size must be 1 or more, got {world_size}")
     if not 0 <= rank < world_size:
@@ -145,18 +145,18 @@ def _place(scheme: str, rank: int, world_size: int) -> tuple[int, int]:
     return rank, world_size
 
 
-def _place_from_query(scheme: str, query: Mapping[str, str]) -> tuple[int, int]:
+def _rank_from_query(scheme: str, query: Mapping[str, str]) -> tuple[int, int]:
     if "rank" not in query:
         raise _wrong(scheme, "rank parameter missing. Pass rank=, or add ?rank=...&world_size=... to the URL")
     if "world_size" not in query:
         raise _wrong(scheme, "world size parameter missing. Pass world_size=, or add &world_size=... to the URL")
-    rank, size = (_whole_number(scheme, f"{name} in the URL", query[name]) for name in ("rank", "world_size"))
-    return _place(scheme, rank, size)
+    rank, size = (_integer(scheme, f"{name} in the URL", query[name]) for name in ("rank", "world_size"))
+    return _check_rank(scheme, rank, size)
 
 
 def _make_tcp_store(scheme: str, host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
     if not 0 < port < 2**16:
-        hint = ". Port 0 would be chosen by the system, and the other ranks could not know it" if port == 0 else ""
+        hint = ". The system would choose the port, and the other ranks could not know it" if port == 0 else ""
         raise _wrong(scheme, f"port must have value from 1 to 65535 but was {port}{hint}")
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return TCPStore(host, port, world_size, serves, timeout, multi_tenant=serves)
@@ -165,20 +165,20 @@ def _make_tcp_store(scheme: str, host: str, port: int, rank: int, world_size: in
 # The handlers
 
 
-def _tcp(url: str, timeout: timedelta = GROUP_TIMEOUT, **_: Any) -> Meeting:
+def _tcp(url: str, timeout: timedelta = GROUP_TIMEOUT, **_: Any) -> RendezvousResult:
     parts = urlsplit(url)
     port = _port_of(parts)
     if not parts.hostname:
         raise _wrong("tcp", f"host name missing in {url!r}")
     if _is_multicast(parts.hostname):
-        raise _wrong("tcp", f"{parts.hostname} is a multicast address. Meet at an address of rank 0's host")
-    rank, world_size = _place_from_query("tcp", _query(parts))
+        raise _wrong("tcp", f"{parts.hostname} is a multicast address. Use an address of rank 0's host")
+    rank, world_size = _rank_from_query("tcp", _query(parts))
     yield _make_tcp_store("tcp", parts.hostname, port, rank, world_size, timeout), rank, world_size
     raise RuntimeError("Unable to perform re-rendezvous using tcp:// method")
 
 
 def _is_multicast(host: str) -> bool:
-    # The first versions of torch met at these, and its documents still say that it does no more.
+    # The first versions of torch supported these; its documentation says that they are not supported any more.
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_multicast
     except ValueError:
@@ -195,20 +195,20 @@ def _port_of(parts: SplitResult) -> int:
     return port
 
 
-def _env(url: str, timeout: timedelta = GROUP_TIMEOUT, **_: Any) -> Meeting:
+def _env(url: str, timeout: timedelta = GROUP_TIMEOUT, **_: Any) -> RendezvousResult:
     query = _query(urlsplit(url))
     rank, world_size = (_from_query_or_env(query, name) for name in ("rank", "world_size"))
-    _place("env", rank, world_size)
+    _check_rank("env", rank, world_size)
     host = _variable("MASTER_ADDR")
-    port = _whole_number("env", "environment variable MASTER_PORT", _variable("MASTER_PORT"))
+    port = _integer("env", "environment variable MASTER_PORT", _variable("MASTER_PORT"))
     yield _make_tcp_store("env", host, port, rank, world_size, timeout), rank, world_size
     raise RuntimeError("Unable to perform re-rendezvous using env:// method")
 
 
 def _from_query_or_env(query: Mapping[str, str], name: str) -> int:
     if name in query:
-        return _whole_number("env", name, query[name])
-    return _whole_number("env", f"environment variable {name.upper()}", _variable(name.upper()))
+        return _integer("env", name, query[name])
+    return _integer("env", f"environment variable {name.upper()}", _variable(name.upper()))
 
 
 def _variable(name: str) -> str:
@@ -222,12 +222,12 @@ def _variable(name: str) -> str:
     return value
 
 
-def _file(url: str, timeout: timedelta = GROUP_TIMEOUT, **_: Any) -> Meeting:
+def _file(url: str, timeout: timedelta = GROUP_TIMEOUT, **_: Any) -> RendezvousResult:
     parts = urlsplit(url)
     path = _path_of(parts)
     if not path:
         raise _wrong("file", f"path missing in {url!r}; write file:///path/to/a/new/file")
-    rank, world_size = _place_from_query("file", _query(parts))
+    rank, world_size = _rank_from_query("file", _query(parts))
     store = FileStore(path, world_size)
     store.set_timeout(timeout)
     yield store, rank, world_size
@@ -247,10 +247,10 @@ register_rendezvous_handler("env", _env)
 register_rendezvous_handler("file", _file)
 
 
-class _Callable(ModuleType):
-    """This module, called: `torchdist_ref.rendezvous` is both, and means the function to users of torch."""
+class _CallableModule(ModuleType):
+    """Module that can be called: `torchdist_ref.rendezvous` is the module, and the function of users of torch."""
 
     __call__ = staticmethod(rendezvous)
 
 
-sys.modules[__name__].__class__ = _Callable
+sys.modules[__name__].__class__ = _CallableModule

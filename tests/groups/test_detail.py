@@ -19,10 +19,10 @@ from torchdist_ref.testing.backend_contract import check_backend
 
 @pytest.fixture(autouse=True)
 def detail() -> Iterator[None]:
-    before = list(levels._chosen)
+    before = list(levels._level)
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     yield
-    levels._chosen[:] = before
+    levels._level[:] = before
 
 
 # Over a second: the whole contract of a backend, with a store between every two calls.
@@ -60,7 +60,7 @@ def test_sizes_of_an_exchange_are_compared_pair_by_pair() -> None:
         return str(caught.value)
 
     for text in run(program, 2, backend="gloo"):
-        assert "rank 0 gives rank 1 3 elements, which expects 2" in text
+        assert "rank 0 sends 3 elements to rank 1, which expects 2" in text
 
 
 @pytest.mark.parametrize("name", DISAGREE)

@@ -73,8 +73,8 @@ def test_a_rank_that_comes_late_is_told_and_the_next_round_is_good() -> None:
         return str(caught.value)
 
     first, late = run(program, 2)
-    assert "[Rank 0]: Rank 1 failed" in first and "See what these ranks do" in first
-    assert "[Rank 1]: Rank 1 failed" in late and "after the others had given up" in late
+    assert "[Rank 0]: Rank 1 failed" in first and "Check whether these ranks are alive" in first
+    assert "[Rank 1]: Rank 1 failed" in late and "after the others had timed out" in late
 
 
 def in_a_subgroup(rank: int) -> str:
@@ -124,9 +124,9 @@ def test_misuse_is_answered(timeout: Any, kind: type[Exception], words: str) -> 
 
 @pytest.fixture
 def level_as_before() -> Any:
-    before = list(levels._chosen)
+    before = list(levels._level)
     yield
-    levels._chosen[:] = before
+    levels._level[:] = before
 
 
 @pytest.mark.parametrize(("said", "name"), [("detail", "DETAIL"), ("Info", "INFO"), ("OFF", "OFF"), (None, "OFF")])
@@ -136,7 +136,7 @@ def test_the_environment_sets_the_level(
     monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG", raising=False)
     if said is not None:
         monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", said)
-    levels._chosen.clear()
+    levels._level.clear()
     assert dist.get_debug_level() == getattr(theirs.DebugLevel, name)
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")
     assert dist.get_debug_level() == getattr(dist.DebugLevel, name), "asked once"
