@@ -52,7 +52,7 @@ def left() -> None:
 
 @pytest.mark.filterwarnings("ignore:Device capability of smoke:UserWarning")
 @pytest.mark.parametrize("number", range(len(BEFORE)))
-def test_before_there_is_a_group(number: int) -> None:
+def test_errors_before_a_group_have_no_rank(number: int) -> None:
     call, name = BEFORE[number]
     try:
         ours, torchs = raised(call, dist), raised(call, theirs)
@@ -62,7 +62,7 @@ def test_before_there_is_a_group(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(WITHIN)))
-def test_within_a_group(number: int) -> None:
+def test_errors_in_a_group_have_the_rank(number: int) -> None:
     call, name = WITHIN[number]
     try:
         for library in (dist, theirs):
@@ -73,7 +73,7 @@ def test_within_a_group(number: int) -> None:
     assert type(ours) is name and isinstance(ours, type(torchs)) and ours.definite
 
 
-def test_what_cannot_be_pickled_is_what_pickle_raises_whatever_it_met() -> None:
+def test_pickling_error_has_all_types_that_pickle_raises() -> None:
     for thing, kind in ((local(), (AttributeError, pickle.PicklingError)), (threading.Lock(), TypeError)):
         with pytest.raises(kind):
             pickle.dumps(thing)

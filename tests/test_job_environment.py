@@ -94,7 +94,7 @@ def test_variables_that_are_set_are_not_derived(launcher: str) -> None:
         assert derived({**given, name: "0"}).keys() == {"MASTER_ADDR", "MASTER_PORT"}
 
 
-def test_mpiexec_within_a_slurm_job_is_the_one_that_started_us() -> None:
+def test_mpiexec_within_a_slurm_job_takes_precedence() -> None:
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "n[3-4]", "SLURM_JOB_ID": "77"}
     found = derived({**batch, "PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4"})
     assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"]) == ("5", "8", "n3")
@@ -108,7 +108,7 @@ def test_without_a_known_launcher_nothing_is_derived(given: dict[str, str]) -> N
     assert derived(given) == {}
 
 
-def test_an_address_that_cannot_be_known_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_master_address_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(OURS)]:
         monkeypatch.delenv(name)
     for name, value in {**STARTED["MPICH"], "MPI_LOCALNRANKS": "1"}.items():

@@ -63,7 +63,7 @@ def settings_of(rank: int, port: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("theirs", [(), (1,), (0, 2)], ids=["ours", "torch's among ours", "ours among torch's"])
 @pytest.mark.parametrize("scheme", ["env", "tcp"])
-def test_three_ranks_meet_torchs_among_them(port: int, scheme: str, theirs: tuple[int, ...]) -> None:
+def test_rendezvous_of_three_ranks_some_of_them_torchs(port: int, scheme: str, theirs: tuple[int, ...]) -> None:
     def arguments(rank: int) -> tuple[Any, ...]:
         meet = torch.distributed.rendezvous if rank in theirs else rendezvous
         if scheme == "env":
@@ -76,7 +76,7 @@ def test_three_ranks_meet_torchs_among_them(port: int, scheme: str, theirs: tupl
     assert [each[0].startswith("torchdist_ref") for each in found] == [rank not in theirs for rank in range(3)]
 
 
-def test_ranks_meet_in_a_file_torchs_among_them(tmp_path: Path) -> None:
+def test_file_rendezvous_some_of_the_ranks_torchs(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/meeting%20place"
     with in_child(place, rendezvous, url, 0, 2) as (a, _), in_child(place, rendezvous, url, 1, 2) as (b, _):
         assert [pipe.recv()[1:] for pipe in (a, b)] == [(0, 2, b"2"), (1, 2, b"1")]
@@ -89,14 +89,14 @@ def test_ranks_meet_in_a_file_torchs_among_them(tmp_path: Path) -> None:
     assert (tmp_path / "meeting place").exists()
 
 
-def test_rank_and_size_may_stand_in_the_query(port: int) -> None:
+def test_rank_and_world_size_in_the_query(port: int) -> None:
     store, rank, world_size = next(rendezvous(f"tcp://127.0.0.1:{port}?rank=0&world_size=1"))
     assert isinstance(store, TCPStore) and (rank, world_size, store.port) == (0, 1, port)
     assert store.timeout == timedelta(minutes=30)
     store.close()
 
 
-def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+def test_arguments_override_the_environment(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     for name, value in settings_of(2, port).items():
         monkeypatch.setenv(name, value)
     store, rank, world_size = next(rendezvous("env://", 0, 1))
@@ -104,7 +104,7 @@ def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch, por
     store.close()  # type: ignore[attr-defined]
 
 
-def test_with_the_launchers_store_rank_0_is_a_client_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_is_a_client_of_the_agent_store(monkeypatch: pytest.MonkeyPatch) -> None:
     with server() as (port, _):
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2))
@@ -113,7 +113,7 @@ def test_with_the_launchers_store_rank_0_is_a_client_too(monkeypatch: pytest.Mon
         store.close()  # type: ignore[attr-defined]
 
 
-def test_a_second_meeting_is_refused(port: int, tmp_path: Path) -> None:
+def test_second_rendezvous_of_one_iterator_is_refused(port: int, tmp_path: Path) -> None:
     for url in (f"tcp://127.0.0.1:{port}", f"file://{tmp_path}/meeting"):
         meetings = rendezvous(url, 0, 1)
         store = next(meetings)[0]
@@ -133,7 +133,7 @@ def refused(url: str, rank: Any = -1, world_size: Any = -1, kind: Any = Rendezvo
     return str(caught.value)
 
 
-def test_missing_variables_are_named_in_torchs_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_environment_variables_are_named_in_torchs_order(monkeypatch: pytest.MonkeyPatch) -> None:
     start = "Error initializing torch.distributed using env:// rendezvous: environment variable"
     for name, value in settings_of(0, 29500).items():
         assert refused("env://").startswith(f"{start} {name} expected, but not set")
@@ -144,14 +144,14 @@ def test_missing_variables_are_named_in_torchs_order(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
 @pytest.mark.parametrize("value", ["abc", "1.5", "0x10"])
-def test_a_malformed_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_malformed_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     for variable, good in {**settings_of(0, 29500), name: value}.items():
         monkeypatch.setenv(variable, good)
     assert f"environment variable {name} must be an integer, got {value!r}" in refused("env://")
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(3, 3), (-1, 3), (5, 1)])
-def test_a_rank_out_of_range_is_found_at_once(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
+def test_rank_out_of_range_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
     said = f"rank {rank} is out of range: with world size {world_size}, ranks are 0 to {world_size - 1}"
     query = f"?rank={rank}&world_size={world_size}"
     for variable, value in {**settings_of(rank, 29500), "WORLD_SIZE": str(world_size)}.items():
@@ -161,7 +161,7 @@ def test_a_rank_out_of_range_is_found_at_once(monkeypatch: pytest.MonkeyPatch, r
 
 
 @pytest.mark.parametrize("world_size", [0, -2])
-def test_a_world_without_ranks_is_refused(world_size: int) -> None:
+def test_world_size_zero_is_refused(world_size: int) -> None:
     assert f"world size must be 1 or more, got {world_size}" in refused("tcp://127.0.0.1:29500", 0, world_size)
 
 
@@ -180,11 +180,11 @@ def test_a_world_without_ranks_is_refused(world_size: int) -> None:
         ("file:///tmp/never", 0, -1, "using file:// rendezvous: world size parameter missing"),
     ],
 )
-def test_what_the_url_lacks(url: str, rank: int, world_size: int, said: str) -> None:
+def test_incomplete_urls_are_refused(url: str, rank: int, world_size: int, said: str) -> None:
     assert said in refused(url, rank, world_size)
 
 
-def test_torchs_kinds_of_error_are_kept() -> None:
+def test_errors_have_torchs_types() -> None:
     text = refused("tcp://127.0.0.1:29500?rank=0", 0, 1, kind=AssertionError)
     assert "has node-specific arguments(rank, world_size) already." in text
     assert "No rendezvous handler for foo://" in refused("foo://x", 0, 1, kind=RuntimeError)
@@ -200,7 +200,7 @@ def test_a_port_in_use_names_host_and_port(port: int) -> None:
         assert f"cannot listen on 127.0.0.1:{number}" in refused(f"tcp://127.0.0.1:{number}", 0, 1, DistNetworkError)
 
 
-def test_nobody_to_meet_costs_no_more_than_the_time_out(port: int) -> None:
+def test_rendezvous_without_a_server_ends_at_the_timeout(port: int) -> None:
     start = time.monotonic()
     with pytest.raises(DistNetworkError, match=rf"no connection to 127.0.0.1:{port} within 0.3 s"):
         next(rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=QUICK))
@@ -212,7 +212,7 @@ def test_nobody_to_meet_costs_no_more_than_the_time_out(port: int) -> None:
 # Handlers of one's own, and files named the Windows way
 
 
-def test_a_handler_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_handlers", dict(module._handlers))
     seen: list[Any] = []
 
@@ -230,7 +230,7 @@ def test_a_handler_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("host", ["239.1.2.3", "[ff02::1]"])
-def test_a_multicast_address_is_no_meeting_place(host: str) -> None:
+def test_multicast_address_is_refused(host: str) -> None:
     start = time.monotonic()
     for rank in (0, 1):
         with pytest.raises(RendezvousError, match=r"multicast address.*rank 0's host"):

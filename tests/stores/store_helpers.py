@@ -1,4 +1,4 @@
-"""Stores in other processes, and a wire in between that can be cut: what the tests of stores share."""
+"""Helpers of the tests of stores: servers in other processes, and a TCP relay that breaks connections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORK = multiprocessing.get_context("fork")
 
 @contextlib.contextmanager
 def in_child(body: Callable[..., None], *arguments: Any) -> Iterator[tuple[Connection, BaseProcess]]:
-    """Run a function in a forked process; its first argument is its end of a pipe. Killed at the end."""
+    """Run a function in a forked process, which is killed at the end; its first argument is its end of a pipe."""
     ours, theirs = FORK.Pipe()
     process = FORK.Process(target=body, args=(theirs, *arguments), daemon=True)
     process.start()
@@ -34,7 +34,7 @@ def in_child(body: Callable[..., None], *arguments: Any) -> Iterator[tuple[Conne
 
 
 def serve(pipe: Connection, kind: Callable[..., Any]) -> None:
-    """Hold a server until killed; say its port."""
+    """Run a server until killed, and send its port."""
     store = kind("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
     pipe.recv()
@@ -42,7 +42,7 @@ def serve(pipe: Connection, kind: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def server(kind: Callable[..., Any] = TCPStore) -> Iterator[tuple[int, BaseProcess]]:
-    """A store server in a process of its own: (port, process)."""
+    """Run a store server in another process; yield (port, process)."""
     with in_child(serve, kind) as (pipe, process):
         yield pipe.recv(), process
 
@@ -51,15 +51,18 @@ def torch_tcp(*arguments: Any, **options: Any) -> torch.distributed.TCPStore:
     return torch.distributed.TCPStore(*arguments, **options)
 
 
-class Wire:
-    """A TCP relay in front of a server. It counts what passes, and cuts connections when told.
+class LossyRelay:
+    """TCP relay in front of a server, which counts requests and breaks connections.
 
-    `cut_answers` many answers of the server (one read each) are swallowed, and their connection is cut instead:
-    the server has acted, the client does not know.
+    Attributes:
+        lose_responses: number of responses (one read each) to drop; their connection is broken instead. The server has
+            run the request, but the client does not know.
+        requests: number of reads from clients.
+        connections: number of connections.
     """
 
     def __init__(self, port: int) -> None:
-        self.cut_answers = 0
+        self.lose_responses = 0
         self.requests = 0
         self.connections = 0
         self._to = port
@@ -68,7 +71,7 @@ class Wire:
         self._open: list[socket.socket] = []
         self._threads = [self._start(self._accept)]
 
-    def __enter__(self) -> Wire:
+    def __enter__(self) -> LossyRelay:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,12 +79,12 @@ class Wire:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._threads[0].join()
-        self.cut()
+        self.break_connections()
         for thread in self._threads:
             thread.join()
 
-    def cut(self) -> None:
-        """Cut all connections as they are."""
+    def break_connections(self) -> None:
+        """Break all connections."""
         for end in list(self._open):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -103,13 +106,13 @@ class Wire:
                 self._threads.append(self._start(self._relay, client, upstream, False))
                 self._threads.append(self._start(self._relay, upstream, client, True))
 
-    def _relay(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
+    def _relay(self, source: socket.socket, target: socket.socket, responses: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                if not answers:
+                if not responses:
                     self.requests += 1
-                elif self.cut_answers:
-                    self.cut_answers -= 1
+                elif self.lose_responses:
+                    self.lose_responses -= 1
                     break
                 target.sendall(data)
         for end in (source, target):

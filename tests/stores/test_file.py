@@ -1,4 +1,4 @@
-"""FileStore: the contract, torch's file format both ways, several processes, and files that are no store's."""
+"""FileStore: the contract, torch's file format both ways, several processes, and files that are not a store's."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def path(folder: Path) -> str:
     return str(folder / f"store{next(numbers)}")
 
 
-def test_holds_the_contract(folder: Path) -> None:
+def test_store_contract(folder: Path) -> None:
     check_store(lambda: FileStore(str(folder / f"store{next(numbers)}")))
 
 
-def test_random_programs_match_a_dictionary(folder: Path) -> None:
+def test_model(folder: Path) -> None:
     machine(lambda: FileStore(str(folder / f"store{next(numbers)}"), 1), queues=False).TestCase().runTest()
 
 
-def test_the_bytes_are_torchs(path: str) -> None:
+def test_file_has_torchs_bytes(path: str) -> None:
     store = FileStore(path, 2)
     store.set("k", "v")
     store.delete_key("k")
@@ -54,7 +54,7 @@ def test_the_bytes_are_torchs(path: str) -> None:
     assert Path(path).read_bytes() == record(b"refcount/", b"1") + record(b"/k", b"v") + record(b"-/k", b"")
 
 
-def test_torch_reads_our_file_and_we_read_torchs(path: str) -> None:
+def test_files_are_exchanged_with_torch(path: str) -> None:
     ours, theirs = FileStore(path, 2), torch.distributed.FileStore(path, 2)
     theirs.set_timeout(timedelta(seconds=10))
     for number, key in enumerate(["k", "", "a/b", "-/x", "ü"]):
@@ -73,7 +73,7 @@ def test_torch_reads_our_file_and_we_read_torchs(path: str) -> None:
 
 
 @pytest.mark.parametrize("ours_last", [True, False])
-def test_the_last_of_the_world_removes_the_file_with_torch_among_them(path: str, ours_last: bool) -> None:
+def test_last_of_world_size_removes_the_file_also_torchs(path: str, ours_last: bool) -> None:
     ours, theirs = FileStore(path, 2), torch.distributed.FileStore(path, 2)
     if ours_last:
         del theirs
@@ -86,14 +86,14 @@ def test_the_last_of_the_world_removes_the_file_with_torch_among_them(path: str,
     assert not os.path.exists(path)
 
 
-def test_a_collected_store_counts_itself_out(path: str) -> None:
+def test_collected_store_closes_itself(path: str) -> None:
     store = FileStore(path, 1)
     store.set("k", "v")
     del store
     assert not os.path.exists(path)
 
 
-def test_without_a_world_size_the_file_stays(path: str) -> None:
+def test_file_without_a_world_size_is_kept(path: str) -> None:
     FileStore(path).close()
     assert os.path.exists(path)
 
@@ -106,7 +106,7 @@ def add_many(pipe: Connection, path: str, amount: int) -> None:
     pipe.send(store.get("sum"))
 
 
-def test_processes_add_up_exactly(path: str) -> None:
+def test_adds_of_several_processes_are_atomic(path: str) -> None:
     store = FileStore(path)
     with in_child(add_many, path, 3) as (one, _), in_child(add_many, path, 1000) as (two, _):
         one.recv()
@@ -126,7 +126,7 @@ def test_processes_add_up_exactly(path: str) -> None:
     ],
     ids=["text", "huge length", "nothing", "cut off", "random"],
 )
-def test_a_file_that_is_no_store_is_an_error_at_once(path: str, content: bytes) -> None:
+def test_file_that_is_not_a_store_is_an_error_at_once(path: str, content: bytes) -> None:
     Path(path).write_bytes(content)
     start = time.monotonic()
     with pytest.raises(DistStoreError, match="is not the file of a store, or is damaged"):
@@ -135,7 +135,7 @@ def test_a_file_that_is_no_store_is_an_error_at_once(path: str, content: bytes) 
     assert Path(path).read_bytes() == content
 
 
-def test_a_missing_directory_and_a_directory_are_errors_at_once(folder: Path) -> None:
+def test_missing_directory_and_directory_are_errors_at_once(folder: Path) -> None:
     with pytest.raises(DistStoreError, match=r"the directory '.*nowhere' does not exist"):
         FileStore(str(folder / "nowhere" / "store"))
     with pytest.raises(DistStoreError, match="Is a directory"):
@@ -144,7 +144,7 @@ def test_a_missing_directory_and_a_directory_are_errors_at_once(folder: Path) ->
         FileStore(7)  # type: ignore[arg-type]
 
 
-def test_a_file_that_vanished_or_was_replaced(path: str) -> None:
+def test_file_that_was_removed_or_replaced(path: str) -> None:
     store = FileStore(path)
     store.set("k", "old")
     os.unlink(path)
@@ -154,7 +154,7 @@ def test_a_file_that_vanished_or_was_replaced(path: str) -> None:
     assert store.get("k") == b"new"
 
 
-def test_a_lock_that_somebody_holds_is_waited_for_only_so_long(path: str) -> None:
+def test_lock_held_by_another_process_is_a_timeout(path: str) -> None:
     store = FileStore(path)
     store.set_timeout(timedelta(milliseconds=80))
     with open(path) as holder:
@@ -168,7 +168,7 @@ def test_a_lock_that_somebody_holds_is_waited_for_only_so_long(path: str) -> Non
     assert store.get("k") == b"v"
 
 
-def test_half_a_record_is_never_left_behind(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_no_partial_record(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store, other = FileStore(path), FileStore(path)
     store.set("k", "v")
     size = os.path.getsize(path)
@@ -187,7 +187,7 @@ def test_half_a_record_is_never_left_behind(path: str, monkeypatch: pytest.Monke
     assert store.get("k") == other.get("k") == b"v"
 
 
-def test_a_waiter_in_another_object_is_woken(path: str) -> None:
+def test_set_wakes_a_wait_of_another_object(path: str) -> None:
     store, results = FileStore(path), []
     other = store.clone()
     thread = threading.Thread(target=lambda: results.append(other.get("late")))

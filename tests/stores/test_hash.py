@@ -18,11 +18,11 @@ from torchdist_ref.testing.store_contract import check_store
 TestModel = machine(HashStore).TestCase
 
 
-def test_holds_the_contract() -> None:
+def test_store_contract() -> None:
     check_store(HashStore)
 
 
-def test_a_woken_reader_gets_the_value_although_it_is_deleted_at_once() -> None:
+def test_woken_reader_gets_a_value_that_is_deleted_at_once() -> None:
     store, results = HashStore(), []
     thread = threading.Thread(target=lambda: results.append(store.get("k")))
     with store._changed:
@@ -32,7 +32,7 @@ def test_a_woken_reader_gets_the_value_although_it_is_deleted_at_once() -> None:
     assert store.delete_key("k") and results == [b"v"]
 
 
-def test_ctrl_c_ends_a_wait_at_once() -> None:
+def test_ctrl_c_interrupts_a_wait() -> None:
     store, hit = HashStore(), []
 
     def interrupt() -> None:
@@ -49,9 +49,9 @@ def test_ctrl_c_ends_a_wait_at_once() -> None:
     thread.join()
 
 
-def test_a_store_of_ones_own_needs_seven_operations_only() -> None:
+def test_custom_store_needs_seven_operations() -> None:
     class Own(Store):
-        """Basic operations handed on; all others come from Store."""
+        """Basic operations forwarded; all others inherited from Store."""
 
         def __init__(self) -> None:
             self.inner = HashStore()
@@ -74,7 +74,7 @@ def test_a_store_of_ones_own_needs_seven_operations_only() -> None:
     assert store.has_extended_api() is False
 
 
-def test_several_appenders_on_the_generic_append_lose_nothing() -> None:
+def test_concurrent_generic_appends_lose_nothing() -> None:
     class Own(HashStore):
         append = Store.append
 
@@ -88,7 +88,7 @@ def test_several_appenders_on_the_generic_append_lose_nothing() -> None:
 
 
 @pytest.mark.parametrize("text", ["12abc", "3.7", "1_000", "abc", "0x10", "--1"])
-def test_what_is_no_number_is_not_counted_on(text: str) -> None:
+def test_add_to_a_value_that_is_not_an_integer(text: str) -> None:
     store = HashStore()
     store.set("n", text)
     with pytest.raises(ValueError, match="one that holds a number, got 'n'"):
@@ -96,14 +96,14 @@ def test_what_is_no_number_is_not_counted_on(text: str) -> None:
     assert store.get("n") == text.encode()
 
 
-def test_an_empty_value_counts_as_nothing() -> None:
+def test_add_to_an_empty_value() -> None:
     ours, theirs = HashStore(), torch.distributed.HashStore()
     for store in (ours, theirs):
         store.set("n", "")
         assert store.add("n", 7) == 7 and store.get("n") == b"7"
 
 
-def test_keys_may_come_as_any_collection() -> None:
+def test_keys_in_any_collection() -> None:
     ours, theirs = HashStore(), torch.distributed.HashStore()
     for store in (ours, theirs):
         store.set("a", "1")

@@ -1,4 +1,4 @@
-"""TCPStore: the contract, torch at either end of the wire, lost and silent servers, forks, threads, leaving nothing."""
+"""TCPStore: the contract, torch's clients and servers, broken connections, silent servers, forks and threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch.distributed
 
-from tests.stores.store_helpers import Wire, in_child, server, torch_tcp
+from tests.stores.store_helpers import LossyRelay, in_child, server, torch_tcp
 from tests.stores.store_model import machine
 from torchdist_ref.errors import ArgumentError, DistNetworkError, StoreTimeoutError
 from torchdist_ref.stores import TCPStore, sockets
@@ -46,7 +46,7 @@ def their_port() -> Iterator[int]:
         yield port
 
 
-class Emptied:
+class EmptiedStore:
     """A store client that starts as if on an empty store, and closes nothing but itself."""
 
     def __init__(self, store: Any) -> None:
@@ -61,11 +61,11 @@ class Emptied:
         return getattr(self.store, name)
 
 
-def test_holds_the_contract() -> None:
+def test_store_contract() -> None:
     check_store(lambda: TCPStore(HOST, 0, is_master=True))
 
 
-def test_a_server_without_epoll_serves_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_without_epoll(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "poller", sockets.SelectorPoller)
     check_store(lambda: TCPStore(HOST, 0, is_master=True))
     store = TCPStore(HOST, 0, is_master=True)
@@ -74,20 +74,20 @@ def test_a_server_without_epoll_serves_the_same(monkeypatch: pytest.MonkeyPatch)
     store.close()
 
 
-def test_our_client_on_our_server_matches_a_dictionary(our_port: int) -> None:
-    machine(lambda: Emptied(TCPStore(HOST, our_port))).TestCase().runTest()
+def test_model_of_our_client_at_our_server(our_port: int) -> None:
+    machine(lambda: EmptiedStore(TCPStore(HOST, our_port))).TestCase().runTest()
 
 
-def test_our_client_on_torchs_server_matches_a_dictionary(their_port: int) -> None:
-    machine(lambda: Emptied(TCPStore(HOST, their_port)), strict=False).TestCase().runTest()
+def test_model_of_our_client_at_torchs_server(their_port: int) -> None:
+    machine(lambda: EmptiedStore(TCPStore(HOST, their_port)), strict=False).TestCase().runTest()
 
 
-def test_torchs_client_on_our_server_matches_a_dictionary(our_port: int) -> None:
-    machine(lambda: Emptied(torch_tcp(HOST, our_port)), strict=False).TestCase().runTest()
+def test_model_of_torchs_client_at_our_server(our_port: int) -> None:
+    machine(lambda: EmptiedStore(torch_tcp(HOST, our_port)), strict=False).TestCase().runTest()
 
 
 @pytest.mark.parametrize("ours_serves", [True, False])
-def test_torchs_and_our_clients_wake_each_other(our_port: int, their_port: int, ours_serves: bool) -> None:
+def test_waits_of_torchs_and_our_clients_wake_each_other(our_port: int, their_port: int, ours_serves: bool) -> None:
     port = our_port if ours_serves else their_port
     ours, theirs = TCPStore(HOST, port), torch_tcp(HOST, port)
     got: list[Any] = []
@@ -110,7 +110,7 @@ def test_torchs_and_our_clients_wake_each_other(our_port: int, their_port: int, 
 
 
 @pytest.mark.parametrize("ours_serves", [True, False])
-def test_a_time_out_leaves_either_client_usable(our_port: int, their_port: int, ours_serves: bool) -> None:
+def test_clients_are_usable_after_a_timeout(our_port: int, their_port: int, ours_serves: bool) -> None:
     port = our_port if ours_serves else their_port
     for store in (TCPStore(HOST, port), torch_tcp(HOST, port)):
         start = time.monotonic()
@@ -141,7 +141,7 @@ def test_the_master_waits_for_torchs_and_our_workers() -> None:
     master.close()
 
 
-def test_workers_that_do_not_come_are_counted() -> None:
+def test_timeout_of_the_master_counts_the_workers() -> None:
     start = time.monotonic()
     with pytest.raises(
         StoreTimeoutError, match=r"Timed out after 0\.2 seconds waiting for clients\. 1/3 clients joined"
@@ -150,17 +150,17 @@ def test_workers_that_do_not_come_are_counted() -> None:
     assert 0.2 <= time.monotonic() - start < 0.5
 
 
-def test_get_is_one_round_trip_and_set_waits_for_its_answer(our_port: int) -> None:
-    with Wire(our_port) as wire:
-        store = TCPStore(HOST, wire.port)
+def test_get_set_and_add_are_one_round_trip(our_port: int) -> None:
+    with LossyRelay(our_port) as relay:
+        store = TCPStore(HOST, relay.port)
         for operation in (lambda: store.set("k", "v"), lambda: store.get("k"), lambda: store.add("n", 1)):
-            before = wire.requests
+            before = relay.requests
             operation()
-            assert wire.requests == before + 1
+            assert relay.requests == before + 1
         store.close()
 
 
-def test_small_messages_are_not_held_back(master: TCPStore) -> None:
+def test_nagles_algorithm_is_disabled(master: TCPStore) -> None:
     master.set("k", "v")
     mine = [each for each in _sockets() if _is_of(each, master.port)]
     assert len(mine) == 2
@@ -182,34 +182,34 @@ def _is_of(sock: socket.socket, port: int) -> bool:
 # Lost connections
 
 
-def test_an_add_whose_answer_is_lost_counts_once(our_port: int) -> None:
-    with Wire(our_port) as wire:
-        store = TCPStore(HOST, wire.port)
+def test_add_whose_response_is_lost_counts_once(our_port: int) -> None:
+    with LossyRelay(our_port) as relay:
+        store = TCPStore(HOST, relay.port)
         before = store.add("once", 0)
         for amount in (1, 10, 100):
-            wire.cut_answers = 1
+            relay.lose_responses = 1
             before += amount
             assert store.add("once", amount) == before
         store.queue_push("q", "item")
-        wire.cut_answers = 1
+        relay.lose_responses = 1
         assert store.queue_pop("q") == b"item"
-        wire.cut_answers = 1
+        relay.lose_responses = 1
         store.append("text", "a")
         assert store.get("text") == b"a"
-        assert wire.connections == 6
+        assert relay.connections == 6
         store.close()
 
 
-def test_a_waiting_client_survives_a_cut_connection(our_port: int) -> None:
-    with Wire(our_port) as wire:
-        store, direct = TCPStore(HOST, wire.port), TCPStore(HOST, our_port)
+def test_wait_survives_a_broken_connection(our_port: int) -> None:
+    with LossyRelay(our_port) as relay:
+        store, direct = TCPStore(HOST, relay.port), TCPStore(HOST, our_port)
         got: list[bytes] = []
         thread = threading.Thread(target=lambda: got.append(store.get("after the cut")))
-        before = wire.requests
+        before = relay.requests
         thread.start()
-        _until(lambda: wire.requests > before)
-        wire.cut()
-        _until(lambda: wire.connections == 2)
+        _until(lambda: relay.requests > before)
+        relay.break_connections()
+        _until(lambda: relay.connections == 2)
         direct.set("after the cut", "1")
         thread.join()
         assert got == [b"1"]
@@ -224,20 +224,20 @@ def _until(condition: Any) -> None:
         threading.Event().wait(0.001)
 
 
-def test_at_torchs_server_only_harmless_questions_are_asked_again(their_port: int) -> None:
-    with Wire(their_port) as wire:
-        store = TCPStore(HOST, wire.port)
+def test_only_idempotent_requests_are_repeated_at_torchs_server(their_port: int) -> None:
+    with LossyRelay(their_port) as relay:
+        store = TCPStore(HOST, relay.port)
         store.set("k", "v")
-        wire.cut()
+        relay.break_connections()
         assert store.get("k") == b"v"
-        wire.cut_answers = 1
+        relay.lose_responses = 1
         with pytest.raises(DistNetworkError, match=r"add: the connection .* broke .* may or may not have been done"):
             store.add("maybe", 1)
         assert store.add("sure", 1) == 1
         store.close()
 
 
-def test_a_killed_server_is_noticed_at_once() -> None:
+def test_killed_server_is_detected_at_once() -> None:
     with server() as (port, process):
         store = TCPStore(HOST, port)
         failed: list[BaseException] = []
@@ -260,7 +260,7 @@ def test_a_killed_server_is_noticed_at_once() -> None:
         store.close()
 
 
-def test_a_new_server_at_the_old_port_is_not_taken_for_the_old() -> None:
+def test_restarted_server_is_detected() -> None:
     first = TCPStore(HOST, 0, is_master=True)
     client = TCPStore(HOST, first.port)
     client.set("k", "v")
@@ -273,7 +273,7 @@ def test_a_new_server_at_the_old_port_is_not_taken_for_the_old() -> None:
 
 
 @pytest.mark.parametrize("kind", [TCPStore, torch_tcp], ids=["ours", "torch's"])
-def test_a_stopped_server_costs_no_more_than_the_time_out(kind: Any) -> None:
+def test_stopped_server_is_a_timeout(kind: Any) -> None:
     with server(kind) as (port, process):
         store = TCPStore(HOST, port, timeout=timedelta(seconds=0.4))
         process_view = psutil.Process(process.pid)
@@ -289,7 +289,7 @@ def test_a_stopped_server_costs_no_more_than_the_time_out(kind: Any) -> None:
         store.close()
 
 
-def test_a_black_hole_costs_no_more_than_the_time_out() -> None:
+def test_listener_that_never_accepts_is_a_timeout() -> None:
     with socket.create_server((HOST, 0), backlog=1) as deaf:
         start = time.monotonic()
         with pytest.raises(DistNetworkError, match=r"no connection to 127.0.0.1:\d+ within 0.3 s"):
@@ -297,7 +297,7 @@ def test_a_black_hole_costs_no_more_than_the_time_out() -> None:
         assert time.monotonic() - start < 0.6
 
 
-def test_nobody_listening_costs_no_more_than_the_time_out() -> None:
+def test_connection_refused_until_the_timeout() -> None:
     with socket.socket() as reserved:
         reserved.bind((HOST, 0))
         start = time.monotonic()
@@ -306,7 +306,7 @@ def test_nobody_listening_costs_no_more_than_the_time_out() -> None:
         assert 0.3 <= time.monotonic() - start < 0.6
 
 
-def test_a_name_that_does_not_resolve_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(host: str, port: int) -> list[sockets.Address]:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -316,7 +316,7 @@ def test_a_name_that_does_not_resolve_is_said_so(monkeypatch: pytest.MonkeyPatch
             TCPStore("node0", 29500, is_master=is_master, timeout=timedelta(seconds=0.1))
 
 
-def test_a_silent_resolver_costs_no_more_than_the_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolver_that_does_not_respond_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
     monkeypatch.setattr(sockets, "look_up", lambda host, port: over.wait() and [])
     start = time.monotonic()
@@ -326,7 +326,7 @@ def test_a_silent_resolver_costs_no_more_than_the_time_out(monkeypatch: pytest.M
     over.set()
 
 
-def test_another_service_at_the_port_is_said_so() -> None:
+def test_another_service_at_the_port() -> None:
     def answer() -> None:
         connection = listener.accept()[0]
         connection.recv(100)
@@ -341,7 +341,7 @@ def test_another_service_at_the_port_is_said_so() -> None:
         thread.join()
 
 
-def test_ctrl_c_ends_a_wait_at_once_and_the_store_stays_usable(master: TCPStore) -> None:
+def test_ctrl_c_interrupts_a_wait_and_the_store_remains_usable(master: TCPStore) -> None:
     hit: list[float] = []
 
     def interrupt() -> None:
@@ -362,14 +362,14 @@ def test_ctrl_c_ends_a_wait_at_once_and_the_store_stays_usable(master: TCPStore)
 # Ports, processes and what stays behind
 
 
-def test_a_port_in_use_names_it_and_what_to_do(master: TCPStore) -> None:
+def test_port_in_use(master: TCPStore) -> None:
     with pytest.raises(
         DistNetworkError, match=rf"cannot listen on 127.0.0.1:{master.port}: Address already in use.*choose"
     ):
         TCPStore(HOST, master.port, is_master=True)
 
 
-def test_masters_of_one_process_may_share_a_server() -> None:
+def test_masters_of_one_process_share_a_server() -> None:
     first = TCPStore(HOST, 0, is_master=True, multi_tenant=True)
     second = TCPStore(HOST, first.port, is_master=True, multi_tenant=True)
     second.set("k", "v")
@@ -389,7 +389,7 @@ def test_loopback_stays_loopback(host: str) -> None:
     store.close()
 
 
-def test_closing_leaves_no_thread_no_descriptor_and_no_port() -> None:
+def test_close_leaves_no_thread_descriptor_or_port() -> None:
     me = psutil.Process()
     TCPStore(HOST, 0, is_master=True).close()
     gc.collect()
@@ -411,10 +411,10 @@ def test_closing_leaves_no_thread_no_descriptor_and_no_port() -> None:
             socket.create_connection((HOST, port))
 
 
-def test_close_ends_the_calls_of_other_threads(our_port: int) -> None:
-    with Wire(our_port) as wire:
-        store = TCPStore(HOST, wire.port)
-        before, failed = wire.requests, []
+def test_close_interrupts_calls_of_other_threads(our_port: int) -> None:
+    with LossyRelay(our_port) as relay:
+        store = TCPStore(HOST, relay.port)
+        before, failed = relay.requests, []
 
         def wait() -> None:
             try:
@@ -424,7 +424,7 @@ def test_close_ends_the_calls_of_other_threads(our_port: int) -> None:
 
         thread = threading.Thread(target=wait)
         thread.start()
-        _until(lambda: wire.requests > before)
+        _until(lambda: relay.requests > before)
         store.close()
         thread.join()
         assert len(failed) == 1
@@ -435,7 +435,7 @@ def use_inherited(pipe: Connection, store: TCPStore) -> None:
     store.close()
 
 
-def test_a_forked_child_speaks_on_connections_of_its_own(master: TCPStore) -> None:
+def test_forked_child_opens_its_own_connections(master: TCPStore) -> None:
     client = TCPStore(HOST, master.port)
     client.set("k", "v")
     with in_child(use_inherited, client) as (pipe, process):
@@ -452,7 +452,7 @@ def hold(pipe: Connection) -> None:
     pipe.recv()
 
 
-def test_a_forked_child_does_not_keep_the_masters_port() -> None:
+def test_forked_child_does_not_hold_the_port_open() -> None:
     store = TCPStore(HOST, 0, is_master=True)
     with in_child(hold) as (pipe, _):
         assert pipe.recv() == "here"
@@ -476,7 +476,7 @@ def test_constructor_arguments() -> None:
         TCPStore(HOST, 0, is_master=True, timeout=timedelta(seconds=-1))
 
 
-def test_keys_and_values_beyond_the_limits_are_refused_here(master: TCPStore) -> None:
+def test_oversized_keys_and_values_are_refused_by_the_client(master: TCPStore) -> None:
     with pytest.raises(
         ArgumentError, match=r"set: argument 'value' must be at most 8388608 bytes long, got '8388609 bytes'"
     ):

@@ -1,4 +1,4 @@
-"""The server under abuse: junk, huge lengths, half handshakes, idlers, hoarders. Others are served meanwhile."""
+"""Server of TCPStore under garbage, huge lengths, unfinished handshakes, idle and greedy clients: others are served."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchdist_ref.stores.tcp.operations import NONCE_MARK, Op
 from torchdist_ref.stores.tcp.protocol import MAGIC, MAX_MESSAGE_BYTES, write_request
 
 HOST = "127.0.0.1"
-GREETING = write_request(Op.VALIDATE, MAGIC)
+HANDSHAKE = write_request(Op.VALIDATE, MAGIC)
 MB = 2**20
 
 
@@ -29,16 +29,16 @@ MB = 2**20
 def master() -> Iterator[TCPStore]:
     store = TCPStore(HOST, 0, is_master=True)
     yield store
-    _serves_a_newcomer_at_once(store)
+    _serves_a_new_client_at_once(store)
     store.close()
 
 
-def _serves_a_newcomer_at_once(master: TCPStore) -> None:
+def _serves_a_new_client_at_once(master: TCPStore) -> None:
     start = time.monotonic()
-    newcomer = TCPStore(HOST, master.port)
-    newcomer.set("newcomer", "1")
-    assert newcomer.get("newcomer") == b"1"
-    newcomer.close()
+    new_client = TCPStore(HOST, master.port)
+    new_client.set("new_client", "1")
+    assert new_client.get("new_client") == b"1"
+    new_client.close()
     assert time.monotonic() - start < 0.5
 
 
@@ -72,129 +72,129 @@ def _loops() -> list[server.ServerLoop]:
     return list(server._loops)
 
 
-JUNK = [
+GARBAGE = [
     b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),
     b"SSH-2.0-OpenSSH_9.6\r\n",
     b"\xff" * 4096,
     bytes(4096),
-    GREETING + GREETING,
-    GREETING + b"\x77",
-    GREETING + write_request(Op.ADD, b"/n", 1, number=5),
+    HANDSHAKE + HANDSHAKE,
+    HANDSHAKE + b"\x77",
+    HANDSHAKE + write_request(Op.ADD, b"/n", 1, number=5),
     write_request(Op.SET, b"/k", b"intruder"),
 ]
 
 
-@pytest.mark.parametrize("junk", JUNK, ids=range(len(JUNK)))
-def test_junk_is_cut_off(master: TCPStore, junk: bytes) -> None:
-    assert closed_by_server(dial(master, junk))
+@pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
+def test_garbage_is_disconnected(master: TCPStore, garbage: bytes) -> None:
+    assert closed_by_server(dial(master, garbage))
     assert not master.check(["k"])
 
 
 @pytest.mark.parametrize("length", [2**64 - 1, 2**63 - 1, 2**63, 2**40, 2**32])
-def test_huge_lengths_are_cut_off_wherever_they_stand(master: TCPStore, length: int) -> None:
+def test_huge_lengths_are_disconnected(master: TCPStore, length: int) -> None:
     huge = struct.pack("<Q", length)
     starts = [bytes([op.code]) for op in (Op.SET, Op.GET, Op.WAIT, Op.MULTI_SET, Op.ADD, Op.HELLO, Op.WAIT_GET)]
     starts.append(bytes([Op.SET.code]) + struct.pack("<Q", 1) + b"k")
     for start in starts:
-        assert closed_by_server(dial(master, GREETING + start + huge))
+        assert closed_by_server(dial(master, HANDSHAKE + start + huge))
 
 
-def test_mutated_sessions_harm_nobody(master: TCPStore) -> None:
-    honest = GREETING + write_request(Op.PING, NONCE_MARK | 5) + write_request(Op.HELLO, b"x" * 16)
-    honest += write_request(Op.SET, b"/a", b"1", number=1) + write_request(Op.WAIT_GET, b"/a", number=2)
-    dice = random.Random(7)
+def test_mutated_requests_do_not_harm_other_clients(master: TCPStore) -> None:
+    valid = HANDSHAKE + write_request(Op.PING, NONCE_MARK | 5) + write_request(Op.HELLO, b"x" * 16)
+    valid += write_request(Op.SET, b"/a", b"1", number=1) + write_request(Op.WAIT_GET, b"/a", number=2)
+    rng = random.Random(7)
     master.set("precious", "1")
     for _ in range(300):
-        data = bytearray(honest)
-        for _ in range(dice.randint(1, 4)):
-            data[dice.randrange(5, len(data))] = dice.randrange(256)
+        data = bytearray(valid)
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(5, len(data))] = rng.randrange(256)
         with contextlib.suppress(ConnectionError):
-            dial(master, bytes(data[: dice.randrange(len(data) + 1)])).close()
+            dial(master, bytes(data[: rng.randrange(len(data) + 1)])).close()
     assert master.get("precious") == b"1"
 
 
-def test_nothing_is_done_for_who_has_been_cut_off(master: TCPStore) -> None:
+def test_requests_after_a_disconnect_are_not_run(master: TCPStore) -> None:
     master.set("text", "no number")
     refused, next_one = write_request(Op.ADD, b"/text", 1), write_request(Op.SET, b"/after", b"1")
-    assert closed_by_server(dial(master, GREETING + refused + next_one))
+    assert closed_by_server(dial(master, HANDSHAKE + refused + next_one))
     assert not master.check(["after"])
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
-def test_an_honest_session_may_come_in_pieces(master: TCPStore, cut: int) -> None:
-    session = GREETING + write_request(Op.PING, 77)
+def test_valid_requests_may_arrive_in_pieces(master: TCPStore, cut: int) -> None:
+    session = HANDSHAKE + write_request(Op.PING, 77)
     connection = dial(master)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for piece in (session[:cut], session[cut : cut + 3], session[cut + 3 :]):
         connection.sendall(piece)
-        master.num_keys()  # the server has had a turn in between
+        master.num_keys()  # the server has run in between
     assert connection.recv(4) == struct.pack("<I", 77)
     connection.close()
 
 
-def test_half_handshakes_are_cut_when_their_time_is_over(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_handshakes_time_out(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 0.3)
-    welcome = dial(master, GREETING)
+    welcome = dial(master, HANDSHAKE)
     start = time.monotonic()
-    strangers = [dial(master, GREETING[: number % 5]) for number in range(100)]
-    trickler = dial(master, GREETING[:1])
+    unvalidated = [dial(master, HANDSHAKE[: number % 5]) for number in range(100)]
+    slow = dial(master, HANDSHAKE[:1])
     master.set("k", "v")
-    assert all(closed_by_server(each) for each in [*strangers, trickler])
+    assert all(closed_by_server(each) for each in [*unvalidated, slow])
     assert 0.25 < time.monotonic() - start < 3.0
-    # Who has introduced himself may be silent as long as he likes.
+    # A validated client may be idle for any time.
     welcome.sendall(write_request(Op.PING, 9))
     assert welcome.recv(4) == struct.pack("<I", 9)
     welcome.close()
 
 
-def test_many_idle_connections_hold_nobody_up(master: TCPStore) -> None:
+def test_idle_connections_do_not_delay_others(master: TCPStore) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = min(400, (soft - 200) // 2)
-    idle = [dial(master, GREETING) for _ in range(count)]
-    _serves_a_newcomer_at_once(master)
+    idle = [dial(master, HANDSHAKE) for _ in range(count)]
+    _serves_a_new_client_at_once(master)
     for connection in idle:
         connection.close()
     assert hard >= soft
 
 
-def test_a_client_that_never_reads_gets_no_more_than_his_share(master: TCPStore) -> None:
+def test_flow_control_of_a_client_that_never_reads(master: TCPStore) -> None:
     big = bytes(range(256)) * 4096
     master.set("big", big)
-    glutton = dial(master, GREETING)
-    glutton.setblocking(False)
+    greedy = dial(master, HANDSHAKE)
+    greedy.setblocking(False)
     sent = 0
     limit = time.monotonic() + 2
     with contextlib.suppress(BlockingIOError):
         while time.monotonic() < limit:
-            sent += glutton.send(write_request(Op.GET, b"/big") * 1000)
+            sent += greedy.send(write_request(Op.GET, b"/big") * 1000)
     loop = _loop(master)
     assert master.get("big") == big
     waiting = sum(len(piece) for each in loop.connections.values() for piece in each.send_queue)
     assert waiting <= 2 * len(big)
-    glutton.close()
+    greedy.close()
 
 
-def test_unfinished_values_hold_a_bounded_amount_and_are_cut(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_requests_hold_bounded_memory(master: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 0.5)
     loop, peak, process = _loop(master), 0, psutil.Process()
-    start = GREETING + bytes([Op.SET.code]) + struct.pack("<Q", 2) + b"/x" + struct.pack("<Q", 7 * MB)
+    start = HANDSHAKE + bytes([Op.SET.code]) + struct.pack("<Q", 2) + b"/x" + struct.pack("<Q", 7 * MB)
     before = process.memory_info().rss
-    hoarders = [dial(master, start) for _ in range(40)]
+    greedy = [dial(master, start) for _ in range(40)]
     unfinished = bytes(6 * MB)
-    pushers = [threading.Thread(target=_push, args=(each, unfinished)) for each in hoarders]
+    pushers = [threading.Thread(target=_push, args=(each, unfinished)) for each in greedy]
     for thread in pushers:
         thread.start()
     while any(thread.is_alive() for thread in pushers):
         peak = max(peak, sum(each.decoder.held for each in list(loop.connections.values())))
-        _serves_a_newcomer_at_once(master)
-    assert all(closed_by_server(each) for each in hoarders[: len(hoarders) // 2])
+        _serves_a_new_client_at_once(master)
+    assert all(closed_by_server(each) for each in greedy[: len(greedy) // 2])
     assert 0 < peak <= server.MEMORY_LIMIT + MAX_MESSAGE_BYTES + 40 * server.READ_BYTES
     assert process.memory_info().rss - before < 64 * MB
-    for each in hoarders:
+    for each in greedy:
         each.close()
-    master.set("honest", bytes(7 * MB))
-    assert len(master.get("honest")) == 7 * MB
+    master.set("valid", bytes(7 * MB))
+    assert len(master.get("valid")) == 7 * MB
 
 
 def _push(connection: socket.socket, data: bytes) -> None:
@@ -202,7 +202,7 @@ def _push(connection: socket.socket, data: bytes) -> None:
         connection.sendall(data)
 
 
-def test_large_honest_values_from_many_clients_all_arrive(master: TCPStore) -> None:
+def test_large_values_from_many_clients_all_arrive(master: TCPStore) -> None:
     def work(number: int) -> None:
         client = TCPStore(HOST, master.port)
         client.set(f"v{number}", bytes([number]) * (3 * MB))
@@ -216,9 +216,9 @@ def test_large_honest_values_from_many_clients_all_arrive(master: TCPStore) -> N
     assert [master.get(f"v{number}") == bytes([number]) * (3 * MB) for number in range(6)] == [True] * 6
 
 
-def test_resets_half_way_leave_nothing(master: TCPStore) -> None:
+def test_connection_resets_leave_nothing(master: TCPStore) -> None:
     for number in range(200):
-        connection = dial(master, (GREETING + write_request(Op.WAIT, [b"/never"]))[: 5 + number % 30])
+        connection = dial(master, (HANDSHAKE + write_request(Op.WAIT, [b"/never"]))[: 5 + number % 30])
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
     loop = _loop(master)
@@ -235,15 +235,15 @@ def few_descriptors(pipe: object) -> None:
     pipe.recv()  # type: ignore[attr-defined]
 
 
-def test_a_server_out_of_descriptors_gives_up_strangers_first() -> None:
+def test_server_without_descriptors_drops_unvalidated_connections() -> None:
     with in_child(few_descriptors) as (pipe, _):
         port = pipe.recv()
         regular = TCPStore(HOST, port)
-        strangers = [socket.create_connection((HOST, port)) for _ in range(200)]
+        unvalidated = [socket.create_connection((HOST, port)) for _ in range(200)]
         regular.set("k", "v")
-        newcomer = TCPStore(HOST, port)
-        assert newcomer.get("k") == b"v"
-        for each in strangers:
+        new_client = TCPStore(HOST, port)
+        assert new_client.get("k") == b"v"
+        for each in unvalidated:
             each.close()
         regular.close()
-        newcomer.close()
+        new_client.close()

@@ -1,4 +1,4 @@
-"""A server that two thousand clients hold connections to: all are served, all wait for each other, all leave."""
+"""Server with two thousand clients: all are served, and all pass a barrier together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MB = 2**20
 
 @pytest.fixture
 def descriptors() -> Iterator[None]:
-    """Room for a descriptor of each client, here and in the forked server."""
+    """Raise the limit of descriptors to one for each client, here and in the forked server."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, CLIENTS + 500)), hard))
     yield
@@ -28,8 +28,8 @@ def descriptors() -> Iterator[None]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("descriptors")
-def test_two_thousand_clients_are_held_and_served() -> None:
-    """Takes seconds: each client connects, sets, reads its neighbour's value, and meets all the others twice."""
+def test_two_thousand_clients() -> None:
+    """Takes seconds: each client connects, sets, reads its neighbour's value, and passes two barriers."""
     with server() as (port, process):
         view = psutil.Process(process.pid)
         before = view.memory_info().rss
@@ -41,8 +41,8 @@ def test_two_thousand_clients_are_held_and_served() -> None:
             neighbour = (number + 1) % CLIENTS
             assert store.get(f"key {neighbour}") == f"value {neighbour**2}".encode()
         assert sorted(store.add("all", 1) for store in stores) == list(range(1, CLIENTS + 1))
-        for meeting in ("first", "second"):
-            _all_meet(stores, meeting)
+        for barrier in ("first", "second"):
+            _pass_barrier(stores, barrier)
         assert view.memory_info().rss - before < 64 * MB
         for store in stores[1:]:
             store.close()
@@ -51,18 +51,18 @@ def test_two_thousand_clients_are_held_and_served() -> None:
         stores[0].close()
 
 
-def _all_meet(stores: list[TCPStore], meeting: str) -> None:
+def _pass_barrier(stores: list[TCPStore], barrier: str) -> None:
     left: list[int] = []
 
-    def meet(number: int) -> None:
-        stores[number].barrier(meeting, CLIENTS)
+    def enter(number: int) -> None:
+        stores[number].barrier(barrier, CLIENTS)
         left.append(number)
 
-    threads = [threading.Thread(target=meet, args=(number,)) for number in range(1, CLIENTS)]
+    threads = [threading.Thread(target=enter, args=(number,)) for number in range(1, CLIENTS)]
     for thread in threads:
         thread.start()
     assert left == []
-    meet(0)
+    enter(0)
     for thread in threads:
         thread.join()
     assert sorted(left) == list(range(CLIENTS))
