@@ -76,18 +76,8 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
         (4, 'this', ('--verbose',), 0)
     """
     parser = _parser()
-    found = parser.parse_args(argv)
-    args = tuple(found.args)
-    options = LaunchOptions(
-        found.nproc_per_node,
-        found.target,
-        args,
-        found.module,
-        found.prefix,
-        found.grace,
-        found.master_port,
-        found.max_restarts,
-    )
+    found = vars(parser.parse_args(argv))
+    options = LaunchOptions(**found | {"args": tuple(found["args"])})
     error = _module_error(options.target) if options.module else _script_error(options.target)
     if error:
         parser.error(error)
@@ -104,7 +94,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add(
-        "--nproc-per-node", "--nproc_per_node", type=_count, default=1, metavar="N", help="number of ranks (default: 1)"
+        "--nproc-per-node",
+        "--nproc_per_node",
+        dest="nproc",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="number of ranks (default: 1)",
     )
     add("-m", "--module", action="store_true", help="run a module, as python -m does")
     add("--prefix", action="store_true", help="begin each line of output with the rank that wrote it")
