@@ -167,7 +167,7 @@ def __dir__() -> list[str]:
 def _register_with_torch() -> None:
     """Register `ref` with torch if torch is imported. It runs while torch starts, so it never raises."""
     if "torch" in sys.modules:
-        _run("backends", "register_with_torch", "backend 'ref' can't be registered with torch")
+        _run("backends", "register_with_torch", "backend 'ref' cannot be registered with torch")
 
 
 def _run(module: str, function: str, failure: str) -> None:
@@ -183,5 +183,5 @@ def _run(module: str, function: str, failure: str) -> None:
 # The entry point of editable installations made before the function was renamed.
 _tell_torch = _register_with_torch
 
-_run("torch_paths", "install", "modules at torch's paths can't be imported")
+_run("torch_paths", "install", "modules at torch's paths cannot be imported")
 _register_with_torch()

@@ -43,6 +43,15 @@ elastic.utils.log_level                    elastic.bootstrap    get_log_level
 elastic.utils.logging                      elastic.bootstrap    get_logger
 elastic.utils.store                        elastic.bootstrap    barrier get_all store_timeout synchronize
 
+groups.backend_names                       groups.queries         Backend
+groups.batches                             groups.point_to_point  P2POp batch_isend_irecv
+groups.exchanges                           groups.alltoall        all_to_all_single
+groups.gathering                           groups.alltoall        all_to_all
+groups.gathering                           groups.gather_scatter  all_gather all_gather_into_tensor gather scatter
+groups.group                               groups.world           GroupMember ProcessGroup
+groups.reduce_scattering                   groups.gather_scatter  reduce_scatter reduce_scatter_tensor
+utilities.gathering                        utilities.distributed  AllGatherGrad gather_all_tensors
+
 pipeline.sync                              pipeline.pipe        Pipe
 pipeline.sync                              pipeline.execution   NoChunk
 pipeline.sync                              pipeline.checkpoint  is_checkpointing is_recomputing

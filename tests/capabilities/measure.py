@@ -14,7 +14,7 @@ import torch
 
 import torchdist_ref as dist
 from tests.meaning.cases import Case
-from tests.meaning.compare import common, settled
+from tests.meaning.compare import common, wait_for
 from tests.meaning.formulas import meaning
 from torchdist_ref.testing import fill
 
@@ -23,10 +23,10 @@ YES, NO_BLOCKS = "yes", "no blocks"
 ONE_SIZE = "one size"
 ASPECTS = ("plain", "unequal", "subgroup")
 # How the table names what a case of `tests.meaning` calls.
-NAMED = {"ring": "isend, recv", "from_anybody": "recv from any rank"}
+NAMED = {"ring": "isend, recv", "from_any_source": "recv from any rank"}
 FUNCTIONS = (
     "ring",
-    "from_anybody",
+    "from_any_source",
     "broadcast",
     "all_reduce",
     "all_reduce_coalesced",
@@ -86,7 +86,7 @@ def right(case: Case, group: Any, device: str) -> None:
     part = meaning(case, dist.get_rank(group), members)
     inputs, outputs = [t.to(device) for t in part.inputs], [t.to(device) for t in part.outputs]
     answer = part.invoke(dist, inputs, outputs, common(case, group))
-    settled(case, answer)
+    wait_for(case, answer)
     assert not part.own_results or answer == part.plain
     for got, wanted in zip(outputs, part.expected, strict=True):
         assert wanted is None or torch.equal(got.cpu(), wanted)

@@ -9,7 +9,7 @@ from tests.meaning.ranks import Pool
 
 
 def main(world: str, *cases: str) -> None:
-    """Check each case in turn."""
+    """Check each case."""
     with Pool(int(world)) as pool:
         for text in cases:
             case = eval(text, {"Case": Case})

@@ -1,7 +1,7 @@
 """A case: one call of one function, as a value that can be printed, sent to ranks, drawn at random and written by hand.
 
-What a case means (data, arguments, result) is in `formulas`; how tensors lie in memory is in `memory`. To add a
-function, add it to CALLS here and say in `formulas` what it does.
+`formulas` has the data, arguments and expected results of a case, `memory` the layouts of tensors. To add a function,
+add it to CALLS here and its formula to `formulas`.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ MOVING = (
     "all_to_all_single",
     "all_gather_coalesced",
     "ring",
-    "from_anybody",
+    "from_any_source",
     "barrier",
 )
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
-# Functions that take blocks whose size differs from rank to rank.
+# Functions that accept blocks of a different size on each rank.
 UNEVEN = ("all_gather", "reduce_scatter", "all_to_all_single")
 CALLS = (*REDUCING, *MOVING, *OBJECTS)
 
 INTEGERS = ("uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-EIGHTHS = ("float8_e4m3fn", "float8_e5m2")
+FLOATS8 = ("float8_e4m3fn", "float8_e5m2")
 COMPLEX = ("complex64", "complex128")
-DTYPES = (*INTEGERS, *FLOATS, *EIGHTHS, *COMPLEX, "bool")
+DTYPES = (*INTEGERS, *FLOATS, *FLOATS8, *COMPLEX, "bool")
 SHAPES = ((), (1,), (0,), (7,), (2, 3), (3, 0, 2), (4, 1, 5), (2, 3, 2, 2), (257,), (33, 65))
-LAYOUTS = ("plain", "strided", "transposed", "channels_last", "gapped", "columns")
+LAYOUTS = ("contiguous", "strided", "transposed", "channels_last", "gapped", "columns")
 GROUPS = ("world", "head", "tail")
 WAYS = ("sync", "wait", "future")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call.
+    """Arguments of one call.
 
     Attributes:
-        call: The function; one of CALLS.
-        dtype: Of all tensors.
-        shape: Of a tensor, or of a block where there are several.
-        layout: How tensors lie in memory.
-        op: The reduction.
-        group: ``"world"``; ``"head"``, which is rank 0 alone; ``"tail"``, all but rank 0 (all where there is but one).
-        way: ``"sync"``, or asynchronous and waited for, or asynchronous and taken from the future.
-        root: Which member is source or destination, modulo the group's size.
-        uneven: Whether block `r` is longer by `r` rows.
-        seed: Other data.
+        call: Name of the function, one of CALLS.
+        dtype: dtype of all tensors.
+        shape: Shape of a tensor, or of a block if there are several.
+        layout: Memory layout of the tensors, one of LAYOUTS.
+        op: Name of the reduction.
+        group: ``"world"``; ``"head"``, which is rank 0 alone; ``"tail"``, all but rank 0 (or rank 0 if it is alone).
+        way: ``"sync"``; ``"wait"``, asynchronous with `Work.wait`; ``"future"``, asynchronous with `Work.get_future`.
+        root: Source or destination, modulo the group's size.
+        uneven: True if block `r` is longer by `r` rows.
+        seed: Seed of the data.
     """
 
     call: str
     dtype: str = "float32"
     shape: tuple[int, ...] = (7,)
-    layout: str = "plain"
+    layout: str = "contiguous"
     op: str = "SUM"
     group: str = "world"
     way: str = "sync"
@@ -79,22 +79,22 @@ class Case:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
+        """The dtype."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
     def __repr__(self) -> str:
-        said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
-        return f"Case({', '.join([repr(self.call), *said])})"
+        shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        return f"Case({', '.join([repr(self.call), *shown])})"
 
 
 def ops_for(call: str, dtype: str) -> tuple[str, ...]:
-    """The reductions that make sense."""
+    """Return the reductions that the function and dtype support."""
     if call not in REDUCING:
         return ("SUM",)
     if dtype in COMPLEX:
         return ("SUM", "AVG", "PREMUL_SUM")
-    if dtype in EIGHTHS:
+    if dtype in FLOATS8:
         return ("SUM", "MIN", "MAX", "AVG")
     if dtype in FLOATS:
         return ("SUM", "PRODUCT", "MIN", "MAX", "AVG", "PREMUL_SUM")
@@ -103,7 +103,7 @@ def ops_for(call: str, dtype: str) -> tuple[str, ...]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Draw any case that makes sense."""
+    """Draw any valid case."""
     call = draw(st.sampled_from(CALLS))
     dtype = draw(st.sampled_from(DTYPES))
     return Case(

@@ -1,7 +1,7 @@
-"""What every function means, as plain formulas over the data of all ranks, beside the call itself.
+"""Oracle: the meaning of every function as a plain formula over the data of all ranks, beside the call.
 
-A `Meaning` is one rank's part of one case: what it passes, how the function is called (torch's or ours, they are called
-alike), and what its outputs must hold then. Formulas know nothing of backends, groups or memory.
+A `Meaning` is one rank's part of one case: its arguments, the call (the same for torch's function and ours), and the
+expected outputs. Formulas use no backend, group or memory layout.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Meaning:
     """One rank's part of a case.
 
     Attributes:
-        invoke: Calls the function of a library: ``invoke(library, inputs, outputs, common)``.
-        inputs: What the tensors that are read hold.
-        outputs: What the tensors that are written hold before.
-        expected: What they hold after; None where nobody says.
-        plain: What is compared beside tensors: objects, or the number of a rank.
-        own_results: Whether `invoke` returns something to compare with `plain`.
+        invoke: Function that makes the call: ``invoke(library, inputs, outputs, common)``.
+        inputs: Values of the input tensors.
+        outputs: Values of the output tensors before the call.
+        expected: Values of the output tensors after the call; None where they are unspecified.
+        plain: Expected result that is no tensor: objects, or a rank.
+        own_results: True if `invoke` returns a result to compare with `plain`.
     """
 
     invoke: Callable[[Any, list[Tensor], list[Tensor], dict[str, Any]], Any]
@@ -53,12 +53,12 @@ class Meaning:
 
 
 class View:
-    """A case as one member of the group sees it.
+    """Case from the viewpoint of one member of the group.
 
     Args:
         case: The case.
-        me: This rank in the group.
-        members: The global ranks of the group.
+        me: Group rank of this rank.
+        members: Global ranks of the group.
     """
 
     def __init__(self, case: Case, me: int, members: list[int]) -> None:
@@ -67,30 +67,30 @@ class View:
         self.is_root = me == self.root
 
     def shape(self, block: int = 0) -> tuple[int, ...]:
-        """The shape of a block."""
+        """Return the shape of a block."""
         shape = self.case.shape or (1,) * self.case.uneven
         return (shape[0] + block, *shape[1:]) if self.case.uneven else shape
 
     def data(self, rank: int, block: int = 0) -> Tensor:
-        """What a rank gives, for a block."""
+        """Return the input of a rank for a block."""
         return fill(self.case.seed + 5 * rank + block, self.shape(block), self.case.torch_dtype)
 
     def empty(self, block: int = 0) -> Tensor:
-        """What an output holds before."""
+        """Return the values of an output before the call."""
         return self.data(11, block)
 
     def op(self, library: Any) -> Any:
-        """The reduction as the function takes it."""
+        """Return the `op` argument."""
         if self.case.op == "PREMUL_SUM":
             return torch.distributed._make_nccl_premul_sum(self.factor(self.me))
         return getattr(library.ReduceOp, self.case.op)
 
     def factor(self, rank: int) -> float:
-        """This rank's weight in a PREMUL_SUM."""
+        """Return a rank's factor in a PREMUL_SUM."""
         return 0.5 + 0.25 * rank
 
     def reduced(self, block: int = 0) -> Tensor:
-        """The reduction of a block over all ranks, in a type that holds it."""
+        """Return the reduction of a block over all ranks, computed in a wider dtype."""
         dtype = self.case.torch_dtype
         if dtype is torch.bool:
             operands = [self.data(rank, block) for rank in range(self.size)]
@@ -104,7 +104,7 @@ class View:
 
 
 def meaning(case: Case, me: int, members: list[int]) -> Meaning:
-    """What a member does in a case, and what it must get."""
+    """Return a member's part of a case."""
     return MEANINGS[case.call](View(case, me, members))
 
 
@@ -228,7 +228,7 @@ def _ring(v: View) -> Meaning:
 
     def invoke(library: Any, inputs: list[Tensor], outputs: list[Tensor], common: dict[str, Any]) -> Any:
         group = common["group"]
-        source = None if v.case.call == "from_anybody" else v.members[before]
+        source = None if v.case.call == "from_any_source" else v.members[before]
         sending = library.isend(inputs[0], v.members[after], group, TAG)
         got = library.recv(outputs[0], source, group, TAG)
         sending.wait()
@@ -300,7 +300,7 @@ MEANINGS: dict[str, Callable[[View], Meaning]] = {
     "all_to_all": _all_to_all,
     "all_to_all_single": _all_to_all_single,
     "ring": _ring,
-    "from_anybody": _ring,
+    "from_any_source": _ring,
     "barrier": _barrier,
     "all_gather_object": _all_gather_object,
     "broadcast_object_list": _broadcast_object_list,

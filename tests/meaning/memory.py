@@ -1,4 +1,4 @@
-"""Tensors that lie in memory in all the ways that users have, inside larger buffers whose every byte is looked at."""
+"""Tensors in the memory layouts that users have, as views of larger buffers whose every byte is compared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchdist_ref.testing import fill
 
-# Data of no rank: what must still be there after the call.
+# Rank whose data fills the buffers around the views; it must be unchanged after the call.
 GUARD = 97
 MARGIN = 5
 
@@ -18,8 +18,8 @@ class Placed:
     """Tensors and the buffers that they are views of.
 
     Args:
-        layout: How they lie.
-        values: What they hold.
+        layout: Name of the layout, one of `LAYOUTS` in `cases`.
+        values: Values of the tensors.
     """
 
     def __init__(self, layout: str, values: Sequence[Tensor]) -> None:
@@ -29,16 +29,16 @@ class Placed:
             self._columns(values)
             return
         for value in values:
-            buffer, view = PLACES.get(layout, _plain)(value)
+            buffer, view = BUILDERS.get(layout, _contiguous)(value)
             view.copy_(value)
             self.buffers.append(buffer)
             self.views.append(view)
 
     def _columns(self, values: Sequence[Tensor]) -> None:
-        """All in one buffer, side by side, with a column of nobody's between them."""
+        """Place all tensors in one buffer, side by side, with a guard column between them."""
         buffer = _guarded((*values[0].shape, 2 * len(values) + 1), values[0].dtype)
         self.buffers = [buffer]
-        self.views = [buffer.select(-1, 2 * place + 1) for place in range(len(values))]
+        self.views = [buffer.select(-1, 2 * index + 1) for index in range(len(values))]
         for view, value in zip(self.views, values, strict=True):
             view.copy_(value)
 
@@ -47,7 +47,7 @@ def _guarded(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return fill(GUARD, tuple(shape), dtype)
 
 
-def _plain(value: Tensor) -> tuple[Tensor, Tensor]:
+def _contiguous(value: Tensor) -> tuple[Tensor, Tensor]:
     buffer = _guarded((value.numel() + 2 * MARGIN,), value.dtype)
     return buffer, buffer[MARGIN : MARGIN + value.numel()].view(value.shape)
 
@@ -83,7 +83,7 @@ def _gapped(value: Tensor) -> tuple[Tensor, Tensor]:
     return buffer, buffer[(*inner, slice(2, value.shape[-1] + 2))]
 
 
-PLACES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+BUILDERS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "strided": _strided,
     "transposed": _transposed,
     "channels_last": _channels_last,

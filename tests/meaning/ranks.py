@@ -1,7 +1,7 @@
-"""A pool of ranks that live on: forked once from a process that has torch loaded, with all groups made, fed with cases.
+"""Pool of ranks that are reused: forked once from a process that has torch loaded, with all groups created.
 
-Each rank has torch's Gloo and ours side by side. A rank that dies or hangs ends its pool, and the next case gets a new
-one: after a failure nobody knows what state the groups are in.
+Each rank has torch's Gloo and ours side by side. After a failure the state of the groups is unknown, so a rank that
+fails, dies or hangs ends its pool, and the next case starts a new one.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import torch.distributed as oracle
 
 import torchdist_ref as dist
 from tests.meaning.cases import Case
-from tests.meaning.compare import Rank, Wrong
+from tests.meaning.compare import Rank, WrongResult
 
 BACKENDS = ("ref", "gloo")
-PATIENCE = 20.0
+TIMEOUT_SECONDS = 20.0
 
 
 class Pool:
-    """Ranks of one world size. A context manager.
+    """Ranks of one world size, as a context manager.
 
     Args:
-        world: How many ranks.
+        world: Number of ranks.
     """
 
     def __init__(self, world: int) -> None:
@@ -54,7 +54,9 @@ class Pool:
         pairs = [context.Pipe() for _ in range(self.world)]
         self._pipes = [ours for ours, _ in pairs]
         self._ranks = [
-            context.Process(target=_be, args=(rank, self.world, pairs[rank][1], Path(self._folder.name)), daemon=True)
+            context.Process(
+                target=_serve, args=(rank, self.world, pairs[rank][1], Path(self._folder.name)), daemon=True
+            )
             for rank in range(self.world)
         ]
         for process in self._ranks:
@@ -66,22 +68,22 @@ class Pool:
         """Run a case on all ranks.
 
         Raises:
-            Wrong: With what each rank has to say, and the line that runs it again.
+            WrongResult: With every rank's difference, and the command that runs the case again.
         """
         if not self._ranks:
             self._start()
         for pipe in self._pipes:
             pipe.send(case)
-        said = {rank: text for rank in range(self.world) if (text := self._answer(rank))}
-        if said:
+        failures = {rank: text for rank in range(self.world) if (text := self._result(rank))}
+        if failures:
             self.close()
-            texts = "\n".join(f"rank {rank}: {text}" for rank, text in said.items())
-            raise Wrong(f"{texts}\nTo run it again: python -m tests.meaning {self.world} {str(case)!r}")
+            texts = "\n".join(f"rank {rank}: {text}" for rank, text in failures.items())
+            raise WrongResult(f"{texts}\nTo run it again: python -m tests.meaning {self.world} {str(case)!r}")
 
-    def _answer(self, rank: int) -> str:
+    def _result(self, rank: int) -> str:
         pipe = self._pipes[rank]
-        if not wait([pipe], PATIENCE):
-            return f"no answer in {PATIENCE:g} s"
+        if not wait([pipe], TIMEOUT_SECONDS):
+            return f"no result in {TIMEOUT_SECONDS:g} s"
         try:
             text: str = pipe.recv()
         except EOFError:
@@ -101,28 +103,28 @@ class Pool:
         self._ranks, self._pipes = [], []
 
 
-def _be(rank: int, world: int, pipe: Connection, folder: Path) -> None:
-    # What the parent left for its collector waits for threads that are not here.
+def _serve(rank: int, world: int, pipe: Connection, folder: Path) -> None:
+    # Objects that the parent left for garbage collection may wait for threads that the child lacks.
     gc.freeze()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    me = _groups(rank, world, folder)
+    ours = _connect(rank, world, folder)
     while True:
         try:
             case = pipe.recv()
         except EOFError:
             return
         try:
-            me.check(case)
+            ours.check(case)
             pipe.send("")
-        except Wrong as error:
+        except WrongResult as error:
             pipe.send(str(error))
         except BaseException:
             pipe.send(traceback.format_exc())
 
 
-def _groups(rank: int, world: int, folder: Path) -> Rank:
-    timeout = timedelta(seconds=PATIENCE / 2)
+def _connect(rank: int, world: int, folder: Path) -> Rank:
+    timeout = timedelta(seconds=TIMEOUT_SECONDS / 2)
     members = {"world": list(range(world)), "head": [0], "tail": list(range(1, world)) or [0]}
     store = oracle.FileStore(str(folder / "theirs"), world)
     oracle.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)

@@ -1,4 +1,4 @@
-"""Every function means what torch's means: cases drawn at random, on ranks that live on; see `cases`."""
+"""Every function has the meaning of torch's: random cases against formulas, on ranks that are reused; see `cases`."""
 
 from __future__ import annotations
 

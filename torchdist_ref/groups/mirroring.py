@@ -27,8 +27,8 @@ def _torch_tables() -> Any:
 def mirror() -> None:
     """Let torch's functions accept the groups of the current world; do nothing if torch has its own default group.
 
-    `destroy_process_group` undoes it. Where ranks are threads, they share one mirror: each call goes to the default
-    group of the calling thread's world.
+    `destroy_process_group` undoes it. Ranks that are threads share one mirror: each call uses the default group of
+    the calling thread's world.
     """
     world, group = current(), default_group()
     with _lock:

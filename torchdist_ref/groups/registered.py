@@ -23,11 +23,10 @@ def empty_registered(
 ) -> Tensor:
     """Allocate a CPU tensor, like `torch.empty`, in memory that the other ranks of this host can read.
 
-    If all ranks pass such tensors (or views of them) to a large collective, each rank reads the others' tensors in
-    place (zero-copy): no data is staged, and the call takes as little as half the time. They behave as any tensor
-    otherwise: results are the same, ranks may mix registered tensors with others, and the memory is freed with the
-    last tensor that uses it, also after `destroy_process_group`. This function is local: other ranks need not call it
-    and are not notified.
+    Large collectives on such tensors, or on views of them, are zero-copy: each rank reads the others' tensors directly.
+    No data is staged, and the call takes as little as half the time. All ranks have to pass registered tensors for
+    that, but they may mix them with others: results are the same. The memory is freed with the last tensor that uses
+    it, also after `destroy_process_group`. This function is local: other ranks need not call it.
 
     The memory belongs to the process: it serves every group whose ranks all share this host. On any other group,
     backend or platform the tensor is an ordinary one. After a fork, parent and child share its values; its storage
@@ -36,7 +35,7 @@ def empty_registered(
     Args:
         size: Shape, as integers or as one sequence.
         dtype: Data type. Default: `torch.get_default_dtype()`.
-        requires_grad: Whether autograd records operations on the tensor. Default: False.
+        requires_grad: Record operations on the tensor for autograd. Default: False.
         group: Process group whose calls use the tensor. Default: all ranks.
 
     Returns:

@@ -4,8 +4,8 @@ new_subgroups calls new_group on every rank of the default group. split_group an
 the parent group, which meet in the parent's part of the store.
 
 A group with a dead member cannot run any call. Its surviving ranks still have the store, where shrink_group creates a
-group of them. That works only while the store lives: without a launcher rank 0 holds it, under a launcher it outlives
-every rank.
+group of them. It needs a store that survives: without a launcher rank 0 holds the store, under a launcher the store
+outlives every rank.
 
 Do not add functions that communicate through a backend here.
 """

@@ -170,7 +170,7 @@ class World:
         groups: All groups that this rank is in, oldest first.
         created: Number of groups that all ranks created; equal on all ranks, and part of a new group's key prefix.
         member_only: Number of groups that only their members created, by member list.
-        owns_store: Whether this library created the store, and so closes it.
+        owns_store: True if this library created the store, and so closes it.
         on_close: Functions to call before the groups close.
     """
 

@@ -1,6 +1,6 @@
-"""torch's side of the page "Differences from torch": what the page says of torch's Gloo is what it does.
+"""torch's column of the page "Differences from torch": torch's Gloo behaves as the page says.
 
-A test that fails here says that torch has become better, and that the page and `compare.torch_can` should follow.
+If a test fails here, torch has changed: update the page and `compare.torch_can`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ VERSION = "2.13"
 TIMEOUT = timedelta(seconds=2)
 
 
-def strided_writes_beside(rank: int, group: Any) -> None:
+def strided_outputs_overwrite_gaps(rank: int, group: Any) -> None:
     matrix = torch.ones(3, 2)
     oracle.all_reduce(matrix[:, 0], group=group)
     assert matrix.tolist() == [[2.0, 2.0], [2.0, 1.0], [1.0, 1.0]]
 
 
-def sums_of_truth_leave_other_bytes(rank: int, group: Any) -> None:
+def bool_sums_leave_bytes_other_than_one(rank: int, group: Any) -> None:
     truth = torch.tensor([True])
     oracle.all_reduce(truth, group=group)
     assert truth.view(torch.uint8).tolist() == [2]
@@ -47,27 +47,27 @@ def refused(words: str, act: Callable[[], Any]) -> None:
     except RuntimeError as error:
         assert words in str(error), str(error)
     else:
-        raise AssertionError("torch does it")
+        raise AssertionError("torch accepts it")
 
 
-def types_are_refused(rank: int, group: Any) -> None:
+def dtypes_are_refused(rank: int, group: Any) -> None:
     for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e5m2):
         own, tensor = oracle.new_group(timeout=TIMEOUT), torch.ones(2).to(dtype)
         refused("Invalid scalar type", partial(oracle.all_reduce, tensor, group=own))
 
 
-def complex_is_not_gathered(rank: int, group: Any) -> None:
+def gather_of_complex_is_refused(rank: int, group: Any) -> None:
     tensor = torch.ones(2, dtype=torch.complex64)
     lists = [tensor.clone(), tensor.clone()] if rank == 0 else None
     refused("Invalid scalar type", lambda: oracle.gather(tensor, lists, 0, group))
 
 
-def sizes_must_be_alike(rank: int, group: Any) -> None:
+def all_gather_of_different_sizes_is_refused(rank: int, group: Any) -> None:
     lists = [torch.zeros(1), torch.zeros(2)]
     refused("invalid tensor size", lambda: oracle.all_gather(lists, torch.ones(rank + 1), group))
 
 
-def no_dimensions_are_refused(rank: int, group: Any) -> None:
+def zero_dimensional_inputs_are_refused(rank: int, group: Any) -> None:
     refused("invalid tensor size", lambda: oracle.all_gather_into_tensor(torch.zeros(2), torch.tensor(1.0), group))
 
 
@@ -76,11 +76,11 @@ def premul_sum_is_refused(rank: int, group: Any) -> None:
     refused("PREMUL_SUM with Gloo", lambda: oracle.all_reduce(torch.ones(2), op, group))
 
 
-def nobody_sends_to_himself(rank: int, group: Any) -> None:
+def isend_to_self_is_refused(rank: int, group: Any) -> None:
     refused("not connected", lambda: oracle.isend(torch.ones(2), rank, group))
 
 
-def a_nan_may_vanish(rank: int, group: Any) -> None:
+def nan_may_vanish_in_min(rank: int, group: Any) -> None:
     tensor = torch.tensor([float("nan") if rank == 1 else 1.0])
     oracle.all_reduce(tensor, oracle.ReduceOp.MIN, group)
     assert tensor.tolist() == [1.0]
@@ -90,7 +90,7 @@ def stacked_blocks_are_refused(rank: int, group: Any) -> None:
     refused("invalid tensor size", lambda: oracle.all_gather_into_tensor(torch.zeros(2, 3), torch.ones(3), group))
 
 
-def a_destroyed_group_counts_still(rank: int, group: Any) -> None:
+def a_destroyed_group_still_works(rank: int, group: Any) -> None:
     gone = oracle.new_group(timeout=TIMEOUT)
     oracle.destroy_process_group(gone)
     assert oracle.get_world_size(gone) == 2
@@ -98,18 +98,18 @@ def a_destroyed_group_counts_still(rank: int, group: Any) -> None:
 
 
 FACTS = (
-    strided_writes_beside,
-    sums_of_truth_leave_other_bytes,
+    strided_outputs_overwrite_gaps,
+    bool_sums_leave_bytes_other_than_one,
     reduce_scatter_has_no_future,
-    types_are_refused,
-    complex_is_not_gathered,
-    sizes_must_be_alike,
-    no_dimensions_are_refused,
+    dtypes_are_refused,
+    gather_of_complex_is_refused,
+    all_gather_of_different_sizes_is_refused,
+    zero_dimensional_inputs_are_refused,
     premul_sum_is_refused,
-    nobody_sends_to_himself,
-    a_nan_may_vanish,
+    isend_to_self_is_refused,
+    nan_may_vanish_in_min,
     stacked_blocks_are_refused,
-    a_destroyed_group_counts_still,
+    a_destroyed_group_still_works,
 )
 
 
@@ -125,5 +125,5 @@ def program(rank: int, path: str) -> None:
 
 
 @pytest.mark.skipif(not torch.__version__.startswith(VERSION), reason=f"the page is about torch {VERSION}")
-def test_torch_is_as_the_page_says(tmp_path: Any) -> None:
+def test_torch_behaves_as_the_page_says(tmp_path: Any) -> None:
     run(program, 2, str(tmp_path / "store"), ranks="processes", init=False)
