@@ -5,7 +5,7 @@ Do not add algorithms (`schedules`), ways to move bytes (`transports`), or how c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -49,17 +49,18 @@ class Ref(Backend):
         make_work = WorkFactory(numbers, self._callbacks)
         self.collectives = CollectiveCalls(self.link, numbers, self.recorder, make_work)
         self._messages = Messages(self.link, m.timeout, self.recorder, make_work)
+        self._submitters: dict[type[Call], Callable[..., Work]] = {
+            Send: self._messages.send,
+            Recv: self._messages.receive,
+        }
+        self._submit_collective = self.collectives.submit
 
     @profiled
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""
         if self.link.broken is not None:
             self.link.check_usable(call.op)
-        if isinstance(call, Send):
-            return self._messages.send(call, inputs[0], wait)
-        if isinstance(call, Recv):
-            return self._messages.receive(call, outputs[0], wait)
-        return self.collectives.submit(call, inputs, outputs, wait)
+        return self._submitters.get(type(call), self._submit_collective)(call, inputs, outputs, wait)
 
     @property
     def shares_memory(self) -> bool:

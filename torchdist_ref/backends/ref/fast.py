@@ -29,7 +29,7 @@ from torchdist_ref.backends.ref.zero_copy import ZeroCopyPath, registered_path
 from torchdist_ref.numbers import Number
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.registered_memory import PeerMemory
-from torchdist_ref.transports.status_table import ANNOUNCEMENT_BYTES
+from torchdist_ref.transports.status_table import ANNOUNCEMENT_BYTES, COMPLETED
 
 Run = Callable[[Sequence[Tensor], bool], None]
 """Runs a call on its operands; the other argument is whether the peers' announcements have yet to be compared."""
@@ -84,7 +84,9 @@ class FastExecutor:
             ring.head = head
             handshake.fail(plan, error)
             raise
-        handshake.complete()
+        # As `handshake.complete` does, but a call of a function shorter.
+        handshake.fields[COMPLETED] = handshake.sequence
+        handshake.sequence += 1
 
     def compile(self, plan: Plan) -> Program:
         """Return a plan as functions of a call's operands."""

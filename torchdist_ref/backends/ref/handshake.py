@@ -53,13 +53,14 @@ class Handshake:
 
     Attributes:
         sequence: Number of the next call.
+        fields: This rank's row of the status table.
         announce: Announces a call (sequence, record, number) to the peers, which read it once this rank has signaled.
     """
 
     def __init__(self, link: Link) -> None:
         self.sequence = 0
         self.announce = link.row.announce
-        self._link, self._words = link, link.row.fields
+        self._link, self.fields = link, link.row.fields
         self._announced = [(link.row.compared[n], tuple(link.rows[p].compared[n] for p in link.peers)) for n in (0, 1)]
 
     def compare(self, plan: Plan) -> None:
@@ -76,7 +77,7 @@ class Handshake:
 
     def complete(self) -> None:
         """Announcement that the call is done; peers that find this rank gone will not miss it."""
-        self._words[COMPLETED] = self.sequence
+        self.fields[COMPLETED] = self.sequence
         self.sequence += 1
 
     def fail(self, plan: Plan, error: BaseException) -> None:

@@ -321,9 +321,9 @@ class Messages:
         self._received: dict[int | None, Work] = {r: Done("recv", [], r) for r in range(link.size)}
         self._receives = WorkerThread(f"{link.name} receives")
 
-    def send(self, call: Send, tensor: Tensor, wait: bool) -> Work:
+    def send(self, call: Send, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
         """Start a send; see `Backend.submit`."""
-        tensor = contiguous_on_host(tensor, call)
+        tensor = contiguous_on_host(inputs[0], call)
         if call.dst == self._rank:
             self._receiver.send_to_self(call.tag, tensor)
             return Done("send", [])
@@ -337,8 +337,9 @@ class Messages:
             work.wait()
         return work
 
-    def receive(self, call: Recv, tensor: Tensor, wait: bool) -> Work:
+    def receive(self, call: Recv, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
         """Start a receive; see `Backend.submit`."""
+        (tensor,) = outputs
         buffer = receive_buffer(tensor, call)
         if wait:
             return self._timed(call, tensor, self._receive_now, call, buffer, tensor)
