@@ -61,7 +61,7 @@ def test_a_held_port_is_nobody_elses() -> None:
     assert 1023 < distributed.get_free_port() < 65536
 
 
-def test_no_port_at_all_is_barrier_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_port_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "bind", lambda self, address: (_ for _ in ()).throw(OSError("none left")))
     with pytest.raises(dist.DistNetworkError, match="none left"):
         utils.get_socket_with_port()
@@ -122,7 +122,7 @@ def test_a_sampler_asks_the_group_for_ranks() -> None:
         (lambda: ElasticDistributedSampler([1, 2], 2, 0, -1), "'start_index' must be from 0 to 1.*got -1"),
     ],
 )
-def test_misuse_of_a_sampler_is_barrier_error(make: Callable[[], Any], message: str) -> None:
+def test_misuse_of_a_sampler_is_an_error(make: Callable[[], Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         make()
 

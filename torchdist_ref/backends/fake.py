@@ -1,9 +1,11 @@
-"""Fake: one process plays one rank of many, alone, and every call is written down.
+"""Backend `fake`: one process acts as one rank of many, alone, and every call is recorded.
 
-For tests of code that calls collectives: does it call the right ones, in the right order, at world size 512?
-The rule for values: each call ends as if every other rank had passed what this one passed. So a sum is the
-tensor times the world size, an average the tensor itself, and every block of a gather is this rank's. What only
-another rank could know (a received message, what another root scatters) stays as it was. Nothing ever waits.
+It is for tests of code that calls collectives: which calls it makes, in which order, at world size 512. Each call gives
+the result as if every other rank had passed what this rank passed. So a sum is the tensor times the world size, an
+average the tensor itself, and every block of a gather is this rank's. Tensors keep their values where only another rank
+knows the result: a received message, or what another root scatters. No call waits.
+
+Do not add communication here.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ Tensors = Sequence[Tensor]
 
 
 class Fake(Backend):
-    """No backend at all: the calls are in `recorder`.
+    """Backend without communication; the calls are in `recorder`.
 
     >>> import torch, torchdist_ref as dist
     >>> dist.init_process_group("fake", store=dist.HashStore(), rank=3, world_size=8)
@@ -48,9 +50,9 @@ class Fake(Backend):
 
     @profiled
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
-        """See `Backend.submit`. Always finished on return."""
+        """See `Backend.submit`. The work is always complete."""
         start = perf_counter()
-        self._play(call, [tensor.detach() for tensor in inputs], [tensor.detach() for tensor in outputs])
+        self._run(call, [tensor.detach() for tensor in inputs], [tensor.detach() for tensor in outputs])
         self.recorder.add(self._number(call), call, nbytes_of(inputs, outputs), start)
         work = Done(call.op, flat_operands(outputs))
         if isinstance(call, Recv):
@@ -58,12 +60,14 @@ class Fake(Backend):
         return work
 
     def _number(self, call: Call) -> int:
+        """Return the number of a call: messages have none, which is -1."""
         if isinstance(call, Send | Recv):
             return -1
         number, self._sequence = self._sequence, self._sequence + 1
         return number
 
-    def _play(self, call: Call, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def _run(self, call: Call, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Write the results of a call."""
         match call:
             case AllReduce() | Reduce():
                 self._reduce(call, inputs[0], outputs[0])
@@ -79,6 +83,7 @@ class Fake(Backend):
                 _copy(inputs[self._rank], outputs[0])
 
     def _reduce(self, call: AllReduce | Reduce | ReduceScatter, source: Tensor, target: Tensor) -> None:
+        """Reduce equal tensors of all ranks."""
         operation = reduction(call.reduction, source.dtype, call.op)
         total = source.clone()
         for _ in range(self._size - 1):
@@ -93,6 +98,6 @@ class Fake(Backend):
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    """Blocks of other ranks may be of other sizes: then their values are unknown."""
+    """Copy a tensor, unless the sizes differ: then the values of the other rank's block are unknown."""
     if source.numel() == target.numel():
         target.copy_(source.reshape(target.shape))

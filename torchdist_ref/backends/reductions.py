@@ -1,8 +1,10 @@
-"""What "sum" or "bxor" is in tensor operations: in place, and of two operands into a third.
+"""Reductions as tensor operations: in place, of two operands into a third, and of sparse tensors.
 
-Reductions of the wire are commutative; none is associative in floating point, which is why schedules
-fix an order. Half and 8-bit floats are added in float32 (see `WIDENED`), and types that torch stores but does not
-calculate with go through a wider one. Don't add averaging here: an average is a sum that the plan divides once.
+The reductions are commutative. None is associative in floating point, so schedules fix an order. float16, bfloat16 and
+float8 are added in float32 (see `WIDENED`), and dtypes that torch stores but does not calculate with in a wider dtype.
+The sum of sparse tensors gathers the entries of all ranks, since ranks have entries at different indices.
+
+Do not add averages here: an average is a sum that the caller divides once.
 """
 
 from __future__ import annotations
@@ -18,30 +20,27 @@ from torchdist_ref.calls import AllGather
 from torchdist_ref.errors import BackendArgumentError, UnsupportedError, explain
 from torchdist_ref.work import Work
 
-_EIGHTHS = {
+_FLOAT8 = {
     torch.float8_e4m3fn,
     torch.float8_e4m3fnuz,
     torch.float8_e5m2,
     torch.float8_e5m2fnuz,
     torch.float8_e8m0fnu,
 }
-
-
-WIDENED = {torch.float16, torch.bfloat16, *_EIGHTHS}
-
-
-# Types that torch stores but does not add or compare, and a type that holds all their values; sums wrap alike in both.
-_WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64, **dict.fromkeys(_EIGHTHS, torch.float32)}
+WIDENED = {torch.float16, torch.bfloat16, *_FLOAT8}
+# Dtypes that torch stores but does not add or compare, and a dtype that holds all their values; sums wrap alike.
+_WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64, **dict.fromkeys(_FLOAT8, torch.float32)}
 
 
 class Reduction(NamedTuple):
-    """A reduction as the executor calls it: ``into(a, b)`` changes a; ``combine(a, b, out=c)`` writes c."""
+    """Functions of a reduction: ``into(a, b)`` changes a; ``combine(a, b, out=c)`` writes c."""
 
     into: Callable[..., Any]
     combine: Callable[..., Any]
 
 
 def _into(combine: Callable[..., Any]) -> Callable[[Tensor, Tensor], Any]:
+    """Return the in-place form of an operation."""
     return lambda a, b: combine(a, b, out=a)
 
 
@@ -54,31 +53,21 @@ _TABLE = {
     "bor": Reduction(Tensor.bitwise_or_, torch.bitwise_or),
     "bxor": Reduction(Tensor.bitwise_xor_, torch.bitwise_xor),
 }
-
-
-# Whoever submits them has scaled the operands, or the plan divides the result.
+# The caller has scaled the operands, or divides the result.
 _TABLE["avg"] = _TABLE["premul_sum"] = _TABLE["sum"]
-
-
 _BITWISE = {"band", "bor", "bxor"}
-
-
 _ORDERED = {"min", "max"}
-
-
 _SCALED = {"avg", "premul_sum"}
-
-
-# Complex numbers have no order, and torch multiplies none either: the door's deny list.
+# Complex numbers have no order, and torch refuses their products: its public functions have this list.
 _NOT_COMPLEX = {"product", *_BITWISE, *_ORDERED}
 
 
 def reduction(name: str, dtype: torch.dtype, operation: str) -> Reduction:
-    """The tensor operations of a reduction, if it makes sense for this dtype.
+    """Return the tensor operations of a reduction for a dtype.
 
     Raises:
-        ArgumentError: It does not, with the dtype named.
-        UnsupportedError: No backend of ours has this reduction.
+        ArgumentError: The reduction is not defined for the dtype.
+        UnsupportedError: No backend has this reduction.
     """
     if name not in _TABLE:
         raise UnsupportedError(f"{operation}: no backend has a reduction {name!r}; there are {', '.join(_TABLE)}.")
@@ -89,7 +78,7 @@ def reduction(name: str, dtype: torch.dtype, operation: str) -> Reduction:
 
 
 def check(name: str, dtype: torch.dtype, operation: str) -> None:
-    """Raise an ArgumentError unless this reduction makes sense for this dtype."""
+    """Raise ArgumentError unless a reduction is defined for a dtype."""
     word = name.upper()
     if name in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
         raise BackendArgumentError(
@@ -118,63 +107,65 @@ def check(name: str, dtype: torch.dtype, operation: str) -> None:
 
 
 def _through(wide: torch.dtype, combine: Callable[..., Tensor]) -> Reduction:
-    def together(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """Return a reduction that runs in a wider dtype."""
+
+    def widened(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
         return out.copy_(combine(a.to(wide), b.to(wide)))
 
-    return Reduction(_into(together), together)
+    return Reduction(_into(widened), widened)
 
 
 def _through_signed(name: str) -> Reduction:
-    """64 bits without a sign: as signed numbers they add and multiply alike, and compare once the top bit is turned."""
-    turn, combine = torch.iinfo(torch.int64).min if name in _ORDERED else 0, _TABLE[name].combine
+    """Return a reduction of uint64, which torch runs as int64; comparisons flip the top bit."""
+    flip, combine = torch.iinfo(torch.int64).min if name in _ORDERED else 0, _TABLE[name].combine
 
-    def together(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-        signed = combine(a.view(torch.int64) ^ turn, b.view(torch.int64) ^ turn)
-        out.view(torch.int64).copy_(signed ^ turn)
+    def widened(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+        signed = combine(a.view(torch.int64) ^ flip, b.view(torch.int64) ^ flip)
+        out.view(torch.int64).copy_(signed ^ flip)
         return out
 
-    return Reduction(_into(together), together)
+    return Reduction(_into(widened), widened)
 
 
 def divide(tensor: Tensor, by: int) -> Tensor:
-    """What makes a sum an average, in place."""
-    return tensor.copy_(tensor.float() / by) if tensor.dtype in _EIGHTHS else tensor.div_(by)
+    """Divide a sum in place, to make it an average."""
+    return tensor.copy_(tensor.float() / by) if tensor.dtype in _FLOAT8 else tensor.div_(by)
 
 
 _ALL_GATHER = AllGather()
 
 
 def start_sum(backend: Backend, size: int, tensor: Tensor) -> tuple[list[Work], Callable[[], None]]:
-    """Begin to add up tensors in coordinate format.
+    """Start the sum of tensors in coordinate format.
 
-    How many entries the others have has to be known before any of them can be received: so it waits for all ranks.
+    The number of entries of each rank has to be known before they can be received, so the function waits for all ranks.
 
     Args:
-        backend: That of the group.
-        size: Its number of ranks.
-        tensor: This rank's; becomes the sum.
+        backend: The group's backend.
+        size: The group's number of ranks.
+        tensor: This rank's tensor, which becomes the sum.
 
     Returns:
-        Works to wait for, and a function that then puts the sum into ``tensor``.
+        Works to wait for, and a function to call then, which writes the sum to ``tensor``.
     """
     mine = tensor.detach().coalesce()
     parts = mine.indices().t().contiguous(), mine.values().contiguous()
     counts = _counts(backend, size, mine)
     gathered = [[part.new_empty((count, *part.shape[1:])) for count in counts] for part in parts]
-    works = [backend.submit(_ALL_GATHER, (part,), room, False) for part, room in zip(parts, gathered, strict=True)]
+    works = [backend.submit(_ALL_GATHER, (part,), blocks, False) for part, blocks in zip(parts, gathered, strict=True)]
 
     @torch.no_grad()
     def add_up() -> None:
-        places, values = (torch.cat(room) for room in gathered)
-        total = torch.sparse_coo_tensor(places.t(), values, tensor.shape, check_invariants=False)
+        indices, values = (torch.cat(blocks) for blocks in gathered)
+        total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
         tensor.copy_(total.coalesce())
 
     return works, add_up
 
 
 def _counts(backend: Backend, size: int, mine: Tensor) -> list[int]:
-    """How many entries each rank has."""
+    """Return the number of entries of each rank."""
     counts = torch.zeros((size, 1), dtype=torch.int64, device=mine.device)
-    own = torch.tensor([mine._nnz()], device=mine.device)
+    own = torch.tensor([mine.values().shape[0]], device=mine.device)
     backend.submit(_ALL_GATHER, (own,), counts.unbind(), False).wait()
     return [int(count) for count in counts]

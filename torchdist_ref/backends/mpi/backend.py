@@ -1,11 +1,11 @@
-"""MPI: an MPI library as the backend, through mpi4py; torch need not be rebuilt.
+"""Backend `mpi`: an MPI library through mpi4py; torch need not be rebuilt.
 
-A call is one `match` arm: an MPI operation of the non-blocking kind on the bytes of our tensors, polled until it is
-done (`mpi_work`). MPI can reduce only the types that it knows, so reductions have a table (`mpi_operands`); whatever
-only moves data moves bytes. Every group gets a communicator of its own, made by its members alone.
+A call is one `match` arm: a non-blocking MPI operation on the bytes of our tensors, polled until it completes (`work`).
+MPI reduces only its own types, so reductions have a table and use another type where it has none; all other calls
+move bytes. Every group has a communicator of its own, created by its members alone.
 
-Ranks are started by ``mpiexec``; which of them is which rank of ours is said through the group's store. MPI has no
-errors for dead ranks: ``mpiexec`` ends the others. Don't add algorithms: choosing them is the MPI library's business.
+``mpiexec`` starts the ranks, and the ranks of a group exchange their MPI ranks through the group's store. MPI reports
+no error for dead ranks: ``mpiexec`` ends the others. Do not add algorithms: the MPI library chooses them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.backends.base import Backend, Membership, flat_operands, nbytes_of, refuse_unsupported
-from torchdist_ref.backends.mpi.work import Ended, Finish, MpiWork, Poller, Started
+from torchdist_ref.backends.mpi.work import Ended, Finish, MpiWork, RequestPoller, Started
 from torchdist_ref.backends.profiler_ranges import profiled
 from torchdist_ref.backends.reductions import WIDENED, check
 from torchdist_ref.backends.worker_threads import CallbackThreads
@@ -52,10 +52,10 @@ Tensors = Sequence[Tensor]
 
 
 def load() -> Any:
-    """The module ``mpi4py.MPI``, with MPI started.
+    """Return the module ``mpi4py.MPI``, with MPI initialized.
 
     Raises:
-        UnsupportedError: mpi4py or an MPI library is not there, or this MPI can't be called from several threads.
+        UnsupportedError: mpi4py or an MPI library is missing, or this MPI does not support calls from several threads.
     """
     try:
         from mpi4py import MPI
@@ -76,7 +76,7 @@ def load() -> Any:
 
 
 class Mpi(Backend):
-    """A communicator of MPI's for one group."""
+    """MPI communicator of one group."""
 
     name = "mpi"
 
@@ -87,22 +87,24 @@ class Mpi(Backend):
         self._comm = self._connect()
         self.recorder = Recorder()
         self._sequence = 0
-        self._callbacks, self._poller = CallbackThreads(m.name), Poller(m.name)
+        self._callbacks, self._poller = CallbackThreads(m.name), RequestPoller(m.name)
 
     def _connect(self) -> Any:
-        """A communicator of the members, in the order of the group; no other rank takes part."""
+        """Return a communicator of the members, in the order of the group; no other rank takes part."""
         m, world = self._membership, self._mpi.COMM_WORLD
         self._store.set(f"rank/{m.rank}", f"{world.rank} {world.size}")
-        said = [value.decode().split() for value in self._store.multi_get([f"rank/{r}" for r in range(m.size)])]
-        ranks = [int(rank) for rank, _ in said]
+        published = [value.decode().split() for value in self._store.multi_get([f"rank/{r}" for r in range(m.size)])]
+        ranks = [int(rank) for rank, _ in published]
         if len(set(ranks)) < m.size:
             raise DistBackendError(
                 f"init_process_group: group {m.name!r} has {m.size} ranks, and MPI knows {len(set(ranks))} of them "
-                f"({self._here()} is MPI rank {world.rank} of {world.size}). Start them with `mpiexec -n {m.size} ...`."
+                f"({self._location()} is MPI rank {world.rank} of {world.size}). "
+                f"Start them with `mpiexec -n {m.size} ...`."
             )
         return world.Create_group(world.group.Incl(ranks))
 
-    def _here(self) -> str:
+    def _location(self) -> str:
+        """Return the rank and the group, for messages."""
         m = self._membership
         return f"rank {m.rank} (global {m.members[m.rank]}) of group {m.name!r}"
 
@@ -116,31 +118,34 @@ class Mpi(Backend):
         except self._mpi.Exception as error:
             raise self._failed(call, error) from error
         work = MpiWork(
-            f"{call} on {self._here()}",
+            f"{call} on {self._location()}",
             flat_operands(outputs),
             started,
             self._mpi.Status(),
-            self._end(call, start, nbytes_of(inputs, outputs)),
+            self._finisher(call, start, nbytes_of(inputs, outputs)),
             self._callbacks.runner(),
             self._membership.timeout,
-            self._trouble,
+            self._failure,
         )
-        return self._waited(work) if wait else self._watched(work)
+        return self._wait_for(work) if wait else self._watch(work)
 
-    def _waited(self, work: MpiWork) -> Work:
+    def _wait_for(self, work: MpiWork) -> Work:
+        """Wait for a work, and return it."""
         try:
             work.wait()
         except BaseException:
             # MPI may still use the tensors.
-            self._watched(work)
+            self._watch(work)
             raise
         return work
 
-    def _watched(self, work: MpiWork) -> Work:
+    def _watch(self, work: MpiWork) -> Work:
+        """Let the poller complete a work, and return it."""
         self._poller.watch(work)
         return work
 
-    def _end(self, call: Call, start: float, nbytes: int) -> Ended:
+    def _finisher(self, call: Call, start: float, nbytes: int) -> Ended:
+        """Return the function that records the end of a call and translates its error."""
         number = -1 if isinstance(call, Send | Recv) else self._sequence
         self._sequence += number >= 0
 
@@ -151,64 +156,75 @@ class Mpi(Backend):
         return ended
 
     def _failed(self, call: Call, error: BaseException) -> DistBackendError:
-        return DistBackendError(f"{call} on {self._here()} failed in MPI: {error}")
+        """Return our error for one of MPI's."""
+        return DistBackendError(f"{call} on {self._location()} failed in MPI: {error}")
 
-    def _trouble(self) -> BaseException | None:
+    def _failure(self) -> BaseException | None:
+        """Return the error of a member that has aborted the group, if any."""
         if not self._store.check(["aborted"]):
             return None
-        return GroupAbortedError(f"{self._here()}: {self._store.get('aborted').decode()}")
+        return GroupAbortedError(f"{self._location()}: {self._store.get('aborted').decode()}")
 
     def _start(self, call: Call, inputs: list[Tensor], outputs: Tensors) -> Started:
+        """Start a call's MPI operation."""
         comm = self._comm
         match call:
             case AllReduce() | Reduce() | ReduceScatter():
                 return self._reduce(call, inputs, outputs)
             case Broadcast():
-                given = self._bytes(inputs[0])
-                return Started(comm.Ibcast(given, call.root), (given,), _into(outputs, inputs[0]))
+                sent = self._bytes(inputs[0])
+                return Started(comm.Ibcast(sent, call.root), (sent,), _copy_row(outputs, inputs[0]))
             case AllGather() | Gather() | Scatter() | AllToAll():
                 return self._move(call, inputs, outputs)
             case Barrier():
-                return Started(comm.Ibarrier(), (), _nothing)
+                return Started(comm.Ibarrier(), (), _copy_nothing)
             case Send():
-                given = self._bytes(inputs[0])
-                return Started(comm.Isend(given, call.dst, self._tag(call)), (given,), _nothing)
+                sent = self._bytes(inputs[0])
+                return Started(comm.Isend(sent, call.dst, self._tag(call)), (sent,), _copy_nothing)
             case Recv():
                 row, source = _row(outputs), self._mpi.ANY_SOURCE if call.src is None else call.src
-                taken = self._bytes(row)
-                return Started(comm.Irecv(taken, source, self._tag(call)), (taken,), self._received(call, outputs, row))
+                received = self._bytes(row)
+                request = comm.Irecv(received, source, self._tag(call))
+                return Started(request, (received,), self._copy_message(call, outputs, row))
         raise UnsupportedError(f"{call.op}: backend 'mpi' has no such operation.")
 
     def _tag(self, call: Send | Recv) -> int:
-        """MPI's tags end sooner than ours."""
-        most = int(self._comm.Get_attr(self._mpi.TAG_UB))
-        if call.tag > most:
-            expected = f"at most {most} with this MPI library"
+        """Return the tag of a message.
+
+        Raises:
+            ArgumentError: It is larger than MPI's largest tag.
+        """
+        largest = int(self._comm.Get_attr(self._mpi.TAG_UB))
+        if call.tag > largest:
+            expected = f"at most {largest} with this MPI library"
             raise ArgumentError(explain(call.op, "tag", expected, call.tag))
         return call.tag
 
     def _move(self, call: Call, inputs: list[Tensor], outputs: Tensors) -> Started:
+        """Start a call that moves blocks of bytes."""
         comm, row = self._comm, _row(outputs)
-        given, taken = self._blocks(joined(inputs), inputs), self._blocks(row, outputs)
+        sent, received = self._blocks(joined(inputs), inputs), self._blocks(row, outputs)
         match call:
             case AllGather():
-                request = comm.Iallgatherv(given[:1] + given[2:], taken)
+                request = comm.Iallgatherv(sent[:1] + sent[2:], received)
             case Gather():
-                request = comm.Igatherv(given[:1] + given[2:], taken if outputs else None, call.root)
+                request = comm.Igatherv(sent[:1] + sent[2:], received if outputs else None, call.root)
             case Scatter():
-                request = comm.Iscatterv(given if inputs else None, taken[:1] + taken[2:], call.root)
+                request = comm.Iscatterv(sent if inputs else None, received[:1] + received[2:], call.root)
             case _:
-                request = comm.Ialltoallv(given, taken)
-        return Started(request, (given, taken), _into(outputs, row))
+                request = comm.Ialltoallv(sent, received)
+        return Started(request, (sent, received), _copy_row(outputs, row))
 
     def _blocks(self, row: Tensor, tensors: Tensors) -> list[Any]:
-        """One row that holds several tensors: its bytes, the bytes of each tensor, and their type."""
+        """Return several tensors in one row for mpi4py: the bytes, the number of bytes of each tensor, and the type."""
         return [raw(row), counts(tensors), self._mpi.BYTE]
 
     def _bytes(self, tensor: Tensor) -> list[Any]:
+        """Return a tensor's bytes for mpi4py."""
         return [raw(tensor), self._mpi.BYTE]
 
     def _reduce(self, call: AllReduce | Reduce | ReduceScatter, inputs: list[Tensor], outputs: Tensors) -> Started:
+        """Start a reduction."""
         mpi, comm = self._mpi, self._comm
         numbers = operand(inputs, call.reduction, call.op)
         spec, op = numbers.spec(mpi), getattr(mpi, numbers.op)
@@ -218,23 +234,23 @@ class Mpi(Backend):
             request = comm.Iallreduce(mpi.IN_PLACE, spec, op)
         elif isinstance(call, Reduce):
             if call.root != self._membership.rank:
-                return Started(comm.Ireduce(spec, None, op, call.root), (spec,), _nothing)
+                return Started(comm.Ireduce(spec, None, op, call.root), (spec,), _copy_nothing)
             request = comm.Ireduce(mpi.IN_PLACE, spec, op, call.root)
         else:
             result = result.new_empty(outputs[0].numel())
             sizes = [tensor.numel() for tensor in inputs]
             request = comm.Ireduce_scatter(spec, numbers.spec(mpi, result), sizes, op)
-        return Started(request, (spec, result), _into(outputs, result, divide))
+        return Started(request, (spec, result), _copy_row(outputs, result, divide))
 
-    def _received(self, call: Recv, outputs: Tensors, row: Tensor) -> Finish:
-        """MPI is content with a message that is too short; we are not."""
+    def _copy_message(self, call: Recv, outputs: Tensors, row: Tensor) -> Finish:
+        """Return the function that checks a message's size, since MPI accepts one that is too short, and copies it."""
 
         def finish(work: Work, status: Any) -> None:
             work.source = status.source
             got = status.Get_count(self._mpi.BYTE)
             if got != row.nbytes:
                 raise MismatchError(
-                    f"{call} on {self._here()}: the message of rank {status.source} has {got} bytes, "
+                    f"{call} on {self._location()}: the message from rank {status.source} has {got} bytes, "
                     f"and the tensor {row.nbytes}. Send and receive tensors of one size and dtype."
                 )
             split_into(row, outputs)
@@ -249,22 +265,24 @@ class Mpi(Backend):
             self._comm.Free()
 
     def abort(self, reason: str) -> None:
-        """See `Backend.abort`. Members that wait look into the store now and then."""
+        """See `Backend.abort`. Waiting members read the key from time to time."""
         m = self._membership
-        self._store.set("aborted", f"rank {m.rank} gave up: {reason}")
+        self._store.set("aborted", f"rank {m.rank} aborted the group: {reason}")
 
 
 def _row(outputs: Tensors) -> Tensor:
-    """Memory for all outputs, one after the other."""
+    """Return new memory for all outputs, one after the other."""
     dtype = outputs[0].dtype if outputs else torch.uint8
     return torch.empty(sum(tensor.numel() for tensor in outputs), dtype=dtype)
 
 
-def _nothing(work: Work, status: Any) -> None:
-    """Nothing comes back."""
+def _copy_nothing(work: Work, status: Any) -> None:
+    """Do nothing: the call has no results."""
 
 
-def _into(outputs: Tensors, row: Tensor, divide: int = 0) -> Finish:
+def _copy_row(outputs: Tensors, row: Tensor, divide: int = 0) -> Finish:
+    """Return the function that copies a row to the outputs, divided if that is asked for."""
+
     def finish(work: Work, status: Any) -> None:
         split_into(row.div_(divide) if divide else row, outputs)
 
@@ -286,8 +304,6 @@ _TYPES = {
     torch.complex64: "C_FLOAT_COMPLEX",
     torch.complex128: "C_DOUBLE_COMPLEX",
 }
-
-
 _OPS = {
     "sum": "SUM",
     "premul_sum": "SUM",
@@ -299,13 +315,11 @@ _OPS = {
     "bor": "BOR",
     "bxor": "BXOR",
 }
+# Reductions of bool as reductions of the bytes 0 and 1.
+_BOOL_OPS = {"sum": "MAX", "product": "MIN"}
 
 
-# What a reduction of truth values is on the bytes 0 and 1.
-_OF_BOOL = {"sum": "MAX", "product": "MIN"}
-
-
-class Operand(NamedTuple):
+class MpiOperand(NamedTuple):
     """Numbers that MPI can reduce.
 
     Attributes:
@@ -319,40 +333,40 @@ class Operand(NamedTuple):
     op: str
 
     def spec(self, mpi: Any, buffer: Tensor | None = None) -> list[Any]:
-        """The operand, or another tensor like it, as mpi4py takes it."""
+        """Return the operand, or another tensor of its type, for mpi4py."""
         numbers = self.buffer if buffer is None else buffer
         return [raw(numbers), numbers.numel(), getattr(mpi, self.type)]
 
 
-def operand(tensors: Sequence[Tensor], name: str, call: str) -> Operand:
-    """Copies of the tensors, one after the other, in a type that MPI can reduce.
+def operand(tensors: Sequence[Tensor], name: str, call: str) -> MpiOperand:
+    """Return copies of the tensors, one after the other, in a type that MPI can reduce.
 
     Raises:
-        ArgumentError: The reduction makes no sense for the dtype.
+        ArgumentError: The reduction is not defined for the dtype.
         UnsupportedError: MPI has neither this reduction nor this dtype.
     """
     dtype = tensors[0].dtype
     check(name, dtype, call)
-    stand_in = torch.float32 if dtype in WIDENED else torch.uint8 if dtype is torch.bool else dtype
-    if stand_in not in _TYPES:
+    mpi_dtype = torch.float32 if dtype in WIDENED else torch.uint8 if dtype is torch.bool else dtype
+    if mpi_dtype not in _TYPES:
         raise UnsupportedError(f"{call}: MPI can't reduce {dtype}; use .float(), or backend 'ref'.")
-    op = _OF_BOOL.get(name, _OPS[name]) if dtype is torch.bool else _OPS[name]
-    return Operand(joined(tensors).to(stand_in), _TYPES[stand_in], op)
+    op = _BOOL_OPS.get(name, _OPS[name]) if dtype is torch.bool else _OPS[name]
+    return MpiOperand(joined(tensors).to(mpi_dtype), _TYPES[mpi_dtype], op)
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """A copy of the tensors in one row."""
+    """Return a copy of the tensors in one row."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)
 
 
 def raw(tensor: Tensor) -> Any:
-    """The bytes of a contiguous tensor, as an array over its own memory."""
-    # One element, or none, may have any stride and count as contiguous.
+    """Return the bytes of a contiguous tensor, as an array over its own memory."""
+    # A tensor of one element, or none, counts as contiguous with any stride.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def counts(tensors: Sequence[Tensor]) -> list[int]:
-    """Bytes of each tensor."""
+    """Return the number of bytes of each tensor."""
     return [tensor.nbytes for tensor in tensors]
 
 

@@ -1,7 +1,9 @@
-"""A Work that is polled: MPI makes progress, and says so, only when it is asked.
+"""Works of backend `mpi`, which are polled: MPI makes progress, and reports it, only inside its own calls.
 
-Whoever waits asks. For works that nobody waits for, and for futures, a poller asks, on a thread that lives while
-there is something to ask for. Pauses grow to a millisecond, so that ranks that wait leave the cores to others.
+A thread that waits for a work polls it. `RequestPoller` polls works that no thread waits for, and futures, on a thread
+that runs while there is such a work. Pauses grow to a millisecond, so that waiting ranks leave the cores to others.
+
+Do not add knowledge of calls here: starting them is in `backend`.
 """
 
 from __future__ import annotations
@@ -16,22 +18,22 @@ from torchdist_ref.backends.worker_threads import WorkerThread
 from torchdist_ref.errors import RankStalledError
 from torchdist_ref.work import Runner, Work
 
-LONGEST = 0.001
-LOOK_AROUND = 0.2
+MAX_PAUSE_SECONDS = 0.001
+FAILURE_CHECK_SECONDS = 0.2
 
-# Brings results to where the caller wants them; raises what is wrong with them.
+# Copies results to the caller's tensors, and raises if they are wrong.
 Finish = Callable[[Work, Any], None]
-# Told of the end of a call; gives the error that the caller gets.
+# Records the end of a call, and returns the error that the caller gets.
 Ended = Callable[[BaseException | None], BaseException | None]
 
 
 class Started(NamedTuple):
-    """A call that MPI has begun.
+    """A call that MPI has started.
 
     Attributes:
         request: MPI's request.
-        memory: What MPI works on. mpi4py does not keep all of it alive (for reduce_scatter it does not).
-        finish: Brings the result to where the caller wants it.
+        memory: The operands, which have to stay alive. mpi4py does not keep all of them (for reduce_scatter).
+        finish: Copies the result to the caller's tensors.
     """
 
     request: Any
@@ -40,29 +42,29 @@ class Started(NamedTuple):
 
 
 class Pauses:
-    """How long to pause before asking again: hardly at first, then longer."""
+    """Pauses between polls: hardly any at first, then longer."""
 
     def __init__(self) -> None:
-        self._asked = 0
+        self._polls = 0
 
     def pause(self) -> None:
-        """Leave the core to others for a while."""
-        self._asked += 1
-        time.sleep(0.0 if self._asked < 50 else min(LONGEST, 2e-6 * self._asked))
+        """Sleep, so that other processes can use the core."""
+        self._polls += 1
+        time.sleep(0.0 if self._polls < 50 else min(MAX_PAUSE_SECONDS, 2e-6 * self._polls))
 
 
 class MpiWork(Work):
-    """A request of MPI's.
+    """Work of a request of MPI's.
 
     Args:
-        name: The call.
-        outputs: What it writes.
-        started: What MPI has begun.
-        status: An empty status of mpi4py's, filled when MPI is done.
-        ended: Called at the end, with the error if there is one.
-        callbacks: What runs callbacks of the future.
-        seconds: How long the call may take.
-        trouble: What is known to keep the group from going on.
+        name: The call, for messages.
+        outputs: The tensors that it writes.
+        started: The started call.
+        status: An empty status of mpi4py's, filled when the request completes.
+        ended: Called at the end with the error, if any.
+        callbacks: Runner of the future's callbacks.
+        seconds: Time-out of the call in seconds.
+        failure: Returns the error that keeps the group from continuing, if one is known.
     """
 
     def __init__(
@@ -74,28 +76,30 @@ class MpiWork(Work):
         ended: Ended,
         callbacks: Runner,
         seconds: float,
-        trouble: Callable[[], BaseException | None],
+        failure: Callable[[], BaseException | None],
     ) -> None:
         super().__init__(name, outputs, callbacks)
         self._started, self._status = started, status
-        self._ended, self._trouble = ended, trouble
-        self._seconds, self._deadline, self._look = seconds, monotonic() + seconds, monotonic() + LOOK_AROUND
+        self._ended, self._failure = ended, failure
+        self._seconds, self._deadline = seconds, monotonic() + seconds
+        self._next_check = monotonic() + FAILURE_CHECK_SECONDS
         self._once = threading.Lock()
 
     def is_completed(self) -> bool:
-        """Ask MPI."""
+        """See `Work.is_completed`; polls MPI."""
         if not self._over and self._once.acquire(False):
             try:
                 if not self._over:
-                    self._ask()
+                    self._poll()
             finally:
                 self._once.release()
         return self._over
 
-    def _ask(self) -> None:
+    def _poll(self) -> None:
+        """Complete this work if the request has completed or failed."""
         try:
             if not self._started.request.Test(self._status):
-                self._look_around()
+                self._check_failure()
                 return
             self._started.finish(self, self._status)
         except Exception as error:
@@ -105,17 +109,18 @@ class MpiWork(Work):
             self._ended(None)
             self.finish()
 
-    def _look_around(self) -> None:
-        """MPI does not tell why a call takes long; now and then, see what else is known."""
+    def _check_failure(self) -> None:
+        """Raise if the group has failed or the deadline has passed, of which MPI reports nothing."""
         now = monotonic()
-        if now > self._look and (trouble := self._trouble()) is not None:
-            raise trouble
+        if now > self._next_check and (failure := self._failure()) is not None:
+            raise failure
         if now > self._deadline:
             raise RankStalledError(
-                f"{self.name}: not done within {self._seconds:g} s; a rank did not come, and MPI doesn't say which. "
+                f"{self.name}: not done within {self._seconds:g} s; a rank is missing, and MPI does not report which. "
                 f"Look for a rank that makes another call, or pass a longer timeout to init_process_group or new_group."
             )
-        self._look = now + LOOK_AROUND if now > self._look else self._look
+        if now > self._next_check:
+            self._next_check = now + FAILURE_CHECK_SECONDS
 
     def _await(self, seconds: float | None) -> bool:
         end, pauses = None if seconds is None else monotonic() + seconds, Pauses()
@@ -126,8 +131,12 @@ class MpiWork(Work):
         return True
 
 
-class Poller:
-    """Asks for the works that nobody else may be asking for, and keeps them and their memory until they end."""
+class RequestPoller:
+    """Poller of works that no thread may be waiting for. It keeps them and their memory until they end.
+
+    Args:
+        name: The group's name.
+    """
 
     def __init__(self, name: str) -> None:
         self._lane = WorkerThread(f"{name} progress")
@@ -138,19 +147,20 @@ class Poller:
         self._closed = False
 
     def watch(self, work: MpiWork) -> None:
-        """Ask for this one until it ends."""
+        """Poll a work until it ends."""
         with self._lock:
             self._works.append(work)
             if len(self._works) == 1:
                 self._lane.put(self._loop)
 
     def _loop(self) -> None:
+        """Poll until all works have ended."""
         pauses = Pauses()
-        while self._open():
+        while self._poll_all():
             pauses.pause()
 
-    def _open(self) -> bool:
-        """Ask for each; whether there is anything left to ask for."""
+    def _poll_all(self) -> bool:
+        """Poll each work, and return whether there is one left."""
         ended = [work for work in list(self._works) if work.is_completed()]
         self._failed += [work for work in ended if work.exception() is not None]
         with self._lock:
@@ -158,6 +168,6 @@ class Poller:
             return bool(self._works) and not self._closed
 
     def close(self) -> None:
-        """End, whatever is still open."""
+        """End the thread, even if works have not ended."""
         self._closed = True
         self._lane.close()

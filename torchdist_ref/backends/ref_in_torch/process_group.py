@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d as options
 from torchdist_ref.backends.base import Backend, Membership, RowBlocks, flat_operands
 from torchdist_ref.backends.reductions import start_sum
 from torchdist_ref.backends.ref import Ref
-from torchdist_ref.backends.ref_in_torch.work import RefWork, limit, only, reduction, usable
+from torchdist_ref.backends.ref_in_torch.work import RefWork, limit, only, reduction, require_dense_cpu
 from torchdist_ref.backends.torch_native.stores import StoreFromTorch
 from torchdist_ref.calls import (
     AllGather,
@@ -86,20 +86,25 @@ class RefProcessGroup(c10d.ProcessGroup):
     # Facts that torch asks a group for. C++ and Python use different names for the same fact.
 
     def getBackendName(self) -> str:
+        """Return the name of the backend."""
         return "ref"
 
     name = _get_backend_name = getBackendName
 
     def getGroupName(self) -> str:
+        """Return the group's name."""
         return self._name
 
     def setGroupName(self, name: str) -> None:
+        """Set the group's name."""
         self._name = name
 
     def getGroupDesc(self) -> str:
+        """Return the group's description."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:
+        """Set the group's description."""
         self._description = description
 
     group_name = property(getGroupName)
@@ -109,6 +114,7 @@ class RefProcessGroup(c10d.ProcessGroup):
     supports_splitting = supports_coalescing = property(lambda self: False)
 
     def _get_backend(self, device: torch.device) -> RefProcessGroup:
+        """Return the backend of a kind of device, which is this group for CPU tensors."""
         if torch.device(device).type != "cpu":
             raise UnsupportedError(
                 f"No backend type associated with device type {device}: 'ref' works on CPU tensors. "
@@ -117,40 +123,48 @@ class RefProcessGroup(c10d.ProcessGroup):
         return self
 
     def shutdown(self) -> None:
+        """Leave the group in an orderly way."""
         self.backend.close()
 
     def abort(self) -> None:
+        """Leave the group at once."""
         self.backend.abort("torch.distributed aborted the group")
 
     def _submit(self, opts: Any, *requests: Request) -> RefWork:
         """Start the calls, and wait for them unless torch asked for an asynchronous call."""
-        requests = tuple(
-            request for request in requests if usable(request[0], flat_operands(request[1]), flat_operands(request[2]))
-        )
+        for call, inputs, outputs in requests:
+            require_dense_cpu(call, flat_operands(inputs), flat_operands(outputs))
         seconds = limit(opts)
         wait = opts is not None and not opts.asyncOp and seconds is None
         works = [self.backend.submit(call, inputs, outputs, wait) for call, inputs, outputs in requests]
-        outputs = [tensor for request in requests for tensor in flat_operands(request[2])]
-        made = RefWork([Done("", outputs)] if wait else works, outputs, seconds)
+        written = [tensor for request in requests for tensor in flat_operands(request[2])]
+        work = RefWork([Done("", written)] if wait else works, written, seconds)
         if opts is not None and not opts.asyncOp:
-            made.wait()
-        return made
+            work.wait()
+        return work
 
     def _sum_sparse(self, tensor: Tensor, seconds: float | None) -> RefWork:
+        """Sum sparse tensors, and return a completed work."""
         works, add_up = start_sum(self.backend, self.size(), tensor)
         RefWork(works, [tensor], seconds).wait()
         add_up()
         return RefWork([Done("all_reduce", [tensor])], [tensor], None)
 
     def _root(self, op: str, opts: Any) -> int:
+        """Return the root that options name.
+
+        Raises:
+            UnsupportedError: The options have a rootTensor.
+            ArgumentError: The root is not a group rank.
+        """
         if getattr(opts, "rootTensor", 0):
-            raise UnsupportedError(f"{op}: 'ref' takes one tensor a call, so no rootTensor {opts.rootTensor}.")
+            raise UnsupportedError(f"{op}: 'ref' supports one tensor a call, so no rootTensor {opts.rootTensor}.")
         if not 0 <= opts.rootRank < self.size():
             expected = f"a group rank from 0 to {self.size() - 1}"
             raise ArgumentError(explain(op, "rootRank", expected, opts.rootRank, rank=self.rank()))
         return int(opts.rootRank)
 
-    def _rows(self, op: str, argument: str, tensor: Tensor) -> Tensors:
+    def _row_blocks(self, op: str, argument: str, tensor: Tensor) -> Tensors:
         """Return a tensor as one equal block for each rank."""
         size = self.size()
         if tensor.numel() % size or not (tensor.is_contiguous() or tensor.shape[0] % size == 0):
@@ -158,7 +172,7 @@ class RefProcessGroup(c10d.ProcessGroup):
             raise ArgumentError(explain(op, argument, expected, list(tensor.shape), rank=self.rank()))
         return RowBlocks(tensor, size) if size > 1 else (tensor,)
 
-    def _fit(self, op: str, argument: str, blocks: Tensors, tensor: Tensor) -> None:
+    def _check_blocks(self, op: str, argument: str, blocks: Tensors, tensor: Tensor) -> None:
         """Raise ArgumentError unless there is a block for each rank, and this rank's has the size of the tensor."""
         if len(blocks) != self.size():
             expected = f"{self.size()} tensors, one a rank"
@@ -169,106 +183,127 @@ class RefProcessGroup(c10d.ProcessGroup):
             raise ArgumentError(explain(op, argument, expected, mine, rank=self.rank()))
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> RefWork:
+        """Start torch's `allreduce`."""
         opts = opts or options.AllreduceOptions()
-        tensor, word = only("all_reduce", "tensors", tensors), reduction("all_reduce", opts)
-        if tensor.layout is torch.sparse_coo and word == "sum":
+        tensor, name = only("all_reduce", "tensors", tensors), reduction("all_reduce", opts)
+        if tensor.layout is torch.sparse_coo and name == "sum":
             return self._sum_sparse(tensor, limit(opts))
-        return self._submit(opts, (AllReduce(word), (tensor,), (tensor,)))
+        return self._submit(opts, (AllReduce(name), (tensor,), (tensor,)))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> RefWork:
+        """Start torch's `allreduce_coalesced`."""
         opts = opts or options.AllreduceCoalescedOptions()
         call = AllReduce(reduction("all_reduce_coalesced", opts))
         return self._submit(opts, *((call, (tensor,), (tensor,)) for tensor in tensors))
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> RefWork:
+        """Start torch's `reduce`."""
         opts = opts or options.ReduceOptions()
         tensor = only("reduce", "tensors", tensors)
         call = Reduce(self._root("reduce", opts), reduction("reduce", opts))
         return self._submit(opts, (call, (tensor,), (tensor,)))
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> RefWork:
+        """Start torch's `broadcast`."""
         opts = opts or options.BroadcastOptions()
         tensor = only("broadcast", "tensors", tensors)
         return self._submit(opts, (Broadcast(self._root("broadcast", opts)), (tensor,), (tensor,)))
 
     def allgather(self, output_lists: Lists, inputs: Tensors, opts: Any = None) -> RefWork:
+        """Start torch's `allgather`."""
         opts = opts or options.AllgatherOptions()
         tensor, outputs = only("all_gather", "inputs", inputs), only("all_gather", "output_lists", output_lists)
-        return self._submit(opts, self._gathering("all_gather", outputs, tensor))
+        return self._submit(opts, self._gather_request("all_gather", outputs, tensor))
 
     def allgather_coalesced(self, output_lists: Lists, inputs: Tensors, opts: Any = None) -> RefWork:
+        """Start torch's `allgather_coalesced`."""
         opts = opts or options.AllgatherOptions()
-        gatherings = (
-            self._gathering("all_gather_coalesced", [outputs[i] for outputs in output_lists], tensor)
+        requests = (
+            self._gather_request("all_gather_coalesced", [outputs[i] for outputs in output_lists], tensor)
             for i, tensor in enumerate(inputs)
         )
-        return self._submit(opts, *gatherings)
+        return self._submit(opts, *requests)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> RefWork:
+        """Start torch's `all_gather_single`."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> RefWork:
+        """Start torch's `all_gather_single_coalesced`."""
         opts = opts or options.AllgatherOptions()
         op, pairs = "all_gather_single", zip(outputs, inputs, strict=True)
-        return self._submit(opts, *(self._gathering(op, self._rows(op, "output", o), i) for o, i in pairs))
+        return self._submit(opts, *(self._gather_request(op, self._row_blocks(op, "output", o), i) for o, i in pairs))
 
     def gather(self, output_lists: Lists, inputs: Tensors, opts: Any = None) -> RefWork:
+        """Start torch's `gather`."""
         opts = opts or options.GatherOptions()
         tensor, call = only("gather", "inputs", inputs), Gather(self._root("gather", opts))
         outputs = only("gather", "output_lists", output_lists) if call.root == self.rank() else ()
         if outputs:
-            self._fit("gather", "output_lists", outputs, tensor)
+            self._check_blocks("gather", "output_lists", outputs, tensor)
         return self._submit(opts, (call, (tensor,), outputs))
 
     def scatter(self, outputs: Tensors, input_lists: Lists, opts: Any = None) -> RefWork:
+        """Start torch's `scatter`."""
         opts = opts or options.ScatterOptions()
         tensor, call = only("scatter", "outputs", outputs), Scatter(self._root("scatter", opts))
         inputs = only("scatter", "input_lists", input_lists) if call.root == self.rank() else ()
         if inputs:
-            self._fit("scatter", "input_lists", inputs, tensor)
+            self._check_blocks("scatter", "input_lists", inputs, tensor)
         return self._submit(opts, (call, inputs, (tensor,)))
 
     def reduce_scatter(self, outputs: Tensors, input_lists: Lists, opts: Any = None) -> RefWork:
+        """Start torch's `reduce_scatter`."""
         opts = opts or options.ReduceScatterOptions()
         op = "reduce_scatter"
         tensor, inputs = only(op, "outputs", outputs), only(op, "input_lists", input_lists)
-        return self._submit(opts, self._scattering(op, tensor, inputs, opts))
+        return self._submit(opts, self._scatter_request(op, tensor, inputs, opts))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> RefWork:
+        """Start torch's `reduce_scatter_single`."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> RefWork:
+        """Start torch's `reduce_scatter_single_coalesced`."""
         opts = opts or options.ReduceScatterOptions()
         op, pairs = "reduce_scatter_single", zip(outputs, inputs, strict=True)
-        return self._submit(opts, *(self._scattering(op, o, self._rows(op, "input", i), opts) for o, i in pairs))
+        return self._submit(
+            opts, *(self._scatter_request(op, o, self._row_blocks(op, "input", i), opts) for o, i in pairs)
+        )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> RefWork:
+        """Start torch's `alltoall`."""
         opts = opts or options.AllToAllOptions()
-        self._fit("all_to_all", "outputs", outputs, inputs[self.rank()])
-        self._fit("all_to_all", "inputs", inputs, outputs[self.rank()])
+        self._check_blocks("all_to_all", "outputs", outputs, inputs[self.rank()])
+        self._check_blocks("all_to_all", "inputs", inputs, outputs[self.rank()])
         return self._exchange(opts, outputs, inputs)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
     ) -> RefWork:
+        """Start torch's `all_to_all_single`."""
         op = "all_to_all_single"
-        outputs = output.split(list(output_splits)) if output_splits else self._rows(op, "output", output)
-        inputs = input.split(list(input_splits)) if input_splits else self._rows(op, "input", input)
+        outputs = output.split(list(output_splits)) if output_splits else self._row_blocks(op, "output", output)
+        inputs = input.split(list(input_splits)) if input_splits else self._row_blocks(op, "input", input)
         return self.alltoall(outputs, inputs, opts)
 
     def barrier(self, opts: Any = None) -> RefWork:
+        """Start torch's `barrier`."""
         # The options' device is where NCCL would run the barrier; `ref` needs no device for it.
         return self._submit(opts or options.BarrierOptions(), (Barrier(), (), ()))
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> RefWork:
+        """Start torch's `send`."""
         tensor = only("send", "tensors", tensors)
         return self._submit(None, (Send(dst, tag), (tensor,), ()))
 
     def recv(self, tensors: Tensors, src: int | None, tag: int) -> RefWork:
+        """Start torch's `recv`."""
         tensor = only("recv", "tensors", tensors)
         return self._submit(None, (Recv(src, tag), (), (tensor,)))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> RefWork:
+        """Start torch's `recv_anysource`."""
         return self.recv(tensors, None, tag)
 
     # The names of the same methods before torch 2.13.
@@ -278,12 +313,14 @@ class RefProcessGroup(c10d.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def _gathering(self, op: str, outputs: Tensors, tensor: Tensor) -> Request:
-        self._fit(op, "outputs", outputs, tensor)
+    def _gather_request(self, op: str, outputs: Tensors, tensor: Tensor) -> Request:
+        """Return an all-gather, after checking the blocks."""
+        self._check_blocks(op, "outputs", outputs, tensor)
         return AllGather(), (tensor,), outputs
 
-    def _scattering(self, op: str, tensor: Tensor, inputs: Tensors, opts: Any) -> Request:
-        self._fit(op, "inputs", inputs, tensor)
+    def _scatter_request(self, op: str, tensor: Tensor, inputs: Tensors, opts: Any) -> Request:
+        """Return a reduce-scatter, after checking the blocks."""
+        self._check_blocks(op, "inputs", inputs, tensor)
         return ReduceScatter(reduction(op, opts)), inputs, (tensor,)
 
     def _exchange(self, opts: Any, outputs: Tensors, inputs: Tensors) -> RefWork:
@@ -327,12 +364,15 @@ class Mirrored(RefProcessGroup):
     members = property(lambda self: self._find().members)
 
     def rank(self) -> int:
+        """Return the group rank of the caller."""
         return self._find().rank()
 
     def size(self) -> int:
+        """Return the number of ranks."""
         return self._find().size()
 
     def getBackendName(self) -> str:
+        """Return the name of the backend."""
         return str(self.backend.name)
 
     name = _get_backend_name = getBackendName
@@ -349,7 +389,9 @@ def _hide_from_compilers(*kinds: type) -> None:
     C++ calls the methods while compiled programs run, such as DDP's, and the compiler then looks at every Python
     function. It refuses to trace process groups, and the program fails.
     """
-    skip = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.SKIP)
+    # torch has no public names for these.
+    strategy, action = compiler._FrameExecStrategy, compiler._FrameAction  # noqa: SLF001
+    skip = strategy(action.SKIP, action.SKIP)
     for kind in kinds:
         for method in vars(kind).values():
             if isfunction(method):

@@ -1,7 +1,8 @@
-"""A Work as torch wants one: a class of torch's, in whose future lies the list of outputs, over ours.
+"""Work of torch's over works of ours, and the reading of torch's options.
 
-C++ sees `wait` and `get_future` only, and passes a time-out of zero for "none"; Python callers see the rest. torch
-hands out one Work for several calls where it coalesces them, so this one stands for a list of ours.
+C++ calls only `wait` and `get_future`, and passes a time-out of zero for none; Python callers use the other methods.
+The future has the list of outputs. torch makes one Work for several calls that it coalesces, so this one holds several
+of ours. An option that `ref` cannot honour is an error. Do not add default values: torch's options have them.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from torchdist_ref.work import Work
 
 
 class RefWork(c10d.Work):
-    """The handle of one call of torch's.
+    """Work of one call of torch's.
 
     Args:
-        works: Ours, in the order of the calls.
-        outputs: The tensors that they write, all of them.
-        seconds: How long a wait takes at most, from now; None: as the group says.
+        works: Our works, in the order of the calls.
+        outputs: All tensors that they write.
+        seconds: Time-out of waits in seconds, from now on; None: that of the group.
     """
 
     def __init__(self, works: Sequence[Work], outputs: Sequence[Tensor], seconds: float | None) -> None:
@@ -37,18 +38,19 @@ class RefWork(c10d.Work):
         self._deadline = None if seconds is None else monotonic() + seconds
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all calls are done; raises what the first of them failed with."""
+        """Block until all calls have ended, and raise the error of the first one that failed."""
         for work in self._works:
-            work.wait(timeout or self._left())
+            work.wait(timeout or self._remaining())
         return True
 
-    def _left(self) -> float | None:
+    def _remaining(self) -> float | None:
+        """Return the seconds until the deadline."""
         return None if self._deadline is None else max(0.0, self._deadline - monotonic())
 
     synchronize = block_current_stream = wait  # type: ignore[assignment]
 
     def get_future(self) -> Future[Any]:
-        """A future of the list of output tensors."""
+        """Return a future of the list of output tensors."""
         if len(self._works) == 1:
             return self._works[0].get_future()
         outputs = self._outputs
@@ -61,19 +63,19 @@ class RefWork(c10d.Work):
         return collect_all([work.get_future() for work in self._works]).then(value)
 
     def is_completed(self) -> bool:
-        """Whether all calls have ended, well or badly."""
+        """Return whether all calls have ended, with or without an error."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether all calls have ended well."""
+        """Return whether all calls have ended without an error."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        """What the first call that failed has failed with."""
+        """Return the error of the first call that failed, or None."""
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
     def result(self) -> list[Tensor]:
-        """The output tensors, once all calls are done."""
+        """Wait for all calls, and return the output tensors."""
         self.wait()
         return self._outputs
 
@@ -87,46 +89,50 @@ class RefWork(c10d.Work):
 T = TypeVar("T")
 
 
-_WORDS = {getattr(ReduceOp, word.upper()): word for word in REDUCTIONS}
+_NAMES = {getattr(ReduceOp, word.upper()): word for word in REDUCTIONS}
 
 
-def only(op: str, argument: str, given: Sequence[T]) -> T:
-    """The one element of a list. torch's lists are from the time when a process drove several devices."""
-    if len(given) != 1:
-        raise ArgumentError(explain(op, argument, "a list of one, as a rank has one device", len(given)))
-    return given[0]
+def only(op: str, argument: str, values: Sequence[T]) -> T:
+    """Return the element of a list of one. torch's lists date from processes with several devices.
+
+    Raises:
+        ArgumentError: The list has another length.
+    """
+    if len(values) != 1:
+        raise ArgumentError(explain(op, argument, "a list of one, as a rank has one device", len(values)))
+    return values[0]
 
 
 def reduction(op: str, opts: Any) -> str:
-    """The reduction that options ask for.
+    """Return the name of the reduction that options name.
 
     Raises:
-        UnsupportedError: It is PREMUL_SUM.
-        ArgumentTypeError: We know of no such reduction; guessing would be wrong silently.
+        UnsupportedError: The reduction is PREMUL_SUM.
+        ArgumentTypeError: The reduction is unknown.
     """
-    asked = opts.reduceOp
-    word = _WORDS.get(getattr(asked, "op", asked))
-    if word is None:
-        raise ArgumentTypeError(explain(op, "reduceOp", f"a ReduceOp, one of {', '.join(REDUCTIONS)}", asked))
-    if word == "premul_sum":
+    requested = opts.reduceOp
+    name = _NAMES.get(getattr(requested, "op", requested))
+    if name is None:
+        raise ArgumentTypeError(explain(op, "reduceOp", f"a ReduceOp, one of {', '.join(REDUCTIONS)}", requested))
+    if name == "premul_sum":
         raise UnsupportedError(
             f"{op}: torch offers ReduceOp.PREMUL_SUM on NCCL only. Multiply first and use SUM, or "
             f"call torchdist_ref.{op}, which takes it on every backend."
         )
-    return word
+    return name
 
 
 def limit(opts: Any) -> float | None:
-    """Seconds after which a wait for the call ends; None where torch leaves that to the group."""
+    """Return the time-out of a call in seconds, or None if torch leaves it to the group."""
     timeout = getattr(opts, "timeout", None)
     return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
 
 
-def usable(call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-    """True, unless a tensor is none that `ref` can work on.
+def require_dense_cpu(call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Raise if `ref` inside torch does not support a tensor.
 
     Raises:
-        UnsupportedError: It is sparse, or on an accelerator.
+        UnsupportedError: A tensor is sparse, or on an accelerator.
     """
     for tensor in (*inputs, *outputs):
         if tensor.layout is not torch.strided or not tensor.is_cpu:
@@ -134,4 +140,3 @@ def usable(call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> b
                 f"{call.op}: backend 'ref' works on dense CPU tensors, not {tensor.layout} on {tensor.device}. "
                 f"Use .to_dense() or .cpu(), or a group on 'gloo' or 'nccl'."
             )
-    return True

@@ -1,9 +1,10 @@
-"""What all of torch's C++ backends have in common: our calls as their methods, our stores as theirs, our errors.
+"""Common part of torch's own backends: our calls as their methods, and their works and errors as ours.
 
-A call is one `match` arm: our value in, torch's method and options out. A backend keeps what C++ does not: a Python
-reference to the store and to every running work. Tensors with strides go through contiguous copies here too: Gloo would
-write outside a strided view, NCCL refuses one. Errors come back as ours, with the call, the rank and the group, because
-torch's own name none of them. What one backend alone needs is in its own file: `gloo`, `nccl`, `third_party`.
+A call is one `match` arm: our value in, torch's method and options out. A backend keeps Python references that C++ does
+not keep: to the store and to every running work. Tensors with strides go through contiguous copies, since Gloo writes
+outside a strided view and NCCL refuses one. Errors get the call, the rank and the group, which torch's own lack.
+
+Do not add what one backend alone needs: that is in `gloo`, `nccl` or `third_party`.
 """
 
 from __future__ import annotations
@@ -42,9 +43,12 @@ from torchdist_ref.trace import Recorder
 from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]
+# Records the end of a call, and returns the error that the caller gets.
+Finished = Callable[[BaseException | None], BaseException | None]
+# Copies results to the caller's tensors, and returns whether there was anything to copy.
+CopyBack = Callable[[], bool]
 
-
-_OPS = {
+_REDUCE_OPS = {
     "sum": c10d.ReduceOp.SUM,
     "avg": c10d.ReduceOp.AVG,
     "product": c10d.ReduceOp.PRODUCT,
@@ -57,54 +61,59 @@ _OPS = {
 }
 
 
-Finished = Callable[[BaseException | None], BaseException | None]
-
-
-# Brings results to where the caller wants them; whether there was anything to do.
-BringBack = Callable[[], bool]
-
-
-class Carried(NamedTuple):
-    """A call as a backend of torch's gets it.
+class TorchCall(NamedTuple):
+    """A call with the operands that a backend of torch's gets.
 
     Attributes:
-        call: What to do, perhaps in other words.
-        inputs: What is read, in one dimension.
-        outputs: What is written.
-        bring_back: Brings the results to the caller's tensors; whether there was anything to do.
+        call: The call, which may differ from the caller's.
+        inputs: Tensors that are read, of one dimension.
+        outputs: Tensors that are written.
+        copy_back: Copies the results to the caller's tensors, and returns whether there was anything to copy.
     """
 
     call: Call
     inputs: list[Tensor]
     outputs: list[Tensor]
-    bring_back: BringBack
+    copy_back: CopyBack
 
 
 class TorchWork(Work):
-    """A work of torch's, with our errors; copies results back into strided outputs."""
+    """Work of torch's, with our errors; it copies results back into strided outputs.
 
-    def __init__(self, name: str, outputs: Tensors, theirs: Any, bring_back: BringBack, finished: Finished) -> None:
+    The first thread that learns that torch's work has ended completes it.
+
+    Args:
+        name: The operation.
+        outputs: The caller's output tensors.
+        torch_work: torch's work.
+        copy_back: Copies the results to the outputs, and returns whether there was anything to copy.
+        finished: Records the end of the call, and returns the error that the caller gets.
+    """
+
+    def __init__(self, name: str, outputs: Tensors, torch_work: Any, copy_back: CopyBack, finished: Finished) -> None:
         super().__init__(name, outputs)
-        self._theirs, self._results, self._finished = theirs, bring_back, finished
+        self._torch_work, self._copy_back, self._finished = torch_work, copy_back, finished
         self._once = threading.Lock()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """See `Work.wait`."""
         if not self._over:
-            self._settled_by(lambda: self._wait_for_theirs(timeout))
+            self._complete_after(lambda: self._wait_for_torch(timeout))
         return super().wait(timeout)
 
-    def _wait_for_theirs(self, timeout: timedelta | float | None) -> None:
-        seconds = timeout if isinstance(timeout, timedelta) or timeout is None else timedelta(seconds=timeout)
-        self._theirs.wait() if seconds is None else self._theirs.wait(seconds)
+    def _wait_for_torch(self, timeout: timedelta | float | None) -> None:
+        """Wait for torch's work."""
+        limit = timeout if isinstance(timeout, timedelta) or timeout is None else timedelta(seconds=timeout)
+        self._torch_work.wait() if limit is None else self._torch_work.wait(limit)
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""
-        if not self._over and self._theirs.is_completed():
-            self._settled_by(self._theirs.wait)
+        if not self._over and self._torch_work.is_completed():
+            self._complete_after(self._torch_work.wait)
         return self._over
 
-    def _settled_by(self, wait: Callable[[], Any]) -> None:
+    def _complete_after(self, wait: Callable[[], Any]) -> None:
+        """Complete this work with the outcome of a wait for torch's, unless another thread does."""
         error: BaseException | None = None
         try:
             wait()
@@ -112,57 +121,43 @@ class TorchWork(Work):
             error = raised
         with self._once:
             if not self._over:
-                self._deliver(error)
+                self._end(error)
 
-    def _deliver(self, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None) -> None:
+        """Copy results back and complete this work."""
         if error is None:
-            self._bring_back()
+            self._copy_results()
         if self.name == "recv" and self.source < 0:
-            self.source = _source(self._theirs)
+            self.source = _source(self._torch_work)
         translated = self._finished(error)
         self.finish() if translated is None else self.fail(translated)
 
-    def _bring_back(self) -> bool:
-        """Fill the outputs that were not written in place; whether there were any."""
-        return self._results()
+    def _copy_results(self) -> bool:
+        """Fill the outputs that were not written in place, and return whether there were any."""
+        return self._copy_back()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """See `Work.get_future`; settled from torch's own future."""
+        """See `Work.get_future`; completed from torch's own future."""
         future = super().get_future()
         if not self._over:
-            # torch completes its future before its work, so the callback may ask only the future.
-            # Callbacks run on a thread of torch's, and mean the world of whoever made the call.
-            here = contextvars.copy_context()
+            # torch completes its future before its work, so the callback may use only the future. Callbacks run on a
+            # thread of torch's, in the context of the caller.
+            context = contextvars.copy_context()
             try:
-                self._theirs.get_future().add_done_callback(lambda done: here.run(self._settled_by, done.value))
+                torchs = self._torch_work.get_future()
+                torchs.add_done_callback(lambda done: context.run(self._complete_after, done.value))
             except RuntimeError:
-                # Works of messages have no future; whoever wants one anyway gets a thread that waits.
-                threading.Thread(target=here.run, args=(self._settled_by, self._theirs.wait), daemon=True).start()
+                # Works of messages have no future: a thread waits for this one.
+                arguments = (self._complete_after, self._torch_work.wait)
+                threading.Thread(target=context.run, args=arguments, daemon=True).start()
         return future
 
 
-def brought_back(results: Tensors, outputs: Tensors) -> bool:
-    """Fill the outputs whose results lie elsewhere; whether there were any."""
-    copied = False
-    for result, tensor in zip(results, outputs, strict=True):
-        if result.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(result.view(tensor.dtype).view(tensor.shape))
-            copied = True
-    return copied
-
-
-def _source(theirs: Any) -> int:
-    try:
-        return int(theirs._source_rank())
-    except (RuntimeError, AttributeError):
-        return -1
-
-
 class TorchBackend(Backend):
-    """A backend of torch's for one group.
+    """Backend of torch's for one group.
 
     Attributes:
-        title: What its errors call it.
+        title: The backend's name in errors.
         kind: The class of its works.
     """
 
@@ -180,18 +175,19 @@ class TorchBackend(Backend):
         except RuntimeError as error:
             if isinstance(error, DistBackendError) and error.definite:
                 raise
-            text = f"init_process_group: {self.title} could not connect {self._here()}: {error}"
+            text = f"init_process_group: {self.title} could not connect {self._location()}: {error}"
             raise DistBackendError(text) from error
-        self._settle_in()
+        self._after_connect()
 
     @abstractmethod
     def _connect(self) -> Any:
-        """Make torch's object. RuntimeErrors of it are reported as errors of the connection."""
+        """Create torch's object. Its RuntimeErrors are reported as connection errors."""
 
-    def _settle_in(self) -> None:
-        """What is to be done once the backend is there."""
+    def _after_connect(self) -> None:
+        """Run the steps that follow the connection; none by default."""
 
-    def _here(self) -> str:
+    def _location(self) -> str:
+        """Return the rank and the group, for messages."""
         m = self._membership
         return f"on rank {m.rank} (global {m.members[m.rank]}) of group {m.name!r}"
 
@@ -199,48 +195,47 @@ class TorchBackend(Backend):
         """See `Backend.submit`."""
         start = perf_counter()
         if self._backend is None:
-            raise GroupAbortedError(f"{call} {self._here()}: the group was destroyed on this rank.")
-        theirs_call, sources, targets, bring_back = self._carried(call, inputs, outputs)
+            raise GroupAbortedError(f"{call} {self._location()}: the group was destroyed on this rank.")
+        torch_call, sources, targets, copy_back = self._translate(call, inputs, outputs)
         try:
-            theirs = self._start(theirs_call, sources, targets)
+            torch_work = self._start(torch_call, sources, targets)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             if isinstance(error, DistBackendError) and error.definite:
                 raise
-            raise self._translated(call, error) from error
+            raise _failed(call, self._location(), self.title, error) from error
         finished = self._finisher(call, nbytes_of(inputs, outputs), start)
-        work = self.kind(call.op, flat_operands(outputs), theirs, bring_back, finished)
+        work = self.kind(call.op, flat_operands(outputs), torch_work, copy_back, finished)
         if isinstance(call, Recv) and call.src is not None:
             work.source = call.src
         if wait:
             work.wait()
         return work
 
-    def _carried(self, call: Call, inputs: Tensors, outputs: Tensors) -> Carried:
-        """The call as the backend can take it."""
-        plain = {id(t): self._plain(call, t) for t in [*inputs, *outputs]}
-        into = [plain[id(t)] for t in outputs]
-        return Carried(call, [plain[id(t)] for t in inputs], into, lambda: brought_back(into, outputs))
+    def _translate(self, call: Call, inputs: Tensors, outputs: Tensors) -> TorchCall:
+        """Return the call with operands that the backend accepts."""
+        accepted = {id(t): self._flat(call, t) for t in [*inputs, *outputs]}
+        targets = [accepted[id(t)] for t in outputs]
+        return TorchCall(call, [accepted[id(t)] for t in inputs], targets, lambda: copy_results(targets, outputs))
 
-    def _plain(self, call: Call, tensor: Tensor) -> Tensor:
-        """A tensor as the backend can take it: itself, flat, or a copy."""
+    def _flat(self, call: Call, tensor: Tensor) -> Tensor:
+        """Return a contiguous tensor of one dimension: a view if possible, else a copy."""
         return tensor.detach().contiguous().view(-1)
 
     def _finisher(self, call: Call, nbytes: int, start: float) -> Finished:
+        """Return the function that records the end of a call and translates its error."""
         number, self._sequence = self._sequence, self._sequence + 1
-        # The function must not hold the backend: it may be dropped last on a thread of Gloo's, which would then
-        # have to wait for itself to end.
-        recorder, here, title = self.recorder, self._here(), self.title
+        # The function must not hold the backend: the last reference may be dropped on a thread of Gloo's, which
+        # would then join itself.
+        recorder, location, title = self.recorder, self._location(), self.title
 
         def finished(error: BaseException | None) -> BaseException | None:
             recorder.add(number, call, nbytes, start, type(error).__name__ if error else "")
-            return None if error is None else _failed(call, here, title, error)
+            return None if error is None else _failed(call, location, title, error)
 
         return finished
 
-    def _translated(self, call: Call, error: BaseException) -> DistBackendError:
-        return _failed(call, self._here(), self.title, error)
-
     def _start(self, call: Call, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
+        """Call torch's method, and return torch's work."""
         backend = self._backend
         match call:
             case AllReduce():
@@ -262,7 +257,7 @@ class TorchBackend(Backend):
             case AllToAll():
                 return backend.alltoall(outputs, inputs, options.AllToAllOptions())
             case Barrier():
-                return backend.barrier(self._barrier())
+                return backend.barrier(self._barrier_options())
             case Send():
                 return backend.send(self._message(call, inputs), call.dst, call.tag)
             case Recv(src=None):
@@ -272,34 +267,36 @@ class TorchBackend(Backend):
         raise UnsupportedError(f"{call.op}: {self.title} has no such operation.")
 
     def _options(self, kind: Any, reducing: AllReduce | Reduce | ReduceScatter | None = None, root: int = -1) -> Any:
+        """Return torch's options of a kind, with a reduction or a root if the call has one."""
         made = kind()
         if reducing is not None:
-            made.reduceOp = self._operation(reducing)
+            made.reduceOp = self._reduce_op(reducing)
         if root >= 0:
             made.rootRank = root
         return made
 
-    def _operation(self, call: AllReduce | Reduce | ReduceScatter) -> Any:
-        """torch's reduction for a call.
+    def _reduce_op(self, call: AllReduce | Reduce | ReduceScatter) -> Any:
+        """Return torch's reduction for a call.
 
         Raises:
-            UnsupportedError: The backend has none.
+            UnsupportedError: The backend has no such reduction.
         """
-        if call.reduction not in _OPS:
+        if call.reduction not in _REDUCE_OPS:
             raise UnsupportedError(
                 f"{call.op}: reduction {call.reduction!r} is not available on backend {self.name!r}; use SUM and scale."
             )
-        return _OPS[call.reduction]
+        return _REDUCE_OPS[call.reduction]
 
-    def _barrier(self) -> Any:
+    def _barrier_options(self) -> Any:
+        """Return torch's options of a barrier."""
         return options.BarrierOptions()
 
     def _message(self, call: Send | Recv, tensors: list[Tensor]) -> list[Tensor]:
-        """What is sent or received, as the backend takes it."""
+        """Return the tensors of a message as the backend accepts them."""
         return tensors
 
     def close(self) -> None:
-        """See `Backend.close`. The backend's threads end here and now, not when garbage happens to be collected."""
+        """See `Backend.close`. The backend's threads end now, not at a garbage collection."""
         if self._backend is not None:
             self._backend.shutdown()
         self._backend = None
@@ -310,5 +307,24 @@ class TorchBackend(Backend):
             self._backend.abort()
 
 
-def _failed(call: Call, here: str, title: str, error: BaseException) -> DistBackendError:
-    return DistBackendError(f"{call} {here} failed in {title}: {error}")
+def copy_results(results: Tensors, outputs: Tensors) -> bool:
+    """Fill the outputs whose results are in other memory, and return whether there were any."""
+    copied = False
+    for result, tensor in zip(results, outputs, strict=True):
+        if result.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(result.view(tensor.dtype).view(tensor.shape))
+            copied = True
+    return copied
+
+
+def _source(torch_work: Any) -> int:
+    """Return the source of a received message, or -1 if the backend does not know it."""
+    try:
+        return int(torch_work._source_rank())  # noqa: SLF001  torch has no public name for it.
+    except (RuntimeError, AttributeError):
+        return -1
+
+
+def _failed(call: Call, location: str, title: str, error: BaseException) -> DistBackendError:
+    """Return our error for one of torch's."""
+    return DistBackendError(f"{call} {location} failed in {title}: {error}")

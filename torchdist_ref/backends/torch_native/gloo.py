@@ -1,7 +1,10 @@
-"""Gloo: torch's C++ backend for CPU tensors, driven by our stores and groups.
+"""Gloo: torch's C++ backend for CPU tensors, on our stores and groups.
 
-How our calls become calls of torch's is in `torch_backend`, and what Gloo can't take as it is in `torch_operands`; here
-is only how ranks connect. Don't add other backends of torch's: each has a file of its own.
+Gloo supports eight dtypes, equal block sizes and contiguous memory, and it ignores the meaning of bool when it adds. So
+data that only moves is sent as bytes. Numbers that Gloo cannot reduce are reduced in another dtype, with the same
+result. Gathered blocks of several sizes are padded to the largest, and exchanged blocks are joined in one tensor.
+
+Do not add other backends of torch's: each has a module of its own.
 """
 
 from __future__ import annotations
@@ -20,36 +23,61 @@ from torch.nn.functional import pad
 
 from torchdist_ref.backends.base import flat_operands, refuse_unsupported
 from torchdist_ref.backends.reductions import WIDENED, check, divide, reduction
-from torchdist_ref.backends.torch_native.backend import Carried, TorchBackend, TorchWork, brought_back
+from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchCall, TorchWork, copy_results
 from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Barrier, Call, Recv, Reduce, ReduceScatter, Send
 from torchdist_ref.errors import UnsupportedError
 
 Tensors = Sequence[Tensor]
 
+# Dtypes that Gloo does not reduce, and one that it reduces with the same result.
+_WIRE_DTYPES = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+    torch.complex32: torch.complex64,
+    **dict.fromkeys(WIDENED - {torch.float16, torch.bfloat16}, torch.float32),
+}
+# Reductions of bool as reductions of the bytes 0 and 1.
+_BOOL_REDUCTIONS = {"sum": "max", "product": "min"}
+_SIGN_BIT = torch.iinfo(torch.int64).min
+
+
+@dataclass(frozen=True)
+class ByteExchange(AllToAll):
+    """All-to-all of blocks in one tensor, with the number of bytes sent to and received from each rank.
+
+    Gloo takes lists of blocks from torch 2.13 on only.
+    """
+
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+
 
 class GlooWork(TorchWork):
-    """A work that one thread at a time asks, and nobody once it has ended.
+    """Work of Gloo's, which one thread at a time waits for, and none after it has ended.
 
-    Gloo counts the completion of a message down when it is waited for: a second wait would last until the time-out,
-    and then break the connection for all calls.
+    Gloo decrements a message's count of completions at each wait: a second wait would last until the time-out, and
+    then break the connection for all calls.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._asking = threading.Lock()
+        self._waiting = threading.Lock()
 
-    def _settled_by(self, wait: Callable[[], Any]) -> None:
-        # Whoever asks already will settle it. Not to wait here: futures end before works, and on the same thread.
-        if self._asking.acquire(False):
+    def _complete_after(self, wait: Callable[[], Any]) -> None:
+        # The thread that holds the lock will complete this work. Do not block on the lock: torch's futures complete
+        # before its works, and on the same thread.
+        if self._waiting.acquire(False):
             try:
                 if not self._over:
-                    super()._settled_by(wait)
+                    super()._complete_after(wait)
             finally:
-                self._asking.release()
+                self._waiting.release()
 
 
 class Gloo(TorchBackend):
-    """torch's Gloo backend for one group."""
+    """Backend of torch's Gloo for one group."""
 
     name = "gloo"
     title = "Gloo"
@@ -59,10 +87,10 @@ class Gloo(TorchBackend):
         m = self._membership
         return c10d.ProcessGroupGloo(self._store, m.rank, m.size, timedelta(seconds=m.timeout))
 
-    def _settle_in(self) -> None:
-        """Nobody goes on, and perhaps ends the store, before everybody has read from it.
+    def _after_connect(self) -> None:
+        """Wait until all ranks have read from the store, since a rank that returns may close it.
 
-        Rank 0 may hold the store, so it leaves last: it waits until the others need nothing more.
+        Rank 0 may serve the store, so it returns last: it waits until the others need the store no more.
         """
         store, m = self._membership.store, self._membership
         store.set(f"connected/{m.rank}", b"")
@@ -74,100 +102,74 @@ class Gloo(TorchBackend):
             store.wait(["all connected"], timedelta(seconds=m.timeout))
             store.set(f"gone on/{m.rank}", b"")
 
-    def _carried(self, call: Call, inputs: Tensors, outputs: Tensors) -> Carried:
+    def _translate(self, call: Call, inputs: Tensors, outputs: Tensors) -> TorchCall:
         if isinstance(call, Send) and call.dst == self._membership.rank:
             raise UnsupportedError(
-                f"{call} {self._here()}: Gloo has no messages from a rank to itself. Use backend 'ref', or .copy_()."
+                f"{call} {self._location()}: Gloo has no messages from a rank to itself. "
+                f"Use backend 'ref', or .copy_()."
             )
         refuse_unsupported(call, (*flat_operands(inputs), *flat_operands(outputs)), self.name, ("cpu", "cuda"))
-        return carried(call, inputs, outputs, self._membership.rank, self._membership.size)
+        return gloo_call(call, inputs, outputs, self._membership.rank, self._membership.size)
 
     def _start(self, call: Call, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
-        if isinstance(call, Exchange):
-            source, target, how = inputs[0], outputs[0], options.AllToAllOptions()
-            return self._backend.alltoall_base(target, source, list(call.taken), list(call.given), how)
+        if isinstance(call, ByteExchange):
+            source, target, opts = inputs[0], outputs[0], options.AllToAllOptions()
+            return self._backend.alltoall_base(target, source, list(call.received), list(call.sent), opts)
         return super()._start(call, inputs, outputs)
 
     def _message(self, call: Send | Recv, tensors: list[Tensor]) -> list[Tensor]:
-        """Gloo refuses messages of no bytes, so they travel as one."""
+        """Return the tensors, with one byte for an empty message, which Gloo refuses."""
         return [tensor if tensor.numel() else torch.zeros(1, dtype=torch.uint8) for tensor in tensors]
 
 
-# Types that Gloo does not reduce, and one that it does, with the same result.
-_STAND_INS = {
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.uint64: torch.int64,
-    torch.complex32: torch.complex64,
-    **dict.fromkeys(WIDENED - {torch.float16, torch.bfloat16}, torch.float32),
-}
-
-
-# What a reduction of truth values is on the bytes 0 and 1.
-_OF_BOOL = {"sum": "max", "product": "min"}
-
-
-_TOP = torch.iinfo(torch.int64).min
-
-
-@dataclass(frozen=True)
-class Exchange(AllToAll):
-    """An exchange of blocks that lie in one tensor: how many bytes for each rank, and from each.
-
-    Gloo takes lists of blocks from torch 2.13 on only.
-    """
-
-    given: tuple[int, ...] = ()
-    taken: tuple[int, ...] = ()
-
-
-def carried(call: Call, inputs: Tensors, outputs: Tensors, rank: int, size: int) -> Carried:
-    """Make a call fit for Gloo.
+def gloo_call(call: Call, inputs: Tensors, outputs: Tensors, rank: int, size: int) -> TorchCall:
+    """Return a call with operands that Gloo accepts.
 
     Raises:
-        ArgumentError: The reduction makes no sense for the dtype.
+        ArgumentError: The reduction is not defined for the dtype.
     """
     match call:
         case AllReduce() | Reduce():
-            return _in_place(call, outputs[0], rank)
+            return _reduce_in_place(call, outputs[0], rank)
         case ReduceScatter():
-            return _scattering(call, inputs, outputs[0], size)
+            return _reduce_scatter(call, inputs, outputs[0], size)
         case AllToAll():
             return _exchange(inputs, outputs, call.uneven)
         case AllGather() if len({t.numel() for t in outputs}) > 1:
             return _padded(call, inputs, outputs)
         case Barrier():
-            return Carried(call, [], [], _nothing)
+            return TorchCall(call, [], [], _copy_nothing)
     sources, targets = [as_bytes(t) for t in inputs], [as_bytes(t) for t in outputs]
-    return Carried(call, sources, targets, lambda: brought_back(targets, outputs))
+    return TorchCall(call, sources, targets, lambda: copy_results(targets, outputs))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's bytes: its own memory where that is in one piece, else a copy."""
-    plain = tensor.detach().contiguous()
-    # One element, or none, may have any stride and count as contiguous.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+    """Return a tensor's bytes: its own memory if that is contiguous, else a copy."""
+    contiguous = tensor.detach().contiguous()
+    # A tensor of one element, or none, counts as contiguous with any stride.
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
-def _in_place(call: AllReduce | Reduce, tensor: Tensor, rank: int) -> Carried:
+def _reduce_in_place(call: AllReduce | Reduce, tensor: Tensor, rank: int) -> TorchCall:
+    """Return an all-reduce or reduce; only the root copies the result of a reduce back."""
     check(call.reduction, tensor.dtype, call.op)
     numbers = _numbers(tensor, call.reduction)
+    gloo = _with_gloo_reduction(call, tensor.dtype)
     if isinstance(call, Reduce) and call.root != rank:
-        return Carried(_worded(call, tensor.dtype), [numbers], [numbers], _nothing)
-    return Carried(_worded(call, tensor.dtype), [numbers], [numbers], lambda: _back(numbers, tensor, call.reduction))
+        return TorchCall(gloo, [numbers], [numbers], _copy_nothing)
+    return TorchCall(gloo, [numbers], [numbers], lambda: _copy_numbers(numbers, tensor, call.reduction))
 
 
-def _scattering(call: ReduceScatter, inputs: Tensors, output: Tensor, size: int) -> Carried:
-    """Every rank gets what the others have for it, and reduces that itself, in rank order.
+def _reduce_scatter(call: ReduceScatter, inputs: Tensors, output: Tensor, size: int) -> TorchCall:
+    """Return an exchange of the blocks, which each rank then reduces itself, in rank order.
 
-    Gloo's own operation has no future, is never said to be completed, and does not come back for some small tensors.
+    Gloo's own reduce-scatter has no future, never reports completion, and hangs for some small tensors.
     """
     operation = reduction(call.reduction, output.dtype, call.op)
-    moved = _exchange(inputs, [output] * size)
-    parts = [row.view(output.dtype) for row in moved.outputs[0].split([output.nbytes] * size)]
+    exchange = _exchange(inputs, [output] * size)
+    parts = [row.view(output.dtype) for row in exchange.outputs[0].split([output.nbytes] * size)]
 
-    def deliver() -> bool:
+    def reduce_parts() -> bool:
         wide = torch.float32 if output.dtype in WIDENED else output.dtype
         total = parts[0].to(wide)
         for part in parts[1:]:
@@ -176,71 +178,75 @@ def _scattering(call: ReduceScatter, inputs: Tensors, output: Tensor, size: int)
         output.detach().copy_(total.view(output.shape))
         return True
 
-    return moved._replace(bring_back=deliver)
+    return exchange._replace(copy_back=reduce_parts)
 
 
-def _worded(call: Any, dtype: torch.dtype) -> Any:
-    word = _OF_BOOL.get(call.reduction) if dtype is torch.bool else None
-    return call if word is None else replace(call, reduction=word)
+def _with_gloo_reduction(call: Any, dtype: torch.dtype) -> Any:
+    """Return the call with the reduction that Gloo has to run on its numbers."""
+    reduction = _BOOL_REDUCTIONS.get(call.reduction) if dtype is torch.bool else None
+    return call if reduction is None else replace(call, reduction=reduction)
 
 
 def _numbers(tensor: Tensor, reduction: str) -> Tensor:
-    """A tensor as a row of numbers that Gloo can reduce: its own memory where that is possible."""
-    plain = tensor.detach().contiguous()
-    plain = plain.as_strided((plain.numel(),), (1,))
-    if plain.dtype is torch.bool:
-        return plain.view(torch.uint8)
-    plain = plain.to(_STAND_INS.get(plain.dtype, plain.dtype))
-    if plain.is_complex():
-        return torch.view_as_real(plain).view(-1)
-    return plain ^ _TOP if _turned(tensor, reduction) else plain
+    """Return a tensor as numbers that Gloo can reduce, in one dimension: its own memory if possible."""
+    flat = tensor.detach().contiguous()
+    flat = flat.as_strided((flat.numel(),), (1,))
+    if flat.dtype is torch.bool:
+        return flat.view(torch.uint8)
+    flat = flat.to(_WIRE_DTYPES.get(flat.dtype, flat.dtype))
+    if flat.is_complex():
+        return torch.view_as_real(flat).view(-1)
+    return flat ^ _SIGN_BIT if _has_flipped_sign(tensor, reduction) else flat
 
 
-def _turned(tensor: Tensor, reduction: str) -> bool:
-    """Whether large numbers without a sign have to be turned around, since as signed ones they compare as negative."""
+def _has_flipped_sign(tensor: Tensor, reduction: str) -> bool:
+    """Whether the top bit is flipped: unsigned numbers then compare correctly as signed ones."""
     return tensor.dtype is torch.uint64 and reduction in ("min", "max")
 
 
-def _back(numbers: Tensor, tensor: Tensor, reduction: str) -> bool:
+def _copy_numbers(numbers: Tensor, tensor: Tensor, reduction: str) -> bool:
+    """Copy reduced numbers to the tensor that they came from, unless they are its memory."""
     if numbers.data_ptr() == tensor.data_ptr():
         return False
     if tensor.is_complex():
         numbers = torch.view_as_complex(numbers.view(-1, 2))
     elif tensor.dtype is torch.bool:
         numbers = numbers.view(torch.bool)
-    elif _turned(tensor, reduction):
-        numbers = numbers ^ _TOP
+    elif _has_flipped_sign(tensor, reduction):
+        numbers = numbers ^ _SIGN_BIT
     tensor.detach().copy_(numbers.view(tensor.shape))
     return True
 
 
-def _padded(call: Call, inputs: Tensors, outputs: Tensors) -> Carried:
-    """Blocks of several sizes, each in a row as long as the longest; receivers know what of it is theirs."""
+def _padded(call: Call, inputs: Tensors, outputs: Tensors) -> TorchCall:
+    """Return a gather of blocks of several sizes, each padded to the longest; receivers know the sizes."""
     longest = max(t.nbytes for t in (*inputs, *outputs))
     sources = [pad(as_bytes(t), (0, longest - t.nbytes)) if t.nbytes < longest else as_bytes(t) for t in inputs]
     targets = [torch.empty(longest, dtype=torch.uint8, device=t.device) for t in outputs]
     used = [row[: tensor.nbytes] for row, tensor in zip(targets, outputs, strict=True)]
-    return Carried(call, sources, targets, lambda: brought_back(used, outputs))
+    return TorchCall(call, sources, targets, lambda: copy_results(used, outputs))
 
 
-def _exchange(inputs: Tensors, outputs: Tensors, uneven: bool = False) -> Carried:
-    given, taken = (tuple(t.nbytes for t in tensors) for tensors in (inputs, outputs))
-    source, whole = flat_operands(inputs), flat_operands(outputs)
-    sent = as_bytes(source[0]) if len(source) == 1 else torch.cat([as_bytes(t) for t in source])
-    if len(whole) == 1:
-        target = as_bytes(whole[0])
+def _exchange(inputs: Tensors, outputs: Tensors, uneven: bool = False) -> TorchCall:
+    """Return an all-to-all of bytes, with all blocks in one tensor on each side."""
+    sent, received = (tuple(t.nbytes for t in tensors) for tensors in (inputs, outputs))
+    sources, targets = flat_operands(inputs), flat_operands(outputs)
+    source = as_bytes(sources[0]) if len(sources) == 1 else torch.cat([as_bytes(t) for t in sources])
+    if len(targets) == 1:
+        target = as_bytes(targets[0])
         rows: Sequence[Tensor] = [target]
     else:
-        # Where a rank gives less than is expected, Gloo says nothing: the rest stays as it is.
+        # If a rank sends less than is expected, Gloo reports nothing, and the rest keeps its values.
         target = (
             torch.cat([as_bytes(t) for t in outputs])
             if uneven
-            else torch.empty(sum(taken), dtype=torch.uint8, device=outputs[0].device)
+            else torch.empty(sum(received), dtype=torch.uint8, device=outputs[0].device)
         )
-        rows = target.split(taken)
-    return Carried(Exchange(given=given, taken=taken), [sent], [target], lambda: brought_back(rows, whole))
+        rows = target.split(received)
+    call = ByteExchange(sent=sent, received=received)
+    return TorchCall(call, [source], [target], lambda: copy_results(rows, targets))
 
 
-def _nothing() -> bool:
-    """Nothing comes back."""
+def _copy_nothing() -> bool:
+    """Return False: there is nothing to copy."""
     return False

@@ -1,11 +1,10 @@
-"""NCCL: torch's backend for CUDA tensors, driven by our stores and groups. Calls run on streams; done means ordered.
+"""NCCL: torch's backend for CUDA tensors, on our stores and groups. Calls run on CUDA streams.
 
-A call is put on a stream of NCCL's and the host goes on. To wait for it is to order the current stream behind it: what
-that stream does next sees the result, the host has not waited, and other streams know nothing of it. So a call is
-complete, in the sense of `is_completed`, as soon as it is on its stream: the one who asks may use the outputs at once.
+A call is enqueued on a stream of NCCL's, and the host continues. Waiting for it makes the current stream wait: later
+work on that stream sees the result, the host does not block, and other streams are not ordered. So a call is complete,
+in the sense of `is_completed`, as soon as it is enqueued: the caller may use the outputs on its stream at once.
 
-What all of torch's backends share is in `torch_backend`. Don't add anything that a device has to tell before a group is
-made: ranks would then have to agree on it.
+Do not add anything that depends on the device before a group is made: ranks would have to agree on it.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ def check_usable() -> None:
     """Raise unless NCCL can be used in this process.
 
     Raises:
-        UnsupportedError: torch was built without NCCL, or there is no CUDA device; with how to get it and what does
-            without.
+        UnsupportedError: torch was built without NCCL, or there is no CUDA device. The message names the remedy and
+            the backends that need neither.
     """
     if not c10d.is_nccl_available():
         missing = f"this torch ({torch.__version__}) was built without NCCL"
         remedy = "Install a CUDA build of torch for Linux; pytorch.org names the index for each version of CUDA."
     elif not torch.cuda.is_available():
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        missing = f"no CUDA device is to be seen (CUDA_VISIBLE_DEVICES: {seen})"
-        remedy = "See whether `nvidia-smi` lists one, and whether its driver is as new as torch wants it."
+        missing = f"no CUDA device is visible (CUDA_VISIBLE_DEVICES: {seen})"
+        remedy = "Check that `nvidia-smi` lists one, and that its driver is recent enough for torch."
     else:
         return
     raise UnsupportedError(
@@ -54,78 +53,78 @@ def check_usable() -> None:
 
 
 class NcclWork(TorchWork):
-    """A call on a stream. Whoever waits has the stream that is current there ordered behind it, each time."""
+    """Work of a call on a stream. Each wait makes the current stream of the waiting thread wait for it."""
 
-    _copied: Any = None
+    _copied_event: Any = None
 
-    def begin(self, theirs: Any) -> None:
-        """The backend, at the end of a batch: the call is on its stream now."""
-        self._theirs = theirs
+    def started(self, torch_work: Any) -> None:
+        """Set torch's work at the end of a group of coalesced calls, when the call is on its stream."""
+        self._torch_work = torch_work
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Order the current stream behind the call. The host goes on at once, unless there is a time-out.
+        """Make the current stream wait for the call. The host does not block, unless there is a time-out.
 
         Args:
-            timeout: If given, the host waits too, and at most so long.
+            timeout: Time-out for which the host blocks too.
 
         Returns:
             True. On the current stream, the outputs hold the result.
 
         Raises:
-            DistBackendError: What the call failed with, as far as that is known by now.
+            DistBackendError: The error of the call, if it is known by now.
         """
-        self._order(timeout)
+        self._order_stream(timeout)
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        """Whether the call is on its stream. If so, the current stream is ordered behind it, to use the outputs."""
-        if self._theirs is None:
+        """Return whether the call is on its stream; if so, the current stream waits for it, to use the outputs."""
+        if self._torch_work is None:
             return False
-        self._order(None)
+        self._order_stream(None)
         return True
 
-    def _order(self, timeout: timedelta | float | None) -> None:
+    def _order_stream(self, timeout: timedelta | float | None) -> None:
         if not self._over:
-            self._settled_by(lambda: self._wait_for_theirs(timeout))
+            self._complete_after(lambda: self._wait_for_torch(timeout))
         elif self._error is None:
-            self._wait_for_theirs(timeout)
-            self._after_copies()
+            self._wait_for_torch(timeout)
+            self._wait_for_copies()
 
-    def _bring_back(self) -> bool:
-        copied = super()._bring_back()
+    def _copy_results(self) -> bool:
+        copied = super()._copy_results()
         if copied:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied_event = torch.cuda.Event()
+            self._copied_event.record()
         return copied
 
-    def _after_copies(self) -> None:
-        """Strided outputs were filled on the stream that waited first; others come after it."""
-        if self._copied is not None:
-            self._copied.wait()
+    def _wait_for_copies(self) -> None:
+        """Make the current stream wait for copies to strided outputs, which ran on the stream that waited first."""
+        if self._copied_event is not None:
+            self._copied_event.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """See `Work.get_future`. Complete once the call is on its stream; callbacks run on streams behind it."""
+        """See `Work.get_future`. Complete once the call is on its stream; callbacks run on streams ordered after it."""
         with self._lock:
             if self._future is None:
-                self._future = self._theirs.get_future().then(self._value)
+                self._future = self._torch_work.get_future().then(self._value)
             return self._future
 
     def _value(self, done: torch.futures.Future[Any]) -> list[Any]:
         if not self._over:
-            self._settled_by(done.value)
+            self._complete_after(done.value)
         if self._error is not None:
             raise self._error
-        self._after_copies()
+        self._wait_for_copies()
         return list(self.outputs)
 
 
 class Nccl(TorchBackend):
-    """torch's NCCL backend for one group.
+    """Backend of torch's NCCL for one group.
 
     Attributes:
-        device: The kind of device whose tensors it takes.
+        device: The kind of device whose tensors it accepts.
     """
 
     name = "nccl"
@@ -134,33 +133,34 @@ class Nccl(TorchBackend):
     device = "cuda"
 
     def __init__(self, membership: Membership) -> None:
-        self._batch: list[NcclWork] | None = None
+        self._coalesced: list[NcclWork] | None = None
         super().__init__(membership)
 
     def _connect(self) -> Any:
         check_usable()
         m = self._membership
-        return c10d.ProcessGroupNCCL(self._store, m.rank, m.size, self._chosen())
+        return c10d.ProcessGroupNCCL(self._store, m.rank, m.size, self._nccl_options())
 
-    def _chosen(self) -> Any:
-        """The caller's options, completed by what the group knows."""
+    def _nccl_options(self) -> Any:
+        """Return the caller's options, completed with facts of the group."""
         m, kind = self._membership, c10d.ProcessGroupNCCL.Options
         chosen = kind() if m.options is None else m.options
         if not isinstance(chosen, kind):
             expected = "a torch.distributed.ProcessGroupNCCL.Options for backend 'nccl'"
             raise ArgumentTypeError(explain("init_process_group", "pg_options", expected, m.options, rank=m.rank))
-        chosen._timeout = timedelta(seconds=m.timeout)
+        # torch's constructor takes the time-out from here, and its own code sets it so.
+        chosen._timeout = timedelta(seconds=m.timeout)  # noqa: SLF001
         chosen.global_ranks_in_group = list(m.members)
         chosen.group_name = m.name  # type: ignore[assignment]
         return chosen
 
-    def _settle_in(self) -> None:
-        """With a device named, ranks connect now and hear of trouble now; without, at the first call."""
+    def _after_connect(self) -> None:
+        """Connect the ranks now if the device is known, so that failures show now; else at the first call."""
         if self._membership.device is not None:
             self._backend.eager_connect_single_device(self._own_device())
 
     def _own_device(self) -> torch.device:
-        """The device that `device_id` named, else the one that is current."""
+        """Return the device that `device_id` names, else the current device."""
         given = self._membership.device
         if given is None:
             return torch.device(self.device, torch.cuda.current_device())
@@ -171,51 +171,56 @@ class Nccl(TorchBackend):
         return found
 
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
-        """See `Backend.submit`. With `wait`, the current stream is ordered behind the call."""
+        """See `Backend.submit`. With `wait`, the current stream waits for the call."""
         work = super().submit(call, inputs, outputs, wait)
-        if self._batch is not None and isinstance(work, NcclWork):
-            self._batch.append(work)
+        if self._coalesced is not None and isinstance(work, NcclWork):
+            self._coalesced.append(work)
         return work
 
     @contextmanager
     def coalescing(self) -> Iterator[None]:
         """See `Backend.coalescing`. Alone, a send keeps the receive after it from starting, on both ranks."""
-        batch = self._batch = []
-        self._backend._start_coalescing()
+        works = self._coalesced = []
+        # torch's own coalescing manager calls these methods, and has no public name for them.
+        self._backend._start_coalescing()  # noqa: SLF001
         try:
             yield
         finally:
-            self._batch = None
-            theirs = self._backend._end_coalescing()
-            for work in batch:
-                work.begin(theirs)
+            self._coalesced = None
+            torch_work = self._backend._end_coalescing()  # noqa: SLF001
+            for work in works:
+                work.started(torch_work)
 
-    def _plain(self, call: Call, tensor: Tensor) -> Tensor:
+    def _flat(self, call: Call, tensor: Tensor) -> Tensor:
         if tensor.device.type != self.device:
             raise UnsupportedError(
                 f"{call.op}: backend 'nccl' works on CUDA tensors, and this one is on {tensor.device} "
-                f"({self._here()}). Move it with .cuda(), or make the group with backend 'cpu:gloo,cuda:nccl'."
+                f"({self._location()}). Move it with .cuda(), or make the group with backend 'cpu:gloo,cuda:nccl'."
             )
-        return super()._plain(call, tensor)
+        return super()._flat(call, tensor)
 
-    def _operation(self, call: AllReduce | Reduce | ReduceScatter) -> Any:
+    def _reduce_op(self, call: AllReduce | Reduce | ReduceScatter) -> Any:
         if call.reduction in _BITWISE:
             raise UnsupportedError(
-                f"{call.op}: NCCL knows no reduction {call.reduction!r}. Use backend 'ref' or 'gloo' with CPU tensors."
+                f"{call.op}: NCCL has no reduction {call.reduction!r}. Use backend 'ref' or 'gloo' with CPU tensors."
             )
-        return super()._operation(call)
+        return super()._reduce_op(call)
 
-    def _barrier(self) -> Any:
+    def _barrier_options(self) -> Any:
         chosen = options.BarrierOptions()
         chosen.device = self._own_device()
         return chosen
 
     def _message(self, call: Send | Recv, tensors: list[Tensor]) -> list[Tensor]:
-        """NCCL matches messages by their order alone, so it could not honour a tag, nor take them from anybody."""
+        """Refuse tags and receives from any rank: NCCL matches messages only by their order.
+
+        Raises:
+            UnsupportedError: The message has a tag, or no source.
+        """
         if call.tag or (isinstance(call, Recv) and call.src is None):
             wanted = f"tag {call.tag}" if call.tag else "receive from any rank"
             raise UnsupportedError(
-                f"{call.op}: NCCL has no {wanted}: between two ranks, messages come in the order of sending. "
+                f"{call.op}: NCCL has no {wanted}: between two ranks, messages arrive in the order of sending. "
                 f"Leave the tag at 0 and name the source, or use backend 'ref' or 'gloo' with CPU tensors."
             )
         return tensors

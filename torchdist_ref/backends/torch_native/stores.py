@@ -1,8 +1,9 @@
-"""Stores both ways: one of torch's as our backends see a store, and one of ours as torch's C++ sees one.
+"""Store adapters: torch's store with the interface of ours, and ours with the interface of torch's.
 
-With the first `ref` finds its peers when torch made the group; only what every store of torch has is asked of it, and
-the richer operations are `Store`'s own, built from those. With the second torch's backends find theirs when we did.
-Don't add operations here: a store of ours has them, or it has them not.
+`ref` inside torch connects through the first. It uses only operations that every store of torch has; the others are
+built from those in `Store`. torch's backends on our groups connect through the second.
+
+Do not add operations here: they belong in our `Store`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from torchdist_ref.timeouts import STORE_TIMEOUT
 
 
 class StoreFromTorch(Store):
-    """A store of torch's behind our names, meanings and errors.
+    """Store of torch's with our names, semantics and errors.
 
     Args:
-        theirs: torch's store; it is kept alive.
-        timeout: how long a call waits for a missing key. torch's own setting is neither used nor changed.
+        torch_store: torch's store; it is kept alive.
+        timeout: Time-out of waits for a missing key. torch's own setting is neither used nor changed.
 
     >>> import torch.distributed
     >>> store = StoreFromTorch(torch.distributed.HashStore())
@@ -33,61 +34,71 @@ class StoreFromTorch(Store):
     (b'red', 2)
     """
 
-    def __init__(self, theirs: Any, timeout: timedelta = STORE_TIMEOUT) -> None:
-        self._theirs = theirs
+    def __init__(self, torch_store: Any, timeout: timedelta = STORE_TIMEOUT) -> None:
+        self._torch_store = torch_store
         self.set_timeout(timeout)
 
     def set(self, key: Text, value: Text) -> None:
-        self._theirs.set(key_text("set", key), value_bytes("set", value))
+        """See `Store.set`."""
+        self._torch_store.set(key_text("set", key), value_bytes("set", value))
 
     def get(self, key: Text) -> bytes:
+        """See `Store.get`."""
         self.wait([key])
-        return bytes(self._theirs.get(key_text("get", key)))
+        return bytes(self._torch_store.get(key_text("get", key)))
 
     def add(self, key: Text, value: int) -> int:
-        return int(self._theirs.add(key_text("add", key), value))
+        """See `Store.add`."""
+        return int(self._torch_store.add(key_text("add", key), value))
 
     def check(self, keys: Sequence[Text]) -> bool:
-        return bool(self._theirs.check(key_list("check", keys)))
+        """See `Store.check`."""
+        return bool(self._torch_store.check(key_list("check", keys)))
 
     def compare_set(self, key: Text, expected_value: Text, desired_value: Text) -> bytes:
+        """See `Store.compare_set`."""
         expected, desired = value_bytes("compare_set", expected_value), value_bytes("compare_set", desired_value)
-        return bytes(self._theirs.compare_set(key_text("compare_set", key), expected, desired))
+        return bytes(self._torch_store.compare_set(key_text("compare_set", key), expected, desired))
 
     def delete_key(self, key: Text) -> bool:
-        return bool(self._theirs.delete_key(key_text("delete_key", key)))
+        """See `Store.delete_key`."""
+        return bool(self._torch_store.delete_key(key_text("delete_key", key)))
 
     def num_keys(self) -> int:
-        return int(self._theirs.num_keys())
+        """See `Store.num_keys`."""
+        return int(self._torch_store.num_keys())
 
     def list_keys(self) -> list[str]:
-        return [key_text("list_keys", key) for key in self._theirs.list_keys()]
+        """See `Store.list_keys`."""
+        return [key_text("list_keys", key) for key in self._torch_store.list_keys()]
 
     def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
+        """See `Store.wait`."""
         deadline = self._deadline("wait", timeout)
         names = key_list("wait", keys)
         if not names or self.check(keys):
             return
         try:
-            self._theirs.wait(names, timedelta(seconds=deadline.seconds))
+            self._torch_store.wait(names, timedelta(seconds=deadline.seconds))
         except RuntimeError as error:
-            # torch's stores raise different types for a time-out, and the same types for other trouble.
+            # torch's stores raise different types for a time-out, and the same types for other failures.
             if not deadline.passed():
                 raise DistStoreError(f"wait: torch's store failed: {error}") from error
             raise self._timed_out("wait", [key for key in keys if not self.check([key])], deadline) from error
 
     def clone(self) -> StoreFromTorch:
-        return StoreFromTorch(self._theirs.clone(), self.timeout)
+        """See `Store.clone`."""
+        return StoreFromTorch(self._torch_store.clone(), self.timeout)
 
     def __repr__(self) -> str:
-        return f"StoreFromTorch({type(self._theirs).__name__})"
+        return f"StoreFromTorch({type(self._torch_store).__name__})"
 
 
 class StoreForTorch(c10d.Store):
-    """One of our stores, as torch's C++ sees a store.
+    """One of our stores as a store of torch's C++.
 
     Args:
-        store: ours; it is kept alive, as this object has to be by whoever hands it to C++.
+        store: Our store; it is kept alive. The caller has to keep this object alive, since C++ does not.
 
     >>> from torchdist_ref.stores import HashStore
     >>> store = StoreForTorch(HashStore())
@@ -101,33 +112,33 @@ class StoreForTorch(c10d.Store):
         self._store = store
 
     def set(self, key: str, value: Any) -> None:
-        """Store a value."""
+        """Set a key."""
         self._store.set(key, bytes(value) if not isinstance(value, str) else value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once it is there."""
+        """Return the value of a key, after waiting for it."""
         return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Until all keys are there."""
+        """Wait until all keys are set."""
         self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
 
     def add(self, key: str, value: int) -> int:
-        """Add to a counter."""
+        """Add to a counter, and return its new value."""
         return self._store.add(key, value)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Return whether all keys are set."""
         return self._store.check(keys)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set if it has the expected value."""
+        """Set a key if it has the expected value, and return its value."""
         return self._store.compare_set(key, expected, desired)
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key."""
+        """Delete a key, and return whether it was set."""
         return self._store.delete_key(key)
 
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """Return the number of keys."""
         return self._store.num_keys()

@@ -1,8 +1,8 @@
-"""Backends that others registered with torch, in Python or C++: by the name that they took there, on our groups.
+"""Third-party backends that are registered with torch, in Python or C++, on our stores and groups.
 
-torch keeps a function for each name, which makes a process group or a backend of torch's from a store, a rank and a
-size; it gets one of our stores in torch's clothes. What comes back has torch's methods, so the rest is `torch_backend`.
-Such backends differ in what they leave out: ending in order, futures. Don't add support for one of them by name.
+torch keeps a factory for each name, which makes a process group or a backend of torch's from a store, a rank and a
+size. It gets an adapter of our store; the object that it returns has torch's methods, so `TorchBackend` drives it. Such
+backends differ in what they lack, such as an orderly end or futures. Do not add support for one of them by name.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ log = logging.getLogger("torchdist_ref.backends")
 
 
 class ThirdPartyWork(TorchWork):
-    """A work that may have no future of its own; one is made by waiting then."""
+    """Work that may have no future of its own; then one is made by waiting."""
 
     def get_future(self) -> torch.futures.Future[Any]:
         """See `Work.get_future`."""
         try:
             return super().get_future()
         except (RuntimeError, NotImplementedError, AttributeError):
-            self._settled_by(self._theirs.wait)
+            self._complete_after(self._torch_work.wait)
             return super().get_future()
 
 
 class ThirdParty(TorchBackend):
-    """A backend of torch's plugin table, for one group.
+    """Backend of torch's plugin table for one group.
 
     Args:
-        name: As it was registered with ``torch.distributed.Backend.register_backend``, in any case.
-        membership: The group's.
+        name: The name given to ``torch.distributed.Backend.register_backend``, in any case.
+        membership: The group.
     """
 
     kind = ThirdPartyWork
@@ -52,31 +52,32 @@ class ThirdParty(TorchBackend):
         super().__init__(membership)
 
     def _connect(self) -> Any:
-        m, plugin = self._membership, c10d.Backend._plugins[self.name.upper()]
+        # torch has no public names for its plugins and their options.
+        m, plugin = self._membership, c10d.Backend._plugins[self.name.upper()]  # noqa: SLF001
         timeout = timedelta(seconds=m.timeout)
         if not plugin.extended_api:
             return plugin.creator_fn(self._store, m.rank, m.size, timeout)
-        facts = torch._C._distributed_c10d._DistributedBackendOptions()
-        facts.store, facts.group_rank, facts.group_size, facts.timeout = self._store, m.rank, m.size, timeout
-        facts.group_id, facts.global_ranks_in_group = m.name, list(m.members)
-        return plugin.creator_fn(facts, m.options)
+        opts = torch._C._distributed_c10d._DistributedBackendOptions()  # noqa: SLF001
+        opts.store, opts.group_rank, opts.group_size, opts.timeout = self._store, m.rank, m.size, timeout
+        opts.group_id, opts.global_ranks_in_group = m.name, list(m.members)
+        return plugin.creator_fn(opts, m.options)
 
     @profiled
     def submit(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
-        """See `Backend.submit`. Backends of torch's own name their ranges by themselves; of these nobody knows."""
+        """See `Backend.submit`. torch's own backends make profiler ranges; third-party ones may not."""
         return super().submit(call, inputs, outputs, wait)
 
     def close(self) -> None:
         """See `Backend.close`."""
-        self._quietly(super().close)
+        self._ignoring_failure(super().close)
         self._backend = None
 
     def abort(self, reason: str) -> None:
         """See `Backend.abort`."""
-        self._quietly(lambda: super(ThirdParty, self).abort(reason))
+        self._ignoring_failure(lambda: super(ThirdParty, self).abort(reason))
 
-    def _quietly(self, end: Any) -> None:
-        """torch makes an error of ending where a backend has nothing to end."""
+    def _ignoring_failure(self, end: Any) -> None:
+        """End the backend; torch raises if a backend has no method for it, which is logged."""
         try:
             end()
         except (RuntimeError, NotImplementedError, AttributeError) as error:
