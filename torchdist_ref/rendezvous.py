@@ -178,7 +178,7 @@ def _tcp(url: str, timeout: timedelta = GROUP_TIMEOUT, **_: Any) -> RendezvousRe
 
 
 def _is_multicast(host: str) -> bool:
-    # The first versions of torch supported these; its documentation says that they are not supported any more.
+    # The first versions of torch supported these; its documentation lists them as unsupported now.
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_multicast
     except ValueError:

@@ -194,7 +194,7 @@ READ, WRITE = 1, 4
 """Events of `epoll`: readable, writable. Other bits mean an error."""
 
 
-class Poller(Protocol):
+class DescriptorPoller(Protocol):
     """Methods of `select.epoll` that a server needs."""
 
     def register(self, fd: int, eventmask: int, /) -> None:
@@ -214,7 +214,7 @@ class Poller(Protocol):
 
 
 class SelectorPoller:
-    """`Poller` for kernels without `epoll`."""
+    """`DescriptorPoller` for kernels without `epoll`."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -235,7 +235,7 @@ class SelectorPoller:
         self._selector.close()
 
 
-def poller() -> Poller:
+def poller() -> DescriptorPoller:
     """Return the fastest poller of this machine."""
     return select.epoll() if hasattr(select, "epoll") else SelectorPoller()
 

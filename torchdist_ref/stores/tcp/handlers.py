@@ -33,7 +33,7 @@ from torchdist_ref.stores.tcp.protocol import (
 )
 
 MAX_SESSIONS = 4096
-# A member of an enumeration takes a Python call to look up, and every request needs this one.
+# Looking up a member of an enumeration is a Python call, and every request needs this one.
 _DONE = int(Status.DONE)
 
 
@@ -96,7 +96,7 @@ class RequestHandler:
 
     Attributes:
         table: keys, values and queues.
-        identity: random bytes that tell clients this server from another at the same port.
+        identity: random bytes by which clients distinguish this server from another at the same port.
         pending: waiting requests by key and by the number that the key must reach.
     """
 
@@ -198,7 +198,7 @@ class RequestHandler:
         operation, fields, number = request
         if number is None:
             return client.send(write_reply(operation, fields, reply))
-        # The status says all that an acknowledgement does.
+        # The status implies the acknowledgement.
         pieces = [] if operation.reply in ("", "a") else write_reply(operation, fields, reply)
         pieces = write_response(number, _DONE, pieces)
         if not operation.idempotent and client.session is not None:

@@ -98,7 +98,7 @@ class ServerConnection(StoreClient):
 
 
 class ServerLoop:
-    """Event loop of the server's thread. It holds no reference to `TCPServer`, so that that can be collected."""
+    """Event loop of the server's thread. It holds no reference to `TCPServer`, which can be collected."""
 
     def __init__(self, listeners: list[socket.socket]) -> None:
         self.handler = RequestHandler()
@@ -123,13 +123,13 @@ class ServerLoop:
         except OSError:
             return
         if threading.current_thread() is not self.thread:
-            self.thread.join(timeout=5)
+            self.thread.join(timeout=STOP_SECONDS)
 
     def close_copies(self) -> None:
-        """In a forked child: close the copied descriptors without a word to the parent's clients."""
-        # The kernel's list is shared with the parent: unregistering here would unregister there.
-        mine = [connection.sock for connection in self.connections.values()]
-        for sock in [*self.listeners, *mine, self._wake_sender, self._wake_receiver]:
+        """Close a forked child's copies of the descriptors, which the parent's clients do not notice."""
+        # The child shares the epoll instance with the parent: to unregister here would unregister there.
+        copies = [connection.sock for connection in self.connections.values()]
+        for sock in [*self.listeners, *copies, self._wake_sender, self._wake_receiver]:
             sock.close()
         self._poller.close()
 
@@ -149,16 +149,16 @@ class ServerLoop:
 
     def _serve(self, connection: ServerConnection, events: int) -> None:
         try:
-            if events & ~READ:  # room to write, or an error
+            if events & ~READ:  # writable, or an error
                 connection.flush()
                 self._process(connection)
             if events & ~WRITE and not connection.closed:
                 self._read(connection)
         except Exception:
-            logger.exception("store server: an error of its own; only the connection that met it is closed")
-            self.drop(connection, "an error in the server")
+            logger.exception("store server: internal error; only the connection that caused it is closed")
+            self.drop(connection, "internal error of the server")
 
-    # Connections come and go
+    # Opening and closing connections
 
     def _accept(self, descriptor: int) -> None:
         try:
@@ -168,7 +168,7 @@ class ServerLoop:
         except BlockingIOError:
             pass
         except OSError as error:
-            # Anything but a lack of descriptors or memory concerns that one connection, which is gone already.
+            # Other errors concern only the connection, which is closed already.
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 self._make_space(error)
 
@@ -180,10 +180,10 @@ class ServerLoop:
     def _make_space(self, error: OSError) -> None:
         logger.warning("store server: cannot accept a connection: %s", error)
         if self._unvalidated:
-            self.drop(next(iter(self._unvalidated)), "room was needed")
+            self.drop(next(iter(self._unvalidated)), "its descriptor was needed for another connection")
         else:
             self._listen(False)
-            self._accept_again = time.monotonic() + 0.1
+            self._accept_again = time.monotonic() + ACCEPT_RETRY_SECONDS
 
     def _listen(self, wanted: bool) -> None:
         for listener in self.listeners:
@@ -192,11 +192,11 @@ class ServerLoop:
             else:
                 self._poller.unregister(listener.fileno())
 
-    def drop(self, connection: ServerConnection, why: str) -> None:
+    def drop(self, connection: ServerConnection, reason: str) -> None:
         """Close a connection and forget it."""
         if connection.closed:
             return
-        logger.debug("store server: closed a connection: %s", why)
+        logger.debug("store server: closed a connection: %s", reason)
         connection.closed = True
         self._held -= connection.counted
         del self.connections[connection.descriptor]
@@ -209,10 +209,10 @@ class ServerLoop:
         connection.send_queue.clear()
         self.handler.remove(connection)
 
-    # Bytes in, answers out
+    # Reading requests and sending replies
 
     def watch(self, connection: ServerConnection) -> None:
-        """Wait for what the connection needs: room to write if answers are stuck, else requests."""
+        """Poll a connection for writing if it has unsent replies, else for reading."""
         wanted = WRITE if connection.send_queue else READ
         if wanted != connection.interest and not connection.closed:
             connection.interest = wanted
@@ -232,7 +232,7 @@ class ServerLoop:
         except OSError as error:
             return self.drop(connection, str(error))
         if not data:
-            return self.drop(connection, "the client left")
+            return self.drop(connection, "the client closed the connection")
         connection.decoder.feed(data)
         self._process(connection)
 
@@ -261,7 +261,7 @@ class ServerLoop:
             self._count(connection, handled)
 
     def _count(self, connection: ServerConnection, fresh: bool) -> None:
-        """Take down what a connection holds unfinished, and since when."""
+        """Record the memory that a connection's unfinished request holds, and since when."""
         if fresh or not connection.counted:
             connection.unfinished_since = time.monotonic()
         self._held += connection.decoder.held - connection.counted
@@ -274,7 +274,7 @@ class ServerLoop:
         if self._unvalidated:
             waits.append(next(iter(self._unvalidated)).accepted + HANDSHAKE_SECONDS - time.monotonic())
         if self._paused:
-            waits.append(0.25)
+            waits.append(PAUSED_CHECK_SECONDS)
         return max(0.0, min(waits)) if waits else None
 
     def _check_limits(self) -> None:
@@ -283,14 +283,14 @@ class ServerLoop:
             self._accept_again = 0.0
             self._listen(True)
         while self._unvalidated and now >= (first := next(iter(self._unvalidated))).accepted + HANDSHAKE_SECONDS:
-            self.drop(first, "no greeting in time")
+            self.drop(first, "no request in time")
         if self._paused:
             self._resume_paused(now)
 
     def _resume_paused(self, now: float) -> None:
         for connection in [each for each in self.connections.values() if each.decoder.held > READ_BYTES]:
             if now > connection.unfinished_since + HANDSHAKE_SECONDS:
-                self.drop(connection, "an unfinished message held memory that others wait for")
+                self.drop(connection, "an unfinished request held memory that others wait for")
         if self._held <= MEMORY_LIMIT:
             paused, self._paused = self._paused, {}
             for connection in paused:
