@@ -121,7 +121,7 @@ class CallFuture(InterruptibleFuture):
 
     def then(self, callback: Callable[[Future[Any]], Any]) -> Future[Any]:
         """Return a future of the result of a callback, which runs once this future is done."""
-        following = CallFuture(self._scope, self._devices)
+        following = type(self)(self._scope, self._devices)
 
         def follow(done: Future[Any]) -> None:
             try:

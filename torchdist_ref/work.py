@@ -129,12 +129,16 @@ class Work:
 
     def get_future(self) -> Future[Any]:
         """Return a `torch.futures.Future` whose value is the list of output tensors."""
+        return self.future_of_kind(CallFuture)
+
+    def future_of_kind(self, kind: type[CallFuture]) -> Future[Any]:
+        """Return the future of this Work; the first caller decides its class."""
         with self._lock:
             future = self._future
             if future is None:
                 devices = devices_of(self.outputs)
                 scope = self._scope
-                created = InterruptibleFuture(devices=devices) if scope is None else CallFuture(scope, devices)
+                created = InterruptibleFuture(devices=devices) if scope is None else kind(scope, devices)
                 future = self._future = created
                 completed = self._over
             else:

@@ -1,0 +1,122 @@
+"""torch's own DDP on `ref`: when a rank fails, every survivor raises our error, and none ends by a signal.
+
+torch's reducer is C++. It reads the value of a failed future as a tensor, and crashed on the exception that
+`torch.futures.Future.set_exception` stores there: all survivors of any failure ended by SIGSEGV. Each case forks three
+ranks, which takes half a second; a stopped rank is noticed at the time-out of 6 s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as c10d
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import torchdist_ref  # noqa: F401, it registers ref with torch
+from torchdist_ref.backends.ref_in_torch.work import TorchFuture
+from torchdist_ref.numbers import CallScope
+
+WORLD, CULPRIT = 3, 1
+
+
+def average(_, bucket):  # type: ignore[no-untyped-def]
+    # torch refuses a hook whose bucket is annotated with another class than its own.
+    work: Any = c10d.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0].div_(WORLD))
+
+
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "no hook": lambda ddp: None,
+    "a hook in C++": lambda ddp: ddp._register_builtin_comm_hook(c10d.BuiltinCommHookType.ALLREDUCE),
+    "a hook in Python": lambda ddp: ddp.register_comm_hook(None, average),
+    "torch's fp16 hook": lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook),
+}
+
+
+def raise_an_error() -> None:
+    raise ValueError("the culprit's own error")
+
+
+FAILURES: dict[str, tuple[Callable[[], Any], str]] = {
+    "kill": (lambda: os.kill(os.getpid(), signal.SIGKILL), "RankDiedError"),
+    "exit": (lambda: os._exit(0), "RankDiedError"),
+    "raise": (raise_an_error, "RankDiedError"),
+    "mismatch": (lambda: c10d.all_reduce(torch.ones(3)), "MismatchError"),
+    # The first survivor to time out aborts the group, and the other one hears why.
+    "stop": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "RankStalledError GroupAbortedError"),
+}
+
+
+def train(rank: int, folder: Path, hook: str, failure: str) -> None:
+    """Train three steps; the culprit fails before the third backward pass."""
+    seconds = 6 if failure == "stop" else 20
+    meet = f"file://{folder / 'store'}"
+    c10d.init_process_group("ref", init_method=meet, rank=rank, world_size=WORLD, timeout=timedelta(seconds=seconds))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.005)
+    HOOKS[hook](ddp)
+    for step in range(3):
+        if step == 2 and rank == CULPRIT:
+            FAILURES[failure][0]()
+        ddp(torch.full((4, 64), rank + 1.5)).sum().backward()
+
+
+def run_rank(rank: int, folder: Path, hook: str, failure: str) -> None:
+    """Run one forked rank, and leave the error that it raised in a file."""
+    try:
+        train(rank, folder, hook, failure)
+    except BaseException as error:
+        found = [type(error).__name__, str(error), traceback.format_exc()]
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+    finally:
+        os._exit(9)
+
+
+CASES = [(hook, failure) for hook in HOOKS for failure in FAILURES if failure != "stop" or hook == "no hook"]
+
+
+@pytest.mark.parametrize(("hook", "failure"), CASES)
+def test_survivors_raise_the_named_error(hook: str, failure: str, tmp_path: Path) -> None:
+    pids = []
+    for rank in range(WORLD):
+        pid = os.fork()
+        if pid == 0:
+            run_rank(rank, tmp_path, hook, failure)
+        pids.append(pid)
+    survivors = [rank for rank in range(WORLD) if rank != CULPRIT]
+    ended = {rank: os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1]) for rank in survivors}
+    os.kill(pids[CULPRIT], signal.SIGKILL)
+    os.waitpid(pids[CULPRIT], 0)
+    assert ended == dict.fromkeys(survivors, 9), "a negative code is the signal that ended the rank"
+    for rank in survivors:
+        kind, text, trace = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert kind in FAILURES[failure][1].split(), trace
+        assert f"rank {CULPRIT}" in text and "all_reduce" in text
+
+
+def test_a_failed_future_raises_in_callbacks_and_chains() -> None:
+    future = TorchFuture(CallScope(1, (0, 0)))
+    chained = future.then(lambda done: done.value()).then(lambda done: done.value())
+    future.set_exception(KeyError("the reason"))
+    for failed in (future, chained):
+        for read in (failed.wait, failed.value):
+            with pytest.raises(KeyError, match="the reason"):
+                read()
+
+
+def test_a_future_that_succeeds_is_unchanged() -> None:
+    future = TorchFuture(CallScope(1, (0, 0)))
+    doubled = future.then(lambda done: done.value()[0] * 2)
+    future.set_result([torch.tensor([1.5, -4.0])])
+    assert doubled.wait().tolist() == [3.0, -8.0]
