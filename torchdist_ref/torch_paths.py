@@ -71,6 +71,8 @@ pipeline.sync.utils                        pipeline.pipe        partition_model
 nn.rooted                                  nn.functional        broadcast gather reduce scatter
 nn.symmetric                               nn.functional        all_gather all_reduce all_to_all
 nn.symmetric                               nn.functional        all_to_all_single reduce_scatter
+benchmark.hooks_timeline                   benchmark.hooks_pictures    picture
+
 nn.api.remote_module                       torch     RemoteModule
 nn.jit.instantiator                        torch     get_arg_return_types_from_interface
 nn.jit.instantiator                        torch     instantiate_non_scriptable_remote_module_template

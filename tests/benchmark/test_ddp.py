@@ -1,4 +1,4 @@
-"""`benchmark ddp` run for real, on a model of nothing, as briefly as it goes. What it measures is not judged here."""
+"""Brief runs of `benchmark ddp` on a tiny model. The measured figures are not compared here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from torchdist_ref.benchmark.__main__ import main
-from torchdist_ref.benchmark.ddp_measure import Result, pss
+from torchdist_ref.benchmark.ddp import excess, over_local, pss
 from torchdist_ref.benchmark.ddp_models import HOOKS, MODELS
+from torchdist_ref.benchmark.harness import Result
 
 # torch's DDP loads the compiler: some 2 s, once.
 BRIEF = ["ddp", "--models", "tiny", "--repetitions", "2", "--seconds", "0.001"]
@@ -35,15 +36,16 @@ def test_memory_of_each_side(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "MiB" in capsys.readouterr().out
 
 
-def test_what_is_unknown_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_hook_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*BRIEF, "--hooks", "fp17"]) == 1
     assert "fp17" in capsys.readouterr().err
 
 
 def test_figures_of_a_result() -> None:
     samples = {"local": [1.0, 1.0, 9.0], "torch:gloo": [3.0, 3.0, 9.0], "ref": [2.0, 2.0, 9.0]}
-    result = Result("mlp", "none", 2, samples, [False, False, True])
-    assert (result.ratio("ref"), result.excess("ref"), result.over_local("ref")) == (2 / 3, 0.5, 1.0)
+    result = Result({"model": "mlp", "hook": "none"}, samples, [False, False, True])
+    assert (result.ratio("ref", "torch:gloo"), result.median("ref")) == (2 / 3, 2.0)
+    assert (excess(result, "ref"), over_local(result, "ref")) == (0.5, 1.0)
     assert not result.noisy
 
 

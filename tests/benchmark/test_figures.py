@@ -1,4 +1,4 @@
-"""The benchmark's figures against the documents that define them, and its tables and reports as readers see them."""
+"""Figures of the benchmark against the documents that define them; tables and reports against text written out."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchdist_ref.benchmark import limit, plot, report, table
-from torchdist_ref.benchmark.faults import BUSY
-from torchdist_ref.benchmark.faults import Result as FaultResult
+from torchdist_ref.benchmark import collectives, limit, report
+from torchdist_ref.benchmark.collectives import DIRECT, LIMIT, bus_bandwidth
+from torchdist_ref.benchmark.faults import BUSY, FaultTimes
+from torchdist_ref.benchmark.harness import Result
 from torchdist_ref.benchmark.operations import OPERATIONS
-from torchdist_ref.benchmark.progress import Progress
-from torchdist_ref.benchmark.results import DIRECT, LIMIT, Row
-from torchdist_ref.benchmark.timing import Strangers, busy, calls_for, durations, own_clock, shared_out
-from torchdist_ref.benchmark.units import parse_size, show_size
+from torchdist_ref.benchmark.report import ProgressBar, parse_size, show_size
+from torchdist_ref.benchmark.timing import OtherProcesses, busy, calls_for, durations, own_clock, shared_out
 from torchdist_ref.errors import ArgumentError
 
 # nccl-tests, doc/PERFORMANCE.md, for 4 ranks.
@@ -67,20 +66,25 @@ def least_direct(op: str, n: int) -> set[tuple[float, float]]:
     }[op]
 
 
-def row(op: str = "all_reduce", size: int = 1 << 20, disturbed: tuple[bool, ...] = (False,) * 3) -> Row:
+def result(op: str, size: int, samples: dict[str, list[float]], disturbed: tuple[bool, ...], **missing: str) -> Result:
+    cell = {"op": op, "size_bytes": size, "world": 4}
+    return Result(cell, samples, disturbed, {"calls": dict.fromkeys(samples, 5), "missing": missing})
+
+
+def row(op: str = "all_reduce", size: int = 1 << 20, disturbed: tuple[bool, ...] = (False,) * 3) -> Result:
     samples = {"ref": [100e-6, 200e-6, 110e-6], "gloo": [900e-6, 1000e-6, 1100e-6], LIMIT: [80e-6, 80e-6, 100e-6]}
-    return Row(op, size, 4, samples, dict.fromkeys(samples, 5), disturbed, {})
+    return result(op, size, samples, disturbed)
 
 
 @pytest.mark.parametrize("op", BUS_FACTORS)
 def test_bus_factors_are_those_of_nccl_tests(op: str) -> None:
     assert OPERATIONS[op].factor(4) == BUS_FACTORS[op]
-    assert row(op).bus_bandwidth("ref") == pytest.approx((1 << 20) / 110e-6 * BUS_FACTORS[op])
+    assert bus_bandwidth(row(op), "ref") == pytest.approx((1 << 20) / 110e-6 * BUS_FACTORS[op])
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 @pytest.mark.parametrize("op", OPERATIONS)
-def test_the_limit_costs_what_the_formula_says(op: str, world: int) -> None:
+def test_limit_has_the_cost_of_the_formula(op: str, world: int) -> None:
     found = {tuple(round(part, 9) for part in limit.cost(op, rank, world)) for rank in range(world)}
     expected = {(1.0, 0.0), (0.0, 1.0)} if (op, world) == ("reduce", 2) else least(op, world)
     assert found == {tuple(round(part, 9) for part in parts) for parts in expected}
@@ -100,7 +104,7 @@ def test_two_processors_reduce_with_least_work_when_the_root_adds_all(world: int
 @pytest.mark.parametrize("processors", [2, None])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("op", [op for op in OPERATIONS if op != "barrier"])
-def test_the_limit_moves_as_many_bytes_as_it_costs(op: str, world: int, processors: int | None) -> None:
+def test_limit_moves_as_many_bytes_as_its_cost(op: str, world: int, processors: int | None) -> None:
     stages = limit.Stages(bytearray(world * 4096), 4096, processors)
     for rank in range(world):
         buffers = OPERATIONS[op].buffers(rank, world, 48 * 1024, torch.float32)
@@ -112,16 +116,16 @@ def test_the_limit_moves_as_many_bytes_as_it_costs(op: str, world: int, processo
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 @pytest.mark.parametrize("op", OPERATIONS)
-def test_the_direct_bound_costs_what_the_formula_says(op: str, world: int) -> None:
+def test_direct_bound_has_the_cost_of_the_formula(op: str, world: int) -> None:
     found = {tuple(round(part, 9) for part in limit.cost(op, rank, world, direct=True)) for rank in range(world)}
     assert found == {tuple(round(part, 9) for part in parts) for parts in least_direct(op, world)}
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("op", [op for op in OPERATIONS if op != "barrier"])
-def test_the_direct_bound_works_on_tensors_that_all_see(op: str, world: int) -> None:
-    room = 2 * 48 * 1024
-    tensors = limit.Tensors(bytearray(world * room), room, window=4096)
+def test_direct_bound_works_on_tensors_in_shared_memory(op: str, world: int) -> None:
+    capacity = 2 * 48 * 1024
+    tensors = limit.Tensors(bytearray(world * capacity), capacity, window=4096)
     for rank in range(world):
         buffers = OPERATIONS[op].buffers(rank, world, 48 * 1024, torch.float32, tensors.maker(rank))
         done = list(limit.kernels(op, buffers, tensors))
@@ -130,14 +134,14 @@ def test_the_direct_bound_works_on_tensors_that_all_see(op: str, world: int) -> 
         limit.bind(OPERATIONS[op], buffers, tensors)()
 
 
-def test_the_limit_copes_with_what_does_not_divide() -> None:
+def test_limit_of_sizes_that_do_not_divide() -> None:
     stages = limit.Stages(bytearray(2 * 4096), window=4096)
     buffers = OPERATIONS["all_reduce"].buffers(0, 2, 4, torch.float32)
     assert len(list(limit.kernels("all_reduce", buffers, stages))) == 4
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_to_all", "scatter"])
-def test_the_slots_of_the_limit_begin_where_cache_lines_do(op: str) -> None:
+def test_slots_of_the_limit_begin_at_cache_lines(op: str) -> None:
     """As a backend's do: blocks for eight ranks that lay across lines made this bound longer than what it bounds."""
     window = 64 * 1024
     stages = limit.Stages(bytearray(8 * window + 64), window)
@@ -156,7 +160,7 @@ def test_a_call_lasts_from_the_last_start_to_the_last_end() -> None:
     assert calls_for([3e-3, 1e-3, 2e-3], 0.05) == 25
 
 
-def test_a_bound_is_the_longest_rank_or_an_even_share_of_all_whichever_is_longer() -> None:
+def test_bound_is_the_longest_rank_or_an_even_share_whichever_is_longer() -> None:
     # The root works 6 s, three others 2 s each: together 12 s. When they began plays no part.
     worked = [[(0.0, 6.0)], [(3.0, 5.0)], [(0.0, 2.0)], [(7.0, 9.0)]]
     assert [shared_out(worked, processors=many) for many in (1, 2, 3, 4)] == [[12.0], [6.0], [6.0], [6.0]]
@@ -172,22 +176,22 @@ def test_ratios_compare_the_same_round_and_leave_out_disturbed_ones() -> None:
     assert row(disturbed=(True, False, True)).noisy
     quiet = row(disturbed=(True, False, False))
     assert not quiet.noisy
-    assert quiet.seconds("ref") == pytest.approx(155e-6)
+    assert quiet.median("ref") == pytest.approx(155e-6)
     assert quiet.ratio("gloo", "ref") == pytest.approx(7.5)
 
 
-def test_others_are_seen_in_the_busy_time_that_is_not_ours() -> None:
+def test_other_processes_are_the_busy_time_that_is_not_ours() -> None:
     stat = "cpu 1 1 1 1\ncpu0 10 1 5 999 888 2 3 4 0 0\ncpu1 100 0 0 5 0 0 0 0 0 0\nintr 5"
     assert busy(stat, {0}, 100) == 0.25
     assert busy(stat, {0, 1}, 100) == 1.25
-    assert Strangers().disturbed(own=-60.0)
-    assert not Strangers().disturbed(own=60.0)
+    assert OtherProcesses().disturbed(own=-60.0)
+    assert not OtherProcesses().disturbed(own=60.0)
 
 
 def test_the_table_shows_backends_side_by_side() -> None:
     noisy = row("barrier", 0, (True, True, False))
-    without = Row(noisy.op, 0, 4, {"ref": noisy.samples["ref"]}, {"ref": 5}, noisy.disturbed, {"gloo": "has none"})
-    assert table.collectives([row(), without], ["ref", "gloo"], "gloo") == (
+    without = result("barrier", 0, {"ref": [*noisy.samples["ref"]]}, (True, True, False), gloo="has none")
+    assert collectives.table([row(), without], ["ref", "gloo"], "gloo") == (
         "op           size  limit us  ref us  GB/s   bus  x gloo  / limit  gloo us  GB/s   bus  / limit\n"
         "all_reduce  1 MiB      80.0     110  9.53  14.3    9.00     1.25    1,000  1.05  1.57     11.2\n"
         "barrier         -         -    110~     -     -       -        -        -     -     -        -"
@@ -196,16 +200,18 @@ def test_the_table_shows_backends_side_by_side() -> None:
 
 def test_registered_buffers_have_a_bound_of_their_own() -> None:
     samples = {"registered": [50e-6] * 3, "ref": [100e-6] * 3, LIMIT: [80e-6] * 3, DIRECT: [40e-6] * 3}
-    both = Row("all_reduce", 1 << 20, 4, samples, dict.fromkeys(samples, 5), [False] * 3, {})
-    assert table.collectives([both], ["registered"], "registered") == (
+    both = result("all_reduce", 1 << 20, samples, (False,) * 3)
+    assert collectives.table([both], ["registered"], "registered") == (
         "op           size  limit us  direct us  registered us  GB/s   bus  / direct\n"
         "all_reduce  1 MiB      80.0       40.0           50.0  21.0  31.5      1.25"
     )
-    assert table.collectives([both], ["ref"], "ref").splitlines()[0].endswith("bus  / limit")
+    assert collectives.table([both], ["ref"], "ref").splitlines()[0].endswith("bus  / limit")
 
 
-def test_a_report_says_where_when_and_with_what(tmp_path: Path) -> None:
-    report.write(str(tmp_path / "out.json"), report.report("collectives", {"world": 4}, row().as_json(), ["a note"]))
+def test_report_has_machine_date_and_versions(tmp_path: Path) -> None:
+    report.write(
+        str(tmp_path / "out.json"), report.report("collectives", {"world": 4}, collectives.entries(row()), ["a note"])
+    )
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["schema"] == 1 and found["benchmark"] == "collectives" and found["notes"] == ["a note"]
     assert torch.__version__.startswith(found["versions"]["torch"])
@@ -222,7 +228,7 @@ def test_the_same_figures_draw_the_same_plot(tmp_path: Path) -> None:
     rows = [row(size=1 << power) for power in (10, 20)] + [row("barrier", 0)]
     drawn = []
     for name in ("a.svg", "b.svg"):
-        plot.draw(str(tmp_path / name), rows, ["ref", "gloo"])
+        collectives.plot(str(tmp_path / name), rows, ["ref", "gloo"])
         drawn.append((tmp_path / name).read_text())
     assert drawn[0] == drawn[1]
     assert all(text in drawn[0] for text in ("all_reduce, 4 ranks", "gloo", "1 MiB", LIMIT))
@@ -234,10 +240,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_gets_a_bar_and_a_file_gets_lines() -> None:
+def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file() -> None:
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
-        bar = Progress(4, stream)
+        bar = ProgressBar(4, stream)
         bar.heading("reduce")
         bar.advance("4 B")
         bar.heading("reduce")
@@ -245,13 +251,14 @@ def test_a_terminal_gets_a_bar_and_a_file_gets_lines() -> None:
         bar.clear()
     assert file.getvalue() == "reduce ...\n"
     assert " 50% reduce 1 KiB" in terminal.getvalue()
-    assert terminal.getvalue().endswith("\r\x1b[K")
+    # The line is erased at the end.
+    assert terminal.getvalue().endswith("\x1b[2K")
 
 
-def test_the_distribution_of_faults_counts_what_never_came() -> None:
-    result = FaultResult(BUSY, "barrier", "ref", [0.02, None, 0.04, 0.03])
+def test_distribution_of_faults_counts_errors_that_never_came() -> None:
+    result = FaultTimes(BUSY, "barrier", "ref", [0.02, None, 0.04, 0.03])
     assert result.cells() == [BUSY, "barrier", "ref", "30.0", "40.0", "40.0", "1 of 4"]
-    assert FaultResult(BUSY, "barrier", "ref", [None]).cells()[3:] == ["-", "-", "-", "1 of 1"]
+    assert FaultTimes(BUSY, "barrier", "ref", [None]).cells()[3:] == ["-", "-", "-", "1 of 1"]
 
 
 @pytest.mark.parametrize("text", ["", "0", "4X", "K", "-1", "1.5M"])

@@ -1,4 +1,4 @@
-"""The hook laboratory's parts: what is counted against the formulas, errors against plain arithmetic, and its pictures.
+"""`benchmark hooks`: counted bytes against the formulas, errors against plain arithmetic, and pictures.
 
 The models are real ones, so that most tests here take some tenths of a second, and those that go through all hooks, run
 the command or draw take one or two.
@@ -6,6 +6,8 @@ the command or draw take one or two.
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,13 +20,11 @@ import torch
 from torch import Tensor
 
 from torchdist_ref import groups
-from torchdist_ref.benchmark import hooks_links, hooks_measure, hooks_plot, hooks_table, hooks_timeline
+from torchdist_ref.benchmark import hooks, hooks_pictures, hooks_results
 from torchdist_ref.benchmark.__main__ import main
-from torchdist_ref.benchmark.hooks_contestants import CONTESTANTS, EXACT_STEPS, LOCAL_STEPS
-from torchdist_ref.benchmark.hooks_results import Result, from_json, select
-from torchdist_ref.benchmark.hooks_tasks import TASKS, Digits, Text, source
-from torchdist_ref.benchmark.hooks_trainee import Trainee
-from torchdist_ref.benchmark.hooks_watch import counted
+from torchdist_ref.benchmark.hooks_results import HookResult, from_json, select
+from torchdist_ref.benchmark.hooks_tasks import CONTESTANTS, EXACT_STEPS, LOCAL_STEPS, TASKS, Digits, Text, source
+from torchdist_ref.benchmark.hooks_watch import Trainee, counted, parse_link
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.testing import namespaces, run
 
@@ -68,16 +68,16 @@ def test_every_hook_sends_what_its_formula_says(world: int) -> None:
             for _ in range(EXACT_STEPS):
                 trainee.step(trainee.batch())
             steps = contestant.every or 1
-            with counted(trainee.group) as ledger:
+            with counted(trainee.group) as counter:
                 for _ in range(steps):
                     trainee.step(trainee.batch())
-            found[name] = ledger.sent / steps, trainee.owed()
+            found[name] = counter.sent / steps, trainee.expected_bytes()
         return found
 
     for found in run(program, world):
-        for name, (sent, owed) in found.items():
-            assert sent == pytest.approx(owed, rel=1e-12), name
-            assert owed == pytest.approx(by_hand(name, world), rel=1e-12), name
+        for name, (sent, expected) in found.items():
+            assert sent == pytest.approx(expected, rel=1e-12), name
+            assert expected == pytest.approx(by_hand(name, world), rel=1e-12), name
 
 
 def test_on_gloo_the_same_is_counted() -> None:
@@ -87,9 +87,9 @@ def test_on_gloo_the_same_is_counted() -> None:
             trainee = Trainee(Digits(), CONTESTANTS[name])
             for _ in range(EXACT_STEPS):
                 trainee.step(trainee.batch())
-            with counted(trainee.group) as ledger:
+            with counted(trainee.group) as counter:
                 trainee.step(trainee.batch())
-            sent.append(ledger.sent)
+            sent.append(counter.sent)
         return sent
 
     assert run(program, 2, backend="gloo")[0] == [by_hand("fp16", 2), by_hand("quantize-channel", 2)]
@@ -102,13 +102,13 @@ def test_every_hook_sends_what_its_formula_says_of_several_buckets() -> None:
             trainee = Trainee(task, CONTESTANTS[name])
             for _ in range(EXACT_STEPS):
                 trainee.step(trainee.batch())
-            with counted(trainee.group) as ledger:
+            with counted(trainee.group) as counter:
                 trainee.step(trainee.batch())
-            found.append((name, len(trainee.buckets()), ledger.sent, trainee.owed()))
+            found.append((name, len(trainee.buckets()), counter.sent, trainee.expected_bytes()))
         return found
 
-    for name, buckets, sent, owed in run(program, 2)[0]:
-        assert buckets > 2 and sent == owed, name
+    for name, buckets, sent, expected in run(program, 2)[0]:
+        assert buckets > 2 and sent == expected, name
 
 
 def halves(gradients: list[Tensor]) -> Tensor:
@@ -125,12 +125,12 @@ def levels(gradients: list[Tensor]) -> Tensor:
     return sum(map(rounded, gradients), torch.zeros(())) / 2
 
 
-def off(got: Tensor, gradients: list[Tensor]) -> float:
+def relative_error(got: Tensor, gradients: list[Tensor]) -> float:
     exact = torch.stack(gradients).double().mean(0)
     return float((got.double() - exact).norm() / exact.norm())
 
 
-def look(rank: int, name: str, steps: int = EXACT_STEPS) -> tuple[float, list[Tensor], list[torch.Size]]:
+def error_and_gradients(rank: int, name: str, steps: int = EXACT_STEPS) -> tuple[float, list[Tensor], list[torch.Size]]:
     """The error that a trainee reports after some steps, and the gradients of both ranks from the plain model."""
     task = Digits()
     trainee = Trainee(task, CONTESTANTS[name])
@@ -146,28 +146,28 @@ def look(rank: int, name: str, steps: int = EXACT_STEPS) -> tuple[float, list[Te
     gradients = [gradient(*task.batch(steps, r, 2)) for r in range(2)]
 
     def exchange(value: Any) -> list[Any]:
-        everybodys: list[Any] = [None, None]
-        groups.all_gather_object(everybodys, value)
-        return everybodys
+        gathered: list[Any] = [None, None]
+        groups.all_gather_object(gathered, value)
+        return gathered
 
     return trainee.error(exchange), gradients, [parameter.shape for parameter in plain.parameters()]
 
 
 @pytest.mark.parametrize(("name", "formula"), [("fp16", halves), ("quantize-tensor", levels)])
 def test_the_error_is_that_of_plain_arithmetic(name: str, formula: Callable[[list[Tensor]], Tensor]) -> None:
-    error, gradients, _ = run(look, 2, name)[0]
-    assert error == pytest.approx(off(formula(gradients), gradients), rel=1e-3)
+    error, gradients, _ = run(error_and_gradients, 2, name)[0]
+    assert error == pytest.approx(relative_error(formula(gradients), gradients), rel=1e-3)
 
 
 @pytest.mark.parametrize(("name", "steps"), [("noop", 0), ("local-sgd", EXACT_STEPS)])
 def test_without_averaging_the_error_is_ones_own_difference(name: str, steps: int) -> None:
-    for rank, (error, gradients, _) in enumerate(run(look, 2, name, steps)):
-        assert error == pytest.approx(off(gradients[rank], gradients), rel=1e-5)
+    for rank, (error, gradients, _) in enumerate(run(error_and_gradients, 2, name, steps)):
+        assert error == pytest.approx(relative_error(gradients[rank], gradients), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["none", "allreduce"])
 def test_an_exact_average_has_no_error(name: str) -> None:
-    assert run(look, 2, name)[0][0] < 1e-6
+    assert run(error_and_gradients, 2, name)[0][0] < 1e-6
 
 
 def least(mean: Tensor, shapes: list[torch.Size], rank: int) -> float:
@@ -184,7 +184,7 @@ def least(mean: Tensor, shapes: list[torch.Size], rank: int) -> float:
 def test_factors_lie_between_the_best_of_their_rank_and_nothing_and_four_are_better_than_one() -> None:
     errors = []
     for rank in (1, 2, 4):
-        error, gradients, shapes = run(look, 2, f"powersgd-{rank}")[0]
+        error, gradients, shapes = run(error_and_gradients, 2, f"powersgd-{rank}")[0]
         assert least(torch.stack(gradients).double().mean(0), shapes, rank) <= error * 1.0001 < 1.0001
         errors.append(error)
     assert errors[0] > errors[2] > 0
@@ -260,11 +260,11 @@ def test_the_spans_of_a_step_follow_each_other() -> None:
     assert all(0 <= begin <= end for _, _, begin, end in spans)
 
 
-def result(hook: str = "none", link: str = "fast", times: float = 1.0, **changes: Any) -> Result:
+def result(hook: str = "none", link: str = "fast", times: float = 1.0, **changes: Any) -> HookResult:
     seconds = [0.5 * times, 0.010 * times, 0.012 * times, 0.011 * times]
     spans = [("compute", "backward", 0.0, 0.01)]
     spans += [("buckets", "bucket 0", 0.002, 0.01), ("buckets", "bucket 1", 0.004, 0.009)]
-    plain = Result(
+    plain = HookResult(
         "text",
         "ref",
         link,
@@ -284,15 +284,15 @@ def result(hook: str = "none", link: str = "fast", times: float = 1.0, **changes
 
 
 def test_the_table_shows_hooks_beside_the_first_one_on_each_link() -> None:
-    slow = hooks_links.parse("1mbit")
+    slow = parse_link("1mbit")
     ones = [result(), result("fp16", times=2.0, sent_bytes=2000.0, error=[3e-4])]
-    assert hooks_table.show([*ones, *(one.on(slow) for one in ones)]) == (
+    assert hooks_results.table([*ones, *(one.on(slow) for one in ones)]) == (
         "text: 1,000 parameters, 2 ranks on ref\n"
         "hook   bytes  x less   error  fast ms  x none  1mbit (modelled) ms  x none   loss\n"
         "none   4,000    1.00     0.3     11.0    1.00                 43.0    1.00  2.250\n"
         "fp16  2,000!    2.00  0.0003     22.0    2.00                 38.0    0.88  2.250"
     )
-    assert hooks_table.show(ones, ratios=False).splitlines()[1] == "hook   bytes  x less   error  fast ms   loss"
+    assert hooks_results.table(ones, ratios=False).splitlines()[1] == "hook   bytes  x less   error  fast ms   loss"
 
 
 def test_a_result_comes_back_from_its_report() -> None:
@@ -305,16 +305,16 @@ def test_a_result_comes_back_from_its_report() -> None:
 def test_the_same_results_draw_the_same_pictures(tmp_path: Path) -> None:
     results = [result(), result("fp16", sent_bytes=2000.0), result("noop", link="100mbit", sent_bytes=0.0)]
     for name in ("a", "b"):
-        hooks_plot.draw(str(tmp_path / f"{name}.svg"), results)
+        hooks_pictures.plot(str(tmp_path / f"{name}.svg"), results)
     drawn = (tmp_path / "a.svg").read_text()
     assert drawn == (tmp_path / "b.svg").read_text()
     assert all(words in drawn for words in ("loss, 100mbit", "time of a step", "2,000 B", "fp16"))
-    line = hooks_timeline.draw(results)
-    assert line == hooks_timeline.draw(results) and line.count("backward: 0 s to 10 ms") == 3
+    line = hooks_pictures.timelines(results)
+    assert line == hooks_pictures.timelines(results) and line.count("backward: 0 s to 10 ms") == 3
 
 
 def test_bars_that_overlap_stand_above_each_other() -> None:
-    drawn = hooks_timeline.draw([result()])
+    drawn = hooks_pictures.timelines([result()])
     heights = {
         line.split("y='")[1].split("'")[0] for line in drawn.split("<rect")[1:] if "bucket" in line.split("</rect>")[0]
     }
@@ -322,7 +322,7 @@ def test_bars_that_overlap_stand_above_each_other() -> None:
 
 
 def test_of_many_curves_those_that_differ_are_drawn(tmp_path: Path) -> None:
-    hooks_plot.draw(str(tmp_path / "a.svg"), [result(name) for name in CONTESTANTS])
+    hooks_pictures.plot(str(tmp_path / "a.svg"), [result(name) for name in CONTESTANTS])
     _, _, curves = (tmp_path / "a.svg").read_text().partition("loss, fast")
     assert "powersgd-1" in curves and "powersgd-2" not in curves
 
@@ -372,10 +372,10 @@ def test_the_command_measures_models_and_draws(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
 def test_on_a_slow_link_bytes_take_the_time_that_the_rate_allows() -> None:
     found: list[Any] = []
-    link = hooks_links.parse("10mbit")
-    settings = hooks_measure.Settings(("digits",), ("ref", "gloo"), (link,), ("none", "noop"), turns=2)
-    hooks_measure.on_link(settings, link, found.append)
-    results = [one for one in found if isinstance(one, Result)]
+    link = parse_link("10mbit")
+    settings = argparse.Namespace(tasks=("digits",), backends=("ref", "gloo"), hooks=("none", "noop"), turns=2, world=2)
+    hooks.on_link(settings, link, found.append)
+    results = [one for one in found if isinstance(one, HookResult)]
     assert len(results) == 4
     for backend in ("ref", "gloo"):
         full, nothing = select(results, backend=backend)
@@ -397,12 +397,13 @@ def test_a_link_that_cannot_be_laid_is_modelled(
 def test_a_task_that_lacks_its_data_is_left_out_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sklearn" else find(name))
     assert main(["hooks", "--tasks", "digits", "--links", "fast", "--backends", "ref"]) == 1
     assert "digits is left out: needs scikit-learn" in capsys.readouterr().err
 
 
 def test_rates_are_read_as_tc_reads_them() -> None:
-    assert [hooks_links.parse(text).bits_per_second for text in ("2kbit", "1.5Mbit")] == [2000.0, 1.5e6]
+    assert [parse_link(text).bits_per_second for text in ("2kbit", "1.5Mbit")] == [2000.0, 1.5e6]
     with pytest.raises(ArgumentError, match="100mbit"):
-        hooks_links.parse("fastest")
+        parse_link("fastest")

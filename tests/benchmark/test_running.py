@@ -1,10 +1,12 @@
-"""The benchmark run for real, on few ranks and as briefly as it goes. What it measures is not judged here.
+"""Brief runs of the benchmark on few ranks. The measured figures are not compared here.
 
 Each run forks ranks and starts backends, which takes some tenths of a second.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,10 @@ from torchdist_ref import groups
 from torchdist_ref.benchmark import competitors
 from torchdist_ref.benchmark.__main__ import main
 from torchdist_ref.benchmark.calls import ADDED, TORCH, WITHOUT
-from torchdist_ref.benchmark.collectives import Settings, _Case
-from torchdist_ref.benchmark.crew import Place, go
-from torchdist_ref.benchmark.fault_trials import death, interrupt, mismatches
+from torchdist_ref.benchmark.collectives import Case
+from torchdist_ref.benchmark.faults import death, interrupt, mismatches
 from torchdist_ref.benchmark.operations import OPERATIONS, Buffers
+from torchdist_ref.benchmark.ranks import RankContext, run_ranks
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.testing import RankError, namespaces, run
 
@@ -98,8 +100,9 @@ def test_a_backend_that_cannot_be_made_is_left_out_with_a_reason(
     assert "barrier" in printed
 
 
-def test_mpi_takes_its_turns_under_mpiexec(tmp_path: Path) -> None:
-    # mpiexec starts Pythons of its own, which import torch: seconds, once. Without MPI, ref runs alone and is told why.
+def test_mpi_ranks_under_mpiexec(tmp_path: Path) -> None:
+    # mpiexec starts Pythons of its own, which import torch: seconds, once.
+    # Without MPI, ref runs alone and a note has the reason.
     names, left_out = competitors.split(["ref", "mpi4py"])
     assert names == ["ref", "mpi4py"] or "mpi4py is left out" in str(left_out[0])
     out = tmp_path / "out.json"
@@ -114,12 +117,12 @@ def test_mpi_is_left_out_where_ranks_are_forked() -> None:
 
 
 def test_a_wrong_result_stops_it() -> None:
-    def program(place: Place) -> None:
-        case = _Case(place, Settings(("broadcast",), (64,), ("ref",)), OPERATIONS["broadcast"], 64)
-        case._check("careless", lambda: None, case.buffers)
+    def program(context: RankContext) -> None:
+        case = Case(context, argparse.Namespace(dtype="float32"), OPERATIONS["broadcast"], 64)
+        case.check("careless", lambda: None, case.buffers)
 
     with pytest.raises(RankError, match=r"broadcast of 64 B on 'careless' is wrong on rank 1: element 0 of 16"):
-        go(program, 2, lambda event: None)
+        run_ranks(program, 2)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +148,16 @@ def test_a_wrong_result_stops_it() -> None:
 def test_wrong_options_are_named(options: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(options) == 1
     assert named in capsys.readouterr().err
+
+
+def test_without_rich_one_sentence_has_the_cure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "rich" else find(name))
+    assert main(["--ops", "barrier", *BRIEF]) == 1
+    message = "benchmark: tables need the package rich: pip install 'torchdist_ref[benchmark]'.\n"
+    assert capsys.readouterr().err == message
 
 
 def test_an_unknown_backend_is_an_argument_error() -> None:
@@ -189,7 +202,7 @@ def test_mismatches_and_interrupts_end_in_errors() -> None:
 
 
 # Over a second: interpreters start that load torch.
-def test_the_front_door_and_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cost_of_the_public_api_and_of_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     brief = ["--repetitions", "2", "--calls", "3", "--imports", "1"]
     assert main(["calls", "--ops", "all_reduce,all_gather,barrier", "--worlds", "1,2", *brief, "--json", str(out)]) == 0
@@ -201,4 +214,4 @@ def test_the_front_door_and_imports(tmp_path: Path, capsys: pytest.CaptureFixtur
     (torch_alone,), (added,), (without,) = (loaded["imports"][what] for what in (TORCH, ADDED, WITHOUT))
     assert 0 < added < torch_alone and 0 < without < torch_alone
     printed = capsys.readouterr().out
-    assert "door us" in printed and ADDED in printed
+    assert "public API us" in printed and ADDED in printed

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.docs import pages
-from torchdist_ref.benchmark.hooks_contestants import CONTESTANTS
-from torchdist_ref.benchmark.hooks_results import Result, from_json, select
+from torchdist_ref.benchmark.hooks_results import HookResult, from_json, select
+from torchdist_ref.benchmark.hooks_tasks import CONTESTANTS
 from torchdist_ref.testing import run
 
 NOTEBOOK = pages.ROOT / "tutorials" / "03_when_compression_pays.ipynb"
@@ -24,16 +24,16 @@ WEIGHTS = {"text": 951_680, "digits": 9_930}
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[Result]:
+def measured() -> list[HookResult]:
     return [from_json(entry) for path in RECORDED for entry in json.loads(path.read_text())["results"]]
 
 
-def one(measured: list[Result], hook: str, link: str, task: str = "text", backend: str = "ref") -> Result:
+def one(measured: list[HookResult], hook: str, link: str, task: str = "text", backend: str = "ref") -> HookResult:
     (found,) = select(measured, hook=hook, link=link, task=task, backend=backend)
     return found
 
 
-def test_the_recording_is_of_every_hook_on_measured_links(measured: list[Result]) -> None:
+def test_the_recording_is_of_every_hook_on_measured_links(measured: list[HookResult]) -> None:
     for task in WEIGHTS:
         for link in ("fast", "1gbit", "100mbit"):
             assert [result.hook for result in select(measured, task=task, backend="ref", link=link)] == [*CONTESTANTS]
@@ -44,7 +44,7 @@ def test_the_recording_is_of_every_hook_on_measured_links(measured: list[Result]
         assert report["benchmark"] == "hooks" and report["date"] and report["machine"]["processor"]
 
 
-def test_every_recorded_byte_is_that_of_the_formula(measured: list[Result]) -> None:
+def test_every_recorded_byte_is_that_of_the_formula(measured: list[HookResult]) -> None:
     assert all(result.sent_bytes == result.expected_bytes for result in measured)
     for task, weights in WEIGHTS.items():
         assert one(measured, "none", "fast", task).sent_bytes == 4 * weights
@@ -55,7 +55,7 @@ def test_every_recorded_byte_is_that_of_the_formula(measured: list[Result]) -> N
 
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
-def test_at_100_megabits_a_second_it_pays_in_the_order_of_the_bytes(measured: list[Result], backend: str) -> None:
+def test_at_100_megabits_a_second_it_pays_in_the_order_of_the_bytes(measured: list[HookResult], backend: str) -> None:
     none, half, factored, nothing = (
         one(measured, hook, "100mbit", backend=backend) for hook in ("none", "fp16", "powersgd-1", "noop")
     )
@@ -64,45 +64,45 @@ def test_at_100_megabits_a_second_it_pays_in_the_order_of_the_bytes(measured: li
 
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
-def test_at_a_gigabit_a_second_factors_still_pay_for_the_large_model(measured: list[Result], backend: str) -> None:
+def test_at_a_gigabit_a_second_factors_still_pay_for_the_large_model(measured: list[HookResult], backend: str) -> None:
     factored, none = (one(measured, hook, "1gbit", backend=backend) for hook in ("powersgd-1", "none"))
     assert factored.ratio(none) < 0.75
 
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
 def test_in_shared_memory_and_on_the_loopback_factors_take_longer_than_they_save(
-    measured: list[Result], backend: str
+    measured: list[HookResult], backend: str
 ) -> None:
     factored, none = (one(measured, hook, "fast", backend=backend) for hook in ("powersgd-1", "none"))
     assert 1.1 < factored.ratio(none) < 1.6
 
 
-def test_in_shared_memory_no_hook_that_averages_is_faster_than_none(measured: list[Result]) -> None:
+def test_in_shared_memory_no_hook_that_averages_is_faster_than_none(measured: list[HookResult]) -> None:
     none = one(measured, "none", "fast")
     assert all(one(measured, hook, "fast").ratio(none) > 0.95 for hook in AVERAGING)
 
 
-def test_the_rule_of_thumb_puts_the_break_even_between_1_and_10_gigabits(measured: list[Result]) -> None:
+def test_the_rule_of_thumb_puts_the_break_even_between_1_and_10_gigabits(measured: list[HookResult]) -> None:
     factored, none = (one(measured, hook, "fast") for hook in ("powersgd-1", "none"))
     rate = 8 * (none.sent_bytes - factored.sent_bytes) / (factored.step - none.step)
     assert 1e9 < rate < 1e10
 
 
-def test_errors_are_in_the_order_that_is_told(measured: list[Result]) -> None:
+def test_errors_are_in_the_order_that_is_told(measured: list[HookResult]) -> None:
     errors = {hook: one(measured, hook, "fast").mean_error for hook in CONTESTANTS}
     assert errors["none"] < 1e-6 < errors["fp16"] < 1e-3 < errors["bf16"] < 0.01
     assert errors["quantize-channel"] < errors["quantize-tensor"] < 0.2
     assert 0.2 < errors["powersgd-4"] < errors["powersgd-2"] < errors["powersgd-1"]
 
 
-def test_at_100_megabits_a_second_factors_learn_sooner(measured: list[Result]) -> None:
+def test_at_100_megabits_a_second_factors_learn_sooner(measured: list[HookResult]) -> None:
     none, factored = (one(measured, hook, "100mbit") for hook in ("none", "powersgd-4"))
     then = next(number for number, seconds in enumerate(none.clock) if seconds > factored.clock[-1])
     assert then < len(none.losses) / 4
     assert mean(factored.losses[-4:]) < mean(none.losses[max(0, then - 4) : then])
 
 
-def test_for_the_small_model_little_is_to_be_saved_and_factors_learn_less(measured: list[Result]) -> None:
+def test_for_the_small_model_little_is_to_be_saved_and_factors_learn_less(measured: list[HookResult]) -> None:
     large, small = (
         one(measured, "none", "100mbit", task).step - one(measured, "noop", "100mbit", task).step for task in WEIGHTS
     )

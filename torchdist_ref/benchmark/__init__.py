@@ -1,15 +1,18 @@
-"""How fast is it: ``python -m torchdist_ref.benchmark``, in the manner of NVIDIA's nccl-tests, for every backend.
+"""Benchmarks: ``python -m torchdist_ref.benchmark``, in the manner of NVIDIA's nccl-tests, for every backend.
 
 ::
 
     python -m torchdist_ref.benchmark [collectives] --ops all_reduce,broadcast --sizes 4,1K,1M --backends ref,gloo
-    python -m torchdist_ref.benchmark store        sets, gets and adds a second; a barrier of clients
+    python -m torchdist_ref.benchmark calls        cost of the public API and of imports
+    python -m torchdist_ref.benchmark ddp          a step of training, by model and hook
     python -m torchdist_ref.benchmark faults       from a death, a mismatch or a Ctrl-C to the error
-    python -m torchdist_ref.benchmark start        from nothing to a group, and back
     python -m torchdist_ref.benchmark hooks        DDP's communication hooks: bytes, errors, step times, loss
+    python -m torchdist_ref.benchmark start        from nothing to a group, and back
+    python -m torchdist_ref.benchmark store        sets, gets and adds a second; a barrier of clients
 
-What makes the figures comparable: in every one of the five, all contestants are alive at once and take turns within
-each round, and the ratios are medians of same-round ratios; so what disturbs one disturbs all. Each command is a file:
-a program for the ranks, and a few lines that print. Adding a command: a file with `arguments` and `main`, and a line
-in `__main__`. Nothing in the rest of the package imports this.
+In every one all contestants are alive at once and take turns within each round, and ratios are medians of same-round
+ratios; so a disturbance affects all alike. `harness` has the rounds, `ranks` the processes, `report` the output. Each
+command is a file with `arguments`, `measure` (what each rank runs) and `main`, and a line in `__main__`.
+
+Nothing in the rest of the package imports this.
 """

@@ -1,4 +1,4 @@
-"""The command line: which benchmark, and what becomes of errors. Each benchmark is a file of its own."""
+"""Command line of the benchmarks: the command, and the exit code of errors."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from torchdist_ref.errors import ArgumentError, DistError
 from torchdist_ref.testing import RankError
 
 _COMMANDS = {
-    "calls": (calls, "what a call and an import cost besides the backend"),
-    "collectives": (collectives, "time of each operation, by size, on each backend (this one if none is named)"),
+    "calls": (calls, "cost of a call and an import besides the backend"),
+    "collectives": (collectives, "time of each operation, by size, on each backend (the default command)"),
     "ddp": (ddp, "a step of training under our DistributedDataParallel and torch's, by model and hook"),
     "faults": (faults, "from a death, a mismatch or a Ctrl-C to the error"),
-    "hooks": (hooks, "what DDP's communication hooks send, get wrong and take, on fast and on slow links"),
+    "hooks": (hooks, "bytes, errors and times of DDP's communication hooks, on fast and on slow links"),
     "start": (start, "from nothing to a group, and back"),
     "store": (store, "sets, gets and adds a second, and barriers, beside torch's store and a bare echo"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     if not given or (given[0] not in _COMMANDS and given[0] not in ("-h", "--help")):
         given.insert(0, "collectives")
     options = _parser().parse_args(given)
     try:
+        report.check_rich()
         for option in ("json", "plot"):
             if path := getattr(options, option, None):
-                report.check_place(f"--{option}", path)
+                report.check_target(f"--{option}", path)
         if getattr(options, "against_checkout", None):
             return checkouts.main(options)
         return int(_COMMANDS[options.benchmark][0].main(options))

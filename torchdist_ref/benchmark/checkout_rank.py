@@ -1,9 +1,9 @@
 """Rank of a comparison of checkouts: a script that measures the `torchdist_ref` that comes first on its path.
 
 The measured checkout may be older than this file, so everything here uses the public API alone: `init_process_group`,
-collectives, `DistributedDataParallel`, `TCPStore`. The operations and models are files of this checkout; they are
-loaded by path and use the public API alone as well. The process blocks on a socket until `checkouts` sends it a turn,
-so that only the ranks of one checkout are busy at a time.
+collectives, `DistributedDataParallel`, `TCPStore`. The operations, the models and the clocks are files of this
+checkout; they are loaded by path and use the public API alone as well. The process blocks on a socket until
+`checkouts` sends it a turn, so that only the ranks of one checkout are busy at a time.
 
 Do not import `torchdist_ref.benchmark` here: an older checkout has another one, or none.
 """
@@ -27,45 +27,13 @@ import torch
 library: Any = importlib.import_module("torchdist_ref")
 Times = list[tuple[float, float]]
 Cell = Mapping[str, Any]
-# Bytes between two ranks' words at the start line: a cache line.
-LINE_BYTES = 64
-WORD_BYTES = 8
-SPINS_BEFORE_YIELD = 50
+Run = Callable[[int, int], Times]
 HOST = "127.0.0.1"
 STORE_VALUE = b"sixteen bytes..."
 # DDP rebuilds its buckets after the first step, and PowerSGD compresses from the third on.
 DDP_WARM_UP_STEPS = 4
 # One untimed call precedes every four timed ones: the caches hold another checkout's data when a turn begins.
 CALLS_PER_WARM_UP_CALL = 4
-
-
-class StartLine:
-    """Barrier of one checkout's ranks in shared memory, one word a rank.
-
-    Args:
-        memory: Shared memory, zero at first.
-        cell: Number of the cell; each cell has words of its own.
-        world: Ranks of the largest cell.
-        rank: Rank of this process.
-        ranks: Ranks that measure this cell.
-    """
-
-    def __init__(self, memory: memoryview, cell: int, world: int, rank: int, ranks: range) -> None:
-        self._words = memory.cast("q")
-        first, step = cell * world, LINE_BYTES // WORD_BYTES
-        self._own, self._all = (first + rank) * step, [(first + each) * step for each in ranks]
-        self._count = 0
-
-    def wait(self) -> None:
-        """Return when all ranks have called this as often as this one."""
-        self._count += 1
-        words, spins = self._words, SPINS_BEFORE_YIELD
-        words[self._own] = self._count
-        for index in self._all:
-            while words[index] < self._count:
-                spins -= 1
-                if spins < 0:
-                    os.sched_yield()
 
 
 def load_file(name: str) -> Any:
@@ -79,7 +47,10 @@ def load_file(name: str) -> Any:
     return module
 
 
-class Collectives:
+timing = load_file("timing")
+
+
+class CollectiveCells:
     """Calls of one operation at one size, each from the start line."""
 
     def __init__(self, rank: int, world: int, folder: str) -> None:
@@ -91,7 +62,7 @@ class Collectives:
         """Return the ranks that measure a cell."""
         return range(self._world)
 
-    def prepare(self, cell: Cell, line: StartLine) -> Callable[[int, int], Times]:
+    def prepare(self, cell: Cell, line: Any) -> Run:
         """Make the tensors of a cell, check its result once, and return the function that times calls."""
         group, operation = self._group(cell["backend"]), self._operations[cell["op"]]
         buffers = operation.buffers(self._rank, self._world, cell["bytes"], torch.float32)
@@ -104,7 +75,7 @@ class Collectives:
         # Sums of zeros stay zeros, however often they are summed.
         buffers.source.zero_()
         buffers.result.zero_()
-        return lambda calls, port: calls_apart(action, calls, line)
+        return lambda calls, port: timed(timing.calls_apart, action, calls, line)
 
     def _group(self, backend: str) -> Any:
         """Return the group of a backend; the first one is the default group."""
@@ -122,7 +93,7 @@ class Collectives:
             library.destroy_process_group()
 
 
-class Training:
+class TrainingCells:
     """Steps of one model with one communication hook, back to back after the start line."""
 
     def __init__(self, rank: int, world: int, folder: str) -> None:
@@ -134,7 +105,7 @@ class Training:
         """Return the ranks that measure a cell."""
         return range(self._world)
 
-    def prepare(self, cell: Cell, line: StartLine) -> Callable[[int, int], Times]:
+    def prepare(self, cell: Cell, line: Any) -> Run:
         """Build a model under DDP, take some steps, and return the function that times steps."""
         gc.collect()
         torch.manual_seed(0)
@@ -144,15 +115,15 @@ class Training:
         def step() -> None:
             wrapped(batch).square().mean().backward()
 
-        calls_in_a_row(step, DDP_WARM_UP_STEPS, line)
-        return lambda calls, port: calls_in_a_row(step, calls, line)
+        timing.calls_in_a_row(step, DDP_WARM_UP_STEPS, line.wait)
+        return lambda calls, port: timed(timing.calls_in_a_row, step, calls, line)
 
     def close(self) -> None:
         """Destroy the group."""
         library.destroy_process_group()
 
 
-class Store:
+class StoreCells:
     """Operations of clients on one server, which is rank 0."""
 
     def __init__(self, rank: int, world: int, folder: str) -> None:
@@ -171,7 +142,7 @@ class Store:
         """Return the ranks that measure a cell: the first clients."""
         return range(1, 1 + int(cell["clients"]))
 
-    def prepare(self, cell: Cell, line: StartLine) -> Callable[[int, int], Times]:
+    def prepare(self, cell: Cell, line: Any) -> Run:
         """Return the function that times an operation of this client."""
         store, value, number = self._store, f"{self._rank}/value", f"{self._rank}/number"
         store.set(value, STORE_VALUE)
@@ -188,14 +159,14 @@ class Store:
             "add": lambda: store.add(number, 1),
             "barrier": barrier,
         }
-        return lambda calls, port: calls_in_a_row(actions[cell["operation"]], calls, line)
+        return lambda calls, port: timed(timing.calls_in_a_row, actions[cell["operation"]], calls, line)
 
     def close(self) -> None:
         """Close the client or the server."""
         self._store.close()
 
 
-class Startup:
+class StartCells:
     """`init_process_group` at a TCP address, alone or with `destroy_process_group`."""
 
     def __init__(self, rank: int, world: int, folder: str) -> None:
@@ -205,7 +176,7 @@ class Startup:
         """Return the ranks that measure a cell: the first ones."""
         return range(cell["world"])
 
-    def prepare(self, cell: Cell, line: StartLine) -> Callable[[int, int], Times]:
+    def prepare(self, cell: Cell, line: Any) -> Run:
         """Return the function that times one cycle."""
 
         def cycle(calls: int, port: int) -> Times:
@@ -224,7 +195,12 @@ class Startup:
         """Do nothing: every cycle ends with its group destroyed."""
 
 
-KINDS: dict[str, Any] = {"collectives": Collectives, "ddp": Training, "store": Store, "start": Startup}
+KINDS: dict[str, Any] = {
+    "collectives": CollectiveCells,
+    "ddp": TrainingCells,
+    "store": StoreCells,
+    "start": StartCells,
+}
 
 
 def init(method: str, backend: str, rank: int, world: int) -> None:
@@ -232,27 +208,11 @@ def init(method: str, backend: str, rank: int, world: int) -> None:
     library.init_process_group(backend, init_method=method, rank=rank, world_size=world)
 
 
-def calls_apart(action: Callable[[], Any], calls: int, line: StartLine) -> Times:
-    """Time calls, each from the start line."""
-    times = []
-    for number in range(-(-calls // CALLS_PER_WARM_UP_CALL) + calls):
-        line.wait()
-        begin = perf_counter()
-        action()
-        if number >= -(-calls // CALLS_PER_WARM_UP_CALL):
-            times.append((begin, perf_counter()))
-    return times
-
-
-def calls_in_a_row(action: Callable[[], Any], calls: int, line: StartLine) -> Times:
-    """Time calls back to back after one start line; the result is one mean call."""
+def timed(repeat: Callable[..., Times], action: Callable[[], Any], calls: int, line: Any) -> Times:
+    """Warm up, then time calls."""
     for _ in range(-(-calls // CALLS_PER_WARM_UP_CALL)):
         action()
-    line.wait()
-    begin = perf_counter()
-    for _ in range(calls):
-        action()
-    return [(begin, perf_counter())]
+    return repeat(action, calls, line.wait)
 
 
 def serve(connection: Connection, memory_fd: int) -> None:
@@ -263,15 +223,16 @@ def serve(connection: Connection, memory_fd: int) -> None:
     if not imported.is_relative_to(checkout):
         raise RuntimeError(f"imported {imported}, which is not in the checkout {checkout}")
     torch.set_num_threads(1)
-    memory = memoryview(mmap.mmap(memory_fd, task["cells"] * world * LINE_BYTES))
+    memory = memoryview(mmap.mmap(memory_fd, task["cells"] * world * timing.LINE_BYTES))
     kind = KINDS[task["benchmark"]](rank, world, task["folder"])
     connection.send(None)
-    run: Callable[[int, int], Times] | None = None
+    run: Run | None = None
     while (order := connection.recv()) is not None:
         if "cell" in order:
             run = None
             ranks = kind.ranks(order["cell"])
-            line = StartLine(memory, order["number"], world, rank, ranks)
+            begin = order["number"] * world * timing.LINE_BYTES
+            line = timing.StartLine(memory[begin : begin + world * timing.LINE_BYTES], rank, ranks)
             run = kind.prepare(order["cell"], line) if rank in ranks else None
             connection.send(None)
             continue

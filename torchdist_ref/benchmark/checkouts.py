@@ -1,8 +1,8 @@
 """Comparison of this checkout with an older one: ``--against-checkout DIR`` of four of the benchmarks.
 
 This checkout runs once and the old one twice, A and B, in one run. Each of the three has processes of its own, which
-`checkout_rank` is the program of. The three take turns in every round, and the order rotates, so that a slow phase of
-the machine slows down all of them. A against B shows what the machine's noise alone does to a ratio.
+run `checkout_rank`. The three take turns in every round, and the order rotates, so that a slow phase of the machine
+slows down all of them. A against B shows what the machine's noise alone does to a ratio.
 
 Do not add measuring code here: it runs in the ranks.
 """
@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import exp, log
 from multiprocessing import Pipe
@@ -26,10 +24,10 @@ from statistics import median
 from typing import Any
 
 import torchdist_ref
-from torchdist_ref.benchmark import checkout_rank, collectives, ddp, report, store, table
-from torchdist_ref.benchmark.progress import Progress
-from torchdist_ref.benchmark.timing import calls_for, durations
-from torchdist_ref.benchmark.units import show_micros, show_size
+from torchdist_ref import processes
+from torchdist_ref.benchmark import checkout_rank, collectives, ddp, harness, report, start, store
+from torchdist_ref.benchmark.report import show_micros, show_size
+from torchdist_ref.benchmark.timing import LINE_BYTES, calls_for, durations, rotated
 from torchdist_ref.errors import ArgumentError, DistBackendError, explain
 
 THIS, OLD_A, OLD_B = "this", "old A", "old B"
@@ -124,23 +122,21 @@ def main(options: argparse.Namespace) -> int:
     """Measure, print the table, and write the report."""
     old = Path(options.against_checkout)
     if not (old / "torchdist_ref" / "__init__.py").is_file():
-        expected = "a folder in which a package torchdist_ref lies"
+        expected = "a folder with a package torchdist_ref"
         raise ArgumentError(explain("benchmark", "--against-checkout", expected, options.against_checkout))
     plan = PLANS[options.benchmark](options)
-    progress = Progress(len(plan.cells))
+    bar = report.ProgressBar(len(plan.cells))
     results = []
     for result in compare(plan, old, Path(torchdist_ref.__file__).parents[1]):
         results.append(result)
-        progress.advance(result.name)
-    progress.clear()
+        bar.advance(result.name)
+    bar.clear()
     print(show(results))
-    if options.json:
-        settings = {"against_checkout": str(old), "world": plan.world, "repetitions": plan.repetitions}
-        content = report.report(f"{plan.benchmark} against checkout", settings, [each.as_json() for each in results])
-        content["geometric_mean"] = geometric_mean([each.ratio for each in results])
-        content["slower"] = [each.name for each in results if each.slower]
-        report.write(options.json, content)
-        print(f"wrote {options.json}")
+    settings = {"against_checkout": str(old), "world": plan.world, "repetitions": plan.repetitions}
+    content = report.report(f"{plan.benchmark} against checkout", settings, [each.as_json() for each in results])
+    content["geometric_mean"] = geometric_mean([each.ratio for each in results])
+    content["slower"] = [each.name for each in results if each.slower]
+    report.write(options.json, content)
     return 0
 
 
@@ -159,39 +155,40 @@ def show(results: Sequence[Comparison]) -> str:
     mean = geometric_mean([each.ratio for each in results])
     slower = "; ".join(each.name for each in results if each.slower) or "none"
     return (
-        f"{table.columns(titles, rows)}\n\ngeometric mean of this / old over {len(results)} cells: {mean:.3f}\n"
+        f"{report.columns(titles, rows)}\n\ngeometric mean of this / old over {len(results)} cells: {mean:.3f}\n"
         f"slower than {TOLERATED_RATIO} and than the old spread: {slower}"
     )
 
 
 def _collectives_plan(options: argparse.Namespace) -> ComparisonPlan:
-    names = _backends(options)
-    settings = collectives.settings_of(options, names)
-    cells = [{"backend": name, "op": op.name, "bytes": size} for name in names for op, size in settings.cases()]
+    names = _own_backends(options)
+    settings = collectives.checked(options, names)
+    cells = [
+        {"backend": name, "op": op.name, "bytes": size} for name in names for op, size in collectives.cases(settings)
+    ]
     return ComparisonPlan("collectives", cells, settings.world, settings.repetitions, settings.seconds)
 
 
 def _ddp_plan(options: argparse.Namespace) -> ComparisonPlan:
-    settings = ddp.settings_of(options)
+    settings = ddp.checked(options)
     cells = [{"model": model, "hook": hook} for model in settings.models for hook in settings.hooks]
     return ComparisonPlan("ddp", cells, settings.world, settings.repetitions, settings.seconds)
 
 
 def _store_plan(options: argparse.Namespace) -> ComparisonPlan:
-    clients = store.clients_of(options.clients)
-    operations = ("set", "get", "add", "barrier")
+    clients = harness.numbers("benchmark store", "--clients", options.clients)
+    operations = (*store.OPERATIONS, store.BARRIER)
     cells = [{"operation": operation, "clients": count} for count in clients for operation in operations]
     return ComparisonPlan("store", cells, 1 + max(clients), options.repetitions, options.seconds)
 
 
 def _start_plan(options: argparse.Namespace) -> ComparisonPlan:
-    worlds = [int(world) for world in options.worlds.split(",")]
-    operations = ("init", "init and destroy")
+    worlds = harness.numbers("benchmark start", "--worlds", options.worlds)
     cells = [
         {"backend": name, "operation": operation, "world": world}
-        for name in _backends(options)
+        for name in _own_backends(options)
         for world in worlds
-        for operation in operations
+        for operation in (start.INIT, start.CYCLE)
     ]
     return ComparisonPlan("start", cells, max(worlds), options.repetitions, 0.0)
 
@@ -204,7 +201,7 @@ PLANS: dict[str, Callable[[argparse.Namespace], ComparisonPlan]] = {
 }
 
 
-def _backends(options: argparse.Namespace) -> list[str]:
+def _own_backends(options: argparse.Namespace) -> list[str]:
     """Return the backends to measure: those of ``--backends`` that are the library's own."""
     found = [name for name in options.backends.split(",") if name in BACKENDS]
     if not found:
@@ -220,22 +217,22 @@ def compare(plan: ComparisonPlan, old: Path, this: Path) -> Iterator[Comparison]
         DistBackendError: A rank failed.
     """
     with _ranks(plan, this, THIS) as new, _ranks(plan, old, OLD_A) as first, _ranks(plan, old, OLD_B) as second:
-        sides = [new, first, second]
+        sides = {THIS: new, OLD_A: first, OLD_B: second}
         for number, cell in enumerate(plan.cells):
-            for side in sides:
+            for side in sides.values():
                 side.ask({"cell": cell, "number": number})
             calls = 1
             if plan.seconds:
-                least = [min(side.turn(CALIBRATION_CALLS)) for side in sides]
+                least = [min(side.turn(CALIBRATION_CALLS)) for side in sides.values()]
                 calls = calls_for(least, plan.seconds)
-            samples: list[list[float]] = [[], [], []]
+            samples: dict[str, list[float]] = {name: [] for name in sides}
             for turn in range(plan.repetitions):
-                for place in range(turn, turn + len(sides)):
-                    samples[place % len(sides)].append(median(sides[place % len(sides)].turn(calls)))
-            yield Comparison(cell, samples[0], (samples[1], samples[2]))
+                for name in rotated([*sides], turn):
+                    samples[name].append(median(sides[name].turn(calls)))
+            yield Comparison(cell, samples[THIS], (samples[OLD_A], samples[OLD_B]))
 
 
-class _Side:
+class CheckoutRanks:
     """Ranks of one run of one checkout, as seen by the parent."""
 
     def __init__(self, name: str, benchmark: str, connections: Sequence[Connection]) -> None:
@@ -262,31 +259,26 @@ class _Side:
 
     def turn(self, calls: int) -> list[float]:
         """Return the seconds of each call of a turn, or of their mean."""
-        times = [reply for reply in self.ask({"calls": calls, "port": _free_port()}) if reply]
+        times = [reply for reply in self.ask({"calls": calls, "port": start.free_port()}) if reply]
         return durations(times, calls if self._in_a_row else 1)
 
 
-def _free_port() -> int:
-    with closing(socket.create_server((checkout_rank.HOST, 0))) as probe:
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
-def _ranks(plan: ComparisonPlan, checkout: Path, name: str) -> Iterator[_Side]:
-    """Start the ranks of one checkout; at the end of the block they are gone."""
+def _ranks(plan: ComparisonPlan, checkout: Path, name: str) -> Iterator[CheckoutRanks]:
+    """Start the ranks of one checkout; they have ended when the block ends."""
     environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": "1"}
     pairs = [Pipe() for _ in range(plan.world)]
     memory = os.memfd_create("torchdist_ref", os.MFD_CLOEXEC)
-    processes: list[subprocess.Popen[bytes]] = []
+    children: list[processes.Child] = []
     with tempfile.TemporaryDirectory(prefix="torchdist_ref-") as folder:
         try:
-            os.ftruncate(memory, len(plan.cells) * plan.world * checkout_rank.LINE_BYTES)
+            os.ftruncate(memory, len(plan.cells) * plan.world * LINE_BYTES)
             for _, end in pairs:
                 # -P keeps the folder of the script off the path.
                 command = [sys.executable, "-P", checkout_rank.__file__, str(end.fileno()), str(memory)]
-                processes.append(subprocess.Popen(command, env=environment, pass_fds=(end.fileno(), memory)))
+                children.append(processes.spawn(command, env=environment, pass_fds=(end.fileno(), memory)))
                 end.close()
-            side = _Side(name, plan.benchmark, [here for here, _ in pairs])
+            side = CheckoutRanks(name, plan.benchmark, [here for here, _ in pairs])
             task = {
                 "benchmark": plan.benchmark,
                 "cells": len(plan.cells),
@@ -298,13 +290,11 @@ def _ranks(plan: ComparisonPlan, checkout: Path, name: str) -> Iterator[_Side]:
             yield side
             for here, _ in pairs:
                 here.send(None)
-            for process in processes:
-                process.wait(EXIT_SECONDS)
+            for child in children:
+                child.wait(EXIT_SECONDS)
         finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
+            for child in children:
+                child.terminate(EXIT_SECONDS)
             for pair in pairs:
                 for each in pair:
                     each.close()
@@ -316,5 +306,5 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against-checkout",
         metavar="DIR",
-        help="compare this checkout with an older one, which runs twice; a folder in which a torchdist_ref lies",
+        help="compare this checkout with an older one, which runs twice; a folder with a package torchdist_ref",
     )

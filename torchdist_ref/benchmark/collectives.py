@@ -1,8 +1,7 @@
 """``benchmark collectives``: every operation, at every size, on every backend, side by side.
 
-`measure` is what each rank does: for each operation and size it makes one set of tensors for all contestants, checks
-each one's result, and times them in rounds in which each has its turn and the first is another each time. The rest of
-the file is the command around it.
+`measure` runs on each rank: for each operation and size it makes one set of tensors for all contestants, checks each
+one's result, and times them in turns. The rest of the file is the command around it.
 """
 
 from __future__ import annotations
@@ -10,319 +9,379 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import median
+from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from torchdist_ref.benchmark import competitors, limit, mpi_crew, plot, report, table
-from torchdist_ref.benchmark.crew import Place, go
-from torchdist_ref.benchmark.hosts import on_hosts
-from torchdist_ref.benchmark.operations import OPERATIONS, Action, Buffers, Make, Operation
-from torchdist_ref.benchmark.progress import Progress
-from torchdist_ref.benchmark.results import BOUNDS, DIRECT, LIMIT, Row
+from torchdist_ref.benchmark import competitors, harness, limit, report
+from torchdist_ref.benchmark.harness import Result, take_turns
+from torchdist_ref.benchmark.operations import OPERATIONS, Buffers, Make, Operation
+from torchdist_ref.benchmark.ranks import RankContext, on_hosts, run_mpi_ranks, run_ranks
+from torchdist_ref.benchmark.report import show_micros, show_number, show_size
 from torchdist_ref.benchmark.timing import (
-    Strangers,
-    apart,
+    Action,
+    calls_apart,
     calls_for,
+    calls_in_a_row,
     durations,
-    in_a_row,
     own_clock,
-    own_time,
     shared_out,
-    undisturbed,
+    without_collector,
 )
-from torchdist_ref.benchmark.units import parse_size, show_size
 from torchdist_ref.errors import ArgumentError, DistBackendError, UnsupportedError, explain
 from torchdist_ref.transports.segment_layout import window_for
 
-# A whole buffer of one element for each rank may be larger than the size that was asked for.
-_SPARE = 4096
-# Up to here a check after the timing costs next to nothing.
-_CHECK_AGAIN = 1 << 20
-# So many calls say how many are timed, and one before so many of those is not: others have just had the processors.
-_FIRST, _WARM = 3, 4
-_LIST = "A,B,..."
+# Contestants that are bounds: the least cost with staging, and the least with direct reads of peers' tensors.
+LIMIT, DIRECT = "limit", "direct"
+BOUNDS = (LIMIT, DIRECT)
+# Bytes. A whole buffer of one element for each rank may be larger than the size that was asked for.
+SPARE_BYTES = 4096
+# Up to this size a check after the timing costs next to nothing.
+MAX_CHECKED_AGAIN_BYTES = 1 << 20
+CALIBRATION_CALLS = 3
+# One untimed call precedes every four timed ones: another backend has just used the processors.
+CALLS_PER_WARM_UP_CALL = 4
+PLOT_COLUMNS = 3
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What to measure, and how.
-
-    Attributes:
-        ops: Operations.
-        sizes: Bytes of the whole buffer.
-        backends: Backends, as in ``--backends``.
-        world: Ranks.
-        repetitions: Rounds.
-        seconds: How long one backend's turn in a round takes, for calls that are shorter.
-        loop: Whether calls are made back to back, and not each from the start line.
-        dtype: Of the tensors.
-        window: Bytes that the limit lays out at once.
-        namespaces: Whether the two halves of the ranks are on hosts of their own (see `hosts`).
-    """
-
-    ops: tuple[str, ...]
-    sizes: tuple[int, ...]
-    backends: tuple[str, ...]
-    world: int = 2
-    repetitions: int = 9
-    seconds: float = 0.05
-    loop: bool = False
-    dtype: str = "float32"
-    window: int = limit.WINDOW
-    namespaces: bool = False
-
-    def cases(self) -> list[tuple[Operation, int]]:
-        """Every operation at every size; those that move no bytes once."""
-        found = [OPERATIONS[op] for op in self.ops]
-        return [(op, size) for op in found for size in (self.sizes if op.sized else (0,))]
+def cases(settings: argparse.Namespace) -> list[tuple[Operation, int]]:
+    """Return every operation at every size; those that move no bytes once."""
+    found = [OPERATIONS[op] for op in settings.ops]
+    return [(op, size) for op in found for size in (settings.sizes if op.sized else (0,))]
 
 
-def measure(place: Place, settings: Settings) -> None:
-    """What each rank does. Reports the names of operations, and rows."""
-    stages = limit.Stages(place.circle.memory, settings.window, len(os.sched_getaffinity(0)))
-    bounds = {
-        LIMIT: stages,
-        **({DIRECT: _tensors(place, settings)} if competitors.REGISTERED in settings.backends else {}),
-    }
-    contestants = competitors.join(settings.backends, place)
+def measure(context: RankContext, settings: argparse.Namespace) -> None:
+    """Measure all cases on one rank. Reports the names of operations, and results."""
+    stages = limit.Stages(context.memory, settings.window, len(os.sched_getaffinity(0)))
+    bounds: dict[str, limit.Stages] = {LIMIT: stages}
+    if competitors.REGISTERED in settings.backends:
+        behind = context.memory[settings.world * settings.window :]
+        bounds[DIRECT] = limit.Tensors(behind, _tensor_bytes(settings), settings.window)
+    contestants = competitors.join(settings.backends, context)
     try:
-        for operation, size in settings.cases():
-            place.report(operation.name)
-            row = _Case(place, settings, operation, size).row(contestants, bounds)
-            place.report(row)
+        for operation, size in cases(settings):
+            context.report(operation.name)
+            context.report(Case(context, settings, operation, size).result(contestants, bounds))
     finally:
         competitors.leave()
 
 
-def _tensors(place: Place, settings: Settings) -> limit.Tensors:
-    """Room for all ranks' tensors behind the stages: what is read and what is written, of the largest size."""
-    return limit.Tensors(place.circle.memory[settings.world * settings.window :], _room(settings), settings.window)
+def _tensor_bytes(settings: argparse.Namespace) -> int:
+    """Return the bytes of a rank's tensors in shared memory: source and result of the largest size."""
+    return 2 * (max(settings.sizes) + SPARE_BYTES) if competitors.REGISTERED in settings.backends else 0
 
 
-def _room(settings: Settings) -> int:
-    return 2 * (max(settings.sizes) + _SPARE) if competitors.REGISTERED in settings.backends else 0
-
-
-class _Case:
+class Case:
     """One operation at one size, on one rank."""
 
-    def __init__(self, place: Place, settings: Settings, operation: Operation, size: int) -> None:
-        self.place, self.settings, self.operation, self.size = place, settings, operation, size
+    def __init__(self, context: RankContext, settings: argparse.Namespace, operation: Operation, size: int) -> None:
+        self.context, self.settings, self.operation, self.size = context, settings, operation, size
         self.dtype = getattr(torch, settings.dtype)
-        self.buffers = self._made_by(None)
+        self.buffers = self._buffers(None)
         self.nbytes = self.buffers.whole * self.dtype.itemsize
-        self.time = in_a_row if settings.loop else apart
 
-    def _made_by(self, make: Make | None) -> Buffers:
-        return self.operation.buffers(self.place.rank, self.place.world, self.size, self.dtype, make)
+    def _buffers(self, make: Make | None) -> Buffers:
+        return self.operation.buffers(self.context.rank, self.context.world, self.size, self.dtype, make)
 
-    def row(self, contestants: Sequence[competitors.Competitor], bounds: Mapping[str, limit.Stages]) -> Row | None:
-        """Check, time, check again. Rank 0 gets the row."""
-        actions, missing = {}, {}
-        tensors = {
-            backend.name: self._made_by(backend.make) if backend.make else self.buffers for backend in contestants
-        }
-        for backend in contestants:
-            action = self.operation.bind(backend.api, backend.group, tensors[backend.name])
+    def result(self, contestants: Sequence[competitors.Competitor], bounds: Mapping[str, limit.Stages]) -> Result:
+        """Check, time, check again."""
+        actions: dict[str, Action] = {}
+        missing: dict[str, str] = {}
+        buffers = {each.name: self._buffers(each.make) if each.make else self.buffers for each in contestants}
+        for each in contestants:
+            action = self.operation.bind(each.api, each.group, buffers[each.name])
             try:
-                self._check(backend.name, action, tensors[backend.name])
+                self.check(each.name, action, buffers[each.name])
             except UnsupportedError as error:
-                missing[backend.name] = str(error)
+                missing[each.name] = str(error)
             else:
-                actions[backend.name] = action
+                actions[each.name] = action
         checked = dict(actions)
         if self.operation.sized:
             actions |= {name: self._bound(stages) for name, stages in bounds.items()}
-        samples, calls, disturbed = self._rounds(actions)
-        if self.nbytes <= _CHECK_AGAIN:
+        calls = {name: self._calls(action) for name, action in actions.items()}
+        turns = {name: partial(self._turn, action, calls[name], name in BOUNDS) for name, action in actions.items()}
+        samples, disturbed = take_turns(self.context, turns, self.settings.repetitions)
+        if self.nbytes <= MAX_CHECKED_AGAIN_BYTES:
             for name, action in checked.items():
-                self._check(name, action, tensors[name])
-        return Row(self.operation.name, self.nbytes, self.place.world, samples, calls, disturbed, missing)
+                self.check(name, action, buffers[name])
+        cell = {"op": self.operation.name, "size_bytes": self.nbytes, "world": self.context.world}
+        return Result(cell, samples, disturbed, {"calls": calls, "missing": missing})
 
     def _bound(self, stages: limit.Stages) -> Action:
-        if isinstance(stages, limit.Tensors):
-            return limit.bind(self.operation, self._made_by(stages.maker(self.place.rank)), stages)
-        return limit.bind(self.operation, self.buffers, stages)
+        make = stages.maker(self.context.rank) if isinstance(stages, limit.Tensors) else None
+        return limit.bind(self.operation, self._buffers(make) if make else self.buffers, stages)
 
-    def _check(self, name: str, action: Action, b: Buffers) -> None:
+    def check(self, name: str, action: Action, b: Buffers) -> None:
         """Call once and compare every element."""
         self.operation.load(b)
         action()
-        answer = self.operation.answer(b)
-        if answer is not None and not torch.equal(b.result, answer):
-            wrong = int((b.result != answer).nonzero()[0])
+        expected = self.operation.answer(b)
+        if expected is not None and not torch.equal(b.result, expected):
+            wrong = int((b.result != expected).nonzero()[0])
             raise DistBackendError(
                 f"benchmark: {self.operation.name} of {show_size(self.nbytes)} on {name!r} is wrong on rank {b.rank}: "
-                f"element {wrong} of {answer.numel()} is {b.result[wrong]} and should be {answer[wrong]}."
+                f"element {wrong} of {expected.numel()} is {b.result[wrong]} and should be {expected[wrong]}."
             )
         # Sums of zeros stay zeros, however often they are summed.
         b.source.zero_()
         b.result.zero_()
 
-    def _rounds(self, actions: dict[str, Action]) -> tuple[dict[str, list[float]], dict[str, int], list[bool]]:
-        names, strangers, disturbed = list(actions), Strangers(), []
-        calls = {name: self._calls(actions[name]) for name in names}
-        samples: dict[str, list[float]] = {name: [] for name in names}
-        for turn in range(self.settings.repetitions):
-            first = turn % max(1, len(names))
-            strangers.mark()
-            used = own_time()
-            for name in names[first:] + names[:first]:
-                samples[name].append(median(self._turn(actions[name], calls[name], name in BOUNDS)))
-            disturbed.append(strangers.disturbed(sum(self.place.exchange(own_time() - used))))
-        return samples, calls, disturbed
-
     def _turn(self, action: Action, calls: int, bound: bool) -> list[float]:
-        """One contestant's calls in one round; of a bound, whose ranks don't wait, how long its work takes at least."""
-        place, parts = self.place, self.operation.messages * (calls if self.settings.loop else 1)
-        clock, figure = (own_clock(place.world), shared_out) if bound else (perf_counter, durations)
-        with undisturbed():
-            apart(action, -(-calls // _WARM), place.line_up)
-            times = self.time(action, calls, place.line_up, clock)
-        return figure(place.exchange(times), parts)
+        """Time a contestant's calls of one round; of a bound, whose ranks do not wait, the least time of its work."""
+        context, loop = self.context, self.settings.loop
+        parts, repeat = self.operation.messages * (calls if loop else 1), calls_in_a_row if loop else calls_apart
+        clock, figure = (own_clock(context.world), shared_out) if bound else (perf_counter, durations)
+        with without_collector():
+            calls_apart(action, -(-calls // CALLS_PER_WARM_UP_CALL), context.wait)
+            times = repeat(action, calls, context.wait, clock)
+        return [median(figure(context.exchange(times), parts))]
 
     def _calls(self, action: Action) -> int:
-        """How many calls a turn has; all ranks find the same number, having seen the same times."""
-        first = durations(self.place.exchange(apart(action, _FIRST, self.place.line_up)))
+        """Return the number of calls of a turn, the same on all ranks."""
+        first = durations(self.context.exchange(calls_apart(action, CALIBRATION_CALLS, self.context.wait)))
         return calls_for([min(first)], self.settings.seconds)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
-    parser.add_argument("--ops", default=",".join(OPERATIONS), help="operations (default: all)", metavar=_LIST)
-    parser.add_argument("--sizes", default="4,1K,64K,1M,16M", metavar=_LIST, help="bytes of the whole buffer")
-    parser.add_argument(
-        "--backends",
-        default="ref,gloo",
-        metavar=_LIST,
-        help="ref, registered (ref on registered buffers), gloo, mpi, torch:gloo, mpi4py (%(default)s)",
+    harness.add_options(
+        parser,
+        ops=(",".join(OPERATIONS), "operations"),
+        sizes=("4,1K,64K,1M,16M", "bytes of the whole buffer"),
+        backends=("ref,gloo", "ref, registered (ref on registered buffers), gloo, mpi, torch:gloo, mpi4py"),
+        world=(2, "ranks"),
+        repetitions=(9, "rounds"),
+        seconds=(0.05, "length of a backend's turn"),
+        loop=(False, "calls back to back, not each from a common start line"),
+        dtype=("float32", "of the tensors"),
+        window=(None, "of the limit column (the backend's)"),
+        namespaces=(False, "half the ranks on a host of their own (needs root)"),
+        against=(None, "backend that the others are compared with (the last one)"),
     )
-    parser.add_argument("--world", type=int, default=2, metavar="N", help="ranks (%(default)s)")
-    parser.add_argument("--repetitions", type=int, default=9, metavar="N", help="rounds (%(default)s)")
-    parser.add_argument(
-        "--seconds", type=float, default=0.05, metavar="S", help="length of a backend's turn (%(default)s)"
-    )
-    parser.add_argument("--loop", action="store_true", help="calls back to back, not each from a common start line")
-    parser.add_argument("--dtype", default="float32", help="of the tensors (%(default)s)")
-    parser.add_argument("--window", type=parse_size, help="of the limit column (the backend's)")
-    parser.add_argument("--namespaces", action="store_true", help="half the ranks on a host of their own (needs root)")
-    parser.add_argument("--against", metavar="BACKEND", help="what the others are compared with (the last backend)")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw time over size")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure, and print a table for each operation as soon as it is there."""
+    """Measure, and print a table for each operation as soon as it is complete."""
     names, left_out = competitors.split(options.backends.split(","))
-    settings = settings_of(options, names)
-    show = _Show(settings, options.against)
+    settings = checked(options, names)
+    output = Output(settings)
     for each in left_out:
-        show.hear(each)
+        output.on_report(each)
     try:
-        start = mpi_crew.go if competitors.UNDER_MPIEXEC.keys() & set(settings.backends) else go
-        extra = settings.world * (settings.window + _room(settings))
+        start = run_mpi_ranks if competitors.UNDER_MPIEXEC.keys() & set(settings.backends) else run_ranks
+        extra = settings.world * (settings.window + _tensor_bytes(settings))
         with on_hosts(partial(measure, settings=settings), settings.namespaces) as program:
-            start(program, settings.world, show.hear, extra=extra)
+            start(program, settings.world, output.on_report, extra=extra)
     finally:
-        show.finish()
-        _keep(options, settings, show.rows, show.notes)
+        output.finish()
+        if output.results:
+            found = [entry for result in output.results for entry in entries(result)]
+            content = report.report("collectives", harness.settings_of(settings), found, output.notes)
+            report.write(options.json, content)
+        if options.plot and output.results and report.matplotlib_available():
+            plot(options.plot, output.results, settings.backends)
     return 0
 
 
-def settings_of(options: argparse.Namespace, names: Sequence[str]) -> Settings:
-    """Return the settings that the options ask for.
+def checked(options: argparse.Namespace, names: Sequence[str]) -> argparse.Namespace:
+    """Return the options with lists split and defaults filled in.
 
     Raises:
         ArgumentError: An option has a wrong value.
     """
-    ops = tuple(options.ops.split(","))
-    if unknown := [op for op in ops if op not in OPERATIONS]:
-        raise ArgumentError(explain("benchmark", "--ops", f"among {', '.join(OPERATIONS)}", unknown[0]))
+    ops = harness.names("benchmark", "--ops", options.ops, OPERATIONS)
     if not names:
         raise ArgumentError("benchmark: no backend is left to measure; see --backends.")
     if options.against and options.against not in names:
         raise ArgumentError(explain("benchmark", "--against", f"one of {', '.join(names)}", options.against))
-    if options.world < 2 or options.repetitions < 1:
-        raise ArgumentError("benchmark: --world must be at least 2 and --repetitions at least 1.")
+    harness.check_least("benchmark", options, world=2, repetitions=1)
     if options.namespaces and competitors.UNDER_MPIEXEC.keys() & set(names):
         raise ArgumentError("benchmark: --namespaces is for forked ranks, and those of MPI are started by mpiexec.")
     dtype = getattr(torch, options.dtype, None)
     if not isinstance(dtype, torch.dtype) or dtype == torch.bool:
         raise ArgumentError(explain("benchmark", "--dtype", "a dtype of torch that can be added", options.dtype))
-    return Settings(
-        ops,
-        tuple(map(parse_size, options.sizes.split(","))),
-        tuple(names),
-        options.world,
-        options.repetitions,
-        options.seconds,
-        options.loop,
-        options.dtype,
-        options.window or window_for(options.world),
-        options.namespaces,
+    sizes = tuple(map(report.parse_size, options.sizes.split(",")))
+    window = report.parse_size(options.window) if options.window else window_for(options.world)
+    return argparse.Namespace(
+        **{**vars(options), "ops": ops, "sizes": sizes, "backends": tuple(names), "window": window}
     )
 
 
-class _Show:
-    """Hears rank 0: moves the bar, and prints the table of an operation when the next one begins."""
+class Output:
+    """Reader of rank 0's reports: advances the bar, and prints an operation's table when the next one begins."""
 
-    def __init__(self, settings: Settings, against: str | None) -> None:
-        self.rows: list[Row] = []
+    def __init__(self, settings: argparse.Namespace) -> None:
+        self.results: list[Result] = []
         self.notes: list[str] = []
-        self.names = list(settings.backends)
-        self._against = against
-        self._progress = Progress(len(settings.cases()))
-        self._waiting: list[Row] = []
+        self._names, self._against = list(settings.backends), settings.against
+        self._bar = report.ProgressBar(len(cases(settings)))
+        self._pending: list[Result] = []
 
-    def hear(self, event: Any) -> None:
-        """A row, the name of the operation that comes next, or of a backend that won't come."""
+    def on_report(self, event: Any) -> None:
+        """Handle a result, the name of the operation that comes next, or a backend that is left out."""
         match event:
-            case Row():
-                self.rows.append(event)
-                self._waiting.append(event)
-                self._progress.advance(show_size(event.size))
+            case Result():
+                self.results.append(event)
+                self._pending.append(event)
+                self._bar.advance(show_size(event.cell["size_bytes"]))
             case competitors.LeftOut():
-                self.names = [name for name in self.names if name != event.name]
+                self._names = [name for name in self._names if name != event.name]
                 self._note(str(event))
             case str():
-                if self._waiting and self._waiting[0].op != event:
+                if self._pending and self._pending[0].cell["op"] != event:
                     self._print()
-                self._progress.heading(event)
+                self._bar.heading(event)
 
     def finish(self) -> None:
-        """Print what is left."""
-        if self._waiting:
+        """Print the last table."""
+        if self._pending:
             self._print()
-        self._progress.clear()
-        if any(row.noisy for row in self.rows):
+        self._bar.clear()
+        if any(result.noisy for result in self.results):
             print("~: other processes used the processors in most rounds; run it again when the machine is quiet.")
 
     def _print(self) -> None:
-        against = self._against if self._against in self.names else self.names[-1]
-        self._progress.clear()
-        print(table.collectives(self._waiting, self.names, against), end="\n\n", flush=True)
-        for name, reason in self._waiting[0].missing.items():
-            self._note(f"{name} has no {self._waiting[0].op}: {reason}")
-        self._waiting.clear()
+        against = self._against if self._against in self._names else self._names[-1]
+        self._bar.clear()
+        print(table(self._pending, self._names, against), end="\n\n", flush=True)
+        for name, reason in self._pending[0].more["missing"].items():
+            self._note(f"{name} has no {self._pending[0].cell['op']}: {reason}")
+        self._pending.clear()
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
+        self._bar.clear()
         print(text, flush=True)
 
 
-def _keep(options: argparse.Namespace, settings: Settings, rows: Sequence[Row], notes: Sequence[str]) -> None:
-    """Write what was asked for; after a Ctrl-C, of what there is."""
-    if options.json and rows:
-        entries = [entry for row in rows for entry in row.as_json()]
-        report.write(options.json, report.report("collectives", asdict(settings), entries, notes))
-        print(f"wrote {options.json}")
-    if options.plot and rows:
-        if plot.available():
-            plot.draw(options.plot, rows, settings.backends)
-            print(f"wrote {options.plot}")
-        else:
-            print("no plot: matplotlib is not installed (pip install matplotlib)")
+def algorithm_bandwidth(result: Result, name: str) -> float:
+    """Return bytes of the whole buffer a second."""
+    return float(result.cell["size_bytes"] / result.median(name))
+
+
+def bus_bandwidth(result: Result, name: str) -> float:
+    """Return the algorithm bandwidth times nccl-tests' factor."""
+    return algorithm_bandwidth(result, name) * OPERATIONS[result.cell["op"]].factor(result.cell["world"])
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Return the two values between which the middle half lies.
+
+    >>> quartiles([1, 2, 3, 4, 5]), quartiles([7.0])
+    ([2.0, 4.0], [7.0, 7.0])
+    """
+    return quantiles(values, n=4, method="inclusive")[::2] if len(values) > 1 else [values[0], values[0]]
+
+
+def entries(result: Result) -> list[dict[str, Any]]:
+    """Return one flat entry of a report for each contestant."""
+    return [
+        {
+            **result.cell,
+            "backend": name,
+            "seconds": result.median(name),
+            "algorithm_bytes_per_second": algorithm_bandwidth(result, name),
+            "bus_bytes_per_second": bus_bandwidth(result, name),
+            "quartiles_seconds": quartiles(result.counted(samples)),
+            "times_longer_than": {other: result.ratio(name, other) for other in result.samples if other != name},
+            "quartiles_times_longer_than": {
+                other: quartiles(result.ratios(name, other)) for other in result.samples if other != name
+            },
+            "calls_per_sample": result.more["calls"][name],
+            "samples_seconds": list(samples),
+            "disturbed": list(result.disturbed),
+            "noisy": result.noisy,
+        }
+        for name, samples in result.samples.items()
+    ]
+
+
+def table(results: Sequence[Result], names: Sequence[str], against: str) -> str:
+    """Return the table of one or more operations: the bounds, then the contestants side by side.
+
+    Args:
+        results: What was measured.
+        names: The contestants, in the order of their columns, without the bounds.
+        against: Contestant that the others are compared with: ``x gloo`` is how many times faster.
+
+    Returns:
+        Lines of text: microseconds a call; algorithm and bus bandwidth in GB/s; how many times faster than `against`,
+        and how many times the bound (see `bound_of`). ``~`` marks times that were taken beside other processes.
+    """
+    bounds = [bound for bound in BOUNDS if any(bound in result.samples for result in results)]
+    titles = ["op", "size", *(f"{bound} us" for bound in bounds)]
+    for name in names:
+        titles += [f"{name} us", "GB/s", "bus", *([f"x {against}"] if name != against else [])]
+        titles += [f"/ {bound}" for bound in bound_of(name, bounds)]
+    return report.columns(titles, [_line(result, names, against, bounds) for result in results])
+
+
+def bound_of(name: str, bounds: Sequence[str]) -> list[str]:
+    """Return the bound of a contestant, if it was measured: with registered buffers there is no staging.
+
+    >>> bound_of("registered", ["limit", "direct"]), bound_of("gloo", ["limit", "direct"]), bound_of("ref", [])
+    (['direct'], ['limit'], [])
+    """
+    return [bound for bound in bounds if bound == (DIRECT if name == "registered" else LIMIT)]
+
+
+def _line(result: Result, names: Sequence[str], against: str, bounds: Sequence[str]) -> list[str]:
+    size = result.cell["size_bytes"]
+    cells = [result.cell["op"], show_size(size) if size else "-", *(_time(result, bound) for bound in bounds)]
+    for name in names:
+        there = name in result.samples and size
+        both = (algorithm_bandwidth(result, name), bus_bandwidth(result, name)) if there else ()
+        cells += [_time(result, name), *([show_number(each / 1e9) for each in both] or ["-", "-"])]
+        pairs = [(against, name)] if name != against else []
+        pairs += [(name, bound) for bound in bound_of(name, bounds)]
+        cells += [show_number(result.ratio(*pair)) if set(pair) <= set(result.samples) else "-" for pair in pairs]
+    return cells
+
+
+def _time(result: Result, name: str) -> str:
+    return show_micros(result.median(name)) + ("~" if result.noisy else "") if name in result.samples else "-"
+
+
+def plot(path: str, results: Sequence[Result], names: Sequence[str]) -> None:
+    """Draw time over size, one panel for each operation, as SVG; equal results give equal files.
+
+    Args:
+        path: File to write.
+        results: What was measured. Operations without sizes are left out.
+        names: The contestants, in the order of their colors.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    sized = [result for result in results if result.cell["size_bytes"]]
+    ops = list(dict.fromkeys(result.cell["op"] for result in sized))
+    # Ids in the file are made from the salt; by default they are made from a random number.
+    with matplotlib.rc_context({"svg.hashsalt": "torchdist_ref", "svg.fonttype": "none"}):
+        width, height = max(1, min(PLOT_COLUMNS, len(ops))), max(1, -(-len(ops) // PLOT_COLUMNS))
+        figure = Figure(figsize=(4.2 * width, 3.2 * height), layout="constrained")
+        for number, op in enumerate(ops, 1):
+            panel = figure.add_subplot(height, width, number)
+            _panel(panel, op, [result for result in sized if result.cell["op"] == op], names)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": "torchdist_ref.benchmark"})
+    print(f"wrote {path}")
+
+
+def _panel(panel: Any, op: str, results: Sequence[Result], names: Sequence[str]) -> None:
+    for name in (*names, *BOUNDS):
+        there = [result for result in results if name in result.samples]
+        style = {"linestyle": ":", "color": "gray"} if name in BOUNDS else {"marker": "o", "markersize": 3}
+        if there:
+            micros = [result.median(name) * 1e6 for result in there]
+            panel.plot([result.cell["size_bytes"] for result in there], micros, label=name, **style)
+    sizes = [result.cell["size_bytes"] for result in results]
+    panel.set_title(f"{op}, {results[0].cell['world']} ranks", fontsize=10)
+    panel.set(xscale="log", yscale="log", ylabel="microseconds a call")
+    panel.set_xticks(sizes, list(map(show_size, sizes)), rotation=45, fontsize=7)
+    panel.minorticks_off()
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=8)

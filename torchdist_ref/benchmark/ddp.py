@@ -1,40 +1,161 @@
 """``benchmark ddp``: a step of training under our DistributedDataParallel and torch's, by model and hook.
 
-Columns: the step without DDP, torch's DDP on its Gloo, ours on `ref` and on `gloo`; then ours over torch's, and what
-DDP adds to a local step over what torch's adds. Less than 1 is better. One thread a rank. ``~``: the processors were
-busy with something else.
+Columns: the step without DDP, torch's DDP on its Gloo, ours on `ref` and on `gloo`; then ours over torch's, and the
+time that DDP adds to a local step over the time that torch's adds. Less than 1 is better. One thread a rank. ``~``:
+other processes used the processors.
+
+A step is forward and backward, with the exchange of gradients; no optimizer. Memory is measured in ranks of their own,
+one contestant each.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from torchdist_ref.benchmark import report, table
-from torchdist_ref.benchmark.crew import go
-from torchdist_ref.benchmark.ddp_measure import Result, Settings, measure, memory
-from torchdist_ref.benchmark.ddp_models import HOOKS, LOCAL, MODELS, TORCH
-from torchdist_ref.benchmark.progress import Progress
-from torchdist_ref.benchmark.units import show_millis, show_number
-from torchdist_ref.errors import ArgumentError, explain
+import torch
+import torch.distributed as torch_distributed
+from torch import nn
 
-Memories = Mapping[tuple[str, str, str], int]
+from torchdist_ref import groups
+from torchdist_ref.benchmark import harness, report
+from torchdist_ref.benchmark.ddp_models import GLOO, HOOKS, LOCAL, MODELS, REF, TORCH, wrap
+from torchdist_ref.benchmark.harness import Result, take_turns
+from torchdist_ref.benchmark.ranks import RankContext, run_ranks
+from torchdist_ref.benchmark.report import show_millis, show_number
+from torchdist_ref.benchmark.timing import Action, calls_for, calls_in_a_row, durations, without_collector
+
+SIDES = (TORCH, REF, GLOO)
+OURS = (REF, GLOO)
+# Untimed steps: buckets are rebuilt after the first, PowerSGD compresses from the third.
+WARM_UP_STEPS = 4
+MEMORY_STEPS = WARM_UP_STEPS + 4
+Sizes = Mapping[tuple[str, str, str], int]
+
+
+def measure(context: RankContext, settings: argparse.Namespace) -> None:
+    """Measure all models and hooks on one rank. Reports a result for each, and a number after each round."""
+    torch.set_num_threads(1)
+    sides = make_groups(context)
+    with without_collector():
+        for model in settings.models:
+            for hook in settings.hooks:
+                context.report(_result(context, settings, sides, model, hook))
+                gc.collect()
+    destroy_groups()
+
+
+def make_groups(context: RankContext) -> dict[str, Any]:
+    """Return every side's group of all ranks."""
+    where: str = f"file://{context.folder}"
+    ranks: Any = {"rank": context.rank, "world_size": context.world}
+    torch_distributed.init_process_group("gloo", init_method=f"{where}/theirs", **ranks)
+    groups.init_process_group("ref", init_method=f"{where}/ours", **ranks)
+    ours = groups.GroupMember.WORLD
+    return {TORCH: torch_distributed.group.WORLD, REF: ours, GLOO: groups.new_group(backend="gloo")}
+
+
+def destroy_groups() -> None:
+    """Destroy the groups of all sides."""
+    groups.destroy_process_group()
+    torch_distributed.destroy_process_group()
+
+
+def _result(
+    context: RankContext, settings: argparse.Namespace, sides: Mapping[str, Any], model: str, hook: str
+) -> Result:
+    def timed(step: Action, calls: int) -> list[float]:
+        return durations(context.exchange(calls_in_a_row(step, calls, context.wait)), calls)
+
+    turns = {}
+    for side in (LOCAL, *SIDES):
+        step = make_step(model, side, sides.get(side), hook, settings.zeroed)
+        calls_in_a_row(step, WARM_UP_STEPS, context.wait)
+        calls = context.exchange(calls_for(timed(step, 2), settings.seconds))[0]
+        turns[side] = partial(timed, step, calls)
+    samples, disturbed = take_turns(context, turns, settings.repetitions, context.report)
+    parameters = sum(1 for _ in MODELS[model]()[0].parameters())
+    return Result({"model": model, "hook": hook}, samples, disturbed, {"parameters": parameters})
+
+
+def make_step(name: str, side: str, group: Any, hook: str, zeroed: bool) -> Action:
+    """Return one step of training. Gradients are kept and added to, or set to None before each step."""
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    wrapped: nn.Module = wrap(model, side, group, HOOKS[hook])
+
+    def step() -> None:
+        if zeroed:
+            wrapped.zero_grad()
+        wrapped(batch).square().mean().backward()
+
+    return step
+
+
+def memory(context: RankContext, settings: argparse.Namespace, model: str, hook: str, side: str) -> int:
+    """Return the largest share of memory (PSS) of all ranks after each of some steps, in bytes."""
+    torch.set_num_threads(1)
+    step = make_step(model, side, make_groups(context)[side], hook, settings.zeroed)
+    largest = 0
+    for _ in range(MEMORY_STEPS):
+        step()
+        context.wait()
+        largest = max(largest, sum(context.exchange(pss())))
+    destroy_groups()
+    return largest
+
+
+def pss() -> int:
+    """Return this process's share of memory in bytes, shared pages divided; 0 where the system has no such figure."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def excess(result: Result, side: str) -> float:
+    """Return the time that one side adds to a local step over the time that torch's DDP adds.
+
+    >>> excess(Result({}, {"local": [1, 1], "ref": [2, 2], "torch:gloo": [3, 4]}, [False] * 2), "ref")
+    0.4
+    """
+    return over_local(result, side) / over_local(result, TORCH)
+
+
+def over_local(result: Result, side: str) -> float:
+    """Return the seconds that one side adds to a local step."""
+    return result.median(side) - result.median(LOCAL)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
-    defaults = Settings()
-    models = ",".join(defaults.models)
-    parser.add_argument("--models", default=models, metavar="A,B,...", help=f"of {', '.join(MODELS)} (%(default)s)")
-    parser.add_argument("--hooks", default="all", metavar="A;B;...", help=f"of: {'; '.join(HOOKS)} (%(default)s)")
-    parser.add_argument("--world", type=int, default=defaults.world, metavar="N", help="ranks (%(default)s)")
-    parser.add_argument("--repetitions", type=int, default=defaults.repetitions, metavar="N", help="rounds")
-    parser.add_argument("--seconds", type=float, default=defaults.seconds, metavar="S", help="of each round")
-    parser.add_argument("--zeroed", action="store_true", help="gradients are None before each step, as after zero_grad")
-    parser.add_argument("--memory", action="store_true", help="measure memory in place of time")
+    harness.add_options(
+        parser,
+        models=("mlp,resnet18", f"of {', '.join(MODELS)}"),
+        hooks=("all", f"separated by ';', of {'; '.join(HOOKS)}"),
+        world=(2, "ranks"),
+        repetitions=(9, "rounds"),
+        seconds=(0.15, "of each round"),
+        zeroed=(False, "gradients are None before each step, as after zero_grad"),
+        memory=(False, "measure memory in place of time"),
+    )
+
+
+def checked(options: argparse.Namespace) -> argparse.Namespace:
+    """Return the options with lists split.
+
+    Raises:
+        ArgumentError: An option has a wrong value.
+    """
+    hooks = ";".join(HOOKS) if options.hooks == "all" else options.hooks
+    options.models = harness.names("benchmark ddp", "--models", options.models, MODELS)
+    options.hooks = harness.names("benchmark ddp", "--hooks", hooks, HOOKS, ";")
+    return options
 
 
 def main(options: argparse.Namespace) -> int:
@@ -42,88 +163,54 @@ def main(options: argparse.Namespace) -> int:
     # torch's DDP loads the compiler, which takes seconds: once, before ranks are forked.
     import torch._dynamo  # noqa: F401
 
-    settings = settings_of(options)
-    results, memories = ([], _memories(settings)) if options.memory else (_times(settings), {})
-    print(show_memory(memories, settings) if options.memory else show(results, settings.sides))
-    if options.json:
-        entries = [asdict(result) for result in results]
-        entries += [{"model": m, "hook": h, "side": s, "pss_bytes": size} for (m, h, s), size in memories.items()]
-        report.write(options.json, report.report("ddp", asdict(settings), entries))
-        print(f"wrote {options.json}")
+    settings = checked(options)
+    if options.memory:
+        sizes = _memories(settings)
+        print(show_memory(sizes, settings))
+        entries = [{"model": m, "hook": h, "side": s, "pss_bytes": size} for (m, h, s), size in sizes.items()]
+    else:
+        bar = report.ProgressBar(len(settings.models) * len(settings.hooks) * settings.repetitions)
+        results = harness.collect(partial(measure, settings=settings), settings.world, bar)
+        print(show(results))
+        entries = [result.entry() for result in results]
+    report.write(options.json, report.report("ddp", harness.settings_of(settings), entries))
     return 0
 
 
-def settings_of(options: argparse.Namespace) -> Settings:
-    """Return the settings that the options ask for.
-
-    Raises:
-        ArgumentError: An option has a wrong value.
-    """
-    hooks = tuple(HOOKS) if options.hooks == "all" else tuple(options.hooks.split(";"))
-    settings = Settings(
-        tuple(options.models.split(",")),
-        hooks,
-        Settings().sides,
-        options.world,
-        options.repetitions,
-        options.seconds,
-        options.zeroed,
-    )
-    for argument, known, given in (("models", MODELS, settings.models), ("hooks", HOOKS, settings.hooks)):
-        if not set(given) <= set(known):
-            raise ArgumentError(explain("benchmark ddp", argument, f"of {', '.join(known)}", given))
-    return settings
-
-
-def _times(settings: Settings) -> list[Result]:
-    progress = Progress(len(settings.models) * len(settings.hooks) * settings.repetitions)
-    results: list[Result] = []
-
-    def hear(event: Any) -> None:
-        if isinstance(event, Result):
-            results.append(event)
-        else:
-            progress.advance()
-
-    go(lambda place: measure(place, settings), settings.world, hear)
-    progress.clear()
-    return results
-
-
-def _memories(settings: Settings) -> dict[tuple[str, str, str], int]:
-    cases = [(m, h, s) for m in settings.models for h in settings.hooks for s in settings.sides]
-    progress, found = Progress(len(cases)), {}
+def _memories(settings: argparse.Namespace) -> dict[tuple[str, str, str], int]:
+    cases = [(m, h, s) for m in settings.models for h in settings.hooks for s in SIDES]
+    bar, found = report.ProgressBar(len(cases)), {}
     for model, hook, side in cases:
         program = partial(memory, settings=settings, model=model, hook=hook, side=side)
-        found[model, hook, side] = go(program, settings.world, lambda event: None)[0]
-        progress.advance()
-    progress.clear()
+        found[model, hook, side] = run_ranks(program, settings.world)[0]
+        bar.advance()
+    bar.clear()
     return found
 
 
-def show(results: Sequence[Result], sides: Sequence[str]) -> str:
-    """The table of times: milliseconds a step, ratios, and microseconds that DDP adds for each parameter."""
-    ours = [side for side in sides if side != TORCH]
-    titles = ["model", "hook", *(f"{side} ms" for side in (LOCAL, *sides)), *(f"{side} / torch" for side in ours)]
-    titles += [*(f"excess {side} / torch" for side in ours), *(f"{side} us/parameter" for side in ours)]
-    return table.columns(titles, [_line(result, sides, ours) for result in results], left=2)
+def show(results: Sequence[Result]) -> str:
+    """Return the table of times: milliseconds a step, ratios, and microseconds that DDP adds for each parameter."""
+    titles = ["model", "hook", *(f"{side} ms" for side in (LOCAL, *SIDES)), *(f"{side} / torch" for side in OURS)]
+    titles += [*(f"excess {side} / torch" for side in OURS), *(f"{side} us/parameter" for side in OURS)]
+    rows = []
+    for each in results:
+        mark = "~" if each.noisy else ""
+        cells = [each.cell["model"], each.cell["hook"]]
+        cells += [show_millis(each.median(side)) + mark for side in (LOCAL, *SIDES)]
+        cells += [show_number(each.median(side) / each.median(TORCH)) for side in OURS]
+        cells += [show_number(excess(each, side)) for side in OURS]
+        cells += [show_number(over_local(each, side) / each.more["parameters"] * 1e6) for side in OURS]
+        rows.append(cells)
+    return report.columns(titles, rows, left=2)
 
 
-def _line(result: Result, sides: Sequence[str], ours: Sequence[str]) -> list[str]:
-    mark = "~" if result.noisy else ""
-    cells = [result.model, result.hook, *(show_millis(result.seconds(side)) + mark for side in (LOCAL, *sides))]
-    cells += [show_number(result.ratio(side)) for side in ours] + [show_number(result.excess(side)) for side in ours]
-    return cells + [show_number(result.over_local(side) / result.parameters * 1e6) for side in ours]
-
-
-def show_memory(memories: Memories, settings: Settings) -> str:
-    """The table of memory: MiB of all ranks together, and ours over torch's."""
-    ours = [side for side in settings.sides if side != TORCH]
+def show_memory(sizes: Sizes, settings: argparse.Namespace) -> str:
+    """Return the table of memory: MiB of all ranks together, and ours over torch's."""
     rows = []
     for model in settings.models:
         for hook in settings.hooks:
-            sizes = {side: memories[model, hook, side] for side in settings.sides}
-            cells = [f"{sizes[side] / 2**20:,.1f}" for side in settings.sides]
-            rows.append([model, hook, *cells, *(f"{sizes[side] / sizes[TORCH]:.3f}" for side in ours)])
-    titles = ["model", "hook", *(f"{side} MiB" for side in settings.sides), *(f"{side} / torch" for side in ours)]
-    return table.columns(titles, rows, left=2)
+            by_side = {side: sizes[model, hook, side] for side in SIDES}
+            cells = [f"{size / 2**20:,.1f}" for size in by_side.values()]
+            rows.append([model, hook, *cells, *(f"{by_side[side] / by_side[TORCH]:.3f}" for side in OURS)])
+    titles = ["model", "hook", *(f"{side} MiB" for side in SIDES), *(f"{side} / torch" for side in OURS)]
+    return report.columns(titles, rows, left=2)

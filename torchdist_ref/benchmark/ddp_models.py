@@ -1,7 +1,9 @@
-"""What `benchmark ddp` trains, and how each side wraps it: models, hooks by name, torch's DDP and ours.
+"""Models and hooks of `benchmark ddp`, and each side's DDP around them: torch's and ours.
 
 A hook is looked up under one name in torch's modules and in ours, so both sides get the same. To add one, add a line to
-`HOOKS`. What is measured, and how often, is in `ddp_measure`.
+`HOOKS`.
+
+`checkout_rank` loads this file by its path beside an older library: use its public API alone.
 """
 
 from __future__ import annotations
@@ -16,19 +18,19 @@ import torch
 from torch import Tensor, nn
 
 TORCH, REF, GLOO, LOCAL = "torch:gloo", "ref", "gloo", "local"
-_HOUSES = {TORCH: "torch.distributed", REF: "torchdist_ref", GLOO: "torchdist_ref"}
+_PACKAGES = {TORCH: "torch.distributed", REF: "torchdist_ref", GLOO: "torchdist_ref"}
 # One bucket: with several, torch's PowerSGD mixes up its calls on Gloo.
 _ONE_BUCKET = 1000
 
 
 @dataclass(frozen=True)
-class Hook:
-    """A communication hook, where both sides keep it.
+class NamedHook:
+    """Communication hook, as both sides name it.
 
     Attributes:
         module: Below ``algorithms.ddp_comm_hooks``; empty for no hook.
-        name: The function.
-        rank: For PowerSGD, the rank of the factors.
+        name: Name of the function.
+        rank: Rank of PowerSGD's factors.
         around: A wrapper of `module` that goes around it.
         views: Whether DDP is built with ``gradient_as_bucket_view=True``.
     """
@@ -41,31 +43,31 @@ class Hook:
 
 
 HOOKS = {
-    "none": Hook(),
-    "none, views": Hook(views=True),
-    "allreduce": Hook("default_hooks", "allreduce_hook"),
-    "fp16": Hook("default_hooks", "fp16_compress_hook"),
-    "bf16": Hook("default_hooks", "bf16_compress_hook"),
-    "fp16 wrapper": Hook("default_hooks", "allreduce_hook", around="fp16_compress_wrapper"),
-    "bf16 wrapper": Hook("default_hooks", "allreduce_hook", around="bf16_compress_wrapper"),
-    "noop": Hook("debugging_hooks", "noop_hook"),
-    "noop, views": Hook("debugging_hooks", "noop_hook", views=True),
-    "powerSGD 1": Hook("powerSGD_hook", "powerSGD_hook", rank=1),
-    "powerSGD 2": Hook("powerSGD_hook", "powerSGD_hook", rank=2),
-    "powerSGD 4": Hook("powerSGD_hook", "powerSGD_hook", rank=4),
+    "none": NamedHook(),
+    "none, views": NamedHook(views=True),
+    "allreduce": NamedHook("default_hooks", "allreduce_hook"),
+    "fp16": NamedHook("default_hooks", "fp16_compress_hook"),
+    "bf16": NamedHook("default_hooks", "bf16_compress_hook"),
+    "fp16 wrapper": NamedHook("default_hooks", "allreduce_hook", around="fp16_compress_wrapper"),
+    "bf16 wrapper": NamedHook("default_hooks", "allreduce_hook", around="bf16_compress_wrapper"),
+    "noop": NamedHook("debugging_hooks", "noop_hook"),
+    "noop, views": NamedHook("debugging_hooks", "noop_hook", views=True),
+    "powerSGD 1": NamedHook("powerSGD_hook", "powerSGD_hook", rank=1),
+    "powerSGD 2": NamedHook("powerSGD_hook", "powerSGD_hook", rank=2),
+    "powerSGD 4": NamedHook("powerSGD_hook", "powerSGD_hook", rank=4),
 }
 
 
-def wrap(model: nn.Module, side: str, group: Any, hook: Hook) -> nn.Module:
-    """A model under one side's DDP, on a group of that side's, with the hook; bare for `LOCAL`."""
+def wrap(model: nn.Module, side: str, group: Any, hook: NamedHook) -> nn.Module:
+    """Wrap a model in one side's DDP, on a group of that side's, with the hook; `LOCAL` leaves it bare."""
     if side == LOCAL:
         return model
-    house = _HOUSES[side]
-    ddp = import_module("torch.nn.parallel" if side == TORCH else house).DistributedDataParallel
+    package = _PACKAGES[side]
+    ddp = import_module("torch.nn.parallel" if side == TORCH else package).DistributedDataParallel
     size = {"bucket_cap_mb": _ONE_BUCKET} if hook.rank else {}
     wrapped: Any = ddp(model, process_group=group, gradient_as_bucket_view=hook.views, **size)
     if hook.module:
-        module = import_module(f"{house}.algorithms.ddp_comm_hooks.{hook.module}")
+        module = import_module(f"{package}.algorithms.ddp_comm_hooks.{hook.module}")
         function = getattr(module, hook.name)
         if hook.around:
             function = getattr(module, hook.around)(function)
@@ -75,12 +77,12 @@ def wrap(model: nn.Module, side: str, group: Any, hook: Hook) -> nn.Module:
 
 
 def _renamed(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """torch's DDP refuses hooks by the names of those in bf16 on builds for CPU."""
+    """Hide the name of a hook: torch's DDP refuses those named after bf16 on builds for CPU."""
     return (lambda state, bucket: hook(state, bucket)) if "bf16" in hook.__name__ else hook
 
 
 def mlp() -> tuple[nn.Module, Tensor]:
-    """9.3 million parameters, half the step is communication; and a batch of 16."""
+    """Return a model of 9.3 million parameters, half of whose step is communication; and a batch of 16."""
     widths = [784, 1776, 1776, 1776, 888, 10]
     layers: list[nn.Module] = []
     for n, m in pairwise(widths):
@@ -89,13 +91,13 @@ def mlp() -> tuple[nn.Module, Tensor]:
 
 
 def tiny() -> tuple[nn.Module, Tensor]:
-    """200 parameters of a few numbers each: what DDP itself costs for a parameter."""
+    """Return a model of 200 parameters of a few numbers each, to time DDP's own cost of a parameter."""
     layers = [nn.Linear(4, 4) for _ in range(100)]
     return nn.Sequential(*layers), torch.randn(1, 4)
 
 
-class _Block(nn.Module):
-    """Two convolutions, and a shortcut round them."""
+class ResidualBlock(nn.Module):
+    """Residual block: two convolutions, and a shortcut."""
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
@@ -110,15 +112,16 @@ class _Block(nn.Module):
         self.short = nn.Identity() if before == width else short
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the activations."""
         return torch.relu(self.body(x) + self.short(x))
 
 
 def resnet18() -> tuple[nn.Module, Tensor]:
-    """11.2 million parameters for images of 32 x 32; and a batch of 2."""
+    """Return a model of 11.2 million parameters for images of 32 x 32; and a batch of 2."""
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
     before = 64
     for width in (64, 128, 256, 512):
-        layers += [_Block(before, width, 1 if before == width else 2), _Block(width, width, 1)]
+        layers += [ResidualBlock(before, width, 1 if before == width else 2), ResidualBlock(width, width, 1)]
         before = width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)), torch.randn(2, 3, 32, 32)
 

@@ -1,9 +1,12 @@
-"""``benchmark hooks``: what each DDP communication hook sends, gets wrong and takes, while a model learns.
+"""``benchmark hooks``: bytes, errors, step times and losses of each DDP communication hook, while a model learns.
 
 Two models: a small convolutional network on handwritten digits (scikit-learn's), and a character transformer on the
 standard library's own sources. Links: ``fast`` is this machine's own; a rate such as ``100mbit`` puts the ranks on two
 hosts (network namespaces; needs root and iproute2) with a cable of that rate between them. Where that can't be done,
 times on that link are modelled from bytes and marked so.
+
+All models of a round are alive at once and get the same batches; each step of a turn begins at the start line. Between
+turns every model takes a step that isn't timed, in which its gradients are compared with exact ones.
 
 hooks: HOOKS
 """
@@ -11,160 +14,227 @@ hooks: HOOKS
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 from torchdist_ref.backends import registry
-from torchdist_ref.benchmark import (
-    competitors,
-    hooks_links,
-    hooks_measure,
-    hooks_plot,
-    hooks_table,
-    hooks_tasks,
-    hooks_timeline,
-    plot,
-    report,
-)
-from torchdist_ref.benchmark.hooks_contestants import CONTESTANTS
-from torchdist_ref.benchmark.hooks_links import FAST, Link
-from torchdist_ref.benchmark.hooks_measure import Settings
-from torchdist_ref.benchmark.hooks_results import Result, select
-from torchdist_ref.benchmark.progress import Progress
+from torchdist_ref.benchmark import competitors, harness, hooks_pictures, hooks_results, hooks_watch, report
+from torchdist_ref.benchmark.harness import take_turns
+from torchdist_ref.benchmark.hooks_results import HookResult, select
+from torchdist_ref.benchmark.hooks_tasks import CONTESTANTS, LOCAL_STEPS, TASKS, missing
+from torchdist_ref.benchmark.hooks_watch import FAST, BenchmarkLink, Span, Trainee, counted
+from torchdist_ref.benchmark.ranks import RankContext, enter_host, run_ranks
+from torchdist_ref.benchmark.timing import Times, durations, without_collector
 from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.testing.namespaces import Host
 
-_LIST = "A,B,..."
-_TURNS, _QUICK = 10, 3
+# Steps of a turn: events of every few steps happen in each turn.
+TURN_STEPS = LOCAL_STEPS
+QUICK_TURNS = 3
 
 __doc__ = (__doc__ or "").replace("HOOKS", ", ".join(CONTESTANTS))
 
 
+@dataclass
+class TraineeRecord:
+    """Figures of one rank's trainee."""
+
+    times: Times = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+    wire: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+
+def on_link(settings: argparse.Namespace, link: BenchmarkLink, on_report: Callable[[Any], None]) -> None:
+    """Measure everything on one link, which is made first; `on_report` gets headings, rounds and results.
+
+    Raises:
+        UnsupportedError: The link can't be made.
+        OSError: The link can't be made.
+    """
+    with hooks_watch.hosts_of(link) as hosts:
+        run_ranks(partial(measure, settings=settings, link=link, hosts=hosts), settings.world, on_report)
+
+
+def measure(context: RankContext, settings: argparse.Namespace, link: BenchmarkLink, hosts: Sequence[Host]) -> None:
+    """Measure on one rank. Reports headings, numbers of rounds, and results."""
+    host = enter_host(hosts, context.rank, context.world)
+    tasks = {name: TASKS[name]() for name in settings.tasks}
+    try:
+        for backend in competitors.join(settings.backends, context):
+            for name, task in tasks.items():
+                context.report(f"{name} on {backend.name}, {link.name}")
+                trainees = [Trainee(task, CONTESTANTS[hook], backend.group) for hook in settings.hooks]
+                records = _all_turns(context, trainees, host, settings.turns)
+                for trainee, record in zip(trainees, records, strict=True):
+                    context.report(_result(context, trainee, record, (name, backend.name, link.name)))
+    finally:
+        competitors.leave()
+
+
+def _all_turns(context: RankContext, trainees: Sequence[Trainee], host: Host | None, turns: int) -> list[TraineeRecord]:
+    records = [TraineeRecord() for _ in trainees]
+    pairs = list(zip(trainees, records, strict=True))
+    contestants = {each.contestant.name: partial(_turn, context, each, record, host) for each, record in pairs}
+    take_turns(context, contestants, turns, context.report)
+    for trainee, record in pairs:
+        context.wait()
+        record.spans += trainee.spans()
+    return records
+
+
+def _turn(context: RankContext, trainee: Trainee, record: TraineeRecord, host: Host | None) -> list[float]:
+    batches = [trainee.batch() for _ in range(TURN_STEPS)]
+    wire = hooks_watch.wire_bytes(host) if host else 0
+    with without_collector(), counted(trainee.group) as counter:
+        for batch in batches:
+            context.wait()
+            begin = perf_counter()
+            loss = trainee.step(batch)
+            record.times.append((begin, perf_counter()))
+            record.losses.append(float(loss))
+    record.sent.append(counter.sent / TURN_STEPS)
+    context.wait()
+    record.wire.append(hooks_watch.wire_bytes(host) - wire if host else 0)
+    record.errors.append(trainee.error(context.exchange))
+    return []
+
+
+def _result(context: RankContext, trainee: Trainee, record: TraineeRecord, where: tuple[str, str, str]) -> HookResult:
+    """Combine the records of all ranks."""
+    records = context.exchange(record)
+    sent, wire = record.sent[1:], record.wire[1:]
+    return HookResult(
+        *where,
+        trainee.contestant.name,
+        context.world,
+        parameters=sum(parameter.numel() for parameter in trainee.model.parameters()),
+        expected_bytes=trainee.expected_bytes(),
+        sent_bytes=sum(sent) / len(sent),
+        wire_bytes=sum(wire) / len(wire) / TURN_STEPS if any(wire) else None,
+        error=_mean([each.errors[1:] for each in records]),
+        seconds=durations([each.times for each in records]),
+        losses=_mean([each.losses for each in records]),
+        turn=TURN_STEPS,
+        spans=record.spans,
+    )
+
+
+def _mean(columns: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(row) / len(row) for row in zip(*columns, strict=True)]
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
-    parser.add_argument("--hooks", default=",".join(CONTESTANTS), metavar=_LIST, help="which hooks (default: all)")
-    parser.add_argument("--tasks", default=",".join(hooks_tasks.TASKS), metavar=_LIST, help="models (%(default)s)")
-    parser.add_argument("--backends", default="ref,gloo", metavar=_LIST, help="backends (%(default)s)")
-    parser.add_argument(
-        "--links", default=f"{FAST},1gbit,100mbit", metavar=_LIST, help=f"{FAST}, or rates (%(default)s)"
+    harness.add_options(
+        parser,
+        hooks=(",".join(CONTESTANTS), "hooks"),
+        tasks=(",".join(TASKS), "models"),
+        backends=("ref,gloo", "backends"),
+        links=(f"{FAST},1gbit,100mbit", f"{FAST}, or rates"),
+        world=(2, "ranks"),
+        turns=(10, f"of {TURN_STEPS} steps for each hook; the first isn't counted"),
+        quick=(False, f"{QUICK_TURNS} turns: to look at, not to rely on"),
+        modelled=(False, "compute slow links, even if they can be made"),
     )
-    parser.add_argument("--world", type=int, default=2, metavar="N", help="ranks (%(default)s)")
-    parser.add_argument(
-        "--turns",
-        type=int,
-        default=_TURNS,
-        metavar="N",
-        help=f"of {hooks_measure.TURN} steps for each hook; the first isn't counted (%(default)s)",
-    )
-    parser.add_argument("--quick", action="store_true", help=f"{_QUICK} turns: to look at, not to rely on")
-    parser.add_argument("--modelled", action="store_true", help="compute slow links, even if they can be had")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw time, error and loss")
     parser.add_argument("--timeline", metavar="FILE.svg", help="draw one step of each hook")
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure, and print a table for each task and backend."""
-    settings, notes = _settings(options)
-    show = _Show(settings, notes)
+    settings, notes = _checked(options)
+    output = HookOutput(settings, notes)
     try:
         for link in settings.links:
-            show.measure(link, options.modelled)
+            output.measure(link)
     finally:
-        show.finish()
-        _keep(options, settings, show)
+        output.finish()
     return 0
 
 
-def _settings(options: argparse.Namespace) -> tuple[Settings, list[str]]:
+def _checked(options: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
     names, left_out = competitors.split(options.backends.split(","), forked=True)
     if not names or not set(names) <= set(registry.names()):
         expected = "backends of this library, whose groups DDP takes: ref or gloo"
         raise ArgumentError(explain("benchmark hooks", "--backends", expected, options.backends))
-    hooks = _known("--hooks", options.hooks, CONTESTANTS)
-    tasks = _known("--tasks", options.tasks, hooks_tasks.TASKS)
-    turns = _QUICK if options.quick else options.turns
-    if options.world < 2 or turns < 2:
-        raise ArgumentError("benchmark hooks: --world must be at least 2 and --turns at least 2.")
+    hooks = harness.names("benchmark hooks", "--hooks", options.hooks, CONTESTANTS)
+    tasks = harness.names("benchmark hooks", "--tasks", options.tasks, TASKS)
+    turns = QUICK_TURNS if options.quick else options.turns
+    harness.check_least("benchmark hooks", options, world=2, turns=2)
     notes = [str(each) for each in left_out]
-    notes += [f"{task} is left out: {why}" for task in tasks if (why := hooks_tasks.missing(task))]
-    there = tuple(task for task in tasks if not hooks_tasks.missing(task))
+    notes += [f"{task} is left out: {why}" for task in tasks if (why := missing(task))]
+    there = tuple(task for task in tasks if not missing(task))
     if not there:
         raise ArgumentError(f"benchmark hooks: no task is left to learn. {' '.join(notes)}")
-    links = tuple(map(hooks_links.parse, dict.fromkeys(options.links.split(","))))
-    return Settings(there, tuple(names), links, hooks, turns, options.world), notes
+    links = tuple(map(hooks_watch.parse_link, dict.fromkeys(options.links.split(","))))
+    lists = {"hooks": hooks, "tasks": there, "backends": tuple(names), "links": links, "turns": turns}
+    return argparse.Namespace(**{**vars(options), **lists}), notes
 
 
-def _known(option: str, text: str, among: Sequence[str] | dict[str, Any]) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(text.split(",")))
-    if unknown := [name for name in names if name not in among]:
-        raise ArgumentError(explain("benchmark hooks", option, f"among {', '.join(among)}", unknown[0]))
-    return names
+class HookOutput:
+    """Reader of rank 0's reports: advances the bar, and keeps results until a task's table can be printed."""
 
-
-class _Show:
-    """Hears rank 0: moves the bar, and keeps results until a task's table can be printed."""
-
-    def __init__(self, settings: Settings, notes: list[str]) -> None:
-        self.results: list[Result] = []
-        self.notes = notes
-        self._settings = settings
-        self._progress = Progress(settings.rounds())
+    def __init__(self, settings: argparse.Namespace, notes: list[str]) -> None:
+        self.results: list[HookResult] = []
+        self._settings, self._notes = settings, notes
+        self._rounds = len(settings.tasks) * len(settings.backends) * settings.turns
+        self._bar = report.ProgressBar(self._rounds * len(settings.links))
         for note in notes:
             print(note, flush=True)
 
-    def measure(self, link: Link, modelled: bool) -> None:
-        """All on one link; if it can't be had, or is not to be, as a model."""
-        why = "as asked" if modelled and link.bits_per_second else hooks_links.obstacle(link)
+    def measure(self, link: BenchmarkLink) -> None:
+        """Measure on one link; if it can't be made, or is not to be, model it."""
+        why = "as asked" if self._settings.modelled and link.bits_per_second else hooks_watch.obstacle(link)
         if not why:
-            hooks_measure.on_link(self._settings, link, self.hear)
+            on_link(self._settings, link, self.on_report)
             return
         self._note(f"{link.name} is modelled, {why}: the step on the fast link, and the time that its bytes take.")
         if not select(self.results, link=FAST):
-            hooks_measure.on_link(self._settings, Link(FAST), self.hear)
+            on_link(self._settings, BenchmarkLink(FAST), self.on_report)
         self.results += [result.on(link) for result in select(self.results, link=FAST)]
-        for _ in range(self._settings.rounds() // len(self._settings.links)):
-            self._progress.advance()
+        for _ in range(self._rounds):
+            self._bar.advance()
 
-    def hear(self, event: Any) -> None:
-        """A result, the number of a round, or words."""
+    def on_report(self, event: Any) -> None:
+        """Handle a result, the number of a round, or a heading."""
         match event:
-            case Result():
+            case HookResult():
                 self.results.append(event)
             case competitors.LeftOut():
                 self._note(str(event))
             case int():
-                self._progress.advance()
+                self._bar.advance()
             case str():
-                self._progress.heading(event)
+                self._bar.heading(event)
 
     def finish(self) -> None:
-        """Print the tables of what there is."""
-        self._progress.clear()
-        for task in self._settings.tasks:
-            for backend in self._settings.backends:
+        """Print the tables, and write the files that were asked for; after a Ctrl-C, of what there is."""
+        self._bar.clear()
+        settings = self._settings
+        for task in settings.tasks:
+            for backend in settings.backends:
                 if found := select(self.results, task=task, backend=backend):
-                    print(hooks_table.show(found), end="\n\n", flush=True)
-        if self.results:
-            print(hooks_table.LEGEND)
+                    print(hooks_results.table(found), end="\n\n", flush=True)
+        if not self.results:
+            return
+        print(hooks_results.LEGEND)
+        listed = harness.settings_of(settings) | {"links": [vars(link) for link in settings.links]}
+        entries = [result.as_json() for result in self.results]
+        report.write(settings.json, report.report("hooks", listed, entries, self._notes))
+        if settings.timeline:
+            hooks_pictures.write_timelines(settings.timeline, self.results)
+            print(f"wrote {settings.timeline}")
+        if settings.plot and report.matplotlib_available():
+            hooks_pictures.plot(settings.plot, self.results)
+            print(f"wrote {settings.plot}")
 
     def _note(self, text: str) -> None:
-        self.notes.append(text)
-        self._progress.clear()
+        self._notes.append(text)
+        self._bar.clear()
         print(text, flush=True)
-
-
-def _keep(options: argparse.Namespace, settings: Settings, show: _Show) -> None:
-    """Write what was asked for; after a Ctrl-C, of what there is."""
-    if options.json and show.results:
-        entries = [result.as_json() for result in show.results]
-        report.write(options.json, report.report("hooks", asdict(settings), entries, show.notes))
-        print(f"wrote {options.json}")
-    if options.timeline and show.results:
-        hooks_timeline.write(options.timeline, show.results)
-        print(f"wrote {options.timeline}")
-    if options.plot and show.results:
-        if plot.available():
-            hooks_plot.draw(options.plot, show.results)
-            print(f"wrote {options.plot}")
-        else:
-            print("no plot: matplotlib is not installed (pip install matplotlib)")

@@ -1,45 +1,80 @@
-"""What the hook laboratory trains: handwritten digits, and Python's own source text, character by character.
+"""Tasks and hooks of `benchmark hooks`: what is trained, and with which communication hooks.
 
-Both are small enough for a notebook and differ in what matters here: the convolutional network has 40 KB of gradients,
-the transformer 3.8 MB. A task is data and a model, the same on every rank and in every run; it knows nothing of ranks
-but how a batch divides among them. A third task: a class with the same four methods, and a line in `TASKS`.
+Tasks: handwritten digits, and Python's own source text, character by character. Both are small enough for a notebook
+and differ in one respect: the convolutional network has 40 KB of gradients, the transformer 3.8 MB. A task is data
+and a model, the same on every rank and in every run. A third task is a class with the same four methods, and a line
+in `TASKS`.
+
+Hooks: a line in `CONTESTANTS` says how one is registered, and how many bytes it should send in a step. The byte
+counts are written from the shapes alone, so that the bytes counted while hooks run can be compared with them. All
+have one convention: the bytes that a rank has to send at the least for the hook's calls, 2 (n - 1) / n of a tensor
+that is summed over n ranks, n - 1 times a tensor that is gathered.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import (
+    PostLocalSGDState,
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+    noop_hook,
+    post_localSGD_hook,
+)
+from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from torchdist_ref.algorithms.ddp_comm_hooks.quantization_hooks import (
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+)
+from torchdist_ref.parallel import DistributedDataParallel
+
 Batch = tuple[Tensor, Tensor]
-_CONTEXT, _WIDTH, _HEADS, _LAYERS = 64, 192, 4, 2
-_SYMBOLS = 128
-_CHARACTERS = 1_000_000
+CONTEXT, WIDTH, HEADS, LAYERS = 64, 192, 4, 2
+SYMBOLS = 128
+CHARACTERS = 1_000_000
+# Steps that every hook with a schedule averages exactly; PowerSGD needs two, DDP rebuilds its buckets in the first.
+EXACT_STEPS = 2
+LOCAL_STEPS = 4
+# Bytes.
+FLOAT, HALF = 4, 2
+CHANNEL, SCALE = 512, 8
+
+Bucket = Sequence[torch.Size]
+Count = Callable[[Sequence[Bucket], int], float]
 
 
 class Task(Protocol):
-    """Data, a model, and how it learns."""
+    """Data, a model, an optimizer and a loss."""
 
     def model(self) -> nn.Module:
-        """A new model, with the same weights every time."""
+        """Return a new model, with the same weights every time."""
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """What moves the weights."""
+        """Return a new optimizer."""
 
     def batch(self, step: int, rank: int, world: int) -> Batch:
-        """This rank's part of the batch of a step: inputs, and what should come out."""
+        """Return this rank's part of the batch of a step: inputs and targets."""
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """How wrong the outputs are, on average."""
+        """Return the mean loss."""
 
 
 class Digits:
-    """1797 pictures of 8 × 8 pixels, from scikit-learn, and the tutorial's network of two convolutions.
+    """1797 images of 8 × 8 pixels, from scikit-learn, and the tutorial's network of two convolutions.
 
     >>> sum(parameter.numel() for parameter in Digits().model().parameters())
     9930
@@ -55,7 +90,7 @@ class Digits:
         self.labels = torch.tensor(digits.target)
 
     def model(self) -> nn.Module:
-        """Two convolutions and a linear layer."""
+        """Return two convolutions and a linear layer."""
         return seeded(
             lambda: nn.Sequential(
                 nn.Conv2d(1, 16, 3, padding=1),
@@ -69,21 +104,21 @@ class Digits:
         )
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Plain, with momentum."""
+        """Return SGD with momentum."""
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def batch(self, step: int, rank: int, world: int) -> Batch:
-        """32 pictures for each rank."""
+        """Return 32 images for each rank."""
         rows = _draw(step, len(self.labels), self.each, rank, world)
         return self.images[rows], self.labels[rows]
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy."""
+        """Return the cross-entropy."""
         return nn.functional.cross_entropy(outputs, targets)
 
 
 class Text:
-    """A million characters of the standard library's own modules, and a transformer that guesses the next one.
+    """A million characters of the standard library's own modules, and a transformer that predicts the next one.
 
     >>> Text().characters[:3].tolist() == [ord(symbol) for symbol in source()[:3]]
     True
@@ -95,78 +130,81 @@ class Text:
         self.characters = torch.tensor(list(source().encode("ascii")))
 
     def model(self) -> nn.Module:
-        """Two layers, 192 wide."""
+        """Return a transformer of two layers, 192 wide."""
         return seeded(Transformer)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Adam's, without decay."""
+        """Return Adam, without decay."""
         return torch.optim.Adam(model.parameters(), lr=2e-3)
 
     def batch(self, step: int, rank: int, world: int) -> Batch:
-        """4 pieces of 64 characters for each rank."""
-        starts = _draw(step, len(self.characters) - _CONTEXT, self.each, rank, world)
-        pieces = self.characters[starts[:, None] + torch.arange(_CONTEXT + 1)]
+        """Return 4 pieces of 64 characters for each rank."""
+        starts = _draw(step, len(self.characters) - CONTEXT, self.each, rank, world)
+        pieces = self.characters[starts[:, None] + torch.arange(CONTEXT + 1)]
         return pieces[:, :-1], pieces[:, 1:]
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy, a character."""
+        """Return the cross-entropy of a character."""
         return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
 class Transformer(nn.Module):
-    """Scores of the next character at every place of a text; each place sees those before it."""
+    """Scores of the next character at every position of a text, from those before it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.symbol = nn.Embedding(_SYMBOLS, _WIDTH)
-        self.place = nn.Embedding(_CONTEXT, _WIDTH)
-        self.layers = nn.Sequential(*(_Layer() for _ in range(_LAYERS)))
-        self.scores = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _SYMBOLS))
+        self.symbol = nn.Embedding(SYMBOLS, WIDTH)
+        self.position = nn.Embedding(CONTEXT, WIDTH)
+        self.layers = nn.Sequential(*(TransformerLayer() for _ in range(LAYERS)))
+        self.scores = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, SYMBOLS))
 
     def forward(self, text: Tensor) -> Tensor:
-        """Scores (batch, place, symbol) for characters (batch, place)."""
-        embedded = self.symbol(text) + self.place.weight[: text.size(1)]
+        """Return scores (batch, position, symbol) for characters (batch, position)."""
+        embedded = self.symbol(text) + self.position.weight[: text.size(1)]
         scores: Tensor = self.scores(self.layers(embedded))
         return scores
 
 
-class _Layer(nn.Module):
+class TransformerLayer(nn.Module):
+    """Causal attention, then a network of two linear layers; both residual."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.before_attention, self.before_mixing = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
-        self.questions = nn.Linear(_WIDTH, 3 * _WIDTH)
-        self.answer = nn.Linear(_WIDTH, _WIDTH)
-        self.mixing = nn.Sequential(nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH))
+        self.before_attention, self.before_mixing = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH)
+        self.output = nn.Linear(WIDTH, WIDTH)
+        self.mixing = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.questions(self.before_attention(x)).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
+        """Return the activations."""
+        heads = self.query_key_value(self.before_attention(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = heads
-        seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.answer(seen.transpose(1, 2).flatten(2))
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.output(attended.transpose(1, 2).flatten(2))
         mixed: Tensor = x + self.mixing(self.before_mixing(x))
         return mixed
 
 
 def source() -> str:
-    """The text: the standard library's modules in order of their names, ASCII, as many characters as are used."""
+    """Return the text: the standard library's modules in order of their names, as ASCII."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = ""
     for path in sorted(folder.glob("*.py")):
         text += path.read_bytes().decode("ascii", "ignore")
-        if len(text) >= _CHARACTERS:
+        if len(text) >= CHARACTERS:
             break
-    return text[:_CHARACTERS]
+    return text[:CHARACTERS]
 
 
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """What is made has the same random numbers every time, and leaves those of others alone."""
+    """Make a model with random numbers of its own, the same every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
 
 
 def _draw(step: int, count: int, each: int, rank: int, world: int) -> Tensor:
-    """This rank's share of what a step draws from `count` things. All ranks draw alike, and take different parts."""
+    """Draw indices below `count` for a step, the same on all ranks, and return this rank's share."""
     drawn = torch.randint(count, (world * each,), generator=torch.Generator().manual_seed(step))
     return drawn[rank::world]
 
@@ -175,7 +213,7 @@ TASKS: dict[str, type[Digits] | type[Text]] = {"digits": Digits, "text": Text}
 
 
 def missing(name: str) -> str:
-    """What a task lacks on this machine; empty where it can run.
+    """Return what a task lacks on this machine; empty where it can run.
 
     >>> missing("text")
     ''
@@ -183,3 +221,140 @@ def missing(name: str) -> str:
     if name == "digits" and importlib.util.find_spec("sklearn") is None:
         return "needs scikit-learn: pip install 'torchdist_ref[notebook]'"
     return ""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Hook with its state.
+
+    Attributes:
+        name: Name in ``--hooks``.
+        description: Effect of the hook.
+        register: Function that registers it with a model whose group is the second argument.
+        nbytes: Function of each bucket's shapes and the number of ranks: bytes that a rank sends in a step.
+        every: Number of steps after which the models themselves are averaged; 0 for never.
+    """
+
+    name: str
+    description: str
+    register: Callable[[DistributedDataParallel, Any], None]
+    nbytes: Count
+    every: int = 0
+
+
+def _hook(hook: Any, model: DistributedDataParallel, group: Any) -> None:
+    model.register_comm_hook(group, hook)
+
+
+def _power(hook: Any, rank: int, model: DistributedDataParallel, group: Any) -> None:
+    model.register_comm_hook(PowerSGDState(group, rank, start_powerSGD_iter=EXACT_STEPS), hook)
+
+
+def _local(model: DistributedDataParallel, group: Any) -> None:
+    state = PostLocalSGDState(group, None, EXACT_STEPS, post_local_gradient_allreduce=False)
+    model.register_comm_hook(state, post_localSGD_hook)
+
+
+def summed(world: int) -> float:
+    """Return the bytes that a rank sends to sum a tensor over all ranks, over the tensor's bytes.
+
+    >>> summed(2), summed(4)
+    (1.0, 1.5)
+    """
+    return 2 * (world - 1) / world
+
+
+def _dense(width: int, buckets: Sequence[Bucket], world: int) -> float:
+    return width * sum(map(_numel, buckets)) * summed(world)
+
+
+def _nothing(buckets: Sequence[Bucket], world: int) -> float:
+    return 0.0
+
+
+def _factors(rank: int, width: int, buckets: Sequence[Bucket], world: int) -> float:
+    """Count an n × m matrix as (n + m) r numbers where that is less than half of n m, all else uncompressed."""
+    return width * sum(_factor(shape, rank) for bucket in buckets for shape in bucket) * summed(world)
+
+
+def _factor(shape: torch.Size, rank: int) -> int:
+    n, m = shape[0], shape.numel() // shape[0]
+    r = min(n, m, rank)
+    return (n + m) * r if len(shape) > 1 and 2 * (n + m) * r < n * m else n * m
+
+
+def _square(rank: int, buckets: Sequence[Bucket], world: int) -> float:
+    """Count a bucket as one square matrix: twice its side, for each rank of the factors."""
+    return FLOAT * sum(2 * rank * math.ceil(math.sqrt(_numel(bucket))) for bucket in buckets) * summed(world)
+
+
+def _levels(width: int, buckets: Sequence[Bucket], world: int) -> float:
+    """Count a byte a number, in padded rows of `width` with a scale and a zero each, from every rank to every other."""
+    rows = [(math.ceil(_numel(bucket) / (width or _numel(bucket))), width or _numel(bucket)) for bucket in buckets]
+    return (world - 1) * sum(count * (each + SCALE) for count, each in rows)
+
+
+def _every(every: int, buckets: Sequence[Bucket], world: int) -> float:
+    return _dense(FLOAT, buckets, world) / every
+
+
+def _numel(bucket: Bucket) -> int:
+    return sum(shape.numel() for shape in bucket)
+
+
+def _powers() -> list[Contestant]:
+    plain = [
+        Contestant(
+            f"powersgd-{rank}",
+            f"two factors of rank {rank} in place of each matrix",
+            partial(_power, powerSGD_hook, rank),
+            partial(_factors, rank, FLOAT),
+        )
+        for rank in (1, 2, 4)
+    ]
+    wrapped = [
+        Contestant(
+            f"{name}-powersgd-2",
+            f"the same with rank 2, in {name}: a wrapper around the hook",
+            partial(_power, wrapper(powerSGD_hook), 2),
+            partial(_factors, 2, HALF),
+        )
+        for name, wrapper in (("fp16", fp16_compress_wrapper), ("bf16", bf16_compress_wrapper))
+    ]
+    batched = Contestant(
+        "batched-powersgd-1",
+        "two factors of rank 1 in place of a whole bucket",
+        partial(_power, batched_powerSGD_hook, 1),
+        partial(_square, 1),
+    )
+    return [*plain, *wrapped, batched]
+
+
+_ALL = (
+    Contestant("none", "no hook: DDP's own average", lambda model, group: None, partial(_dense, FLOAT)),
+    Contestant("allreduce", "the same, by a hook", partial(_hook, allreduce_hook), partial(_dense, FLOAT)),
+    Contestant("fp16", "averaged as 16-bit floats", partial(_hook, fp16_compress_hook), partial(_dense, HALF)),
+    Contestant("bf16", "averaged as bfloat16", partial(_hook, bf16_compress_hook), partial(_dense, HALF)),
+    *_powers(),
+    Contestant(
+        "quantize-tensor",
+        "8 bits a number, one scale a bucket",
+        partial(_hook, quantization_pertensor_hook),
+        partial(_levels, 0),
+    ),
+    Contestant(
+        "quantize-channel",
+        f"8 bits a number, a scale for every {CHANNEL}",
+        partial(_hook, quantization_perchannel_hook),
+        partial(_levels, CHANNEL),
+    ),
+    Contestant(
+        "local-sgd",
+        f"no gradients; every {LOCAL_STEPS} steps the models are averaged",
+        _local,
+        partial(_every, LOCAL_STEPS),
+        every=LOCAL_STEPS,
+    ),
+    Contestant("noop", "nothing is sent: the floor", partial(_hook, noop_hook), _nothing),
+)
+CONTESTANTS = {contestant.name: contestant for contestant in _ALL}

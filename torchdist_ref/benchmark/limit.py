@@ -1,11 +1,11 @@
-"""Limit: the copies and adds that no backend can avoid, and nothing else: by staging, and straight from peers' tensors.
+"""Limit: the copies and additions that no backend can avoid, through staging buffers or straight from peers' tensors.
 
-What each rank must do is a formula (`work`), in blocks of one rank's part of the whole buffer. `bind` turns it into
-the same tensor kernels that a backend would use, in the backend's windows, over a shared stage (`Stages`) or over
-tensors in shared memory (`Tensors`: what registered buffers allow), without any waiting for one another, so that the
-result is garbage and the time is a bound. It is timed in turn with the backends, as one more contestant, and where
-ranks outnumber processors by the processor time that they take (see `timing.shared_out`). Below some 64 KiB the bound
-shows what a call of torch from Python costs, and says nothing on memory.
+The work of each rank is a formula (`work`), in blocks of one rank's part of the whole buffer. `bind` turns it into
+the same tensor kernels that a backend would use, in the backend's windows, over a shared staging buffer (`Stages`) or
+over tensors in shared memory (`Tensors`: registered buffers). Ranks do not wait for one another, so the result is
+garbage and the time is a bound. It is one more contestant; where ranks outnumber processors, its time is the processor
+time of all ranks (see `timing.shared_out`). Below some 64 KiB the bound is the cost of calling torch from Python, not
+of memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.benchmark.operations import ROOT, Action, Buffers, Make, Operation
+from torchdist_ref.benchmark.operations import ROOT, Buffers, Make, Operation
+from torchdist_ref.benchmark.timing import Action
 from torchdist_ref.transports.segment_layout import CACHE_LINE, window_for
 
 Work = tuple[tuple[str, int], ...]
@@ -24,12 +25,12 @@ Work = tuple[tuple[str, int], ...]
 Cut = tuple[int, int, int]
 # A block of the own source, one of the own result, another rank, and the slot or block there.
 Blocks = tuple[int, int, int, int]
-# What the backend lays out at once between two ranks.
+# Bytes that the backend stages at once between two ranks.
 WINDOW = window_for(2)
 
 
 def _reduce(rank: int, n: int) -> Work:
-    gathered = ("out", n - 1) if rank == ROOT else ("lay", 1)
+    gathered = ("out", n - 1) if rank == ROOT else ("publish", 1)
     return ("in", n - 1), ("add", n - 1), gathered
 
 
@@ -38,7 +39,7 @@ def _reduce_by_root(rank: int, n: int) -> Work:
 
 
 _WORK: dict[str, Callable[[int, int], Work]] = {
-    "all_reduce": lambda r, n: (("in", n - 1), ("add", n - 1), ("lay", 1), ("out", n - 1)),
+    "all_reduce": lambda r, n: (("in", n - 1), ("add", n - 1), ("publish", 1), ("out", n - 1)),
     "reduce": _reduce,
     "broadcast": lambda r, n: (("in", n),) if r == ROOT else (("out", n),),
     "all_gather": lambda r, n: (("in", 1), ("out", n - 1), ("own", 1)),
@@ -64,19 +65,19 @@ _DIRECT: dict[str, Callable[[int, int], Work]] = {
 
 
 def work(op: str, rank: int, world: int, direct: bool = False, processors: int | None = None) -> Work:
-    """What a rank must do, in steps of so many blocks of 1/world of the whole buffer.
+    """Return the work of a rank, in steps of so many blocks of 1/world of the whole buffer.
 
     It depends on how many `processors` there are, by default one for each rank, where one way has the least work and
-    another the shortest: a reduction that the root does alone while the others copy keeps two processors busy, and
-    needs no second round of copies; more processors gain from one in which each rank reduces a part.
+    another the shortest longest rank: a reduction that the root does alone while the others copy keeps two processors
+    busy, and needs no second round of copies; more processors gain from one in which each rank reduces a part.
 
-    Steps: ``in`` copies to the own stage, ``out`` from another's, ``own`` from one private tensor to another, ``lay``
-    a result to the own stage; ``add`` adds from others' stages into one block, ``add_each`` into each in turn, ``sum``
-    writes the sum of a private block and one of another's stage. If `direct`, another's tensor stands for its stage,
-    and ``put`` copies to it.
+    Steps: ``in`` copies to the own staging buffer, ``out`` from another's, ``own`` from one private tensor to
+    another, ``publish`` copies a result to the own staging buffer; ``add`` adds from others' buffers into one block,
+    ``add_each`` into each, ``sum`` writes the sum of a private block and one of another's. If `direct`, another's
+    tensor takes the place of its staging buffer, and ``put`` copies to it.
 
     >>> work("all_reduce", 0, 4)
-    (('in', 3), ('add', 3), ('lay', 1), ('out', 3))
+    (('in', 3), ('add', 3), ('publish', 1), ('out', 3))
     >>> work("all_reduce", 0, 4, direct=True)
     (('add', 3), ('out', 3))
     """
@@ -87,7 +88,7 @@ def work(op: str, rank: int, world: int, direct: bool = False, processors: int |
 
 
 def cost(op: str, rank: int, world: int, direct: bool = False, processors: int | None = None) -> tuple[float, float]:
-    """Bytes copied and bytes added by a rank, as parts of the whole buffer.
+    """Return bytes copied and bytes added by a rank, as parts of the whole buffer.
 
     >>> cost("all_reduce", 0, 2), cost("reduce", 0, 4), cost("reduce", 0, 4, processors=2)
     ((1.5, 0.5), (1.5, 0.75), (0.0, 3.0))
@@ -101,9 +102,9 @@ _ADDS = ("add", "add_each", "sum")
 
 
 class Stages:
-    """A stage for every rank, in memory that all share: `world` times `window` bytes of it.
+    """Staging buffers, one for each rank, in shared memory: `world` times `window` bytes of it.
 
-    `processors` is how many the ranks share, if they do not have one each.
+    `processors` is the number that the ranks share, if they do not have one each.
     """
 
     def __init__(self, memory: Any, window: int = WINDOW, processors: int | None = None) -> None:
@@ -112,33 +113,33 @@ class Stages:
     direct = False
 
     def slot(self, rank: int, number: int, cut: Cut, count: int, dtype: torch.dtype) -> Tensor:
-        """`count` elements of the stage of a rank, in its slot of this number."""
+        """Return `count` elements of a rank's staging buffer, in its slot of this number."""
         offset = rank * self.window + number * cut[2] * dtype.itemsize
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
 
     def blocks(self, op: str, kind: str, number: int, b: Buffers) -> Blocks:
-        """Which blocks the step of this number works on."""
-        # What a rank reads was written on another processor: never its own stage.
+        """Return the blocks of the step of this number."""
+        # A rank reads bytes that another processor wrote: never its own buffer.
         peer = (b.rank + 1 + number % (b.world - 1)) % b.world
         return number, 0 if kind in ("add", "sum") else number, peer, number
 
 
 class Tensors(Stages):
-    """All ranks' tensors in memory that all share: `world` times `room` bytes of it."""
+    """All ranks' tensors in shared memory: `world` times `capacity` bytes of it."""
 
     direct = True
 
-    def __init__(self, memory: Any, room: int, window: int = WINDOW) -> None:
+    def __init__(self, memory: Any, capacity: int, window: int = WINDOW) -> None:
         super().__init__(memory, window)
-        self.room = room
+        self.capacity = capacity
 
     def slot(self, rank: int, number: int, cut: Cut, count: int, dtype: torch.dtype) -> Tensor:
-        """`count` elements of what others read of a rank's tensors: a window of the block of this number."""
-        offset = rank * self.room + (number * cut[0] + cut[1]) * dtype.itemsize
+        """Return `count` elements of a rank's tensors that others read: a window of the block of this number."""
+        offset = rank * self.capacity + (number * cut[0] + cut[1]) * dtype.itemsize
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
 
     def blocks(self, op: str, kind: str, number: int, b: Buffers) -> Blocks:
-        """As it must be: each rank works on what nobody else does, and so on memory that another has written last."""
+        """Return the blocks of the step of this number: each rank works on its own ones, which another wrote last."""
         if op in ("broadcast", "sendrecv"):
             return number, number, ROOT if op == "broadcast" else min(b.rank ^ 1, b.world - 1), number
         if op in ("gather", "scatter"):
@@ -148,8 +149,8 @@ class Tensors(Stages):
         return b.rank, peer if kind == "out" else b.rank, peer, theirs
 
     def maker(self, rank: int) -> Make:
-        """What makes the tensors of a rank here, one after the other: what others read comes first."""
-        free = [rank * self.room]
+        """Return a function that allocates the tensors of a rank here; those that others read come first."""
+        free = [rank * self.capacity]
 
         def make(count: int, dtype: torch.dtype) -> Tensor:
             offset = free[0]
@@ -160,7 +161,7 @@ class Tensors(Stages):
 
 
 def bind(operation: Operation, buffers: Buffers, stages: Stages) -> Action:
-    """The bound as a call that can be timed."""
+    """Return the bound as a call that can be timed."""
     todo = list(kernels(operation.name, buffers, stages))
 
     def run() -> None:
@@ -183,12 +184,12 @@ def _sum(target: Tensor, source: Tensor, own: Tensor) -> Any:
 
 
 def kernels(op: str, b: Buffers, stages: Stages) -> Iterator[tuple[Any, ...]]:
-    """The work on a rank's tensors, in order: (kernel, tensor written, tensors read)."""
+    """Yield the work on a rank's tensors, in order: (kernel, tensor written, tensors read)."""
     steps, parts = _merged(work(op, b.rank, b.world, stages.direct, stages.processors), b.world)
     block = -(-b.whole // parts)
-    # All blocks that are laid out in one round share the window, as they share a backend's stage.
-    laid = max((blocks for kind, blocks in steps if kind in ("in", "out")), default=1)
-    piece = max(1, min(block, _whole_lines(stages.window // laid) // b.result.dtype.itemsize))
+    # All blocks of one round share the window, as they share a backend's staging buffer.
+    staged = max((blocks for kind, blocks in steps if kind in ("in", "out")), default=1)
+    piece = max(1, min(block, _whole_lines(stages.window // staged) // b.result.dtype.itemsize))
     for begin in range(0, block, piece):
         for kind, blocks in steps:
             for number in range(blocks):
@@ -197,12 +198,12 @@ def kernels(op: str, b: Buffers, stages: Stages) -> Iterator[tuple[Any, ...]]:
 
 
 def _whole_lines(nbytes: int) -> int:
-    """What lies across cache lines is copied slower, so slots begin where lines do, as a backend's do."""
+    """Round down to whole cache lines: slots begin at lines, as a backend's do, for faster copies."""
     return nbytes // CACHE_LINE * CACHE_LINE or nbytes
 
 
 def _merged(steps: Work, world: int) -> tuple[Work, int]:
-    """The steps, in parts of the whole buffer. One that takes all blocks takes the buffer, by one call of a kernel."""
+    """Return the steps in parts of the whole buffer. A step of all blocks takes the buffer, by one call of a kernel."""
     if any(blocks % world for _, blocks in steps):
         return steps, world
     return tuple(("add" if kind == "add_each" else kind, blocks // world) for kind, blocks in steps), 1
@@ -214,10 +215,10 @@ def _kernel(kind: str, blocks: Blocks, b: Buffers, stages: Stages, cut: Cut) -> 
     private = source if kind in ("in", "put") else result
     if private.numel() == 0:
         return
-    place = (number, cut, private.numel(), private.dtype)
-    mine, other = stages.slot(b.rank, *place), stages.slot(peer, *place)
+    where = (number, cut, private.numel(), private.dtype)
+    mine, other = stages.slot(b.rank, *where), stages.slot(peer, *where)
     match kind:
-        case "in" | "lay":
+        case "in" | "publish":
             yield _copy, mine, private
         case "put":
             yield _copy, other, private
@@ -232,7 +233,7 @@ def _kernel(kind: str, blocks: Blocks, b: Buffers, stages: Stages, cut: Cut) -> 
 
 
 def _piece(tensor: Tensor, number: int, cut: Cut) -> Tensor:
-    """A window of one block of a private tensor; where it has fewer blocks, the numbers go round."""
+    """Return a window of one block of a private tensor; numbers wrap where it has fewer blocks."""
     block, begin, piece = cut
     have = max(1, tensor.numel() // block)
     start = number % have * block + begin

@@ -1,10 +1,12 @@
-"""What is measured: for each operation its buffers, the call through the public functions, the result, the factor.
+"""Operations: for each its buffers, the call through the public functions, the right result, and the bus factor.
 
-Sizes are those of nccl-tests: the whole buffer of one rank, so what each rank ends with in an all_gather, and what it
-starts with in a reduce_scatter. The bus factors are nccl-tests' too (its document PERFORMANCE.md): the algorithm
+Sizes are those of nccl-tests: the whole buffer of one rank, that is, of its result in an all_gather, and of
+its input in a reduce_scatter. The bus factors are nccl-tests' too (its document PERFORMANCE.md): the algorithm
 bandwidth (size by time) times the factor can be compared with a link's peak, whatever the number of ranks.
 
-One row of the table at the end is one operation. How it is timed is elsewhere, and so is what it must cost (`limit`).
+One row of the table at the end is one operation. Its least cost is in `limit`.
+
+`checkout_rank` loads this file by its path beside an older library: use its public API alone.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ class Buffers:
 
     Attributes:
         rank: This rank.
-        world: How many ranks.
+        world: Number of ranks.
         whole: Elements of the whole buffer.
-        source: What is read. In calls that work in place, the same tensor as `result`.
-        result: What is written.
+        source: Tensor that is read. In calls that work in place, the same tensor as `result`.
+        result: Tensor that is written.
     """
 
     rank: int
@@ -47,23 +49,23 @@ class Buffers:
     result: Tensor
 
     def parts(self, tensor: Tensor) -> list[Tensor]:
-        """A whole buffer as one view a rank; nothing of an empty one."""
+        """Split a whole buffer into one view a rank; an empty one into none."""
         return list(tensor.view(self.world, -1).unbind()) if tensor.numel() else []
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One row of the benchmark.
+    """Operation of the benchmark.
 
     Attributes:
-        name: As schedules and reports know it.
-        factor: From algorithm to bus bandwidth, for a number of ranks.
-        blocks: Of the `world` blocks of the whole buffer, how many a rank has in (source, result).
-        bind: From an API (ours or torch's), a group and buffers to the call that is timed.
-        expected: From all ranks' sources, the right result on a rank; None where it has none.
+        name: Name in schedules and reports.
+        factor: Bus bandwidth over algorithm bandwidth, for a number of ranks.
+        blocks: Number of blocks, of `world` in the whole buffer, that a rank has in (source, result).
+        bind: Function of an API (ours or torch's), a group and buffers that returns the call to time.
+        expected: Function of all ranks' sources that returns the right result on a rank; None if it has none.
         in_place: Whether source and result are one tensor.
         splits: Whether the whole buffer consists of one block a rank.
-        messages: How many times the operation happens, one after the other, in one timed call.
+        messages: Number of repetitions of the operation in one timed call.
     """
 
     name: str
@@ -77,11 +79,11 @@ class Operation:
 
     @property
     def sized(self) -> bool:
-        """Whether there are bytes to move."""
+        """Whether the operation moves bytes."""
         return self.name != "barrier"
 
     def whole(self, nbytes: int, world: int, dtype: torch.dtype) -> int:
-        """Elements of the whole buffer: what fits in so many bytes, but at least one for each block.
+        """Return the elements of the whole buffer: as many as fit in the bytes, but at least one for each block.
 
         >>> [OPERATIONS[name].whole(1030, 3, torch.float32) for name in ("all_reduce", "all_gather", "barrier")]
         [257, 255, 0]
@@ -92,25 +94,25 @@ class Operation:
         return max(1, nbytes // dtype.itemsize // grain) * grain
 
     def buffers(self, rank: int, world: int, nbytes: int, dtype: torch.dtype, make: Make | None = None) -> Buffers:
-        """New tensors for one rank, zero everywhere; `make` says in which memory (default: any)."""
-        whole, make = self.whole(nbytes, world, dtype), make or _ordinary
+        """Return new tensors of zeros for one rank; `make` allocates them (default: anywhere)."""
+        whole, make = self.whole(nbytes, world, dtype), make or _allocate
         reads, writes = (make(_elements(n, whole, world), dtype).zero_() for n in self.blocks(rank, world))
         return Buffers(rank, world, whole, writes if self.in_place else reads, writes)
 
     def load(self, buffers: Buffers) -> None:
-        """Put this rank's data where the operation reads, and what is certainly wrong where it only writes."""
+        """Write this rank's data to the source, and wrong values to a result that is only written."""
         buffers.result.fill_(99)
         buffers.source.copy_(pattern(buffers.rank, buffers.source.numel(), buffers.source.dtype))
 
     def answer(self, buffers: Buffers) -> Tensor | None:
-        """The right result on this rank."""
+        """Return the right result on this rank."""
         world, side = buffers.world, 1 if self.in_place else 0
         counts = [_elements(self.blocks(r, world)[side], buffers.whole, world) for r in range(world)]
         data = [pattern(r, count, buffers.result.dtype) for r, count in enumerate(counts)]
         return self.expected(data, buffers.rank, world)
 
 
-def _ordinary(count: int, dtype: torch.dtype) -> Tensor:
+def _allocate(count: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(count, dtype=dtype)
 
 
@@ -119,7 +121,7 @@ def _elements(blocks: int, whole: int, world: int) -> int:
 
 
 def pattern(rank: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Data as from `torchdist_ref.testing.fill`, repeated after a prime number of elements, so that it is made fast."""
+    """Return data of `torchdist_ref.testing.fill`, repeated after a prime number of elements, so that it is fast."""
     base = fill(rank, (min(count, _PERIOD),), dtype)
     return base if count <= _PERIOD else base.repeat(-(-count // _PERIOD))[:count]
 
@@ -136,7 +138,7 @@ def _part(tensor: Tensor, rank: int, world: int) -> Tensor:
 
 
 def _newest(api: Any, *names: str) -> Any:
-    """The first of several names that an API has: torch renames functions and warns of the old names."""
+    """Return the first of several names that an API has: torch renames functions and warns of the old names."""
     return next(getattr(api, name) for name in names if hasattr(api, name))
 
 
@@ -161,7 +163,7 @@ def _scatter(api: Any, group: Any, b: Buffers) -> Action:
 
 
 def partner(rank: int, world: int) -> int | None:
-    """Who plays with whom in send and receive: even ranks with the next one; the last of an odd number rests.
+    """Return the peer in send and receive: the next rank of even ones; None for the last of an odd number.
 
     >>> [partner(rank, 3) for rank in range(3)]
     [1, 0, None]

@@ -1,142 +1,114 @@
-"""``benchmark start``: from nothing to a group of all ranks, and the whole cycle of making and leaving it.
+"""``benchmark start``: from nothing to a group of all ranks, and the whole cycle of making and destroying it.
 
-Ranks have torch loaded already. Every backend meets through a store of its own library at a TCP address, as it would
-under a launcher; a time is from the moment when the last rank began to the moment when the last rank was there.
+Ranks have torch loaded already. Every backend meets through a store of its own library at a TCP address, as under a
+launcher; a time is from the moment when the last rank began to the moment when the last rank completed.
 """
 
 from __future__ import annotations
 
 import argparse
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import median
 from time import perf_counter
 from typing import Any
 
-import torch.distributed as theirs
+import torch.distributed as torch_distributed
 
 from torchdist_ref import groups
-from torchdist_ref.benchmark import competitors, report, table
-from torchdist_ref.benchmark.crew import Place, go
-from torchdist_ref.benchmark.progress import Progress
+from torchdist_ref.benchmark import competitors, harness, report
+from torchdist_ref.benchmark.harness import Result, take_turns
+from torchdist_ref.benchmark.ranks import RankContext
+from torchdist_ref.benchmark.report import show_millis, show_number
 from torchdist_ref.benchmark.timing import durations
-from torchdist_ref.benchmark.units import show_millis, show_number
 
+HOST = "127.0.0.1"
 INIT, CYCLE = "init", "init and destroy"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What to measure: backends, numbers of ranks, and rounds."""
+def measure(context: RankContext, settings: argparse.Namespace) -> None:
+    """Measure all backends on one rank. Reports a result for each part of the cycle, and numbers."""
+    cycles: dict[str, list[float]] = {name: [] for name in settings.backends}
 
-    backends: tuple[str, ...] = ("ref", "gloo", "torch:gloo")
-    worlds: tuple[int, ...] = (2, 4)
-    repetitions: int = 9
+    def turn(name: str) -> list[float]:
+        made, destroyed = _cycle(context, name)
+        cycles[name].append(destroyed)
+        return [made]
 
-
-@dataclass(frozen=True)
-class Result:
-    """For one number of ranks: by what was timed and by backend, the seconds in each round."""
-
-    world: int
-    samples: Mapping[str, Mapping[str, Sequence[float]]]
-
-    def ratio(self, what: str, of: str, to: str) -> float:
-        """The median of same-round ratios."""
-        pairs = zip(self.samples[what][of], self.samples[what][to], strict=True)
-        return median(x / y for x, y in pairs)
+    turns = {name: partial(turn, name) for name in settings.backends}
+    samples, disturbed = take_turns(context, turns, settings.repetitions, context.report)
+    for what, found in ((INIT, samples), (CYCLE, cycles)):
+        context.report(Result({"what": what, "world": context.world}, found, disturbed))
 
 
-def measure(place: Place, settings: Settings) -> None:
-    """What each rank does. Reports a result."""
-    samples: dict[str, dict[str, list[float]]] = {what: {n: [] for n in settings.backends} for what in (INIT, CYCLE)}
-    for turn in range(settings.repetitions):
-        first = turn % len(settings.backends)
-        for name in settings.backends[first:] + settings.backends[:first]:
-            made, gone = _cycle(place, name)
-            samples[INIT][name].append(made)
-            samples[CYCLE][name].append(gone)
-        place.report(turn)
-    place.report(Result(place.world, samples))
-
-
-def _cycle(place: Place, name: str) -> tuple[float, float]:
-    init, destroy = _doors(name, place.exchange(_free_port())[0], place)
-    place.line_up()
+def _cycle(context: RankContext, name: str) -> tuple[float, float]:
+    """Return the seconds of making the default group, and those of making and destroying it."""
+    init, destroy = _functions(name, context.exchange(free_port())[0], context)
+    context.wait()
     begin = perf_counter()
     init()
     made = perf_counter()
-    # A rank that holds the store and leaves at once would take it from ranks that are still coming.
-    place.line_up()
+    # The rank that serves the store must not leave while others are still joining.
+    context.wait()
     destroy()
-    gone = perf_counter()
-    init_seconds, cycle_seconds = durations(place.exchange([(begin, made), (begin, gone)]))
+    destroyed = perf_counter()
+    init_seconds, cycle_seconds = durations(context.exchange([(begin, made), (begin, destroyed)]))
     return init_seconds, cycle_seconds
 
 
-def _doors(name: str, port: int, place: Place) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """How to make the default group of a backend, and how to leave it."""
-    where = {"init_method": f"tcp://127.0.0.1:{port}", "rank": place.rank, "world_size": place.world}
-    api, backend = (theirs, name.partition(":")[2]) if ":" in name else (groups, name)
+def _functions(name: str, port: int, context: RankContext) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return the functions that make and destroy the default group of a backend."""
+    where = {"init_method": f"tcp://{HOST}:{port}", "rank": context.rank, "world_size": context.world}
+    api, backend = (torch_distributed, name.partition(":")[2]) if ":" in name else (groups, name)
     return partial(api.init_process_group, backend, **where), api.destroy_process_group
 
 
-def _free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
+def free_port() -> int:
+    """Return a port that was free just now."""
+    with closing(socket.create_server((HOST, 0))) as probe:
         return int(probe.getsockname()[1])
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
-    defaults = Settings()
-    backend_names, worlds = ",".join(defaults.backends), ",".join(map(str, defaults.worlds))
-    parser.add_argument("--backends", default=backend_names, metavar="A,B,...", help="backends (%(default)s)")
-    parser.add_argument("--worlds", default=worlds, metavar="N,M,...", help="numbers of ranks (%(default)s)")
-    parser.add_argument("--repetitions", type=int, default=defaults.repetitions, metavar="N", help="rounds")
+    harness.add_options(
+        parser,
+        backends=("ref,gloo,torch:gloo", "backends"),
+        worlds=("2,4", "numbers of ranks"),
+        repetitions=(9, "rounds"),
+    )
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure and print."""
     names, left_out = competitors.split(options.backends.split(","), forked=True)
-    for each in left_out:
-        print(each)
-    worlds = tuple(int(world) for world in options.worlds.split(","))
-    settings = Settings(tuple(names), worlds, options.repetitions)
-    progress, results = Progress(len(worlds) * settings.repetitions), []
-
-    def hear(event: Any) -> None:
-        if isinstance(event, Result):
-            results.append(event)
-        else:
-            progress.advance()
-
-    for world in worlds:
-        progress.heading(f"{world} ranks")
-        go(lambda place: measure(place, settings), world, hear)
-    progress.clear()
+    print(*left_out, sep="\n", end="\n" * bool(left_out))
+    options.backends, options.worlds = names, harness.numbers("benchmark start", "--worlds", options.worlds)
+    bar, results = report.ProgressBar(len(options.worlds) * options.repetitions), []
+    for world in options.worlds:
+        bar.heading(f"{world} ranks")
+        results += harness.collect(partial(measure, settings=options), world, bar)
     print(show(results, names))
-    if options.json:
-        entries = [asdict(result) for result in results]
-        report.write(options.json, report.report("start", asdict(settings), entries, [str(each) for each in left_out]))
-        print(f"wrote {options.json}")
+    entries = [
+        {"world": first.cell["world"], "samples": {INIT: first.samples, CYCLE: second.samples}}
+        for first, second in zip(results[::2], results[1::2], strict=True)
+    ]
+    report.write(options.json, report.report("start", harness.settings_of(options), entries, list(map(str, left_out))))
     return 0
 
 
 def show(results: Sequence[Result], names: Sequence[str]) -> str:
-    """The table: milliseconds, and how many times faster than the last backend."""
+    """Return the table: milliseconds, and how many times faster than the last backend."""
     against = names[-1]
     titles = ["", "ranks", *(f"{name} ms" for name in names), *(f"{name} x {against}" for name in names[:-1])]
     rows = [
         [
-            what,
-            str(result.world),
-            *(show_millis(median(result.samples[what][name])) for name in names),
-            *(show_number(result.ratio(what, against, name)) for name in names[:-1]),
+            each.cell["what"],
+            str(each.cell["world"]),
+            *(show_millis(each.median(name)) for name in names),
+            *(show_number(each.ratio(against, name)) for name in names[:-1]),
         ]
-        for result in results
-        for what in (INIT, CYCLE)
+        for each in results
     ]
-    return table.columns(titles, rows)
+    return report.columns(titles, rows)

@@ -1,8 +1,10 @@
-"""One repetition: some calls on every rank, each from the start line, and when each rank began and ended.
+"""Start line and clocks: repetitions on every rank, each from a common start, and the time that they took.
 
-A call's time is from the moment when the last rank began to the moment when the last rank was done. Ranks only take
-down times; what they mean is computed once, by rank 0, from everybody's. A bound, whose ranks don't wait for one
-another, has no common end: it is what each rank has to do, shared out among the processors (`shared_out`).
+A call's time is from the moment when the last rank began to the moment when the last rank completed. Ranks only record
+times; rank 0 computes durations from those of all ranks. A bound, whose ranks do not wait for one another, has no
+common end: its time is the work of each rank, divided among the processors (`shared_out`).
+
+`checkout_rank` loads this file by its path beside an older library. Import nothing but the standard library here.
 """
 
 from __future__ import annotations
@@ -13,31 +15,85 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time, thread_time
+from time import monotonic, perf_counter, sleep, thread_time
+from typing import Any
 
-from torchdist_ref.benchmark.operations import Action
-
+Action = Callable[[], Any]
 Times = list[tuple[float, float]]
 Clock = Callable[[], float]
-# Others' processor time is counted in ticks of a hundredth of a second.
-_TICK = 0.01
-_TOLERATED = 0.15
+# Bytes from one rank's word to the next: a cache line.
+LINE_BYTES = 64
+WORD_BYTES = 8
+# Loops before a waiting rank yields its processor, with a processor for each rank and with fewer.
+PATIENT_SPINS, CROWDED_SPINS = 20_000, 50
+POLL_SECONDS = 0.002
+# /proc/stat counts in ticks of a hundredth of a second.
+TICK_SECONDS = 0.01
+# Share of a processor that other processes may use in an undisturbed round.
+TOLERATED_SHARE = 0.15
+MAX_CALLS = 1000
 
 
-def apart(call: Action, calls: int, line_up: Callable[[], None], clock: Clock = perf_counter) -> Times:
-    """Make so many calls, each from the start line: (begin, end) of each, by default on a clock that all share."""
+class StartLine:
+    """Barrier of a benchmark's ranks, independent of all backends: one word a rank in shared memory.
+
+    Each rank increments its own word and spins on the others'. No data depends on it, so the order in which a processor
+    makes writes visible is irrelevant.
+
+    Args:
+        memory: Shared memory, zero at first: a cache line for each rank.
+        rank: This rank.
+        ranks: Ranks that take part.
+
+    >>> line = StartLine(memoryview(bytearray(64)), 0, range(1))
+    >>> line.wait(), line.poll([0], 0.1)
+    (None, True)
+    """
+
+    def __init__(self, memory: memoryview, rank: int, ranks: range) -> None:
+        self._words = memory.cast("q")
+        self._step = LINE_BYTES // WORD_BYTES
+        self._own, self._all = rank * self._step, [each * self._step for each in ranks]
+        self._count = 0
+        self._spins = PATIENT_SPINS if len(ranks) <= len(os.sched_getaffinity(0)) else CROWDED_SPINS
+
+    def wait(self) -> None:
+        """Return when all ranks have called this as often as this one; on a core each, within a microsecond."""
+        self._count += 1
+        words, count, spins = self._words, self._count, self._spins
+        words[self._own] = count
+        for index in self._all:
+            while words[index] < count:
+                spins -= 1
+                if spins < 0:
+                    os.sched_yield()
+
+    def poll(self, ranks: Sequence[int], seconds: float) -> bool:
+        """Wait for these ranks, with sleeps and a time limit; return whether they came. For ranks of which some die."""
+        self._count += 1
+        self._words[self._own] = self._count
+        end = monotonic() + seconds
+        while any(self._words[rank * self._step] < self._count for rank in ranks):
+            if monotonic() > end:
+                return False
+            sleep(POLL_SECONDS)
+        return True
+
+
+def calls_apart(call: Action, calls: int, wait: Action, clock: Clock = perf_counter) -> Times:
+    """Make calls, each from the start line; return (begin, end) of each, by default on a clock that all ranks share."""
     times = []
     for _ in range(calls):
-        line_up()
+        wait()
         begin = clock()
         call()
         times.append((begin, clock()))
     return times
 
 
-def in_a_row(call: Action, calls: int, line_up: Callable[[], None], clock: Clock = perf_counter) -> Times:
-    """Make so many calls back to back after one start line: (begin, end) of all together."""
-    line_up()
+def calls_in_a_row(call: Action, calls: int, wait: Action, clock: Clock = perf_counter) -> Times:
+    """Make calls back to back after one start line; return (begin, end) of all together."""
+    wait()
     begin = clock()
     for _ in range(calls):
         call()
@@ -45,7 +101,7 @@ def in_a_row(call: Action, calls: int, line_up: Callable[[], None], clock: Clock
 
 
 def durations(by_rank: Sequence[Times], parts: int = 1) -> list[float]:
-    """Seconds of each call, from every rank's times; each took `parts` times as long.
+    """Return the seconds of each call, from every rank's times, divided by ``parts``.
 
     >>> durations([[(1.0, 4.0)], [(2.0, 3.5)]])
     [2.0]
@@ -56,19 +112,19 @@ def durations(by_rank: Sequence[Times], parts: int = 1) -> list[float]:
 
 
 def own_clock(world: int) -> Clock:
-    """What tells how long a rank has worked, however long it waited for a processor.
+    """Return a clock of the time that a rank works, without its waits for a processor.
 
-    A rank with a processor to itself does not wait, and any clock tells; the one of processor time takes a call of
-    the kernel to read, as long as copying 10 KiB.
+    A rank with a processor to itself does not wait, and any clock serves; the one of processor time takes a system
+    call, as long as copying 10 KiB.
     """
     return perf_counter if world <= len(os.sched_getaffinity(0)) else thread_time
 
 
 def shared_out(by_rank: Sequence[Times], parts: int = 1, processors: int | None = None) -> list[float]:
-    """Seconds below which processors cannot do each call's work, from how long every rank worked on it.
+    """Return the least seconds in which processors can do each call's work, from the time that every rank worked.
 
-    No rank's work can be split, and all of it has to be done by somebody: at best it ends with the longest rank's, or
-    when the sum is shared out evenly, whichever is later. By default among those that this process may run on.
+    A rank's work cannot be split. At best a call ends with the longest rank's work, or when the sum is divided evenly,
+    whichever is later. By default among the processors that this process may run on.
 
     >>> four = [[(0.0, 2.0)], [(0.0, 2.0)], [(0.0, 2.0)], [(0.0, 3.0)]]
     >>> shared_out(four, processors=2), shared_out(four, processors=4)
@@ -79,19 +135,29 @@ def shared_out(by_rank: Sequence[Times], parts: int = 1, processors: int | None 
     return [max(max(seconds), sum(seconds) / many) / parts for seconds in worked]
 
 
-def calls_for(first: Sequence[float], seconds: float, most: int = 1000) -> int:
-    """How many calls fill a repetition of so many seconds.
+def calls_for(first: Sequence[float], seconds: float) -> int:
+    """Return how many calls fill a repetition of so many seconds.
 
     >>> calls_for([0.02, 0.01, 0.03], 0.05), calls_for([1.0], 0.05), calls_for([1e-6], 0.05)
     (2, 1, 1000)
     """
-    return max(1, min(most, int(seconds / max(median(first), 1e-7))))
+    return max(1, min(MAX_CALLS, int(seconds / max(median(first), 1e-7))))
 
 
-class Strangers:
-    """How much of the processors others use while we measure: their busy time, less what our ranks used.
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """Return names in order, beginning with another one in each turn.
 
-    Seen on the processors that this process may run on. Where /proc/stat does not exist nothing is ever disturbed.
+    >>> rotated("abc", 4)
+    ['b', 'c', 'a']
+    """
+    first = turn % max(1, len(names))
+    return [*names[first:], *names[:first]]
+
+
+class OtherProcesses:
+    """Processor time of other processes during a measurement: busy time, less that of our ranks.
+
+    Only processors that this process may run on count. Without /proc/stat nothing is ever disturbed.
     """
 
     def __init__(self, cpus: set[int] | None = None) -> None:
@@ -99,13 +165,13 @@ class Strangers:
         self.mark()
 
     def mark(self) -> None:
-        """Begin anew."""
+        """Begin a new interval."""
         self._busy, self._wall = self._read(), perf_counter()
 
     def disturbed(self, own: float) -> bool:
-        """Whether others took more than a seventh of a processor since the mark; our ranks used `own` seconds."""
+        """Return whether others used more than the tolerated share since the mark; our ranks used `own` seconds."""
         wall = perf_counter() - self._wall
-        return self._read() - self._busy - own > _TOLERATED * wall + 2 * _TICK
+        return self._read() - self._busy - own > TOLERATED_SHARE * wall + 2 * TICK_SECONDS
 
     def _read(self) -> float:
         try:
@@ -115,9 +181,9 @@ class Strangers:
 
 
 def busy(stat: str, cpus: set[int], ticks: int) -> float:
-    """Seconds for which some processors were not idle, from the text of /proc/stat.
+    r"""Return the seconds for which some processors were not idle, from the text of /proc/stat.
 
-    >>> busy("cpu 9 9 9 9 9 9 9 9\\ncpu0 100 0 50 700 7 1 2 3\\ncpu1 5 5 5 5 5 5 5 5", {0}, 100)
+    >>> busy("cpu 9 9 9 9 9 9 9 9\ncpu0 100 0 50 700 7 1 2 3\ncpu1 5 5 5 5 5 5 5 5", {0}, 100)
     1.56
     """
     lines = (line.split() for line in stat.splitlines() if line.startswith("cpu") and line[3:4].isdigit())
@@ -126,13 +192,8 @@ def busy(stat: str, cpus: set[int], ticks: int) -> float:
     return sum(used) / ticks
 
 
-def own_time() -> float:
-    """Processor seconds of this process, all its threads."""
-    return process_time()
-
-
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Keep Python's garbage collector out of what is timed."""
     gc.disable()
     try:
