@@ -1,5 +1,4 @@
-"""The public surface is deliberate: every name is listed, in order, documented, annotated, and on a page of the
-site."""
+"""Public names are deliberate: listed, sorted, documented, annotated, and on a page of the site."""
 
 import importlib
 import inspect
@@ -59,7 +58,7 @@ def ours(value: object) -> bool:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_all_is_sorted_and_every_name_in_it_is_there(name: str) -> None:
+def test_all_is_sorted_and_complete(name: str) -> None:
     module = importlib.import_module(name)
     listed = getattr(module, "__all__", [])
     assert list(listed) == sorted(set(listed))
@@ -81,7 +80,7 @@ def test_a_wrong_name_is_an_attribute_error_that_names_it() -> None:
 
 
 @pytest.mark.parametrize("name", SURFACE)
-def test_every_public_name_says_what_it_is(name: str) -> None:
+def test_every_public_name_has_a_docstring(name: str) -> None:
     module = importlib.import_module(name)
     silent = [own for own, value in names(module) if ours(value) and not inspect.getdoc(value)]
     silent += [
@@ -143,7 +142,7 @@ def imported_by_pages() -> Iterator[tuple[str, str]]:
                 yield page.name, name.split(" as ")[0]
 
 
-def test_what_pages_import_is_on_a_reference_page() -> None:
+def test_names_that_pages_import_are_on_a_reference_page() -> None:
     there = {part for entry in documented() for part in entry.split(".")}
     absent = [(page, name) for page, name in imported_by_pages() if name not in there]
     assert not absent

@@ -1,8 +1,8 @@
-"""What is below the top level of `torch.distributed` in torch 2.13, beside ours, as data and as a page.
+"""Table of the names below the top level of `torch.distributed` 2.13, beside ours, as data and as a page.
 
-Methods of classes, and the modules that programs import: `surface_table` does the same for the top level. The names are
-in torch_2_13_members.json with their signatures. `python -m tests.groups.member_table` writes the signatures anew
-(under torch 2.13) and the page docs/reference/surface_members.md; a test holds both to what is written here.
+It covers methods of classes, and modules that programs import; `surface_table` covers the top level. The names are in
+torch_2_13_members.json with their signatures. `python -m tests.groups.member_table` writes the signatures (under torch
+2.13) and the page docs/reference/surface_members.md; a test compares both.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def find(name: str, package: str, homes: dict[str, str]) -> Any:
 
 
 def has(value: Any, name: str) -> bool:
-    """Whether an object has an attribute, though it may not be able to give it (a device that a group is bound to)."""
+    """Return whether an object has an attribute, even if reading it raises."""
     try:
         return hasattr(value, name)
     except RuntimeError:

@@ -1,7 +1,7 @@
-"""Every way to call a function wrongly, by substitution: a correct call, with one argument replaced by a wrong one.
+"""Wrong calls by substitution: a correct call in which one argument is replaced by a wrong one.
 
-A misuse is the same call on torch's library and on ours, made by both ranks alike. What torch does with it is found out
-beside ours; where that would hang, end the process or break the group for all further calls, it is not asked.
+Both ranks make the same call, on torch's library and on ours. Calls that make torch hang, end the process or break the
+group are made on ours only.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ SIZE = 2
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a misuse is tried: a library, on a rank.
+class Site:
+    """Library and rank on which a wrong call is made.
 
     Attributes:
-        library: torch's or ours.
+        library: torch.distributed or torchdist_ref.
         rank: This rank, of two.
-        group: A group of both ranks, made for this misuse.
+        group: A group of both ranks, created for this call.
     """
 
     library: Any
@@ -37,27 +37,27 @@ class Place:
 
 
 def ones(count: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Any tensor."""
+    """Return a tensor."""
     return torch.ones(count, dtype=dtype)
 
 
 def two() -> list[torch.Tensor]:
-    """A tensor for each rank."""
+    """Return one tensor for each rank."""
     return [ones(), ones()]
 
 
 def sparse() -> torch.Tensor:
-    """A tensor in coordinate format."""
+    """Return a sparse COO tensor."""
     return torch.eye(3).to_sparse()
 
 
 def quantized() -> torch.Tensor:
-    """A tensor whose numbers stand for others."""
+    """Return a quantized tensor."""
     return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
 
 
 # Correct arguments of each function, in one group of two ranks.
-CORRECT: dict[str, Callable[[Place], dict[str, Any]]] = {
+CORRECT: dict[str, Callable[[Site], dict[str, Any]]] = {
     "all_reduce": lambda p: {"tensor": ones()},
     "reduce": lambda p: {"tensor": ones(), "dst": 0},
     "broadcast": lambda p: {"tensor": ones(), "src": 0},
@@ -139,33 +139,33 @@ class Misuse:
     """One wrong call.
 
     Attributes:
-        name: The function, the argument and what is wrong with it.
-        call: Makes it.
+        name: The function, the argument and the mistake.
+        call: Function that makes the call.
     """
 
     name: str
-    call: Callable[[Place], Any]
+    call: Callable[[Site], Any]
 
     @property
     def function(self) -> str:
-        """The function."""
+        """Name of the function."""
         return self.name.split(" ")[0].rstrip(":")
 
 
 def replaced(function: str, argument: str, what: str, value: Any) -> Misuse:
-    """The correct call but for one argument."""
+    """Return the correct call with one argument replaced."""
 
-    def call(place: Place) -> Any:
-        arguments = {"group": place.group, **CORRECT[function](place), argument: value}
-        return getattr(place.library, function)(**arguments)
+    def call(site: Site) -> Any:
+        arguments = {"group": site.group, **CORRECT[function](site), argument: value}
+        return getattr(site.library, function)(**arguments)
 
     return Misuse(f"{function} {argument}: {what}", call)
 
 
 def substitutions() -> Iterator[Misuse]:
-    """Each argument of each function, replaced by each value that is wrong for its kind."""
+    """Yield each function with each argument replaced by each value that is wrong for its kind."""
     for function, correct in CORRECT.items():
-        for argument in correct(Place(None, 0, None)):
+        for argument in correct(Site(None, 0, None)):
             for what, value in wrong_for(argument).items():
                 yield replaced(function, argument, what, value)
         for what, value in NOT_GROUPS.items():
@@ -175,17 +175,17 @@ def substitutions() -> Iterator[Misuse]:
                 yield replaced(function, "op", what, value)
 
 
-def destroyed(place: Place) -> Any:
-    """A group that was destroyed."""
-    group = place.library.new_group()
-    place.library.destroy_process_group(group)
+def destroyed(site: Site) -> Any:
+    """Return a destroyed group."""
+    group = site.library.new_group()
+    site.library.destroy_process_group(group)
     return group
 
 
 def more() -> Iterator[Misuse]:
-    """What is wrong with more than one argument, or with none of those above."""
+    """Yield mistakes that involve several arguments, or other arguments."""
     I64, ops = torch.int64, torch.distributed.ReduceOp
-    calls: dict[str, Callable[[Place], Any]] = {
+    calls: dict[str, Callable[[Site], Any]] = {
         "all_reduce bits of floats": lambda p: p.library.all_reduce(ones(), ops.BAND, p.group),
         "all_reduce order of complex": lambda p: p.library.all_reduce(ones(4, torch.complex64), ops.MAX, p.group),
         "broadcast src and group_src": lambda p: p.library.broadcast(ones(), 0, p.group, group_src=0),
@@ -205,7 +205,7 @@ def more() -> Iterator[Misuse]:
         "P2POp another function": lambda p: p.library.P2POp(p.library.send, ones(), p.other, p.group),
         "P2POp no tensor": lambda p: p.library.P2POp(p.library.isend, "x", p.other, p.group),
         "P2POp no peer": lambda p: p.library.P2POp(p.library.isend, ones(), None, p.group),
-        "scatter_object_list no room": lambda p: p.library.scatter_object_list([], [1, 2], 0, p.group),
+        "scatter_object_list empty output": lambda p: p.library.scatter_object_list([], [1, 2], 0, p.group),
         "new_group ranks twice": lambda p: p.library.new_group([0, 0]),
         "new_group rank too large": lambda p: p.library.new_group([0, 2]),
         "new_group rank negative": lambda p: p.library.new_group([-1, 0]),
@@ -258,7 +258,7 @@ def more() -> Iterator[Misuse]:
 
 
 def of_stores() -> Iterator[Misuse]:
-    """Keys and values of odd kinds and sizes, on a store in this process."""
+    """Yield store operations with keys and values of wrong types and sizes."""
     calls: dict[str, Callable[[Any], Any]] = {
         "set key a number": lambda s: s.set(5, "v"),
         "set value a number": lambda s: s.set("k", 5),
@@ -281,13 +281,13 @@ def of_stores() -> Iterator[Misuse]:
         "get key half a letter": lambda s: s.get("\udfff\ud800"),
     }
     for name, call in calls.items():
-        yield Misuse(name, lambda place, call=call: call(place.library.HashStore()))
-    yield Misuse("PrefixStore of a number", lambda place: place.library.PrefixStore("p", 5))
+        yield Misuse(name, lambda site, call=call: call(site.library.HashStore()))
+    yield Misuse("PrefixStore of a number", lambda site: site.library.PrefixStore("p", 5))
 
 
 def wrong_for(argument: str) -> dict[str, Any]:
-    """Values that are wrong for an argument of this name."""
+    """Return values that are wrong for an argument of this name."""
     kinds = ((TENSORS, NOT_TENSORS), (LISTS, NOT_LISTS), (ROOTS, NOT_ROOTS))
     found = next((values for names, values in kinds if argument in names), {})
-    # An empty list is right on ranks that are to give none, so they would wait for the root, which raises.
+    # An empty list is valid on non-root ranks, which would then wait for the root, which raises.
     return {what: value for what, value in found.items() if what != "nothing" or argument not in OF_ROOT}

@@ -1,8 +1,8 @@
-"""What torch 2.13's top level has beside what ours has, as data and as a page.
+"""Table of torch 2.13's top level beside ours, as data and as a page.
 
-The signatures of torch 2.13 are kept in torch_2_13.json, so that they can be compared under any torch.
+torch_2_13.json keeps the signatures of torch 2.13, so that any torch can be compared with them.
 `python -m tests.groups.surface_table` writes that file (under torch 2.13) and the page docs/reference/surface_table.md;
-a test holds both to what is written here.
+a test compares both.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ NOT_MEANT = {"timedelta", "log"}
 
 
 def signature(value: Any) -> Signature | None:
-    """Return name, kind and default of each parameter; None where Python can't know them."""
+    """Return name, kind and default of each parameter; None where Python cannot inspect them."""
     try:
         parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Blocks of one tensor, batches of messages, several tensors at once: values, futures, and torch's Gloo beside."""
+"""all_to_all_single, batches of messages, coalesced calls: values and futures, beside torch's Gloo."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def equal_blocks(library: Any, rank: int, size: int, dtype: torch.dtype) -> Tens
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_blocks_of_any_size_go_where_they_belong(world_size: int, backend: str) -> None:
+def test_all_to_all_single_of_blocks_of_any_size(world_size: int, backend: str) -> None:
     def program(rank: int) -> None:
         for dtype in DTYPES:
             if backend == "ref" or not dtype.is_complex:
@@ -79,7 +79,7 @@ def async_exchanges(rank: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_exchanges_overlap_and_end_in_any_order(backend: str) -> None:
+def test_async_all_to_all_calls_may_overlap(backend: str) -> None:
     run(async_exchanges, 3, backend=backend)
 
 
@@ -94,7 +94,7 @@ def strided_exchange(rank: int) -> None:
     assert torch.equal(base, torch.zeros(6, 5)), "nothing outside the view was written"
 
 
-def test_strided_tensors_are_exchanged_in_place() -> None:
+def test_strided_tensors_are_written_in_place() -> None:
     run(strided_exchange, 2)
 
 
@@ -108,7 +108,7 @@ def in_a_subgroup(rank: int) -> bool:
     return torch.equal(exchange(dist, rank, 4, torch.float32, group, members), wanted)
 
 
-def test_a_group_of_some_ranks_exchanges_among_its_own() -> None:
+def test_all_to_all_in_a_subgroup() -> None:
     assert run(in_a_subgroup, 4, ranks="processes") == [True] * 4
 
 
@@ -154,14 +154,14 @@ def beside_torch(rank: int, size: int, path: str) -> tuple[list[Any], list[Any]]
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_torchs_gloo_gives_the_same(world_size: int, tmp_path: Path) -> None:
+def test_results_are_those_of_torchs_gloo(world_size: int, tmp_path: Path) -> None:
     for ours, oracle in run(beside_torch, world_size, world_size, str(tmp_path / "store"), ranks="processes"):
         assert ours == oracle
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_batches_and_lists_give_what_the_formulas_say(world_size: int, backend: str) -> None:
+def test_batches_and_coalesced_calls_match_formulas(world_size: int, backend: str) -> None:
     size = world_size
 
     def program(rank: int) -> None:
@@ -189,7 +189,7 @@ def one_tensor_alone(rank: int) -> float:
     return tensor.item()
 
 
-def test_a_tensor_alone_is_a_list_of_one() -> None:
+def test_a_single_tensor_is_a_list_of_one() -> None:
     assert run(one_tensor_alone, 2) == [(fill(0, (1,)) + fill(1, (1,))).item()] * 2
 
 
@@ -203,7 +203,7 @@ def future_of_blocks(rank: int) -> bool:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_future_of_blocks_holds_the_one_tensor(backend: str) -> None:
+def test_the_future_of_all_to_all_single_holds_the_output(backend: str) -> None:
     assert run(future_of_blocks, 2, backend=backend) == [True, True]
 
 
@@ -223,12 +223,12 @@ def inside_a_callback(rank: int) -> list[float]:
     return output.tolist()
 
 
-def test_a_callback_may_wait_for_an_exchange() -> None:
+def test_a_callback_may_wait_for_all_to_all_without_deadlock() -> None:
     zero, one = fill(0, (3,)), fill(1, (3,))
     assert run(inside_a_callback, 2) == [[zero[0], one[0], one[1]], [zero[1], zero[2], one[2]]]
 
 
-def test_sizes_that_pairs_see_differently_are_named() -> None:
+def test_mismatched_split_sizes_are_named() -> None:
     def program(rank: int) -> str:
         rows = [1, 2] if rank == 0 else [1, 1]
         output, sent = torch.full((3 - rank,), -1.0), torch.ones(3 - rank)
@@ -251,7 +251,7 @@ def too_little_on_gloo(rank: int) -> list[float]:
     return output.tolist()
 
 
-def test_what_gloo_does_not_write_stays_as_it_was() -> None:
+def test_rows_that_gloo_does_not_write_are_unchanged() -> None:
     """It says nothing of it either: but for the level DETAIL, sizes are not compared there."""
     first, second = (fill(rank, (2,)).tolist() for rank in range(2))
     assert run(too_little_on_gloo, 2, backend="gloo", ranks="processes") == [
@@ -261,7 +261,7 @@ def test_what_gloo_does_not_write_stays_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["pairwise", "bruck"])
-def test_a_rank_whose_blocks_are_equal_goes_by_what_all_can_do(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_and_unequal_blocks_use_one_algorithm(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDIST_REF_ALGORITHM", f"all_to_all={algorithm}")
     given = [[2, 2, 2], [1, 2, 0], [3, 2, 4]]
 
@@ -279,7 +279,7 @@ class Boom(Exception):
     pass
 
 
-def test_a_joined_work_waits_for_all_and_fails_as_the_first() -> None:
+def test_joined_work_waits_for_all_parts_and_raises_the_first_error() -> None:
     def fails() -> None:
         raise Boom("afterwards")
 
@@ -348,7 +348,7 @@ MISUSE: list[tuple[str, Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "kind", "words"), [case[1:] for case in MISUSE], ids=[case[0] for case in MISUSE])
-def test_misuse_is_answered(call: Any, kind: type[Exception], words: str) -> None:
+def test_misuse_raises_a_clear_error(call: Any, kind: type[Exception], words: str) -> None:
     def program(rank: int) -> float:
         with pytest.raises(kind, match=words):
             call()
@@ -359,14 +359,14 @@ def test_misuse_is_answered(call: Any, kind: type[Exception], words: str) -> Non
     assert run(program, 2) == [3.0, 3.0]
 
 
-def test_an_op_shows_who_sends_what_to_whom() -> None:
+def test_repr_of_p2pop_shows_both_ranks() -> None:
     def program(rank: int) -> str:
         return repr(dist.P2POp(dist.irecv, T, group_peer=0, tag=7))
 
     assert run(program, 2)[1] == "P2POp(irecv in 'world', group rank 0 to 1, tag 7, torch.float32 [4])"
 
 
-def test_a_rank_that_dies_in_an_exchange_is_named() -> None:
+def test_a_rank_that_dies_in_all_to_all_is_named() -> None:
     def program(rank: int) -> None:
         if rank == 0:
             raise Boom("gone")

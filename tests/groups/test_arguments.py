@@ -1,4 +1,4 @@
-"""Misuse gets one clear exception: what was called, with which argument, what was expected, and on which rank."""
+"""Misuse raises one clear exception: the function, the argument, the expected value, and the rank."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def world() -> dist.ProcessGroup:
 
 
 @pytest.mark.parametrize(("call", "kind", "words"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_misuse_is_answered(call: Callable[[], Any], kind: type[Exception], words: str) -> None:
+def test_misuse_raises_a_clear_error(call: Callable[[], Any], kind: type[Exception], words: str) -> None:
     def program(rank: int) -> float:
         try:
             call()
@@ -94,7 +94,7 @@ BEFORE = [
 
 
 @pytest.mark.parametrize("call", BEFORE)
-def test_a_call_before_init_says_so(call: Callable[[], Any]) -> None:
+def test_a_call_before_init_process_group_raises(call: Callable[[], Any]) -> None:
     with pytest.raises(dist.NotInitializedError, match="init_process_group"):
         call()
 
@@ -147,7 +147,7 @@ def different_members(rank: int) -> tuple[str, float]:
     return text, tensor.item()
 
 
-def test_groups_that_ranks_make_differently_are_an_error_on_all_ranks() -> None:
+def test_new_group_with_different_members_is_a_mismatch_on_all_ranks() -> None:
     for text, total in run(different_members, 3):
         assert "[0,1,2]" in text and "[0,1]" in text and "same order" in text
         assert total == 6.0
@@ -170,7 +170,7 @@ def use_after_destroy(rank: int) -> str:
 
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
-def test_a_destroyed_group_says_that_it_is_destroyed(backend: str) -> None:
+def test_a_destroyed_group_raises_on_use(backend: str) -> None:
     assert run(use_after_destroy, 2, backend=backend) == ["DestroyedGroupError"] * 2
 
 
@@ -182,5 +182,5 @@ def stay_away(rank: int) -> str:
     return type(caught.value).__name__
 
 
-def test_a_rank_that_does_not_make_a_group_is_named_within_its_time_out() -> None:
+def test_new_group_names_a_missing_rank_at_its_timeout() -> None:
     assert run(stay_away, 2) == ["RankStalledError", ""]

@@ -1,4 +1,4 @@
-"""The level DETAIL: backends of others get the comparison that `ref` always makes; INFO tells of groups."""
+"""Debug levels: DETAIL compares the calls of foreign backends as `ref` always does; INFO logs groups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def detail() -> Iterator[None]:
 
 
 # Over a second: the whole contract of a backend, with a store between every two calls.
-def test_a_compared_backend_keeps_the_contract() -> None:
+def test_a_checked_backend_conforms() -> None:
     check_backend("gloo", 2)
 
 
@@ -45,7 +45,7 @@ DISAGREE: dict[str, Callable[[int], Any]] = {
 }
 
 
-def test_sizes_of_an_exchange_are_compared_pair_by_pair() -> None:
+def test_split_sizes_of_all_to_all_are_compared_by_pair() -> None:
     def program(rank: int) -> str:
         give, take = ([1, 3], [1, 1]) if rank == 0 else ([1, 1], [2, 1])
         output = torch.full((sum(take),), -1.0)
@@ -64,7 +64,7 @@ def test_sizes_of_an_exchange_are_compared_pair_by_pair() -> None:
 
 
 @pytest.mark.parametrize("name", DISAGREE)
-def test_calls_that_differ_are_an_error_on_all_ranks(name: str) -> None:
+def test_mismatched_calls_raise_on_all_ranks(name: str) -> None:
     def program(rank: int) -> tuple[str, list[float]]:
         with pytest.raises(dist.MismatchError) as caught:
             DISAGREE[name](rank)
@@ -79,7 +79,7 @@ def test_calls_that_differ_are_an_error_on_all_ranks(name: str) -> None:
         assert total == (fill(0, (5,)) + fill(1, (5,))).tolist()
 
 
-def test_both_sides_are_shown() -> None:
+def test_a_mismatch_shows_both_calls() -> None:
     def program(rank: int) -> str:
         with pytest.raises(dist.MismatchError) as caught:
             dist.all_reduce(torch.ones(2, 3 + rank))
@@ -89,7 +89,7 @@ def test_both_sides_are_shown() -> None:
     assert run(program, 2, backend="gloo") == [f"rank 0: {call} [2, 3]; rank 1: {call} [2, 4]"] * 2
 
 
-def test_a_rank_that_makes_no_call_is_named() -> None:
+def test_a_rank_without_a_call_is_named() -> None:
     def program(rank: int) -> str:
         group = dist.new_group(timeout=timedelta(seconds=0.3))
         if rank == 2:
@@ -102,7 +102,7 @@ def test_a_rank_that_makes_no_call_is_named() -> None:
         assert f"on rank {rank}): ranks [2] made no call in 0.3 s" in text
 
 
-def test_old_calls_leave_no_keys() -> None:
+def test_completed_calls_leave_no_keys_in_the_store() -> None:
     def program(rank: int) -> int:
         for _ in range(5):
             dist.barrier()
@@ -114,7 +114,7 @@ def test_old_calls_leave_no_keys() -> None:
     assert max(run(program, 3, backend="gloo")) <= 3
 
 
-def test_only_backends_of_others_are_wrapped_and_every_group_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_foreign_backends_are_wrapped_and_every_group_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def program(rank: int) -> list[bool]:
         split = dist.split_group(split_ranks=[[0, 1]], backend="gloo")
         groups = [dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([0, 1], backend="gloo"), split]
@@ -126,7 +126,7 @@ def test_only_backends_of_others_are_wrapped_and_every_group_is_told(caplog: pyt
     assert len(told) == 4 and sum(" on gloo" in text for text in told) == 2
 
 
-def test_messages_pass_as_before() -> None:
+def test_point_to_point_messages_still_work() -> None:
     def program(rank: int) -> float:
         tensor = fill(rank, (1,))
         if rank:

@@ -1,4 +1,4 @@
-"""Names below the top level: as torch 2.13's, or the table gives a reason. The page is written from the same table."""
+"""Names below the top level match torch 2.13's or have a reason; the page is written from the same table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.groups import member_table as table
 ROWS = sorted(table.known())
 
 
-def test_every_name_is_as_torchs_or_has_a_reason() -> None:
+def test_every_name_matches_torch_or_has_a_reason() -> None:
     silent = [
         name for name, (state, why) in table.rows().items() if state in ("absent", "other parameters") and not why
     ]
@@ -28,7 +28,7 @@ def test_every_reason_is_needed() -> None:
         assert not useless
 
 
-def test_most_names_are_here() -> None:
+def test_most_names_are_present() -> None:
     counts = Counter(state for state, _ in table.rows().values())
     assert sum(counts.values()) == len(ROWS) > 500
     assert counts["as torch's"] > 100 and counts["absent"] < 180
@@ -48,7 +48,7 @@ def test_the_kept_signatures_are_the_installed_torchs() -> None:
     }
 
 
-def test_what_is_nowhere_is_absent() -> None:
+def test_an_unknown_name_is_absent() -> None:
     with pytest.raises(AttributeError):
         table.find("ProcessGroup.no_such_method", "torchdist_ref", table.OURS)
     assert table.find("Work.wait", "torchdist_ref", table.OURS).__name__ == "wait"

@@ -1,4 +1,4 @@
-"""DeviceMesh: coordinates and groups are torch's on the same ranks; its groups carry calls; mistakes are named."""
+"""DeviceMesh: coordinates and groups match torch's on the same ranks; its groups run calls; misuse is named."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def beside_torch(rank: int, path: str) -> tuple[list[Any], list[Any]]:
         theirs.destroy_process_group()
 
 
-def test_torch_sees_the_same_meshes(tmp_path: Path) -> None:
+def test_meshes_match_torchs(tmp_path: Path) -> None:
     for ours, oracle in run(beside_torch, 4, str(tmp_path / "store"), ranks="processes"):
         for mine, other in zip(ours, oracle, strict=True):
             assert mine == other
@@ -61,14 +61,14 @@ def sums(rank: int) -> tuple[list[float], list[float]]:
     return tensors[0].tolist(), tensors[1].tolist()
 
 
-def test_groups_of_a_mesh_carry_calls_along_their_line() -> None:
+def test_groups_of_a_mesh_carry_calls_along_one_dimension() -> None:
     every = [fill(rank, (3,)) for rank in range(4)]
     for rank, found in enumerate(run(sums, 4)):
         column, row = every[rank % 2] + every[rank % 2 + 2], every[rank // 2 * 2] + every[rank // 2 * 2 + 1]
         assert found == (column.tolist(), row.tolist())
 
 
-def test_a_mesh_initialises_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_initializes_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
@@ -93,7 +93,7 @@ def outside(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_rank_outside_is_told_so() -> None:
+def test_a_rank_outside_the_mesh_raises() -> None:
     assert run(outside, 2) == ["inside", "DeviceMesh: rank 1 is not in this mesh of ranks [0]."]
 
 
@@ -129,7 +129,7 @@ MISUSE: list[tuple[str, Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "kind", "words"), [case[1:] for case in MISUSE], ids=[case[0] for case in MISUSE])
-def test_misuse_is_answered(call: Any, kind: type[Exception], words: str) -> None:
+def test_misuse_raises_a_clear_error(call: Any, kind: type[Exception], words: str) -> None:
     def program(rank: int) -> float:
         with pytest.raises(kind) as caught:
             call()

@@ -1,4 +1,4 @@
-"""Misuse gets torch's type of exception or a subclass, with words that say where: tried on torch's Gloo beside ours."""
+"""Misuse raises torch's exception type or a subclass: hundreds of wrong calls, on torch's Gloo and on ours."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 import torch.distributed as oracle
 
 import torchdist_ref as dist
-from tests.groups.misuse import MESSAGES, Misuse, Place, more, of_stores, substitutions
+from tests.groups.misuse import MESSAGES, Misuse, Site, more, of_stores, substitutions
 from torchdist_ref.testing import run
 
-# What torch raises there is about its own inside, or it raises nothing where something is wrong.
+# Calls for which torch raises an internal error, or none although something is wrong.
 INTENDED = {
     "er .*_list: a tensor": "torch asks whether a tensor is true (RuntimeError).",
     "broadcast destroyed group": "torch looks for the root in a table that has forgotten the group (ValueError).",
@@ -40,10 +40,10 @@ RIGHT = re.compile(
 TIMEOUT = timedelta(seconds=3)
 
 
-def answer(misuse: Misuse, place: Place) -> tuple[list[str], str]:
-    """Make the call; gives the names of the exception's classes, none if there was no exception, and its words."""
+def outcome(misuse: Misuse, site: Site) -> tuple[list[str], str]:
+    """Make the call; return the class names of its exception (none without one) and its text."""
     try:
-        got = misuse.call(place)
+        got = misuse.call(site)
         if isinstance(got, oracle.Work | dist.Work):
             got.wait()
     except Exception as error:
@@ -63,9 +63,9 @@ def program(rank: int, path: str) -> list[tuple[str, list[str] | None, list[str]
             continue
         kinds = None
         if not NOT_ASKED.match(misuse.name):
-            # What Gloo itself refuses may come back as the error of the next call on the group: each gets its own.
-            kinds, _ = answer(misuse, Place(oracle, rank, oracle.new_group(timeout=TIMEOUT)))
-        found.append((misuse.name, kinds, *answer(misuse, Place(dist, rank, ours))))
+            # An error inside Gloo may surface in the next call on the group: each call gets its own.
+            kinds, _ = outcome(misuse, Site(oracle, rank, oracle.new_group(timeout=TIMEOUT)))
+        found.append((misuse.name, kinds, *outcome(misuse, Site(dist, rank, ours))))
     tensor = torch.tensor([rank + 1.0])
     dist.all_reduce(tensor, group=ours)
     assert tensor.item() == 3.0
@@ -89,7 +89,7 @@ def test_misuse_raises_what_torch_raises(answers: list[list[Any]]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_misuse_is_an_error_that_names_the_function_and_this_rank(answers: list[list[Any]]) -> None:
+def test_errors_name_the_function_and_the_rank(answers: list[list[Any]]) -> None:
     silent = [
         f"{name}: {words!r}"
         for rank, found in enumerate(answers)

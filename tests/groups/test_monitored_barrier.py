@@ -1,4 +1,4 @@
-"""monitored_barrier: all missing ranks, on every survivor, whoever is missing; and the debug level."""
+"""monitored_barrier names all missing ranks on every survivor; and the debug level."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stays_away(rank: int, absent: set[int]) -> tuple[str, list[float]]:
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
 @pytest.mark.parametrize("absent", [{0}, {2}, {1, 3}, {0, 1, 2}])
-def test_every_rank_that_came_names_all_that_did_not(absent: set[int], backend: str) -> None:
+def test_every_waiting_rank_names_all_missing_ranks(absent: set[int], backend: str) -> None:
     found = run(stays_away, 4, absent, backend=backend)
     word = "Ranks" if len(absent) > 1 else "Rank"
     for rank, (text, total) in enumerate(found):
@@ -41,7 +41,7 @@ def test_every_rank_that_came_names_all_that_did_not(absent: set[int], backend: 
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_ranks_that_all_come_pass_again_and_again(world_size: int, ranks: str) -> None:
+def test_repeated_barriers_pass(world_size: int, ranks: str) -> None:
     def program(rank: int) -> None:
         for _ in range(3):
             dist.monitored_barrier(wait_all_ranks=rank % 2 == 0)
@@ -49,7 +49,7 @@ def test_ranks_that_all_come_pass_again_and_again(world_size: int, ranks: str) -
     run(program, world_size, ranks=ranks)
 
 
-def test_nobody_passes_before_everybody_has_come() -> None:
+def test_no_rank_passes_before_all_have_arrived() -> None:
     came: list[int] = []
 
     def program(rank: int) -> int:
@@ -60,7 +60,7 @@ def test_nobody_passes_before_everybody_has_come() -> None:
     assert run(program, 4) == [4] * 4
 
 
-def test_a_rank_that_comes_late_is_told_and_the_next_round_is_good() -> None:
+def test_a_late_rank_raises_and_the_next_barrier_passes() -> None:
     gave_up = threading.Event()
 
     def program(rank: int) -> str:
@@ -91,11 +91,11 @@ def in_a_subgroup(rank: int) -> str:
     return said
 
 
-def test_groups_are_named_by_global_ranks() -> None:
+def test_missing_ranks_are_global_ranks() -> None:
     assert run(in_a_subgroup, 4, ranks="processes")[1].startswith("[Rank 1]: Rank 3 failed to pass")
 
 
-def test_rounds_leave_only_the_last_ones_keys_behind() -> None:
+def test_only_keys_of_the_last_barrier_remain_in_the_store() -> None:
     def program(rank: int) -> int:
         group = dist.new_group()
         assert isinstance(group, dist.ProcessGroup)
@@ -114,7 +114,7 @@ def test_rounds_leave_only_the_last_ones_keys_behind() -> None:
     ("timeout", "kind", "words"),
     [(3, TypeError, "timedelta, got 3"), (timedelta(0), ValueError, "'timeout'.*more than zero")],
 )
-def test_misuse_is_answered(timeout: Any, kind: type[Exception], words: str) -> None:
+def test_misuse_raises_a_clear_error(timeout: Any, kind: type[Exception], words: str) -> None:
     def program(rank: int) -> None:
         with pytest.raises(kind, match=words):
             dist.monitored_barrier(timeout=timeout)
@@ -145,7 +145,7 @@ def test_the_environment_sets_the_level(
 
 
 @pytest.mark.parametrize("said", ["", "LOUD", "1"])
-def test_other_words_are_refused_as_torch_refuses_them(
+def test_unknown_levels_are_refused_as_by_torch(
     said: str, monkeypatch: pytest.MonkeyPatch, level_as_before: None
 ) -> None:
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", said)
@@ -156,6 +156,6 @@ def test_other_words_are_refused_as_torch_refuses_them(
     assert dist.get_debug_level() == dist.DebugLevel.INFO
 
 
-def test_a_level_is_a_debug_level() -> None:
+def test_set_debug_level_requires_a_debug_level() -> None:
     with pytest.raises(TypeError, match=r"set_debug_level.*'level'.*'INFO'"):
         dist.set_debug_level("INFO")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Several tensors a rank: every tensor ends as if it had been on a rank of its own, by plain formulas over all."""
+"""Several tensors per rank: each ends as if it had been on a rank of its own, by formulas over all tensors."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def blocks_of(number: int, size: int) -> list[Tensor]:
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_two_tensors_a_rank_count_as_two_ranks(world_size: int, async_op: bool, backend: str) -> None:
+def test_two_tensors_per_rank_count_as_two_ranks(world_size: int, async_op: bool, backend: str) -> None:
     def program(rank: int) -> None:
         for part in (reduces, moves, scatters):
             part(rank, world_size, async_op)
@@ -105,7 +105,7 @@ def bits(rank: int) -> None:
         assert torch.equal(tensors[0], wanted) and torch.equal(tensors[1], wanted), op
 
 
-def test_bits_of_several_tensors() -> None:
+def test_bitwise_reductions_of_several_tensors() -> None:
     run(bits, 2)
 
 
@@ -121,7 +121,7 @@ def in_a_subgroup(rank: int) -> list[list[float]]:
     return [tensor.tolist() for tensor in tensors]
 
 
-def test_groups_of_some_ranks_leave_the_others_alone() -> None:
+def test_subgroups_do_not_affect_other_ranks() -> None:
     zero, one, two = run(in_a_subgroup, 3, ranks="processes")
     total = sum(fill(r, (2,)) for r in (0, 2, 7, 9))
     assert isinstance(total, Tensor) and zero == two == [total.tolist()] * 2
@@ -146,7 +146,7 @@ MISUSE: list[tuple[str, Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "kind", "words"), [case[1:] for case in MISUSE], ids=[case[0] for case in MISUSE])
-def test_misuse_is_answered(call: Any, kind: type[Exception], words: str) -> None:
+def test_misuse_raises_a_clear_error(call: Any, kind: type[Exception], words: str) -> None:
     def program(rank: int) -> float:
         with pytest.raises(kind, match=words):
             call()
@@ -157,7 +157,7 @@ def test_misuse_is_answered(call: Any, kind: type[Exception], words: str) -> Non
     assert run(program, 2) == [3.0, 3.0]
 
 
-def test_a_place_that_is_not_in_the_list_is_named() -> None:
+def test_an_index_outside_the_list_is_named() -> None:
     def program(rank: int) -> None:
         with pytest.raises(dist.ArgumentError, match=r"'dst_tensor'.*from 0 to 0, got 1"):
             dist.reduce_multigpu([T], 0, dst_tensor=1)

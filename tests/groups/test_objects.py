@@ -1,4 +1,4 @@
-"""Python objects between ranks: the values, torch's side effects, and one error on all ranks when one can't pickle."""
+"""Objects between ranks: values, torch's side effects, and one error on all ranks if pickling fails."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def expected(rank: int, size: int) -> list[Any]:
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_every_rank_gets_the_objects_that_the_formulas_say(world_size: int, backend: str) -> None:
+def test_objects_match_formulas(world_size: int, backend: str) -> None:
     found = run(lambda rank: collectives(dist, rank, world_size), world_size, backend=backend)
     assert found == [expected(rank, world_size) for rank in range(world_size)]
 
@@ -67,7 +67,7 @@ def beside_torch(rank: int, size: int, path: str) -> tuple[list[Any], list[Any]]
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_torch_leaves_the_same_objects_behind(world_size: int, tmp_path: Path) -> None:
+def test_objects_match_torchs(world_size: int, tmp_path: Path) -> None:
     for ours, oracle in run(beside_torch, world_size, world_size, str(tmp_path / "store"), ranks="processes"):
         assert ours == oracle
 
@@ -88,7 +88,7 @@ def in_a_subgroup(rank: int) -> Any:
     return everybody, gathered, shared, mine, [str(warning.message) for warning in warned]
 
 
-def test_groups_count_roots_in_their_own_way_and_others_are_left_alone() -> None:
+def test_subgroups_use_group_ranks_and_do_not_affect_other_ranks() -> None:
     outside, first, _, last = run(in_a_subgroup, 4, ranks="processes")
     both = [thing(1), thing(3)]
     assert first == (both, None, [thing(3, 1)], [thing(1, 5)], [])
@@ -118,13 +118,13 @@ def messages_beside_torch(rank: int, size: int, path: str) -> tuple[list[Any], l
         theirs.destroy_process_group()
 
 
-def test_lists_travel_from_rank_to_rank(tmp_path: Path) -> None:
+def test_send_object_list_and_recv_object_list(tmp_path: Path) -> None:
     found = run(messages_beside_torch, 3, 3, str(tmp_path / "store"), ranks="processes")
     assert [ours for ours, _ in found] == [oracle for _, oracle in found]
     assert [ours[1] for ours, _ in found] == [thing(0, 1), thing(0, 9), thing(1, 9)]
 
 
-def from_anybody(rank: int) -> list[tuple[int, Any]]:
+def from_any_source(rank: int) -> list[tuple[int, Any]]:
     if rank:
         dist.send_object_list([thing(rank)], group_dst=0, device=torch.device("cpu"))
         return []
@@ -136,8 +136,8 @@ def from_anybody(rank: int) -> list[tuple[int, Any]]:
 
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
-def test_objects_are_taken_from_whoever_sends(backend: str) -> None:
-    assert run(from_anybody, 3, backend=backend)[0] == [(1, thing(1)), (2, thing(2))]
+def test_recv_object_list_from_any_source(backend: str) -> None:
+    assert run(from_any_source, 3, backend=backend)[0] == [(1, thing(1)), (2, thing(2))]
 
 
 def pickled_by(rank: int, culprit: int) -> Any:
@@ -182,7 +182,7 @@ def refuses_to_send(rank: int) -> tuple[str, float]:
     return str(caught.value), tensor.item()
 
 
-def test_the_receiver_hears_why_nothing_comes() -> None:
+def test_the_receiver_raises_the_senders_pickling_error() -> None:
     for text, total in run(refuses_to_send, 2):
         assert says(text, "object_list", "rank 0") and total == (fill(0, (1,)) + fill(1, (1,))).item()
 
@@ -238,7 +238,7 @@ MISUSE: list[tuple[str, Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "kind", "words"), [case[1:] for case in MISUSE], ids=[case[0] for case in MISUSE])
-def test_misuse_is_answered_on_every_rank_and_hurts_nobody(call: Any, kind: type[Exception], words: str) -> None:
+def test_misuse_raises_on_every_rank_and_the_group_remains_usable(call: Any, kind: type[Exception], words: str) -> None:
     def program(rank: int) -> list[Any]:
         with pytest.raises(kind, match=words):
             call(rank)
@@ -258,13 +258,13 @@ def unequal(rank: int) -> str:
     return "received"
 
 
-def test_lists_of_unequal_length_are_named_where_they_are() -> None:
+def test_lists_of_unequal_length_raise_on_the_ranks_that_differ() -> None:
     source, other = run(unequal, 2, backend="gloo")
     assert source == "received"
     assert "'object_list' must be as long as the sender's list, 2, got 3 (on rank 1)" in other and "[1, 1, 1]" in other
 
 
-def test_a_sender_that_is_gone_is_an_error() -> None:
+def test_a_sender_that_has_exited_is_an_error() -> None:
     with pytest.raises(RankError, match="recv") as caught:
         run(lambda rank: rank or dist.recv_object_list([None], src=1), 2, timeout=2.0)
     assert isinstance(caught.value.__cause__, dist.DistBackendError)

@@ -1,7 +1,7 @@
-"""Small programs that users write, on torch's Gloo and on ours: the same answers, warnings and exceptions.
+"""Small programs on torch's Gloo and on ours: the same results, warnings and exceptions.
 
-What a single call returns is in `tests.meaning`; here is what takes several: groups, who is in them, batches, odd
-arguments. A program gets a library and a rank and returns what it saw. Add one where somebody was surprised.
+`tests.meaning` checks single calls; the programs here need several: groups, membership, batches, odd integer types.
+Add one for each surprise that a user reports.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def a_batch_outside_the_group(library: Any, rank: int) -> Any:
     return op.peer, library.batch_isend_irecv([op])
 
 
-def ranks_of_other_kinds(library: Any, rank: int) -> Any:
+def ranks_of_other_integer_types(library: Any, rank: int) -> Any:
     group = library.new_group(list(np.arange(1, 4)))
     tensor, other = fill(rank, (3,)), fill(rank, (2,))
     library.broadcast(tensor, torch.tensor(2))
@@ -72,7 +72,7 @@ def sparse_sums(library: Any, rank: int) -> Any:
 
 PROGRAMS: list[Callable[[Any, int], Any]] = [
     a_batch_outside_the_group,
-    ranks_of_other_kinds,
+    ranks_of_other_integer_types,
     sparse_sums,
 ]
 if torch.__version__ < "2.14":
@@ -96,7 +96,7 @@ def beside(rank: int, path: str) -> list[tuple[str, Any, Any]]:
 
 # Over a second: four ranks with two libraries each, on two cores.
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
-def test_torch_answers_the_same(backend: str, tmp_path: Path) -> None:
+def test_torch_returns_the_same(backend: str, tmp_path: Path) -> None:
     for rank, found in enumerate(run(beside, 4, str(tmp_path / "store"), ranks="processes", backend=backend)):
         for name, theirs, ours in found:
             assert ours == theirs, f"{name} on rank {rank}"

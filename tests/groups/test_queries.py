@@ -1,4 +1,4 @@
-"""What can be used here, by name; backends of one's own; numbers that launchers leave in the environment."""
+"""Available backends, registered backends, ranks in the environment, group counts, reduction properties."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchdist_ref.backends.ref import Ref
 from torchdist_ref.testing import fill, run
 
 
-def test_the_names_of_backends_are_torchs_words() -> None:
+def test_backend_names_are_torchs() -> None:
     for name in ("GLOO", "NCCL", "MPI", "UCC", "XCCL", "FAKE", "UNDEFINED"):
         assert getattr(dist.Backend, name) == getattr(theirs.Backend, name)
     assert dist.Backend("GlOo") == theirs.Backend("GlOo") == "gloo"
@@ -25,7 +25,7 @@ def test_the_names_of_backends_are_torchs_words() -> None:
 
 
 @pytest.mark.parametrize("name", ["gloo", "nccl", "mpi", "ucc", "xccl"])
-def test_availability_says_what_init_can_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_backends_are_those_that_init_can_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = getattr(dist, f"is_{name}_available")
     assert asked() == dist.is_backend_available(name.upper())
     if name not in registry.names():
@@ -35,7 +35,7 @@ def test_availability_says_what_init_can_use(name: str, monkeypatch: pytest.Monk
         assert name == "mpi" or asked() == installed[name]
 
 
-def test_backends_by_device_must_all_be_there() -> None:
+def test_backends_by_device_must_all_be_available() -> None:
     assert dist.is_available() and dist.is_gloo_available()
     assert dist.is_backend_available("cpu:gloo") and dist.is_backend_available("cpu:ref,cuda:gloo")
     assert not dist.is_backend_available("cpu:gloo,cuda:smoke")
@@ -46,7 +46,7 @@ def test_default_backends_are_torchs(device: str | torch.device) -> None:
     assert dist.get_default_backend_for_device(device) == theirs.get_default_backend_for_device(device)
 
 
-def test_a_device_without_a_backend_is_named() -> None:
+def test_a_device_without_a_backend_raises() -> None:
     with pytest.raises(ValueError, match=r"'device'.*cpu, cuda.*'meta'.*not registered"):
         dist.get_default_backend_for_device("meta")
 
@@ -63,7 +63,7 @@ def total(rank: int) -> list[float]:
     return tensor.tolist()
 
 
-def test_a_backend_of_ones_own_carries_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_backend_runs_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     dist.Backend.register_backend("OurOwn", lambda *arguments: counted(calls, *arguments), devices=["fpga"])
@@ -77,7 +77,7 @@ def test_a_backend_of_ones_own_carries_calls(monkeypatch: pytest.MonkeyPatch) ->
         del dist.Backend.OUROWN  # type: ignore[attr-defined]
 
 
-def test_what_is_no_backend_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_factory_that_returns_no_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     dist.Backend.register_backend("gloo", lambda membership, options: "a backend", extended_api=True)
     with pytest.raises(TypeError, match=r"'func'.*backends.base.Backend, got 'a backend' \(on rank 0\).*'gloo'"):
@@ -96,7 +96,7 @@ MISUSE: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "kind", "words"), MISUSE, ids=[case[2] for case in MISUSE])
-def test_misuse_is_answered(call: Any, kind: type[Exception], words: str) -> None:
+def test_misuse_raises_a_clear_error(call: Any, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         call()
 
@@ -113,7 +113,7 @@ def test_the_local_rank_is_the_launchers_then_the_fallback(monkeypatch: pytest.M
         dist.get_node_local_rank()
 
 
-def test_elastic_launchers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elastic_launchers_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert not dist.is_torchelastic_launched() and "TORCHELASTIC_RUN_ID" not in os.environ
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
@@ -141,13 +141,13 @@ def test_groups_are_counted_as_torch_counts_them(tmp_path: Any) -> None:
         assert ours == oracle == [1, 3, 0]
 
 
-def test_reductions_of_complex_numbers_are_torchs_list() -> None:
+def test_supports_complex_is_torchs_list() -> None:
     for name, member in theirs.ReduceOp.RedOpType.__members__.items():
         assert dist.supports_complex(member) == theirs.supports_complex(member), name
     assert dist.supports_complex(dist.ReduceOp(dist.ReduceOp.SUM))
 
 
-def test_the_old_name_of_reductions_works_and_warns() -> None:
+def test_deprecated_reduce_op_works_and_warns() -> None:
     with pytest.warns(FutureWarning, match="reduce_op is deprecated"):
         assert dist.reduce_op.PRODUCT is dist.ReduceOp.PRODUCT
     assert dist.reduce_op.__members__ == theirs.ReduceOp.RedOpType.__members__
@@ -170,6 +170,6 @@ def test_the_world_is_a_handle_as_in_torch(tmp_path: Any) -> None:
     assert dist.default_pg_timeout == theirs.default_pg_timeout == timedelta(minutes=30)
 
 
-def test_rendezvous_can_be_called_whatever_was_imported_first(tmp_path: Any) -> None:
+def test_rendezvous_works_in_any_import_order(tmp_path: Any) -> None:
     store, rank, size = next(iter(dist.rendezvous(f"file://{tmp_path}/meet?rank=0&world_size=1")))
     assert (rank, size) == (0, 1) and isinstance(store, dist.Store)

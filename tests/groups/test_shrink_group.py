@@ -1,4 +1,4 @@
-"""shrink_group: those that are left go on; who counts as whom afterwards; and what cannot be shrunk."""
+"""shrink_group: the remaining ranks continue, renumbered; mismatches, time-outs and misuse."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def without_one(rank: int) -> Any:
     if rank == 1:
         return None
     if dist.get_backend() == "ref":
-        # On Gloo, ranks that wait for each other would hear of the end only at the time-out.
+        # On Gloo, ranks that wait for each other would learn of the death only at the time-out.
         with pytest.raises(dist.DistBackendError):
             dist.all_reduce(torch.ones(3))
     first = dist.shrink_group([1])
@@ -48,7 +48,7 @@ def without_one(rank: int) -> Any:
 
 
 @pytest.mark.parametrize(("backend", "ranks"), [("ref", "threads"), ("ref", "processes"), ("gloo", "processes")])
-def test_the_ranks_that_are_left_go_on(backend: str, ranks: str) -> None:
+def test_remaining_ranks_continue(backend: str, ranks: str) -> None:
     sums = [total(0, 2, 3), total(2, 3), total(0, 3)]
     left = [((place, 3, backend), sums) for place in range(3)]
     assert run(without_one, 4, backend=backend, ranks=ranks) == [left[0], None, left[1], left[2]]
@@ -65,7 +65,7 @@ def a_smaller_group(rank: int) -> Any:
     return sum_of(rank), sum_of(rank, smaller), dist.get_rank(smaller)
 
 
-def test_another_group_shrinks_without_the_world() -> None:
+def test_a_subgroup_shrinks_without_the_other_ranks() -> None:
     world, pair = total(0, 1, 2, 3), total(0, 3)
     assert run(a_smaller_group, 4) == [(world, pair, 0), world, world, (world, pair, 1)]
 
@@ -82,7 +82,7 @@ def waits(rank: int) -> bool:
     return sum_of(rank) == total(0, 1)
 
 
-def test_calls_under_way_can_be_given_up() -> None:
+def test_pending_calls_can_be_aborted() -> None:
     assert run(waits, 3) == [True] * 3
 
 
@@ -95,7 +95,7 @@ def disagree(rank: int) -> str:
     return type(caught.value).__name__
 
 
-def test_ranks_that_shrink_differently_are_told() -> None:
+def test_different_exclusions_are_a_mismatch() -> None:
     kinds = run(disagree, 4)
     assert kinds[3] == "" and "MismatchError" in kinds[:3]
 
@@ -109,7 +109,7 @@ def alone(rank: int) -> str:
     return "told"
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_a_missing_rank_is_named_at_the_timeout() -> None:
     assert run(alone, 3) == ["told", "", ""]
 
 
@@ -134,5 +134,5 @@ def misuse(rank: int, case: int) -> bool:
 
 
 @pytest.mark.parametrize("case", range(len(MISUSE)), ids=[case[2] for case in MISUSE])
-def test_misuse_is_answered_and_the_group_goes_on(case: int) -> None:
+def test_misuse_raises_and_the_group_remains_usable(case: int) -> None:
     assert run(misuse, 2, case) == [True, True]

@@ -1,4 +1,4 @@
-"""Groups made in lists, by splitting, and in the order that the caller gives: members, values, mistakes."""
+"""new_subgroups, split_group and unsorted members: values of calls in the groups, and torch beside."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def wanted_of(members: list[int]) -> list[float]:
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
 @pytest.mark.parametrize(("size", "world_size"), [(1, 2), (2, 4), (4, 4), (1, 1)])
-def test_groups_of_equal_size_are_cut_in_order(size: int, world_size: int, backend: str) -> None:
+def test_new_subgroups_of_equal_size_are_in_rank_order(size: int, world_size: int, backend: str) -> None:
     def program(rank: int) -> tuple[list[int], list[float], int]:
         mine, every = dist.new_subgroups(size)
         assert every[rank // size] is mine and every.count(-100) == len(every) - 1
@@ -56,7 +56,7 @@ def beside_torch(rank: int, path: str) -> tuple[list[Any], list[Any]]:
         theirs.destroy_process_group()
 
 
-def test_torch_makes_the_same_groups(tmp_path: Path) -> None:
+def test_groups_match_torchs(tmp_path: Path) -> None:
     found = run(beside_torch, 4, str(tmp_path / "store"), ranks="processes")
     assert [ours for ours, _ in found] == [oracle for _, oracle in found]
     assert [ours[0] for ours, _ in found] == [None, [1, 3], [2], [1, 3]]
@@ -70,7 +70,7 @@ def in_given_order(rank: int) -> list[float]:
     return row.tolist()
 
 
-def test_a_group_counts_its_members_as_they_are_listed() -> None:
+def test_unsorted_ranks_keep_their_order() -> None:
     wanted = torch.cat([fill(rank, (2,)) for rank in (2, 0, 1)]).tolist()
     assert run(in_given_order, 3) == [wanted] * 3
 
@@ -92,7 +92,7 @@ def split(rank: int) -> list[Any]:
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
-def test_a_group_is_split_by_its_members_alone(ranks: str, backend: str) -> None:
+def test_split_group_involves_only_members(ranks: str, backend: str) -> None:
     every = wanted_of([0, 1, 2, 3])
     first, both = [[0, 2, 3], wanted_of([0, 2, 3])], wanted_of([2, 3])
     assert run(split, 4, ranks=ranks, backend=backend) == [
@@ -103,7 +103,7 @@ def test_a_group_is_split_by_its_members_alone(ranks: str, backend: str) -> None
     ]
 
 
-def test_a_split_may_be_on_another_backend() -> None:
+def test_split_group_on_another_backend() -> None:
     def program(rank: int) -> tuple[str, list[float]]:
         mine = dist.split_group(split_ranks=[[0, 1]], backend="gloo")
         return dist.get_backend(mine), total_of(mine, rank)
@@ -114,12 +114,12 @@ def test_a_split_may_be_on_another_backend() -> None:
 def split_differently(rank: int) -> tuple[str, list[float]]:
     with pytest.raises(dist.DistBackendError) as caught:
         dist.split_group(split_ranks=[[0, 1]] if rank else [[0], [1]], timeout=SHORT)
-        # Whoever came first with a group of its own alone has nobody to hear it from.
+        # A rank that publishes first, with a group of its own, learns nothing of the other rank.
         raise dist.MismatchError("split_group: alone, All ranks must pass the same.")
     return str(caught.value), total_of(None, rank)
 
 
-def test_splits_that_ranks_see_differently_are_an_error() -> None:
+def test_different_splits_are_a_mismatch() -> None:
     for text, total in run(split_differently, 2):
         assert "split_group" in text and "All ranks must pass the same" in text
         assert total == wanted_of([0, 1])
@@ -140,7 +140,7 @@ MISUSE: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("call", "words"), [case[1:] for case in MISUSE], ids=[case[0] for case in MISUSE])
-def test_misuse_is_answered(call: Any, words: str) -> None:
+def test_misuse_raises_a_clear_error(call: Any, words: str) -> None:
     def program(rank: int) -> list[float]:
         with pytest.raises(dist.ArgumentError, match=words):
             call()
@@ -160,7 +160,7 @@ def test_sizes_must_divide_and_a_default_needs_devices() -> None:
     run(program, 3)
 
 
-def test_a_barrier_waits_no_longer_than_told() -> None:
+def test_barrier_raises_at_its_own_timeout() -> None:
     def program(rank: int) -> None:
         if rank == 0:
             with pytest.raises(dist.RankStalledError, match=r"barrier: not done after 0\.05 s"):
@@ -173,7 +173,7 @@ def test_a_barrier_waits_no_longer_than_told() -> None:
     run(program, 2)
 
 
-def test_ranks_that_do_not_come_to_a_split_are_named() -> None:
+def test_ranks_missing_from_a_split_are_named_at_the_timeout() -> None:
     def program(rank: int) -> list[float]:
         if rank == 0:
             with pytest.raises(

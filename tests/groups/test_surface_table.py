@@ -1,4 +1,4 @@
-"""Names, parameters, kinds and defaults are torch 2.13's, but for the differences that the table gives reasons for."""
+"""Names, parameters, kinds and defaults match torch 2.13's, except for the differences with a reason."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ SHARED = sorted(name for name, known in table.known().items() if known is not No
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_parameters_are_torchs_or_the_table_says_why_not(name: str) -> None:
+def test_parameters_match_torchs_or_have_a_reason(name: str) -> None:
     if name in table.DIFFERENT:
         assert name in table.differences(), f"{name} is as torch's now: take it out of DIFFERENT"
     else:
         assert table.signature(getattr(dist, name)) == table.known()[name]
 
 
-def test_every_name_of_torch_is_here_or_has_a_reason_not_to_be() -> None:
+def test_every_name_of_torch_is_present_or_has_a_reason() -> None:
     absent = sorted(set(table.known()) - set(dist.__all__))
     assert absent == sorted(table.ABSENT)
 
 
-def test_every_name_of_ours_is_torchs_or_has_a_reason_to_be() -> None:
+def test_every_name_of_ours_is_torchs_or_has_a_reason() -> None:
     assert sorted(set(dist.__all__) - set(table.known())) == sorted(table.OWN)
 
 

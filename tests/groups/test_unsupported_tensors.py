@@ -1,6 +1,6 @@
-"""Tensors that no backend can work on are refused before a backend sees them: Gloo reads memory that isn't there.
+"""Unsupported tensors are refused before a backend reads them: Gloo would read memory outside them.
 
-Layouts by the front door, which names the argument; quantized numbers and devices without memory by the backends.
+The public API refuses layouts and names the argument; backends refuse quantized tensors and devices without memory.
 """
 
 from __future__ import annotations
@@ -95,5 +95,5 @@ def refusals(rank: int) -> list[str]:
 # torch says of such tensors, wherever one is made, that they are new or on their way out.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
-def test_the_call_and_the_group_survive(backend: str) -> None:
+def test_unsupported_tensors_are_refused_and_the_group_remains_usable(backend: str) -> None:
     assert run(refusals, 2, backend=backend) == [[], []]

@@ -1,4 +1,4 @@
-"""The helpers beside those of today's Lightning, on torch's Gloo, for what has kept its meaning since 1.7."""
+"""The helpers beside those of today's Lightning on torch's Gloo, where their meaning is unchanged since 1.7."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("backend", "ranks"), [("ref", "threads"), ("ref", "processes"), ("gloo", "threads")])
-def test_values_are_those_of_lightning(wanted: list[dict[str, Any]], backend: str, ranks: Any) -> None:
+def test_values_match_lightnings(wanted: list[dict[str, Any]], backend: str, ranks: Any) -> None:
     def program(rank: int) -> dict[str, Any]:
         return {name: value(helpers, rank) for name, value in VALUES.items()}
 
