@@ -1,4 +1,4 @@
-"""torch learns of `ref`: through the entry point, by the import, or at the first use; and never fails by it."""
+"""Registration of `ref` with torch: by the entry point, by the import, or on first use; it never breaks torch."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_importing_torch_registers_ref_and_loads_nothing_else(tmp_path: Path) ->
     )
 
 
-def test_the_import_registers_ref_where_torch_is_there_before(tmp_path: Path) -> None:
+def test_the_import_registers_ref_if_torch_is_imported_before(tmp_path: Path) -> None:
     program = "import torch, torchdist_ref; print(torch.distributed.Backend.REF)"
     assert answer(program, PACKAGE.parent, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout == "ref\n"
 
 
 @pytest.mark.parametrize("use", ["torchdist_ref.all_reduce", "import torchdist_ref.groups"])
-def test_the_first_use_registers_ref_where_torch_comes_later(use: str) -> None:
+def test_the_first_use_registers_ref_if_torch_is_imported_later(use: str) -> None:
     program = f"import torchdist_ref, torch; {use}; print(torch.distributed.Backend.REF)"
     assert answer(program, PACKAGE.parent, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout == "ref\n"
 
@@ -88,7 +88,7 @@ def test_a_broken_installation_breaks_the_group_and_not_torch(broken: str, tmp_p
 
 
 @pytest.mark.parametrize("text", ["this is no Python", "raise OSError('unreadable')", None])
-def test_torch_starts_whatever_is_wrong_with_what_it_loads(text: str | None, tmp_path: Path) -> None:
+def test_torch_starts_if_the_backends_cannot_be_loaded(text: str | None, tmp_path: Path) -> None:
     """Nothing else is loaded; what can't be caught is a package whose ``__init__`` Python can't read."""
     broken = installed(tmp_path) / "torchdist_ref" / "backends" / "__init__.py"
     shutil.rmtree(broken.parent) if text is None else broken.write_text(text)
@@ -97,7 +97,7 @@ def test_torch_starts_whatever_is_wrong_with_what_it_loads(text: str | None, tmp
     assert "backend 'ref' can't be registered with torch" in result.stderr
 
 
-def test_a_torch_that_refuses_is_only_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_registration_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise TypeError("another signature")
 
@@ -107,7 +107,7 @@ def test_a_torch_that_refuses_is_only_logged(monkeypatch: pytest.MonkeyPatch, ca
     assert "another signature" in caplog.text
 
 
-def test_torchs_own_defaults_stay_what_they_are() -> None:
+def test_torchs_default_backends_are_unchanged() -> None:
     torchdist_ref.all_reduce  # noqa: B018
     assert c10d.Backend.default_device_backend_map["cpu"] == "gloo"
     assert c10d.Backend.backend_capability["ref"] == ["cpu"]

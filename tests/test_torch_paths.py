@@ -20,6 +20,8 @@ from torch.distributed import rpc
 
 import torchdist_ref as dist
 from torchdist_ref import groups, torch_paths
+from torchdist_ref.pipeline.pipe import Pipe, partition_model
+from torchdist_ref.testing import fill
 
 PACKAGE = Path(dist.__file__).parent
 RPC_NAMES = {
@@ -120,6 +122,24 @@ def test_a_pickle_that_names_a_path_loads() -> None:
     # What protocol 0 writes for a class, or a function, is its module and its name.
     assert pickle.loads(b"ctorchdist_ref.device_mesh\nDeviceMesh\n.") is groups.DeviceMesh
     assert pickle.loads(pickle.dumps(groups.init_device_mesh)) is groups.init_device_mesh
+
+
+def test_a_model_pickled_by_a_former_path_loads() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    pipe = Pipe(partition_model(model, [2, 1], ["cpu", "cpu"]), chunks=2, deferred_batch_norm=True)
+    # Protocol 0 is text with the path of each class on a line.
+    former = pickle.dumps(pipe, protocol=0)
+    for new, old in (
+        ("pipe\nPipe", "sync.pipe\nPipe"),
+        ("pipe\nPartition", "sync.partitions\nPartition"),
+        ("execution\nPipeline", "sync.pipeline\nPipeline"),
+        ("batchnorm\nDeferredBatchNorm", "sync.batchnorm\nDeferredBatchNorm"),
+    ):
+        assert f"torchdist_ref.pipeline.{new}".encode() in former
+        former = former.replace(f"torchdist_ref.pipeline.{new}".encode(), f"torchdist_ref.pipeline.{old}".encode())
+    loaded, batch = pickle.loads(former), fill(0, (6, 3))
+    assert type(loaded) is Pipe
+    assert torch.equal(loaded(batch).local_value(), pipe(batch).local_value())
 
 
 def test_help_shows_the_names() -> None:

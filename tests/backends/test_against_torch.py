@@ -1,4 +1,4 @@
-"""The oracle: torch's own Gloo, run on the same ranks with the same data, must give what `ref` gives."""
+"""Oracle: torch's own Gloo, run on the same ranks with the same data, gives what `ref` gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend that is none: it records, and its values follow its one rule."""
+"""Backend `fake`: it records calls, and its results follow its one rule."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_reductions_are_over_copies_of_this_rank(op: str) -> None:
     assert torch.equal(scattered, REDUCED[op](blocks[RANK]))
 
 
-def test_blocks_of_others_are_this_ranks() -> None:
+def test_blocks_of_other_ranks_are_copies_of_this_ranks() -> None:
     row, received = torch.zeros(SIZE, 5), [torch.zeros(2) for _ in range(SIZE)]
     dist.all_gather_into_tensor(row, fill(RANK, (5,)))
     assert torch.equal(row, fill(RANK, (5,)).expand(SIZE, 5))
@@ -56,7 +56,7 @@ def test_blocks_of_others_are_this_ranks() -> None:
     assert torch.equal(mine, fill(RANK, (2,)))
 
 
-def test_what_only_others_know_stays_as_it_was() -> None:
+def test_tensors_that_only_other_ranks_can_fill_keep_their_values() -> None:
     for call in (lambda t: dist.broadcast(t, 1), lambda t: dist.scatter(t, None, 1), lambda t: dist.recv(t, 1)):
         tensor = fill(5, (3,))
         call(tensor)
@@ -75,7 +75,7 @@ def test_calls_are_recorded_with_their_bytes_in_order() -> None:
     assert [event.sequence for event in events] == [0, 1, -1]
 
 
-def test_groups_count_their_own_ranks_and_calls() -> None:
+def test_groups_have_group_ranks_and_call_numbers_of_their_own() -> None:
     group = dist.new_group([1, 3, 6])
     tensor = fill(1, (2,))
     dist.all_reduce(tensor, group=group)
@@ -85,13 +85,13 @@ def test_groups_count_their_own_ranks_and_calls() -> None:
     assert dist.new_group([0, 1]) == dist.GroupMember.NON_GROUP_MEMBER
 
 
-def test_a_reduction_that_makes_no_sense_is_still_an_error() -> None:
+def test_an_undefined_reduction_is_an_error() -> None:
     with pytest.raises(dist.ArgumentError, match="BAND"):
         dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
     assert recorded() == []
 
 
-def test_a_training_step_is_the_one_of_a_single_process() -> None:
+def test_a_training_step_equals_that_of_a_single_process() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     wrapped = dist.DistributedDataParallel(model)

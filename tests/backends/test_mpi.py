@@ -1,4 +1,4 @@
-"""The backend `mpi`, under mpiexec, by the contract of all backends; and what is said where MPI is not there."""
+"""Backend `mpi`: the backend contract under mpiexec, and the errors if MPI is missing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_single_rank_needs_no_mpiexec() -> None:
         ("Query_thread = lambda: 1\nTHREAD_MULTIPLE = 3", "needs MPI_THREAD_MULTIPLE"),
     ],
 )
-def test_a_missing_mpi_is_an_error_that_says_how_to_get_it(module: str, words: str, tmp_path: Path) -> None:
+def test_a_missing_mpi_is_an_error_that_names_the_remedy(module: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("")
     (tmp_path / "mpi4py" / "MPI.py").write_text(module)
@@ -71,6 +71,6 @@ except RankError as error:
 """
 
 
-def test_ranks_that_mpiexec_did_not_start_are_told() -> None:
+def test_ranks_that_mpiexec_did_not_start_raise_an_error() -> None:
     said = started([sys.executable, "-c", ALONE]).stdout
     assert "MPI knows 1 of them" in said and "mpiexec -n 2" in said

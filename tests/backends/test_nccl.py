@@ -1,4 +1,4 @@
-"""`nccl` without a GPU: who is told what, names by device, and what the backend asks of torch's object.
+"""Backend `nccl` without a GPU: error messages, backend names by device, and the calls of torch's object.
 
 What only a device can show is in `test_on_gpu`.
 """
@@ -29,13 +29,13 @@ def refusal(monkeypatch: pytest.MonkeyPatch, built: bool, backend: str = "nccl")
     return str(caught.value)
 
 
-def test_without_nccl_one_is_told_how_to_get_it_and_what_to_use_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_nccl_names_the_remedy_and_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     text = refusal(monkeypatch, built=False)
     assert torch.__version__ in text and "built without NCCL" in text
     assert "CUDA build of torch" in text and "'ref'" in text and "'gloo'" in text
 
 
-def test_without_a_device_one_is_told_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_cuda_device_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     text = refusal(monkeypatch, built=True, backend="cpu:ref,cuda:nccl")
     assert "no CUDA device" in text and "CUDA_VISIBLE_DEVICES: 7" in text and "nvidia-smi" in text
@@ -53,7 +53,7 @@ def test_without_a_device_one_is_told_where_to_look(monkeypatch: pytest.MonkeyPa
         ("", "No backend is called ''"),
     ],
 )
-def test_names_that_mean_nothing_are_refused_before_anybody_waits(name: str, words: str) -> None:
+def test_unknown_backend_names_are_refused_before_any_wait(name: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         dist.init_process_group(name, init_method="tcp://192.0.2.1:1", **ALONE)
 
@@ -63,7 +63,7 @@ def test_names_by_device() -> None:
     assert names_by_device("Ref") == {"": "ref"}
 
 
-def test_with_no_name_there_is_nccl_where_there_are_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_backend_includes_nccl_if_there_are_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_name(dist.HashStore(), 0, 1) == "ref"
     instead_of_nccl(monkeypatch)
     assert default_name(dist.HashStore(), 0, 1) == "cpu:ref,cuda:nccl"
@@ -105,7 +105,7 @@ def collectives(rank: int, size: int) -> list[torch.Tensor]:
     return [total, column, *gathered, scattered, mine, *(at_root or []), reduced if rank == 0 else mine, sent]
 
 
-def test_calls_give_what_the_formulas_say(stand_in: None, tmp_path: Any) -> None:
+def test_calls_give_the_expected_values(stand_in: None, tmp_path: Any) -> None:
     for rank, got in enumerate(ran(collectives, tmp_path)):
         first, second = fill(0, (4, 3)), fill(1, (4, 3))
         wanted = [first + second, torch.maximum(first.t()[1], second.t()[1]), fill(0, (3,)), fill(1, (3,))]
@@ -127,7 +127,7 @@ def orders(rank: int, size: int) -> tuple[list[str], list[str], list[float]]:
     return first, list(Event.log), base.t()[0].tolist()
 
 
-def test_who_waits_later_is_ordered_behind_who_waited_first(stand_in: None, tmp_path: Any) -> None:
+def test_a_later_stream_waits_for_the_copies_of_the_first(stand_in: None, tmp_path: Any) -> None:
     wanted = (fill(0, (3, 2)).t()[0] + fill(1, (3, 2)).t()[0] + 100).tolist()
     for first, later, values in ran(orders, tmp_path):
         assert first == ["record"] and later[1:] == ["wait"] * 4 and values == wanted
@@ -155,7 +155,7 @@ def early(rank: int, size: int) -> tuple[bool, bool]:
     return before, all(work.is_completed() for work in works if work)
 
 
-def test_messages_of_a_batch_start_as_one(stand_in: None, tmp_path: Any) -> None:
+def test_messages_of_a_batch_are_coalesced(stand_in: None, tmp_path: Any) -> None:
     assert ran(swapped, tmp_path / "a") == [(True, fill(1, (3,)).tolist()), (True, fill(0, (3,)).tolist())]
     assert ran(early, tmp_path / "b") == [(False, True)] * 2
     first, second = fill(0, (3,)).tolist(), fill(1, (5,)).tolist()
@@ -176,7 +176,7 @@ def refused(rank: int, size: int) -> list[str]:
     return texts
 
 
-def test_what_nccl_cannot_do_is_refused_with_what_can(stand_in: None, tmp_path: Any) -> None:
+def test_unsupported_operations_of_nccl_name_a_backend_that_supports_them(stand_in: None, tmp_path: Any) -> None:
     words = ["is on meta.*cpu:gloo,cuda:nccl", "'bor'.*'ref' or 'gloo'", "no tag 3", "no receive from any rank"]
     for texts in ran(refused, tmp_path):
         for text, word in zip(texts, words, strict=True):

@@ -37,7 +37,7 @@ def watched(rank: int) -> list[list[str]]:
 
 # Over a second: the profiler of torch takes that to start and to stop, on each rank.
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
-def test_both_profilers_show_what_was_called(backend: str) -> None:
+def test_both_profilers_show_the_calls(backend: str) -> None:
     names = ["all_reduce", "all_reduce", "barrier", "recv", "send"]
     wanted = [[f"{backend}:{name}" for name in names]] * 2
     assert run(watched, 2, backend=backend, ranks="processes") == [wanted] * 2
@@ -76,11 +76,11 @@ def stopped_at_once(rank: int) -> list[int]:
 
 
 # Over a second: a range that outlives its profiler kills the process in about one of ten rounds, so there are twenty.
-def test_a_profiler_may_stop_at_any_moment() -> None:
+def test_a_profiler_may_stop_at_any_time() -> None:
     assert run(stopped_at_once, 2, ranks="processes") == [[2] * 20, [1] * 20]
 
 
-def test_backends_of_ours_that_drive_nothing_show_too() -> None:
+def test_backend_fake_has_profiler_ranges_too() -> None:
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=512)
     with torch.autograd.profiler.profile(acc_events=True) as seen:
         dist.all_reduce(torch.ones(2))

@@ -38,7 +38,7 @@ def of_lists(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("rows", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("more", [(), (2,)])
-def test_rows_are_a_list_of_their_blocks(rows: int, dtype: torch.dtype, more: tuple[int, ...]) -> None:
+def test_row_blocks_give_the_results_of_a_list(rows: int, dtype: torch.dtype, more: tuple[int, ...]) -> None:
     def program(rank: int) -> None:
         shape = (rows * WORLD, *more)
         for of_one, of_many in zip(of_rows(rank, shape, dtype), of_lists(rank, shape, dtype), strict=True):
@@ -47,7 +47,7 @@ def test_rows_are_a_list_of_their_blocks(rows: int, dtype: torch.dtype, more: tu
     run(program, WORLD)
 
 
-def test_views_are_made_once_and_are_the_tensor() -> None:
+def test_views_are_made_once_and_share_the_tensors_memory() -> None:
     tensor = torch.zeros(2, 3)
     rows = RowBlocks(tensor, 3)
     assert len(rows) == 3 and rows[1] is list(rows)[1]

@@ -1,4 +1,4 @@
-"""Backends that others registered with torch, in Python and in C++, under our `init_process_group`."""
+"""Third-party backends that are registered with torch, in Python and in C++, under our `init_process_group`."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_python_backend_of_torchs_works_on_our_groups(registered: Any, backend
         assert seen == ["allreduce", "allreduce", "allgather", "broadcast"] and name == backend
 
 
-def test_the_longer_form_gets_the_groups_facts_and_the_options(registered: list[Any]) -> None:
+def test_the_extended_api_gets_the_groups_options(registered: list[Any]) -> None:
     dist.init_process_group(
         "borrowing_more", store=dist.HashStore(), rank=0, world_size=1, group_name="all of us", pg_options="fast"
     )
@@ -122,7 +122,7 @@ def test_the_longer_form_gets_the_groups_facts_and_the_options(registered: list[
     assert registered == [(0, 1, [0], "all of us", "fast"), (0, 1, [0], "group 1", None)]
 
 
-def test_a_backend_that_cannot_be_made_is_named(registered: Any) -> None:
+def test_a_backend_that_fails_to_connect_is_named(registered: Any) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("no cable")
 

@@ -15,6 +15,7 @@ def main(folder: str) -> None:
     home = Path(dist.__file__).resolve().parent
     assert home.is_relative_to(Path(folder).resolve()), f"imported from {home}, not from {folder}"
     assert (home / "py.typed").exists(), "py.typed is not in the package"
+    assert (home / "device_mesh.pyi").exists(), "the stubs of torch's import paths are not in the package"
     assert dist.__version__ == version("torchdist_ref")
     from torchdist_ref.testing import run
 

@@ -40,7 +40,7 @@ def together(*parts: Callable[[], Any]) -> list[Any]:
     return found
 
 
-def test_a_variable_is_read_or_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_environment_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HERE", "yes")
     monkeypatch.delenv("NOT_HERE", raising=False)
     assert utils.get_env_variable_or_raise("HERE") == theirs.get_env_variable_or_raise("HERE") == "yes"
@@ -49,12 +49,12 @@ def test_a_variable_is_read_or_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("args", [["a", "${local_rank}-x", 3, None], ["$local_rank", "$$", "${other}", "${local_rank"]])
-def test_macros_are_torchs(args: list[Any]) -> None:
+def test_macros_equal_torchs(args: list[Any]) -> None:
     assert utils.macros.substitute(args, "5") == theirs.macros.substitute(args, "5")
     assert utils.macros.local_rank == theirs.macros.local_rank
 
 
-def test_a_held_port_is_nobody_elses() -> None:
+def test_a_reserved_port_cannot_be_bound() -> None:
     with utils.get_socket_with_port() as held, socket.socket(held.family) as other:
         with pytest.raises(OSError):
             other.bind(held.getsockname()[:2])
@@ -83,7 +83,7 @@ def test_epochs_follow_each_other_as_torchs(n: int, start: int) -> None:
     assert list(CyclingIterator(n, make, start)) == list(TheirIterator(n, make, start))
 
 
-def test_many_empty_epochs_are_passed_over() -> None:
+def test_many_empty_epochs_are_skipped() -> None:
     # torch's calls itself for each, and runs out of stack.
     assert list(CyclingIterator(5000, lambda epoch: iter([7] if epoch == 4999 else []))) == [7]
 
@@ -91,7 +91,7 @@ def test_many_empty_epochs_are_passed_over() -> None:
 @pytest.mark.parametrize("start", [0, 4])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("epoch", [0, 2])
-def test_samples_are_torchs(ranks: int, start: int, epoch: int) -> None:
+def test_samples_equal_torchs(ranks: int, start: int, epoch: int) -> None:
     data = list(range(11))
     for rank in range(ranks):
         ours, right = ElasticDistributedSampler(data, ranks, rank, start), TheirSampler(data, ranks, rank, start)
@@ -105,7 +105,7 @@ def test_fewer_samples_than_ranks_are_repeated() -> None:
     assert [list(ElasticDistributedSampler([0, 1, 2], 5, rank, 2)) for rank in range(5)] == [[2]] * 5
 
 
-def test_a_sampler_asks_the_group_for_ranks() -> None:
+def test_a_sampler_takes_its_ranks_from_the_group() -> None:
     def program(rank: int) -> tuple[int, int]:
         sampler = ElasticDistributedSampler(list(range(4)))
         return sampler.rank, sampler.num_replicas
@@ -127,7 +127,7 @@ def test_misuse_of_a_sampler_is_an_error(make: Callable[[], Any], message: str) 
         make()
 
 
-def test_ours_and_torchs_synchronize_at_one_store() -> None:
+def test_ours_and_torchs_synchronize_through_one_store() -> None:
     with_port = TCPStore("127.0.0.1", 0, is_master=True)
     other = torch_store(with_port.port)
     found = together(
@@ -161,13 +161,13 @@ def test_ours_and_torchs_create_one_store(ours_serves: bool) -> None:
     assert found[1].get("key") == b"value"
 
 
-def test_a_port_is_wanted_where_others_have_to_know_it() -> None:
+def test_several_processes_require_a_port() -> None:
     for options in ({"is_server": True, "world_size": 2}, {"is_server": False, "world_size": 1}):
         with pytest.raises(ValueError, match="'server_port' must be given"):
             distributed.create_c10d_store(server_addr="127.0.0.1", **options)
 
 
-def test_a_barrier_lets_nobody_through_before_the_last() -> None:
+def test_no_process_leaves_a_barrier_before_the_last_arrives() -> None:
     shared, order = HashStore(), []
 
     def come(rank: int) -> None:
@@ -191,7 +191,7 @@ def barrier_error(rank: int, shared: HashStore, **options: Any) -> str:
     return "through"
 
 
-def test_a_barrier_names_who_is_missing() -> None:
+def test_a_barrier_timeout_names_missing_ranks() -> None:
     shared = HashStore()
     first, second = together(
         lambda: barrier_error(0, shared, rank_tracing_decoder=lambda rank: f"host{rank}"),
@@ -201,11 +201,11 @@ def test_a_barrier_names_who_is_missing() -> None:
     assert second.endswith("; rank 0 (0) names the missing ones (this is rank 2).")
 
 
-def test_a_barrier_without_rank_0_names_it() -> None:
+def test_a_barrier_timeout_names_a_missing_rank_0() -> None:
     assert barrier_error(1, HashStore()).endswith("; rank 0 (0) is missing (this is rank 1).")
 
 
-def test_a_barrier_that_does_not_know_ranks_says_how_many() -> None:
+def test_a_barrier_timeout_without_ranks_gives_the_count() -> None:
     with pytest.raises(dist.StoreTimeoutError, match="not all 2 processes arrived"):
         store.barrier(HashStore(), 2, "gate", 0.01)
     with pytest.raises(ValueError, match="'rank' must be given"):

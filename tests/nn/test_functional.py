@@ -142,7 +142,7 @@ def total(x: Tensor, rank: int, call: Callable[[Tensor], Results]) -> float:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_gradients_are_those_of_the_sum_of_all_losses(name: str) -> None:
+def test_gradients_are_of_the_sum_of_all_losses(name: str) -> None:
     def program(rank: int) -> Any:
         return differences(rank, 2, lambda x: CALLS[name](ours, x, rank, 2, None))
 
@@ -175,7 +175,7 @@ def test_other_reductions_have_the_values_of_the_plain_calls(name: str, op: str)
         torch.testing.assert_close(result, right)
 
 
-def test_bits_are_reduced_though_they_have_no_gradient() -> None:
+def test_bitwise_reductions_run_without_gradients() -> None:
     found = run(lambda rank: ours.all_reduce(torch.tensor([rank + 1, 4]), ReduceOp.BOR).tolist(), 2)
     assert found == [[3, 4], [3, 4]]
 
@@ -206,7 +206,7 @@ def test_gradients_can_be_differentiated_again() -> None:
     assert run(program, 2) == [120.0, 120.0]
 
 
-def test_inputs_stay_as_they_are() -> None:
+def test_inputs_are_not_changed() -> None:
     def program(rank: int) -> bool:
         x = start(rank, 2)
         for name in CALLS:
@@ -216,7 +216,7 @@ def test_inputs_stay_as_they_are() -> None:
     assert run(program, 2) == [True, True]
 
 
-def test_a_rank_outside_the_group_is_told() -> None:
+def test_a_rank_outside_the_group_gets_an_error() -> None:
     def program(rank: int) -> str:
         group = dist.new_group([0])
         try:
@@ -229,12 +229,12 @@ def test_a_rank_outside_the_group_is_told() -> None:
     assert fine == "fine" and "all_reduce: argument 'group'" in told
 
 
-def test_without_a_group_it_says_so() -> None:
+def test_without_a_group_an_error_is_raised() -> None:
     with pytest.raises(dist.NotInitializedError):
         ours.all_reduce(torch.ones(1))
 
 
-def test_scatter_wants_one_shape() -> None:
+def test_scatter_requires_one_shape() -> None:
     def program(rank: int) -> None:
         ours.scatter([torch.ones(1), torch.ones(2)])
 

@@ -1,4 +1,4 @@
-"""Pipe: the values and gradients of the model itself, the schedule of GPipe, and forgetting what is computed again."""
+"""Pipe: the values and gradients of the model, GPipe's schedule, and recomputed activations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def gradients(model: nn.Module, run: Callable[[Tensor], Tensor], inputs: Tensor)
 @pytest.mark.parametrize("checkpoint", WAYS)
 @pytest.mark.parametrize("balance", [[5], [2, 3], [1, 1, 1, 1, 1]])
 @pytest.mark.parametrize("chunks", [1, 3, 4, 20])
-def test_values_and_gradients_are_the_models(checkpoint: str, balance: list[int], chunks: int) -> None:
+def test_values_and_gradients_equal_the_models(checkpoint: str, balance: list[int], chunks: int) -> None:
     inputs = fill(0, (10, 6), torch.float64) / 8
     plain = layers()
     right = gradients(plain, plain, inputs)
@@ -57,7 +57,7 @@ def test_values_and_gradients_are_the_models(checkpoint: str, balance: list[int]
 
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 @pytest.mark.parametrize("partitions", [1, 3])
-def test_every_micro_batch_is_everywhere_once_and_no_earlier_than_it_can(chunks: int, partitions: int) -> None:
+def test_every_micro_batch_visits_every_partition_once_in_order(chunks: int, partitions: int) -> None:
     clocks = list(clock_cycles(chunks, partitions))
     assert len(clocks) == chunks + partitions - 1
     when = {pair: clock for clock, pairs in enumerate(clocks) for pair in pairs}
@@ -91,7 +91,7 @@ def spied(checkpoint: str, train: bool = True) -> list[Any]:
     return log
 
 
-def test_work_follows_the_clock_and_goes_back_in_reverse() -> None:
+def test_forward_follows_the_schedule_and_backward_reverses_it() -> None:
     log = spied("never")
     forward = [(i, j) for i, j, state, _ in log if state == "kept"]
     position = {pair: index for index, pair in enumerate(forward)}
@@ -109,7 +109,7 @@ def test_each_partition_has_a_thread_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("checkpoint", "forgotten"), [("always", 4), ("except_last", 3), ("never", 0)])
-def test_what_is_forgotten_is_computed_again(checkpoint: str, forgotten: int) -> None:
+def test_checkpointed_activations_are_recomputed(checkpoint: str, forgotten: int) -> None:
     log = spied(checkpoint)
     for place in range(3):
         states = {state: [i for i, j, s, _ in log if (j, s) == (place, state)] for state in ("once", "again", "kept")}
@@ -119,7 +119,7 @@ def test_what_is_forgotten_is_computed_again(checkpoint: str, forgotten: int) ->
         assert [i for i, j, state, _ in log if state == "back" and j == partition] == [3, 2, 1, 0]
 
 
-def test_nothing_is_forgotten_in_evaluation() -> None:
+def test_no_activation_is_checkpointed_in_evaluation() -> None:
     assert {state for _, _, state, _ in spied("always", train=False)} == {"kept", "back"}
     assert not is_checkpointing() and not is_recomputing()
 
@@ -127,7 +127,7 @@ def test_nothing_is_forgotten_in_evaluation() -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "forward", "all_told"), [("always", 0, 4), ("except_last", 1, 4), ("never", 4, 4)]
 )
-def test_forgotten_activations_are_not_kept(checkpoint: str, forward: int, all_told: int) -> None:
+def test_checkpointed_activations_are_freed(checkpoint: str, forward: int, all_told: int) -> None:
     class Exp(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -141,7 +141,7 @@ def test_forgotten_activations_are_not_kept(checkpoint: str, forward: int, all_t
     assert len(kept) == 4
 
 
-def test_randomness_is_the_same_again() -> None:
+def test_recomputation_draws_the_same_random_numbers() -> None:
     class Both(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             mask = torch.rand_like(x)
@@ -177,7 +177,7 @@ class Ends(nn.Module):
 
 
 @pytest.mark.parametrize("checkpoint", WAYS)
-def test_tuples_other_things_and_whole_tensors_travel(checkpoint: str) -> None:
+def test_tuples_other_values_and_whole_tensors_reach_every_partition(checkpoint: str) -> None:
     pipe = piped(nn.Sequential(Scaled(), Ends()), [1, 1], chunks=2, checkpoint=checkpoint)
     x, whole = fill(0, (3, 2)).requires_grad_(), fill(1, (5,)).requires_grad_()
     result, signs, notes = pipe(x, 3.0, NoChunk(whole)).local_value()
@@ -188,7 +188,7 @@ def test_tuples_other_things_and_whole_tensors_travel(checkpoint: str) -> None:
     assert torch.equal(x.grad, torch.full((3, 2), 3.0)) and torch.equal(whole.grad, torch.full((5,), 6.0))
 
 
-def test_it_computes_as_the_calling_thread_would() -> None:
+def test_partitions_run_in_the_modes_of_the_calling_thread() -> None:
     pipe = piped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], chunks=2, checkpoint="always")
     with torch.no_grad():
         assert not pipe(torch.ones(2, 4)).local_value().requires_grad
@@ -199,7 +199,7 @@ def test_it_computes_as_the_calling_thread_would() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in pipe.parameters())
 
 
-def test_an_error_in_a_partition_comes_out() -> None:
+def test_an_error_in_a_partition_is_raised() -> None:
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if x[0, 0] == 2:
@@ -223,7 +223,7 @@ def test_a_pipe_is_a_sequence_of_layers() -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.rpc.is_available(), reason="this torch has no remote calls")
-def test_the_result_is_torchs_where_remote_calls_are_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_is_an_rref_if_rpc_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed import rpc
 
     made: list[Any] = []
@@ -233,7 +233,7 @@ def test_the_result_is_torchs_where_remote_calls_are_initialised(monkeypatch: py
     assert torch.equal(made[0], torch.ones(2))
 
 
-def test_without_remote_calls_the_result_is_here() -> None:
+def test_without_rpc_the_result_is_local() -> None:
     result = Pipe(nn.Sequential(nn.Identity()))(torch.ones(2))
     assert result.is_owner() and torch.equal(result.to_here(), result.local_value())
 
@@ -263,13 +263,13 @@ def test_without_remote_calls_the_result_is_here() -> None:
         (lambda: partition_model(layers(), [2, 3], ["cpu"]), ValueError, "'devices' must be 2 devices"),
     ],
 )
-def test_misuse_is_told(make: Callable[[], Any], kind: type[Exception], message: str) -> None:
+def test_misuse_raises_an_error(make: Callable[[], Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message) as caught:
         make()
     assert isinstance(caught.value, dist.ArgumentError | dist.ArgumentTypeError)
 
 
-def test_devices_part_a_model() -> None:
+def test_devices_split_a_model() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1, device="meta"), nn.ReLU())
     pipe = Pipe(copy.copy(model))
     assert [len(list(part)) for part in pipe.partitions] == [2, 2]

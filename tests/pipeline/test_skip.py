@@ -1,4 +1,4 @@
-"""Skip connections, within partitions and across them, and batch normalisation over micro-batches."""
+"""Skip connections within and across partitions, and batch normalization over micro-batches."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def crossed() -> nn.Sequential:
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("balance", [[6], [1, 2, 1, 2], [1, 1, 1, 1, 1, 1], [3, 3]])
-def test_connections_are_as_without_a_pipeline(balance: list[int], checkpoint: str) -> None:
+def test_skip_connections_give_the_values_of_the_model(balance: list[int], checkpoint: str) -> None:
     model = crossed()
     other = copy.deepcopy(model)
     pipe = Pipe(partition_model(other, balance, ["cpu"] * len(balance)), chunks=3, checkpoint=checkpoint)
@@ -73,7 +73,7 @@ def test_none_can_be_stashed(checkpoint: str) -> None:
     assert torch.equal(Pipe(model, 2, checkpoint)(torch.ones(2, 1)).local_value(), torch.ones(2, 1))
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_mismatched_skip_connections_are_named() -> None:
     with pytest.raises(TypeError, match=r"'1' stashes 'skip', as one before it.*'1' stashes 'skip', which no module"):
         verify_skippables(nn.Sequential(Keep(), Keep()))
     with pytest.raises(TypeError, match="'0' pops 'skip', which is not stashed; module '1' stashes 'skip', which no"):
@@ -106,7 +106,7 @@ class Wrong(nn.Module):
         ((3,), "Wrong yielded 3; yield stash"),
     ],
 )
-def test_a_module_does_what_it_was_declared_to(steps: tuple[Any, ...], message: str) -> None:
+def test_undeclared_operations_are_errors(steps: tuple[Any, ...], message: str) -> None:
     @skippable(stash=["b"])
     class Before(nn.Module):
         def forward(self, x: Tensor) -> Any:
@@ -144,14 +144,14 @@ def test_running_statistics_are_those_of_the_batch(checkpoint: str, momentum: fl
     torch.testing.assert_close(pipe.eval()(batch).local_value(), norm(batch))
 
 
-def test_micro_batches_are_normalised_by_themselves() -> None:
+def test_micro_batches_are_normalized_by_their_own_statistics() -> None:
     pipe = Pipe(nn.Sequential(nn.BatchNorm1d(2, affine=False)), chunks=2, deferred_batch_norm=True)
     batch = fill(0, (6, 2))
     alone = [nn.functional.batch_norm(part, None, None, training=True) for part in batch.chunk(2)]
     torch.testing.assert_close(pipe(batch).local_value(), torch.cat(alone))
 
 
-def test_conversion_keeps_parameters_and_leaves_the_rest() -> None:
+def test_conversion_keeps_parameters_and_other_layers() -> None:
     model = nn.Sequential(
         nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))
     )

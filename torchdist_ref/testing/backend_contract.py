@@ -1,8 +1,8 @@
-"""What every backend must do, as a function that you can call on your own.
+"""Conformance suite of backends: the contract of the public calls, as a function that users can run on their backend.
 
-`check_backend` makes a group of the backend and puts it through one clause after the other; each clause is a
-function that compares tensors with a plain formula over `fill`. It says nothing about speed or about faults.
-Add a clause where a backend could get something wrong that users would notice.
+`check_backend` makes a group on the backend and runs one clause after the other. Each clause is a function that
+compares tensors with a formula over `fill`. Add a clause for an error that users of a backend would notice. Do not add
+checks of speed or of faults here.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import torchdist_ref.groups as dist
 from torchdist_ref.testing.filling import fill
 from torchdist_ref.testing.running import run
 
-# Empty, one element, a matrix, odd sizes, and one that needs several windows of a stage.
+# Empty, one element, a matrix, odd sizes, and one that needs several windows of a staging buffer.
 SHAPES: tuple[tuple[int, ...], ...] = ((0,), (), (1,), (2, 3), (257,), (3, 5, 7), (400_003,))
 DTYPES = (torch.int64, torch.float32, torch.float64, torch.uint8, torch.bfloat16)
 
 
 def check_backend(name: str, world_size: int, ranks: str = "threads", timeout: float = 60.0) -> None:
-    """Put a backend through the whole contract of the front door.
+    """Run all clauses of the contract on a backend.
 
     Args:
-        name: The backend's registered name.
-        world_size: How many ranks to use.
+        name: The registered name of the backend.
+        world_size: The number of ranks.
         ranks: ``"threads"`` or ``"processes"``.
-        timeout: Seconds for everything.
+        timeout: Time-out of the whole run, in seconds.
 
     Raises:
-        RankError: A clause does not hold; the cause names it.
+        RankError: A clause fails; the cause names it.
 
     Example:
         >>> from torchdist_ref.testing.backend_contract import check_backend
@@ -42,49 +42,55 @@ def check_backend(name: str, world_size: int, ranks: str = "threads", timeout: f
 
 
 def _all_clauses(rank: int) -> None:
+    """Run all clauses on one rank."""
     size = dist.get_world_size()
     for clause in CLAUSES:
         try:
             clause(rank, size)
         except AssertionError as error:
-            raise AssertionError(f"{clause.__name__} does not hold on rank {rank} of {size}: {error}") from error
+            raise AssertionError(f"{clause.__name__} failed on rank {rank} of {size}: {error}") from error
 
 
-def same(got: Tensor, wanted: Tensor) -> None:
+def same(got: Tensor, expected: Tensor) -> None:
     """Raise unless two tensors are equal in dtype, shape and every value."""
-    assert got.dtype == wanted.dtype and got.shape == wanted.shape, f"{got.dtype} {got.shape}, wanted {wanted.shape}"
-    assert torch.equal(got, wanted), f"got {got.flatten()[:8].tolist()}..., wanted {wanted.flatten()[:8].tolist()}..."
+    assert got.dtype == expected.dtype and got.shape == expected.shape, (
+        f"{got.dtype} {got.shape}, expected {expected.shape}"
+    )
+    assert torch.equal(got, expected), (
+        f"got {got.flatten()[:8].tolist()}..., expected {expected.flatten()[:8].tolist()}..."
+    )
 
 
 def _sum(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return the sum of the tensors of all ranks."""
     return torch.stack([fill(r, shape, dtype) for r in range(size)]).sum(0, dtype=dtype)
 
 
 def sums_everywhere(rank: int, size: int) -> None:
-    """all_reduce gives every rank the sum, for every shape and dtype, empty tensors included."""
+    """Check that all_reduce leaves the sum on every rank, for every shape and dtype, including empty tensors."""
     for shape in SHAPES:
         for dtype in DTYPES:
             tensor = fill(rank, shape, dtype)
-            assert dist.all_reduce(tensor) is None, "a call that waits returns None"
+            assert dist.all_reduce(tensor) is None, "a synchronous call returns None"
             same(tensor, _sum(size, shape, dtype))
 
 
-def reduces_as_asked(rank: int, size: int) -> None:
-    """Each reduction is the one that was asked for: not the sum by another name."""
+def reduces_by_every_operation(rank: int, size: int) -> None:
+    """Check that PRODUCT, MIN and MAX are computed."""
     data = torch.stack([fill(r, (301,), torch.int64) for r in range(size)])
-    wanted = {
+    expected = {
         dist.ReduceOp.PRODUCT: data.prod(0),
         dist.ReduceOp.MIN: data.amin(0),
         dist.ReduceOp.MAX: data.amax(0),
     }
-    for op, result in wanted.items():
+    for op, result in expected.items():
         tensor = data[rank].clone()
         dist.all_reduce(tensor, op)
         same(tensor, result)
 
 
 def averages(rank: int, size: int) -> None:
-    """AVG divides by the number of ranks, once, in one call and in a windowed one."""
+    """Check that AVG divides by the number of ranks once, in one window and in several."""
     for shape in ((5,), (400_003,)):
         tensor = fill(rank, shape, torch.float64) * size
         dist.all_reduce(tensor, dist.ReduceOp.AVG)
@@ -92,21 +98,21 @@ def averages(rank: int, size: int) -> None:
 
 
 def multiplies_before_it_adds(rank: int, size: int) -> None:
-    """PREMUL_SUM adds what each rank has multiplied by a factor of its own, and reads inputs without changing them."""
-    wanted = torch.stack([(r + 0.5) * fill(r, (301,)) for r in range(size)]).sum(0)
+    """Check that PREMUL_SUM scales by each rank's factor, and does not change inputs."""
+    expected = torch.stack([(r + 0.5) * fill(r, (301,)) for r in range(size)]).sum(0)
     tensor, output = fill(rank, (301,)), torch.empty(301)
-    # ReduceOp.PREMUL_SUM(factor) is torch 2.13's; this name is older.
-    times: Any = torch.distributed._make_nccl_premul_sum  # type: ignore[attr-defined]
+    # ReduceOp.PREMUL_SUM(factor) exists since torch 2.13 only.
+    times: Any = torch.distributed._make_nccl_premul_sum  # type: ignore[attr-defined]  # noqa: SLF001
     dist.all_reduce(tensor, times(rank + 0.5))
-    same(tensor, wanted)
+    same(tensor, expected)
     inputs = [fill(rank, (301,)) for _ in range(size)]
     dist.reduce_scatter(output, inputs, times(torch.tensor(rank + 0.5)))
-    same(output, wanted)
+    same(output, expected)
     same(inputs[0], fill(rank, (301,)))
 
 
-def keeps_every_type(rank: int, size: int) -> None:
-    """Types that few backends know are added all the same: what small numbers add up to has one right answer."""
+def supports_every_dtype(rank: int, size: int) -> None:
+    """Check that dtypes that few backends support are moved and added too, with exact sums of small numbers."""
     for dtype in (torch.int16, torch.uint16, torch.int8, torch.float16, torch.float8_e5m2, torch.complex64):
         tensor, row = fill(rank, (9,), dtype), torch.empty(9 * size, dtype=dtype)
         dist.all_gather_into_tensor(row, tensor)
@@ -115,29 +121,29 @@ def keeps_every_type(rank: int, size: int) -> None:
         if dtype.itemsize > 1:
             dist.all_reduce(tensor)
             same(tensor, torch.stack([fill(r, (9,), dtype).to(wide) for r in range(size)]).sum(0).to(dtype))
-    truth = torch.tensor([True, rank == 0])
-    dist.all_reduce(truth)
-    assert truth.view(torch.uint8).tolist() == [1, 1], "a sum of truth values is a truth value"
+    flags = torch.tensor([True, rank == 0])
+    dist.all_reduce(flags)
+    assert flags.view(torch.uint8).tolist() == [1, 1], "a sum of bool is a bool"
 
 
 def works_bitwise(rank: int, size: int) -> None:
-    """BAND, BOR and BXOR work on the bits of integers."""
+    """Check that BAND, BOR and BXOR reduce the bits of integers."""
     data = [fill(r, (64,), torch.uint8) for r in range(size)]
     for op, combine in (
         (dist.ReduceOp.BAND, torch.bitwise_and),
         (dist.ReduceOp.BOR, torch.bitwise_or),
         (dist.ReduceOp.BXOR, torch.bitwise_xor),
     ):
-        wanted = data[0]
+        expected = data[0]
         for other in data[1:]:
-            wanted = combine(wanted, other)
+            expected = combine(expected, other)
         tensor = data[rank].clone()
         dist.all_reduce(tensor, op)
-        same(tensor, wanted)
+        same(tensor, expected)
 
 
 def leaves_replicas_identical(rank: int, size: int) -> None:
-    """Sums that round still end with the same bits on every rank."""
+    """Check that rounded sums have the same bits on every rank."""
     for count in (3, 100_003):
         tensor = fill(rank, (count,)) / 7.0 + fill(rank + 3, (count,)) * 1e-5
         dist.all_reduce(tensor)
@@ -148,7 +154,7 @@ def leaves_replicas_identical(rank: int, size: int) -> None:
 
 
 def broadcasts_from_any_root(rank: int, size: int) -> None:
-    """Broadcast copies the root's tensor, and only the root's, whoever that is."""
+    """Check that broadcast copies the root's tensor, for every root."""
     for root in range(size):
         for shape in SHAPES:
             tensor = fill(rank, shape)
@@ -157,7 +163,7 @@ def broadcasts_from_any_root(rank: int, size: int) -> None:
 
 
 def reduces_to_any_root(rank: int, size: int) -> None:
-    """Reduce leaves the sum on the root."""
+    """Check that reduce leaves the sum on the root."""
     for root in range(size):
         for count in (1, 70_001):
             tensor = fill(rank, (count,), torch.int64)
@@ -167,7 +173,7 @@ def reduces_to_any_root(rank: int, size: int) -> None:
 
 
 def gathers(rank: int, size: int) -> None:
-    """all_gather and gather put rank r's tensor at place r, and change nothing else."""
+    """Check that all_gather and gather write rank r's tensor to entry r, and change nothing else."""
     for shape in SHAPES:
         outputs = [fill(99, shape) for _ in range(size)]
         dist.all_gather(outputs, fill(rank, shape))
@@ -184,7 +190,7 @@ def gathers(rank: int, size: int) -> None:
 
 
 def scatters(rank: int, size: int) -> None:
-    """Scatter gives rank r the root's entry r; all_to_all gives rank d everybody's entry d."""
+    """Check that scatter sends the root's entry r to rank r, and all_to_all every rank's entry d to rank d."""
     for root in range(size):
         tensor = torch.empty(6)
         dist.scatter(tensor, [fill(r + 10 * root, (6,)) for r in range(size)] if rank == root else None, root)
@@ -197,19 +203,19 @@ def scatters(rank: int, size: int) -> None:
 
 
 def reduces_and_scatters(rank: int, size: int) -> None:
-    """reduce_scatter leaves rank r the sum of everybody's entry r; AVG divides it."""
+    """Check that reduce_scatter leaves the sum of all ranks' entry r on rank r, and that AVG divides it."""
     for count in (0, 1, 129, 200_003):
         output = torch.empty(count, dtype=torch.float64)
         inputs = [fill(rank + 10 * block, (count,), torch.float64) for block in range(size)]
-        wanted = torch.stack([fill(r + 10 * rank, (count,), torch.float64) for r in range(size)]).sum(0)
+        expected = torch.stack([fill(r + 10 * rank, (count,), torch.float64) for r in range(size)]).sum(0)
         dist.reduce_scatter(output, inputs)
-        same(output, wanted)
+        same(output, expected)
         dist.reduce_scatter_tensor(output, torch.cat(inputs) * size, dist.ReduceOp.AVG)
-        same(output, wanted)
+        same(output, expected)
 
 
-def finishes_async_calls_in_order(rank: int, size: int) -> None:
-    """Works of overlapping calls each deliver their own result; their futures hold the list of outputs."""
+def completes_async_calls(rank: int, size: int) -> None:
+    """Check that overlapping calls each give their own result, and that futures have the list of outputs."""
     tensors = [fill(rank + 5 * i, (10 + 7000 * i,)) for i in range(6)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     later = fill(rank, (4,))
@@ -223,14 +229,14 @@ def finishes_async_calls_in_order(rank: int, size: int) -> None:
 
 
 def respects_strides(rank: int, size: int) -> None:
-    """A strided view is reduced, received and gathered in place, and nothing outside it is touched."""
+    """Check that a strided view is reduced and received in place, and that memory outside it is not changed."""
     base = fill(rank, (6, 8))
     view = base[::2, 1::3]
-    wanted = torch.stack([fill(r, (6, 8))[::2, 1::3] for r in range(size)]).sum(0)
+    expected = torch.stack([fill(r, (6, 8))[::2, 1::3] for r in range(size)]).sum(0)
     untouched = base.clone()
     dist.all_reduce(view)
-    same(view.contiguous(), wanted)
-    untouched[::2, 1::3] = wanted
+    same(view.contiguous(), expected)
+    untouched[::2, 1::3] = expected
     same(base, untouched)
     target = fill(50, (4, 4))
     dist.broadcast(target[:, 2], size - 1) if rank else dist.broadcast(target.t()[2], size - 1)
@@ -238,7 +244,7 @@ def respects_strides(rank: int, size: int) -> None:
 
 
 def passes_messages(rank: int, size: int) -> None:
-    """Messages travel between every pair, of every size, in either direction, and name their sender."""
+    """Check messages between every pair of ranks, of several sizes, in both directions, and their sources."""
     for count in (0, 1, 1000, 150_001):
         for source in range(size):
             for target in range(size):
@@ -246,7 +252,8 @@ def passes_messages(rank: int, size: int) -> None:
 
 
 def _message(rank: int, source: int, target: int, count: int) -> None:
-    # The tag keeps messages of other pairs away from a receive that takes any sender.
+    """Send one message and check it."""
+    # The tag keeps messages of other pairs from a receive with any source.
     tag = 100 * source + target
     if source != target and rank == source:
         dist.send(fill(tag, (count,)), target, tag=tag)
@@ -257,7 +264,7 @@ def _message(rank: int, source: int, target: int, count: int) -> None:
 
 
 def matches_tags_in_any_order(rank: int, size: int) -> None:
-    """A receive takes the message with its tag, whatever else came before."""
+    """Check that a receive matches the message with its tag, after others have arrived."""
     if rank == 0 and size > 1:
         works = [dist.isend(fill(tag, (9,)), 1, tag=tag) for tag in (3, 1, 2)]
         assert all(work is not None and work.wait() for work in works)
@@ -269,7 +276,7 @@ def matches_tags_in_any_order(rank: int, size: int) -> None:
 
 
 def separates_groups(rank: int, size: int) -> None:
-    """A group of some ranks counts them anew, and its calls don't mix with those of the others."""
+    """Check that a subgroup has ranks of its own, and that its calls are separate from those of other groups."""
     members = list(range(0, size, 2))
     group = dist.new_group(members)
     if rank in members:
@@ -278,17 +285,17 @@ def separates_groups(rank: int, size: int) -> None:
         dist.all_reduce(tensor, group=group)
         same(tensor, torch.stack([fill(r, (11,)) for r in members]).sum(0))
         dist.broadcast(tensor, members[-1], group)
-    everybody = fill(rank, (3,))
-    dist.all_reduce(everybody)
-    same(everybody, _sum(size, (3,), torch.float32))
+    of_all = fill(rank, (3,))
+    dist.all_reduce(of_all)
+    same(of_all, _sum(size, (3,), torch.float32))
 
 
 CLAUSES: tuple[Callable[[int, int], None], ...] = (
     sums_everywhere,
-    reduces_as_asked,
+    reduces_by_every_operation,
     averages,
     multiplies_before_it_adds,
-    keeps_every_type,
+    supports_every_dtype,
     works_bitwise,
     leaves_replicas_identical,
     broadcasts_from_any_root,
@@ -296,7 +303,7 @@ CLAUSES: tuple[Callable[[int, int], None], ...] = (
     gathers,
     scatters,
     reduces_and_scatters,
-    finishes_async_calls_in_order,
+    completes_async_calls,
     respects_strides,
     passes_messages,
     matches_tags_in_any_order,

@@ -70,7 +70,7 @@ COMPARED = 50
 
 
 # Over a second: many steps, because the order in which ranks call differs only now and then.
-def test_with_several_buckets_it_equals_one_process(tmp_path: Path) -> None:
+def test_several_buckets_equal_one_process(tmp_path: Path) -> None:
     steps = 200
     alone, buckets, _ = trained(1, tmp_path / "alone", COMPARED)[0]
     assert buckets >= 4

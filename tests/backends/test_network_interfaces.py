@@ -1,4 +1,4 @@
-"""Lists of network interfaces, as GLOO_SOCKET_IFNAME names them, reach both backends that use sockets."""
+"""Lists of network interfaces in GLOO_SOCKET_IFNAME: both backends that use sockets read them."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ SUM = (fill(0, (4,)) + fill(1, (4,))).tolist()
 
 
 @pytest.mark.parametrize("names", ["lo", "lo,lo"])
-def test_gloo_takes_every_interface_of_a_list(monkeypatch: pytest.MonkeyPatch, names: str) -> None:
+def test_gloo_uses_every_interface_of_a_list(monkeypatch: pytest.MonkeyPatch, names: str) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
     assert run(total, 2, backend="gloo", ranks="processes") == [SUM] * 2
 
 
-def test_ref_takes_the_first_interface_that_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_ref_uses_the_first_interface_that_exists(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0,lo")
     assert run(as_two_hosts, 2, str(tmp_path / "store"), init=False, ranks="processes") == [SUM] * 2
 
 
-def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_missing_interface_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     with pytest.raises(dist.DistBackendError, match=r"Gloo could not connect on rank 0.*nosuch0"):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

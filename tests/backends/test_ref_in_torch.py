@@ -1,4 +1,4 @@
-"""torch's own users of process groups on `ref`: the same values as on Gloo over three steps, and `ref` did the work."""
+"""Users of process groups inside torch on `ref`: the values of Gloo over three steps, computed by `ref`."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ APART = {ddp_with_half_precision: 1e-2}
 # Over a second: two groups, on two backends, in more processes than there are cores; dynamo is slow to start.
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("user", USERS, ids=lambda user: user.__name__)
-def test_on_ref_torch_computes_what_it_does_on_gloo(user: Any, size: int, tmp_path: Path) -> None:
+def test_torch_on_ref_gives_the_values_of_gloo(user: Any, size: int, tmp_path: Path) -> None:
     for ours, theirs, seen in compared(user, size, str(tmp_path / "meet")):
         assert len(ours) == len(theirs) >= STEPS
         for got, wanted in zip(ours, theirs, strict=True):

@@ -1,4 +1,4 @@
-"""Numbers that other tests don't reach: beyond the signed range, and factors of PREMUL_SUM that can't be meant."""
+"""Dtypes and factors beyond the other tests: unsigned integers, rounding of averages, and factors of PREMUL_SUM."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def unsigned(rank: int) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(("backend", "ranks"), BACKENDS)
-def test_large_numbers_without_a_sign_are_larger_than_small_ones(backend: str, ranks: str) -> None:
+def test_large_unsigned_numbers_compare_as_unsigned(backend: str, ranks: str) -> None:
     for rank, found in enumerate(run(unsigned, 2, backend=backend, ranks=ranks)):
         assert found["MIN"] == [LARGE, 2] and found["MAX"] == [LARGE + 5, LARGE]
         # Sums and products wrap at 64 bits.
@@ -44,7 +44,9 @@ WRONG: list[tuple[torch.Tensor, Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("tensor", "factor", "kind", "words"), WRONG)
-def test_a_factor_must_fit(tensor: torch.Tensor, factor: Any, kind: type[Exception], words: str) -> None:
+def test_an_invalid_premul_sum_factor_is_an_error(
+    tensor: torch.Tensor, factor: Any, kind: type[Exception], words: str
+) -> None:
     def program(rank: int) -> None:
         op = dist.ReduceOp.PREMUL_SUM if factor is None else dist.ReduceOp.PREMUL_SUM(factor)
         with pytest.raises(kind, match=words):
@@ -65,7 +67,7 @@ def several_tensors(rank: int) -> list[Any]:
     return [*(t.tolist() for t in (*tensors, *pair)), on_root.tolist() if rank == 1 else None]
 
 
-def test_every_function_that_reduces_takes_a_factor() -> None:
+def test_every_reducing_function_supports_premul_sum() -> None:
     assert run(several_tensors, 2)[1] == [[4.0], [8.0, 12.0], [12.0], [12.0], [4.0]]
 
 
@@ -88,7 +90,7 @@ def average_of(rank: int, dtype: torch.dtype, count: int, registered: bool) -> t
 # Large enough for registered memory to be lent, and for windows.
 @pytest.mark.parametrize(("size", "count", "registered"), [(2, 7, False), (3, 12, False), (2, 1_200_002, True)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_averages_of_halves_are_rounded_once(dtype: torch.dtype, size: int, count: int, registered: bool) -> None:
+def test_averages_of_float16_are_rounded_once(dtype: torch.dtype, size: int, count: int, registered: bool) -> None:
     exact = sum(halves(rank, dtype, count).double() for rank in range(size)) / size
     assert isinstance(exact, torch.Tensor)
     for rank, (whole, part) in enumerate(run(average_of, size, dtype, count, registered, ranks="processes")):

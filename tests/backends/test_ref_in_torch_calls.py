@@ -1,4 +1,4 @@
-"""Each function of torch.distributed, with each of its options, gives on `ref` what it gives on Gloo, or an error."""
+"""Each function of torch.distributed on `ref`, with each of its options: the result of Gloo, or an error."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ WANTED = [
 ]
 
 
-def test_what_cannot_be_honoured_is_an_error_and_the_group_goes_on(tmp_path: Path) -> None:
+def test_unsupported_options_are_errors_and_the_group_remains_usable(tmp_path: Path) -> None:
     for failures in alone(refused, tmp_path):
         for (kind, text), (wanted, words) in zip(failures, WANTED, strict=True):
             assert kind == wanted and words in text, text
@@ -249,7 +249,7 @@ def impatient(rank: int, size: int) -> tuple[tuple[str, str], list[float]]:
     return outcome, work.result()[0].tolist()
 
 
-def test_the_options_timeout_is_honoured(tmp_path: Path) -> None:
+def test_the_timeout_of_the_options_is_used(tmp_path: Path) -> None:
     (kind, values), (_, others) = alone(impatient, tmp_path)
     assert kind[0] == "RankStalledError" and "0.0" in kind[1]
     assert values == others == (fill(0, (3,)) + fill(1, (3,))).tolist()
@@ -280,7 +280,7 @@ def mismatched(rank: int, size: int) -> tuple[str, bool]:
     return kind, issubclass(dist.MismatchError, c10d.DistBackendError) and tensor.sum() == 3 + rank
 
 
-def test_ranks_that_call_differently_hear_of_it(tmp_path: Path) -> None:
+def test_mismatched_calls_raise_an_error_on_all_ranks(tmp_path: Path) -> None:
     assert alone(mismatched, tmp_path) == [("MismatchError", True)] * 2
 
 
@@ -296,5 +296,5 @@ def leave(rank: int, size: int) -> str:
     return kind
 
 
-def test_leaving_a_group_ends_the_calls_of_the_others(tmp_path: Path) -> None:
+def test_aborting_a_group_fails_the_calls_of_the_other_ranks(tmp_path: Path) -> None:
     assert alone(leave, tmp_path) == ["GroupAbortedError"] * 2

@@ -1,4 +1,4 @@
-"""Groups whose ranks meet through torch's own servers: ours on our client, and torch's on `ref`."""
+"""Groups over torch's store servers: ours with our client, and torch's on `ref`."""
 
 from __future__ import annotations
 
