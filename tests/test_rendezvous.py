@@ -1,4 +1,4 @@
-"""Rendezvous: who meets, through what, and what is said at once when it can't work."""
+"""Rendezvous: environment, URLs and files, beside ranks of torch; and errors before any wait."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port that nobody listens on, and that nobody else gets meanwhile."""
+    """Reserve a port on which no process listens."""
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
         yield reserved.getsockname()[1]
 
 
-def place(pipe: Connection, meet: Any, url: str, rank: int, world_size: int) -> None:
-    """Meet, leave a word for the next rank and wait for the one before; send back who we are."""
-    store, rank, world_size = next(meet(url, rank, world_size, timeout=timedelta(seconds=20)))
+def join(pipe: Connection, run_rendezvous: Any, url: str, rank: int, world_size: int) -> None:
+    """Run a rendezvous, exchange values with the neighbors, and send back rank and world size."""
+    store, rank, world_size = next(run_rendezvous(url, rank, world_size, timeout=timedelta(seconds=20)))
     store.set(f"from {rank}", str(rank * rank + 1))
     pipe.send((type(store).__module__, rank, world_size, store.get(f"from {(rank + 1) % world_size}")))
     pipe.recv()
 
 
-def place_by_environment(pipe: Connection, meet: Any, settings: dict[str, str]) -> None:
+def join_by_environment(pipe: Connection, run_rendezvous: Any, settings: dict[str, str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
-        place(pipe, meet, "env://", -1, -1)
+        join(pipe, run_rendezvous, "env://", -1, -1)
 
 
 def settings_of(rank: int, port: int) -> dict[str, str]:
@@ -65,10 +65,10 @@ def settings_of(rank: int, port: int) -> dict[str, str]:
 @pytest.mark.parametrize("scheme", ["env", "tcp"])
 def test_rendezvous_of_three_ranks_some_of_them_torchs(port: int, scheme: str, theirs: tuple[int, ...]) -> None:
     def arguments(rank: int) -> tuple[Any, ...]:
-        meet = torch.distributed.rendezvous if rank in theirs else rendezvous
+        run_rendezvous = torch.distributed.rendezvous if rank in theirs else rendezvous
         if scheme == "env":
-            return place_by_environment, meet, settings_of(rank, port)
-        return place, meet, f"tcp://127.0.0.1:{port}", rank, 3
+            return join_by_environment, run_rendezvous, settings_of(rank, port)
+        return join, run_rendezvous, f"tcp://127.0.0.1:{port}", rank, 3
 
     with in_child(*arguments(0)) as (a, _), in_child(*arguments(1)) as (b, _), in_child(*arguments(2)) as (c, _):
         found = [pipe.recv() for pipe in (a, b, c)]
@@ -77,16 +77,16 @@ def test_rendezvous_of_three_ranks_some_of_them_torchs(port: int, scheme: str, t
 
 
 def test_file_rendezvous_some_of_the_ranks_torchs(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/meeting%20place"
-    with in_child(place, rendezvous, url, 0, 2) as (a, _), in_child(place, rendezvous, url, 1, 2) as (b, _):
+    url = f"file://{tmp_path}/rendezvous%20file"
+    with in_child(join, rendezvous, url, 0, 2) as (a, _), in_child(join, rendezvous, url, 1, 2) as (b, _):
         assert [pipe.recv()[1:] for pipe in (a, b)] == [(0, 2, b"2"), (1, 2, b"1")]
     url = f"file://{tmp_path}/other"
     with (
-        in_child(place, rendezvous, url, 0, 2) as (a, _),
-        in_child(place, torch.distributed.rendezvous, url, 1, 2) as (b, _),
+        in_child(join, rendezvous, url, 0, 2) as (a, _),
+        in_child(join, torch.distributed.rendezvous, url, 1, 2) as (b, _),
     ):
         assert [pipe.recv()[1:] for pipe in (a, b)] == [(0, 2, b"2"), (1, 2, b"1")]
-    assert (tmp_path / "meeting place").exists()
+    assert (tmp_path / "rendezvous file").exists()
 
 
 def test_rank_and_world_size_in_the_query(port: int) -> None:
@@ -115,10 +115,10 @@ def test_rank_0_is_a_client_of_the_agent_store(monkeypatch: pytest.MonkeyPatch) 
 
 def test_second_rendezvous_of_one_iterator_is_refused(port: int, tmp_path: Path) -> None:
     for url in (f"tcp://127.0.0.1:{port}", f"file://{tmp_path}/meeting"):
-        meetings = rendezvous(url, 0, 1)
-        store = next(meetings)[0]
+        results = rendezvous(url, 0, 1)
+        store = next(results)[0]
         with pytest.raises(RuntimeError, match=r"Unable to perform re-?rendezvous using"):
-            next(meetings)
+            next(results)
         store.close()  # type: ignore[attr-defined]
 
 
@@ -222,8 +222,8 @@ def test_registered_handler(monkeypatch: pytest.MonkeyPatch) -> None:
             yield HashStore(), turn, 9
 
     register_rendezvous_handler("own", handler)
-    meetings = rendezvous("own://place?colour=red", 4, 9, timeout=QUICK)
-    assert [next(meetings)[1:] for _ in range(2)] == [(0, 9), (1, 9)]
+    results = rendezvous("own://place?colour=red", 4, 9, timeout=QUICK)
+    assert [next(results)[1:] for _ in range(2)] == [(0, 9), (1, 9)]
     assert seen == [("own://place?colour=red&rank=4&world_size=9", {"timeout": QUICK})]
     with pytest.raises(RuntimeError, match="own:// already registered"):
         register_rendezvous_handler("own", handler)
@@ -250,14 +250,14 @@ def test_multicast_address_is_refused(host: str) -> None:
     ],
 )
 def test_forms_of_file_names(monkeypatch: pytest.MonkeyPatch, url: str, path: str) -> None:
-    asked: list[tuple[str, int]] = []
+    created: list[tuple[str, int]] = []
 
     class Noted(HashStore):
         def __init__(self, name: str, world_size: int) -> None:
             super().__init__()
-            asked.append((name, world_size))
+            created.append((name, world_size))
 
     monkeypatch.setattr(module, "FileStore", Noted)
     store, rank, world_size = next(rendezvous(url, 1, 2, timeout=QUICK))
-    assert asked == [(path, 2)] and (rank, world_size) == (1, 2) and store.timeout == QUICK
+    assert created == [(path, 2)] and (rank, world_size) == (1, 2) and store.timeout == QUICK
     assert FileStore is not Noted

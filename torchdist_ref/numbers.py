@@ -136,8 +136,8 @@ class CallFuture(InterruptibleFuture):
         return following
 
     def _run_in_scope(self, function: Callable[[], None]) -> None:
-        token = _scope.set(self._scope)
+        previous = _scope.set(self._scope)
         try:
             function()
         finally:
-            _scope.reset(token)
+            _scope.reset(previous)

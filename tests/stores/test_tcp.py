@@ -327,14 +327,14 @@ def test_resolver_that_does_not_respond_is_a_timeout(monkeypatch: pytest.MonkeyP
 
 
 def test_another_service_at_the_port() -> None:
-    def answer() -> None:
+    def serve_http() -> None:
         connection = listener.accept()[0]
         connection.recv(100)
         connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
         connection.close()
 
     with socket.create_server((HOST, 0)) as listener:
-        thread = threading.Thread(target=answer)
+        thread = threading.Thread(target=serve_http)
         thread.start()
         with pytest.raises(DistNetworkError, match=r"the service at .* is not a store"):
             TCPStore(HOST, listener.getsockname()[1], timeout=timedelta(seconds=5))

@@ -215,10 +215,10 @@ class RecordingClient(StoreClient):
         return sent
 
 
-def response_parts(answer: bytes) -> tuple[int, int, bytes]:
-    number, size, status = RESPONSE_HEADER.unpack_from(answer)
-    assert len(answer) == RESPONSE_HEADER.size + size
-    return number, status, answer[RESPONSE_HEADER.size :]
+def response_parts(response: bytes) -> tuple[int, int, bytes]:
+    number, size, status = RESPONSE_HEADER.unpack_from(response)
+    assert len(response) == RESPONSE_HEADER.size + size
+    return number, status, response[RESPONSE_HEADER.size :]
 
 
 def validated(handler: RequestHandler, name: bytes = b"") -> RecordingClient:
