@@ -1,7 +1,7 @@
-"""A stand-in for CUDA devices on the CPU: streams that do nothing before somebody waits, and tensors of them.
+"""Simulated CUDA devices on the CPU: streams that run no task before a wait, and tensors of them.
 
-That is the most that a device may put things off, so whoever forgets to wait reads old values for sure. Whoever takes
-an address of the device for one of the host, or calculates with tensors of both, gets an error, as with a device.
+No device delays tasks longer, so code that forgets to wait reads old values for sure. Code that uses an address of the
+device on the host, or computes with tensors of both, gets an error, as with a device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchdist_ref.transports import registered_memory
 
 
 class Stream:
-    """Tasks that are put off until somebody waits."""
+    """Queue of tasks that run when something waits for them."""
 
     def __init__(self, device: object = None) -> None:
         self._tasks: list[Callable[[], object]] = []
@@ -51,7 +51,7 @@ class Stream:
 
 
 class Event:
-    """A place among the tasks of a stream."""
+    """Position in the queue of a stream."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream, self._over = stream, threading.Event()
@@ -65,7 +65,7 @@ _of_thread = threading.local()
 
 
 def current_stream(device: object = None) -> Stream:
-    """Each thread has a stream of its own: what it puts off no other thread's waiting brings about."""
+    """Return the stream of this thread; waits of other threads run none of its tasks."""
     if not hasattr(_of_thread, "stream"):
         _of_thread.stream = Stream()
     found: Stream = _of_thread.stream
@@ -82,7 +82,7 @@ def on_stream(stream: Stream) -> Iterator[None]:
 
 
 class OnDevice(Tensor):
-    """A tensor of the stand-in: all that is calculated with it is put off."""
+    """Tensor of the simulated device: all computations with it are queued."""
 
     is_cuda = True
     is_cpu = False
@@ -129,18 +129,18 @@ def on_device(tensor: Tensor) -> Tensor:
 
 
 def to_be_doubled(tensor: Tensor) -> Tensor:
-    """The caller's stream has yet to double the tensor."""
+    """Queue the doubling of a tensor on the caller's stream."""
     return tensor.mul_(2)
 
 
 def seen_by_host(tensor: Tensor) -> Tensor:
-    """What is there now, whatever streams have yet to do."""
+    """Return the present values, whatever tasks are queued."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(Tensor).clone()
 
 
 def instead_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process, and those forked from it, take the stand-in for CUDA, where ranks can't share memory."""
+    """Replace CUDA in this process and those forked from it, by a device whose memory ranks can't share."""
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     monkeypatch.setattr(staging, "_side_stream", Stream)
@@ -149,7 +149,7 @@ def instead_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class SharedDevice:
-    """`DeviceMemory` for the stand-in: memory that other processes can map is the host's registered memory."""
+    """`DeviceMemory` of the simulated device, which is registered memory of the host."""
 
     def name(self, device: torch.device) -> str:
         return "the one device"
@@ -162,19 +162,19 @@ class SharedDevice:
             return pickle.dumps((os.getpid(), registered_memory.handle_of(tensor)))
 
     def open(self, exported: bytes) -> Tensor:
-        pid, place = pickle.loads(exported)
-        return on_device(registered_memory.PeerMemory(pid).view(place, torch.uint8, place.end - place.begin))
+        pid, handle = pickle.loads(exported)
+        return on_device(registered_memory.PeerMemory(pid).view(handle, torch.uint8, handle.end - handle.begin))
 
 
 class Separate(SharedDevice):
-    """A device whose memory is its process's own."""
+    """Device whose memory no other process can map."""
 
     def export(self, tensor: Tensor) -> bytes:
         raise RuntimeError("not exported")
 
 
 class Nameless(SharedDevice):
-    """A device of which nobody knows whether another one is the same."""
+    """Device without an identity."""
 
     def name(self, device: torch.device) -> str:
         raise AttributeError("uuid")

@@ -1,4 +1,4 @@
-"""Every algorithm of the catalogue, executed on a link, gives what a plain formula gives."""
+"""Every algorithm of the catalogue, executed on a link, gives the result of a plain formula."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_executed_schedule_keeps_the_contract(
 
 
 @pytest.mark.parametrize("algorithm", catalogue.algorithms("barrier"))
-def test_barrier_algorithms_wait_for_everybody(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_barrier_algorithms_wait_for_all_ranks(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDIST_REF_ALGORITHM", f"barrier={algorithm}")
     arrived: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Death, stall, mismatch, giving up: every rank gets an error, in time, that says whom to look at."""
+"""Death, stall, mismatch, abort: every rank gets an error, in time, that names the rank to inspect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def failing(call: Callable[[], object]) -> tuple[str, str, float]:
-    """The type and text of the error that a call ends with, and after how long."""
+    """Return the type and text of the error that a call raises, and the seconds until then."""
     start = time.monotonic()
     try:
         call()
@@ -90,7 +90,7 @@ def meet_in_the_store(rank: int, name: str) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize("name", MEETINGS)
-def test_who_waits_in_the_store_for_a_dead_rank_is_told(name: str) -> None:
+def test_a_wait_in_the_store_for_a_dead_rank_raises(name: str) -> None:
     with pytest.raises(RankError) as caught:
         run(meet_in_the_store, 3, name, ranks="processes")
     for rank in (0, 2):
@@ -128,7 +128,7 @@ def test_a_receive_names_the_dead_sender() -> None:
 
 
 def ignore_a_death_elsewhere(rank: int) -> list[float]:
-    """Ranks 0 and 1 exchange messages after rank 2 has died: that is none of their business."""
+    """Exchange messages between ranks 0 and 1 after rank 2 has died."""
     dist.barrier()
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -177,7 +177,7 @@ def test_a_mismatch_raises_on_both_sides_and_writes_nothing(variant: str, ranks:
         assert after == sum(fill(r, (6,)) for r in range(size)).tolist(), "the group must stay usable"
 
 
-def misfit(rank: int) -> tuple[str, str, list[float]]:
+def mismatch(rank: int) -> tuple[str, str, list[float]]:
     tensor = fill(3, (6,)) if rank == 0 else torch.zeros(8)
     outcome = failing(lambda: dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0))
     again = fill(4, (6,)) if rank == 0 else torch.zeros(6)
@@ -187,7 +187,7 @@ def misfit(rank: int) -> tuple[str, str, list[float]]:
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_a_message_of_the_wrong_size_raises_on_both_sides(ranks: str) -> None:
-    sent, received = run(misfit, 2, ranks=ranks)
+    sent, received = run(mismatch, 2, ranks=ranks)
     assert (sent[0], received[0]) == ("MismatchError", "MismatchError"), (sent, received)
     assert "6 x float32" in received[1] and "8 x float32" in received[1] and "8 x float32" in sent[1]
     assert received[2] == [0.0] * 8 + fill(4, (6,)).tolist()
@@ -210,7 +210,7 @@ def stall(rank: int) -> tuple[str, str, float]:
 def test_a_rank_that_does_not_come_is_named_at_the_deadline(ranks: str, executor: str) -> None:
     results = run(stall, 3, ranks=ranks)
     kinds = {results[0][0], results[2][0]}
-    # Whoever reaches the deadline first says so to the other.
+    # The rank that reaches the deadline first aborts, and the other one learns of that.
     assert kinds <= {"RankStalledError", "GroupAbortedError"} and "RankStalledError" in kinds
     for rank in (0, 2):
         text = results[rank][1]
@@ -234,7 +234,7 @@ def interrupted(rank: int) -> tuple[str, str, float]:
 
 
 @BOTH_EXECUTORS
-def test_ctrl_c_ends_a_blocked_call_and_the_others_learn_why(executor: str) -> None:
+def test_ctrl_c_ends_a_blocked_call_and_the_others_learn_the_reason(executor: str) -> None:
     first, second = run(interrupted, 2, ranks="processes")
     assert first[0] == "KeyboardInterrupt" and first[2] < 0.1 + SOON
     assert second[0] == "GroupAbortedError" and "KeyboardInterrupt in barrier" in second[1], second
@@ -249,7 +249,7 @@ def use_after_failure(rank: int) -> tuple[str, str, float]:
 
 
 @BOTH_EXECUTORS
-def test_a_group_that_failed_says_so_at_once(executor: str) -> None:
+def test_a_failed_group_raises_at_once(executor: str) -> None:
     kind, text, seconds = run(use_after_failure, 2)[0]
     assert kind == "GroupAbortedError" and "ended with an earlier failure" in text
     assert seconds < 0.2
@@ -269,6 +269,6 @@ def leave_early(rank: int) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 @BOTH_EXECUTORS
-def test_a_group_that_another_rank_destroyed_says_so(ranks: str, executor: str) -> None:
+def test_a_group_that_another_rank_destroyed_raises(ranks: str, executor: str) -> None:
     kind, text, _ = run(leave_early, 2, ranks=ranks)[0]
     assert kind == "GroupAbortedError" and "rank 1 destroyed the group" in text, text

@@ -1,4 +1,4 @@
-"""Ctrl-C while a future is waited for: answered at once, and the call behind it goes on."""
+"""Ctrl-C during a wait for a future: the wait raises at once, and the call continues."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def interrupted(rank: int, path: str, chained: bool) -> tuple[float, list[float]
 
 
 @pytest.mark.parametrize("chained", [False, True], ids=["of the call", "of a callback"])
-def test_ctrl_c_is_answered_while_a_future_is_waited_for(
-    chained: bool, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_ctrl_c_interrupts_a_wait_for_a_future(chained: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = str(tmp_path_factory.mktemp("meet") / "store")
     (seconds, first), (_, second) = run(interrupted, 2, path, chained, ranks="processes", timeout=10.0)
     assert first == second == (fill(0, (3,)) + fill(1, (3,))).tolist()

@@ -1,4 +1,4 @@
-"""No collective needs memory that grows with the tensor: what a rank adds to its own is a few windows of stage."""
+"""No collective needs memory that grows with the tensor: each rank adds a few windows of staging buffer."""
 
 from __future__ import annotations
 

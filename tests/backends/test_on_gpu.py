@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import torchdist_ref as dist
-from tests.backends import on_one_gpu
+from tests.backends import one_gpu_ranks
 from torchdist_ref.testing import fill, run
 
 pytestmark = [
@@ -145,11 +145,11 @@ def test_two_ranks_share_one_gpu_on_ref() -> None:
 
 
 SHARED = (
-    on_one_gpu.every_collective,
-    on_one_gpu.fresh_tensors,
-    on_one_gpu.two_streams,
-    on_one_gpu.training,
-    on_one_gpu.without_ipc,
+    one_gpu_ranks.every_collective,
+    one_gpu_ranks.fresh_tensors,
+    one_gpu_ranks.two_streams,
+    one_gpu_ranks.training,
+    one_gpu_ranks.without_ipc,
 )
 
 
@@ -157,7 +157,7 @@ SHARED = (
 @pytest.mark.parametrize("program", SHARED, ids=[program.__name__ for program in SHARED])
 def test_processes_share_one_gpu_on_ref(program: Callable[[int, int], None], size: int, tmp_path: Path) -> None:
     """Some seconds each: every rank starts a Python and a device of its own."""
-    on_one_gpu.start(program, size, tmp_path)
+    one_gpu_ranks.start(program, size, tmp_path)
 
 
 def test_training_on_nccl_equals_training_alone() -> None:

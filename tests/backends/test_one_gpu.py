@@ -1,6 +1,6 @@
-"""Ranks whose tensors lie on one device, on a stand-in for it (`device_stand_in`): values, agreement, and ends.
+"""Ranks whose tensors are on one device, simulated by `device_stand_in`: values, agreement, and failures.
 
-All but CUDA's own calls is what runs on a GPU; those are run by `test_on_gpu`. Stages are small here, so that tensors
+All but CUDA's own calls is what runs on a GPU; those are run by `test_on_gpu`. Buffers are small here, so that tensors
 of some hundred elements go through them in many windows.
 """
 
@@ -33,7 +33,7 @@ from torchdist_ref.backends.ref import one_gpu, staging
 from torchdist_ref.backends.ref.one_gpu import DevicePath, DeviceSlots
 from torchdist_ref.testing import RankError, fill, run
 
-STAGE = 2048
+BUFFER_BYTES = 2048
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint16, torch.float8_e4m3fn)
 through_host: list[int] = []
 
@@ -41,7 +41,7 @@ through_host: list[int] = []
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     instead_of_cuda(monkeypatch)
-    monkeypatch.setattr(one_gpu, "BUFFER_BYTES", STAGE)
+    monkeypatch.setattr(one_gpu, "BUFFER_BYTES", BUFFER_BYTES)
     monkeypatch.setattr(one_gpu, "MEMORY", SharedDevice())
     monkeypatch.setattr(staging, "_pinned", counted)
     through_host.clear()
@@ -59,7 +59,7 @@ def same(what: str, got: Tensor, wanted: Tensor) -> None:
 
 
 def spread(data: Tensor) -> Tensor:
-    """The same values on the device, every third element, on a stream that has yet to put them there."""
+    """Return the values as every third element of a tensor of the device, which its stream has yet to write."""
     wide = on_device(torch.zeros(3 * data.numel(), dtype=data.dtype))
     return wide[::3].copy_(on_device(data))
 
@@ -158,7 +158,7 @@ def test_all_ranks_hold_the_same_bits() -> None:
 
 
 def late_early_and_at_once(rank: int) -> int:
-    """Fresh tensors that the stream has yet to fill; results that are overwritten as soon as a call is over."""
+    """Use new tensors that the stream has yet to fill; overwrite results as soon as a call returns."""
     for turn in range(40):  # a fault here is a race, which a turn shows now and then
         tensor = to_be_doubled(on_device(torch.full((900,), float(rank + turn))))
         dist.all_reduce(tensor)
@@ -188,7 +188,7 @@ def several_groups(rank: int) -> int:
     return len(through_host)
 
 
-def test_each_group_has_stages_of_its_own() -> None:
+def test_each_group_has_its_own_staging_buffers() -> None:
     assert run(several_groups, 3, ranks="processes") == [0, 0, 0]
 
 
@@ -216,7 +216,7 @@ def first_without_gradients(rank: int) -> int:
     return len(through_host)
 
 
-def test_stages_that_were_made_under_inference_mode_serve_after_it() -> None:
+def test_buffers_made_under_inference_mode_can_be_used_after_it() -> None:
     assert run(first_without_gradients, 2, ranks="processes") == [0, 0]
 
 
@@ -230,7 +230,7 @@ class Another(SharedDevice):
         return "another device"
 
 
-UNFIT = {
+UNSUPPORTED = {
     "one can't export": (Separate, "rank 1 can't export.*not exported"),
     "one can't open": (CannotOpen, "rank 1 can't open.*no such handle"),
     "one is elsewhere": (Another, "several devices.*; another device; the one device"),
@@ -238,9 +238,9 @@ UNFIT = {
 }
 
 
-def with_an_unfit_rank(rank: int, unfit: type[SharedDevice]) -> tuple[list[str], int]:
+def with_an_unsupported_rank(rank: int, kind: type[SharedDevice]) -> tuple[list[str], int]:
     if rank == 1:
-        one_gpu.MEMORY = unfit()
+        one_gpu.MEMORY = kind()
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -252,10 +252,10 @@ def with_an_unfit_rank(rank: int, unfit: type[SharedDevice]) -> tuple[list[str],
     return lines, len(through_host)
 
 
-@pytest.mark.parametrize("name", UNFIT)
-def test_where_one_rank_cannot_all_go_through_the_host_and_the_log_says_why_once(name: str) -> None:
-    unfit, words = UNFIT[name]
-    for lines, copies in run(with_an_unfit_rank, 3, unfit, ranks="processes"):
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_where_one_rank_cannot_all_go_through_the_host_and_the_log_gives_the_reason_once(name: str) -> None:
+    kind, words = UNSUPPORTED[name]
+    for lines, copies in run(with_an_unsupported_rank, 3, kind, ranks="processes"):
         assert copies == 3
         (line,) = lines
         assert re.search(f"group 'world'.*through the host's memory.*{words}", line), line
@@ -264,7 +264,7 @@ def test_where_one_rank_cannot_all_go_through_the_host_and_the_log_says_why_once
 def some_on_the_host(rank: int, make: Callable[[int], Tensor]) -> list[int]:
     copies = []
     for turn in range(3):
-        count = 300_000  # more than what registered tensors are lent for
+        count = 300_000  # enough for zero-copy
         tensor = make(count) if rank == 1 and turn != 1 else on_device(torch.zeros(count))
         dist.all_reduce(tensor.fill_(rank + turn))
         same("all_reduce", tensor, torch.full((count,), 2.0 * turn + 1))
@@ -309,20 +309,20 @@ def test_a_rank_may_die_while_ranks_agree() -> None:
 
 
 def a_group_and_its_end(rank: int) -> bool:
-    stages: list[weakref.ref[Tensor]] = []
+    buffers: list[weakref.ref[Tensor]] = []
     make = DeviceSlots.__init__
 
     def noted(self: DeviceSlots, path: DevicePath, found: Sequence[Tensor]) -> None:
-        stages[:] = [weakref.ref(each) for each in found]
+        buffers[:] = [weakref.ref(each) for each in found]
         make(self, path, found)
 
     DeviceSlots.__init__ = noted  # type: ignore[method-assign]
     dist.all_reduce(on_device(torch.ones(900)))
-    assert len(stages) == 2 and all(each() is not None for each in stages)
+    assert len(buffers) == 2 and all(each() is not None for each in buffers)
     dist.destroy_process_group()
     gc.collect()
-    return all(each() is None for each in stages)
+    return all(each() is None for each in buffers)
 
 
-def test_stages_go_with_their_group() -> None:
+def test_buffers_are_freed_with_their_group() -> None:
     assert run(a_group_and_its_end, 2, ranks="processes") == [True, True]

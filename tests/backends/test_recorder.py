@@ -1,4 +1,4 @@
-"""Recorders: every backend notes the same bytes for the same call, whether its blocks are a list or one tensor."""
+"""Recorders: every backend records the same bytes for the same call, whether its blocks are a list or one tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def calls(rank: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
-def test_the_largest_operand_is_noted(backend: str) -> None:
+def test_the_largest_operand_is_recorded(backend: str) -> None:
     def program(rank: int) -> list[int]:
         calls(rank)
         if rank == 0:
@@ -48,7 +48,7 @@ def test_the_largest_operand_is_noted(backend: str) -> None:
     ]
 
 
-def test_the_backend_without_peers_notes_the_same() -> None:
+def test_the_fake_backend_records_the_same() -> None:
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=WORLD)
     try:
         calls(0)

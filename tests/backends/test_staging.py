@@ -43,7 +43,7 @@ def wait_for_calls(rank: int) -> tuple[bool, Tensor]:
     return put_off, seen_by_host(tensor)
 
 
-def test_a_call_sees_what_the_stream_was_to_do_and_leaves_the_result_to_it() -> None:
+def test_a_call_runs_after_the_streams_tasks_and_before_its_later_ones() -> None:
     for put_off, result in run(wait_for_calls, 2):
         assert torch.equal(result, 2 * TOTAL)
         assert put_off, "the host waited for the way back"
@@ -56,7 +56,7 @@ def go_on(rank: int) -> Tensor:
     return seen_by_host(tensor)
 
 
-def test_after_wait_the_result_is_there_for_every_stream() -> None:
+def test_after_wait_the_result_is_visible_to_every_stream() -> None:
     assert all(torch.equal(result, 2 * TOTAL) for result in run(go_on, 2))
 
 
@@ -75,7 +75,7 @@ def make_while_the_stream_is_busy(rank: int) -> tuple[bool, Tensor]:
     return not side.idle, seen_by_host(tensor)
 
 
-def test_a_call_on_its_way_comes_after_what_was_begun_and_waits_for_nothing_else() -> None:
+def test_an_asynchronous_call_waits_for_earlier_tasks_of_the_stream_and_for_nothing_else() -> None:
     for put_off, result in run(make_while_the_stream_is_busy, 2):
         assert torch.equal(result, 2 * TOTAL)
         assert put_off, "a stream that the call is not on was waited for"

@@ -1,13 +1,27 @@
 """Fast executor: compiles plans, and runs what it has compiled in short loops.
 
-It does what the reference executor (`execute`) does, with these optimizations:
+It gives the bits that the reference executor (`execute`) gives, with these optimizations:
 
 * Compiled rounds: operands are bound, semaphores looked up, and copies and reductions chosen when a call of its kind is
   made for the first time (`ring_buffer`, `steps`).
-* A ring buffer instead of one place: a rank writes a window while its peers still read the one before.
+* Ring buffer: a rank writes a window while its peers still read the ones before.
 * Flow control by need: a call of one round and one window needs no release.
 * Zero-copy: calls on registered tensors work on the peers' tensors in place (`zero_copy`).
 * One GPU: ranks that share a device stage there, and not in the host's memory (`one_gpu`).
+
+The table shows the time of an `all_reduce` of float32 between two processes without one of them, relative to the fast
+executor: medians of 13 interleaved rounds on a busy host with two cores, where 0.1 is noise. For zero-copy the tensors
+are registered; a `broadcast` of 16 MiB gains more, a factor of 2.4. One GPU has not been measured.
+
+========================================  =====  ======  =====  ======
+without                                   4 B    64 KiB  1 MiB  16 MiB
+========================================  =====  ======  =====  ======
+all of them (the reference executor)      3.0    2.1     1.5    1.7
+compiled rounds (compiled in every call)  2.6    2.3     1.7    1.4
+ring buffer (one cell)                    1.1    0.9     1.1    1.2
+flow control by need (always release)     1.0    1.1     1.0    1.0
+zero-copy                                 --     --      1.1    1.7
+========================================  =====  ======  =====  ======
 
 Every way to run a call has the same signature, `Run`. Do not add here: decisions; those are the plan's.
 """

@@ -1,4 +1,4 @@
-"""What ranks that share one GPU do in `test_on_gpu`, in processes that are started afresh: CUDA survives no fork."""
+"""Programs of ranks that share one GPU, for `test_on_gpu`. The processes are spawned: CUDA survives no fork."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchdist_ref.testing import fill
 
 
 def start(program: Callable[[int, int], None], size: int, folder: Path) -> None:
-    """Run a program on ranks that are processes, all on the first device; raises what the first of them raised."""
+    """Run a program on processes, all on the first device; raise the first error of any."""
     mp.spawn(_rank, (program, size, str(folder / "store")), nprocs=size)
 
 
@@ -28,7 +28,7 @@ def _rank(rank: int, program: Callable[[int, int], None], size: int, path: str) 
 
 
 def nothing_through_the_host() -> None:
-    """Let a tensor that goes through the host's memory raise."""
+    """Make every use of host memory for a tensor of the device raise."""
 
     def refuse(tensor: Tensor) -> Tensor:
         raise AssertionError(f"a tensor of {tensor.numel()} elements goes through the host's memory")
@@ -41,7 +41,7 @@ def same(what: str, got: Tensor, wanted: Tensor) -> None:
 
 
 def every_collective(rank: int, size: int) -> None:
-    """By value; the largest tensors go through a stage of 16 MiB in several windows."""
+    """Check values; the largest tensors pass through a staging buffer of 16 MiB in several windows."""
     nothing_through_the_host()
     for block in (1, 257, 3_000_001 // size):
         count, last = block * size, size - 1
@@ -73,7 +73,7 @@ def every_collective(rank: int, size: int) -> None:
 
 
 def fresh_tensors(rank: int, size: int) -> None:
-    """Memory comes and goes, on a stream that is late: nothing leaks, and nothing is seen too early."""
+    """Allocate and free tensors on a delayed stream: no memory leaks, and no call reads too early."""
     nothing_through_the_host()
     held = []
     for turn in range(200):
@@ -90,7 +90,7 @@ def fresh_tensors(rank: int, size: int) -> None:
 
 
 def two_streams(rank: int, size: int) -> None:
-    """A call on its way comes after what its caller's stream has begun, and its result is there for any other."""
+    """Check that an asynchronous call runs after its caller's stream, and that all streams see its result."""
     nothing_through_the_host()
     one, other = torch.cuda.Stream(), torch.cuda.Stream()
     tensor, plain = torch.ones(1_000_000, device="cuda"), torch.ones(1_000_000, device="cuda")
@@ -110,7 +110,7 @@ def two_streams(rank: int, size: int) -> None:
 
 
 def training(rank: int, size: int) -> None:
-    """Ten steps of DDP, beside a process that has all the data."""
+    """Train ten steps with DDP and compare with training on all the data."""
     torch.manual_seed(3)
     plain = torch.nn.Sequential(torch.nn.Linear(7, 900), torch.nn.Tanh(), torch.nn.Linear(900, 2)).cuda()
     wrapped = dist.DistributedDataParallel(copy.deepcopy(plain))
@@ -126,7 +126,7 @@ def training(rank: int, size: int) -> None:
 
 
 def without_ipc(rank: int, size: int) -> None:
-    """A rank that can't export: all go through pinned memory."""
+    """Let one rank fail to export: all go through pinned memory."""
     if rank == 1:
         one_gpu.MEMORY.export = refuse  # type: ignore[method-assign]
     data = [fill(r, (100_000,)) for r in range(size)]

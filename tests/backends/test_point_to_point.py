@@ -1,4 +1,4 @@
-"""Messages go to the receive that asked for them, and to no other."""
+"""Messages match receives by source and tag, posted or unexpected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchdist_ref.testing import fill, run
 
 
 def ask_in_the_other_order(rank: int) -> list[float]:
-    """Ranks 1 and 2 have both offered before rank 0 asks, first for the message of rank 2."""
+    """Receive from rank 2 first, after ranks 1 and 2 have both sent."""
     if rank:
         work = dist.isend(fill(rank, (4,)), 0)
         dist.barrier()
@@ -65,7 +65,7 @@ def receive_twice_at_once(rank: int) -> list[float]:
     return [*tensors[0].tolist(), *tensors[1].tolist()]
 
 
-def test_posted_receives_are_served_in_the_order_of_arrival() -> None:
+def test_posted_receives_complete_in_the_order_of_arrival() -> None:
     wanted = [*fill(5, (3,)).tolist(), *fill(6, (3,)).tolist()]
     for ranks in ("threads", "processes"):
         assert run(receive_twice_at_once, 2, ranks=ranks)[0] == wanted
@@ -79,12 +79,12 @@ def to_oneself(rank: int) -> list[float]:
     return tensor.tolist()
 
 
-def test_a_rank_may_write_to_itself() -> None:
+def test_a_rank_may_send_to_itself() -> None:
     assert run(to_oneself, 2) == [fill(r, (5,)).tolist() for r in range(2)]
 
 
 def exchange(rank: int) -> list[float]:
-    """Everybody sends to everybody before anybody receives: no order of waiting may matter."""
+    """Send to all ranks before receiving from any: no order of waits may cause a deadlock."""
     sends = [dist.isend(fill(10 * rank + d, (70_000,)), d) for d in range(3) if d != rank]
     got = {source: torch.zeros(70_000) for source in range(3) if source != rank}
     receives = [dist.irecv(tensor, source) for source, tensor in got.items()]
@@ -92,13 +92,13 @@ def exchange(rank: int) -> list[float]:
     return [float(torch.equal(tensor, fill(10 * source + rank, (70_000,)))) for source, tensor in got.items()]
 
 
-def test_everybody_may_send_first() -> None:
+def test_all_ranks_may_send_first_without_a_deadlock() -> None:
     for ranks in ("threads", "processes"):
         assert run(exchange, 3, ranks=ranks) == [[1.0, 1.0]] * 3
 
 
 class RingsLate:
-    """An offer that is given, with its bell, just after a scan has looked for it."""
+    """Semaphore of a message that is posted, with the doorbell, just after a scan has checked it."""
 
     def __init__(self, offer: Any) -> None:
         self._offer, self._looks = offer, 0
@@ -114,8 +114,8 @@ class RingsLate:
         return found
 
 
-def test_a_message_that_comes_while_another_is_taken_is_not_forgotten() -> None:
-    """Rank 1 is told of rank 2's message, looks for one of rank 0 first, and misses it by a moment."""
+def test_a_message_that_arrives_while_another_is_received_is_not_lost() -> None:
+    """Rank 1 is notified of rank 2's message, checks rank 0 first, and misses rank 0's message by a moment."""
     late: list[RingsLate] = []
 
     def receive(backend: Any) -> list[float]:

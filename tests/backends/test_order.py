@@ -1,4 +1,4 @@
-"""Calls that don't wait: their order, their futures, and callbacks that call."""
+"""Asynchronous calls: their order, their futures, and callbacks that make calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sum_of(size: int, shift: int, count: int) -> torch.Tensor:
 
 
 def call_from_a_callback(rank: int, size: int) -> tuple[list[float], bool]:
-    """The callback waits on a new collective, which only works where it keeps nobody from making progress."""
+    """Wait in a callback for a new collective, which works only if the callback does not block the progress thread."""
     first, second = fill(rank, (5,)), fill(rank + 4, (7,))
     where: list[str] = []
 
@@ -48,7 +48,7 @@ def test_a_callback_may_wait_on_a_new_collective() -> None:
 
 
 def mix(rank: int, size: int) -> bool:
-    """Sync calls after async ones: the second must see what the first has done."""
+    """Make synchronous calls after asynchronous ones: the second must see the results of the first."""
     for step in range(30):
         tensor = fill(rank + step, (20_000,))
         work = dist.all_reduce(tensor, async_op=True)
@@ -112,12 +112,12 @@ def fail_later(rank: int) -> str:
     return "nothing"
 
 
-def test_an_async_call_raises_where_it_is_waited_for() -> None:
+def test_an_async_call_raises_in_wait() -> None:
     assert run(fail_later, 2) == ["MismatchError"] * 2
 
 
 def cross(rank: int, size: int) -> bool:
-    """On rank 0 the program's next call comes before the callback's, on the others after it: they meet by number."""
+    """On rank 0 the program's next call comes before the callback's, on the others after it: they match by number."""
     right = True
     for step in range(20):
         first, inner, last = fill(rank + step, (4,)), fill(rank + step + 1, (5,)), fill(rank + step + 2, (6,))
@@ -137,7 +137,7 @@ def cross(rank: int, size: int) -> bool:
     return right
 
 
-def test_calls_of_callbacks_meet_by_number_and_not_by_arrival() -> None:
+def test_calls_of_callbacks_match_by_number_and_not_by_arrival() -> None:
     for ranks in ("threads", "processes"):
         assert run(cross, 3, 3, ranks=ranks) == [True] * 3
 

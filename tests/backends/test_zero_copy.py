@@ -1,6 +1,6 @@
-"""Calls on registered buffers: the values of all others, whoever lends a tensor and whoever does not, in any order.
+"""Zero-copy calls on registered tensors: the same values as with staging, for any mix of registered and other tensors.
 
-What is counted besides is how many calls ran on lent tensors: that it was fast is for the benchmark to say.
+The tests also count the calls that ran zero-copy; the benchmark measures whether they were fast.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Make = Callable[[int, torch.dtype], Tensor]
 
 
 def count_of(dtype: torch.dtype) -> int:
-    """Elements of more bytes than staging is as good for, and more than a window a rank; 2, 3 and 4 divide them."""
+    """Enough elements for zero-copy and for more than one window a rank; 2, 3 and 4 divide their number."""
     return 12 * (100_003 // dtype.itemsize)
 
 
@@ -43,7 +43,7 @@ def at_an_odd_offset(count: int, dtype: torch.dtype) -> Tensor:
 
 
 class Counted:
-    """How many calls of this rank ran on lent tensors."""
+    """Counter of this rank's zero-copy calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -62,7 +62,7 @@ def same(what: str, got: Tensor, wanted: Tensor) -> None:
 
 
 def every_operation(rank: int, size: int, make: Make, dtype: torch.dtype) -> int:
-    """All operations on tensors of one kind; how many they were."""
+    """Run all operations on tensors of one kind; return their number."""
     count = count_of(dtype)
     data = [fill(r, (count,), dtype) for r in range(size)]
     total = torch.stack(data).sum(0, dtype=dtype)
@@ -102,10 +102,10 @@ def with_everybody_alike(rank: int, size: int) -> tuple[int, int]:
     return counted.calls, made
 
 
-def with_some(rank: int, size: int, who: int) -> int:
+def with_some(rank: int, size: int, registered_rank: int) -> int:
     counted = Counted()
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
-        every_operation(rank, size, at_an_odd_offset if rank == who else ordinary, dtype)
+        every_operation(rank, size, at_an_odd_offset if rank == registered_rank else ordinary, dtype)
     return counted.calls
 
 
@@ -121,9 +121,9 @@ def test_every_operation_on_threads(size: int) -> None:
     assert run(lambda rank: every_operation(rank, size, at_an_odd_offset, torch.float16), size) == [7] * size
 
 
-@pytest.mark.parametrize(("size", "who"), [(2, 0), (2, 1), (3, 1)])
-def test_where_one_rank_lends_all_stage(size: int, who: int) -> None:
-    assert run(with_some, size, size, who, ranks="processes") == [0] * size
+@pytest.mark.parametrize(("size", "registered_rank"), [(2, 0), (2, 1), (3, 1)])
+def test_where_only_one_rank_has_registered_tensors_all_stage(size: int, registered_rank: int) -> None:
+    assert run(with_some, size, size, registered_rank, ranks="processes") == [0] * size
 
 
 def averages_and_others(rank: int, size: int) -> None:
@@ -151,10 +151,10 @@ def test_averages_are_divided_once_and_every_reduction_is_the_one_asked_for() ->
 def sums_of_any_numbers(rank: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(rank)
     ours = torch.randn(COUNT)
-    lent_, theirs = at_an_odd_offset(COUNT, torch.float32).copy_(ours), ours.clone()
-    dist.all_reduce(lent_)
-    dist.all_reduce(theirs)
-    return lent_.clone(), theirs
+    registered, staged = at_an_odd_offset(COUNT, torch.float32).copy_(ours), ours.clone()
+    dist.all_reduce(registered)
+    dist.all_reduce(staged)
+    return registered.clone(), staged
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -164,7 +164,7 @@ def test_sums_have_the_same_bits_as_with_staging_on_every_rank(size: int) -> Non
 
 
 def overwrite_at_once(rank: int) -> None:
-    """What a call has given back is its owner's: no peer reads or writes it any more."""
+    """Overwrite a tensor as soon as its call returns: no peer reads or writes it any more."""
     size, count = 2, 300_000
     tensor, out = dist.empty_registered(count), torch.empty(size * count)
     for turn in range(240):  # a fault here is a race, which a round shows now and then
@@ -184,7 +184,7 @@ def overwrite_at_once(rank: int) -> None:
         assert kept.eq(turn).all()
 
 
-def test_a_tensor_may_be_overwritten_as_soon_as_its_call_is_over() -> None:
+def test_a_tensor_may_be_overwritten_as_soon_as_its_call_returns() -> None:
     run(overwrite_at_once, 2, ranks="processes")
 
 
@@ -201,7 +201,7 @@ def free_and_allocate(rank: int) -> int:
     return counted.calls
 
 
-def test_memory_that_comes_and_goes_is_never_taken_for_other_memory() -> None:
+def test_freed_memory_is_never_confused_with_new_memory() -> None:
     assert run(free_and_allocate, 2, ranks="processes") == [40, 40]
 
 
@@ -233,7 +233,7 @@ def several_on_their_way(rank: int) -> int:
     return counted.calls
 
 
-def test_calls_on_their_way_at_once() -> None:
+def test_overlapping_calls() -> None:
     assert run(several_on_their_way, 2, ranks="processes") == [6, 6]
 
 
@@ -254,7 +254,7 @@ def test_the_memory_serves_every_group_of_the_process() -> None:
 
 
 def on_one_tensor(rank: int) -> int:
-    """Outputs that are inputs: where others read what is written, the call stages; else it need not."""
+    """Use inputs as outputs: where peers read what is written, the call stages."""
     counted, size, count = Counted(), 2, 60_000
     data = [fill(r, (size * count,)) for r in range(size)]
     tensor = dist.empty_registered(size * count)
@@ -276,7 +276,7 @@ def on_one_tensor(rank: int) -> int:
     return counted.calls
 
 
-def test_outputs_may_lie_in_inputs() -> None:
+def test_outputs_may_overlap_inputs() -> None:
     assert run(on_one_tensor, 2, ranks="processes") == [2, 2]
 
 
@@ -338,13 +338,13 @@ def with_a_backend_for_each_device(rank: int) -> bool:
     return handle_of(tensor) is not None
 
 
-def test_with_a_backend_for_each_device_that_of_the_cpu_says_where() -> None:
+def test_with_a_backend_for_each_device_the_cpu_backend_allocates() -> None:
     program = with_a_backend_for_each_device
     assert run(program, 2, backend="cpu:ref,meta:fake", ranks="processes") == [True, True]
 
 
 def conflicts(schedule: Schedule, divided: bool) -> list[str]:
-    """Slots that one rank writes in a round in which another one reads or writes them."""
+    """Return the slots that one rank writes in a round in which another one reads or writes them."""
     found = []
     for number, moves in enumerate(schedule.rounds):
         by = {move: move.write[1] if divided else move.dst for move in moves}
@@ -358,14 +358,14 @@ def conflicts(schedule: Schedule, divided: bool) -> list[str]:
 
 @pytest.mark.parametrize("world", [2, 3, 5, 8])
 @pytest.mark.parametrize("op", SCHEDULES)
-def test_nobody_writes_what_another_reads(op: str, world: int) -> None:
+def test_no_rank_writes_what_another_one_reads(op: str, world: int) -> None:
     for root in (0, world - 1):
         schedule = SCHEDULES[op](world, root)
         assert not conflicts(schedule, op in DIVIDED)
         verify(schedule, op, root)
 
 
-def test_staging_schedules_would_not_do() -> None:
+def test_schedules_for_staging_have_conflicts() -> None:
     from torchdist_ref.schedules import build
 
     assert conflicts(build("all_reduce", "direct", 3), False)
@@ -406,6 +406,6 @@ def test_shapes_are_given_as_to_torch() -> None:
     assert run(program, 2)[0] == [*((shape, torch.float32) for shape in shapes), ((0, 2), torch.int8)]
 
 
-def test_without_a_group_there_is_nobody_to_read_it() -> None:
+def test_registered_memory_needs_a_group() -> None:
     with pytest.raises(dist.NotInitializedError):
         dist.empty_registered(3)
