@@ -1,4 +1,4 @@
-"""The everyday hooks keep the contract, and make a model learn as torch's do."""
+"""Hooks of one collective: the contract of hooks, errors, and training by name."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ ACCURATE: dict[str, tuple[Any, float]] = {
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", ACCURATE)
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
-def test_hooks_that_average_keep_the_contract(name: str, world: int, backend: str) -> None:
+def test_averaging_hooks_satisfy_the_contract(name: str, world: int, backend: str) -> None:
     hook, tolerance = ACCURATE[name]
     check_hook(hook, world_size=world, backend=backend, tolerance=tolerance)
 
 
-def test_noop_leaves_every_rank_its_own() -> None:
+def test_noop_keeps_every_ranks_gradients() -> None:
     check_hook(debugging_hooks.noop_hook, tolerance=None, alike=False)
     with pytest.raises(RankError, match="the value is the average within"):
         check_hook(debugging_hooks.noop_hook)
 
 
-def test_the_contract_notices_a_sum_that_is_not_divided() -> None:
+def test_the_contract_detects_a_sum_that_is_not_divided() -> None:
     def forgetful(state: Any, bucket: dist.GradBucket) -> Any:
         work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
@@ -55,7 +55,7 @@ def test_the_contract_notices_a_sum_that_is_not_divided() -> None:
         check_hook(forgetful)
 
 
-def test_the_contract_notices_ranks_that_differ() -> None:
+def test_the_contract_detects_ranks_that_differ() -> None:
     def drifting(state: Any, bucket: dist.GradBucket) -> Any:
         rank = dist.get_rank()
         return default_hooks.allreduce_hook(state, bucket).then(lambda future: future.value() * (1 + rank / 1e6))
@@ -64,7 +64,7 @@ def test_the_contract_notices_ranks_that_differ() -> None:
         check_hook(drifting, tolerance=1e-5)
 
 
-def test_half_precision_travels_as_half_precision() -> None:
+def test_fp16_hook_communicates_float16() -> None:
     def program(rank: int) -> Any:
         bucket = dist.GradBucket(buffer=torch.tensor([1.0 + 2.0**-11, 3e4]))
         return default_hooks.fp16_compress_hook(None, bucket).wait().tolist()
@@ -73,7 +73,7 @@ def test_half_precision_travels_as_half_precision() -> None:
     assert run(program, 2) == [[1.0, 30000.0]] * 2
 
 
-def test_post_local_sgd_changes_groups_at_its_step() -> None:
+def test_post_local_sgd_changes_groups_at_start_step() -> None:
     def program(rank: int) -> Any:
         pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
         state = post_localSGD_hook.PostLocalSGDState(None, pair, start_localSGD_iter=2)
@@ -92,13 +92,13 @@ def test_post_local_sgd_changes_groups_at_its_step() -> None:
         assert all(torch.equal(one, pair) for one in found[4:])
 
 
-def test_post_local_sgd_without_a_subgroup_is_refused() -> None:
+def test_post_local_sgd_without_a_subgroup_raises() -> None:
     with pytest.raises(dist.ArgumentError, match="'subgroup' must be a group, got None"):
         post_localSGD_hook.PostLocalSGDState(None, None, 5)
 
 
 @pytest.mark.parametrize("size", [0, 1, 511, 512, 1300])
-def test_quantized_rows_come_back_within_half_a_level(size: int) -> None:
+def test_quantization_error_is_within_half_a_level(size: int) -> None:
     x = fill(3, (size,)) * 1.37
     matrix = quantization_hooks.rows(x, 512)
     back = quantization_hooks.unpack(quantization_hooks.pack(matrix), 512)
@@ -122,12 +122,12 @@ def test_every_named_hook_trains(kind: DDPCommHookType) -> None:
     assert torch.equal(first, second) == (kind is not DDPCommHookType.NOOP)
 
 
-def test_a_function_in_place_of_a_name_is_answered() -> None:
+def test_register_by_name_raises_on_a_function() -> None:
     with pytest.raises(dist.ArgumentTypeError, match=r"model.register_comm_hook\(state, hook\)"):
         ddp_comm_hooks.register_ddp_comm_hook(default_hooks.allreduce_hook, None)
 
 
-def test_the_data_of_the_contract_tell_ranks_steps_and_buckets_apart() -> None:
+def test_gradients_of_the_contract_differ_by_rank_step_and_bucket() -> None:
     seen = [torch.cat([g.flatten() for g in gradients(r, s, i)]) for r in range(3) for s in range(3) for i in range(3)]
     assert len({tuple(x.tolist()) for x in seen}) == 27
     assert [exact_average(2, 0, i).numel() for i in range(len(BUCKETS))] == [408, 289, 1027]

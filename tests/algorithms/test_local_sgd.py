@@ -1,4 +1,4 @@
-"""Post-local SGD in one piece: hook, optimizer, averagers and subgroups, all torch's beside all ours."""
+"""Post-local SGD as a whole: hook, optimizer, averagers and subgroups, compared with torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model averagers: when they average and with whom, beside torch's, and what they refuse."""
+"""Model averagers: steps and groups of averages, compared with torch's, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def beside(rank: int, path: str) -> Any:
     return found
 
 
-def test_every_step_is_as_with_torch(tmp_path: Path) -> None:
+def test_every_step_equals_torch(tmp_path: Path) -> None:
     # Four ranks add in different orders: a few units in the last place.
     for found in forked(beside, 4, str(tmp_path / "meet")):
         for name, (theirs, ours) in found.items():
@@ -98,7 +98,7 @@ def test_tensors_are_changed_in_place_in_every_dtype_and_layout() -> None:
         assert in_place and all(map(torch.equal, found, right))
 
 
-def test_a_rank_outside_the_group_keeps_its_own() -> None:
+def test_a_rank_outside_the_group_keeps_its_parameters() -> None:
     def program(rank: int) -> float:
         group = dist.new_group([0, 1])
         weight = nn.Parameter(torch.tensor([4.0 * rank]))
@@ -108,16 +108,16 @@ def test_a_rank_outside_the_group_keeps_its_own() -> None:
     assert run(program, 3) == [2.0, 2.0, 8.0]
 
 
-def test_nothing_to_average_is_fine() -> None:
+def test_averaging_no_parameters() -> None:
     assert run(lambda rank: utils.average_parameters_or_parameter_groups([], None), 2) == [None, None]
 
 
-def test_other_things_among_the_parameters_are_refused() -> None:
+def test_objects_that_are_no_parameters_raise() -> None:
     with pytest.raises(dist.ArgumentTypeError, match="'params' must be an iterable of parameters"):
         utils.get_params_to_average([torch.zeros(1)])
 
 
-def test_an_averager_says_what_it_needs() -> None:
+def test_invalid_arguments_of_averagers_raise() -> None:
     with pytest.raises(dist.NotInitializedError, match="PeriodicModelAverager"):
         PeriodicModelAverager(2)
     with pytest.raises(TypeError, match="abstract"):
@@ -136,7 +136,7 @@ def test_an_averager_says_what_it_needs() -> None:
         (lambda: HierarchicalModelAverager({2: 2}, -3), "'warmup_steps' must be 0 or more, got -3"),
     ],
 )
-def test_misuse_is_told(make: Callable[[], Any], message: str) -> None:
+def test_misuse_raises(make: Callable[[], Any], message: str) -> None:
     def program(rank: int) -> str:
         try:
             make()
@@ -148,7 +148,7 @@ def test_misuse_is_told(make: Callable[[], Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: PeriodicModelAverager(1), lambda: HierarchicalModelAverager({1: 1})])
-def test_a_period_of_one_is_doubted(make: Callable[[], Any]) -> None:
+def test_a_period_of_one_warns(make: Callable[[], Any]) -> None:
     def program(rank: int) -> str:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

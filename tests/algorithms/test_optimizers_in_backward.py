@@ -1,4 +1,4 @@
-"""Optimizers that step inside backward: the same weights as with torch's DDP and an optimizer after it."""
+"""Optimizers that step inside backward, compared with torch's DDP and an optimizer after it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def after_hook(rank: int, path: str, some: bool, views: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("some", [False, True])
-def test_hook_then_optimizer_is_torchs(some: bool, views: bool, tmp_path: Path) -> None:
+def test_hook_then_optimizer_equals_torchs(some: bool, views: bool, tmp_path: Path) -> None:
     for theirs, ours in forked(after_hook, 2, str(tmp_path / "meet"), some, views, backend="ref"):
         assert torch.equal(theirs, ours)
 
@@ -97,7 +97,7 @@ def elsewhere(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
 
 
 @pytest.mark.parametrize("hook", [elsewhere, quantization_hooks.quantization_pertensor_hook])
-def test_the_optimizer_steps_on_what_the_hook_returned_wherever_it_lies(hook: Any) -> None:
+def test_the_optimizer_steps_on_the_result_of_the_hook_in_any_memory(hook: Any) -> None:
     # Steps on the gradients from before the exchange would drive the ranks apart.
     def program(rank: int, hook: Any) -> Tensor:
         ddp = DDP(build("mlp"), bucket_cap_mb=SMALL)
@@ -141,7 +141,7 @@ def test_parameters_that_carry_optimizers_step_on_averages(views: bool, tmp_path
         assert none == [True] * 5 + [False]
 
 
-def test_an_object_that_is_no_functional_optimizer_is_refused() -> None:
+def test_an_object_that_is_no_functional_optimizer_raises() -> None:
     with pytest.raises(dist.ArgumentError, match="method step_param"):
         optimizer_overlap_hooks._OptimizerHookState(object())
 
@@ -213,7 +213,7 @@ def test_sharded_steps_on_torchs_ddp(way: str, tmp_path: Path) -> None:
         assert torch.equal(found, wanted)
 
 
-def test_a_hook_with_calls_of_its_own_thread_goes_with_steps_after_the_last_bucket() -> None:
+def test_zero_step_after_the_last_bucket_works_with_powersgd() -> None:
     def program(rank: int) -> Tensor:
         model = build("mlp")
         ddp = DDP(model, bucket_cap_mb=SMALL)
@@ -229,7 +229,7 @@ def test_a_hook_with_calls_of_its_own_thread_goes_with_steps_after_the_last_buck
         assert not torch.equal(everyone[0], states(build("mlp")))
 
 
-def test_other_optimizers_are_refused() -> None:
+def test_other_optimizers_raise() -> None:
     def program(rank: int) -> None:
         ddp = DDP(build("mlp"))
         with pytest.raises(dist.ArgumentTypeError, match=r"torchdist_ref.optim, got 'SGD'"):

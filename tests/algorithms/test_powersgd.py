@@ -1,4 +1,4 @@
-"""PowerSGD against the paper's counts, singular values, torch's hook, and itself after a pickle."""
+"""PowerSGD against the published rates, singular values, torch's hook, and itself after a pickle."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ DDP = dist.DistributedDataParallel
 
 
 def started(rank: int = 1, **kw: Any) -> PowerSGDState:
-    """A state whose first step compresses already."""
+    """Return a state whose first step compresses."""
     state = PowerSGDState(None, rank, 2, **kw)
     state.iter = 2
     return state
 
 
 def resnet18_shapes() -> list[tuple[int, ...]]:
-    """The parameters of ResNet-18 for 32 x 32 images: 11,173,962 of them."""
+    """Return the parameters of ResNet-18 for 32 x 32 images: 11,173,962 of them."""
     shapes: list[tuple[int, ...]] = [(64, 3, 3, 3), (64,), (64,)]
     before = 64
     for width in (64, 128, 256, 512):
@@ -54,7 +54,7 @@ def resnet18_shapes() -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("rank", "rate"), [(1, 243.3), (2, 135.8), (4, 72.1)])
-def test_compression_of_resnet_18_is_the_papers(rank: int, rate: float) -> None:
+def test_compression_of_resnet_18_equals_the_published_rate(rank: int, rate: float) -> None:
     # Vogels et al. 2019, table 3: 1023 MB become 4, 8 and 14. Every weight is compressed, so no least rate applies.
     gradients = [torch.empty(shape, device="meta") for shape in resnet18_shapes()]
     state = PowerSGDState(None, rank, 2)
@@ -73,14 +73,14 @@ BEST = {
 
 
 def matrix(spectrum: str, seed: int = 0) -> Tensor:
-    """A 512 x 256 matrix with given singular values."""
+    """Return a 512 x 256 matrix with given singular values."""
     generator = torch.Generator().manual_seed(seed)
     left, right = (torch.linalg.qr(torch.randn(n, 256, generator=generator)).Q for n in (512, 256))
     return left * SPECTRA[spectrum](torch.arange(1.0, 257)) @ right.t()
 
 
 def constant_gradient(spectrum: str, rank: int, steps: int, **kw: Any) -> list[Tensor]:
-    """What comes back at each step when every gradient is the same matrix."""
+    """Yield the result of each step when every gradient is the same matrix."""
     gradient = matrix(spectrum)
 
     def program(_: int) -> list[Tensor]:
@@ -122,7 +122,7 @@ def test_without_warm_start_each_step_is_as_bad_as_the_first() -> None:
 
 
 class Given(nn.Module):
-    """Parameters whose gradients are what forward is called with."""
+    """Parameters whose gradients are the arguments of forward."""
 
     # Twice (64, 32), with others in between; sides that no vector unit divides.
     SHAPES = ((64, 32), (64,), (32, 16, 3, 3), (), (40, 40), (5,), (64, 32), (57, 35))
@@ -182,7 +182,7 @@ def _without_scalars() -> nn.Module:
 
 
 @pytest.mark.parametrize("r", [1, 2, 4])
-def test_twenty_steps_are_torchs_within_a_millionth(r: int, tmp_path: Path) -> None:
+def test_twenty_steps_equal_torchs_within_a_millionth(r: int, tmp_path: Path) -> None:
     for outcomes in forked(beside_torch, 2, 2, r, str(tmp_path / "meet")):
         for kw, (wanted, found, theirs, ours) in zip(WAYS, outcomes, strict=True):
             apart = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
@@ -192,7 +192,7 @@ def test_twenty_steps_are_torchs_within_a_millionth(r: int, tmp_path: Path) -> N
 
 
 class Large(Given):
-    """Layers whose products take part of their matrices at a time."""
+    """Layers large enough for blocked products."""
 
     SHAPES = ((720, 400), (300, 977))
 
@@ -216,14 +216,14 @@ def large(rank: int, path: str, r: int) -> tuple[Tensor, Tensor]:
 
 # Some 2 s each: torch's DDP and hook take their time.
 @pytest.mark.parametrize("r", [1, 2, 4])
-def test_large_layers_are_torchs_within_a_millionth(r: int, tmp_path: Path) -> None:
+def test_large_layers_equal_torchs_within_a_millionth(r: int, tmp_path: Path) -> None:
     for wanted, found in forked(large, 2, str(tmp_path / "meet"), r):
         assert float((found - wanted).norm() / wanted.norm()) < 1e-6
 
 
 @pytest.mark.parametrize("r", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(("n", "m"), [(2048, 512), (777, 1001), (40, 30), (3, 90000), (90000, 5)])
-def test_products_are_those_of_whole_matrices(n: int, m: int, r: int) -> None:
+def test_blocked_products_are_right(n: int, m: int, r: int) -> None:
     if r > min(n, m):
         return
     M, P, Q = fill(0, (n, m)), fill(1, (n, r)), fill(2, (m, r))
@@ -238,7 +238,7 @@ def test_products_are_those_of_whole_matrices(n: int, m: int, r: int) -> None:
 # Sides that no block, no line of the cache and no vector unit divides; memory that begins anywhere.
 @pytest.mark.parametrize("r", [1, 2, 3, 4])
 @pytest.mark.parametrize(("n", "m"), [(803, 804), (1203, 805), (257, 2310), (1778, 514)])
-def test_products_in_parts_have_the_bits_of_whole_ones(n: int, m: int, r: int) -> None:
+def test_blocked_products_have_the_bits_of_straight_ones(n: int, m: int, r: int) -> None:
     M, G = fill(0, (n * m + 1,))[1:].view(n, m), fill(3, (n, m))
     P, Q, p, q = fill(1, (n, r)), fill(2, (m, r)), torch.empty(n, r), torch.empty(m, r)
     # With one column, bits depend on where memory begins.
@@ -299,7 +299,7 @@ def test_with_several_buckets_all_ranks_get_the_same_bits(backend: str, hook: An
 
 
 def resumed(rank: int, cap: float, hook: Any = powerSGD_hook) -> tuple[Tensor, Tensor, list[Any]]:
-    """Eight steps in one go, and with a pickle after the fifth that a new DDP goes on with, in other buckets."""
+    """Run eight steps without a break, and with a new DDP, of other buckets, from a pickle after the fifth."""
     found, shapes = [], []
     for pause in (False, True):
         state = PowerSGDState(None, 2, 2)
@@ -321,21 +321,21 @@ def registered(state: PowerSGDState, hook: Any, cap: float) -> Any:
 
 @pytest.mark.parametrize("cap", [25, 0.006], ids=["one bucket", "several buckets"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_pickled_state_goes_on_with_the_same_numbers_on_a_new_ddp(world: int, cap: float) -> None:
+def test_a_pickled_state_resumes_to_the_same_numbers_on_a_new_ddp(world: int, cap: float) -> None:
     for straight, paused, (rebuilt, fresh) in run(resumed, world, cap):
         assert rebuilt != fresh
         # Three ranks add what lies elsewhere in another order.
         torch.testing.assert_close(straight, paused, rtol=0 if world == 2 else 1e-4, atol=0 if world == 2 else 1e-4)
 
 
-def test_a_pickled_state_of_the_batched_hook_goes_on_where_it_fits() -> None:
+def test_a_pickled_state_of_the_batched_hook_resumes_if_it_fits() -> None:
     (straight, paused, _), (_, second, _) = run(lambda rank: resumed(rank, 0.006, batched_powerSGD_hook), 2)
     assert torch.equal(paused, second) and torch.equal(straight[:5], paused[:5])
     exact = torch.stack([run(lambda _, r=r: sequence(Given(), r, 8), 1, init=False)[0] for r in range(2)]).mean(0)
     assert (paused - exact).mean(0).norm() < exact.mean(0).norm()
 
 
-def test_when_buckets_change_error_and_factors_go_with_their_parameters() -> None:
+def test_error_and_factors_follow_parameters_into_other_buckets() -> None:
     # One rank, two matrices of one shape, which change places; without memory of its own each would approximate worse.
     def program(rank: int) -> Any:
         weights, state = [nn.Parameter(torch.zeros(24, 16)) for _ in range(2)], started()
@@ -371,7 +371,7 @@ def test_zero_gradients_stay_zero() -> None:
         assert not zero.any() and torch.isfinite(other).all() and other.any()
 
 
-def test_channels_last_weights_are_compressed_as_they_lie() -> None:
+def test_channels_last_weights_are_compressed_in_memory_order() -> None:
     def program(rank: int) -> Any:
         column, row = fill(0, (8,)), fill(1, (4, 3, 3))
         weight = torch.einsum("a,bcd->abcd", column, row).to(memory_format=torch.channels_last)
@@ -396,7 +396,7 @@ def test_a_bucket_that_has_changed_is_not_mixed_with_its_memory() -> None:
     torch.testing.assert_close(found.view(24, 24), (first + second) / 2, rtol=1e-4, atol=1e-4)
 
 
-def test_numbers_from_the_seed_are_numpys() -> None:
+def test_seeds_equal_numpys() -> None:
     # numpy.random.RandomState(7).randint(1_000_000_000), five times.
     stream = SeedStream(7)
     wanted = [327741615, 976413892, 128500249, 296233462, 809211459]
@@ -411,7 +411,7 @@ def test_orthonormal_columns() -> None:
 
 
 @pytest.mark.parametrize("kw", [{"use_error_feedback": True}, {"use_error_feedback": False, "warm_start": True}])
-def test_memory_of_the_first_iteration_is_refused(kw: dict[str, Any]) -> None:
+def test_compression_in_the_first_iteration_raises(kw: dict[str, Any]) -> None:
     with pytest.raises(dist.ArgumentError, match="'start_powerSGD_iter' must be at least 2"):
         PowerSGDState(None, start_powerSGD_iter=1, **kw)
 
@@ -437,18 +437,18 @@ def test_a_model_learns_with_it() -> None:
     assert losses[-10:].mean() < losses[:10].mean()
 
 
-# ---- what torch does not have
+# ---- options that torch does not have
 
 
 def by_hand(state: PowerSGDState, gradients: list[Tensor], steps: int, parameters: list[Any] = []) -> tuple[Any, Any]:  # noqa: B006
-    """What comes back after some steps of one rank, and the tensors that would have travelled in the last."""
+    """Return the result of some steps of one rank, and the tensors that the last one would send."""
     for _ in range(steps):
         buffer = torch.cat([g.flatten() for g in gradients])
         bucket = dist.GradBucket(buffer=buffer, gradients=gradients, parameters=parameters)
-        travelling = list(
+        sent = list(
             module._step(state, bucket, module._plan(state, bucket, state.number_parameters(bucket)), Divisor(1))
         )
-    return bucket.gradients(), travelling
+    return bucket.gradients(), sent
 
 
 def test_factors_in_bfloat16_halve_the_bytes_and_keep_vectors_exact() -> None:
@@ -479,10 +479,10 @@ def layers() -> list[nn.Parameter]:
 def total_error(parameters: list[nn.Parameter], **kw: Any) -> tuple[float, int, list[float]]:
     """Error of the whole after warming up, bytes of a step, and each layer's error."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    found, travelling = by_hand(started(use_error_feedback=False, **kw), gradients, 15, parameters)
+    found, sent = by_hand(started(use_error_feedback=False, **kw), gradients, 15, parameters)
     apart = [float((f - g).norm() / g.norm()) for f, g in zip(found, gradients, strict=True)]
     whole = torch.stack([(f - g).norm() for f, g in zip(found, gradients, strict=True)]).norm()
-    return float(whole / torch.stack([g.norm() for g in gradients]).norm()), sum(t.nbytes for t in travelling), apart
+    return float(whole / torch.stack([g.norm() for g in gradients]).norm()), sum(t.nbytes for t in sent), apart
 
 
 def test_a_budget_of_bytes_buys_less_error_than_one_rank_for_all() -> None:

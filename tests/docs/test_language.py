@@ -66,16 +66,12 @@ PENDING = {
     "groups",
     "meaning",
     "mutants",
-    "parallel",
     "schedules",
     "transports",
-    "algorithms",
     "torchdist_ref",
-    "ddp_comm_hooks",
     "backends",
     "ref",
     "utils",
-    "optim",
     "tests",
 }
 

@@ -1,4 +1,4 @@
-"""PostLocalSGDOptimizer beside torch's, and as an optimizer to schedulers and checkpoints."""
+"""PostLocalSGDOptimizer compared with torch's, and with schedulers and checkpoints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def beside(rank: int, path: str) -> Any:
     return found
 
 
-def test_it_trains_and_saves_as_torchs(tmp_path: Path) -> None:
+def test_training_and_saving_equal_torchs(tmp_path: Path) -> None:
     for theirs, ours in forked(beside, 2, str(tmp_path / "meet")):
         assert all(map(torch.equal, ours[0], theirs[0]))
         assert ours[1].pop("step") == theirs[1].pop("step") == 7
@@ -60,7 +60,7 @@ def optimizer_of(weight: nn.Parameter) -> PostLocalSGDOptimizer:
     return PostLocalSGDOptimizer(torch.optim.SGD([weight], lr=1.0), averagers.PeriodicModelAverager(2, 1))
 
 
-def test_after_loading_a_new_learning_rate_counts() -> None:
+def test_learning_rate_changes_after_loading() -> None:
     # A plain optimizer makes new groups when it loads; torch's wrapper goes on showing the old ones.
     def program(rank: int) -> float:
         weight = nn.Parameter(torch.zeros(1))
@@ -74,7 +74,7 @@ def test_after_loading_a_new_learning_rate_counts() -> None:
     assert run(program, 1) == [-0.25]
 
 
-def test_loading_goes_on_at_the_step_that_was_saved(caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_resumes_at_the_saved_step(caplog: pytest.LogCaptureFixture) -> None:
     def program(rank: int) -> tuple[int, int]:
         optimizer = optimizer_of(nn.Parameter(torch.zeros(1)))
         optimizer.averager.step = 5
@@ -91,7 +91,7 @@ def test_loading_goes_on_at_the_step_that_was_saved(caplog: pytest.LogCaptureFix
     assert "begins at step 0" in caplog.text
 
 
-def test_it_shows_what_the_optimizer_inside_has() -> None:
+def test_attributes_are_those_of_the_optimizer_inside() -> None:
     def program(rank: int) -> bool:
         weight = nn.Parameter(torch.zeros(1))
         optimizer = optimizer_of(weight)
@@ -104,7 +104,7 @@ def test_it_shows_what_the_optimizer_inside_has() -> None:
     assert run(program, 1) == [True]
 
 
-def test_it_can_be_copied() -> None:
+def test_optimizer_can_be_copied() -> None:
     inside = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     optimizer = PostLocalSGDOptimizer(inside, averager=None)  # type: ignore[arg-type]
     assert copy.copy(optimizer).param_groups[0]["lr"] == 1.0

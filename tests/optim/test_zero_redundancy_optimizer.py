@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer: torch's beside it, the same optimizer without ranks, and what it keeps where."""
+"""ZeroRedundancyOptimizer compared with torch's and with the same optimizer without ranks; its shards and state."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def equal(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def test_parameters_shards_options_and_state_are_torchs(tmp_path: Path) -> None:
+def test_parameters_shards_options_and_state_equal_torchs(tmp_path: Path) -> None:
     for found in forked(beside, 3, 3, str(tmp_path / "meet")):
         for way, (theirs, ours) in found.items():
             for what in theirs:
@@ -104,7 +104,7 @@ def test_parameters_shards_options_and_state_are_torchs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
-def test_it_trains_as_the_optimizer_alone(name: str, backend: str) -> None:
+def test_zero_trains_as_the_optimizer_without_ranks(name: str, backend: str) -> None:
     right, _ = trained(alone, name)
     for weights, _ in run(lambda rank: trained(ZeroRedundancyOptimizer, name), 3, backend=backend):
         assert all(map(torch.equal, weights, right))
@@ -127,7 +127,7 @@ def continued(optimizer: Any, weights: list[nn.Parameter]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_state_goes_from_three_ranks_to_one_process_to_two_ranks(name: str) -> None:
+def test_state_dict_moves_from_three_ranks_to_one_process_to_two_ranks(name: str) -> None:
     kind, options = SETTINGS[name]
     right = continued(*reversed(trained(alone, name)))
 
@@ -168,7 +168,7 @@ def test_parameters_can_be_added(views: bool) -> None:
         assert all(map(torch.equal, weights, right))
 
 
-def test_views_lie_one_after_the_other() -> None:
+def test_bucket_views_are_contiguous() -> None:
     def program(rank: int) -> list[bool]:
         weights = parameters((4, 3, 2))
         ZeroRedundancyOptimizer(weights, torch.optim.SGD, parameters_as_bucket_view=True)
@@ -232,12 +232,12 @@ def join_beside(rank: int, path: str) -> Any:
     return found
 
 
-def test_uneven_inputs_end_as_with_torch(tmp_path: Path) -> None:
+def test_join_with_uneven_inputs_equals_torch(tmp_path: Path) -> None:
     for theirs, ours in forked(join_beside, 2, str(tmp_path / "meet")):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_it_can_be_the_first_that_joins() -> None:
+def test_optimizer_can_be_the_first_joinable() -> None:
     def program(rank: int) -> list[float]:
         weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
         optimizer = ZeroRedundancyOptimizer(weights, torch.optim.SGD, lr=1.0)
@@ -271,7 +271,7 @@ def test_a_hook_can_step_part_by_part() -> None:
         assert all(map(torch.equal, weights, right)) and untouched
 
 
-def test_with_overlap_step_does_nothing_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_step_with_overlap_does_nothing_and_warns(caplog: pytest.LogCaptureFixture) -> None:
     def program(rank: int) -> Any:
         weights = parameters((2, 2))
         optimizer = ZeroRedundancyOptimizer(weights, torch.optim.SGD, overlap_with_ddp=True, lr=1.0)
@@ -310,6 +310,6 @@ def zero(weights: Any, **options: Any) -> ZeroRedundancyOptimizer:
         (lambda w: zero(w, process_group=dist.GroupMember.NON_GROUP_MEMBER), "ArgumentError: .*'process_group'"),
     ],
 )
-def test_misuse_is_told(attempt: Callable[[list[nn.Parameter]], Any], message: str) -> None:
+def test_misuse_raises(attempt: Callable[[list[nn.Parameter]], Any], message: str) -> None:
     (found,) = run(failure, 1, attempt)
     assert re.match(message, found, re.DOTALL), found

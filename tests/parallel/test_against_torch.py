@@ -1,4 +1,4 @@
-"""Training with our DDP gives what torch's DDP gives: losses and weights, run beside it on the same ranks."""
+"""Losses and weights of training with our DDP and torch's, on the same ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.parallel.training import MODELS, forked, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
 SMALL = 0.004
-WAYS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "views": {"gradient_as_bucket_view": True},
     "unused": {"find_unused_parameters": True},
@@ -25,11 +25,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def beside(rank: int, world: int, name: str, ways: dict[str, dict[str, Any]], steps: int, path: str) -> list[Any]:
-    """Train with both, for each way; differences of losses and states, and how many buckets there were."""
+def beside(rank: int, world: int, name: str, options: dict[str, dict[str, Any]], steps: int, path: str) -> list[Any]:
+    """Train with both, with each set of options; return differences of losses and states, and the number of buckets."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
     found = []
-    for kw in ways.values():
+    for kw in options.values():
         theirs = train(TorchDDP, name, rank, steps, bucket_cap_mb=SMALL, **kw)
         ours = train(dist.DistributedDataParallel, name, rank, steps, bucket_cap_mb=SMALL, **kw)
         same = all(torch.equal(a, b) for a, b in zip(theirs[:2], ours[:2], strict=True))
@@ -41,28 +41,28 @@ def beside(rank: int, world: int, name: str, ways: dict[str, dict[str, Any]], st
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
-def test_fifty_steps_on_two_ranks_are_torchs_bit_for_bit(name: str, backend: str, tmp_path: Path) -> None:
+def test_fifty_steps_on_two_ranks_equal_torchs_bits(name: str, backend: str, tmp_path: Path) -> None:
     # Two ranks add two numbers: there is one order only, so bits are equal. 50 steps of two models: some 2 s.
-    ways = {"plain": WAYS["plain"], "views": WAYS["views"]}
-    for outcomes in forked(beside, 2, 2, name, ways, 50, str(tmp_path / "meet"), backend=backend):
+    options = {"plain": OPTIONS["plain"], "views": OPTIONS["views"]}
+    for outcomes in forked(beside, 2, 2, name, options, 50, str(tmp_path / "meet"), backend=backend):
         for same, apart, buckets, _ in outcomes:
             assert same, f"{apart:.3g} apart"
             assert buckets >= 2
 
 
 @pytest.mark.parametrize("name", ["mlp", "convnet"])
-def test_every_way_gives_what_torch_gives(name: str, tmp_path: Path) -> None:
-    for outcomes in forked(beside, 2, 2, name, WAYS, 6, str(tmp_path / "meet"), backend="ref"):
-        for way, (same, apart, buckets, _) in zip(WAYS, outcomes, strict=True):
-            assert same, f"{way}: {apart:.3g} apart"
-            assert buckets >= 2, way
+def test_every_option_equals_torch(name: str, tmp_path: Path) -> None:
+    for outcomes in forked(beside, 2, 2, name, OPTIONS, 6, str(tmp_path / "meet"), backend="ref"):
+        for options, (same, apart, buckets, _) in zip(OPTIONS, outcomes, strict=True):
+            assert same, f"{options}: {apart:.3g} apart"
+            assert buckets >= 2, options
 
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
-def test_three_ranks_agree_with_torch_within_rounding_and_with_each_other_exactly(backend: str, tmp_path: Path) -> None:
-    everyone = forked(beside, 3, 3, "mlp", WAYS, 6, str(tmp_path / "meet"), backend=backend)
+def test_three_ranks_equal_torch_within_rounding_and_each_other_exactly(backend: str, tmp_path: Path) -> None:
+    everyone = forked(beside, 3, 3, "mlp", OPTIONS, 6, str(tmp_path / "meet"), backend=backend)
     for outcomes in everyone:
-        for way, (_, apart, _, states), (_, _, _, first) in zip(WAYS, outcomes, everyone[0], strict=True):
+        for options, (_, apart, _, states), (_, _, _, first) in zip(OPTIONS, outcomes, everyone[0], strict=True):
             # A third is not exact, and three numbers can be added in several orders: a few units in the last place.
-            assert apart < 2e-6, f"{way}: {apart:.3g} apart"
-            assert torch.equal(states, first), way
+            assert apart < 2e-6, f"{options}: {apart:.3g} apart"
+            assert torch.equal(states, first), options

@@ -1,4 +1,4 @@
-"""GradBucket: built by hand, seen by a hook, put back."""
+"""GradBucket: views, strides, replaced buffers and invalid arguments."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def test_strides_of_views_never_leave_gaps(tensor: torch.Tensor, wanted: tuple[i
         ({"buffer": torch.empty(4), "parameters": [torch.empty(2)] * 2}, "one per gradient"),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments: dict[str, torch.Tensor], fault: str) -> None:
+def test_unsuitable_arguments_raise(arguments: dict[str, torch.Tensor], fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         GradBucket(**arguments)
 
 
-def test_a_buffer_of_another_length_is_refused() -> None:
+def test_set_buffer_raises_on_another_length() -> None:
     with pytest.raises(ValueError, match=r"shape \(4,\).*got \(3,\)"):
         GradBucket(buffer=torch.empty(4)).set_buffer(torch.empty(3))
 
 
-def test_repr_says_what_it_holds() -> None:
+def test_repr_shows_index_size_and_dtype() -> None:
     assert repr(GradBucket(2, torch.empty(4))) == "GradBucket(index 2, last: 1 gradients, 4 x torch.float32 on cpu)"

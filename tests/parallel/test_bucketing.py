@@ -1,4 +1,4 @@
-"""Which gradients share a bucket: as torch decides it, for any sizes and dtypes."""
+"""Division into buckets, compared with torch's for any sizes and dtypes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TENSORS = st.lists(
 )
 LIMITS = st.lists(st.integers(1, 200), min_size=1, max_size=3)
 SPARSE = st.frozensets(st.integers(0, 19), max_size=4)
-# Buckets that reach their limit to the byte, which drawn sizes hardly ever do.
+# Buckets that reach their limit to the byte, which random sizes hardly ever do.
 EXACT = [torch.empty(n) for n in (1, 3, 2, 2, 4, 1)]
 
 
@@ -30,7 +30,7 @@ EXACT = [torch.empty(n) for n in (1, 3, 2, 2, 4, 1)]
 @given(TENSORS, LIMITS, SPARSE)
 @example(EXACT, [16], frozenset())
 @example(EXACT, [16], frozenset([1]))
-def test_the_first_buckets_are_torchs(tensors: list[torch.Tensor], limits: list[int], sparse: frozenset[int]) -> None:
+def test_first_buckets_equal_torchs(tensors: list[torch.Tensor], limits: list[int], sparse: frozenset[int]) -> None:
     flags = [index in sparse for index in range(len(tensors))]
     theirs, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, limits, flags)
     ours = bucketing.in_definition_order(tensors, limits, sparse)
@@ -40,7 +40,7 @@ def test_the_first_buckets_are_torchs(tensors: list[torch.Tensor], limits: list[
 @settings(max_examples=200, deadline=None)
 @given(TENSORS, LIMITS, SPARSE, st.randoms())
 @example(EXACT, [16], frozenset(), random.Random(0))
-def test_buckets_in_order_of_arrival_are_torchs(
+def test_rebuilt_buckets_equal_torchs(
     tensors: list[torch.Tensor], limits: list[int], sparse: frozenset[int], source: object
 ) -> None:
     order = list(range(len(tensors)))
@@ -59,7 +59,7 @@ def test_every_parameter_is_in_one_bucket_of_its_kind() -> None:
     assert all(len({tensors[i].dtype for i in members}) == 1 for members in buckets)
 
 
-def test_caps() -> None:
+def test_bucket_caps() -> None:
     mb = bucketing.MIB_BYTES
     assert bucketing.bucket_caps(None, None, final=True).initial == (mb, 25 * mb)
     assert bucketing.bucket_caps(None, None, final=False).rebuilt == (mb, 25 * mb)

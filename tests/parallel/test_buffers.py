@@ -1,4 +1,4 @@
-"""Buffer hooks beside torch's DDP: when they are called, with what, and that what they started ends with backward."""
+"""Buffer hooks, compared with torch's DDP: location, arguments, and Futures that end with backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ kept: list[Any] = []
 
 
 class Counting(nn.Module):
-    """Counts what it has seen, in buffers of two dtypes, and keeps one to itself."""
+    """Module that counts inputs in buffers of two dtypes, and has a local buffer."""
 
     seen: Tensor
     often: Tensor
@@ -55,7 +55,7 @@ def state_of(ddp: Any) -> list[Tensor]:
 
 
 def hooked(wrap: Any, rank: int, when: str, how: str) -> list[Any]:
-    """Three steps with a hook that sums buffers, or has rank 0's taken."""
+    """Run three steps with a hook that sums buffers, or copies rank 0's."""
     library, places = (torch.distributed, torch_ddp) if wrap is TorchDDP else (dist, our_ddp)
     ddp, shown = wrap(Counting()), []
 
@@ -71,7 +71,7 @@ def hooked(wrap: Any, rank: int, when: str, how: str) -> list[Any]:
     ddp._register_buffer_comm_hook("state", hook, getattr(places._BufferCommHookLocation, when))
     found: list[Any] = []
     for step in range(3):
-        # A hook whose sums are still on their way is not to be followed by another forward pass.
+        # The sums of a hook have to be complete before another forward pass.
         if step == 1 and how != "futures":
             with ddp.no_sync():
                 ddp(fill(rank + step, (2, 3))).sum().backward()
@@ -100,7 +100,7 @@ def beside(rank: int, path: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
-def test_buffer_hooks_do_what_they_do_on_torchs(backend: str, tmp_path: Path) -> None:
+def test_buffer_hooks_equal_torchs(backend: str, tmp_path: Path) -> None:
     for found in forked(beside, 2, str(tmp_path / "meet"), backend=backend):
         for way, (theirs, shown), (ours, ours_shown) in found:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, msg=lambda text, way=way: f"{way}: {text}")
@@ -108,7 +108,7 @@ def test_buffer_hooks_do_what_they_do_on_torchs(backend: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("when", ["PRE_FORWARD", "POST_FORWARD"])
-def test_a_rank_without_inputs_takes_part_in_buffer_hooks(when: str) -> None:
+def test_join_runs_buffer_hooks_on_a_rank_without_inputs(when: str) -> None:
     def inputs(rank: int, step: int) -> Tensor:
         return fill(rank + step, (2, 3))
 
@@ -152,7 +152,7 @@ WRONG: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_buffer_hook_that_does_wrong_is_named(wrong: str) -> None:
+def test_error_of_a_buffer_hook_names_it(wrong: str) -> None:
     hook, kind, fault = WRONG[wrong]
 
     def program(rank: int) -> str:
@@ -165,7 +165,7 @@ def test_a_buffer_hook_that_does_wrong_is_named(wrong: str) -> None:
     assert fault in run(program, 1)[0]
 
 
-def test_a_buffer_hook_is_a_function_and_no_part_of_copies() -> None:
+def test_buffer_hook_has_to_be_callable_and_is_not_copied() -> None:
     def program(rank: int) -> None:
         ddp = DDP(Counting())
         with pytest.raises(dist.ArgumentTypeError, match=r"'hook' must be callable, got 'int' \(on rank 0\)"):

@@ -1,4 +1,4 @@
-"""Complex parameters: their gradients travel as real numbers, so that no hook loses an imaginary part."""
+"""Complex parameters: gradients are communicated as real numbers, so no hook loses an imaginary part."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def full_rank() -> PowerSGDState:
     return PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2, min_compression_rate=0.1)
 
 
-# What registers the hook, and how far gradients may be from the average.
+# Registration of the hook, and the greatest distance of gradients from the average.
 HOOKS: dict[str, tuple[Callable[[Any], None], float]] = {
     "none": (lambda ddp: None, 1e-6),
     "fp16": (lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook), 2e-3),
@@ -71,7 +71,7 @@ HOOKS: dict[str, tuple[Callable[[Any], None], float]] = {
 
 @pytest.mark.parametrize("pointing", [False, True])
 @pytest.mark.parametrize("name", HOOKS)
-def test_real_and_imaginary_parts_are_averaged(name: str, pointing: bool) -> None:
+def test_hooks_average_real_and_imaginary_parts(name: str, pointing: bool) -> None:
     register, tolerance = HOOKS[name]
 
     def program(rank: int) -> list[Tensor]:
@@ -110,7 +110,7 @@ def test_a_bucket_of_complex_gradients_is_real_and_its_gradients_are_complex_vie
     assert (torch.float32, [(torch.complex64, (6, 4), (4, 1)), (torch.complex64, (4, 3), (1, 4))]) in seen
 
 
-def test_by_hand_complex_gradients_fit_real_buffers_of_twice_their_number() -> None:
+def test_complex_gradients_fit_a_real_buffer_of_twice_their_size() -> None:
     complex_one, real_one = torch.empty(2, dtype=torch.complex64), torch.empty(3)
     bucket = dist.GradBucket(buffer=torch.arange(7.0), gradients=[complex_one, real_one])
     assert [g.tolist() for g in bucket.gradients()] == [[0 + 1j, 2 + 3j], [4.0, 5.0, 6.0]]

@@ -1,4 +1,4 @@
-"""What training loops do around DDP, done alike with torch's on the same ranks: the same weights, bit for bit."""
+"""Features of training loops (GradScaler, autocast, accumulation), compared with torch's DDP bit for bit."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def beside(rank: int, path: str, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_what_loops_do_ends_as_with_torch(name: str, tmp_path: Path) -> None:
+def test_features_of_training_loops_equal_torchs(name: str, tmp_path: Path) -> None:
     for (theirs, also), (ours, too) in forked(beside, 2, str(tmp_path / "meet"), name, backend="ref"):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
         assert also == too
@@ -170,7 +170,7 @@ def slowed(rank: int, path: str, name: str) -> list[Any]:
 
 # Fifty steps of two models: some 2 s each.
 @pytest.mark.parametrize("name", ["mlp", "convnet", "transformer"])
-def test_fifty_steps_with_a_slow_rank_are_torchs_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_fifty_steps_with_a_slow_rank_equal_torchs_bits(name: str, tmp_path: Path) -> None:
     for theirs, ours, buckets in forked(slowed, 2, str(tmp_path / "meet"), name, backend="ref"):
         assert torch.equal(theirs[0], ours[0]) and torch.equal(theirs[1], ours[1])
         assert buckets >= 2

@@ -20,7 +20,7 @@ DDP = dist.DistributedDataParallel
 
 
 def uneven(wrap: Any, name: str, rank: int, divide: bool, **kw: Any) -> torch.Tensor:
-    """Train on 3 + 2 * rank batches; the parameters and buffers at the end."""
+    """Train on 3 + 2 * rank batches; return the parameters and buffers at the end."""
     model = build(name)
     wrapped = wrap(model, bucket_cap_mb=0.004, **kw)
     momenta = [torch.zeros_like(p) for p in model.parameters()]
@@ -45,7 +45,7 @@ def both(rank: int, world: int, path: str, name: str, divide: bool, kw: dict[str
     ("name", "kw"),
     [("mlp", {}), ("convnet", {"gradient_as_bucket_view": True}), ("mlp", {"find_unused_parameters": True})],
 )
-def test_uneven_inputs_end_as_with_torch(name: str, kw: dict[str, Any], divide: bool, tmp_path: Path) -> None:
+def test_join_with_uneven_inputs_equals_torch(name: str, kw: dict[str, Any], divide: bool, tmp_path: Path) -> None:
     outcomes = forked(both, 3, 3, str(tmp_path / "meet"), name, divide, kw)
     for theirs, ours in outcomes:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -53,7 +53,7 @@ def test_uneven_inputs_end_as_with_torch(name: str, kw: dict[str, Any], divide: 
 
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
-def test_a_rank_without_any_input_takes_part(backend: str) -> None:
+def test_a_rank_without_any_input_joins(backend: str) -> None:
     def program(rank: int) -> Any:
         model = build("mlp")
         ddp = DDP(model, bucket_cap_mb=0.004)
@@ -71,7 +71,7 @@ def test_a_rank_without_any_input_takes_part(backend: str) -> None:
     assert not torch.equal(first, torch.cat([p.detach().flatten() for p in build("mlp").parameters()]))
 
 
-def test_every_rank_stops_when_asked_to() -> None:
+def test_throw_on_early_termination_raises_on_every_rank() -> None:
     def program(rank: int) -> str:
         ddp = DDP(build("mlp"))
         steps = 0
@@ -89,7 +89,7 @@ def test_every_rank_stops_when_asked_to() -> None:
     assert second == "2 Join: a rank has used up its inputs; rank 1 stops with it."
 
 
-def test_disabled_it_does_nothing_and_errors_pass_through() -> None:
+def test_join_disabled_does_nothing_and_errors_propagate() -> None:
     def program(rank: int) -> Any:
         ddp = DDP(build("mlp"))
         with ddp.join(enable=False):
@@ -101,7 +101,7 @@ def test_disabled_it_does_nothing_and_errors_pass_through() -> None:
     assert run(program, 2) == [False, False]
 
 
-def test_what_cannot_be_joined_is_refused() -> None:
+def test_join_raises_on_other_groups_and_no_joinables() -> None:
     def program(rank: int) -> Any:
         one = DDP(nn.Linear(1, 1))
         other = DDP(nn.Linear(1, 1), process_group=dist.new_group([0, 1]))

@@ -1,4 +1,4 @@
-"""DDP's buckets lie in registered memory: the same bits as without, and gradients that outlive their group."""
+"""DDP's buckets in registered memory (zero-copy): the same bits as without, and gradients that outlive their group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ordinary(count: int, *, dtype: torch.dtype, group: object) -> Tensor:
 
 
 def train(rank: int, pointing: bool, registered: bool) -> tuple[list[Tensor], int, bool]:
-    """Three steps of a model of several buckets: its gradients, how many calls ran on lent tensors, where they lie."""
+    """Return gradients of three steps, the number of zero-copy calls, and whether all gradients are registered."""
     calls, found = [0], RegisteredPath.phases
 
     def counted(path: RegisteredPath, locations: bytes) -> Iterable[Sequence[Step]]:
@@ -52,15 +52,15 @@ def train(rank: int, pointing: bool, registered: bool) -> tuple[list[Tensor], in
 
 
 @pytest.mark.parametrize(("size", "pointing"), [(2, False), (2, True), (3, True)])
-def test_the_same_bits_as_with_ordinary_buckets(size: int, pointing: bool) -> None:
-    lent, staged = (run(train, size, pointing, registered, ranks="processes") for registered in (True, False))
-    for (one, calls, there), (other, none, _) in zip(lent, staged, strict=True):
+def test_registered_buckets_have_the_bits_of_ordinary_ones(size: int, pointing: bool) -> None:
+    zero_copy, staged = (run(train, size, pointing, registered, ranks="processes") for registered in (True, False))
+    for (one, calls, there), (other, none, _) in zip(zero_copy, staged, strict=True):
         assert len(one) == len(other) == 6 and all(map(torch.equal, one, other))
         assert calls >= 2 and none == 0
         assert there == pointing
 
 
-def test_buckets_of_groups_that_share_no_memory_are_ordinary() -> None:
+def test_buckets_without_shared_memory_are_not_registered() -> None:
     def program(rank: int) -> bool:
         model = DistributedDataParallel(nn.Linear(300, 100))
         return handle_of(model.reducer.buckets[0].buffer) is None
@@ -69,7 +69,7 @@ def test_buckets_of_groups_that_share_no_memory_are_ordinary() -> None:
 
 
 @pytest.mark.parametrize("hook", [None, fp16_compress_hook])
-def test_buckets_of_the_first_iteration_go_when_new_ones_come(hook: Any) -> None:
+def test_first_buckets_are_freed_when_rebuilt(hook: Any) -> None:
     def program(rank: int) -> bool:
         ddp = DistributedDataParallel(nn.Linear(300, 100))
         if hook is not None:

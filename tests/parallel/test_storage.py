@@ -1,4 +1,4 @@
-"""Buckets by themselves: gradients of any size come in, multiplied once, and stay where they are to stay."""
+"""DenseBucket by itself: gradients of any size are packed, scaled and rounded once, and stay views if they are."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ SIZES = [3, SMALL_GRADIENT_ELEMENTS + 1, 0, SMALL_GRADIENT_ELEMENTS, 7]
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A group of this process only."""
+    """Provide a group of this process only."""
     dist.init_process_group("ref", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def made(pointing: bool, dtype: torch.dtype = torch.float32) -> tuple[DenseBucket, list[Tensor]]:
-    """A bucket of small and large parameters with gradients, and what these are."""
+def made(as_view: bool, dtype: torch.dtype = torch.float32) -> tuple[DenseBucket, list[Tensor]]:
+    """Return a bucket of small and large parameters with gradients, and copies of these."""
     parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in SIZES]
     for number, parameter in enumerate(parameters):
         parameter.grad = fill(number, parameter.shape).to(dtype)
-    bucket = DenseBucket(0, list(range(len(SIZES))), list(parameters), True, pointing, None)
+    bucket = DenseBucket(0, list(range(len(SIZES))), list(parameters), True, as_view, None)
     return bucket, [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
 
 
-def taken(bucket: DenseBucket, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-    """What a hook gets to see once all gradients are in."""
+def packed(bucket: DenseBucket, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the packed gradients, as a hook receives them."""
     bucket.set_packing(scale, dtype)
-    for place in range(len(SIZES)):
-        bucket.copy_in(place)
+    for slot in range(len(SIZES)):
+        bucket.copy_in(slot)
     shown = bucket.grad_bucket()
     return torch.cat(shown.gradients()) if shown.wire_dtype is None else shown.wire_buffer(shown.wire_dtype)
 
@@ -47,43 +47,41 @@ def taken(bucket: DenseBucket, scale: float = 1.0, dtype: torch.dtype | None = N
 @pytest.mark.usefixtures("alone")
 # A half is exact in every type, a third in none.
 @pytest.mark.parametrize("scale", [1.0, 0.5, 1 / 3])
-@pytest.mark.parametrize("pointing", [False, True])
+@pytest.mark.parametrize("as_view", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
-def test_gradients_of_any_size_are_multiplied_as_by_a_number_of_pythons(
-    dtype: torch.dtype, pointing: bool, scale: float
-) -> None:
-    bucket, gradients = made(pointing, dtype)
+def test_packing_scales_gradients_of_any_size(dtype: torch.dtype, as_view: bool, scale: float) -> None:
+    bucket, gradients = made(as_view, dtype)
     for step in range(2):
-        assert torch.equal(taken(bucket, scale), torch.cat(gradients) * scale), step
-        if pointing:
+        assert torch.equal(packed(bucket, scale), torch.cat(gradients) * scale), step
+        if as_view:
             assert all(p.grad is view for p, view in zip(bucket.parameters, bucket.views, strict=True))
             gradients = [view.clone() for view in bucket.views]
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_travels_in_another_type_is_multiplied_in_that_type_and_lies_in_its_buffer_nowhere() -> None:
-    bucket, gradients = made(pointing=False)
+def test_packing_scales_in_the_wire_dtype_and_leaves_the_buffer_alone() -> None:
+    bucket, gradients = made(as_view=False)
     bucket.buffer.fill_(7.0)
-    assert torch.equal(taken(bucket, 1 / 3, torch.float16), torch.cat(gradients).half() * (1 / 3))
+    assert torch.equal(packed(bucket, 1 / 3, torch.float16), torch.cat(gradients).half() * (1 / 3))
     assert bool((bucket.buffer == 7.0).all())
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_where_gradients_can_not_be_rounded_they_are_not_multiplied_either(dtype: torch.dtype) -> None:
-    bucket, gradients = made(pointing=dtype is torch.float16)
-    assert torch.equal(taken(bucket, 0.5, dtype), torch.cat(gradients))
+def test_packing_scales_nothing_if_it_cannot_round(dtype: torch.dtype) -> None:
+    bucket, gradients = made(as_view=dtype is torch.float16)
+    assert torch.equal(packed(bucket, 0.5, dtype), torch.cat(gradients))
     shown = bucket.grad_bucket()
     assert shown.scale == 1.0 and shown.wire_dtype is None
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_bucket_that_does_not_go_holds_nothing_over_to_the_next_step() -> None:
-    bucket, gradients = made(pointing=False)
+def test_a_bucket_that_is_not_launched_keeps_nothing_for_the_next_step() -> None:
+    bucket, gradients = made(as_view=False)
     bucket.set_packing()
     bucket.copy_in(0)
     bucket.parameters[0].grad = None
-    assert torch.equal(taken(bucket), torch.cat([torch.zeros(3), *gradients[1:]]))
+    assert torch.equal(packed(bucket), torch.cat([torch.zeros(3), *gradients[1:]]))
 
 
 class Two(nn.Module):
@@ -97,10 +95,10 @@ class Two(nn.Module):
         return self.one(x) + self.other(x) if both else self.one(x)
 
 
-@pytest.mark.parametrize("pointing", [False, True])
-def test_a_hook_that_changes_nothing_leaves_gradients_where_they_are(pointing: bool) -> None:
+@pytest.mark.parametrize("as_view", [False, True])
+def test_keeps_buffer_hook_leaves_gradients_unchanged(as_view: bool) -> None:
     def program(rank: int) -> bool:
-        ddp = DistributedDataParallel(Two(), gradient_as_bucket_view=pointing, find_unused_parameters=True)
+        ddp = DistributedDataParallel(Two(), gradient_as_bucket_view=as_view, find_unused_parameters=True)
         ddp.register_comm_hook(None, noop_hook)
         x, total = fill(rank, (2, 4)), torch.zeros(3, 4)
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Small models, and a training loop that any DistributedDataParallel can run: torch's, ours, or none."""
+"""Small models, and a training loop for any DistributedDataParallel: torch's, ours, or none."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def update(model: nn.Module, momenta: list[Tensor], rate: float = 0.1) -> None:
 
 
 def clear(model: nn.Module, step: int) -> None:
-    """Gradients become None at even steps and zero at odd ones: both ways of a training loop."""
+    """Set gradients to None at even steps and to zero at odd ones."""
     for parameter in model.parameters():
         if step % 2 == 0:
             parameter.grad = None
@@ -90,7 +90,7 @@ def clear(model: nn.Module, step: int) -> None:
 
 
 def train(wrap: Callable[..., Any], name: str, rank: int, steps: int, **kw: Any) -> tuple[Tensor, Tensor, Any]:
-    """Losses of every step, all states at the end, and the wrapped model."""
+    """Train; return losses of every step, all states at the end, and the wrapped model."""
     model = build(name)
     wrapped = wrap(model, **kw)
     momenta = [torch.zeros_like(p) for p in model.parameters()]

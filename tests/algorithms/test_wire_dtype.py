@@ -1,4 +1,4 @@
-"""Hooks that say so get gradients rounded and divided on their way into memory: the same bits as without."""
+"""Hooks with traits: gradients are rounded and divided while they are packed, with the same bits as without."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ HOOKS: dict[str, tuple[Hook, Hook]] = {
         ours.bf16_compress_wrapper(ours.allreduce_hook),
         theirs.bf16_compress_wrapper(theirs.allreduce_hook),
     ),
-    # torch's inner wrapper doesn't convert back; so ours beside itself, where it doesn't say how it takes gradients.
+    # torch's inner wrapper doesn't convert back; so ours is compared with itself without traits.
     "two wrappers": (TWICE, lambda state, bucket: TWICE(state, bucket)),
 }
 
 
 def trained(hook: Hook, rank: int, **options: Any) -> list[torch.Tensor]:
-    """The gradients of three steps in several buckets, large ones and small, kept from step to step and added to."""
+    """Return the gradients of three steps in several buckets, large and small, accumulated from step to step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 191), nn.Tanh(), nn.Linear(191, 31), nn.Tanh(), nn.Linear(31, 7))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.005, **options)
@@ -53,7 +53,7 @@ def trained(hook: Hook, rank: int, **options: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", HOOKS)
-def test_the_same_bits_as_torchs_hook_which_sees_whole_buckets(name: str, world: int) -> None:
+def test_folded_hooks_have_the_bits_of_torchs_hooks(name: str, world: int) -> None:
     def program(rank: int) -> bool:
         one, other = HOOKS[name]
         plain = trained(other, rank)
@@ -63,7 +63,7 @@ def test_the_same_bits_as_torchs_hook_which_sees_whole_buckets(name: str, world:
     assert run(program, world, ranks="processes") == [True] * world
 
 
-def test_a_function_around_a_hook_sees_gradients_as_they_are() -> None:
+def test_a_function_around_a_hook_sees_unpacked_gradients() -> None:
     seen: list[torch.Tensor] = []
 
     @wraps(ours.fp16_compress_hook)

@@ -58,7 +58,7 @@ def registered(state: Any, hook: Any) -> Any:
 
 
 def trained(rank: int, name: str, with_group: bool) -> tuple[Tensor, Tensor, bool]:
-    """Weights after training with the hook, and without."""
+    """Return weights after training with the hook, and without."""
     make, hook, _ = HOOKS[name]
     wrap = registered(make(dist.GroupMember.WORLD if with_group else None), hook)
     found = train(wrap, "mlp", rank, 5, bucket_cap_mb=0.004)[1]

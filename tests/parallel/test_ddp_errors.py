@@ -1,4 +1,4 @@
-"""What goes wrong is said: with the parameter or hook, the bucket, the rank, and what to do. Nothing hangs."""
+"""Errors of DDP name the parameter or hook, the bucket, the rank and the remedy; no deadlock, only a time-out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["ref", "gloo"])
 
 
 def failure(fn: Callable[[int], Any], world: int = 2, **kw: Any) -> BaseException:
-    """What the first rank to fail raised."""
+    """Return the error of the first rank to fail."""
     with pytest.raises(RankError) as caught:
         run(fn, world, **kw)
     assert caught.value.__cause__ is not None
@@ -30,7 +30,7 @@ def failure(fn: Callable[[int], Any], world: int = 2, **kw: Any) -> BaseExceptio
 
 
 def outcomes(fn: Callable[[int], Any], world: int = 2, **kw: Any) -> list[str]:
-    """What every rank raised."""
+    """Return the error of every rank as text."""
 
     def guarded(rank: int) -> str:
         try:
@@ -46,7 +46,7 @@ def outcomes(fn: Callable[[int], Any], world: int = 2, **kw: Any) -> list[str]:
 
 
 @BACKENDS
-def test_ranks_with_different_parameters_are_told_which_and_where(backend: str) -> None:
+def test_mismatch_of_parameters_names_parameter_and_ranks(backend: str) -> None:
     def program(rank: int) -> None:
         DDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5 if rank == 1 else 4)))
 
@@ -65,7 +65,7 @@ def test_ranks_with_different_parameters_are_told_which_and_where(backend: str) 
     ],
     ids=["dtype", "layout", "number"],
 )
-def test_other_differences_between_ranks(odd: Callable[[nn.Module], nn.Module], fault: str) -> None:
+def test_mismatch_of_dtype_layout_or_number_raises(odd: Callable[[nn.Module], nn.Module], fault: str) -> None:
     def program(rank: int) -> None:
         module = nn.Conv2d(3, 2, 3)
         DDP(odd(module) if rank == 1 else module)
@@ -83,7 +83,7 @@ def test_other_differences_between_ranks(odd: Callable[[nn.Module], nn.Module], 
         (lambda: nn.SyncBatchNorm(3), {}, dist.ArgumentError, "works on accelerators only"),
     ],
 )
-def test_modules_and_arguments_that_make_no_sense(
+def test_invalid_modules_and_arguments_raise(
     make: Callable[[], nn.Module], arguments: dict[str, Any], kind: type[Exception], fault: str
 ) -> None:
     error = failure(lambda rank: DDP(make(), **arguments), 1)
@@ -104,7 +104,7 @@ class Part(nn.Module):
         return self.spare(self.used(x)) if both else self.used(x)
 
 
-def test_an_unused_parameter_is_named_at_the_next_forward() -> None:
+def test_unused_parameter_raises_at_the_next_forward() -> None:
     def program(rank: int) -> None:
         ddp = DDP(Part())
         ddp(fill(rank, (2, 3))).sum().backward()
@@ -115,7 +115,7 @@ def test_an_unused_parameter_is_named_at_the_next_forward() -> None:
         assert "find_unused_parameters=True" in text
 
 
-def test_a_static_graph_that_changes_is_noticed() -> None:
+def test_a_static_graph_that_changes_raises() -> None:
     def program(rank: int) -> None:
         ddp = DDP(Part(), static_graph=True)
         for both in (True, True, False, False):
@@ -124,7 +124,7 @@ def test_a_static_graph_that_changes_is_noticed() -> None:
     assert all("static_graph=True promises" in text and "'spare.weight'" in text for text in outcomes(program))
 
 
-def test_a_parameter_used_by_two_backward_passes_of_one_iteration_is_named() -> None:
+def test_a_parameter_ready_twice_in_one_iteration_raises() -> None:
     def program(rank: int) -> None:
         ddp = DDP(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
         ddp(fill(rank, (2, 3)))
@@ -135,7 +135,7 @@ def test_a_parameter_used_by_two_backward_passes_of_one_iteration_is_named() -> 
     assert all("' got its gradient twice" in text and "parameter '1." in text for text in outcomes(program))
 
 
-def test_a_sparse_layer_with_a_dense_gradient_is_named() -> None:
+def test_dense_gradient_of_a_sparse_embedding_raises() -> None:
     def program(rank: int) -> None:
         words = nn.Embedding(5, 2, sparse=True)
 
@@ -192,7 +192,7 @@ def backward(ddp: Any, rank: int) -> None:
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_hook_that_does_wrong_is_named_with_bucket_and_rank(wrong: str) -> None:
+def test_error_of_a_hook_names_hook_bucket_and_rank(wrong: str) -> None:
     hook, kind, fault = WRONG[wrong]
 
     def program(rank: int) -> None:
@@ -206,20 +206,20 @@ def test_a_hook_that_does_wrong_is_named_with_bucket_and_rank(wrong: str) -> Non
 
 
 @BACKENDS
-def test_a_future_that_nobody_completes_ends_within_the_groups_time_out(backend: str) -> None:
+def test_a_future_that_is_never_completed_raises_at_the_time_out(backend: str) -> None:
     def program(rank: int) -> None:
         ddp = DDP(build("mlp"))
         ddp.register_comm_hook(None, lambda state, bucket: Future())
         backward(ddp, rank)
 
     start = time.monotonic()
-    # The time-out of the group is four fifths of this; it is what the test waits for.
+    # The time-out of the group is four fifths of this.
     error = failure(program, backend=backend, timeout=1.5)
     assert isinstance(error, dist.RankStalledError) and "was not completed within 1.2 s" in str(error)
     assert time.monotonic() - start < 4
 
 
-def test_after_a_hook_has_failed_the_next_iteration_begins_anew() -> None:
+def test_the_iteration_after_a_failed_hook_works() -> None:
     def program(rank: int) -> Any:
         calls = []
 
@@ -261,7 +261,7 @@ def misleading(state: Any, bucket: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("hook", [Callable2(), partial(annotated), annotated, annotated_in_short, Callable2().__call__])
-def test_hooks_of_every_callable_kind_are_taken(hook: Any) -> None:
+def test_any_kind_of_callable_is_a_hook(hook: Any) -> None:
     def program(rank: int) -> float:
         ddp = DDP(nn.Linear(1, 1, bias=False))
         ddp.register_comm_hook(None, hook)
@@ -280,12 +280,12 @@ def test_hooks_of_every_callable_kind_are_taken(hook: Any) -> None:
         (misleading, dist.ArgumentError, "annotated to return torch.futures.Future[torch.Tensor], not list[int]"),
     ],
 )
-def test_hooks_that_cannot_work_are_refused_at_registration(hook: Any, kind: type[Exception], fault: str) -> None:
+def test_invalid_hooks_raise_at_registration(hook: Any, kind: type[Exception], fault: str) -> None:
     error = failure(lambda rank: DDP(nn.Linear(1, 1)).register_comm_hook(None, hook), 1)
     assert isinstance(error, kind) and fault in str(error)
 
 
-def test_a_second_hook_is_refused() -> None:
+def test_a_second_hook_raises() -> None:
     def program(rank: int) -> None:
         ddp = DDP(nn.Linear(1, 1))
         ddp.register_comm_hook(None, annotated)

@@ -1,4 +1,4 @@
-"""Private names of torch's DDP that programs use: they do the same on ours, beside torch's on the same ranks."""
+"""Private names of torch's DDP that programs use, compared with ours on the same ranks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def ignored(wrap: Any, rank: int) -> Any:
 
 
 def manual(wrap: Any, rank: int) -> Any:
-    """Lightning's manual optimization: the reducer is armed after forward, for the loss that is about to be used."""
+    """Run Lightning's manual optimization: it prepares the reducer after forward."""
     ddp = wrap(build("mlp"), bucket_cap_mb=SMALL)
     for step in range(3):
         inputs, labels = batch(rank, step)
@@ -77,7 +77,7 @@ def manual(wrap: Any, rank: int) -> Any:
 
 
 def stepwise(wrap: Any, rank: int) -> Any:
-    """mmcv's: what forward does around the module, step by step, to call another method of the module."""
+    """Run mmcv's steps around the module, which allow it to call another method of the module."""
     ddp = wrap(build("convnet"), bucket_cap_mb=SMALL)
     for step in range(3):
         inputs, labels = batch(rank, step)
@@ -92,7 +92,7 @@ def stepwise(wrap: Any, rank: int) -> Any:
     return gradients(ddp.module), torch.cat([buffer.flatten().float() for buffer in ddp.module.buffers()])
 
 
-def told(wrap: Any, rank: int) -> Any:
+def logging_data(wrap: Any, rank: int) -> Any:
     ddp = wrap(build("mlp"), bucket_cap_mb=SMALL, gradient_as_bucket_view=True)
     backward(ddp, rank, 0)
     statistics = ddp._get_ddp_logging_data()
@@ -114,7 +114,7 @@ def builtin(wrap: Any, rank: int, kind: str) -> Any:
 
 
 def moved(wrap: Any, rank: int) -> Any:
-    """From one group to another, to one that only rank 0 is in, and back."""
+    """Change to another group, to one of rank 0 only, and back."""
     ddp = wrap(build("convnet"), bucket_cap_mb=SMALL)
     whole, pair = ddp.process_group, library(wrap).new_group([0, 1])
     single = library(wrap).new_group([0])
@@ -133,7 +133,7 @@ def taking_part(wrap: Any, rank: int) -> Any:
     model = build("convnet")
     wrap._set_params_and_buffers_to_ignore_for_model(model, ["1.bias"])
     named = dict(wrap._get_data_parallel_params(model, named_params=True))
-    # torch's forgets to leave parameters out where it is asked for names.
+    # torch does not leave parameters out if names are requested.
     named.pop("1.bias", None)
     return list(named), [parameter.detach() for parameter in wrap._get_data_parallel_params(model)]
 
@@ -143,7 +143,7 @@ PROGRAMS: dict[str, Callable[[Any, int], Any]] = {
     "fused": fused,
     "ignored": ignored,
     "manual": manual,
-    "told": told,
+    "logging data": logging_data,
     "moved": moved,
     "taking part": taking_part,
     "builtin": partial(builtin, kind="ALLREDUCE"),
@@ -160,7 +160,7 @@ def beside(rank: int, path: str) -> dict[str, list[Any]]:
     return found
 
 
-def test_programs_that_use_private_names_end_as_with_torch(tmp_path: Path) -> None:
+def test_private_names_equal_torchs(tmp_path: Path) -> None:
     for found in forked(beside, 2, str(tmp_path / "meet")):
         for name, (theirs, ours) in found.items():
             for one, other in zip(theirs, ours, strict=True):
@@ -175,7 +175,7 @@ def _same(name: str, one: Any, other: Any) -> None:
     assert one == other, name
 
 
-def test_a_graph_is_not_made_static_after_it_was_used() -> None:
+def test_set_static_graph_raises_after_a_forward_pass() -> None:
     def program(rank: int) -> None:
         ddp = DDP(build("mlp"))
         backward(ddp, rank, 0)
@@ -188,7 +188,7 @@ def test_a_graph_is_not_made_static_after_it_was_used() -> None:
     run(program, 1)
 
 
-def test_a_group_that_has_lost_an_iteration_is_left_for_another() -> None:
+def test_update_process_group_after_a_failed_iteration() -> None:
     def program(rank: int) -> bool:
         torch.manual_seed(0)
         model = nn.ModuleList([nn.Linear(12, 4), nn.Linear(12, 4)])
@@ -214,7 +214,7 @@ class Either(nn.Module):
         return torch.stack([self.layers[index](x) for index in chosen]).sum(0)
 
 
-def test_what_is_no_builtin_hook_is_refused_by_name() -> None:
+def test_register_builtin_hook_raises_on_other_types() -> None:
     def program(rank: int) -> None:
         ddp = DDP(build("mlp"))
         with pytest.raises(dist.ArgumentTypeError, match=r"_register_builtin_comm_hook: argument 'comm_hook_type'"):
@@ -226,7 +226,7 @@ def test_what_is_no_builtin_hook_is_refused_by_name() -> None:
     run(program, 1)
 
 
-def test_the_page_names_what_torchs_class_has_and_ours_has_not() -> None:
+def test_the_page_lists_the_private_names_that_only_torch_has() -> None:
     page = (Path(__file__).parents[2] / "docs" / "explanation" / "differences.md").read_text(encoding="utf-8")
     rest = page.partition("## Private methods of torch's DDP")[2].partition("\n## ")[0].partition("\n- ")[2]
     written = set(re.findall(r"`(\w+)`", rest))

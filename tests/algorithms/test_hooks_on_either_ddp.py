@@ -1,4 +1,4 @@
-"""Our hooks on torch's DDP and torch's hooks on ours, beside the hook in its own house."""
+"""Our hooks on torch's DDP and torch's hooks on ours, compared with each hook on its own DDP."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def trained(wrap: Any, setup: Setup, rank: int, cap: float) -> torch.Tensor:
 
 
 def crosswise(rank: int, world: int, name: str, cap: float, path: str) -> list[torch.Tensor]:
-    """Weights after training: ours on ours, ours on torch's, torch's on ours."""
+    """Return weights after training: ours on ours, ours on torch's, torch's on ours."""
     meet(rank, world, path)
     ours, theirs = HOOKS[name]
     states = [trained(DDP, ours, rank, cap), trained(TorchDDP, ours, rank, cap), trained(DDP, theirs, rank, cap)]
@@ -72,13 +72,13 @@ def crosswise(rank: int, world: int, name: str, cap: float, path: str) -> list[t
     return states
 
 
-# What rounds to half precision turns a difference in the last bit into one of a thousandth.
+# Rounding to 16 bits amplifies a difference in the last bit to a thousandth.
 APART = {"fp16": 1e-3, "bf16": 1e-2, "wrapper": 1e-3}
 
 
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_hook_does_the_same_on_either_ddp(name: str, world: int, tmp_path: Path) -> None:
+def test_hooks_do_the_same_on_either_ddp(name: str, world: int, tmp_path: Path) -> None:
     # torch's PowerSGD works with one bucket only; ours is tried with more below.
     cap = 25 if name == "powerSGD" else 0.004
     arguments = (world, name, cap, str(tmp_path / "meet"))

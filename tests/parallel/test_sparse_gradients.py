@@ -1,4 +1,4 @@
-"""Sparse gradients: buckets of their own, which pass the hook, beside torch's DDP: the same indices and values."""
+"""Sparse gradients: buckets of their own, which hooks receive, compared with torch's indices and values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Hook = Callable[[Any, Any], Any]
 
 
 class Words(nn.Module):
-    """Two sparse tables among dense layers; the second may take no part."""
+    """Two sparse tables among dense layers; the second may be unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def backward(ddp: Any, rank: int, step: int, **asked: Any) -> None:
 
 
 def watched(hook: Hook, seen: list[Any]) -> Hook:
-    """The hook, and what is told of each bucket before it gets it."""
+    """Return the hook, which records each bucket before it runs."""
 
     # torch's DDP takes no annotation of the bucket but its own.
     def watching(state, bucket):  # type: ignore[no-untyped-def]
@@ -75,7 +75,7 @@ def watched(hook: Hook, seen: list[Any]) -> Hook:
 
 
 def gradients(module: nn.Module) -> list[Any]:
-    """What each parameter has; sparse ones with their rows in order, and whether no row is there twice."""
+    """Return the gradients; sparse ones with sorted rows, and whether no row occurs twice."""
     found: list[Any] = []
     for gradient in (parameter.grad for parameter in module.parameters()):
         sparse = gradient is not None and gradient.is_sparse
@@ -84,7 +84,7 @@ def gradients(module: nn.Module) -> list[Any]:
 
 
 def trained(wrap: Any, rank: int, hook: Hook | None, **options: Any) -> tuple[list[Any], list[Any]]:
-    """Four steps: gradients of each, and what the hook was shown."""
+    """Run four steps; return gradients of each, and the buckets of the hook."""
     ddp, seen = wrap(Words(), **options), []
     if hook is not None:
         ddp.register_comm_hook(None, watched(hook, seen))
@@ -118,13 +118,13 @@ def joined(wrap: Any, rank: int, hook: Hook | None) -> tuple[list[Any], list[Any
 
 
 def mean(state: Any, bucket: Any) -> Any:
-    """A hook that a user writes: it divides, and sums with the functions of whichever library has made the bucket."""
+    """Divide, and sum with the functions of the library that made the bucket, as a user's hook does."""
     library = dist if isinstance(bucket, dist.GradBucket) else torch.distributed
     total = bucket.buffer().div_(library.get_world_size())
     return library.all_reduce(total, async_op=True).get_future().then(lambda future: future.value()[0])
 
 
-# What torch's DDP gets, and what ours does.
+# Hooks for torch's DDP, and for ours.
 HOOKS: dict[str, tuple[Hook | None, Hook | None]] = {
     "none": (None, None),
     "a user's": (mean, mean),
@@ -167,7 +167,7 @@ def beside(rank: int, path: str) -> dict[str, Any]:
 
 # Four steps each of 20 programs on both libraries, in processes of which each makes torch's backend: some 3 s a world.
 @pytest.mark.parametrize("world", [2, 3])
-def test_hooks_see_what_torchs_hooks_see_and_gradients_are_torchs(world: int, tmp_path: Path) -> None:
+def test_sparse_buckets_and_gradients_equal_torchs(world: int, tmp_path: Path) -> None:
     for found in forked(beside, world, str(tmp_path / "meet")):
         for name, ((theirs, shown), (ours, ours_shown)) in found.items():
             if name == "static, allreduce":
@@ -183,7 +183,7 @@ def test_hooks_see_what_torchs_hooks_see_and_gradients_are_torchs(world: int, tm
 
 
 def expected(world: int, programs: Callable[[int], list[bool]]) -> list[Tensor]:
-    """The averages of gradients that each rank has found alone, all dense."""
+    """Return the averages of gradients that each rank computes alone, all dense."""
     total = [torch.zeros_like(parameter) for parameter in Words().parameters()]
     for rank in range(world):
         model = Words()
@@ -201,7 +201,7 @@ def dense(module: nn.Module) -> list[Tensor]:
 
 @BACKENDS
 @pytest.mark.parametrize("hook", [None, default_hooks.allreduce_hook], ids=["no hook", "allreduce"])
-def test_a_sparse_table_that_one_rank_leaves_out_gets_the_others_rows(backend: str, hook: Hook | None) -> None:
+def test_a_sparse_table_unused_on_one_rank_gets_the_others_rows(backend: str, hook: Hook | None) -> None:
     def program(rank: int) -> list[Tensor]:
         ddp = DDP(Words(), find_unused_parameters=True)
         if hook is not None:
@@ -213,7 +213,7 @@ def test_a_sparse_table_that_one_rank_leaves_out_gets_the_others_rows(backend: s
         torch.testing.assert_close(found, expected(2, lambda rank: [rank == 0]))
 
 
-def test_a_sparse_table_that_nobody_uses_keeps_its_gradient() -> None:
+def test_a_sparse_table_unused_on_all_ranks_keeps_its_gradient() -> None:
     def program(rank: int, skip: bool) -> list[Any]:
         ddp = DDP(Words(), find_unused_parameters=True, skip_all_reduce_unused_params=skip)
         seen: list[Any] = []
@@ -227,7 +227,7 @@ def test_a_sparse_table_that_nobody_uses_keeps_its_gradient() -> None:
 
 @BACKENDS
 @pytest.mark.parametrize("hook", [torch_default.allreduce_hook, torch_default.bf16_compress_hook])
-def test_torchs_own_hooks_average_sparse_gradients_on_ours(backend: str, hook: Hook) -> None:
+def test_torchs_hooks_average_sparse_gradients_on_ours(backend: str, hook: Hook) -> None:
     def program(rank: int) -> list[Tensor]:
         ddp = DDP(Words())
         ddp.register_comm_hook(None, hook)
@@ -256,7 +256,7 @@ def test_powersgd_averages_sparse_gradients_exactly(backend: str, hook: Hook) ->
         assert steps == 3
 
 
-def test_halves_of_sparse_gradients() -> None:
+def test_float16_of_sparse_gradients() -> None:
     def program(rank: int) -> list[Tensor]:
         ddp = DDP(Words())
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -290,7 +290,7 @@ WRONG: dict[str, tuple[Hook, str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_hook_that_cannot_take_sparse_gradients_is_told_so(wrong: str) -> None:
+def test_error_of_a_hook_without_sparse_support_explains_it(wrong: str) -> None:
     hook, fault = WRONG[wrong]
 
     def program(rank: int) -> str:
@@ -305,7 +305,7 @@ def test_a_hook_that_cannot_take_sparse_gradients_is_told_so(wrong: str) -> None
         assert "one sparse gradient of shape (8, 4)" in text and "embeddings with sparse=False" in text
 
 
-def test_a_sparse_bucket_can_be_made_by_hand() -> None:
+def test_a_sparse_bucket_made_by_hand() -> None:
     table = nn.Embedding(5, 2, sparse=True).weight
     rows = torch.sparse_coo_tensor([[1, 1]], [[1.0, 2.0], [3.0, 4.0]], (5, 2))
     bucket = dist.GradBucket(2, rows, None, [table])

@@ -1,4 +1,4 @@
-"""The last bucket is averaged where its gradients lie: torch's bits, whatever their size, layout and dtype."""
+"""Gradients averaged in place, without a bucket: torch's bits, for any size, layout and dtype."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HOOKS = {
 
 
 def around(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a user's, who may want to see every bucket."""
+    """Return a user's function around a hook, which has to receive every bucket."""
     return lambda state, bucket: hook(state, bucket)
 
 
@@ -61,13 +61,13 @@ def average(world: int) -> list[Tensor]:
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits so low that small tensors are cut like large ones."""
+    """Lower the limits, so that small tensors are divided into pieces like large ones."""
     monkeypatch.setattr(storage, "LARGE_GRADIENT_BYTES", 2048)
     monkeypatch.setattr(storage, "PIECE_BYTES", 1024)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_gradients_are_averages_and_stay_the_tensors_that_they_are(pieces: None, world: int) -> None:
+def test_in_place_gradients_are_averages_and_keep_their_tensors(pieces: None, world: int) -> None:
     def program(rank: int) -> tuple[list[Tensor], bool]:
         ddp = DDP(Uneven())
         first = gradients(ddp, rank)
@@ -84,7 +84,7 @@ def test_gradients_are_averages_and_stay_the_tensors_that_they_are(pieces: None,
         assert same
 
 
-def test_two_ranks_get_the_bits_of_buckets(pieces: None) -> None:
+def test_in_place_gradients_have_the_bits_of_buckets(pieces: None) -> None:
     def program(rank: int, views: bool) -> list[Tensor]:
         return gradients(DDP(Uneven(), gradient_as_bucket_view=views), rank)
 
@@ -94,8 +94,8 @@ def test_two_ranks_get_the_bits_of_buckets(pieces: None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey:UserWarning")
-def test_a_gradient_that_lies_otherwise_or_is_missing_takes_part(pieces: None) -> None:
-    """Rank 0 has its gradient by columns, rank 1 by rows; the small one is missing on rank 1."""
+def test_a_gradient_of_another_layout_or_none_is_averaged(pieces: None) -> None:
+    """Rank 0 has its gradient column-major, rank 1 row-major; the small one is missing on rank 1."""
 
     def program(rank: int) -> tuple[list[Tensor], bool]:
         model = Uneven()
@@ -114,7 +114,7 @@ def test_a_gradient_that_lies_otherwise_or_is_missing_takes_part(pieces: None) -
     torch.testing.assert_close(one[:2], expected[:2], rtol=1e-4, atol=1e-3)
 
 
-def test_until_backward_is_over_gradients_are_this_ranks_own(pieces: None) -> None:
+def test_in_place_gradients_are_local_until_backward_ends(pieces: None) -> None:
     def program(rank: int) -> tuple[bool, bool]:
         x = fill(rank, (7, 30)).requires_grad_()
         model = Uneven()
@@ -129,7 +129,7 @@ def test_until_backward_is_over_gradients_are_this_ranks_own(pieces: None) -> No
 
 
 @pytest.mark.parametrize("name", [None, *HOOKS])
-def test_a_rank_without_inputs_adds_zeros_and_keeps_its_gradients(pieces: None, name: str | None) -> None:
+def test_join_contributes_zeros_and_keeps_gradients(pieces: None, name: str | None) -> None:
     def program(rank: int) -> tuple[list[Tensor], list[Tensor]]:
         ddp, found = DDP(Uneven()), []
         if name is not None:
@@ -148,7 +148,7 @@ def test_a_rank_without_inputs_adds_zeros_and_keeps_its_gradients(pieces: None, 
 
 
 @pytest.mark.parametrize("way", ["hook", "views", "unused", "static", "gloo"])
-def test_where_somebody_needs_buckets_all_travel(way: str) -> None:
+def test_no_gradient_is_in_place_if_an_option_needs_buckets(way: str) -> None:
     asked = {"views": "gradient_as_bucket_view", "unused": "find_unused_parameters", "static": "static_graph"}
 
     def program(rank: int) -> int:
@@ -164,7 +164,7 @@ def test_where_somebody_needs_buckets_all_travel(way: str) -> None:
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_hooks_that_only_average_need_no_last_bucket_and_give_its_bits(pieces: None, name: str) -> None:
+def test_averaging_hooks_are_not_called_for_in_place_gradients(pieces: None, name: str) -> None:
     hook = HOOKS[name]
 
     def program(rank: int, hooks: list[Callable[..., Any]]) -> tuple[list[Tensor], int]:
