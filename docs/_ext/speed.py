@@ -1,10 +1,10 @@
-"""How fast it is, from what the benchmark wrote: the tables of a page can't say other than the measurement.
+"""Speed tables of the documentation, generated from reports of the benchmark.
 
 `.. speed:: 2 seconds`
     Microseconds a call of `ref` on two ranks, by operation and size.
 `.. speed:: 2 gloo`
-    How many times longer Gloo takes; likewise `mpich`, `openmpi`. `limit`: how many times its limit a call takes.
-    With the option `namespaces`: where the halves of the ranks are on hosts of their own.
+    Time of Gloo over that of `ref`; likewise `mpich`, `openmpi`. `limit`: time of a call over its limit.
+    With the option `namespaces`: the halves of the ranks are on hosts of their own.
 
 `python docs/_ext/speed.py mpich=FILE openmpi=FILE ...` makes `docs/explanation/speed.json` from reports of
 ``python -m torchdist_ref.benchmark --json``, in which ``mpi4py`` is the MPI that the file is given for. Several
@@ -23,12 +23,12 @@ from typing import Any, ClassVar
 from docutils import nodes
 from docutils.parsers.rst import Directive, directives
 
-KEPT = Path(__file__).parents[1] / "explanation" / "speed.json"
+RECORDED = Path(__file__).parents[1] / "explanation" / "speed.json"
 Cell = dict[str, list[float]]
 
 
 def condense(reports: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Bring reports down to what the page shows: for each cell the median time, and the median ratios to others."""
+    """Reduce reports to the figures of the page: for each cell the median time, and the median ratios to others."""
     cells: defaultdict[tuple[bool, int, str, int], Cell] = defaultdict(lambda: defaultdict(list))
     for mpi, report in reports:
         for rows in by_cell(report["results"]).values():
@@ -48,12 +48,12 @@ def condense(reports: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
 
 
 def round_off(found: list[float]) -> float:
-    """The median, in three digits."""
+    """Return the median, in three digits."""
     return float(f"{median(found):.3g}")
 
 
 def by_cell(results: list[dict[str, Any]]) -> dict[tuple[int, str, int], dict[str, dict[str, Any]]]:
-    """The entries of a report: for each number of ranks, operation and size those of all backends."""
+    """Group the entries of a report: for each number of ranks, operation and size those of all backends."""
     found: defaultdict[tuple[int, str, int], dict[str, dict[str, Any]]] = defaultdict(dict)
     for entry in results:
         found[entry["world"], entry["op"], entry["size_bytes"]][entry["backend"]] = entry
@@ -61,33 +61,33 @@ def by_cell(results: list[dict[str, Any]]) -> dict[tuple[int, str, int], dict[st
 
 
 class SpeedDirective(Directive):
-    """Show one figure of all operations and sizes for a number of ranks."""
+    """Table of one figure of all operations and sizes for a number of ranks."""
 
     required_arguments = 2
     option_spec: ClassVar[dict[str, Any]] = {"namespaces": directives.flag}
 
     def run(self) -> list[nodes.Node]:
-        """Read what was kept, and lay it out."""
+        """Read the recorded figures, and return their table."""
         where, what = ("namespaces" in self.options, int(self.arguments[0])), self.arguments[1]
-        cells = json.loads(KEPT.read_text(encoding="utf-8"))["cells"]
+        cells = json.loads(RECORDED.read_text(encoding="utf-8"))["cells"]
         cells = [cell for cell in cells if (cell["namespaces"], cell["world"]) == where]
         sizes = sorted({column(cell) for cell in cells} - {0})
         by_op: dict[str, dict[int, str]] = {}
         for cell in cells:
             by_op.setdefault(cell["op"], {})[column(cell)] = figure(cell, what)
-        # What moves no bytes stands in the first column.
+        # Operations without bytes are in the first column.
         first = {op: {sizes[0]: found[0], **found} if 0 in found else found for op, found in by_op.items()}
         rows = [(op, *(found.get(size, "") for size in sizes)) for op, found in first.items()]
         return [table(("", *map(named, sizes)), rows)]
 
 
 def column(cell: dict[str, Any]) -> int:
-    """The size that was asked for: blocks for all ranks may need a few bytes more."""
+    """Return the size that was asked for: blocks for all ranks may need a few bytes more."""
     return 4 if 0 < cell["bytes"] <= 64 else int(cell["bytes"])
 
 
 def named(size: int) -> str:
-    """Say a size as people do."""
+    """Return a size as text."""
     for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
         if size >= unit:
             return f"{size // unit} {letter}iB"
@@ -95,7 +95,7 @@ def named(size: int) -> str:
 
 
 def figure(cell: dict[str, Any], what: str) -> str:
-    """One figure in two digits; times in microseconds."""
+    """Return one figure in two digits; times in microseconds."""
     if what not in cell:
         return ""
     value = cell[what] * (1e6 if what == "seconds" else 1)
@@ -128,4 +128,4 @@ def setup(app: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     given = [argument.partition("=")[::2] for argument in sys.argv[1:]]
     kept = condense([(mpi, json.loads(Path(path).read_text(encoding="utf-8"))) for mpi, path in given])
-    KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    RECORDED.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")

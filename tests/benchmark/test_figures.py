@@ -142,7 +142,7 @@ def test_limit_of_sizes_that_do_not_divide() -> None:
 
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_to_all", "scatter"])
 def test_slots_of_the_limit_begin_at_cache_lines(op: str) -> None:
-    """As a backend's do: blocks for eight ranks that lay across lines made this bound longer than what it bounds."""
+    """Blocks for eight ranks that crossed cache lines made this bound longer than the time that it bounds."""
     window = 64 * 1024
     stages = limit.Stages(bytearray(8 * window + 64), window)
     begin = -torch.frombuffer(stages.memory, dtype=torch.uint8).data_ptr() % 64

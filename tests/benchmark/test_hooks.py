@@ -160,7 +160,7 @@ def test_the_error_is_that_of_plain_arithmetic(name: str, formula: Callable[[lis
 
 
 @pytest.mark.parametrize(("name", "steps"), [("noop", 0), ("local-sgd", EXACT_STEPS)])
-def test_without_averaging_the_error_is_ones_own_difference(name: str, steps: int) -> None:
+def test_error_without_averaging_is_that_of_local_gradients(name: str, steps: int) -> None:
     for rank, (error, gradients, _) in enumerate(run(error_and_gradients, 2, name, steps)):
         assert error == pytest.approx(relative_error(gradients[rank], gradients), rel=1e-5)
 
@@ -181,7 +181,7 @@ def least(mean: Tensor, shapes: list[torch.Size], rank: int) -> float:
     return (lost / float(mean.square().sum())) ** 0.5
 
 
-def test_factors_lie_between_the_best_of_their_rank_and_nothing_and_four_are_better_than_one() -> None:
+def test_error_of_powersgd_is_at_least_that_of_the_best_factors_of_its_rank() -> None:
     errors = []
     for rank in (1, 2, 4):
         error, gradients, shapes = run(error_and_gradients, 2, f"powersgd-{rank}")[0]
@@ -191,7 +191,7 @@ def test_factors_lie_between_the_best_of_their_rank_and_nothing_and_four_are_bet
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_models_and_batches_are_the_same_every_time_and_leave_others_random_numbers_alone(name: str) -> None:
+def test_models_and_batches_are_reproducible_and_keep_the_random_state(name: str) -> None:
     before = torch.get_rng_state()
     one, other = TASKS[name](), TASKS[name]()
     for a, b in zip(one.model().parameters(), other.model().parameters(), strict=True):
@@ -202,14 +202,14 @@ def test_models_and_batches_are_the_same_every_time_and_leave_others_random_numb
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_text_is_pythons_own_and_asks_for_the_next_character() -> None:
+def test_text_is_the_standard_library_and_targets_are_next_characters() -> None:
     inputs, targets = Text().batch(0, 0, 2)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert bytes(inputs[0].tolist()).decode() in source()
     assert "def " in source() and len(source()) == 1_000_000
 
 
-def test_the_transformer_does_not_see_what_comes_later() -> None:
+def test_transformer_is_causal() -> None:
     model = Text().model()
     text = torch.arange(10)[None]
     changed = text.clone()
@@ -218,7 +218,7 @@ def test_the_transformer_does_not_see_what_comes_later() -> None:
     assert same.tolist() == [True] * 6 + [False] * 4
 
 
-def test_both_learn() -> None:
+def test_both_tasks_learn() -> None:
     def program(rank: int) -> list[tuple[float, float]]:
         found = []
         for name, steps in (("digits", 30), ("text", 12)):
@@ -313,7 +313,7 @@ def test_the_same_results_draw_the_same_pictures(tmp_path: Path) -> None:
     assert line == hooks_pictures.timelines(results) and line.count("backward: 0 s to 10 ms") == 3
 
 
-def test_bars_that_overlap_stand_above_each_other() -> None:
+def test_spans_that_overlap_have_bars_of_different_heights() -> None:
     drawn = hooks_pictures.timelines([result()])
     heights = {
         line.split("y='")[1].split("'")[0] for line in drawn.split("<rect")[1:] if "bucket" in line.split("</rect>")[0]
@@ -384,7 +384,7 @@ def test_on_a_slow_link_bytes_take_the_time_that_the_rate_allows() -> None:
         assert (nothing.wire_bytes or 0.0) < 0.1 * full.wire_bytes
 
 
-def test_a_link_that_cannot_be_laid_is_modelled(
+def test_link_that_cannot_be_made_is_modelled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(namespaces, "missing", lambda: "there is no cable")
@@ -403,7 +403,7 @@ def test_a_task_that_lacks_its_data_is_left_out_with_a_reason(
     assert "digits is left out: needs scikit-learn" in capsys.readouterr().err
 
 
-def test_rates_are_read_as_tc_reads_them() -> None:
+def test_rates_of_links_are_parsed_like_those_of_tc() -> None:
     assert [parse_link(text).bits_per_second for text in ("2kbit", "1.5Mbit")] == [2000.0, 1.5e6]
     with pytest.raises(ArgumentError, match="100mbit"):
         parse_link("fastest")

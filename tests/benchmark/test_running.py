@@ -35,7 +35,7 @@ def results(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("op", [op for op in OPERATIONS if op != "barrier"])
-def test_every_operation_has_the_answer_that_the_backend_gives(op: str, world: int) -> None:
+def test_expected_results_equal_those_of_the_backend(op: str, world: int) -> None:
     def program(rank: int) -> tuple[list[float], list[float] | None]:
         operation = OPERATIONS[op]
         buffers = operation.buffers(rank, world, 24 * world, torch.float32)
@@ -73,7 +73,7 @@ def test_backends_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert picture.read_text().startswith("<?xml")
 
 
-def test_torch_itself_back_to_back_on_integers(tmp_path: Path) -> None:
+def test_torch_gloo_in_a_loop_on_int32(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     named = ["--backends", "torch:gloo,ref", "--against", "torch:gloo", "--dtype", "int32"]
     assert main(["--ops", "all_gather", "--sizes", "1K", "--loop", *BRIEF, *named, "--json", str(out)]) == 0
@@ -82,7 +82,7 @@ def test_torch_itself_back_to_back_on_integers(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
-def test_halves_of_the_ranks_on_hosts_of_their_own(tmp_path: Path) -> None:
+def test_namespaces_put_each_half_of_the_ranks_on_a_host(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     named = ["--ops", "all_reduce", "--sizes", "1K", "--backends", "ref,gloo", "--world", "3", "--namespaces"]
     assert main([*named, "--repetitions", "2", "--seconds", "0.001", "--json", str(out)]) == 0
@@ -116,7 +116,7 @@ def test_mpi_is_left_out_where_ranks_are_forked() -> None:
     assert names == ["ref"] and "mpi4py" in str(left_out[0])
 
 
-def test_a_wrong_result_stops_it() -> None:
+def test_wrong_result_raises() -> None:
     def program(context: RankContext) -> None:
         case = Case(context, argparse.Namespace(dtype="float32"), OPERATIONS["broadcast"], 64)
         case.check("careless", lambda: None, case.buffers)

@@ -51,7 +51,7 @@ def test_times_have_two_digits(value: float, shown: str) -> None:
 
 
 def test_what_is_kept_has_every_operation() -> None:
-    cells = json.loads(speed.KEPT.read_text(encoding="utf-8"))["cells"]
+    cells = json.loads(speed.RECORDED.read_text(encoding="utf-8"))["cells"]
     for apart in (False, True):
         assert {cell["op"] for cell in cells if cell["namespaces"] == apart} >= set(OPERATIONS) - {"barrier"}
     assert all(

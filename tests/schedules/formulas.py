@@ -16,7 +16,7 @@ def lg(n: object) -> int:
 
 
 def formula(text: str, n: int) -> float:
-    """The time that a cost of the catalogue stands for: letters and brackets that stand together are multiplied."""
+    """Return the time of a cost of the catalogue: adjacent letters and brackets are multiplied."""
     tokens = re.findall(r"\d+|lg|[abgmn]|[-+/()]", text)
     joined = ""
     for before, token in zip(["", *tokens], tokens, strict=False):

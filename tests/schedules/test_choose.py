@@ -1,4 +1,4 @@
-"""The choice of an algorithm: pure, always one that exists, and cut where the table says."""
+"""Choice of an algorithm: pure, always one that exists, with the thresholds of the table."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_on_shared_memory_all_is_direct_but_large_reductions_and_exchanges(op: s
 
 @pytest.mark.parametrize("world", [3, 4, 8])
 @pytest.mark.parametrize("op", ["all_reduce", "reduce"])
-def test_small_reductions_have_few_rounds_and_large_ones_share_out_the_additions(op: str, world: int) -> None:
+def test_small_reductions_have_few_rounds_and_large_ones_divide_the_additions(op: str, world: int) -> None:
     costs = {name: cost(build(op, name, world)) for name in ("direct", "two_shot")}
     assert choose(op, world, 64 * KIB) == min(costs, key=lambda name: costs[name].steps)
     assert choose(op, world, 1 << 26) == min(costs, key=lambda name: costs[name].reduced)
 
 
 def waits(schedule: Schedule, nbytes: int) -> int:
-    """How often rank 0 waits for a peer: for each that it reads from, in each window that takes what all lay out."""
+    """Count the waits of rank 0 for peers: for each that it reads from, in each window of the staging buffer."""
     found = 0
     for moves in schedule.rounds:
         peers = {move.src for move in moves if move.dst == 0 != move.src}
@@ -59,7 +59,7 @@ def waits(schedule: Schedule, nbytes: int) -> int:
 
 @pytest.mark.parametrize("nbytes", [KIB, 1 << 20, 1 << 22, 1 << 26])
 @pytest.mark.parametrize("world", [3, 4, 8])
-def test_an_exchange_waits_as_seldom_as_it_can_and_then_has_few_rounds(world: int, nbytes: int) -> None:
+def test_all_to_all_has_the_fewest_waits_and_then_few_rounds(world: int, nbytes: int) -> None:
     found = {name: build("all_to_all", name, world) for name in ("direct", "pairwise")}
     least = min(found, key=lambda name: (waits(found[name], nbytes), len(found[name].rounds)))
     assert choose("all_to_all", world, nbytes) == least
@@ -94,7 +94,7 @@ def test_between_hosts_the_classic_cut_offs_hold(op: str, nbytes: int, name: str
 
 
 @pytest.mark.parametrize("op", ["broadcast", "reduce"])
-def test_between_two_hosts_a_root_has_nobody_to_share_its_work_with(op: str) -> None:
+def test_between_two_hosts_reductions_to_a_root_use_the_tree(op: str) -> None:
     assert {choose(op, 2, nbytes, hosts=(0, 1)) for nbytes in (1, 1 << 20, 1 << 30)} == {"tree"}
     assert choose(op, 2, 1 << 20, transport="tcp") == "tree" != choose(op, 3, 1 << 20, transport="tcp")
 
@@ -119,7 +119,7 @@ def test_overrides_are_parsed() -> None:
         ("all_reduce=ring,all_reduce=tree", "must be each operation once, got 'all_reduce=ring,all_reduce=tree'"),
     ],
 )
-def test_overrides_say_what_they_do_not_understand(text: str, message: str) -> None:
+def test_errors_name_the_wrong_override(text: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         overrides(text)
 
@@ -140,7 +140,7 @@ def test_unknown_operations_and_transports_are_named() -> None:
         (4, 1, (0, 1), r"'hosts' must be one host for each of 4 ranks, got \(0, 1\)"),
     ],
 )
-def test_worlds_and_sizes_that_cannot_be_are_named(
+def test_impossible_worlds_and_sizes_are_named(
     world: int, nbytes: int, hosts: tuple[int, ...] | None, message: str
 ) -> None:
     with pytest.raises(ArgumentError, match=message):

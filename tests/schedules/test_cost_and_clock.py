@@ -1,4 +1,4 @@
-"""What schedules cost: counted against closed forms, and clocked against the formulas that the catalogue prints."""
+"""Costs of schedules: counted against closed forms, simulated against the formulas of the catalogue."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def test_steps_for_other_worlds() -> None:
         assert cost(build("all_to_all", "pairwise", world)).messages == world * (world - 1)
 
 
-def test_formulas_are_read_as_people_read_them() -> None:
+def test_parser_of_formulas() -> None:
     assert formula("2(n-1)a + 2(n-1)/n mb", 4) == pytest.approx(6 * A + 1.5 * M * B)
     assert formula("lg(n) (a + mb/2)", 5) == pytest.approx(3 * (A + M * B / 2))
 
 
 @pytest.mark.parametrize("world", [2, 4, 8, 16])
 @pytest.mark.parametrize(("op", "name"), FLAT)
-def test_clocked_times_equal_the_formulas_of_the_catalogue(op: str, name: str, world: int) -> None:
+def test_simulated_times_equal_the_formulas_of_the_catalogue(op: str, name: str, world: int) -> None:
     found = simulate(build(op, name, world), M, network_of(name, world)).total
     # Only from three ranks on does anybody add its own value, as one reduction more, after the last arrival.
     early = M * G if (op, name, world) == ("all_reduce", "direct", 2) else 0.0
@@ -134,19 +134,19 @@ def few_stand_for_all(op: str, name: str, world: int) -> int:
 
 
 @pytest.mark.parametrize(("op", "name"), ALL)
-def test_few_ranks_stand_for_all_to_the_last_bit(op: str, name: str) -> None:
+def test_few_ranks_represent_all_to_the_last_bit(op: str, name: str) -> None:
     for world in range(1, 13):
         few_stand_for_all(op, name, world)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("op", "name"), ALL)
-def test_few_ranks_stand_for_all_of_up_to_64(op: str, name: str) -> None:
+def test_few_ranks_represent_all_of_up_to_64(op: str, name: str) -> None:
     for world in range(13, 65):
         few_stand_for_all(op, name, world)
 
 
-def test_few_ranks_are_enough_where_everybody_does_the_same() -> None:
+def test_few_ranks_represent_all_in_symmetric_rounds() -> None:
     everywhere_but_in_disorder = len(layouts(16)) - 1
     assert few_stand_for_all("all_reduce", "ring", 16) == everywhere_but_in_disorder
     assert few_stand_for_all("all_reduce", "halving_doubling", 16) == everywhere_but_in_disorder
@@ -154,7 +154,7 @@ def test_few_ranks_are_enough_where_everybody_does_the_same() -> None:
     assert few_stand_for_all("all_reduce", "direct", 16) == 0
 
 
-def test_events_say_who_when_what() -> None:
+def test_events_have_rank_time_and_slots() -> None:
     trace = simulate(build("all_reduce", "direct", 2), 8, Network(alpha=1.0, beta=0.5, gamma=0.25))
     assert trace.total == 1 + 4 + 2 and len(trace) == 6
     assert trace[:3] == [
@@ -206,12 +206,12 @@ def test_a_wrong_number_of_hosts_is_named() -> None:
         simulate(build("all_reduce", "ring", 4), 1, Network(hosts=(0, 1)))
 
 
-def test_times_that_run_backwards_are_named() -> None:
+def test_negative_times_are_named() -> None:
     with pytest.raises(ArgumentError, match="'nbytes' must be 0 or more, got -1"):
         simulate(build("all_reduce", "ring", 4), -1)
     with pytest.raises(ArgumentError, match=r"'local_beta' must be seconds, 0 or more, got -1\.0"):
         Network(local_beta=-1.0)
 
 
-def test_the_chain_has_as_many_pieces_as_the_catalogue_says() -> None:
+def test_chain_has_the_number_of_pieces_of_the_catalogue() -> None:
     assert CHAIN_PIECES == 8

@@ -74,18 +74,18 @@ def test_equal_schedules_give_equal_bytes() -> None:
     assert draw(lazy) == draw(Schedule(lazy.name, 6, tuple(lazy.rounds), lazy.chunks)) == lazy._repr_svg_()
 
 
-def luminance(colour: str) -> float:
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+def luminance(color: str) -> float:
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 @pytest.mark.parametrize("page", ["#ffffff", "#121212"])
-def test_all_colours_can_be_read_on_light_and_dark_pages(page: str) -> None:
+def test_colors_have_contrast_on_light_and_dark_pages(page: str) -> None:
     used = set(re.findall(r"#[0-9a-f]{6}", draw(build("all_reduce", "two_shot", 4))))
     assert used == {svg.GREY, svg.BLUE, svg.ORANGE}
-    for colour in used:
-        dark, light = sorted((luminance(colour), luminance(page)))
+    for color in used:
+        dark, light = sorted((luminance(color), luminance(page)))
         assert (light + 0.05) / (dark + 0.05) > 4
 
 
@@ -100,7 +100,7 @@ def test_labels_of_one_band_do_not_cover_each_other() -> None:
             assert x2 - x1 >= 6.7 * (n1 + n2) / 2
 
 
-def test_what_is_left_out_is_said() -> None:
+def test_picture_notes_what_it_omits() -> None:
     root = parsed(draw(build("all_reduce", "ring", 64)))
     assert "Shown: the first 32 of 64 ranks and the first 40 of 126 rounds." in words(root)
     assert "rank 31" in words(root) and "rank 32" not in words(root)
@@ -111,7 +111,7 @@ def test_names_are_escaped() -> None:
     assert root[0].text == "a < b & 'c'"
 
 
-def test_a_timeline_has_a_bar_for_everything_that_takes_time() -> None:
+def test_timeline_has_a_bar_for_every_event() -> None:
     hosts = (0, 0, 1, 1)
     trace = simulate(build("all_reduce", "hierarchical", 4, hosts=hosts), 1 << 20, Network(hosts=hosts))
     root = parsed(timeline(trace))
@@ -122,7 +122,7 @@ def test_a_timeline_has_a_bar_for_everything_that_takes_time() -> None:
     assert "rank 0: reduce data[0-1] + of rank 1" in (bars[1][0].text or bars[2][0].text or "")
 
 
-def test_a_timeline_says_what_it_leaves_out() -> None:
+def test_timeline_notes_what_it_omits() -> None:
     many = simulate(build("all_reduce", "ring", 80), 1 << 20)
     text = timeline(many)
     assert "shown: the first 64 of 80 ranks and the first 4000 of" in text

@@ -1,4 +1,4 @@
-"""16,384 ranks: each algorithm of the catalogue is clocked in seconds, and within little memory.
+"""16,384 ranks: each algorithm of the catalogue is simulated in seconds, and within little memory.
 
 Two are not, and the tests leave them out: in a direct all_reduce and in scatter_all_gather everybody hears from
 everybody, no two ranks at the same times, which makes 268 million messages to clock. (Ten seconds are enough for
@@ -35,7 +35,7 @@ FOLDING = [(op, name) for op, name in CLOCKED if "halving" in name or "doubling"
         ("barrier", "dissemination"),
     ],
 )
-def test_16384_ranks_are_clocked_and_equal_the_formula(op: str, name: str) -> None:
+def test_16384_ranks_take_the_time_of_the_formula(op: str, name: str) -> None:
     found = simulate(build(op, name, HUGE), M, Network(A, B, G)).total
     assert found == pytest.approx(formula(entry(op, name).cost, HUGE), rel=1e-6)
 
@@ -63,7 +63,7 @@ def test_the_whole_catalogue_on_one_network(op: str, name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("op", "name"), FOLDING)
 def test_one_rank_less_than_a_power_of_two(op: str, name: str) -> None:
-    """Ranks fold, so that everybody is clocked, but by messages, not by chunks: some 10 seconds on a busy machine."""
+    """Ranks fold, so that all ranks are simulated, by messages, not by chunks: some 10 seconds on a busy machine."""
     fewer, even = (simulate(build(op, name, world), M, Network(A, B, G)).total for world in (HUGE - 1, HUGE // 2))
     assert fewer > even, "folding comes on top of what half as many ranks do"
 
@@ -90,6 +90,6 @@ def test_the_whole_catalogue_on_2048_hosts_within_two_gib(op: str, name: str) ->
 
 @pytest.mark.long
 def test_16384_ranks_one_by_one() -> None:
-    """Every rank's own clock, without letting one stand for all: about 700,000 events."""
+    """Every rank's own clock, without representatives: about 700,000 events."""
     trace = simulate(build("all_reduce", "recursive_doubling", HUGE), M, Network(A, B, G), representative=False)
     assert len(trace) == 3 * 14 * HUGE and trace.total == pytest.approx(14 * (A + M * B + M * G))

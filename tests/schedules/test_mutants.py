@@ -1,11 +1,11 @@
-"""Break every algorithm in every small way, and see that `verify` refuses what goes wrong, and nothing else.
+"""Mutants of every algorithm: `verify` rejects those that are wrong, and no others.
 
-The judge is an executor with numbers that knows nothing of symbols, contributions or contracts: it runs each
-mutant on data that is linear neither in rank nor in position, for three seeds. Whole numbers tell whether the
-sums are right; floating-point numbers of very different sizes tell whether all ranks end with the same bits.
-A barrier has no data: there the judge lets each rank in turn arrive last, and nobody may leave before.
+The oracle is an executor with numbers, without symbols, contributions or contracts: it runs each
+mutant on data that is linear neither in rank nor in position, for three seeds. Whole numbers show whether the
+sums are right; floating-point numbers of very different sizes show whether all ranks end with the same bits.
+A barrier has no data: there the oracle lets each rank in turn arrive last, and no rank may leave before.
 
-Where verify refuses a mutant that the judge calls harmless, one of the named rules of rounds must say why.
+Where verify rejects a mutant that is harmless to the oracle, one of the named rules of rounds is the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ State = dict[tuple[int, Slot], Value]
 
 @cache
 def fill(rank: int, slot: Slot) -> Value:
-    """What a rank holds in a slot at the start (or what junk is there), for each seed: whole numbers and floats."""
+    """Return the value of a slot at the start (or junk), for each seed: whole numbers and floats."""
     at = slot[1] + 31 * ("data", "in", "out", "tmp").index(slot[0])
     whole = tuple(((rank + 2) ** 3 * (at + 5) ** 2 + 7 * rank * rank + seed * at**3) % 1_000_003 for seed in SEEDS)
     waves = (sin(1.7 * rank * rank + 0.9 * (at + 1) * seed * (k + 1)) for seed in SEEDS for k in range(FLOATS))
@@ -44,7 +44,7 @@ def plus(a: Value, b: Value) -> Value:
 
 
 def execute(schedule: Schedule) -> State:
-    """Run the moves as the words say: all reads, then all writes in listed order. Unwritten slots hold junk."""
+    """Run the moves by their definition: all reads, then all writes in listed order. Unwritten slots have junk."""
     state: State = {}
 
     def held(rank: int, slot: Slot) -> Value:
@@ -58,7 +58,7 @@ def execute(schedule: Schedule) -> State:
 
 
 def expected(op: str, world: int, root: int, chunks: int) -> dict[tuple[int, Slot], tuple[int, ...]]:
-    """What each operation gives, written down once more, in numbers."""
+    """Return the result of each operation, computed independently, in numbers."""
     ranks = range(world)
 
     def total(slot: Slot) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ def harmful(schedule: Schedule, op: str, root: int) -> bool:
 
 
 def leaves_early(schedule: Schedule) -> bool:
-    """Whether some rank can leave the barrier before the last one has come, whoever that is."""
+    """Return whether some rank can leave the barrier before the last one has arrived, for any last rank."""
     for last in range(schedule.world):
         clock = [1.0 if rank == last else 0.0 for rank in range(schedule.world)]
         for moves in schedule.rounds:
@@ -142,8 +142,8 @@ def mutated_rounds(rounds: tuple[Round, ...], world: int) -> Iterator[tuple[str,
                 yield "moved earlier", (*before[:-1], (*before[-1], move), rest[0] + rest[1], *after)
 
 
-def judge(op: str, name: str, world: int, root: int = 0) -> Counter[str]:
-    """Try all mutants; fail on the first on which judge and verify disagree; count the verdicts."""
+def oracle(op: str, name: str, world: int, root: int = 0) -> Counter[str]:
+    """Try all mutants; fail on the first on which oracle and verify disagree; count the verdicts."""
     hosts = tuple(rank % 3 // 2 for rank in range(world))
     good = build(op, name, world, root, hosts=hosts)
     verdicts: Counter[str] = Counter()
@@ -153,31 +153,31 @@ def judge(op: str, name: str, world: int, root: int = 0) -> Counter[str]:
         wrong, rules = harmful(mutant, op, root), {v.rule for v in violations(mutant, op, root)}
         assert rules or not wrong, f"verify lets this pass ({word}):\n{mutant}"
         named = rules & NAMED_RULES
-        assert wrong or named or not rules, f"verify refuses what is harmless ({word}, {rules}):\n{mutant}"
+        assert wrong or named or not rules, f"verify rejects what is harmless ({word}, {rules}):\n{mutant}"
         verdicts["harmful" if wrong else f"harmless, but {sorted(named)}" if rules else "harmless"] += 1
     return verdicts
 
 
 @pytest.mark.parametrize("world", [3, 4])
 @pytest.mark.parametrize(("op", "name"), ALL)
-def test_every_harmful_mutant_is_refused(op: str, name: str, world: int) -> None:
-    assert judge(op, name, world, root=1)["harmful"] >= 3
+def test_every_harmful_mutant_is_rejected(op: str, name: str, world: int) -> None:
+    assert oracle(op, name, world, root=1)["harmful"] >= 3
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [2, 5, 6])
 @pytest.mark.parametrize(("op", "name"), ALL)
-def test_every_harmful_mutant_of_more_ranks_is_refused(op: str, name: str, world: int) -> None:
-    assert judge(op, name, world, root=world - 1)["harmful"] >= 1
+def test_every_harmful_mutant_of_more_ranks_is_rejected(op: str, name: str, world: int) -> None:
+    assert oracle(op, name, world, root=world - 1)["harmful"] >= 1
 
 
 def test_harmless_mutants_pass() -> None:
     """So that verify does not win by refusing everything."""
-    assert judge("broadcast", "tree", 4)["harmless"] >= 3
-    assert judge("all_gather", "direct", 4)["harmless"] >= 3
+    assert oracle("broadcast", "tree", 4)["harmless"] >= 3
+    assert oracle("all_gather", "direct", 4)["harmless"] >= 3
 
 
-def test_the_judge_sees_other_orders_of_summation() -> None:
+def test_the_oracle_sees_other_orders_of_summation() -> None:
     """Without this, nothing would be known about the rule that all ranks end with the same bits."""
     good = build("all_reduce", "direct", 4)
     moves = good.rounds[0]

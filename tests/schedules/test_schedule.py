@@ -34,7 +34,7 @@ ALL = [(op, name) for op in operations() for name in algorithms(op)]
 DATA = ("data", 0)
 
 
-def test_rounds_are_made_when_looked_at() -> None:
+def test_rounds_are_made_on_demand() -> None:
     asked = []
     rounds = Rounds(1_000_000, lambda step: asked.append(step) or (carry(step % 2, (step + 1) % 2, DATA),))
     assert len(rounds) == 1_000_000 and asked == []
@@ -73,14 +73,14 @@ def test_one_shot_all_reduce_computes_the_same_expression_on_every_rank(world: i
             assert order == list(range(world)) and [m.reduce for m in moves] == [r > 0 for r in range(world)]
 
 
-def test_a_reduce_scatter_backwards_is_an_all_gather() -> None:
+def test_reversed_reduce_scatter_is_an_all_gather() -> None:
     half = build("all_reduce", "ring", 5).rounds[:4]
     turned = reversed_(Schedule("x", 5, half, 5))
     assert turned.rounds[0] == tuple(Move(m.dst, m.src, m.write, m.read) for m in half[3])
     verify(then(Schedule("x", 5, half, 5), turned), "all_reduce")
 
 
-def test_a_broadcast_backwards_is_a_reduce() -> None:
+def test_reversed_broadcast_is_a_reduce() -> None:
     for name in algorithms("broadcast"):
         turned = reversed_(build("broadcast", name, 6, root=4), reduce=True)
         if name != "scatter_all_gather":
@@ -115,7 +115,7 @@ def test_other_roots_buffers_and_selections() -> None:
     assert only(build("broadcast", "direct", 4), lambda m: m.dst == 2).rounds[0] == (carry(0, 2, DATA),)
 
 
-def test_composition_says_what_does_not_fit() -> None:
+def test_errors_of_composition() -> None:
     with pytest.raises(ArgumentError, match="of 4 ranks and 4 chunks, got '5 and 5'"):
         then(build("all_reduce", "ring", 4), build("all_reduce", "ring", 5))
     with pytest.raises(ArgumentError, match="'world' must be at least 1, got 0"):
@@ -131,12 +131,12 @@ def test_composition_says_what_does_not_fit() -> None:
         (("reduce", "tree", 4, 4), "'root' must be a rank from 0 to 3, got 4"),
     ],
 )
-def test_build_says_what_it_cannot_build(arguments: tuple, message: str) -> None:
+def test_errors_of_build(arguments: tuple, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         build(*arguments)
 
 
-def test_build_wants_a_host_for_each_rank() -> None:
+def test_build_needs_a_host_for_each_rank() -> None:
     with pytest.raises(ArgumentError, match="one host for each of 4 ranks"):
         build("all_reduce", "hierarchical", 4, hosts=(0, 1))
 
@@ -150,7 +150,7 @@ def test_every_entry_of_the_catalogue_is_complete() -> None:
 
 
 @pytest.mark.parametrize(("op", "name"), ALL)
-def test_rounds_repeat_themselves_where_a_schedule_says_so(op: str, name: str) -> None:
+def test_patterns_of_rounds_hold(op: str, name: str) -> None:
     """A pattern shows one side of the first ranks, and ranks a period apart have messages of the same sizes."""
     for world in range(2, 10):
         hosts = tuple(rank // (2 if world % 2 == 0 else 3) for rank in range(world))

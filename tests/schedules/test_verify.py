@@ -1,4 +1,4 @@
-"""Every algorithm is proved for every world size, and what is wrong is named: rule, rank, slot, expected, got."""
+"""Proof of every algorithm for every world size; errors name rule, rank, slot, expected and got."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchdist_ref.schedules import Move, Schedule, algorithms, build, carry, en
 
 ALL = [(op, name) for op in operations() for name in algorithms(op)]
 ROOTED = ("reduce", "broadcast", "gather", "scatter", "send")
-DATA, TOKEN = ("data", 0), ("tmp", 0)
+DATA, SIGNAL = ("data", 0), ("tmp", 0)
 
 
 def placements(name: str, world: int) -> list[tuple[int, ...] | None]:
@@ -46,7 +46,7 @@ def test_every_root_of_a_small_world() -> None:
             verify(build(op, name, 7, root, hosts=(0, 1, 0, 2, 1, 0, 2)), op, root)
 
 
-def test_very_many_hosts_swap_whole_tensors() -> None:
+def test_very_many_hosts_exchange_whole_tensors() -> None:
     hosts = tuple(rank % 70 for rank in range(100))
     schedule = build("all_reduce", "hierarchical", 100, hosts=hosts)
     assert schedule.chunks == 1
@@ -59,7 +59,7 @@ def refused(op: str, *rounds: tuple[Move, ...], world: int = 2, root: int = 0) -
     return str(caught.value)
 
 
-def test_a_contribution_counted_twice_is_seen() -> None:
+def test_contribution_counted_twice_is_an_error() -> None:
     """The schedule that a check with sets lets through: 0 to 1, 1 to 0, 0 to 1."""
     there, back = carry(0, 1, DATA, True), carry(1, 0, DATA, True)
     text = refused("all_reduce", (there,), (back,), (there,))
@@ -69,7 +69,7 @@ def test_a_contribution_counted_twice_is_seen() -> None:
     ) in text
 
 
-def test_another_order_of_reductions_is_seen() -> None:
+def test_another_order_of_reductions_is_an_error() -> None:
     """Every rank adds up all contributions, but rank 2 in another order than ranks 0 and 1."""
     everybody = tuple(carry(src, dst, DATA, True) for dst in range(3) for src in range(3) if src != dst)
     text = refused("all_reduce", everybody, world=3)
@@ -92,13 +92,13 @@ def test_the_order_of_two_operands_does_not_matter() -> None:
         ("reduce", [carry(1, 0, DATA, True), carry(0, 0, DATA)], "clobber: rank 0, data[0], round 1: expected one"),
         ("all_gather", [Move(0, 1, ("in", 0), ("in", 0))], "writable: rank 1, in[0], round 1: expected a slot that"),
         ("gather", [Move(0, 1, ("in", 0), ("out", 0))], "writable: rank 1, out[0], round 1: expected a slot that"),
-        ("barrier", [carry(0, 1, TOKEN)] * 2, "repeat: rank 1, tmp[0], round 1: expected one token, got 2"),
+        ("barrier", [carry(0, 1, SIGNAL)] * 2, "repeat: rank 1, tmp[0], round 1: expected one signal, got 2"),
         (
             "barrier",
-            [carry(0, 1, TOKEN)],
+            [carry(0, 1, SIGNAL)],
             "result: rank 0, tmp[0], at the end: expected a notification from every rank",
         ),
-        ("barrier", [carry(0, 5, TOKEN)], "rank: rank 5, tmp[0], round 1: expected ranks from 0 to 1"),
+        ("barrier", [carry(0, 5, SIGNAL)], "rank: rank 5, tmp[0], round 1: expected ranks from 0 to 1"),
         ("barrier", [carry(0, 1, DATA)], "writable: rank 1, data[0], round 1: expected a token"),
         ("scatter", [Move(0, 1, ("in", 1), ("out", 0))], "result: rank 0, out[0], at the end: expected 0.in[0], got n"),
     ],

@@ -23,10 +23,10 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    if not given or (given[0] not in _COMMANDS and given[0] not in ("-h", "--help")):
-        given.insert(0, "collectives")
-    options = _parser().parse_args(given)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or (arguments[0] not in _COMMANDS and arguments[0] not in ("-h", "--help")):
+        arguments.insert(0, "collectives")
+    options = _parser().parse_args(arguments)
     try:
         report.check_rich()
         for option in ("json", "plot"):
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m torchdist_ref.benchmark", description=__doc__)
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    for name, (module, words) in _COMMANDS.items():
-        command = commands.add_parser(name, help=words, description=module.__doc__)
+    for name, (module, description) in _COMMANDS.items():
+        command = commands.add_parser(name, help=description, description=module.__doc__)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         module.arguments(command)
         if name in checkouts.PLANS:

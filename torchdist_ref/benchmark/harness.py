@@ -34,7 +34,7 @@ class Result:
 
     Attributes:
         cell: Names of the cell's parts, and their values.
-        samples: By contestant, one value a round; seconds unless the benchmark says otherwise.
+        samples: By contestant, one value a round; seconds, or rates of stores.
         disturbed: For each round, whether other processes used the processors; empty if that was not observed.
         more: Other facts about the cell.
     """
@@ -176,11 +176,11 @@ def check_least(command: str, options: argparse.Namespace, **least: int) -> None
 
 def add_options(parser: argparse.ArgumentParser, **options: tuple[Any, str]) -> None:
     """Add options, each with its default and its help; the default's type is the option's."""
-    for name, (default, words) in options.items():
+    for name, (default, description) in options.items():
         if default is False:
-            parser.add_argument(f"--{name}", action="store_true", help=words)
+            parser.add_argument(f"--{name}", action="store_true", help=description)
         else:
             kind = str if default is None else type(default)
-            shown = words if default is None else f"{words} (%(default)s)"
+            shown = description if default is None else f"{description} (%(default)s)"
             metavar = LIST if kind is str else "N" if kind is int else "S"
             parser.add_argument(f"--{name}", default=default, type=kind, metavar=metavar, help=shown)

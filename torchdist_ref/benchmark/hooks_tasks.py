@@ -5,7 +5,7 @@ and differ in one respect: the convolutional network has 40 KB of gradients, the
 and a model, the same on every rank and in every run. A third task is a class with the same four methods, and a line
 in `TASKS`.
 
-Hooks: a line in `CONTESTANTS` says how one is registered, and how many bytes it should send in a step. The byte
+Hooks: a line in `CONTESTANTS` registers one, and counts the bytes that it should send in a step. The byte
 counts are written from the shapes alone, so that the bytes counted while hooks run can be compared with them. All
 have one convention: the bytes that a rank has to send at the least for the hook's calls, 2 (n - 1) / n of a tensor
 that is summed over n ranks, n - 1 times a tensor that is gathered.

@@ -23,7 +23,7 @@ Do not add here: exchanges with the same neighbor in every step (`ring`).
 
 from __future__ import annotations
 
-from torchdist_ref.schedules.direct import TOKEN
+from torchdist_ref.schedules.direct import SIGNAL
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot, arriving, carry
 from torchdist_ref.schedules.tree import steps
 
@@ -67,7 +67,7 @@ def dissemination_barrier(world: int) -> Schedule:
     """Notify a rank at twice the distance in each step."""
 
     def arrivals(step: int, rank: int) -> list[Move]:
-        return [carry((rank - (1 << step)) % world, rank, TOKEN)]
+        return [carry((rank - (1 << step)) % world, rank, SIGNAL)]
 
     rounds = arriving(world, steps(world), arrivals, period=1)
     return Schedule("dissemination barrier", world, rounds, chunks=0)

@@ -16,7 +16,7 @@ scatter           in[r] on the root, for all r           out[0] on rank r: the r
 reduce_scatter    in[c] on every rank, for all c         out[0] on rank c: all ranks' in[c]
 all_to_all        in[d] on every rank, for all d         out[s] on rank d: rank s's in[d]
 send              in[0] on the root                      out[0] on the rank after the root: the root's in[0]
-barrier           a token on every rank                  every rank was notified, also indirectly, by every rank
+barrier           a signal on every rank                  every rank was notified, also indirectly, by every rank
 ================  =====================================  ========================================================
 
 Do not add here: the check (`verify`).
@@ -33,7 +33,7 @@ from torchdist_ref.schedules.schedule import Slot
 
 Contribution = tuple[int, Slot]
 Results = Mapping[Slot, tuple[Contribution, ...]]
-TOKEN: Slot = ("tmp", 0)
+SIGNAL: Slot = ("tmp", 0)
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def _send(op: str, world: int, chunks: int, root: int) -> Contract:
 
 
 def _barrier(op: str, world: int, chunks: int, root: int) -> Contract:
-    all_ranks = {TOKEN: tuple((r, TOKEN) for r in range(world))}
-    return Contract(lambda r: (TOKEN,), lambda r: (), lambda r: all_ranks)
+    all_ranks = {SIGNAL: tuple((r, SIGNAL) for r in range(world))}
+    return Contract(lambda r: (SIGNAL,), lambda r: (), lambda r: all_ranks)
 
 
 _CONTRACTS: dict[str, Callable[[str, int, int, int], Contract]] = {

@@ -48,10 +48,10 @@ class _Tally:
 
     def add(self, moves: Runs) -> None:
         parts = messages(moves)
-        travelling = [part for part in parts if part.src != part.dst]
-        self.steps += bool(travelling)
-        self.messages += len(travelling)
-        for part in travelling:
+        between = [part for part in parts if part.src != part.dst]
+        self.steps += bool(between)
+        self.messages += len(between)
+        for part in between:
             self.sent[part.src % self.period] += part.slots
             self.received[part.dst % self.period] += part.slots
         for part in parts:

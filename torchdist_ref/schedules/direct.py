@@ -27,7 +27,7 @@ from torchdist_ref.schedules.compose import then
 from torchdist_ref.schedules.schedule import Move, Rounds, Schedule, Slot, arriving, carry
 
 DATA: Slot = ("data", 0)
-TOKEN: Slot = ("tmp", 0)
+SIGNAL: Slot = ("tmp", 0)
 
 
 def others(rank: int, world: int) -> Iterable[int]:
@@ -108,7 +108,7 @@ def barrier(world: int) -> Schedule:
     """Notify every rank from every rank."""
 
     def arrivals(step: int, rank: int) -> list[Move]:
-        return [carry(peer, rank, TOKEN) for peer in others(rank, world)]
+        return [carry(peer, rank, SIGNAL) for peer in others(rank, world)]
 
     rounds: Rounds = arriving(world, min(1, world - 1), arrivals, period=1)
     return Schedule("direct barrier", world, rounds, chunks=0)

@@ -35,7 +35,7 @@ def draw(schedule: Schedule) -> str:
     """Return a schedule as SVG text.
 
     Blue arrows copy, orange ones (marked ``+``) reduce; a dot is local work. The slots that arrive are listed below
-    the arrow's head, and a tooltip lists every move. If the schedule is too large the picture says what it shows.
+    the arrow's head, and a tooltip lists every move. A note lists what is omitted.
 
     Args:
         schedule: to draw. Beyond 32 ranks or 40 rounds the rest is omitted.
@@ -110,7 +110,7 @@ def timeline(trace: Trace) -> str:
     The upper third of a row is sending, the middle one receiving, the lower one reducing.
 
     Args:
-        trace: from `simulate`. Beyond 64 ranks or 4,000 events the rest is omitted, and the picture says so.
+        trace: from `simulate`. Beyond 64 ranks or 4,000 events the rest is omitted, with a note.
 
     Returns:
         One ``<svg>`` element with title and description; equal traces give equal bytes.

@@ -73,7 +73,7 @@ def doubling_all_gather(world: int) -> Schedule:
     """Exchange all the blocks gathered so far; folded ranks send one block and receive all the others."""
     core = core_size(world)
 
-    def place(step: int, rank: int) -> list[Move]:
+    def own(step: int, rank: int) -> list[Move]:
         owners = (rank, rank + core) if rank + core < world else (rank,)
         return [Move(r, rank, ("in", 0), ("out", r)) for r in owners]
 
@@ -88,10 +88,10 @@ def doubling_all_gather(world: int) -> Schedule:
         return [carry_run(rank - core, rank, "out", run) for run in others if run]
 
     period = 1 if core == world else 0
-    placed = Schedule("place", world, arriving(world, 1, place, period), world)
+    copies = Schedule("own blocks", world, arriving(world, 1, own, period), world)
     swaps = Schedule("swap", world, arriving(core, core.bit_length() - 1, swap, period), world)
     last = Schedule("unfold", world, arriving(world, int(core < world), unfold), world)
-    return then(placed, swaps, last, name="recursive_doubling all_gather")
+    return then(copies, swaps, last, name="recursive_doubling all_gather")
 
 
 def kept(core: int, step: int, rank: int) -> tuple[int, range]:

@@ -90,7 +90,7 @@ def broadcast(hosts: Hosts, root: int = 0) -> Schedule:
 def barrier(hosts: Hosts) -> Schedule:
     """Notify the leaders, run dissemination between them, notify the ranks of each host."""
     world, groups = len(hosts), teams(hosts)
-    moves = tuple(carry(rank, team[0], direct.TOKEN) for team in groups for rank in team[1:])
+    moves = tuple(carry(rank, team[0], direct.SIGNAL) for team in groups for rank in team[1:])
     up = Schedule("notify leaders", world, (moves,) if moves else (), chunks=0)
     outer = _between(groups, world, bruck.dissemination_barrier(len(groups)))
     return then(up, outer, reversed_(up), name="hierarchical barrier")

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchdist_ref.schedules.compose import each, renamed, reversed_, rooted, segmented, then
-from torchdist_ref.schedules.direct import DATA, TOKEN
+from torchdist_ref.schedules.direct import DATA, SIGNAL
 from torchdist_ref.schedules.schedule import Move, Rounds, Schedule, Slot, arriving, carry
 
 CHAIN_PIECES = 8
@@ -58,7 +58,7 @@ def all_reduce(world: int) -> Schedule:
 
 def barrier(world: int) -> Schedule:
     """Notify the root up the tree, then every rank down the tree."""
-    down = _spread("tree barrier", world, TOKEN, chunks=0)
+    down = _spread("tree barrier", world, SIGNAL, chunks=0)
     return then(reversed_(down), down, name="tree barrier")
 
 

@@ -13,7 +13,7 @@ A symbol is an expression: contributions of ranks, combined in some order. Three
   - *writable*: a move writes a slot that the operation does not have on that rank;
   - *unwritten*: a move reads, or reduces into, a slot without a value;
   - *clobber*: in one round a slot is replaced after it was already written (so the same copy twice, too);
-  - *repeat*: a move that carries a token is listed twice in one round;
+  - *repeat*: a move that carries a signal is listed twice in one round;
   - *result*: a slot does not have the value of the operation's `contract` at the end;
   - *replicas*: it does, but combined in another order than on another rank.
 
@@ -62,8 +62,8 @@ class Violation:
 def _sum(terms: Sequence[Contribution], repeated: Collection[Contribution] = ()) -> str:
     """Return a sum as text: terms that occur more than once come first and are marked; at most a few are listed."""
     order = sorted(terms, key=lambda term: term not in repeated)
-    words = (f"{r}.{slot_name(s)}" + (" more than once" if (r, s) in repeated else "") for r, s in order[:MAX_SHOWN])
-    return " + ".join(words) + (f" + {len(terms) - MAX_SHOWN} more" if len(terms) > MAX_SHOWN else "")
+    shown = (f"{r}.{slot_name(s)}" + (" more than once" if (r, s) in repeated else "") for r, s in order[:MAX_SHOWN])
+    return " + ".join(shown) + (f" + {len(terms) - MAX_SHOWN} more" if len(terms) > MAX_SHOWN else "")
 
 
 class Symbols:
@@ -210,7 +210,7 @@ def _results(promise: Contract, world: int, state: State, symbols: Symbols) -> I
 
 def _notified(schedule: Schedule) -> Iterator[Violation]:
     """Check a barrier: its messages have no content, so the check counts the ranks that each was notified by."""
-    world, token = schedule.world, ("tmp", 0)
+    world, signal = schedule.world, ("tmp", 0)
     notified_by = [1 << rank for rank in range(world)]
     for number, moves in enumerate(schedule.rounds, 1):
         before = list(notified_by)
@@ -218,12 +218,14 @@ def _notified(schedule: Schedule) -> Iterator[Violation]:
             if not (0 <= move.src < world and 0 <= move.dst < world):
                 yield Violation("rank", move.dst, move.write, f"ranks from 0 to {world - 1}", str(move), number)
                 continue
-            if (move.read, move.write, move.reduce) != (token, token, False):
-                yield Violation("writable", move.dst, move.write, "a token, tmp[0] to tmp[0]", str(move), number)
+            if (move.read, move.write, move.reduce) != (signal, signal, False):
+                yield Violation("writable", move.dst, move.write, "a signal, tmp[0] to tmp[0]", str(move), number)
             if times > 1:
-                yield Violation("repeat", move.dst, move.write, "one token", f"{times} times {move}", number)
+                yield Violation("repeat", move.dst, move.write, "one signal", f"{times} times {move}", number)
             notified_by[move.dst] |= before[move.src]
     for rank, ranks in enumerate(notified_by):
         missing = [r for r in range(world) if not ranks >> r & 1]
         if missing:
-            yield Violation("result", rank, token, "a notification from every rank", f"none from {missing[:MAX_SHOWN]}")
+            yield Violation(
+                "result", rank, signal, "a notification from every rank", f"none from {missing[:MAX_SHOWN]}"
+            )
