@@ -97,7 +97,7 @@ def has(value: Any, name: str) -> bool:
 
 @cache
 def objects() -> dict[str, frozenset[str]]:
-    """Return the names that objects have, where classes don't show them: attributes, and what is passed on."""
+    """Return the names that objects have, where classes do not show them: attributes, and what is passed on."""
 
     def names(rank: int) -> dict[str, frozenset[str]]:
         group = dist.group.WORLD
@@ -137,7 +137,7 @@ def row(name: str) -> tuple[str, str]:
 
 
 def reason(name: str, table: dict[str, str]) -> str:
-    """Return the reason that a table gives for a name; nothing if it gives none."""
+    """Return the reason of a name in a table, or nothing."""
     return next((why for pattern, why in table.items() if re.fullmatch(pattern, name)), "")
 
 

@@ -252,7 +252,7 @@ def too_little_on_gloo(rank: int) -> list[float]:
 
 
 def test_rows_that_gloo_does_not_write_are_unchanged() -> None:
-    """It says nothing of it either: but for the level DETAIL, sizes are not compared there."""
+    """Gloo raises no error either: sizes are compared only at the debug level DETAIL."""
     first, second = (fill(rank, (2,)).tolist() for rank in range(2))
     assert run(too_little_on_gloo, 2, backend="gloo", ranks="processes") == [
         [first[0], second[0]],

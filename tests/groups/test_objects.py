@@ -18,7 +18,7 @@ WORLDS = [1, 2, 3, 4]
 
 
 def thing(rank: int, place: int = 0) -> dict[str, Any]:
-    """Make an object whose size and content differ from rank to rank and from place to place."""
+    """Return an object whose size and content depend on the rank and on its index."""
     values = fill(rank + 3 * place, (2 + (rank * 7 + place) % 5,), torch.int64).tolist()
     return {"rank": rank, "values": values, "text": "xyz"[place % 3] * (rank * rank), "nested": [{place: None}]}
 

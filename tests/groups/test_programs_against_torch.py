@@ -30,7 +30,7 @@ def total(library: Any, rank: int, group: Any = None) -> list[float]:
 
 
 def only_members_make_groups(library: Any, rank: int) -> Any:
-    """Then all make one; the counts of groups differ by then, and nobody waits for those who were not asked."""
+    """Then all make one; the group counts differ by then, and no rank waits for non-members."""
     members = [0, 1] if rank < 2 else [2, 3]
     mine = library.new_group(members, use_local_synchronization=True)
     again = library.new_group(members, use_local_synchronization=True) if rank < 2 else mine
@@ -61,7 +61,7 @@ def sparse(rank: int, width: int = 1) -> torch.Tensor:
 
 
 def sparse_sums(library: Any, rank: int) -> Any:
-    """Of which one rank has nothing to add, and one adds to a place twice."""
+    """Sum sparse tensors: one rank has no entries, and one has two entries of one index."""
     one, other = sparse(rank), sparse(rank, 3)
     library.all_reduce(one)
     library.all_reduce(other, async_op=True).wait()

@@ -23,7 +23,7 @@ def sum_of(rank: int, group: Any = None) -> list[float]:
 
 
 def without_one(rank: int) -> Any:
-    """Rank 1 ends; the others hear of it in a call, shrink, and shrink once more when rank 2 ends too."""
+    """Rank 1 ends; the others get an error in a call, shrink, and shrink again when rank 2 exits too."""
     pair = dist.new_group([0, 2, 3])
     dist.barrier()
     if rank == 1:

@@ -76,7 +76,7 @@ def test_unsorted_ranks_keep_their_order() -> None:
 
 
 def split(rank: int) -> list[Any]:
-    """Split the group of all, then one part of it, which the other ranks don't notice."""
+    """Split the group of all, then one part of it, which does not involve the other ranks."""
     mine = dist.split_group(split_ranks=[[3, 0, 2], [1]], timeout=SHORT)
     assert mine is not None
     found: list[Any] = [dist.get_process_group_ranks(mine), total_of(mine, rank)]

@@ -77,7 +77,7 @@ CASES = [
 
 
 def refusals(rank: int) -> list[str]:
-    """What each case says that it should not. Backends name the operation that a function comes down to."""
+    """Return the cases that raise no error, or a wrong one. Backends name the operation that a function uses."""
     wrong = []
     for name, kind, words, call in CASES:
         try:
@@ -92,7 +92,7 @@ def refusals(rank: int) -> list[str]:
     return wrong
 
 
-# torch says of such tensors, wherever one is made, that they are new or on their way out.
+# torch warns that such tensors are new or deprecated.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
 def test_unsupported_tensors_are_refused_and_the_group_remains_usable(backend: str) -> None:

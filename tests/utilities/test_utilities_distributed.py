@@ -212,7 +212,7 @@ def test_an_unknown_reduction_lists_the_known_ones() -> None:
 
 
 class Cluster:
-    """An environment as Lightning's plug-ins are, which counts what it is asked."""
+    """Cluster environment like Lightning's, which counts its calls."""
 
     main_address = "127.0.0.1"
 
@@ -329,7 +329,7 @@ def test_a_model_without_hooks_is_refused() -> None:
         helpers.register_ddp_comm_hook(torch.nn.Linear(1, 1), ddp_comm_hook=default_hooks.allreduce_hook)
 
 
-# torch's group ends its threads when its last reference goes; if that is in a callback, on one of them, it aborts.
+# torch's group joins its threads with its last reference; if a callback on one of them drops it, the process aborts.
 kept: list[Any] = []
 
 

@@ -68,8 +68,8 @@ def init_process_group(
     Args:
         backend: ``"ref"``, ``"gloo"``, ``"nccl"``, ``"mpi"`` or a name registered here or with torch; or one name per
             device type, as in ``"cpu:gloo,cuda:nccl"``. Default: the environment variable ``TORCHDIST_REF_BACKEND``.
-            If it is not set: ``"ref"`` if all ranks share a host, else ``"gloo"``, and in both cases ``"nccl"`` for
-            CUDA tensors if this rank has a CUDA device.
+            If it is not set: ``"ref"`` if all ranks share a host, else ``"gloo"``. A rank with a CUDA device uses
+            ``"nccl"`` for CUDA tensors in both cases.
         init_method: Rendezvous URL: ``env://``, ``tcp://host:port`` or ``file:///path``. Default: ``env://``.
         timeout: Default time-out of every call on the group. Default: 30 minutes.
         world_size: Number of ranks.

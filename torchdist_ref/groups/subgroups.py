@@ -115,8 +115,8 @@ def new_subgroups_by_enumeration(
         group_desc: As for `new_group`.
 
     Returns:
-        The group that this rank is in, or None; and a list of all new groups, with ``GroupMember.NON_GROUP_MEMBER`` in
-        place of those that it is not in.
+        The group that this rank is in, or None; and a list of all new groups. ``GroupMember.NON_GROUP_MEMBER`` stands
+        for a group that this rank is not in.
 
     Raises:
         ArgumentError: No list, a rank in two of them, or out of range. No group was created.
@@ -232,9 +232,9 @@ def shrink_group(
         ranks_to_exclude: Ranks in the group to exclude, dead or alive; at least one, and not all.
         group: The group to shrink, which is destroyed. Default: all ranks. The new group is then the default group,
             with ranks renumbered from 0, and all other groups are destroyed too.
-        shrink_flags: 1 to abort the group's pending calls first, so that ranks which wait in them get an error and can
-            call this; 0 if no call is pending. ``ref`` notifies all ranks of a death at once; on ``gloo``, some learn
-            of it only by their time-out. Default: 0.
+        shrink_flags: 1 to abort the group's pending calls first; 0 if none is pending. Ranks that wait in an aborted
+            call get an error, and can then call this. ``ref`` notifies all ranks of a death at once; on ``gloo``, some
+            learn of it only by their time-out. Default: 0.
         pg_options: As for `init_process_group`.
 
     Returns:

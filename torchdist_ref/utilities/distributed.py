@@ -271,8 +271,8 @@ class AllGatherGrad(torch.autograd.Function):
     """Differentiable all_gather: its backward is a reduce_scatter of the gradients.
 
     Call it as ``AllGatherGrad.apply(tensor, group)``. Forward stacks the tensors of all ranks: the result has shape
-    ``(ranks, ...)``. Backward sums all ranks' gradients for a row on the rank that the row came from, as if the losses
-    of all ranks were one sum in one program. So every rank has to run backward. It can be differentiated again.
+    ``(ranks, ...)``. Backward sums all ranks' gradients of a row on the row's rank, as if the losses of all ranks were
+    one sum in one program. So every rank has to run backward. It can be differentiated again.
 
     Rows are in the order of the group's ranks. In a subgroup, Lightning 1.7 uses sizes and rows of the whole world.
 
