@@ -1,21 +1,37 @@
-"""Calls: one frozen, comparable, printable class per operation, with its contract in its docstring.
+"""Calls as values, the numbers by which ranks match them, and the record of completed ones.
 
-The public API creates a call, and all layers below pass it on unchanged. Backends dispatch on it, the planner caches
-by it, the recorder stores it, ranks compare it. So backends have one method, `submit(call, ...)`, instead of one per
-operation. The module `schedules.contract` states the contracts of collectives as values, by the same names; every
-algorithm is verified against them.
+There is one frozen, comparable, printable class per operation, with its contract in its docstring. The public API
+creates a call, and all layers below pass it on unchanged. Backends dispatch on it, the planner caches by it, the
+recorder stores it, ranks compare it. So backends have one method, `submit(call, ...)`, instead of one per operation.
+The module `schedules.contract` states the contracts of collectives as values, by the same names.
 
 Ranks in calls are *group* ranks: the public API has translated them. Reductions are strings (``"sum"``, ``"avg"``),
 so this module does not need torch. For ``"premul_sum"`` the public API has multiplied the operands, each rank by its
-own factor, and backends add. Do not add behavior here: it belongs to the backends.
+own factor, and backends add.
+
+A call made by the program takes the next number of its group: 0, 1, 2, ... A call made inside a completion callback is
+numbered under the call that completed (5.1, 5.2, below that 5.1.1). Callbacks run at a different time on each rank, and
+on the program's thread if the call had completed already, so the order of calls alone would not match. If ranks are at
+different calls, they run the one with the smallest number first: the callbacks of a call before the next call of the
+program.
+
+Do not add behavior here: it belongs to the backends.
 """
 
 from __future__ import annotations
 
+import contextvars
 import hashlib
-from collections.abc import Sequence
+import itertools
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from time import perf_counter
 from typing import ClassVar
+
+from torchdist_ref.errors import DistBackendError
 
 # Largest tag that every backend accepts.
 MAX_TAG = 2**30 - 1
@@ -178,3 +194,137 @@ def fingerprint(text: str) -> int:
     True
     """
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+Number = tuple[int, int]
+"""(count of the program's calls, path below it): two integers that compare as the dotted number does."""
+
+# A path has three levels of 21 bits in one 64-bit integer.
+_LEVELS, _BITS = 3, 21
+
+
+class CallScope:
+    """Numbering of the calls that callbacks of one call make.
+
+    Args:
+        group: Key of the group of the call.
+        number: Number of the call.
+
+    >>> scope = CallScope(1, (5, 0))
+    >>> first, second = scope.next(1), scope.next(1)
+    >>> (5, 0) < first < CallScope(1, first).next(1) < second < (6, 0)
+    True
+    """
+
+    def __init__(self, group: int, number: Number) -> None:
+        self._group, self._number = group, number
+        self._depth = sum(1 for level in range(_LEVELS) if number[1] >> level * _BITS & (1 << _BITS) - 1)
+        self._counts: defaultdict[int, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+
+    def next(self, group: int) -> Number:
+        """Return the number of the next call on a group in this scope.
+
+        Raises:
+            DistBackendError: Callbacks are nested too deeply, or make too many calls.
+        """
+        count = next(self._counts[group])
+        main, path = self._number
+        if group != self._group:
+            # On another group it precedes the calls of the program there; the order of two such calls does not matter.
+            return -1 - zlib.crc32(repr((self._group, self._number)).encode()), count
+        if self._depth == _LEVELS or count >> _BITS:
+            raise DistBackendError(f"callbacks of call {main} make calls more than {_LEVELS} levels deep, or too many.")
+        return main, path | count << _BITS * (_LEVELS - 1 - self._depth)
+
+
+_scope: contextvars.ContextVar[CallScope | None] = contextvars.ContextVar("torchdist_ref_scope", default=None)
+
+
+class Numbers:
+    """Numbers for the calls of one group on one rank.
+
+    >>> numbers = Numbers("world")
+    >>> numbers.next(), numbers.next()
+    ((0, 0), (1, 0))
+    """
+
+    def __init__(self, name: str) -> None:
+        self._group = zlib.crc32(name.encode())
+        self._program = itertools.count()
+
+    def next(self) -> Number:
+        """Return the number of a call made now on this thread."""
+        scope = _scope.get()
+        return (next(self._program), 0) if scope is None else scope.next(self._group)
+
+    def scope(self, number: Number) -> CallScope:
+        """Return the scope of the callbacks of a call."""
+        return CallScope(self._group, number)
+
+
+@contextmanager
+def numbered_in(scope: CallScope) -> Iterator[None]:
+    """Let the calls of this thread be numbered in a scope while the context is open."""
+    previous = _scope.set(scope)
+    try:
+        yield
+    finally:
+        _scope.reset(previous)
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """Completed or failed call of one rank.
+
+    Attributes:
+        sequence: Number of the call in its group, from 0; -1 for point-to-point calls.
+        call: The call.
+        nbytes: Size of the largest operand on this rank, in bytes. A list of tensors is one operand.
+        start: Time at which the backend began, in seconds of `time.perf_counter`.
+        end: Time at which it ended.
+        error: Name of the exception that ended it, or the empty string.
+    """
+
+    sequence: int
+    call: Call
+    nbytes: int
+    start: float
+    end: float
+    error: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Duration in seconds."""
+        return self.end - self.start
+
+
+class Recorder:
+    """Ring buffer of the last calls of one group on one rank, oldest first.
+
+    Args:
+        capacity: Number of calls to keep.
+
+    Attributes:
+        total: Number of calls ever recorded.
+
+    >>> recorder = Recorder(capacity=2)
+    >>> for sequence in range(3):
+    ...     recorder.add(sequence, Barrier(), 0, start=0.0)
+    >>> [record.sequence for record in recorder], recorder.total
+    ([1, 2], 3)
+    """
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self._ring: deque[tuple[int, Call, int, float, float, str]] = deque(maxlen=capacity)
+        self.total = 0
+
+    def add(self, sequence: int, call: Call, nbytes: int, start: float, error: str = "") -> None:
+        """Record a call that has just ended."""
+        self._ring.append((sequence, call, nbytes, start, perf_counter(), error))
+        self.total += 1
+
+    def __iter__(self) -> Iterator[CallRecord]:
+        return (CallRecord(*entry) for entry in list(self._ring))
+
+    def __len__(self) -> int:
+        return len(self._ring)

@@ -15,11 +15,61 @@ from typing import Any
 
 from torch.futures import Future
 
+from torchdist_ref.calls import CallScope, numbered_in
 from torchdist_ref.errors import RankStalledError, UnsupportedError, on_rank
-from torchdist_ref.numbers import CallFuture, CallScope, InterruptibleFuture
 from torchdist_ref.timeouts import CHECK_SECONDS
 
 Runner = Callable[[Callable[[], None]], None]
+
+
+class InterruptibleFuture(Future[Any]):
+    """Future whose `wait` Ctrl-C interrupts. torch's raises KeyboardInterrupt only after the future is done."""
+
+    def wait(self) -> Any:
+        """Block until the future is done; return its value or raise its exception."""
+        if not self.done():
+            done_lock = threading.Lock()
+            done_lock.acquire()
+            super().add_done_callback(lambda _: done_lock.release())
+            done_lock.acquire()
+        return super().wait()
+
+
+class CallFuture(InterruptibleFuture):
+    """Future whose callbacks run in the scope of a call.
+
+    Args:
+        scope: CallScope of the call.
+        devices: Accelerators that the value may be on.
+    """
+
+    def __init__(self, scope: CallScope, devices: Sequence[Any] = ()) -> None:
+        super().__init__(devices=list(devices))
+        self._scope, self._devices = scope, devices
+
+    def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> None:
+        """Call a function with the future once it is done."""
+        super().add_done_callback(lambda _: self._run_in_scope(lambda: callback(self)))
+
+    def then(self, callback: Callable[[Future[Any]], Any]) -> Future[Any]:
+        """Return a future of the result of a callback, which runs once this future is done."""
+        following = type(self)(self._scope, self._devices)
+
+        def follow(done: Future[Any]) -> None:
+            try:
+                value = callback(done)
+            except BaseException as error:
+                # A future accepts subclasses of Exception only, but its waiters must see a KeyboardInterrupt too.
+                following.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            else:
+                following.set_result(value)
+
+        self.add_done_callback(follow)
+        return following
+
+    def _run_in_scope(self, function: Callable[[], None]) -> None:
+        with numbered_in(self._scope):
+            function()
 
 
 class Work:

@@ -24,7 +24,7 @@ LATE = "only inside functions"
 FUTURES = "torch.futures only"
 YES = "yes"
 
-CORE = ("errors", "calls", "numbers", "timeouts", "work", "trace")
+CORE = ("errors", "calls", "timeouts", "work")
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,8 @@ SHARED_BY_BACKENDS = ("backends", "backends.base", "backends.reductions")
 PARTS = (
     Part("errors", "0 core types", torch=LATE),
     Part("calls", "0 core types", ("errors",), torch=NEVER),
-    Part("numbers", "0 core types", ("errors",), torch=FUTURES),
     Part("timeouts", "0 core types", torch=NEVER),
-    Part("work", "0 core types", ("errors", "numbers", "timeouts"), torch=FUTURES),
-    Part("trace", "0 core types", ("errors", "calls"), torch=NEVER),
+    Part("work", "0 core types", ("errors", "calls", "timeouts"), torch=FUTURES),
     Part("schedules", "1 schedules", CORE, torch=NEVER, banned=("os",)),
     Part("stores", "1 infrastructure", CORE, torch=LATE),
     Part("job_environment", "1 infrastructure", torch=NEVER),

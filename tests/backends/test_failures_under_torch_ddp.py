@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchdist_ref  # noqa: F401, it registers ref with torch
 from torchdist_ref.backends.ref_in_torch.work import TorchFuture
-from torchdist_ref.numbers import CallScope
+from torchdist_ref.calls import CallScope
 
 WORLD, CULPRIT = 3, 1
 

@@ -16,10 +16,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from torchdist_ref.calls import Call
+from torchdist_ref.calls import Call, Recorder
 from torchdist_ref.errors import UnsupportedError, on_rank
 from torchdist_ref.stores import Store
-from torchdist_ref.trace import Recorder
 from torchdist_ref.work import Work
 
 

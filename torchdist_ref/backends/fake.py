@@ -18,8 +18,19 @@ from torch import Tensor
 from torchdist_ref.backends.base import Backend, Membership, flat_operands, nbytes_of
 from torchdist_ref.backends.profiler_ranges import profiled
 from torchdist_ref.backends.reductions import reduction
-from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Call, Gather, Recv, Reduce, ReduceScatter, Scatter, Send
-from torchdist_ref.trace import Recorder
+from torchdist_ref.calls import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Call,
+    Gather,
+    Recorder,
+    Recv,
+    Reduce,
+    ReduceScatter,
+    Scatter,
+    Send,
+)
 from torchdist_ref.work import Done, Work
 
 Tensors = Sequence[Tensor]

@@ -20,10 +20,9 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from torchdist_ref.backends.base import Backend, Membership
-from torchdist_ref.calls import Call
+from torchdist_ref.calls import Call, Recorder
 from torchdist_ref.errors import UnsupportedError, UsageError, explain
 from torchdist_ref.stores import PrefixStore, Store
-from torchdist_ref.trace import Recorder
 from torchdist_ref.transports import all_on_one_host, refuse_to_connect
 from torchdist_ref.work import Work
 

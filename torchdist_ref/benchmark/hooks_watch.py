@@ -29,14 +29,13 @@ from torchdist_ref.backends.base import Backend, BackendWrapper
 from torchdist_ref.benchmark.hooks_tasks import Batch, Contestant, Task
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.benchmark.ranks import HOSTS
-from torchdist_ref.calls import Call
+from torchdist_ref.calls import Call, CallRecord, Recorder
 from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
 from torchdist_ref.optim import PostLocalSGDOptimizer
 from torchdist_ref.parallel import DistributedDataParallel
 from torchdist_ref.parallel.bucket import Divisor
 from torchdist_ref.parallel.exchange import LaunchedBucket
 from torchdist_ref.testing import namespaces
-from torchdist_ref.trace import CallRecord, Recorder
 from torchdist_ref.work import Work
 
 Span = tuple[str, str, float, float]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from torchdist_ref.backends.base import Backend
 from torchdist_ref.backends.registry import mirrored
-from torchdist_ref.calls import Call
+from torchdist_ref.calls import Call, Recorder
 from torchdist_ref.errors import (
     ArgumentError,
     GroupAbortedError,
@@ -37,7 +37,6 @@ from torchdist_ref.errors import (
 )
 from torchdist_ref.stores import Store
 from torchdist_ref.timeouts import GROUP_TIMEOUT
-from torchdist_ref.trace import Recorder
 from torchdist_ref.work import Work
 
 default_pg_timeout = GROUP_TIMEOUT

@@ -406,7 +406,7 @@ class Link:
         """Raise if waiting for this rank to issue a call that a peer is already in has failed or timed out.
 
         Args:
-            number: Identity of the call (see `numbers`).
+            number: Identity of the call (see `calls`).
             waited: Duration of the wait so far in seconds.
         """
         description = f"call number {number[0]}.{number[1]}, which a peer has issued and this rank has not"

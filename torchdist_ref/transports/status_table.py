@@ -73,7 +73,7 @@ class StatusRow:
         Args:
             sequence: Number of calls announced before.
             record: Fingerprint and text of the call.
-            number: Identity of the call (see `numbers`). Ranks may reach calls in different orders.
+            number: Identity of the call (see `calls`). Ranks may reach calls in different orders.
         """
         parity = sequence & 1
         header = self.headers[parity]

@@ -30,6 +30,7 @@ from torchdist_ref.calls import (
     Broadcast,
     Call,
     Gather,
+    Recorder,
     Recv,
     Reduce,
     ReduceScatter,
@@ -45,7 +46,6 @@ from torchdist_ref.errors import (
     explain,
 )
 from torchdist_ref.stores import PrefixStore
-from torchdist_ref.trace import Recorder
 from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]

@@ -15,10 +15,8 @@ from torchdist_ref.backends.profiler_ranges import profiled
 from torchdist_ref.backends.ref.collectives import CollectiveCalls
 from torchdist_ref.backends.ref.point_to_point import Messages
 from torchdist_ref.backends.worker_threads import CallbackThreads
-from torchdist_ref.calls import Call, Recv, Send
+from torchdist_ref.calls import Call, Number, Numbers, Recorder, Recv, Send
 from torchdist_ref.errors import GroupAbortedError
-from torchdist_ref.numbers import Number, Numbers
-from torchdist_ref.trace import Recorder
 from torchdist_ref.transports import connect, registered_memory
 from torchdist_ref.work import Work
 

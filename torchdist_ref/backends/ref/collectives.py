@@ -23,9 +23,7 @@ from torchdist_ref.backends.ref.order import CallOrder, OutOfOrderError
 from torchdist_ref.backends.ref.plan import IN_PLACE
 from torchdist_ref.backends.ref.planner import Planned, Planner
 from torchdist_ref.backends.ref.staging import contiguous, copy_back, side_streams
-from torchdist_ref.calls import Barrier, Call
-from torchdist_ref.numbers import Number, Numbers
-from torchdist_ref.trace import Recorder
+from torchdist_ref.calls import Barrier, Call, Number, Numbers, Recorder
 from torchdist_ref.transports.link import Link
 from torchdist_ref.work import Done, Work
 

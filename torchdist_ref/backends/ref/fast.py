@@ -40,7 +40,7 @@ from torchdist_ref.backends.ref.plan import Pairs, Plan, exchange_of_sizes, with
 from torchdist_ref.backends.ref.ring_buffer import CompiledWindow, RingBuffer, StagedRounds
 from torchdist_ref.backends.ref.staging import copy_from_host, copy_to_host
 from torchdist_ref.backends.ref.zero_copy import ZeroCopyPath, registered_path
-from torchdist_ref.numbers import Number
+from torchdist_ref.calls import Number
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.registered_memory import PeerMemory
 from torchdist_ref.transports.status_table import ANNOUNCEMENT_BYTES, COMPLETED

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from torchdist_ref.backends.worker_threads import Job, WorkerThread
-from torchdist_ref.numbers import Number
+from torchdist_ref.calls import Number
 from torchdist_ref.timeouts import CHECK_SECONDS
 
 

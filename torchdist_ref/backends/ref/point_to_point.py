@@ -23,11 +23,9 @@ from torch import Tensor
 from torchdist_ref.backends.ref.collectives import MakeWork, settle
 from torchdist_ref.backends.ref.staging import contiguous_on_host, copy_back, receive_buffer, side_streams
 from torchdist_ref.backends.worker_threads import WorkerThread
-from torchdist_ref.calls import Call, Recv, Send, fingerprint
+from torchdist_ref.calls import Call, Number, Recorder, Recv, Send, fingerprint
 from torchdist_ref.errors import DistError, MismatchError, RankStalledError
-from torchdist_ref.numbers import Number
 from torchdist_ref.timeouts import CHECK_SECONDS
-from torchdist_ref.trace import Recorder
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.mailbox import Mailbox
 from torchdist_ref.transports.status_table import Announcement

@@ -37,6 +37,7 @@ from torchdist_ref.calls import (
     Broadcast,
     Call,
     Gather,
+    Recorder,
     Recv,
     Reduce,
     ReduceScatter,
@@ -44,7 +45,6 @@ from torchdist_ref.calls import (
     Send,
 )
 from torchdist_ref.errors import ArgumentError, UnsupportedError, adopt_torch, explain
-from torchdist_ref.trace import Recorder
 from torchdist_ref.work import Done
 
 Tensors = Sequence[Tensor]

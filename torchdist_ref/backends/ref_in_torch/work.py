@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchdist_ref.calls import REDUCTIONS, Call
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
-from torchdist_ref.numbers import CallFuture
-from torchdist_ref.work import Work
+from torchdist_ref.work import CallFuture, Work
 
 
 class FailedResult(Tensor):

@@ -32,6 +32,7 @@ from torchdist_ref.calls import (
     Broadcast,
     Call,
     Gather,
+    Recorder,
     Recv,
     Reduce,
     ReduceScatter,
@@ -39,7 +40,6 @@ from torchdist_ref.calls import (
     Send,
 )
 from torchdist_ref.errors import DistBackendError, GroupAbortedError, UnsupportedError
-from torchdist_ref.trace import Recorder
 from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]
