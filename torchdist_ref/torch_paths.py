@@ -166,7 +166,7 @@ class _PathLoader(Loader):
 
 
 class _PathFinder(MetaPathFinder):
-    """Finder of the paths in the table. It comes first: a folder left over without files would hide a path."""
+    """Finder of the paths in the table. It is the first finder: a leftover folder without files would hide a path."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return the spec of a path in the table, with the file of its home."""
@@ -180,7 +180,7 @@ class _PathFinder(MetaPathFinder):
 
 
 class _AbsentFinder(MetaPathFinder):
-    """Finder that comes last, for an error that names torch's module where this package has none of the name."""
+    """Last finder, for an error that names torch's module where this package has none of the name."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> None:
         """Raise ModuleNotFoundError if torch has a module at this path.
@@ -259,7 +259,7 @@ def _load(home: str, name: str) -> ModuleType:
 
 
 def stubs() -> Iterator[tuple[str, str]]:
-    """Yield, for each path, a stub file for type checkers: its place below the package, and its text.
+    """Yield, for each path, a stub file for type checkers: its location below the package, and its text.
 
     Type checkers look for files, so the wheel has these beside the package's own; a checkout does not.
 

@@ -19,7 +19,7 @@ kept: list[Any] = []
 
 
 def on(backend: str, rank: int, size: int, path: str, program: Program) -> tuple[Any, Counter[str]]:
-    """What a program gives on torch's default group, and how often `ref` saw which operation."""
+    """Return the result of a program on torch's default group, and the count of each operation on `ref`."""
     c10d.init_process_group(
         backend, init_method=f"file://{path}.{backend}", rank=rank, world_size=size, timeout=timedelta(seconds=20)
     )
@@ -33,12 +33,12 @@ def on(backend: str, rank: int, size: int, path: str, program: Program) -> tuple
 
 
 def on_both(rank: int, size: int, path: str, program: Program) -> tuple[Any, Any, Counter[str]]:
-    """What a program gives on `ref` and on Gloo, and what `ref`'s recorder saw."""
+    """Return the results of a program on `ref` and on Gloo, and the count of each operation on `ref`."""
     ours, seen = on("ref", rank, size, path, program)
     theirs, _ = on("gloo", rank, size, path, program)
     return ours, theirs, seen
 
 
 def compared(program: Program, size: int, path: str, timeout: float = 60.0) -> list[tuple[Any, Any, Counter[str]]]:
-    """`on_both` on every rank."""
+    """Run `on_both` on every rank."""
     return run(on_both, size, size, path, program, init=False, ranks="processes", timeout=timeout)

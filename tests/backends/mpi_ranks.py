@@ -1,4 +1,4 @@
-"""What one rank does under mpiexec: ``python mpi_ranks.py CHECK FOLDER``. Run by test_mpi."""
+"""Program of one rank under mpiexec: ``python mpi_ranks.py CHECK FOLDER``. Run by test_mpi."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def contract(rank: int, size: int) -> None:
         clause(rank, size)
 
 
-def other_types(rank: int, size: int) -> None:
-    """Numbers that MPI does not have are reduced as other numbers; bytes are moved whatever they are."""
+def other_dtypes(rank: int, size: int) -> None:
+    """Dtypes that MPI does not have are reduced in another dtype; all dtypes are moved as bytes."""
     for dtype in (torch.float16, torch.bfloat16, torch.int16, torch.uint16, torch.complex64, torch.int8):
         tensor = fill(rank, (9,), dtype)
         dist.all_reduce(tensor)
@@ -31,9 +31,9 @@ def other_types(rank: int, size: int) -> None:
             total = total + fill(other, (9,), dtype).to(total.dtype)
         same(tensor, total.to(dtype))
     for op, combine in (("SUM", torch.any), ("MIN", torch.all)):
-        truth = torch.tensor([rank == 0, True, False])
-        dist.all_reduce(truth, getattr(dist.ReduceOp, op))
-        same(truth, combine(torch.tensor([[r == 0, True, False] for r in range(size)]), 0))
+        flags = torch.tensor([rank == 0, True, False])
+        dist.all_reduce(flags, getattr(dist.ReduceOp, op))
+        same(flags, combine(torch.tensor([[r == 0, True, False] for r in range(size)]), 0))
     for dtype in (torch.float32, torch.float16, torch.complex64):
         tensor = fill(rank, (9,), dtype)
         dist.all_reduce(tensor, torch.distributed._make_nccl_premul_sum(0.5 + rank))
@@ -49,7 +49,7 @@ def unequal_blocks(rank: int, size: int) -> None:
     for r, output in enumerate(outputs):
         same(output, fill(r, (r + 1,)))
     outputs = [torch.zeros(source * rank) for source in range(size)]
-    # At the backend: the door asks for equal blocks.
+    # At the backend: the public function requires equal blocks.
     inputs = [fill(10 * rank + to, (rank * to,)) for to in range(size)]
     default_group().backend.submit(AllToAll(), inputs, outputs, True)
     for source, output in enumerate(outputs):
@@ -57,7 +57,7 @@ def unequal_blocks(rank: int, size: int) -> None:
 
 
 def callbacks(rank: int, size: int) -> None:
-    """A callback waits for the future of a new call; a call that nobody waits for ends too."""
+    """A callback waits for the future of a new call; a call that no thread waits for completes too."""
 
     def then(future: Any) -> torch.Tensor:
         work = dist.all_reduce(future.value()[0], async_op=True)
@@ -108,7 +108,7 @@ def faults(rank: int, size: int) -> None:
 
 
 def compared(rank: int) -> None:
-    """MPI itself says nothing where ranks make different calls; at the level DETAIL all of them are told."""
+    """MPI reports nothing if ranks make different calls; at debug level DETAIL all of them get an error."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     group, tensor = dist.new_group(), torch.ones(3)
     dist.set_debug_level(dist.DebugLevel.OFF)
@@ -119,23 +119,23 @@ def compared(rank: int) -> None:
     assert tensor[0].item() == dist.get_world_size(group)
 
 
-CHECKS = {check.__name__: check for check in (contract, other_types, unequal_blocks, callbacks, faults)}
+CHECKS = {check.__name__: check for check in (contract, other_dtypes, unequal_blocks, callbacks, faults)}
 
 
 def main(check: str, folder: str) -> None:
     torch.set_num_threads(1)
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    # Our ranks count the other way round than MPI's: the backend must not take one for the other.
-    place = size - 1 - rank
+    # Our ranks are in the reverse order of MPI's, so that confusing them fails.
+    own = size - 1 - rank
     timeout = timedelta(seconds=20)
-    dist.init_process_group("mpi", init_method=f"file://{folder}/meet", rank=place, world_size=size, timeout=timeout)
+    dist.init_process_group("mpi", init_method=f"file://{folder}/meet", rank=own, world_size=size, timeout=timeout)
     try:
-        CHECKS[check](place, size)
-        print(f"rank {place} of {size}: {check} holds", flush=True)
+        CHECKS[check](own, size)
+        print(f"rank {own} of {size}: {check} passed", flush=True)
         dist.destroy_process_group()
     except BaseException as error:
         # The others wait for this rank in calls that MPI alone can end.
-        print(f"rank {place} of {size}: {error!r}", flush=True)
+        print(f"rank {own} of {size}: {error!r}", flush=True)
         MPI.COMM_WORLD.Abort(1)
 
 

@@ -1,7 +1,7 @@
-"""A stand-in for torch's NCCL that runs on Gloo and CPU tensors: what `nccl` does with it is seen without a GPU.
+"""Stand-in for torch's NCCL on Gloo and CPU tensors, to test backend `nccl` without a GPU.
 
-It has the constructor, the options and the manners of ProcessGroupNCCL as far as `nccl` relies on them: in a batch,
-calls return nothing, and its end returns one work for all. It knows nothing of streams; events are written down.
+It has the constructor, the options and the behavior of ProcessGroupNCCL that `nccl` relies on: coalesced calls
+return nothing, and the end of the group returns one work for all. It has no streams; events are logged.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.distributed as c10d
 from torchdist_ref.backends.torch_native.nccl import Nccl
 
 
-class Together:
-    """One work for a batch, that can be waited for often: Gloo's can't, and NCCL's can."""
+class CoalescedWork:
+    """One work of several calls, which can be waited for repeatedly, unlike Gloo's."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
@@ -28,12 +28,12 @@ class Together:
 
 
 class StandIn:
-    """Gloo in NCCL's clothes."""
+    """Gloo with the interface of ProcessGroupNCCL."""
 
     made: ClassVar[list[StandIn]] = []
 
     class Options:
-        """What a caller may pass as `pg_options`."""
+        """Options for `pg_options`."""
 
         is_high_priority_stream = False
         _timeout: Any = None
@@ -44,7 +44,7 @@ class StandIn:
         self.options = options
         self.connected: Any = None
         self._gloo = c10d.ProcessGroupGloo(store, rank, size, options._timeout)
-        self._held: list[Any] | None = None
+        self._coalesced: list[Any] | None = None
         self.made.append(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -59,30 +59,32 @@ class StandIn:
     def recv(self, *arguments: Any) -> Any:
         return self._start(self._gloo.recv(*arguments))
 
-    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], how: Any) -> Together:
-        """Blocks of any sizes, which Gloo's own refuses and NCCL's sends one by one."""
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> CoalescedWork:
+        """Exchange blocks of any sizes, which Gloo's own refuses and NCCL's sends one by one."""
         me = self._gloo.rank()
         outputs[me].copy_(inputs[me])
         peers = [peer for peer in range(self._gloo.size()) if peer != me]
         sends = [self._gloo.send([inputs[peer]], peer, 0) for peer in peers if inputs[peer].numel()]
-        return Together(sends + [self._gloo.recv([outputs[peer]], peer, 0) for peer in peers if outputs[peer].numel()])
+        return CoalescedWork(
+            sends + [self._gloo.recv([outputs[peer]], peer, 0) for peer in peers if outputs[peer].numel()]
+        )
 
     def _start(self, work: Any) -> Any:
-        if self._held is None:
+        if self._coalesced is None:
             return work
-        self._held.append(work)
+        self._coalesced.append(work)
         return None
 
     def _start_coalescing(self) -> None:
-        self._held = []
+        self._coalesced = []
 
-    def _end_coalescing(self) -> Together:
-        held, self._held = self._held or [], None
-        return Together(held)
+    def _end_coalescing(self) -> CoalescedWork:
+        works, self._coalesced = self._coalesced or [], None
+        return CoalescedWork(works)
 
 
 class Event:
-    """Where streams would be ordered."""
+    """CUDA event that logs its use."""
 
     log: ClassVar[list[str]] = []
 
@@ -94,7 +96,7 @@ class Event:
 
 
 def instead_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process, and those forked from it, take the stand-in for NCCL and the CPU for a GPU."""
+    """Let this process, and those forked from it, use the stand-in as NCCL and the CPU as a GPU."""
     monkeypatch.setattr(c10d, "ProcessGroupNCCL", StandIn, raising=False)
     monkeypatch.setattr(c10d, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,7 +1,7 @@
 """Backend interface: a backend takes a call and tensors, and returns a Work.
 
-The differences between `ref`, `gloo`, `nccl` and `mpi` are below `submit`. What they share (ranks, argument errors,
-default groups) is above it. `BackendWrapper` is the base of backends that record, compare or delay another's calls.
+The differences between `ref`, `gloo`, `nccl` and `mpi` are below `submit`. The shared parts (ranks, argument errors,
+default groups) are above it. `BackendWrapper` is the base of backends that record, compare or delay another's calls.
 Names of backends are in `registry`. Do not add a method per operation here.
 """
 
@@ -32,7 +32,7 @@ class Membership:
         members: The global rank of every member, in group order.
         name: The group's name, the same on all members.
         timeout: Upper limit of any wait in this group, in seconds.
-        options: The caller's `pg_options`, for backends that take any.
+        options: The caller's `pg_options`, for backends that accept options.
         device: The caller's `device_id`, for backends that bind a device.
     """
 

@@ -2,8 +2,8 @@
 
 torch's DDP, DTensor, FSDP2, functional collectives and compiled functions call these methods, from Python and from
 C++, under torch's names (those of 2.13; older names are aliases). A method checks that the tensors fit, reads every
-field of torch's options, and calls `Ref.submit`. An option that `ref` cannot honour is an error: a silently different
-reduction gives gradients that look right and are not.
+field of torch's options, and calls `Ref.submit`. An option that `ref` does not support is an error: a silently
+different reduction gives gradients that look right and are not.
 
 C++ keeps no reference to these objects: torch's table of groups keeps the group, and callers keep their Works.
 Registration with torch is in `backends`. Do not add collectives: this module only translates.

@@ -2,7 +2,7 @@
 
 C++ calls only `wait` and `get_future`, and passes a time-out of zero for none; Python callers use the other methods.
 The future has the list of outputs. torch makes one Work for several calls that it coalesces, so this one holds several
-of ours. An option that `ref` cannot honour is an error. Do not add default values: torch's options have them.
+of ours. An option that `ref` does not support is an error. Do not add default values: torch's options have them.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def reduction(op: str, opts: Any) -> str:
     if name == "premul_sum":
         raise UnsupportedError(
             f"{op}: torch offers ReduceOp.PREMUL_SUM on NCCL only. Multiply first and use SUM, or "
-            f"call torchdist_ref.{op}, which takes it on every backend."
+            f"call torchdist_ref.{op}, which supports it on every backend."
         )
     return name
 
