@@ -182,5 +182,6 @@ def add_options(parser: argparse.ArgumentParser, **options: tuple[Any, str]) -> 
         else:
             kind = str if default is None else type(default)
             shown = description if default is None else f"{description} (%(default)s)"
-            metavar = LIST if kind is str else "N" if kind is int else "S"
+            text = LIST if name.endswith("s") else name.upper()
+            metavar = {str: text, int: "N", float: "S"}[kind]
             parser.add_argument(f"--{name}", default=default, type=kind, metavar=metavar, help=shown)
