@@ -94,7 +94,7 @@ def test_torch_starts_if_the_backends_cannot_be_loaded(text: str | None, tmp_pat
     shutil.rmtree(broken.parent) if text is None else broken.write_text(text)
     result = answer(ASK, tmp_path)
     assert (result.returncode, result.stdout) == (0, "False ['torchdist_ref', 'torchdist_ref.torch_paths']\n")
-    assert "backend 'ref' can't be registered with torch" in result.stderr
+    assert "backend 'ref' cannot be registered with torch" in result.stderr
 
 
 def test_a_refused_registration_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,7 @@ def register_with_torch() -> None:
     except Exception as error:
         import logging
 
-        logging.getLogger("torchdist_ref").warning("backend 'ref' can't be registered with torch: %r", error)
+        logging.getLogger("torchdist_ref").warning("backend 'ref' cannot be registered with torch: %r", error)
 
 
 def _register() -> None:
