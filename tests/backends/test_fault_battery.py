@@ -1,9 +1,8 @@
-"""Two hundred faults at random: any rank, any operation, any moment, on shared memory, on sockets and on both.
+"""Two hundred random faults: any rank, operation, moment and executor, on shared memory, on sockets and on both.
 
-One trial is one world of fresh processes that calls on and on until it is hit. What must hold is the same each time:
-every survivor gets an error, soon, whose class is right and which names the culprit, the operation, the group and the
-call; and nobody hangs. A trial that fails prints its number, and its number is all that it takes to see it again.
-Minutes long: a world of processes and a moment of work for each trial.
+A trial is a world of new processes that make calls until one of them is killed or stopped. Every survivor must soon get
+an error of the right class that names the failed rank, the operation, the group and the call; no rank may hang. A trial
+that fails prints its number, which reproduces it. The test takes minutes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.long
 
 
 def ring(rank: int, world: int) -> None:
-    """Everybody sends to the next and receives from the one before."""
+    """Send to the next rank and receive from the previous one."""
     sending = dist.isend(torch.ones(20_000), (rank + 1) % world)
     dist.recv(torch.ones(20_000), (rank - 1) % world)
     sending.wait()
@@ -63,7 +62,7 @@ OPERATIONS: dict[str, Callable[[int, int], object]] = {
 
 @dataclass(frozen=True)
 class Trial:
-    """What happens to whom, where and when; all of it follows from the number."""
+    """Fault, victim, operation, moment and executor of one trial, all derived from its number."""
 
     number: int
     fault: str
@@ -72,6 +71,7 @@ class Trial:
     victim: int
     operation: str
     moment: float
+    executor: str
 
     @classmethod
     def of(cls, number: int) -> Trial:
@@ -85,23 +85,25 @@ class Trial:
             chance.randrange(world),
             chance.choice(list(OPERATIONS)),
             chance.uniform(0.0, 0.04),
+            chance.choice(["fast", "reference"]),
         )
 
 
 @dataclass(frozen=True)
-class Heard:
-    """How a rank's calls ended."""
+class Outcome:
+    """Error that ended a rank's calls, and its time."""
 
     kind: str
     text: str
     when: float
 
 
-def live(rank: int, trial: Trial, path: str) -> Heard:
+def live(rank: int, trial: Trial, path: str) -> Outcome:
     os.environ["TORCHDIST_REF_HOST_ID"] = trial.hosts[rank]
-    patience = STALL if trial.fault == "stall" else 20.0
+    os.environ["TORCHDIST_REF_EXECUTOR"] = trial.executor
+    timeout = STALL if trial.fault == "stall" else 20.0
     store = dist.FileStore(f"{path}/store", trial.world)
-    dist.init_process_group("ref", store=store, rank=rank, world_size=trial.world, timeout=timedelta(seconds=patience))
+    dist.init_process_group("ref", store=store, rank=rank, world_size=trial.world, timeout=timedelta(seconds=timeout))
     Path(path, f"pid{rank}").write_text(str(os.getpid()))
     dist.barrier()
     if rank == trial.victim:
@@ -111,9 +113,9 @@ def live(rank: int, trial: Trial, path: str) -> Heard:
         timer.start()
     if "idle" in trial.fault:
         return idle(rank, trial, path)
-    heard = call_until_error(rank, trial)
-    Path(path, f"heard{rank}").touch()
-    return heard
+    outcome = call_until_error(rank, trial)
+    Path(path, f"outcome{rank}").touch()
+    return outcome
 
 
 def strike(trial: Trial, path: str) -> None:
@@ -122,8 +124,8 @@ def strike(trial: Trial, path: str) -> None:
     os.kill(os.getpid(), signal.SIGSTOP if trial.fault == "stall" else signal.SIGKILL)
 
 
-def idle(rank: int, trial: Trial, path: str) -> Heard:
-    """Nobody is in a call when it happens; the next call of each survivor must say so."""
+def idle(rank: int, trial: Trial, path: str) -> Outcome:
+    """Make the next call only after the victim has ended: it must raise on each survivor."""
     if rank == trial.victim:
         threading.Event().wait()
     ended = os.pidfd_open(int(Path(path, f"pid{trial.victim}").read_text()))
@@ -133,58 +135,58 @@ def idle(rank: int, trial: Trial, path: str) -> Heard:
     return call_until_error(rank, trial)
 
 
-def call_until_error(rank: int, trial: Trial) -> Heard:
+def call_until_error(rank: int, trial: Trial) -> Outcome:
     end = time.monotonic() + 10.0
     try:
         while time.monotonic() < end:
             OPERATIONS[trial.operation](rank, trial.world)
     except dist.DistError as error:
-        return Heard(type(error).__name__, str(error), time.monotonic())
-    return Heard("", "no error", time.monotonic())
+        return Outcome(type(error).__name__, str(error), time.monotonic())
+    return Outcome("", "no error", time.monotonic())
 
 
 def wake(trial: Trial, path: str) -> None:
-    """Let a stopped rank go on once all others have given it up, or they never will."""
-    others = [Path(path, f"heard{rank}") for rank in range(trial.world) if rank != trial.victim]
+    """Continue a stopped rank once all others have raised, or have had time to."""
+    others = [Path(path, f"outcome{rank}") for rank in range(trial.world) if rank != trial.victim]
     end = time.monotonic() + 10.0
     while time.monotonic() < end and not all(each.exists() for each in others):
-        # A stopped process can't be waited for, and the others tell of themselves by files: looked at, now and then.
+        # The survivors report by files, which are polled.
         threading.Event().wait(0.01)
     os.kill(int(Path(path, f"pid{trial.victim}").read_text()), signal.SIGCONT)
 
 
-def survivors(trial: Trial, path: str) -> dict[int, Heard]:
-    """Run the trial; what each rank but the victim heard."""
+def survivors(trial: Trial, path: str) -> dict[int, Outcome]:
+    """Run the trial; return the outcome of each rank but the victim."""
     if trial.fault == "stall":
         waker = threading.Thread(target=wake, args=(trial, path))
         waker.start()
         results = run(live, trial.world, trial, path, ranks="processes", init=False, timeout=40.0)
         waker.join()
-        return {rank: heard for rank, heard in enumerate(results) if rank != trial.victim}
+        return {rank: outcome for rank, outcome in enumerate(results) if rank != trial.victim}
     with pytest.raises(RankError, match=f"rank {trial.victim} of {trial.world} was killed by SIGKILL") as caught:
         run(live, trial.world, trial, path, ranks="processes", init=False, timeout=40.0)
     return {rank: each.value for rank, each in caught.value.outcomes.items() if rank != trial.victim}
 
 
-RIGHT = {
+EXPECTED = {
     "death": ("RankDiedError", "GroupAbortedError"),
     "death, idle": ("RankDiedError", "GroupAbortedError"),
     "stall": ("RankStalledError", "GroupAbortedError"),
 }
-SAID = {"death": "rank {} died", "death, idle": "rank {} died", "stall": "rank {} did not arrive"}
+NAMED = {"death": "rank {} died", "death, idle": "rank {} died", "stall": "rank {} did not arrive"}
 
 
-def wrong(trial: Trial, rank: int, heard: Heard, hit: float) -> str:
-    """What is wrong with what a survivor heard; empty if nothing."""
-    late = heard.when - hit - (STALL if trial.fault == "stall" else 0.0)
-    if heard.kind not in RIGHT[trial.fault]:
-        return f"rank {rank} got {heard.kind or 'no error'}: {heard.text}"
+def wrong(trial: Trial, rank: int, outcome: Outcome, hit: float) -> str:
+    """Return what is wrong with the error of a survivor; empty if nothing."""
+    late = outcome.when - hit - (STALL if trial.fault == "stall" else 0.0)
+    if outcome.kind not in EXPECTED[trial.fault]:
+        return f"rank {rank} got {outcome.kind or 'no error'}: {outcome.text}"
     # In a ring a rank waits for its own neighbour, who may be a survivor that aborted first.
-    if SAID[trial.fault].format(trial.victim) not in heard.text and trial.operation != "ring":
-        return f"rank {rank} was not told of rank {trial.victim}: {heard.text}"
-    if not re.search(r"\w+\(", heard.text) or "group 'world'" not in heard.text:
-        return f"rank {rank} was not told the operation and the group: {heard.text}"
-    return f"rank {rank} heard after {late:.2f} s" if late > SOON and "idle" not in trial.fault else ""
+    if NAMED[trial.fault].format(trial.victim) not in outcome.text and trial.operation != "ring":
+        return f"rank {rank} does not name rank {trial.victim}: {outcome.text}"
+    if not re.search(r"\w+\(", outcome.text) or "group 'world'" not in outcome.text:
+        return f"rank {rank} does not name the operation and the group: {outcome.text}"
+    return f"rank {rank} raised after {late:.2f} s" if late > SOON and "idle" not in trial.fault else ""
 
 
 @pytest.mark.timeout(1800)
@@ -194,11 +196,11 @@ def test_two_hundred_faults(tmp_path: Path) -> None:
         trial = Trial.of(number)
         path = tmp_path / str(number)
         path.mkdir()
-        heard = survivors(trial, str(path))
-        assert len(heard) == trial.world - 1 and all(heard.values()), trial
+        outcome = survivors(trial, str(path))
+        assert len(outcome) == trial.world - 1 and all(outcome.values()), trial
         hit = float((path / "when").read_text())
-        late += [each.when - hit for each in heard.values() if trial.fault == "death"]
-        found += [f"{trial}: {text}" for rank, each in heard.items() if (text := wrong(trial, rank, each, hit))]
+        late += [each.when - hit for each in outcome.values() if trial.fault == "death"]
+        found += [f"{trial}: {text}" for rank, each in outcome.items() if (text := wrong(trial, rank, each, hit))]
     late.sort()
     print(f"{len(late)} survivors of deaths in calls: median {late[len(late) // 2]:.3f} s, worst {late[-1]:.3f} s")
     assert not found, f"{len(found)} wrong:\n" + "\n".join(found)
