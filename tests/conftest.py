@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-PATIENCE = 3.0
+TIMEOUT_SECONDS = 3.0
 # multiprocessing starts these once per process and keeps them.
 KEPT = ("resource_tracker", "forkserver")
 
@@ -44,9 +44,9 @@ def command(pid: int) -> str:
         return ""
 
 
-def still_there(pids: set[int], patience: float) -> set[int]:
+def still_there(pids: set[int], timeout: float) -> set[int]:
     """Return those that do not end in time. A child that ended but was never waited for counts as left behind."""
-    end = time.monotonic() + patience
+    end = time.monotonic() + timeout
     while (left := pids & children()) and time.monotonic() < end:
         # The kernel tells us of a child's end without polling; a short limit, since there may be several.
         wait_for(next(iter(left)), 0.1)
@@ -73,8 +73,8 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     threads, processes = set(threading.enumerate()), children()
     yield
     for thread in set(threading.enumerate()) - threads:
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT_SECONDS)
     left = [thread.name for thread in set(threading.enumerate()) - threads]
-    alive = {pid: command(pid) for pid in still_there(children() - processes, PATIENCE)}
+    alive = {pid: command(pid) for pid in still_there(children() - processes, TIMEOUT_SECONDS)}
     assert not left, f"{request.node.name} left threads behind: {left}"
     assert not alive, f"{request.node.name} left processes behind: {alive}"

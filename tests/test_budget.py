@@ -14,7 +14,7 @@ from pathlib import Path
 
 import layers
 
-MODULE_AVERAGE, MODULE, FUNCTION, IMPORTED, TWICE = 70, 425, 50, 19, 32
+MODULE_AVERAGE, MODULE, FUNCTION, IMPORTED, TWICE = 95, 400, 50, 15, 3
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT)
 

@@ -16,19 +16,19 @@ from tests.backends.inside_torch import kept
 from torchdist_ref.backends.torch_native.stores import StoreForTorch
 from torchdist_ref.testing import fill, run
 
-HOST, PATIENCE = "127.0.0.1", timedelta(seconds=20)
+HOST, TIMEOUT = "127.0.0.1", timedelta(seconds=20)
 
 
 @pytest.fixture
 def torchs_server() -> Iterator[int]:
     """The port of a server of torch's."""
-    store = c10d.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    store = c10d.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     yield store.port
 
 
 def on_our_client(rank: int, backend: str, port: int) -> tuple[list[float], str, int]:
-    store = dist.TCPStore(HOST, port, timeout=PATIENCE)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=PATIENCE)
+    store = dist.TCPStore(HOST, port, timeout=TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=TIMEOUT)
     tensor, evens = fill(rank, (5,)), dist.new_group([1, 0], sort_ranks=False)
     dist.all_reduce(tensor)
     dist.all_reduce(tensor, group=evens)
@@ -48,7 +48,7 @@ def test_our_groups_over_torchs_server(torchs_server: int, backend: str) -> None
 def on_torchs_client(rank: int, port: int) -> tuple[list[float], int]:
     """Rank 0 serves, as torch has it under tcp://."""
     where = f"tcp://{HOST}:{port}"
-    c10d.init_process_group("ref", init_method=where, rank=rank, world_size=2, timeout=PATIENCE)
+    c10d.init_process_group("ref", init_method=where, rank=rank, world_size=2, timeout=TIMEOUT)
     tensor, group = fill(rank, (5,)), c10d.group.WORLD
     kept.append(group)
     c10d.all_reduce(tensor)
@@ -70,7 +70,7 @@ def test_ref_inside_torch_over_torchs_server() -> None:
 def on_a_store_of_theirs(rank: int, path: str, ours: bool) -> list[float]:
     """One rank of torch's FileStore, one of ours, on one file: the backend meets over either."""
     store: Any = dist.FileStore(path, 2) if ours is bool(rank) else c10d.FileStore(path, 2)
-    c10d.init_process_group("ref", store=store_for_torch(store), rank=rank, world_size=2, timeout=PATIENCE)
+    c10d.init_process_group("ref", store=store_for_torch(store), rank=rank, world_size=2, timeout=TIMEOUT)
     kept.append(c10d.group.WORLD)
     tensor = fill(rank, (5,))
     c10d.all_reduce(tensor)

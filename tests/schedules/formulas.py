@@ -17,11 +17,11 @@ def lg(n: object) -> int:
 
 def formula(text: str, n: int) -> float:
     """Return the time of a cost of the catalogue: adjacent letters and brackets are multiplied."""
-    tokens = re.findall(r"\d+|lg|[abgmn]|[-+/()]", text)
+    signals = re.findall(r"\d+|lg|[abgmn]|[-+/()]", text)
     joined = ""
-    for before, token in zip(["", *tokens], tokens, strict=False):
-        juxtaposed = (before.isalnum() or before == ")") and before != "lg" and (token.isalnum() or token == "(")
-        joined += ("*" if juxtaposed else "") + token
+    for before, signal in zip(["", *signals], signals, strict=False):
+        juxtaposed = (before.isalnum() or before == ")") and before != "lg" and (signal.isalnum() or signal == "(")
+        joined += ("*" if juxtaposed else "") + signal
     return eval(joined, {"n": n, "m": M, "a": A, "b": B, "g": G, "lg": lg})
 
 

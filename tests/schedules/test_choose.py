@@ -52,8 +52,8 @@ def waits(schedule: Schedule, nbytes: int) -> int:
     found = 0
     for moves in schedule.rounds:
         peers = {move.src for move in moves if move.dst == 0 != move.src}
-        laid_out = {move.read for move in moves if move.src == 0 != move.dst}
-        found += len(peers) * -(-len(laid_out) * nbytes // schedule.chunks // window_for(schedule.world))
+        arranged = {move.read for move in moves if move.src == 0 != move.dst}
+        found += len(peers) * -(-len(arranged) * nbytes // schedule.chunks // window_for(schedule.world))
     return found
 
 

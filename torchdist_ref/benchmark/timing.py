@@ -25,7 +25,7 @@ Clock = Callable[[], float]
 LINE_BYTES = 64
 WORD_BYTES = 8
 # Loops before a waiting rank yields its processor, with a processor for each rank and with fewer.
-PATIENT_SPINS, CROWDED_SPINS = 20_000, 50
+LONG_SPINS, CROWDED_SPINS = 20_000, 50
 POLL_SECONDS = 0.002
 # /proc/stat counts in ticks of a hundredth of a second.
 TICK_SECONDS = 0.01
@@ -55,7 +55,7 @@ class StartLine:
         self._step = LINE_BYTES // WORD_BYTES
         self._own, self._all = rank * self._step, [each * self._step for each in ranks]
         self._count = 0
-        self._spins = PATIENT_SPINS if len(ranks) <= len(os.sched_getaffinity(0)) else CROWDED_SPINS
+        self._spins = LONG_SPINS if len(ranks) <= len(os.sched_getaffinity(0)) else CROWDED_SPINS
 
     def wait(self) -> None:
         """Return when all ranks have called this as often as this one; on a core each, within a microsecond."""

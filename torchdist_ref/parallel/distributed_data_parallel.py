@@ -89,7 +89,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             parameters and parameters used several times (activation checkpointing) work. Default False.
         delay_all_reduce_named_params: Names and parameters whose gradients are averaged together, in one tensor of
             their own that no hook receives, when the gradient of ``param_to_hook_all_reduce`` is ready.
-        param_to_hook_all_reduce: That parameter; its gradient has to come after those of the delayed ones.
+        param_to_hook_all_reduce: A parameter; its gradient has to come after those of the delayed ones.
         mixed_precision: A `MixedPrecision` (or torch's): dtypes of parameters in forward and backward, of gradients in
             communication, and of buffers. In between, parameters and gradients are in full precision.
         device_mesh: A one-dimensional mesh whose group is used, in place of ``process_group``.

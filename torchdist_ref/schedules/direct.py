@@ -5,7 +5,7 @@ traffic: nothing can be faster for small messages. Between hosts a rank would ta
 the other, which the other files avoid.
 
 **Direct**: steps 1. Bytes: `all_reduce` and `reduce` take ``(n - 1) m`` on each rank that has the result (``m``: the
-whole buffer), the others the least possible, ``(n - 1)/n m``. The one-shot all-reduce is the small-message
+whole buffer), the others the least possible, ``(n - 1)/n m``. One-shot all-reduce is the small-message
 algorithm of MPICH's and DeepSpeed's shared-memory collectives.
 
 **Two shots** (`two_shot_all_reduce`, `two_shot_reduce`): every rank reduces one chunk, which it reads from all ranks,

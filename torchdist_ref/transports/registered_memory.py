@@ -177,7 +177,7 @@ def open_peer_descriptor(pid: int, fd: int) -> int:
     """Open a file that another process has open, which may have no name; return the new descriptor.
 
     Raises:
-        OSError: That process is not accessible, or has no such descriptor.
+        OSError: The process is not accessible, or has no such descriptor.
     """
     return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 

@@ -161,7 +161,7 @@ def attach(handle: bytes, layout: SegmentLayout) -> SharedMemorySegment:
     """Map a segment that another process of this host has created.
 
     Raises:
-        UnsupportedError: That process is not accessible.
+        UnsupportedError: The process is not accessible.
     """
     pid, number, nonce = handle.decode().split()
     try:

@@ -119,7 +119,7 @@ class PowerSGDState:
             no compression. Has to return the same on all ranks. See `layer_ranks`. Not part of a pickle. Default None.
 
     Training resumes from a pickle of the state to the same numbers: on a new DDP of the same model too, registered
-    before its first step, although its first buckets differ. That holds for `powerSGD_hook` with ``warm_start``; the
+    before its first step, although its first buckets differ. This holds for `powerSGD_hook` with ``warm_start``; the
     memory of the batched hook belongs to a whole bucket, and is dropped when the bucket changes.
 
     Raises:
