@@ -18,7 +18,7 @@ import torch
 
 from torchdist_ref.benchmark import competitors, harness, limit, report
 from torchdist_ref.benchmark.harness import Result, take_turns
-from torchdist_ref.benchmark.operations import OPERATIONS, Buffers, Make, Operation
+from torchdist_ref.benchmark.operations import OPERATIONS, Buffers, Make, MeasuredOperation
 from torchdist_ref.benchmark.ranks import RankContext, on_hosts, run_mpi_ranks, run_ranks
 from torchdist_ref.benchmark.report import show_micros, show_number, show_size
 from torchdist_ref.benchmark.timing import (
@@ -47,7 +47,7 @@ CALLS_PER_WARM_UP_CALL = 4
 PLOT_COLUMNS = 3
 
 
-def cases(settings: argparse.Namespace) -> list[tuple[Operation, int]]:
+def cases(settings: argparse.Namespace) -> list[tuple[MeasuredOperation, int]]:
     """Return every operation at every size; those that move no bytes once."""
     found = [OPERATIONS[op] for op in settings.ops]
     return [(op, size) for op in found for size in (settings.sizes if op.sized else (0,))]
@@ -77,7 +77,9 @@ def _tensor_bytes(settings: argparse.Namespace) -> int:
 class Case:
     """One operation at one size, on one rank."""
 
-    def __init__(self, context: RankContext, settings: argparse.Namespace, operation: Operation, size: int) -> None:
+    def __init__(
+        self, context: RankContext, settings: argparse.Namespace, operation: MeasuredOperation, size: int
+    ) -> None:
         self.context, self.settings, self.operation, self.size = context, settings, operation, size
         self.dtype = getattr(torch, settings.dtype)
         self.buffers = self._buffers(None)

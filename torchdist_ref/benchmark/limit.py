@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.benchmark.operations import ROOT, Buffers, Make, Operation
+from torchdist_ref.benchmark.operations import ROOT, Buffers, Make, MeasuredOperation
 from torchdist_ref.benchmark.timing import Action
 from torchdist_ref.transports.segment_layout import CACHE_LINE, window_for
 
@@ -160,7 +160,7 @@ class Tensors(Stages):
         return make
 
 
-def bind(operation: Operation, buffers: Buffers, stages: Stages) -> Action:
+def bind(operation: MeasuredOperation, buffers: Buffers, stages: Stages) -> Action:
     """Return the bound as a call that can be timed."""
     todo = list(kernels(operation.name, buffers, stages))
 

@@ -54,7 +54,7 @@ class Buffers:
 
 
 @dataclass(frozen=True)
-class Operation:
+class MeasuredOperation:
     """Operation of the benchmark.
 
     Attributes:
@@ -196,7 +196,7 @@ def _share(world: int) -> float:
 
 
 _TABLE = (
-    Operation(
+    MeasuredOperation(
         "all_reduce",
         lambda n: 2 * _share(n),
         lambda r, n: (0, n),
@@ -204,7 +204,7 @@ _TABLE = (
         lambda data, r, n: _sum(data),
         in_place=True,
     ),
-    Operation(
+    MeasuredOperation(
         "reduce",
         lambda n: 1.0,
         lambda r, n: (0, n),
@@ -212,7 +212,7 @@ _TABLE = (
         lambda data, r, n: _sum(data) if r == ROOT else None,
         in_place=True,
     ),
-    Operation(
+    MeasuredOperation(
         "broadcast",
         lambda n: 1.0,
         lambda r, n: (0, n),
@@ -220,7 +220,7 @@ _TABLE = (
         lambda data, r, n: data[ROOT],
         in_place=True,
     ),
-    Operation(
+    MeasuredOperation(
         "all_gather",
         _share,
         lambda r, n: (1, n),
@@ -228,7 +228,7 @@ _TABLE = (
         lambda data, r, n: torch.cat(data),
         splits=True,
     ),
-    Operation(
+    MeasuredOperation(
         "reduce_scatter",
         _share,
         lambda r, n: (n, 1),
@@ -236,7 +236,7 @@ _TABLE = (
         lambda data, r, n: _part(_sum(data), r, n),
         splits=True,
     ),
-    Operation(
+    MeasuredOperation(
         "all_to_all",
         _share,
         lambda r, n: (n, n),
@@ -244,7 +244,7 @@ _TABLE = (
         lambda data, r, n: torch.cat([_part(given, r, n) for given in data]),
         splits=True,
     ),
-    Operation(
+    MeasuredOperation(
         "gather",
         _share,
         lambda r, n: (1, n if r == ROOT else 0),
@@ -252,7 +252,7 @@ _TABLE = (
         lambda data, r, n: torch.cat(data) if r == ROOT else None,
         splits=True,
     ),
-    Operation(
+    MeasuredOperation(
         "scatter",
         _share,
         lambda r, n: (n if r == ROOT else 0, 1),
@@ -260,8 +260,8 @@ _TABLE = (
         lambda data, r, n: _part(data[ROOT], r, n),
         splits=True,
     ),
-    Operation("sendrecv", lambda n: 1.0, lambda r, n: (n, n), _sendrecv, _received, messages=2),
-    Operation(
+    MeasuredOperation("sendrecv", lambda n: 1.0, lambda r, n: (n, n), _sendrecv, _received, messages=2),
+    MeasuredOperation(
         "barrier",
         lambda n: 0.0,
         lambda r, n: (0, 0),

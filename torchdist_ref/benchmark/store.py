@@ -125,7 +125,7 @@ def serve_echo() -> tuple[int, Action]:
 
 
 @dataclass(frozen=True)
-class StoreClient:
+class MeasuredClient:
     """Connected client of one side.
 
     Attributes:
@@ -137,22 +137,22 @@ class StoreClient:
     barrier: Callable[[str, int], Any] | None
 
 
-def of_ours(port: int, name: str) -> StoreClient:
+def of_ours(port: int, name: str) -> MeasuredClient:
     """Connect one of our clients to our server."""
     return _client(TCPStore(HOST, port), name)
 
 
-def of_torch(port: int, name: str) -> StoreClient:
+def of_torch(port: int, name: str) -> MeasuredClient:
     """Connect one of torch's clients to torch's server."""
     return _client(_torch_store(HOST, port, None, False), name)
 
 
-def of_echo(port: int, name: str) -> StoreClient:
+def of_echo(port: int, name: str) -> MeasuredClient:
     """Connect to the echo, which has one operation for all names."""
-    return StoreClient(dict.fromkeys(OPERATIONS, EchoClient(port).echo), None)
+    return MeasuredClient(dict.fromkeys(OPERATIONS, EchoClient(port).echo), None)
 
 
-def _client(store: Any, name: str) -> StoreClient:
+def _client(store: Any, name: str) -> MeasuredClient:
     value, number = f"{name}/value", f"{name}/number"
     store.set(value, VALUE)
     actions: dict[str, Action] = {
@@ -160,7 +160,7 @@ def _client(store: Any, name: str) -> StoreClient:
         "get": lambda: store.get(value),
         "add": lambda: store.add(number, 1),
     }
-    return StoreClient(actions, store.barrier if hasattr(store, "barrier") else _counted(store))
+    return MeasuredClient(actions, store.barrier if hasattr(store, "barrier") else _counted(store))
 
 
 def _counted(store: Any) -> Callable[[str, int], None]:
@@ -174,7 +174,7 @@ def _counted(store: Any) -> Callable[[str, int], None]:
     return barrier
 
 
-Side = tuple[Callable[[], tuple[int, Action]], Callable[[int, str], StoreClient]]
+Side = tuple[Callable[[], tuple[int, Action]], Callable[[int, str], MeasuredClient]]
 SIDES: dict[str, Side] = {
     "torchdist_ref": (serve_ours, of_ours),
     "torch": (serve_torch, of_torch),
@@ -200,7 +200,11 @@ def measure(context: RankContext, settings: argparse.Namespace) -> None:
 
 
 def _result(
-    context: RankContext, settings: argparse.Namespace, active: Mapping[str, StoreClient], operation: str, clients: int
+    context: RankContext,
+    settings: argparse.Namespace,
+    active: Mapping[str, MeasuredClient],
+    operation: str,
+    clients: int,
 ) -> Result:
     """Return calls a second of all clients together; of barriers, the seconds of one."""
     rounds = dict.fromkeys(SIDES, 0)
@@ -232,7 +236,7 @@ def _rate(action: Action, seconds: float) -> float:
     return calls / passed
 
 
-def _barriers(client: StoreClient, key: str, clients: int) -> list[tuple[float, float]]:
+def _barriers(client: MeasuredClient, key: str, clients: int) -> list[tuple[float, float]]:
     """Time some barriers in a row, after one that lines up the clients."""
     assert client.barrier is not None
     client.barrier(f"barrier/{key}/first", clients)
