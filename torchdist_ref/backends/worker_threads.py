@@ -47,7 +47,7 @@ class WorkerThread:
                 self._thread.start()
 
     def _loop(self) -> None:
-        # A new thread computes on all cores until it is told the number of threads that this process chose.
+        # A new thread computes on all cores until it gets the number of threads that this process chose.
         torch.set_num_threads(torch.get_num_threads())
         while (job := self._jobs.get()) is not None:
             try:

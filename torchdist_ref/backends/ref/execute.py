@@ -10,9 +10,9 @@ round has six steps:
 5. Copy or reduce: what arrives in a slot comes from the senders' staging buffers.
 6. Release: signal each peer that has been read from that it may write again.
 
-There is one place in the staging buffer, so ranks take turns at writing and reading it. Backend `ref` uses `fast`
-instead, which gives the same results sooner, unless the environment has ``TORCHDIST_REF_EXECUTOR=reference``. Tests
-hold both to the same bits. Do not add here: anything that is only there for speed.
+Every round uses the same part of the staging buffer, so a rank cannot write while its peers still read. Backend `ref`
+uses `fast` instead, which gives the same bits sooner, unless the environment has ``TORCHDIST_REF_EXECUTOR=reference``.
+Tests hold both to the same bits. Do not add here: anything that is only there for speed.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class ReferenceExecutor:
 
 
 def _window_of(plan: Plan, tensors: Sequence[Tensor], scratch: dict[Slot, Tensor], slot: Slot, begin: int) -> Tensor:
-    """Return the part of one of this rank's slots that lies in the window that begins there."""
+    """Return the part of one of this rank's slots in the window that begins at `begin`."""
     count = plan.length(plan.rank, slot, begin) if plan.carries_data else 0
     if slot in scratch:
         return scratch[slot][:count]

@@ -7,7 +7,7 @@ It gives the bits that the reference executor (`execute`) gives, with these opti
 * Ring buffer: a rank writes a window while its peers still read the ones before.
 * Flow control by need: a call of one round and one window needs no release.
 * Zero-copy: calls on registered tensors work on the peers' tensors in place (`zero_copy`).
-* One GPU: ranks that share a device stage there, and not in the host's memory (`one_gpu`).
+* One GPU: ranks that share a device use staging buffers on it, not in host memory (`one_gpu`).
 
 The table shows the time of an `all_reduce` of float32 between two processes without one of them, relative to the fast
 executor: medians of 13 interleaved rounds on a busy host with two cores, where 0.1 is noise. For zero-copy the tensors

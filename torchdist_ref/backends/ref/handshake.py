@@ -45,7 +45,7 @@ def announcement_of(text: str, executor: str) -> Announcement:
 
 
 class SomeUnregisteredError(Exception):
-    """Internal signal: only some ranks have tensors that peers can access, so all ranks stage."""
+    """Internal signal: peers can access the tensors of some ranks only, so all use staging buffers."""
 
 
 class Handshake:

@@ -1,6 +1,6 @@
 """Plan: one rank's part of a collective on tensors of one dtype and shape, as a value.
 
-A plan says which slots a rank writes into its staging buffer and where, which peers read them, which slots it then
+A plan lists which slots a rank writes into its staging buffer and where, which peers read them, which slots it then
 copies or reduces, and from whose staging buffer. Large tensors pass through the staging buffer in windows: the whole
 schedule runs for one window after the other, so that a window is still in the cache when the peers read it.
 
@@ -177,7 +177,7 @@ class Plan:
 
     @cached_property
     def results(self) -> tuple[Slot, ...]:
-        """The slots of this rank that lie in the caller's outputs."""
+        """The slots of this rank that are in the caller's outputs."""
         return tuple(slot for slot in self.slots if slot[0] in ("data", "out"))
 
     @cached_property
@@ -222,7 +222,7 @@ class Plan:
         return tuple(range(0, self.sizes.largest, self.window)) or (0,)
 
     def length(self, rank: int, slot: Slot, begin: int) -> int:
-        """Return the number of elements of `slot` on `rank` that lie in the window that begins there."""
+        """Return the number of elements of `slot` on `rank` in the window that begins at `begin`."""
         return max(0, min(self.window, self.sizes.of(rank, slot) - begin))
 
     def address_of(self, slot: Slot) -> tuple[int, int]:
@@ -234,7 +234,7 @@ class Plan:
         return (first, index * self.sizes.blocks[0]) if buffer in self.sizes.rows else (first + index, 0)
 
     def staging_offset(self, number: int, rank: int, slot: Slot) -> int:
-        """Return the byte at which a slot lies in the part of a rank's staging buffer that round `number` takes."""
+        """Return the offset in bytes of a slot in the part of a rank's staging buffer that round `number` uses."""
         return self.staged[number][rank].index(slot) * self.stride
 
     def staged_for(self, number: int, peer: int, begin: int) -> list[tuple[int, int]]:

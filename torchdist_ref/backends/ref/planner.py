@@ -31,7 +31,7 @@ MOST_PLANS = 1024
 
 Lists = tuple[Sequence[Tensor], Sequence[Tensor]]
 
-# What of a tensor a plan depends on.
+# Properties of a tensor that a plan depends on.
 _kind = attrgetter("dtype", "shape", "is_cpu", "requires_grad")
 
 # Operations whose inputs are the blocks that every rank knows the sizes of; in the others the outputs are.

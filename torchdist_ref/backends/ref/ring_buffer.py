@@ -37,8 +37,8 @@ class RingBuffer:
         round: Number of the next round.
         head: Offset in the ring at which the search for its location begins.
         cells: Number of rounds in a row that never overlap.
-        readers: Rounds that are being read, each with the semaphores that its readers post. A semaphore does not say
-            which round it is for; they are posted in the order of the rounds.
+        readers: Rounds that are being read, each with the semaphores that its readers post. Semaphores carry
+            no round number; they are posted in the order of the rounds.
     """
 
     def __init__(self, link: Link) -> None:

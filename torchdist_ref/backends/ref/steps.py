@@ -47,7 +47,7 @@ class Addresses(Protocol):
     """Strategy that finds slots: staged, in registered tensors, or in the memory of a device."""
 
     def count(self, rank: int, slot: Slot, begin: int) -> int:
-        """Return the number of elements of a rank's slot that lie in the window that begins there."""
+        """Return the number of elements of a rank's slot in the window that begins at `begin`."""
 
     def target(self, rank: int, slot: Slot, begin: int) -> Operand:
         """Return a rank's slot, to be changed."""
@@ -96,7 +96,7 @@ class StepMaker:
     def _of_slot(
         self, target: Operand, count: int, moves: Sequence[Move], sources: Sequence[Operand]
     ) -> Iterator[Step]:
-        # What arrives before the last copy is overwritten by it.
+        # The last copy overwrites all that arrives before it.
         last = max((i for i, m in enumerate(moves) if not m.reduce), default=-1)
         moves, sources = moves[max(0, last) :], sources[max(0, last) :]
         reduces = sum(m.reduce for m in moves)

@@ -53,7 +53,7 @@ class ZeroCopyPath(ABC):
     """Way to run a call on memory that peers access in place, where all ranks' tensors are in such memory.
 
     Attributes:
-        mark: The bits of the announcement that tell which way it is (`status_table.ZERO_COPY_BITS`).
+        mark: The bits of the announcement of this path (`status_table.ZERO_COPY_BITS`).
     """
 
     mark: int
@@ -137,7 +137,7 @@ class RegisteredPath(ZeroCopyPath):
         return self._locations[addresses]
 
     def _find(self, first: Tensor, addresses: Sequence[int]) -> MemoryHandle | None:
-        """Return where tensors are that lie in a row in one region, and that no output overlaps; else None."""
+        """Return the location of tensors that are consecutive in one region and that no output overlaps; else None."""
         begin, block, place = addresses[0], self.stride * self.plan.dtype.itemsize, registered_memory.handle_of(first)
         end = begin + self.elements * self.plan.dtype.itemsize
         read = [self._address(("in", i), addresses) for i in range(self._slots)] if self._slots > 1 else [begin]
