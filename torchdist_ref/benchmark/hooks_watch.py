@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,10 +33,12 @@ from torchdist_ref.calls import Call, CallRecord, Recorder
 from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
 from torchdist_ref.optim import PostLocalSGDOptimizer
 from torchdist_ref.parallel import DistributedDataParallel
-from torchdist_ref.parallel.bucket import Divisor
-from torchdist_ref.parallel.exchange import LaunchedBucket
 from torchdist_ref.testing import namespaces
-from torchdist_ref.work import Work
+
+if TYPE_CHECKING:
+    from torchdist_ref.parallel.bucket import Divisor
+    from torchdist_ref.parallel.exchange import LaunchedBucket
+    from torchdist_ref.work import Work
 
 Span = tuple[str, str, float, float]
 # MiB. Several buckets even in a small model, so that computation and communication can overlap.
