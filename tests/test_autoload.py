@@ -111,3 +111,10 @@ def test_torchs_default_backends_are_unchanged() -> None:
     torchdist_ref.all_reduce  # noqa: B018
     assert c10d.Backend.default_device_backend_map["cpu"] == "gloo"
     assert c10d.Backend.backend_capability["ref"] == ["cpu"]
+
+
+@pytest.mark.parametrize(("platform", "warned"), [("linux", False), ("darwin", True)])
+def test_other_systems_than_linux_get_one_sentence_at_import(platform: str, warned: bool) -> None:
+    program = f"import sys; sys.platform = {platform!r}; import torchdist_ref"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stderr.count("tested on Linux only") == warned

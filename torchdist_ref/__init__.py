@@ -183,5 +183,13 @@ def _run(module: str, function: str, failure: str) -> None:
 # The entry point of editable installations made before the function was renamed.
 _tell_torch = _register_with_torch
 
+if sys.platform != "linux":
+    import warnings
+
+    warnings.warn(
+        f"torchdist_ref is tested on Linux only, and this is {sys.platform}: ranks that are threads work here, "
+        "backend 'ref' between processes does not.",
+        stacklevel=2,
+    )
 _run("torch_paths", "install", "modules at torch's paths cannot be imported")
 _register_with_torch()
