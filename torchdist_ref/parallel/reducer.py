@@ -59,6 +59,10 @@ class Reducer:
         self.group = group
         self.options = options
         self.static_graph = self._static_graph_first_iteration = options.static_graph
+        # Whether unused parameters are searched for in every iteration.
+        self.dynamic_graph_find_unused = options.find_unused and not options.static_graph
+        # Whether only the end of backward shows which parameters take part in this iteration.
+        self._usage_is_open = self.static_graph or self.dynamic_graph_find_unused
         self.divisor = Divisor(groups.get_world_size(group))
         self.exchange: BucketExchange = AllReduceExchange(group, self.divisor, fold=not options.skip_unused)
         self.parameters = [entry.parameter for entry in entries]
@@ -80,16 +84,6 @@ class Reducer:
         # Called at the end of backward, to wait for more than gradients.
         self.at_the_end: Callable[[], None] | None = None
         self.register_autograd_hooks()
-
-    @property
-    def dynamic_graph_find_unused(self) -> bool:
-        """Whether unused parameters are searched for in every iteration."""
-        return self.options.find_unused and not self.static_graph
-
-    @property
-    def _usage_is_open(self) -> bool:
-        """Whether the end of backward alone shows which parameters take part in this iteration."""
-        return self._static_graph_first_iteration or self.dynamic_graph_find_unused
 
     def use(self, exchange: BucketExchange) -> None:
         """Exchange buckets like this from now on."""
@@ -318,6 +312,7 @@ class Reducer:
         if self._static_graph_first_iteration:
             self._ready_order = []
             self._static_graph_first_iteration = False
+            self._usage_is_open = self.dynamic_graph_find_unused
         self._armed = self._begun = self._failed = False
         self._used_locally = bytearray(len(self.entries))
 

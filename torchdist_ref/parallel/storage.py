@@ -4,7 +4,7 @@
 unpacks the result. With ``gradient_as_bucket_view`` the parameter's ``.grad`` *is* the view, so nothing is copied out,
 and nothing is copied in where autograd accumulates in place. `SparseBucket` holds one sparse gradient as it is.
 
-`InPlaceGradients` replaces the last dense bucket between ranks that share memory. That bucket fills when backward is
+`InPlaceGradients` replaces the last dense bucket between ranks that share memory. It would fill when backward is
 over, so no computation hides its communication, and a copy costs about as much as the sum. Its gradients are averaged
 where they are, piece by piece. Do not add launch order here: `reducer` decides it.
 """
@@ -120,9 +120,8 @@ class DenseBucket:
 
         Args:
             scale: Factor for gradients, applied while they are in the cache. Default 1.0.
-            wire_dtype: Dtype in which they are packed and then multiplied. Where they are in the buffer all the same
-                (``.grad`` is a view of it, has that dtype or is complex), they are neither rounded nor multiplied.
-                Default None: their own.
+            wire_dtype: Dtype in which they are packed and then multiplied. They stay in the buffer, neither rounded nor
+                multiplied, if ``.grad`` is a view of it, has that dtype or is complex. Default None: their own.
         """
         unrounded = self.gradient_as_view or self._complex or wire_dtype is self.buffer.dtype
         self.wire_dtype = None if unrounded else wire_dtype
