@@ -182,7 +182,7 @@ class Work:
         return self.future_of_kind(CallFuture)
 
     def future_of_kind(self, kind: type[CallFuture]) -> Future[Any]:
-        """Return the future of this Work; the first caller decides its class."""
+        """Return the future of this Work; the first caller decides its class. Subclasses override this method."""
         with self._lock:
             future = self._future
             if future is None:

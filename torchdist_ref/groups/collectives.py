@@ -41,7 +41,7 @@ from torchdist_ref.groups.arguments import (
 )
 from torchdist_ref.groups.world import ProcessGroup, refuse_destroyed
 from torchdist_ref.timeouts import Deadline
-from torchdist_ref.work import Work
+from torchdist_ref.work import CallFuture, Work
 
 _BARRIER = Barrier()
 _PREMUL_SUM = ALL_REDUCE["premul_sum"]
@@ -368,9 +368,9 @@ class JoinedWork(Work):
         """See `Work.exception`."""
         return super().exception() if self.is_completed() else None
 
-    def get_future(self) -> Future[Any]:
-        """See `Work.get_future`."""
-        future = super().get_future()
+    def future_of_kind(self, kind: type[CallFuture]) -> Future[Any]:
+        """See `Work.future_of_kind`."""
+        future = super().future_of_kind(kind)
         if not self.is_completed():
             for part in self._parts:
                 part.get_future().add_done_callback(self._on_part_done)

@@ -24,7 +24,7 @@ from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchWork
 from torchdist_ref.calls import AllReduce, Call, Recv, Reduce, ReduceScatter, Send
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
-from torchdist_ref.work import Work
+from torchdist_ref.work import CallFuture, Work
 
 Tensors = Sequence[Tensor]
 _BITWISE = ("band", "bor", "bxor")
@@ -104,8 +104,11 @@ class NcclWork(TorchWork):
         if self._copied_event is not None:
             self._copied_event.wait()
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        """See `Work.get_future`. Complete once the call is on its stream; callbacks run on streams ordered after it."""
+    def future_of_kind(self, kind: type[CallFuture]) -> torch.futures.Future[Any]:
+        """Return torch's own future, whatever the kind.
+
+        It completes once the call is on its stream; callbacks run on streams ordered after it.
+        """
         with self._lock:
             if self._future is None:
                 self._future = self._torch_work.get_future().then(self._value)

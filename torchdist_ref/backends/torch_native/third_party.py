@@ -20,7 +20,7 @@ from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.profiler_ranges import profiled
 from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchWork
 from torchdist_ref.calls import Call
-from torchdist_ref.work import Work
+from torchdist_ref.work import CallFuture, Work
 
 log = logging.getLogger("torchdist_ref.backends")
 
@@ -28,13 +28,13 @@ log = logging.getLogger("torchdist_ref.backends")
 class ThirdPartyWork(TorchWork):
     """Work that may have no future of its own; then one is made by waiting."""
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        """See `Work.get_future`."""
+    def future_of_kind(self, kind: type[CallFuture]) -> torch.futures.Future[Any]:
+        """See `Work.future_of_kind`."""
         try:
-            return super().get_future()
+            return super().future_of_kind(kind)
         except (RuntimeError, NotImplementedError, AttributeError):
             self._complete_after(self._torch_work.wait)
-            return super().get_future()
+            return super().future_of_kind(kind)
 
 
 class ThirdParty(TorchBackend):
