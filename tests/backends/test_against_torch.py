@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as oracle
 from torch import Tensor
 
 import torchdist_ref as dist
+from tests.torch_versions import needs_torch
 from torchdist_ref.testing import fill, run
 
 SHAPES = [(0,), (), (5,), (3, 4), (1031,), (150_001,)]
@@ -41,7 +43,7 @@ def in_place(name: str, call: Callable[..., object], rank: int, shape: tuple[int
     agree(ours, theirs, name)
 
 
-def program(rank: int, size: int, path: str) -> None:
+def program(rank: int, size: int, path: str, compare: Callable[..., None]) -> None:
     store = oracle.FileStore(path, size)
     oracle.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
     try:
@@ -52,7 +54,7 @@ def program(rank: int, size: int, path: str) -> None:
         oracle.destroy_process_group()
 
 
-def compare(rank: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def compare_values(rank: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     ops = ["SUM", "PRODUCT", "MIN", "MAX"] + ([] if dtype.is_floating_point else ["BAND", "BOR", "BXOR"])
     ops += ["AVG"] if dtype.is_floating_point else []
     for op in ops:
@@ -66,22 +68,36 @@ def compare(rank: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) ->
 def compare_blocks(rank: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     gathered = {}
     scattered = {}
-    exchanged = {}
     for name, d in (("ours", dist), ("theirs", oracle)):
         gathered[name] = [torch.zeros(shape, dtype=dtype) for _ in range(size)]
         d.all_gather(gathered[name], values(rank, shape, dtype))
         scattered[name] = torch.zeros(shape, dtype=dtype)
         d.reduce_scatter(scattered[name], [values(rank + 7 * block, shape, dtype) for block in range(size)])
-        exchanged[name] = [torch.zeros(shape, dtype=dtype) for _ in range(size)]
-        d.all_to_all(exchanged[name], [values(rank + 5 * target, shape, dtype) for target in range(size)])
     agree(scattered["ours"], scattered["theirs"], "reduce_scatter")
     for r in range(size):
         agree(gathered["ours"][r], gathered["theirs"][r], "all_gather")
+
+
+def compare_exchanges(rank: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    exchanged = {}
+    for name, d in (("ours", dist), ("theirs", oracle)):
+        exchanged[name] = [torch.zeros(shape, dtype=dtype) for _ in range(size)]
+        d.all_to_all(exchanged[name], [values(rank + 5 * target, shape, dtype) for target in range(size)])
+    for r in range(size):
         agree(exchanged["ours"][r], exchanged["theirs"][r], "all_to_all")
+
+
+def against_gloo(world_size: int, path: str, compare: Callable[..., None]) -> None:
+    run(program, world_size, world_size, path, compare, ranks="processes", timeout=90.0)
 
 
 # Over a second: some five hundred collectives on each of two backends, with more ranks than cores.
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ref_equals_torchs_gloo(world_size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("oracle") / "store"
-    run(program, world_size, world_size, str(path), ranks="processes", timeout=90.0)
+    against_gloo(world_size, str(tmp_path_factory.mktemp("oracle") / "store"), compare_values)
+
+
+@needs_torch("2.13", "lists of blocks in Gloo's all_to_all")
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ref_exchanges_what_torchs_gloo_exchanges(world_size: int, tmp_path: Path) -> None:
+    against_gloo(world_size, str(tmp_path / "store"), compare_exchanges)

@@ -11,6 +11,8 @@ import torchdist_ref as dist
 from torchdist_ref.testing import fill, run
 
 BACKENDS = [("ref", "threads"), ("gloo", "processes")]
+# ReduceOp.PREMUL_SUM(factor) is new in torch 2.13; this name is older.
+premul_sum: Any = torch.distributed._make_nccl_premul_sum  # type: ignore[attr-defined]
 LARGE = 2**63
 
 
@@ -48,7 +50,7 @@ def test_an_invalid_premul_sum_factor_is_an_error(
     tensor: torch.Tensor, factor: Any, kind: type[Exception], words: str
 ) -> None:
     def program(rank: int) -> None:
-        op = dist.ReduceOp.PREMUL_SUM if factor is None else dist.ReduceOp.PREMUL_SUM(factor)
+        op = dist.ReduceOp.PREMUL_SUM if factor is None else premul_sum(factor)
         with pytest.raises(kind, match=words):
             dist.all_reduce(tensor, op)
 
@@ -57,7 +59,7 @@ def test_an_invalid_premul_sum_factor_is_an_error(
 
 def several_tensors(rank: int) -> list[Any]:
     """The functions beside all_reduce that take a reduction."""
-    op, tensors = dist.ReduceOp.PREMUL_SUM(rank + 0.5), [torch.tensor([2.0]), torch.tensor([4.0, 6.0])]
+    op, tensors = premul_sum(rank + 0.5), [torch.tensor([2.0]), torch.tensor([4.0, 6.0])]
     dist.all_reduce_coalesced(tensors, op)
     pair = [torch.tensor([2.0]), torch.tensor([4.0])]
     dist.all_reduce_multigpu(pair, op)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import torchdist_ref as dist
 from tests.backends.inside_torch import compared, on
+from tests.torch_versions import needs_torch
 from torchdist_ref.testing import fill, run
 
 # The older names are the ones that torch 2.11 has too.
@@ -70,6 +71,9 @@ def exchanges(rank: int, size: int) -> Iterator[Tensor]:
     outputs = [torch.zeros(4) for _ in range(size)]
     c10d.all_to_all(outputs, [fill(10 * rank + to, (4,)) for to in range(size)])
     yield from outputs
+
+
+def exchanges_of_rows(rank: int, size: int) -> Iterator[Tensor]:
     row = torch.zeros(2 * size, 3)
     c10d.all_to_all_single(row, fill(rank, (2 * size, 3)))
     yield row
@@ -130,7 +134,15 @@ def strided(rank: int, size: int) -> Iterator[Tensor]:
     yield image
 
 
-PROGRAMS = [reductions, gatherings, exchanges, messages, groups, coalesced]
+PROGRAMS = [
+    reductions,
+    gatherings,
+    pytest.param(exchanges, marks=needs_torch("2.13", "lists of blocks in Gloo's all_to_all")),
+    exchanges_of_rows,
+    messages,
+    groups,
+    coalesced,
+]
 
 
 def listed(rank: int, size: int, program: Any) -> list[Tensor]:

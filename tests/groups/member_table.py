@@ -21,6 +21,7 @@ from torchdist_ref.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocal
 
 import torchdist_ref as dist
 from tests.groups.surface_table import VERSION, Signature, signature
+from tests.torch_versions import torch_has
 from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torchdist_ref.testing import run
 
@@ -160,6 +161,22 @@ def installed() -> dict[str, Signature | None]:
             except AttributeError:
                 found[name] = None
     return found
+
+
+def newer() -> set[str]:
+    """Return the names that are absent here because the installed torch, older than the table, lacks them too."""
+    if torch_has(VERSION):
+        return set()
+    return {name for name, (state, _) in rows().items() if state == "absent" and not torch_shows(name)}
+
+
+def torch_shows(name: str) -> bool:
+    """Return whether the installed torch has a name."""
+    try:
+        find(name, "torch.distributed", THEIRS)
+    except AttributeError:
+        return False
+    return True
 
 
 def lasting(found: Signature | None) -> Signature | None:

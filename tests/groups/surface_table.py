@@ -7,6 +7,7 @@ a test compares both.
 
 from __future__ import annotations
 
+import enum
 import inspect
 import json
 import warnings
@@ -103,7 +104,14 @@ def signature(value: Any) -> Signature | None:
         parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):
         return None
-    return [[p.name, p.kind.name, None if p.default is p.empty else repr(p.default)] for p in parameters]
+    return [[p.name, p.kind.name, None if p.default is p.empty else shown(p.default)] for p in parameters]
+
+
+def shown(default: Any) -> str:
+    """Return the `repr` of a default; of enum members the same in each version of Python."""
+    if isinstance(default, enum.Enum):
+        return f"<{type(default).__name__}.{default.name}: {default.value!r}>"
+    return repr(default)
 
 
 def torchs_names() -> dict[str, Signature | None]:

@@ -13,6 +13,7 @@ import torch.distributed as theirs
 from torch import Tensor
 
 import torchdist_ref as dist
+from tests.torch_versions import torch_has
 from torchdist_ref.groups.collectives import JoinedWork
 from torchdist_ref.testing import RankError, fill, run
 
@@ -123,6 +124,13 @@ def pairs(library: Any, rank: int, size: int) -> list[list[float]]:
     return [got[peer].tolist() for peer in got]
 
 
+def of_one_tensor(library: Any) -> tuple[Any, Any]:
+    """Return the functions on blocks of one tensor, by the older names in a torch that lacks the present ones."""
+    if library is theirs and not torch_has("2.13"):
+        return library.all_gather_into_tensor, library.reduce_scatter_tensor
+    return library.all_gather_single, library.reduce_scatter_single
+
+
 def coalesced(library: Any, rank: int, size: int) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -134,8 +142,9 @@ def coalesced(library: Any, rank: int, size: int) -> list[Any]:
         future = library.all_reduce_coalesced(later, async_op=True)
         assert [tensor.data_ptr() for tensor in future.wait()] == [tensor.data_ptr() for tensor in later]
         output, part = torch.zeros(3 * size), torch.zeros(2)
-        library.all_gather_single(output, fill(rank, (3,)))
-        library.reduce_scatter_single(part, fill(rank, (2 * size,)), theirs.ReduceOp.MIN)
+        gather, scatter = of_one_tensor(library)
+        gather(output, fill(rank, (3,)))
+        scatter(part, fill(rank, (2 * size,)), theirs.ReduceOp.MIN)
     return [t.tolist() for t in [*tensors, *(t for tensors in everybody for t in tensors), *later, output, part]]
 
 

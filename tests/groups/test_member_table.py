@@ -14,10 +14,10 @@ ROWS = sorted(table.known())
 
 
 def test_every_name_matches_torch_or_has_a_reason() -> None:
-    silent = [
+    silent = {
         name for name, (state, why) in table.rows().items() if state in ("absent", "other parameters") and not why
-    ]
-    assert not silent
+    }
+    assert not silent - table.newer()
 
 
 def test_every_reason_is_needed() -> None:
@@ -36,7 +36,11 @@ def test_most_names_are_present() -> None:
 
 def test_the_page_shows_the_table() -> None:
     again = "run `python -m tests.groups.member_table`"
-    assert table.PAGE.read_text(encoding="utf-8") == table.page(), again
+    shown, written = (text.splitlines() for text in (table.PAGE.read_text(encoding="utf-8"), table.page()))
+    newer = tuple(f"| `{name}` |" for name in table.newer())
+    assert [line for line in shown if not line.startswith(newer)] == [
+        line for line in written if not line.startswith(newer)
+    ], again
 
 
 @pytest.mark.skipif(not torch.__version__.startswith(table.VERSION), reason="the signatures are those of torch 2.13")

@@ -13,6 +13,7 @@ import torch.distributed as oracle
 
 import torchdist_ref as dist
 from tests.groups.misuse import MESSAGES, Misuse, Site, more, of_stores, substitutions
+from tests.torch_versions import torch_has
 from torchdist_ref.testing import run
 
 # Calls for which torch raises an internal error, or none although something is wrong.
@@ -24,7 +25,7 @@ INTENDED = {
     "new_group unknown backend": "an assertion of torch's.",
     r"coalesced .*: nothing": "torch's dispatcher has no tensor to look at (NotImplementedError).",
 }
-if torch.__version__ >= "2.14":
+if torch_has("2.14"):
     INTENDED |= {"monitored_barrier group": "torch 2.14 takes it for a group.", "new_group ranks none": "an assertion."}
 # torch waits for a rank that does not exist, until its time-out; a reduce_scatter of other sizes ends its
 # process, and so may a multi_set that reads values that are not there.

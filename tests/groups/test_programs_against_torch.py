@@ -18,6 +18,7 @@ import torch
 import torch.distributed as oracle
 
 import torchdist_ref as dist
+from tests.torch_versions import torch_has
 from torchdist_ref.testing import fill, run
 
 TIMEOUT = timedelta(seconds=10)
@@ -75,7 +76,7 @@ PROGRAMS: list[Callable[[Any, int], Any]] = [
     ranks_of_other_integer_types,
     sparse_sums,
 ]
-if torch.__version__ < "2.14":
+if not torch_has("2.14"):
     # There torch's ranks wait for one another in the third group, as long as they may.
     PROGRAMS.append(only_members_make_groups)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as theirs
 
 import torchdist_ref as dist
+from tests.torch_versions import needs_torch
 from torchdist_ref.testing import fill, run
 
 SHORT = timedelta(seconds=5)
@@ -43,24 +44,33 @@ def enumerated(library: Any, rank: int) -> list[Any]:
     mine, every = library.new_subgroups_by_enumeration([[3, 1], [2]])
     part = None if mine is None else library.get_process_group_ranks(mine)
     half, halves = library.new_subgroups(2)
-    unsorted = library.new_group([2, 0, 3], sort_ranks=False)
-    ranks = [library.get_rank(group) for group in (*every, *halves, unsorted)]
+    ranks = [library.get_rank(group) for group in (*every, *halves)]
     return [part, library.get_process_group_ranks(half), ranks]
 
 
-def beside_torch(rank: int, path: str) -> tuple[list[Any], list[Any]]:
+def unsorted(library: Any, rank: int) -> int:
+    found: int = library.get_rank(library.new_group([2, 0, 3], sort_ranks=False))
+    return found
+
+
+def beside_torch(rank: int, path: str, program: Any) -> tuple[Any, Any]:
     theirs.init_process_group("gloo", store=theirs.FileStore(path, 4), rank=rank, world_size=4)
     try:
-        return enumerated(dist, rank), enumerated(theirs, rank)
+        return program(dist, rank), program(theirs, rank)
     finally:
         theirs.destroy_process_group()
 
 
 def test_groups_match_torchs(tmp_path: Path) -> None:
-    found = run(beside_torch, 4, str(tmp_path / "store"), ranks="processes")
+    found = run(beside_torch, 4, str(tmp_path / "store"), enumerated, ranks="processes")
     assert [ours for ours, _ in found] == [oracle for _, oracle in found]
     assert [ours[0] for ours, _ in found] == [None, [1, 3], [2], [1, 3]]
-    assert [ours[2][-1] for ours, _ in found] == [1, -1, 0, 2]
+
+
+@needs_torch("2.13", "the argument sort_ranks of new_group")
+def test_torch_keeps_the_same_order(tmp_path: Path) -> None:
+    found = run(beside_torch, 4, str(tmp_path / "store"), unsorted, ranks="processes")
+    assert found == [(rank, rank) for rank in (1, -1, 0, 2)]
 
 
 def in_given_order(rank: int) -> list[float]:

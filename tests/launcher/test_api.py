@@ -20,6 +20,7 @@ from torchdist_ref.elastic.utils.distributed import get_free_port
 import torchdist_ref as dist
 from tests.groups.surface_table import signature
 from tests.launcher import jobs
+from tests.torch_versions import needs_torch
 from torchdist_ref import launcher
 from torchdist_ref.launcher import LaunchConfig, elastic_launch, launch_agent
 
@@ -138,14 +139,23 @@ def test_unsupported_configurations_raise(options: dict[str, Any], entrypoint: A
 
 def test_shutdown_timeout_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
-    assert LaunchConfig(1, 1, 1).shutdown_timeout == theirs.LaunchConfig(1, 1, 1).shutdown_timeout == 7
-    assert (
-        LaunchConfig(1, 1, 1, rdzv_timeout=5).rdzv_configs == theirs.LaunchConfig(1, 1, 1, rdzv_timeout=5).rdzv_configs
-    )
+    assert LaunchConfig(1, 1, 1).shutdown_timeout == 7
     with pytest.raises(ValueError, match="'shutdown_timeout' must be 0 or more"):
         LaunchConfig(1, 1, 1, shutdown_timeout=-1)
 
 
+def test_the_rendezvous_timeout_is_configured_as_by_torch() -> None:
+    ours, torchs = (kind(1, 1, 1, rdzv_timeout=5).rdzv_configs for kind in (LaunchConfig, theirs.LaunchConfig))
+    assert ours == torchs
+
+
+@needs_torch("2.13", "LaunchConfig.shutdown_timeout")
+def test_torch_takes_the_shutdown_timeout_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
+    assert LaunchConfig(1, 1, 1).shutdown_timeout == theirs.LaunchConfig(1, 1, 1).shutdown_timeout
+
+
+@needs_torch("2.13", "LaunchConfig.shutdown_timeout, and health_check_server of the launch functions")
 @pytest.mark.parametrize("name", ["LaunchConfig", "elastic_launch", "launch_agent"])
 def test_signatures_equal_torchs(name: str) -> None:
     assert signature(getattr(launcher, name)) == signature(getattr(theirs, name))

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
 from tests.parallel.training import batch, build, forked
+from tests.torch_versions import needs_torch
 from torchdist_ref.testing import run
 
 pytestmark = pytest.mark.filterwarnings(
@@ -98,8 +99,12 @@ def logging_data(wrap: Any, rank: int) -> Any:
     statistics = ddp._get_ddp_logging_data()
     same = ("bucket_cap_bytes", "bucket_sizes", "broadcast_buffers", "module_name", "rank", "world_size")
     more = ("num_parameter_tensors", "total_parameter_size_bytes", "gradient_as_bucket_view")
-    attributes = ddp.bucket_bytes_cap, ddp.device_type, ddp.forward_sync_buffers, ddp.is_multi_device_module
+    attributes = ddp.bucket_bytes_cap, ddp.device_type, ddp.is_multi_device_module
     return [(name, statistics[name]) for name in (*same, *more)], attributes
+
+
+def buffers_setting(wrap: Any, rank: int) -> Any:
+    return wrap(build("mlp")).forward_sync_buffers, wrap(build("mlp"), broadcast_buffers=False).forward_sync_buffers
 
 
 def library(wrap: Any) -> Any:
@@ -152,16 +157,25 @@ PROGRAMS: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
-def beside(rank: int, path: str) -> dict[str, list[Any]]:
+def beside(rank: int, path: str, programs: dict[str, Callable[[Any, int], Any]]) -> dict[str, list[Any]]:
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     kept.append(torch.distributed.group.WORLD)
-    found = {name: [program(wrap, rank) for wrap in (TorchDDP, DDP)] for name, program in PROGRAMS.items()}
+    found = {name: [program(wrap, rank) for wrap in (TorchDDP, DDP)] for name, program in programs.items()}
     torch.distributed.destroy_process_group()
     return found
 
 
 def test_private_names_equal_torchs(tmp_path: Path) -> None:
-    for found in forked(beside, 2, str(tmp_path / "meet")):
+    compare_programs(tmp_path, PROGRAMS)
+
+
+@needs_torch("2.13", "DistributedDataParallel.forward_sync_buffers")
+def test_forward_sync_buffers_is_as_torchs(tmp_path: Path) -> None:
+    compare_programs(tmp_path, {"buffers": buffers_setting})
+
+
+def compare_programs(tmp_path: Path, programs: dict[str, Callable[[Any, int], Any]]) -> None:
+    for found in forked(beside, 2, str(tmp_path / "meet"), programs):
         for name, (theirs, ours) in found.items():
             for one, other in zip(theirs, ours, strict=True):
                 torch.testing.assert_close(other, one, rtol=0, atol=0) if _of_tensors(one) else _same(name, one, other)

@@ -19,6 +19,7 @@ import torch.distributed
 
 from tests.stores.store_helpers import LossyRelay, in_child, server, torch_tcp
 from tests.stores.store_model import machine
+from tests.torch_versions import needs_torch
 from torchdist_ref.errors import ArgumentError, DistNetworkError, StoreTimeoutError
 from torchdist_ref.stores import TCPStore, sockets
 from torchdist_ref.stores.tcp import server as server_module
@@ -97,15 +98,25 @@ def test_waits_of_torchs_and_our_clients_wake_each_other(our_port: int, their_po
         thread.start()
         acts.set(key, "1")
         thread.join()
-        thread = threading.Thread(target=lambda waits=waits, key=key: waits.barrier(key + "barrier", 2))
-        thread.start()
-        acts.barrier(key + "barrier", 2)
-        thread.join()
         thread = threading.Thread(target=lambda waits=waits, key=key: got.append(waits.queue_pop(key + "queue")))
         thread.start()
         acts.queue_push(key + "queue", "job")
         thread.join()
     assert got == [b"1", b"job"] * 2
+    ours.close()
+
+
+@needs_torch("2.13", "TCPStore.barrier")
+@pytest.mark.parametrize("ours_serves", [True, False])
+def test_torchs_and_our_clients_meet_at_a_barrier(our_port: int, their_port: int, ours_serves: bool) -> None:
+    port = our_port if ours_serves else their_port
+    ours, theirs = TCPStore(HOST, port), torch_tcp(HOST, port)
+    for waits, acts in ((ours, theirs), (theirs, ours)):
+        key = f"{type(waits).__module__} waits"
+        thread = threading.Thread(target=lambda waits=waits, key=key: waits.barrier(key, 2))
+        thread.start()
+        acts.barrier(key, 2)
+        thread.join()
     ours.close()
 
 
@@ -116,9 +127,22 @@ def test_clients_are_usable_after_a_timeout(our_port: int, their_port: int, ours
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=r"wait timeout after 70ms, keys: .*never"):
             store.wait(["never"], timedelta(milliseconds=70))
+        assert 0.07 <= time.monotonic() - start < 1.5
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+        if isinstance(store, TCPStore):
+            store.close()
+
+
+@needs_torch("2.13", "TCPStore.barrier, also in torch's server")
+@pytest.mark.parametrize("ours_serves", [True, False])
+def test_clients_are_usable_after_a_timeout_of_a_barrier(our_port: int, their_port: int, ours_serves: bool) -> None:
+    port = our_port if ours_serves else their_port
+    for store in (TCPStore(HOST, port), torch_tcp(HOST, port)):
+        start = time.monotonic()
         with pytest.raises(RuntimeError, match="barrier timeout after 70ms"):
             store.barrier(f"few{ours_serves}{type(store).__module__}", 2, timedelta(milliseconds=70))
-        assert 0.14 <= time.monotonic() - start < 1.5
+        assert 0.07 <= time.monotonic() - start < 1.5
         store.set("k", "v")
         assert store.get("k") == b"v"
         if isinstance(store, TCPStore):
