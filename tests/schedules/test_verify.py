@@ -99,7 +99,7 @@ def test_the_order_of_two_operands_does_not_matter() -> None:
             "result: rank 0, tmp[0], at the end: expected a notification from every rank",
         ),
         ("barrier", [carry(0, 5, SIGNAL)], "rank: rank 5, tmp[0], round 1: expected ranks from 0 to 1"),
-        ("barrier", [carry(0, 1, DATA)], "writable: rank 1, data[0], round 1: expected a token"),
+        ("barrier", [carry(0, 1, DATA)], "writable: rank 1, data[0], round 1: expected a signal"),
         ("scatter", [Move(0, 1, ("in", 1), ("out", 0))], "result: rank 0, out[0], at the end: expected 0.in[0], got n"),
     ],
 )
