@@ -11,6 +11,7 @@ import torch
 import torch.distributed as theirs
 
 import torchdist_ref as dist
+from tests.torchs_world import start_torch
 
 
 def local() -> Any:
@@ -65,8 +66,8 @@ def test_errors_before_a_group_have_no_rank(number: int) -> None:
 def test_errors_in_a_group_have_the_rank(number: int) -> None:
     call, name = WITHIN[number]
     try:
-        for library in (dist, theirs):
-            library.init_process_group("gloo", store=library.HashStore(), **ALONE)
+        dist.init_process_group("gloo", store=dist.HashStore(), **ALONE)
+        start_torch(store=theirs.HashStore(), **ALONE)
         ours, torchs = raised(call, dist), raised(call, theirs)
     finally:
         left()

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersg
 
 import torchdist_ref as dist
 from tests.parallel.training import train
+from tests.torchs_world import start_torch
 from torchdist_ref.algorithms.ddp_comm_hooks import default_hooks as ours
 from torchdist_ref.testing import fill, run
 
@@ -150,7 +151,7 @@ def test_torchs_other_functions_find_the_mirrored_groups() -> None:
 
 
 def test_a_group_of_torchs_own_stays_the_default(tmp_path: Any) -> None:
-    torchs.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    start_torch(init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
     try:
         own = torchs.group.WORLD
 

@@ -15,6 +15,7 @@ from torchdist_ref.algorithms.model_averaging.hierarchical_model_averager import
 
 import torchdist_ref as dist
 from tests.parallel.training import forked
+from tests.torchs_world import start_torch
 from torchdist_ref.algorithms.model_averaging import averagers as utils
 from torchdist_ref.algorithms.model_averaging.averagers import ModelAverager, PeriodicModelAverager
 from torchdist_ref.testing import fill, run
@@ -61,7 +62,7 @@ MAKERS: dict[str, Make] = {"periodic": periodic, "hierarchical": hierarchical, "
 
 
 def beside(rank: int, path: str) -> Any:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=4)
+    start_torch(init_method=f"file://{path}", rank=rank, world_size=4)
     found = {name: (history(make, False, rank), history(make, True, rank)) for name, make in MAKERS.items()}
     torch.distributed.destroy_process_group()
     return found

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
 from tests.parallel.training import batch, build, forked
+from tests.torchs_world import start_torch
 from torchdist_ref.algorithms.ddp_comm_hooks import (
     ddp_zero_hook,
     default_hooks,
@@ -61,7 +62,7 @@ kept: list[Any] = []
 
 
 def meet(rank: int, world: int, path: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    start_torch(init_method=f"file://{path}", rank=rank, world_size=world)
     kept.append(torch.distributed.group.WORLD)
 
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
 from tests.parallel.training import forked, train
+from tests.torchs_world import start_torch
 from torchdist_ref.algorithms.ddp_comm_hooks import blocked_products, low_rank
 from torchdist_ref.algorithms.ddp_comm_hooks import powerSGD_hook as module
 from torchdist_ref.algorithms.ddp_comm_hooks.blocked_products import BLOCKED
@@ -160,7 +161,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def beside_torch(rank: int, world: int, r: int, path: str) -> list[tuple[Tensor, Tensor, Any, Any]]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    start_torch(init_method=f"file://{path}", rank=rank, world_size=world)
     found = []
     for kw in WAYS:
         # torch fails on a parameter without dimensions, so here it has one.
@@ -198,7 +199,7 @@ class Large(Given):
 
 
 def large(rank: int, path: str, r: int) -> tuple[Tensor, Tensor]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    start_torch(init_method=f"file://{path}", rank=rank, world_size=2)
     found = []
     theirs, ours = (TorchDDP, torchs.PowerSGDState, torchs.powerSGD_hook), (DDP, PowerSGDState, powerSGD_hook)
     for wrap, state, hook in (theirs, ours):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import torchdist_ref as dist
 from tests.torch_versions import needs_torch
+from tests.torchs_world import start_torch
 from torchdist_ref.testing import fill, run
 
 SHAPES = [(0,), (), (5,), (3, 4), (1031,), (150_001,)]
@@ -45,7 +46,7 @@ def in_place(name: str, call: Callable[..., object], rank: int, shape: tuple[int
 
 def program(rank: int, size: int, path: str, compare: Callable[..., None]) -> None:
     store = oracle.FileStore(path, size)
-    oracle.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    start_torch(store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
     try:
         for shape in SHAPES:
             for dtype in DTYPES:

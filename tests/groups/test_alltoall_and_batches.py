@@ -14,6 +14,7 @@ from torch import Tensor
 
 import torchdist_ref as dist
 from tests.torch_versions import torch_has
+from tests.torchs_world import start_torch
 from torchdist_ref.groups.collectives import JoinedWork
 from torchdist_ref.testing import RankError, fill, run
 
@@ -155,7 +156,7 @@ def single_and_many(library: Any, rank: int, size: int) -> list[Any]:
 
 
 def beside_torch(rank: int, size: int, path: str) -> tuple[list[Any], list[Any]]:
-    theirs.init_process_group("gloo", store=theirs.FileStore(path, size), rank=rank, world_size=size)
+    start_torch(store=theirs.FileStore(path, size), rank=rank, world_size=size)
     try:
         return single_and_many(dist, rank, size), single_and_many(theirs, rank, size)
     finally:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as theirs
 
 import torchdist_ref as dist
+from tests.torchs_world import start_torch
 from torchdist_ref.testing import fill, run
 
 
@@ -39,7 +40,7 @@ def meshes(library: Any, rank: int) -> list[Any]:
 
 
 def beside_torch(rank: int, path: str) -> tuple[list[Any], list[Any]]:
-    theirs.init_process_group("gloo", store=theirs.FileStore(path, 4), rank=rank, world_size=4)
+    start_torch(store=theirs.FileStore(path, 4), rank=rank, world_size=4)
     try:
         return meshes(dist, rank), meshes(theirs, rank)
     finally:

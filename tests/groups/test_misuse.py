@@ -14,6 +14,7 @@ import torch.distributed as oracle
 import torchdist_ref as dist
 from tests.groups.misuse import MESSAGES, Misuse, Site, more, of_stores, substitutions
 from tests.torch_versions import torch_has
+from tests.torchs_world import start_torch
 from torchdist_ref.testing import run
 
 # Calls for which torch raises an internal error, or none although something is wrong.
@@ -56,7 +57,7 @@ def program(rank: int, path: str) -> list[tuple[str, list[str] | None, list[str]
     """Make every wrong call on torch's Gloo and on ours, and then use our group."""
     warnings.simplefilter("ignore")
     store = oracle.FileStore(path, 2)
-    oracle.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
+    start_torch(store=store, rank=rank, world_size=2, timeout=TIMEOUT)
     ours = dist.new_group(timeout=TIMEOUT)
     found = []
     for misuse in [*substitutions(), *more(), *of_stores()]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as theirs
 
 import torchdist_ref as dist
+from tests.torchs_world import start_torch
 from torchdist_ref.testing import RankError, fill, run
 
 WORLDS = [1, 2, 3, 4]
@@ -59,7 +60,7 @@ def test_objects_match_formulas(world_size: int, backend: str) -> None:
 
 
 def beside_torch(rank: int, size: int, path: str) -> tuple[list[Any], list[Any]]:
-    theirs.init_process_group("gloo", store=theirs.FileStore(path, size), rank=rank, world_size=size)
+    start_torch(store=theirs.FileStore(path, size), rank=rank, world_size=size)
     try:
         return collectives(dist, rank, size), collectives(theirs, rank, size)
     finally:
@@ -111,7 +112,7 @@ def messages(library: Any, rank: int, size: int) -> list[Any]:
 
 
 def messages_beside_torch(rank: int, size: int, path: str) -> tuple[list[Any], list[Any]]:
-    theirs.init_process_group("gloo", store=theirs.FileStore(path, size), rank=rank, world_size=size)
+    start_torch(store=theirs.FileStore(path, size), rank=rank, world_size=size)
     try:
         return messages(dist, rank, size), messages(theirs, rank, size)
     finally:

@@ -19,6 +19,7 @@ import torch.distributed as oracle
 
 import torchdist_ref as dist
 from tests.torch_versions import torch_has
+from tests.torchs_world import start_torch
 from torchdist_ref.testing import fill, run
 
 TIMEOUT = timedelta(seconds=10)
@@ -89,7 +90,7 @@ def seen(program: Callable[[Any, int], Any], library: Any, rank: int) -> tuple[A
 
 
 def beside(rank: int, path: str) -> list[tuple[str, Any, Any]]:
-    oracle.init_process_group("gloo", store=oracle.FileStore(path, 4), rank=rank, world_size=4, timeout=TIMEOUT)
+    start_torch(store=oracle.FileStore(path, 4), rank=rank, world_size=4, timeout=TIMEOUT)
     found = [(program.__name__, seen(program, oracle, rank), seen(program, dist, rank)) for program in PROGRAMS]
     oracle.destroy_process_group()
     return found

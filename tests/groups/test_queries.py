@@ -11,6 +11,7 @@ import torch
 import torch.distributed as theirs
 
 import torchdist_ref as dist
+from tests.torchs_world import start_torch
 from torchdist_ref.backends import base, registry
 from torchdist_ref.backends.ref import Ref
 from torchdist_ref.testing import fill, run
@@ -121,7 +122,7 @@ def test_elastic_launchers_are_detected(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def counts(rank: int, path: str, size: int) -> tuple[list[int], list[int]]:
-    theirs.init_process_group("gloo", store=theirs.FileStore(path, size), rank=rank, world_size=size)
+    start_torch(store=theirs.FileStore(path, size), rank=rank, world_size=size)
     found: tuple[list[int], list[int]] = ([], [])
     for mine, library in zip(found, (dist, theirs), strict=True):
         mine.append(library.get_pg_count())
@@ -154,7 +155,7 @@ def test_deprecated_reduce_op_works_and_warns() -> None:
 
 
 def worlds(rank: int, path: str) -> list[bool]:
-    theirs.init_process_group("gloo", store=theirs.FileStore(path, 2), rank=rank, world_size=2)
+    start_torch(store=theirs.FileStore(path, 2), rank=rank, world_size=2)
     found = []
     for library in (dist, theirs):
         everybody = library.new_group()

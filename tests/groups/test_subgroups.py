@@ -12,6 +12,7 @@ import torch.distributed as theirs
 
 import torchdist_ref as dist
 from tests.torch_versions import needs_torch
+from tests.torchs_world import start_torch
 from torchdist_ref.testing import fill, run
 
 SHORT = timedelta(seconds=5)
@@ -54,7 +55,7 @@ def unsorted(library: Any, rank: int) -> int:
 
 
 def beside_torch(rank: int, path: str, program: Any) -> tuple[Any, Any]:
-    theirs.init_process_group("gloo", store=theirs.FileStore(path, 4), rank=rank, world_size=4)
+    start_torch(store=theirs.FileStore(path, 4), rank=rank, world_size=4)
     try:
         return program(dist, rank), program(theirs, rank)
     finally:

@@ -23,6 +23,7 @@ import torch.distributed as oracle
 import torchdist_ref as dist
 from tests.meaning.cases import Case
 from tests.meaning.compare import Rank, WrongResult
+from tests.torchs_world import start_torch
 
 BACKENDS = ("ref", "gloo")
 TIMEOUT_SECONDS = 20.0
@@ -126,13 +127,13 @@ def _serve(rank: int, world: int, pipe: Connection, folder: Path) -> None:
 def _connect(rank: int, world: int, folder: Path) -> Rank:
     timeout = timedelta(seconds=TIMEOUT_SECONDS / 2)
     members = {"world": list(range(world)), "head": [0], "tail": list(range(1, world)) or [0]}
-    store = oracle.FileStore(str(folder / "theirs"), world)
-    oracle.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    theirs = {name: oracle.new_group(ranks, timeout=timeout) for name, ranks in members.items()}
     own = dist.FileStore(str(folder / "ours"), world)
     dist.init_process_group("ref", store=own, rank=rank, world_size=world, timeout=timeout)
     ours = {
         backend: {name: dist.new_group(ranks, timeout=timeout, backend=backend) for name, ranks in members.items()}
         for backend in BACKENDS
     }
+    store = oracle.FileStore(str(folder / "theirs"), world)
+    start_torch(store=store, rank=rank, world_size=world, timeout=timeout)
+    theirs = {name: oracle.new_group(ranks, timeout=timeout) for name, ranks in members.items()}
     return Rank(rank, members, theirs, ours)

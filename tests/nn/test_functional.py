@@ -17,6 +17,7 @@ from torch.distributed import ReduceOp
 import torchdist_ref as dist
 import torchdist_ref.nn
 from tests.parallel.training import forked
+from tests.torchs_world import start_torch
 from torchdist_ref.nn import functional as ours
 from torchdist_ref.testing import fill, run
 
@@ -80,7 +81,7 @@ def beside(rank: int, world: int, path: str) -> Any:
     """Run every call on torch's Gloo and on ours: on all ranks, and on ranks 1 and following."""
     # torch warns that functional collectives take the place of these.
     warnings.simplefilter("ignore", FutureWarning)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    start_torch(init_method=f"file://{path}", rank=rank, world_size=world)
     members = list(range(1, world))
     subgroups = torch.distributed.new_group(members), dist.new_group(members)
     found = {}

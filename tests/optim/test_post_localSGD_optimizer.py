@@ -16,6 +16,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from tests.parallel.training import forked
+from tests.torchs_world import start_torch
 from torchdist_ref.algorithms.model_averaging import averagers
 from torchdist_ref.optim import PostLocalSGDOptimizer
 from torchdist_ref.testing import fill, run
@@ -42,7 +43,7 @@ def trained(kind: Any, module: ModuleType, rank: int) -> tuple[list[Tensor], dic
 
 
 def beside(rank: int, path: str) -> Any:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    start_torch(init_method=f"file://{path}", rank=rank, world_size=2)
     found = trained(THEIRS, their_averagers, rank), trained(PostLocalSGDOptimizer, averagers, rank)
     torch.distributed.destroy_process_group()
     return found

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
 from tests.parallel.training import batch, build, forked
+from tests.torchs_world import start_torch
 from torchdist_ref.algorithms import Join
 from torchdist_ref.optim import ZeroRedundancyOptimizer
 from torchdist_ref.testing import fill, run
@@ -75,7 +76,7 @@ def outcome(make: Make, name: str, views: bool) -> dict[str, Any]:
 
 
 def beside(rank: int, world: int, path: str) -> Any:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    start_torch(init_method=f"file://{path}", rank=rank, world_size=world)
     found = {
         (name, views): (outcome(THEIRS, name, views), outcome(ZeroRedundancyOptimizer, name, views))
         for name in SETTINGS
@@ -225,7 +226,7 @@ def uneven(ddp: Any, zero: Any, join: Any, rank: int) -> Tensor:
 
 
 def join_beside(rank: int, path: str) -> Any:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    start_torch(init_method=f"file://{path}", rank=rank, world_size=2)
     theirs = uneven(TorchDDP, THEIRS, torch.distributed.algorithms.Join, rank)
     found = theirs, uneven(dist.DistributedDataParallel, ZeroRedundancyOptimizer, Join, rank)
     torch.distributed.destroy_process_group()

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
 from tests.parallel.training import MODELS, forked, train
+from tests.torchs_world import start_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
 SMALL = 0.004
@@ -27,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def beside(rank: int, world: int, name: str, options: dict[str, dict[str, Any]], steps: int, path: str) -> list[Any]:
     """Train with both, with each set of options; return differences of losses and states, and the number of buckets."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    start_torch(init_method=f"file://{path}", rank=rank, world_size=world)
     found = []
     for kw in options.values():
         theirs = train(TorchDDP, name, rank, steps, bucket_cap_mb=SMALL, **kw)

@@ -18,6 +18,7 @@ from torch.nn.parallel import distributed as torch_ddp
 
 import torchdist_ref as dist
 from tests.parallel.training import forked
+from tests.torchs_world import start_torch
 from torchdist_ref.parallel import distributed_data_parallel as our_ddp
 from torchdist_ref.testing import fill, run
 
@@ -92,7 +93,7 @@ WAYS = [
 
 
 def beside(rank: int, path: str) -> list[Any]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    start_torch(init_method=f"file://{path}", rank=rank, world_size=2)
     kept.append(torch.distributed.group.WORLD)
     found = [(way, hooked(TorchDDP, rank, *way), hooked(DDP, rank, *way)) for way in WAYS]
     torch.distributed.destroy_process_group()

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
 from tests.parallel.training import batch, build, forked, train, update
+from tests.torchs_world import start_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
 DDP = dist.DistributedDataParallel
@@ -131,7 +132,7 @@ kept: list[Any] = []
 
 
 def meet(rank: int, path: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    start_torch(init_method=f"file://{path}", rank=rank, world_size=2)
     kept.append(torch.distributed.group.WORLD)
 
 

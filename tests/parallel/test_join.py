@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
 from tests.parallel.training import batch, build, forked, update
+from tests.torchs_world import start_torch
 from torchdist_ref.algorithms.join import Join
 from torchdist_ref.testing import run
 
@@ -34,7 +35,7 @@ def uneven(wrap: Any, name: str, rank: int, divide: bool, **kw: Any) -> torch.Te
 
 
 def both(rank: int, world: int, path: str, name: str, divide: bool, kw: dict[str, Any]) -> Any:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    start_torch(init_method=f"file://{path}", rank=rank, world_size=world)
     outcomes = uneven(TorchDDP, name, rank, divide, **kw), uneven(DDP, name, rank, divide, **kw)
     torch.distributed.destroy_process_group()
     return outcomes

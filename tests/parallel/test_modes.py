@@ -15,6 +15,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import torchdist_ref as dist
 from tests.parallel.training import batch, build, clear, forked, update
+from tests.torchs_world import start_torch
 from torchdist_ref.parallel import MixedPrecision
 from torchdist_ref.testing import fill, run
 
@@ -44,7 +45,7 @@ def trained(wrap: Any, name: str, rank: int, steps: int, **kw: Any) -> tuple[Ten
 
 
 def meet(rank: int, path: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    start_torch(init_method=f"file://{path}", rank=rank, world_size=2)
 
 
 # ---- mixed precision

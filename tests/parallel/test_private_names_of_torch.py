@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import torchdist_ref as dist
 from tests.parallel.training import batch, build, forked
 from tests.torch_versions import needs_torch
+from tests.torchs_world import start_torch
 from torchdist_ref.testing import run
 
 pytestmark = pytest.mark.filterwarnings(
@@ -158,7 +159,7 @@ PROGRAMS: dict[str, Callable[[Any, int], Any]] = {
 
 
 def beside(rank: int, path: str, programs: dict[str, Callable[[Any, int], Any]]) -> dict[str, list[Any]]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    start_torch(init_method=f"file://{path}", rank=rank, world_size=2)
     kept.append(torch.distributed.group.WORLD)
     found = {name: [program(wrap, rank) for wrap in (TorchDDP, DDP)] for name, program in programs.items()}
     torch.distributed.destroy_process_group()

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
 from tests.parallel.training import forked
+from tests.torchs_world import start_torch
 from torchdist_ref.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, quantization_hooks
 from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from torchdist_ref.testing import fill, run
@@ -148,7 +149,7 @@ kept: list[Any] = []
 
 def beside(rank: int, path: str) -> dict[str, Any]:
     world = dist.get_world_size()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    start_torch(init_method=f"file://{path}", rank=rank, world_size=world)
     kept.append(torch.distributed.group.WORLD)
     found: dict[str, Any] = {}
     for name, (theirs, ours) in HOOKS.items():

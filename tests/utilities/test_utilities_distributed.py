@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchdist_ref as dist
 from tests.parallel.training import forked
+from tests.torchs_world import start_torch
 from torchdist_ref import utilities
 from torchdist_ref.algorithms.ddp_comm_hooks import default_hooks
 from torchdist_ref.testing import RankError, fill, run
@@ -334,7 +335,7 @@ kept: list[Any] = []
 
 
 def meet(rank: int, world: int, path: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    start_torch(init_method=f"file://{path}", rank=rank, world_size=world)
     kept.append(torch.distributed.group.WORLD)
 
 
