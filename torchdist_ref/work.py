@@ -181,6 +181,11 @@ class Work:
         """Return a `torch.futures.Future` whose value is the list of output tensors."""
         return self.future_of_kind(CallFuture)
 
+    @property
+    def numbers_callbacks(self) -> bool:
+        """Whether calls made in callbacks are numbered below this one, as on backend ``ref``."""
+        return self._scope is not None
+
     def future_of_kind(self, kind: type[CallFuture]) -> Future[Any]:
         """Return the future of this Work; the first caller decides its class. Subclasses override this method."""
         with self._lock:

@@ -98,7 +98,7 @@ class RefWork(c10d.Work):
 
     def get_future(self) -> Future[Any]:
         """Return a future of the list of output tensors."""
-        if len(self._works) == 1:
+        if len(self._works) == 1 and self._works[0].numbers_callbacks:
             return self._works[0].future_of_kind(TorchFuture)
         outputs = self._outputs
 
