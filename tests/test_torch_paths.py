@@ -177,6 +177,7 @@ def test_a_type_checker_finds_the_names(tmp_path: Path) -> None:
 
 
 def test_sphinx_documents_a_name_by_a_path(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx", reason="Sphinx is installed with the extra `docs` only")
     (tmp_path / "conf.py").write_text("extensions = ['sphinx.ext.autodoc']\n")
     (tmp_path / "index.rst").write_text(
         "Page\n====\n\n.. autofunction:: torchdist_ref.device_mesh.init_device_mesh\n\n"

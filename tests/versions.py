@@ -1,7 +1,8 @@
-"""Record the result of a test run for one pair of Python and torch; `nox -s versions` calls this.
+"""Record of a test run for one pair of Python and torch; `nox -s versions` calls this.
 
-``python -m tests.versions RESULTS.xml`` adds the results of a pytest run (``--junitxml``) to docs/versions.json.
-The key is the pair of Python and torch that runs this command. The page "Tested platforms" shows the file.
+``python -m tests.versions RESULTS.xml ...`` adds the results of a pytest run (``--junitxml``) to docs/versions.json.
+With several files, a later result of a test replaces an earlier one. The key is the pair of Python and torch that runs
+this command. The page "Tested platforms" shows the file.
 """
 
 from __future__ import annotations
@@ -11,27 +12,34 @@ import platform
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-RECORD = Path(__file__).resolve().parents[1] / "docs" / "versions.json"
+TESTS = Path(__file__).parent
+RECORD = TESTS.parent / "docs" / "versions.json"
 
 
-def summary(results: Path) -> dict[str, Any]:
+def summary(results: Iterable[Path]) -> dict[str, Any]:
     """Count the outcomes of a run, and keep the names of failures and the reasons of skips."""
-    cases = list(ElementTree.parse(results).getroot().iter("testcase"))
-    outcomes = [(case, outcome_of(case)) for case in cases]
-    counts = Counter(outcome for _, outcome in outcomes)
+    found = {
+        (str(case.get("classname")), str(case.get("name"))): case
+        for path in results
+        for case in ElementTree.parse(path).getroot().iter("testcase")
+    }
+    outcomes = {".".join(name): outcome_of(case) for name, case in found.items()}
+    counts = Counter(outcomes.values())
     reasons = Counter(
-        str(skip.get("message", "")) for case in cases for skip in case.iter("skipped") if skip.get("message")
+        str(skip.get("message")) for case in found.values() for skip in case.iter("skipped") if skip.get("message")
     )
     return {
         "passed": counts["passed"],
         "failed": counts["failed"],
         "skipped": counts["skipped"],
-        "failures": sorted(f"{case.get('classname')}.{case.get('name')}" for case, how in outcomes if how == "failed"),
+        "failures": sorted(name for name, outcome in outcomes.items() if outcome == "failed"),
         "reasons": dict(sorted(reasons.items())),
+        "folders_not_run": folders_without({name for name, _ in found}),
     }
 
 
@@ -42,7 +50,13 @@ def outcome_of(case: ElementTree.Element) -> str:
     return "skipped" if case.find("skipped") is not None else "passed"
 
 
-def add(results: Path, record: Path = RECORD) -> dict[str, Any]:
+def folders_without(modules: set[str]) -> list[str]:
+    """Return the folders of tests that have no result."""
+    folders = {path.parent.name for path in TESTS.glob("*/test_*.py")}
+    return sorted(folders - {name.split(".")[1] for name in modules if name.startswith("tests.")})
+
+
+def add(results: Iterable[Path], record: Path = RECORD) -> dict[str, Any]:
     """Add the results to the record, in place of an earlier run of the same pair, and return them."""
     import torch
 
@@ -63,6 +77,6 @@ def minor(version: str) -> str:
 
 
 if __name__ == "__main__":
-    found = add(Path(sys.argv[1]))
-    print(", ".join(f"{found[key]} {key}" for key in ("passed", "failed", "skipped")))
-    sys.exit(bool(found["failed"]))
+    added = add([Path(name) for name in sys.argv[1:]])
+    print(", ".join(f"{added[key]} {key}" for key in ("passed", "failed", "skipped")))
+    sys.exit(bool(added["failed"]))

@@ -12,7 +12,7 @@ import inspect
 import json
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NewType
 
 import torch
 import torch.distributed as theirs
@@ -99,7 +99,15 @@ NOT_MEANT = {"timedelta", "log"}
 
 
 def signature(value: Any) -> Signature | None:
-    """Return name, kind and default of each parameter; None where Python cannot inspect them."""
+    """Return name, kind and default of each parameter; None where Python cannot inspect them.
+
+    What Python shows for classes of enumerations and new types depends on its version. Of the former the members are
+    listed instead, of the latter nothing.
+    """
+    if isinstance(value, enum.EnumType):
+        return [[name, "MEMBER", None] for name in value.__members__]
+    if isinstance(value, NewType):
+        return None
     try:
         parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):
