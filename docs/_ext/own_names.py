@@ -71,25 +71,33 @@ def source_of(app: Sphinx, module: str, attribute: str) -> str | None:
     return module if getattr(value, "__module__", "") == "builtins" else None
 
 
-WAY_BACK = re.compile(r'id="(?P<name>[^"]+)">\n<a class="viewcode-back" href="(?P<page>[^"#]*)#(?P<anchor>[^"]+)"')
+BACKLINK = re.compile(r'id="(?P<name>[^"]+)">\n<a class="viewcode-back" href="(?P<page>[^"#]*)#(?P<anchor>[^"]+)"')
 
 
-def ways_back(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
-    """On a page of source, lead each name back to where it is documented.
+def repair_backlinks(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None
+) -> None:
+    """Link each name on a page of source to its documentation.
 
-    Sphinx keeps one prefix for each source file, so a name that is documented below its module's, while its neighbours
-    are documented below the package's, would lead nowhere.
+    Sphinx keeps one prefix for each source file. A name documented at another path than its neighbors, such as one
+    of torch's paths that has no file of its own, would otherwise get a dead link.
     """
     objects = app.env.domains["py"].objects  # type: ignore[attr-defined]
-    module = page.removeprefix("_modules/").replace("/", ".")
 
-    def repaired(found: re.Match[str]) -> str:
-        own = f"{module}.{found['name']}"
-        wrong = found["anchor"] not in objects and own in objects
-        return found[0].replace(f"#{found['anchor']}", f"#{own}") if wrong else found[0]
+    def repair(found: re.Match[str]) -> str:
+        if found["anchor"] in objects:
+            return found[0]
+        documented = [
+            name
+            for name, entry in objects.items()
+            if name.endswith(f".{found['name']}")
+            and found["page"].endswith(f"{entry.docname}.html")
+            and name.removesuffix(f".{found['name']}") not in objects  # A function, not a method of the same name.
+        ]
+        return found[0].replace(f"#{found['anchor']}", f"#{documented[0]}") if documented else found[0]
 
     if page.startswith("_modules/"):
-        context["body"] = WAY_BACK.sub(repaired, context["body"])
+        context["body"] = BACKLINK.sub(repair, context["body"])
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
@@ -97,5 +105,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_role("quoted", quoted)
     app.connect("missing-reference", resolve, priority=300)
     app.connect("viewcode-follow-imported", source_of)
-    app.connect("html-page-context", ways_back)
+    app.connect("html-page-context", repair_backlinks)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -238,7 +238,7 @@ def shrink_group(
         pg_options: As for `init_process_group`.
 
     Returns:
-        The new group: the remaining ranks in their old order, on the same backend, with the same time-out.
+        The new group. It has the remaining ranks in their old order, the same backend and the same time-out.
 
     Raises:
         ArgumentTypeError: Not a list of integers.

@@ -82,7 +82,7 @@ class ProcessGroup:
 
     @property
     def recorder(self) -> Recorder:
-        """Flight recorder: this rank's most recent calls on this group."""
+        """Flight recorder of this rank's most recent calls on this group."""
         return self.backend.recorder
 
     def group_rank(self, rank: int, operation: str, argument: str) -> int:

@@ -239,7 +239,7 @@ class GradBucket:
 
     @property
     def scale(self) -> float:
-        """Factor that the gradients have been multiplied by: 1.0, unless the hook's traits say ``only_averages``."""
+        """Factor that the gradients have been multiplied by; 1.0 unless the hook's traits declare ``only_averages``."""
         return 1.0 if self._packing is None else self._packing.scale
 
     @property
