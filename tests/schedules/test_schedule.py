@@ -1,4 +1,7 @@
-"""Schedules as values: laziness, text, and the functions that make new ones from old ones."""
+"""Schedules as values: laziness, text, and the functions that make new ones from old ones.
+
+The algorithms themselves (ring, tree and the others) are proved in `test_verify`.
+"""
 
 from __future__ import annotations
 

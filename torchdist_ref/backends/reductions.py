@@ -1,5 +1,7 @@
 """Reductions as tensor operations: in place, of two operands into a third, and of sparse tensors.
 
+`reduction` refuses reductions that the dtype does not have, such as AVG of integers.
+
 The reductions are commutative. None is associative in floating point, so schedules fix an order. float16, bfloat16 and
 float8 are added in float32 (see `WIDENED`), and dtypes that torch stores but does not calculate with in a wider dtype.
 The sum of sparse tensors gathers the entries of all ranks, since ranks have entries at different indices.

@@ -2,7 +2,8 @@
 
 Completed futures run their callbacks on such threads, one for each depth. A callback may make a new call and wait for
 that call's future; the callbacks of that future run one thread further down, since the first one is occupied. On each
-thread callbacks run one after the other, in the order in which their calls completed. Do not add knowledge of calls.
+thread callbacks run one after the other, in the order in which their calls completed. `ref.order` decides which calls
+run on its progress thread. Do not add knowledge of calls.
 """
 
 from __future__ import annotations

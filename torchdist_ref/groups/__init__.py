@@ -1,4 +1,8 @@
-"""Public API: argument checks and rank translation, once per call; backends do the rest."""
+"""Public API: argument checks and rank translation, once per call; backends do the rest.
+
+Calls translate global ranks with `world.ProcessGroup.group_rank`. `arguments` checks tensors and reductions; whether a
+reduction suits a dtype is decided by `backends.reductions`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Data-parallel training: DistributedDataParallel, and the buckets in which gradients are communicated.
 
 Read first `naive`, the same without buckets. Then the way of a gradient: `distributed_data_parallel` (the module around
-the model), `reducer` (order), `storage` (memory), `exchange` (all_reduce or hook), `bucket` (argument of the hook).
-Names load on first use, so that a hook can import `GradBucket` without the rest.
+the model), `reducer` (order), `storage` (memory), `exchange` (all_reduce or hook), `bucket` (argument of the hook, and
+the division by the world size). Names load on first use, so that a hook can import `GradBucket` without the rest.
 """
 
 from __future__ import annotations

@@ -288,6 +288,7 @@ class Link:
     def _acquire_blocking(
         self, semaphore: Semaphore, peer: int, description: str, seconds: float, only_peer: bool
     ) -> None:
+        """Sleep until the semaphore is posted; raise if a peer has failed, or at the deadline."""
         deadline, published = monotonic() + seconds, False
         while not semaphore.acquire(True, max(0.0, min(CHECK_SECONDS, deadline - monotonic()))):
             self.row.set_waiting_for(peer)

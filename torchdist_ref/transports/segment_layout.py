@@ -59,6 +59,7 @@ def window_for(size: int) -> int:
 
 
 def _page_aligned(nbytes: int) -> int:
+    """Round a size up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
@@ -137,6 +138,7 @@ class SegmentLayout:
 
     @property
     def _staging(self) -> int:
+        """Offset of the first staging buffer."""
         semaphores = len(SEMAPHORE_KINDS) * self.size**2 * CACHE_LINE
         return SEGMENT_HEADER_BYTES + _page_aligned(self.size * ROW_BYTES) + _page_aligned(semaphores)
 

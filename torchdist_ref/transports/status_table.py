@@ -180,6 +180,7 @@ class StatusRow:
 
 
 def _put_text(field: memoryview, text: bytes) -> None:
+    """Write a text and its length into a field, shortened if it does not fit."""
     text = text[: len(field) - 2]
     field[:2] = len(text).to_bytes(2, "little")
     field[2 : 2 + len(text)] = text

@@ -2,7 +2,8 @@
 
 A hook is a function ``hook(state, bucket) -> torch.futures.Future[torch.Tensor]``, registered with
 ``DistributedDataParallel.register_comm_hook``. `hook_traits` declares properties of your own hook that make it faster.
-`DDPCommHookType` names the hooks of this library, for programs that choose one by name.
+`DDPCommHookType` names the hooks of this library, for programs that choose one by name. The linear algebra of
+`powerSGD_hook`, with its orthonormalization, is in `low_rank`.
 """
 
 from __future__ import annotations

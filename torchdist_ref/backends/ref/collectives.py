@@ -94,6 +94,7 @@ class CollectiveCalls:
         return work
 
     def _run(self, planned: Planned, call: Call, tensors: Tensors, number: Number) -> None:
+        """Run a planned call on this thread, on contiguous copies where needed, and record it."""
         start, (plan, program) = perf_counter(), planned
         is_flat = plan.is_flat
         try:

@@ -3,16 +3,21 @@
 The tensors are divided into windows that fit the staging buffers, and the whole schedule runs for each window. Each
 round has six steps:
 
-1. Write: copy the slots that peers read into this rank's staging buffer, once the last round's readers are done.
-2. Signal: post a semaphore of each peer that reads them.
-3. Wait: wait for the semaphore of each peer that this rank reads from.
-4. Compare: in the first round of a call, signal and wait for all peers, and compare their calls with this one.
-5. Copy or reduce: what arrives in a slot comes from the senders' staging buffers.
-6. Release: signal each peer that has been read from that it may write again.
+1. Write: wait until the readers of the last round have released this rank's staging buffer. Then copy the slots that
+   peers read into it.
+2. Signal: post a semaphore of each peer that reads them; in the first round of a call, of all peers.
+3. Wait: acquire the semaphore of each peer that this rank reads from; in the first round, of all peers.
+4. Compare: in the first round, compare the calls that the peers announced with this one.
+5. Copy or reduce: update this rank's slots from the senders' staging buffers. After the last round AVG divides, unless
+   a single round reduces: then it divides as well.
+6. Release: post the second semaphore of each peer that has been read from, so that it may write again.
 
-Every round uses the same part of the staging buffer, so a rank cannot write while its peers still read. Backend `ref`
-uses `fast` instead, which gives the same bits sooner, unless the environment has ``TORCHDIST_REF_EXECUTOR=reference``.
-Tests hold both to the same bits. Do not add here: anything that is only there for speed.
+Every round uses the same part of the staging buffer (no ring buffer), so a rank cannot write while its peers still
+read. In an *uneven* exchange a rank knows only its own block sizes, so the ranks exchange the sizes first.
+
+Backend `ref` uses `fast` instead, which gives the same bits sooner, unless the environment has
+``TORCHDIST_REF_EXECUTOR=reference``. Tests hold both to that. Do not add here: anything that is only there for
+speed.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from torchdist_ref.transports.link import Link
 
 
 class ReferenceExecutor:
-    """Executor to be read.
+    """Executor without optimizations, for readers and as a reference for tests.
 
     Args:
         link: This rank's end of the group.
@@ -43,7 +48,7 @@ class ReferenceExecutor:
 
     def __init__(self, link: Link) -> None:
         self._link, self._handshake = link, Handshake(link)
-        # Peers that read the staging buffer in the last round and have not been waited for.
+        # Peers that may still be reading what the last round wrote into the staging buffer.
         self._readers: Sequence[int] = ()
 
     def compile(self, plan: Plan) -> Plan:
@@ -51,7 +56,7 @@ class ReferenceExecutor:
         return plan
 
     def run(self, plan: Plan, tensors: Sequence[Tensor], number: Number) -> None:
-        """Run a call; arguments and errors as in `fast.FastExecutor.run`."""
+        """Run a call on tensors that are flat (`Plan.is_flat`); errors as in `fast.FastExecutor.run`."""
         self._handshake.announce(self._handshake.sequence, plan.record, number)
         try:
             on_host = staging.copy_to_host(plan, tensors)
@@ -103,14 +108,14 @@ class ReferenceExecutor:
                 self._readers = plan.targets[number]
 
     def _source(self, plan: Plan, number: int, move: Move, own: dict[Slot, Tensor], begin: int) -> Tensor:
-        """Return the values that a move reads: staged ones, but for a rank's own that nothing overwrites."""
+        """Return the values that a move reads: in the source's staging buffer, or this rank's slot if not staged."""
         if move.read not in plan.staged[number].get(move.src, ()):
             return own[move.read]
         offset = plan.staging_offset(number, move.src, move.read)
         return self._link.read(move.src, offset, plan.dtype, plan.length(move.src, move.read, begin))
 
     def _exchange_sizes(self, plan: Plan, tensors: Sequence[Tensor]) -> Plan:
-        """Learn the sizes of all blocks of an uneven exchange, and return its plan with them."""
+        """Exchange the sizes of all blocks of an uneven exchange, and return its plan with them."""
         world = plan.schedule.world
         mine = torch.tensor([tensor.numel() for tensor in tensors])
         table = torch.empty(world, 2, world, dtype=torch.int64)
@@ -132,10 +137,10 @@ def _window_of(plan: Plan, tensors: Sequence[Tensor], scratch: dict[Slot, Tensor
 def reduce(
     target: Tensor, moves: Sequence[Move], sources: Sequence[Tensor], reduction: Reduction | None, divisor: int
 ) -> None:
-    """Apply moves to the slot that they end in, in order.
+    """Copy or reduce the sources of moves into the slot in which they end, in the order of the schedule.
 
-    Sums of 16-bit floats are made in float32, divided there, and rounded once: the sum of two numbers may be too large
-    for a type that their average fits in.
+    Sums of 16-bit floats are computed in float32, divided there if `divisor` is not 0, and rounded once. A float16 sum
+    can overflow where the average does not.
     """
     reduces = sum(move.reduce for move in moves)
     wide = target.dtype in WIDENED and (reduces > 1 or (reduces and divisor))

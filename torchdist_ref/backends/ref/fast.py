@@ -123,7 +123,10 @@ class FastExecutor:
         return device_path(plan, self._device_buffers)
 
     def _staged(self, plan: Plan) -> Run:
-        """Return what runs a plan by way of the staging buffers: write, signal, wait, compare, read, release."""
+        """Return a function that runs a plan through staging buffers: write, signal, wait, compare, reduce, release.
+
+        A call of one round and one window has no releases: the handshake of the next call replaces them.
+        """
         wait, operation, ring, compare = self._link.acquire, plan.text, self._ring, self._handshake.compare
         rounds, count = StagedRounds(self._link, plan), len(plan.rounds)
         windows = [(begin, _ByLocation(rounds, begin)) for begin in plan.windows]
@@ -228,7 +231,7 @@ class FastExecutor:
 
 
 class _ByLocation(dict[int, CompiledWindow]):
-    """Compiled rounds of one window, by location: what `StagedRounds.window` finds, found sooner."""
+    """Compiled rounds of one window, by location. A lookup costs less than a call of `StagedRounds.window`."""
 
     def __init__(self, rounds: StagedRounds, begin: int) -> None:
         self._rounds, self._begin = rounds, begin

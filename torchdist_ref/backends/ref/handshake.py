@@ -64,7 +64,7 @@ class Handshake:
         self._announced = [(link.row.compared[n], tuple(link.rows[p].compared[n] for p in link.peers)) for n in (0, 1)]
 
     def compare(self, plan: Plan) -> None:
-        """Raise if a peer that has signaled this rank announced another call.
+        """Raise if a peer announced another call; used when all peers have signaled this rank.
 
         Raises:
             OutOfOrderError: The ranks are at different calls of their programs.

@@ -111,7 +111,12 @@ class StagedRounds:
         self._compiled: dict[tuple[int, int], CompiledWindow] = {}
 
     def window(self, begin: int, location: int) -> CompiledWindow:
-        """Return the rounds of the window that begins there, the first of them at this location on every rank."""
+        """Return the compiled rounds of a window; compile them at the first call with this location.
+
+        Args:
+            begin: Element of each slot with which the window begins.
+            location: Location of the first round in the staging buffers, the same on every rank.
+        """
         # Full windows after the first one differ in nothing but the element with which they begin.
         key = (-1 if 0 < begin <= self._smallest - self.plan.window else begin, location)
         found = self._compiled.get(key)
@@ -124,11 +129,13 @@ class StagedRounds:
         return found
 
     def _after(self, first: int, number: int) -> int:
+        """Return the location of round `number` of a window whose first round is at `first`."""
         layout = self.link.layout
         location = first + number * (self.nbytes or 1)
         return layout.next_offset(location, self.nbytes) if self.nbytes else location % layout.cells
 
     def _round(self, number: int, begin: int, location: int) -> CompiledRound:
+        """Compile one round of the window that begins there, for one location."""
         link, plan = self.link, self.plan
         handshake = number == 0 and begin == 0
         sources, targets = plan.sources[number], plan.targets[number]
@@ -147,6 +154,7 @@ class StagedRounds:
         )
 
     def _writes(self, number: int, begin: int, slots: StagedSlots) -> list[Step]:
+        """Return the copies of a round from this rank's tensors to its staging buffer."""
         plan = self.plan
         mine = plan.staged[number].get(plan.rank, ()) if plan.carries_data else ()
         return [
@@ -156,7 +164,10 @@ class StagedRounds:
         ]
 
     def _divisions(self, number: int, begin: int, slots: StagedSlots) -> list[Step]:
-        """Divide a sum that several rounds make where the call ends, while its window is in the cache."""
+        """Return the divisions of AVG that follow the last round; empty for other reductions and earlier rounds.
+
+        A window is divided while it is in the cache. With a single reducing round, its reductions divide instead.
+        """
         plan = self.plan
         if not plan.divisor or plan.divides_at_once or number < len(plan.rounds) - 1:
             return []
@@ -210,5 +221,6 @@ class StagedSlots:
         return announcement + [(first + offset, nbytes) for offset, nbytes in staged]
 
     def _begin_of(self, rank: int) -> int:
+        """Return the offset in the segment of this round's part of a rank's staging buffer."""
         layout = self._link.layout
         return layout.ring(rank, self._location) if self._rounds.nbytes else layout.eager_buffer(rank, self._location)

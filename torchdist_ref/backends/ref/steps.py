@@ -96,6 +96,7 @@ class StepMaker:
     def _of_slot(
         self, target: Operand, count: int, moves: Sequence[Move], sources: Sequence[Operand]
     ) -> Iterator[Step]:
+        """Yield the steps of the moves that end in one slot."""
         # The last copy overwrites all that arrives before it.
         last = max((i for i, m in enumerate(moves) if not m.reduce), default=-1)
         moves, sources = moves[max(0, last) :], sources[max(0, last) :]
