@@ -19,7 +19,7 @@ from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
-from torchdist_ref.testing import fill, run
+from torchdist_ref.testing import RankError, check_hook, fill, run
 
 ALL = HookTraits(only_averages=True, wire_dtype=torch.float16, keeps_buffer=True)
 
@@ -151,3 +151,34 @@ def test_a_users_hook_gets_what_it_declares_and_the_same_bits_as_without(
         assert same
         assert told == [(scale, wire_dtype)] and untold == [(1.0, None)]
         torch.testing.assert_close(found, exact, rtol=1e-2 if wire_dtype else 1e-5, atol=1e-2 if wire_dtype else 1e-5)
+
+
+def mean_of(tensor: Any, divisor: float) -> Any:
+    work: Any = dist.all_reduce(tensor.div_(divisor), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def test_check_hook_packs_buckets_as_the_traits_permit() -> None:
+    @hook_traits(only_averages=True, wire_dtype=torch.bfloat16)
+    def right(state: Any, bucket: Any) -> Any:
+        return mean_of(bucket.wire_buffer(torch.bfloat16), dist.get_world_size() * bucket.scale)
+
+    @hook_traits(only_averages=True)
+    def ignores_scale(state: Any, bucket: Any) -> Any:
+        return mean_of(bucket.buffer(), dist.get_world_size())
+
+    @hook_traits(wire_dtype=torch.bfloat16)
+    def reads_buffer(state: Any, bucket: Any) -> Any:
+        return mean_of(bucket.buffer(), dist.get_world_size())
+
+    @hook_traits(keeps_buffer=True)
+    def averages(state: Any, bucket: Any) -> Any:
+        return mean_of(bucket.buffer(), dist.get_world_size())
+
+    check_hook(right, world_size=3, tolerance=1e-2)
+    with pytest.raises(RankError, match=r"within 1e-06; .*0\.667\. With only_averages, divide by .* bucket\.scale"):
+        check_hook(ignores_scale, world_size=3)
+    with pytest.raises(RankError, match=r"nan\. With a wire_dtype, read bucket\.wire_buffer"):
+        check_hook(reads_buffer)
+    with pytest.raises(RankError, match="trait keeps_buffer: the value is this rank's gradients; step 0, bucket 0"):
+        check_hook(averages)

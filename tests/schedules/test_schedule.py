@@ -145,7 +145,7 @@ def test_build_needs_a_host_for_each_rank() -> None:
 
 
 def test_every_entry_of_the_catalogue_is_complete() -> None:
-    assert len(ALL) == len(set(ALL)) == 45
+    assert len(ALL) == len(set(ALL))
     for op, name in ALL:
         row = entry(op, name)
         assert all((row.summary, row.when, row.cost, row.source)), row

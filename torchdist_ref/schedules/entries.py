@@ -21,7 +21,7 @@ Maker = Callable[[int, int, tuple[int, ...]], Schedule]
 ROOTED = ("reduce", "broadcast", "gather", "scatter", "send")
 THAKUR = "Thakur, Rabenseifner, Gropp 2005"
 SEVERAL = "several ranks on each of several hosts"
-# By algorithm; two rows differ.
+# By algorithm: every name needs one. Two rows differ.
 SOURCES = {
     "direct": "shared-memory collectives of MPICH, DeepSpeed",
     "two_shot": "shared-memory collectives of MPICH, DeepSpeed",

@@ -47,8 +47,9 @@ def _all_clauses(rank: int) -> None:
     for clause in CLAUSES:
         try:
             clause(rank, size)
-        except AssertionError as error:
-            raise AssertionError(f"{clause.__name__} failed on rank {rank} of {size}: {error}") from error
+        except Exception as error:
+            kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+            raise AssertionError(f"{clause.__name__} failed on rank {rank} of {size}: {kind}{error}") from error
 
 
 def same(got: Tensor, expected: Tensor) -> None:

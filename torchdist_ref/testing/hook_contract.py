@@ -1,19 +1,23 @@
 """Contract of communication hooks, as a function that you can call on your own hook.
 
 `check_hook` calls the hook with buckets of several kinds over several steps, on real ranks, and compares the results
-with the exact average. It needs no model. Do not add clauses on which neither DDP nor its users rely.
+with the exact average. It needs no model. Buckets are packed as the hook's traits permit, so that a trait that does not
+hold is noticed. Do not add clauses on which neither DDP nor its users rely.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import torchdist_ref.groups as dist
+from torchdist_ref.algorithms.ddp_comm_hooks import HookTraits, traits_of
 from torchdist_ref.parallel import GradBucket
+from torchdist_ref.parallel.bucket import Packing, split
 from torchdist_ref.testing.filling import fill
 from torchdist_ref.testing.running import run
 
@@ -37,8 +41,8 @@ def check_hook(
     """Check a hook with three buckets a step, all launched before the first is waited for, as DDP does.
 
     Args:
-        hook: Called as ``hook(state, bucket)``.
-        make_state: Called once on each rank, inside its group. Default: the state is None.
+        hook: Called as ``hook(state, bucket)``. Its traits are checked too: see `hook_traits`.
+        make_state: Called once on each rank, inside its group; returns the state. Default: the state is None.
         world_size: Number of ranks. Default 2.
         backend: The backend of their group. Default ``"ref"``.
         ranks: ``"threads"`` or ``"processes"``.
@@ -64,25 +68,43 @@ def gradients(rank: int, step: int, index: int) -> list[Tensor]:
     return [fill(7 * rank + 3 * step + 11 * index + position, shape) for position, shape in enumerate(BUCKETS[index])]
 
 
-def _bucket(rank: int, step: int, index: int) -> GradBucket:
+def _bucket(rank: int, step: int, index: int, traits: HookTraits) -> GradBucket:
     parts = gradients(rank, step, index)
     parameters = [torch.nn.Parameter(torch.ones_like(part)) for part in parts]
     buffer = torch.cat([part.flatten() for part in parts])
-    return GradBucket(index, buffer, parts, parameters, index == len(BUCKETS) - 1)
+    packing = None if traits == HookTraits() else _packed(buffer, parts, traits)
+    return GradBucket(index, buffer, parts, parameters, index == len(BUCKETS) - 1, packing)
+
+
+def _packed(buffer: Tensor, parts: Sequence[Tensor], traits: HookTraits) -> Packing:
+    """Pack a buffer as DDP may for a hook with these traits: scaled, and in the wire dtype only."""
+    scale = 1 / dist.get_world_size() if traits.only_averages else 1.0
+    wire_buffer = cache(lambda dtype: torch.empty(buffer.shape, dtype=dtype))
+    if traits.wire_dtype is None:
+        buffer.mul_(scale)
+    else:
+        wire_buffer(traits.wire_dtype).copy_(buffer).mul_(scale)
+        # DDP leaves the buffer as it was, so a hook that reads it must not pass.
+        buffer.fill_(torch.nan)
+    return Packing(split(buffer, parts), scale, traits.wire_dtype, wire_buffer)
 
 
 def _check(
     rank: int, hook: Hook, make_state: Callable[[], Any], steps: int, tolerance: float | None, alike: bool
 ) -> None:
-    state = make_state()
+    state, traits = make_state(), traits_of(hook)
     for step in range(steps):
-        buckets = [_bucket(rank, step, index) for index in range(len(BUCKETS))]
+        buckets = [_bucket(rank, step, index, traits) for index in range(len(BUCKETS))]
         futures = [_launch(hook, state, bucket, step) for bucket in buckets]
         # All are waited for first: a hook may still communicate for a later bucket, before our own collectives.
-        values = [_value(future, bucket, step) for future, bucket in zip(futures, buckets, strict=True)]
+        values = [_value(future, bucket, step, traits) for future, bucket in zip(futures, buckets, strict=True)]
         for index, value in enumerate(values):
             if tolerance is not None:
-                _check_average(value, step, index, tolerance)
+                _check_average(value, step, index, tolerance, traits)
+            if traits.keeps_buffer:
+                own = torch.cat([part.flatten() for part in gradients(rank, step, index)])
+                kept = torch.equal(value, own)
+                assert kept, f"trait keeps_buffer: the value is this rank's gradients; step {step}, bucket {index}"
             if alike:
                 _check_alike(value, step, index)
 
@@ -95,14 +117,16 @@ def _launch(hook: Hook, state: Any, bucket: GradBucket, step: int) -> Any:
     return future
 
 
-def _value(future: Any, bucket: GradBucket, step: int) -> Tensor:
+def _value(future: Any, bucket: GradBucket, step: int, traits: HookTraits) -> Tensor:
     value = future.wait()
     where = f"step {step}, bucket {bucket.index()}"
     assert isinstance(value, Tensor), f"the Future's value is one tensor; {where}: {type(value).__name__}"
     length = sum(parameter.numel() for parameter in bucket.parameters())
     assert value.numel() == length, f"the value is as long as the bucket ({length}); {where}: {value.numel()}"
     dtype = bucket.parameters()[0].dtype
-    assert value.dtype == dtype, f"the value has the gradients' dtype ({dtype}); {where}: {value.dtype}"
+    assert value.dtype in (dtype, traits.wire_dtype), (
+        f"the value has the gradients' dtype ({dtype}); {where}: {value.dtype}"
+    )
     changed = [index for index, parameter in enumerate(bucket.parameters()) if not bool((parameter == 1).all())]
     assert not changed, f"a hook leaves parameters alone; {where}: changed {changed}"
     return value.detach().reshape(-1)
@@ -114,10 +138,18 @@ def exact_average(world: int, step: int, index: int) -> Tensor:
     return torch.stack(list(flat)).double().mean(0)
 
 
-def _check_average(value: Tensor, step: int, index: int, tolerance: float) -> None:
+def _hint(traits: HookTraits) -> str:
+    divide = ". With only_averages, divide by the number of ranks times bucket.scale" if traits.only_averages else ""
+    read = ". With a wire_dtype, read bucket.wire_buffer(wire_dtype), not bucket.buffer()" if traits.wire_dtype else ""
+    return divide + read
+
+
+def _check_average(value: Tensor, step: int, index: int, tolerance: float, traits: HookTraits) -> None:
     wanted = exact_average(dist.get_world_size(), step, index)
     error = float((value.double() - wanted).norm() / wanted.norm())
-    assert error <= tolerance, f"the value is the average within {tolerance}; step {step}, bucket {index}: {error:.3g}"
+    assert error <= tolerance, (
+        f"the value is the average within {tolerance}; step {step}, bucket {index}: {error:.3g}{_hint(traits)}"
+    )
 
 
 def _check_alike(value: Tensor, step: int, index: int) -> None:

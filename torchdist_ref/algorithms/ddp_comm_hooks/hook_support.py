@@ -70,11 +70,11 @@ def hook_traits(
 
     Args:
         only_averages: The result is the average over the group that is the hook's state (None: the default group). Then
-            DDP may divide while it packs, and `GradBucket.scale` is the factor. It may also average without calling the
-            hook. Default False.
+            DDP may divide while it packs, and `GradBucket.scale` is the factor: the hook divides by the number of ranks
+            times ``bucket.scale``. DDP may also average without calling the hook. Default False.
         wire_dtype: The hook communicates gradients in this dtype. Then DDP may convert them while it packs, and
-            `GradBucket.wire_dtype` is the dtype; ``bucket.wire_buffer(wire_dtype)`` returns them in any case. The
-            result may have this dtype. Default None.
+            `GradBucket.wire_dtype` is the dtype; ``bucket.wire_buffer(wire_dtype)`` returns them in any case, and
+            ``bucket.buffer()`` may not. The result may have this dtype. Default None.
         keeps_buffer: The result equals the gradients of this rank, so DDP need not copy it. Default False.
         like: A hook whose traits are declared for this function too. Default None.
 
