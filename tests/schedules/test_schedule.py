@@ -1,6 +1,6 @@
 """Schedules as values: laziness, text, and the functions that make new ones from old ones.
 
-The algorithms themselves (ring, tree and the others) are proved in `test_verify`.
+The algorithms themselves (ring, tree and the others) are proved in `test_algorithms`.
 """
 
 from __future__ import annotations

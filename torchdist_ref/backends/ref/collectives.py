@@ -19,9 +19,9 @@ from torchdist_ref.backends.base import flat_operands
 from torchdist_ref.backends.ref.execute import ReferenceExecutor
 from torchdist_ref.backends.ref.fast import FastExecutor
 from torchdist_ref.backends.ref.handshake import EXECUTOR_VARIABLE, executor_name
-from torchdist_ref.backends.ref.order import CallOrder, OutOfOrderError
 from torchdist_ref.backends.ref.plan import IN_PLACE
 from torchdist_ref.backends.ref.planner import Planned, Planner
+from torchdist_ref.backends.ref.progress import CallOrder, OutOfOrderError
 from torchdist_ref.backends.ref.staging import contiguous, copy_back, side_streams
 from torchdist_ref.calls import Barrier, Call, Number, Numbers, Recorder
 from torchdist_ref.transports.link import Link

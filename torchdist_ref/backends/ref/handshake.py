@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor, nonzero
 
-from torchdist_ref.backends.ref.order import OutOfOrderError
 from torchdist_ref.backends.ref.plan import Plan
+from torchdist_ref.backends.ref.progress import OutOfOrderError
 from torchdist_ref.calls import fingerprint
 from torchdist_ref.errors import ArgumentError, MismatchError
 from torchdist_ref.transports.link import Link

@@ -1,4 +1,4 @@
-"""Order: the calls of a group run one after the other, in one order on all ranks.
+"""Progress: the calls of a group run one after the other, in one order on all ranks.
 
 A call that may block its caller runs on the caller's thread, if no other call is ahead of it. Any other call goes to
 the group's progress thread, which starts with the first such call and ends with the group. Callbacks of completed
