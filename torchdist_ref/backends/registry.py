@@ -119,7 +119,22 @@ def decline(store: Store, rank: int, reason: str) -> None:
 
 def mirrored(find: Callable[[], Any]) -> Any:
     """Return a ProcessGroup of torch's that passes its calls to the group that ``find`` returns; see `Mirrored`."""
-    return _load("torchdist_ref.backends.ref_in_torch.process_group:Mirrored")(find)
+    return _load("torchdist_ref.backends.ref_in_torch.process_group:Mirrored")(find, by_device_type)
+
+
+def store_for_torch(store: Store) -> Any:
+    """Return one of our stores as a store of torch's; see `StoreForTorch`."""
+    return _load("torchdist_ref.backends.torch_native.stores:StoreForTorch")(store)
+
+
+def by_device_type(name: str) -> dict[str, str]:
+    """Return a group's backend for each device type that torch is to use it for.
+
+    >>> by_device_type("ref"), by_device_type("nccl"), by_device_type("cpu:ref,cuda:nccl")
+    ({'cpu': 'ref'}, {'cuda': 'nccl'}, {'cpu': 'ref', 'cuda': 'nccl'})
+    """
+    found = names_by_device(name)
+    return {device or ("cuda" if backend == "nccl" else "cpu"): backend for device, backend in found.items()}
 
 
 def _load(path: str) -> Any:

@@ -110,7 +110,9 @@ def join(asked: Sequence[str], context: RankContext) -> list[Competitor]:
     """
     foreign = [name for name in asked if name.startswith(TORCH_PREFIX) or name == MPI4PY]
     ours = sorted(set(asked) - set(foreign), key=lambda name: (name in UNDER_MPIEXEC, asked.index(name)))
-    return [backend for name in asked if (backend := _attempt(name, context, ours[:1] == [name]))]
+    # A process has one default group, known to both libraries: ours makes it.
+    joined = {name: _attempt(name, context, ours[:1] == [name]) for name in [*ours, *foreign]}
+    return [backend for name in asked if (backend := joined[name])]
 
 
 def _attempt(name: str, context: RankContext, default: bool) -> Competitor | None:
@@ -145,10 +147,13 @@ def _join_foreign(name: str, context: RankContext) -> Competitor | None:
         return Competitor(name, DirectMpi(), None)
     if not name.startswith(TORCH_PREFIX):
         return None
+    backend = name.removeprefix(TORCH_PREFIX)
+    if torch_distributed.is_initialized():
+        return Competitor(name, torch_distributed, torch_distributed.new_group(backend=backend, timeout=TIMEOUT))
     path = os.path.join(context.folder, "theirs")
     store = torch_distributed.FileStore(path, context.world)  # type: ignore[attr-defined]
     torch_distributed.init_process_group(
-        name.removeprefix(TORCH_PREFIX), store=store, rank=context.rank, world_size=context.world, timeout=TIMEOUT
+        backend, store=store, rank=context.rank, world_size=context.world, timeout=TIMEOUT
     )
     return Competitor(name, torch_distributed, None)
 

@@ -53,16 +53,14 @@ def make_groups(context: RankContext) -> dict[str, Any]:
     """Return every side's group of all ranks."""
     where: str = f"file://{context.folder}"
     ranks: Any = {"rank": context.rank, "world_size": context.world}
-    torch_distributed.init_process_group("gloo", init_method=f"{where}/theirs", **ranks)
     groups.init_process_group("ref", init_method=f"{where}/ours", **ranks)
-    ours = groups.GroupMember.WORLD
-    return {TORCH: torch_distributed.group.WORLD, REF: ours, GLOO: groups.new_group(backend="gloo")}
+    theirs = torch_distributed.new_group(backend="gloo")
+    return {TORCH: theirs, REF: groups.GroupMember.WORLD, GLOO: groups.new_group(backend="gloo")}
 
 
 def destroy_groups() -> None:
     """Destroy the groups of all sides."""
     groups.destroy_process_group()
-    torch_distributed.destroy_process_group()
 
 
 def _result(

@@ -31,6 +31,7 @@ from torchdist_ref.errors import (
     on_rank,
 )
 from torchdist_ref.groups.arguments import timeout_of
+from torchdist_ref.groups.mirroring import require_no_group_of_torch, share
 from torchdist_ref.groups.world import (
     GroupMember,
     ProcessGroup,
@@ -99,6 +100,7 @@ def init_process_group(
     world = current()
     if world.default is not None:
         raise ArgumentError(f"init_process_group: trying to initialize the default process group twice!{on_rank()}")
+    require_no_group_of_torch()
     seconds = timeout_of("init_process_group", timeout).total_seconds()
     _check_backend(backend, "init_process_group")
     owned = store is None
@@ -114,6 +116,7 @@ def init_process_group(
         members, name = tuple(range(world_size)), group_name or "world"
         own_store, options = _next_store(world), (pg_options, device_id)
         world.default = add_group(world, own_store, backend, name, members, rank, seconds, options)
+        share(world)
     except BaseException:
         world.close()
         raise
@@ -174,6 +177,8 @@ def add_group(
     created = apply_debug_level(create(chosen, membership), membership)
     group = ProcessGroup(members, rank, created, name, seconds, store)
     world.groups.append(group)
+    if world.registration is not None:
+        world.registration.add(group)
     return group
 
 

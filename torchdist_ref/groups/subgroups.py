@@ -31,6 +31,7 @@ from torchdist_ref.errors import (
 )
 from torchdist_ref.groups.arguments import timeout_of
 from torchdist_ref.groups.lifecycle import add_group, new_group, watched_store
+from torchdist_ref.groups.mirroring import share
 from torchdist_ref.groups.queries import get_process_group_ranks, get_rank
 from torchdist_ref.groups.world import ProcessGroup, current, default_group, refuse_destroyed, resolve
 from torchdist_ref.stores import PrefixStore
@@ -281,6 +282,7 @@ def shrink_group(
     shrunk = add_group(world, store, backend, name, members, own, parent.timeout, (pg_options,))
     if is_default:
         world.default = shrunk
+        share(world)
     return shrunk
 
 

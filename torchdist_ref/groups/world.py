@@ -19,6 +19,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed
@@ -80,6 +81,11 @@ class ProcessGroup:
         """Return the number of ranks in the group."""
         return len(self.members)
 
+    @cached_property
+    def in_torch(self) -> Any:
+        """This group as a process group of torch's; see `Mirrored`."""
+        return mirrored(lambda: self)
+
     @property
     def recorder(self) -> Recorder:
         """Flight recorder of this rank's most recent calls on this group."""
@@ -105,7 +111,7 @@ class ProcessGroup:
             """Forward torch's method names to a mirror of this group, so that torch's functions accept it."""
             if name.startswith("__") or not hasattr(torch.distributed.ProcessGroup, name):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            return getattr(mirrored(lambda: self), name)
+            return getattr(self.in_torch, name)
 
     def __repr__(self) -> str:
         return f"<ProcessGroup {self.name!r} on {self.backend.name}: rank {self._rank} of {self.size()}>"
@@ -171,6 +177,7 @@ class World:
         member_only: Number of groups that only their members created, by member list.
         owns_store: True if this library created the store, and so closes it.
         on_close: Functions to call before the groups close.
+        registration: Registration of the groups with torch, or None.
     """
 
     def __init__(self) -> None:
@@ -185,15 +192,20 @@ class World:
         self.member_only: Counter[tuple[int, ...]] = Counter()
         self.owns_store = False
         self.on_close: list[Callable[[], None]] = []
+        self.registration: Any = None
 
     def destroy(self, group: ProcessGroup) -> None:
         """Close one group's backend and put a `DestroyedBackend` in its place."""
+        if self.registration is not None:
+            self.registration.remove(group)
         self.groups.remove(group)
         backend, group.backend = group.backend, DestroyedBackend(group.backend, group.name)
         backend.close()
 
     def run_on_close(self) -> None:
-        """Call the functions in `on_close`, each once."""
+        """Withdraw the groups from torch, and call the functions in `on_close`, each once."""
+        if self.registration is not None:
+            self.registration.withdraw()
         for function in self.on_close:
             function()
         self.on_close.clear()
@@ -217,6 +229,11 @@ _of_context: contextvars.ContextVar[World | None] = contextvars.ContextVar("torc
 def current() -> World:
     """Return the world that calls without a group use."""
     return _of_context.get() or _of_process
+
+
+def is_thread_rank() -> bool:
+    """Return whether the caller is one of several ranks that are threads of this process."""
+    return _of_context.get() is not None
 
 
 @contextmanager
@@ -267,6 +284,10 @@ def resolve(group: ProcessGroup | int | None, operation: str = "process group") 
         return (_of_context.get() or _of_process).default or default_group()
     if isinstance(group, ProcessGroup):
         return group
+    own = getattr(group, "ours", None)
+    if isinstance(own, ProcessGroup):
+        # torch's counterpart of a group.
+        return own
     if group != GroupMember.NON_GROUP_MEMBER:
         raise ArgumentError(explain(operation, "group", "a group made by new_group, or None", group))
     return None

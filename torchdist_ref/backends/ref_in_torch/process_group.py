@@ -14,9 +14,9 @@ Registration with torch is in `backends`. Do not add collectives: this module on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import isfunction
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as c10d
@@ -26,7 +26,6 @@ from torch.distributed import distributed_c10d as options
 
 from torchdist_ref.backends.base import Backend, Membership, RowBlocks, flat_operands
 from torchdist_ref.backends.reductions import start_sum
-from torchdist_ref.backends.ref import Ref
 from torchdist_ref.backends.ref_in_torch.work import RefWork, limit, only, reduction, require_dense_cpu
 from torchdist_ref.backends.torch_native.stores import StoreFromTorch
 from torchdist_ref.calls import (
@@ -47,6 +46,9 @@ from torchdist_ref.calls import (
 from torchdist_ref.errors import ArgumentError, UnsupportedError, adopt_torch, explain
 from torchdist_ref.work import Done
 
+if TYPE_CHECKING:
+    from torchdist_ref.backends.ref import Ref
+
 Tensors = Sequence[Tensor]
 Lists = Sequence[Sequence[Tensor]]
 Request = tuple[Call, Tensors, Tensors]
@@ -56,6 +58,9 @@ adopt_torch()
 
 def create(torchs_options: Any) -> RefProcessGroup:
     """Create the process group of one member; torch calls it with its options for each new group."""
+    # A mirror of a group on another backend does without.
+    from torchdist_ref.backends.ref import Ref
+
     o = torchs_options
     members = tuple(o.global_ranks_in_group) or tuple(range(o.group_size))
     store = StoreFromTorch(o.store, o.timeout)
@@ -130,10 +135,14 @@ class RefProcessGroup(c10d.ProcessGroup):
         """Leave the group at once."""
         self.backend.abort("torch.distributed aborted the group")
 
+    def _check_tensors(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
+        """Raise if the backend does not support a tensor."""
+        require_dense_cpu(call, inputs, outputs)
+
     def _submit(self, opts: Any, *requests: Request) -> RefWork:
         """Start the calls, and wait for them unless torch asked for an asynchronous call."""
         for call, inputs, outputs in requests:
-            require_dense_cpu(call, flat_operands(inputs), flat_operands(outputs))
+            self._check_tensors(call, flat_operands(inputs), flat_operands(outputs))
         seconds = limit(opts)
         wait = opts is not None and not opts.asyncOp and seconds is None
         works = [self.backend.submit(call, inputs, outputs, wait) for call, inputs, outputs in requests]
@@ -343,25 +352,48 @@ class MirroredGroup(Protocol):
 
 
 class Mirrored(RefProcessGroup):
-    """Process group of torch's whose calls run on a group of ours, for hooks that call torch's functions.
+    """Process group of torch's whose calls run on a group of ours.
 
     The group is looked up at every call, so one mirror can represent the default group of the calling rank where ranks
-    are threads. It has no state of its own.
+    are threads. A mirror equals its group, so torch's tables find it by either.
 
     Args:
         find: Returns the group of ours; called at every use.
+        by_device_type: Returns the backend for each device type, from the name of a group's backend.
+
+    Attributes:
+        on_shutdown: Function that destroys the group, called when torch destroys it. Default: None, nothing is done.
     """
 
-    def __init__(self, find: Callable[[], MirroredGroup]) -> None:
+    def __init__(self, find: Callable[[], MirroredGroup], by_device_type: Callable[[str], Mapping[str, str]]) -> None:
         group = find()
         c10d.ProcessGroup.__init__(self, group.rank(), group.size())  # type: ignore[call-arg]
-        self._find = find
+        self._find, self._by_device_type = find, by_device_type
         self._name = self._description = group.name
-        self.shown_in: list[Any] = []
+        self.on_shutdown: Callable[[], None] | None = None
 
     # Attributes of a RefProcessGroup; here they are those of the mirrored group.
     backend = property(lambda self: self._find().backend)
     members = property(lambda self: self._find().members)
+    ours = property(lambda self: self._find())
+    _device_types = property(lambda self: [torch.device(kind) for kind in self._by_device_type(self.backend.name)])
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self._find()
+
+    def __hash__(self) -> int:
+        return hash(self._find())
+
+    def _get_backend(self, device: torch.device) -> Mirrored:
+        """Return the backend of a kind of device, which is this group for those of its backends."""
+        if torch.device(device).type not in self._by_device_type(self.backend.name):
+            raise UnsupportedError(
+                f"No backend type associated with device type {device}: the group's backend is {self.backend.name!r}."
+            )
+        return self
+
+    def _check_tensors(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
+        """Leave the check to the backend: not all are for the CPU."""
 
     def rank(self) -> int:
         """Return the group rank of the caller."""
@@ -371,16 +403,25 @@ class Mirrored(RefProcessGroup):
         """Return the number of ranks."""
         return self._find().size()
 
-    def getBackendName(self) -> str:
+    def name(self) -> str:
         """Return the name of the backend."""
         return str(self.backend.name)
 
-    name = _get_backend_name = getBackendName
+    _get_backend_name = name
+
+    def getBackendName(self) -> str:
+        """Return a name for C++, which takes a group named "gloo" or "nccl" for its own class."""
+        return f"{self.backend.name} of torchdist_ref"
 
     def shutdown(self) -> None:
-        """Do nothing: the group is ours, and ends with `destroy_process_group`."""
+        """Destroy the group of ours, as torch destroys this one."""
+        if self.on_shutdown is not None:
+            self.on_shutdown()
 
-    abort = shutdown
+    def abort(self) -> None:
+        """Abort the group of ours, and destroy it."""
+        self.backend.abort("torch.distributed aborted the group")
+        self.shutdown()
 
 
 def _hide_from_compilers(*kinds: type) -> None:
@@ -398,4 +439,4 @@ def _hide_from_compilers(*kinds: type) -> None:
                 compiler.set_code_exec_strategy(method.__code__, skip)
 
 
-_hide_from_compilers(RefProcessGroup, RefWork)
+_hide_from_compilers(RefProcessGroup, Mirrored, RefWork)
