@@ -141,13 +141,14 @@ def versions(session: nox.Session) -> None:
             if not (home / "complete").exists():
                 session.run(python, "-m", "venv", "--clear", str(home), external=True)
                 pip(session, torch, python=str(home / "bin" / "python"))
-                pip(session, "-e", ".[notebook,test]", python=str(home / "bin" / "python"))
+                pip(session, "-e", ".[docs,notebook,test]", python=str(home / "bin" / "python"))
                 (home / "complete").touch()
             inside, results = str(home / "bin" / "python"), str(home / "results.xml")
             marks = "not long and not benchmark"
             call(session, "-m", "pytest", "-q", "-m", marks, f"--junitxml={results}", python=inside, codes=(0, 1))
             call(session, "-m", "tests.versions", results, python=inside, codes=(0, 1))
-            failed += [f"{python}, {torch}"] if "<failure" in Path(results).read_text(encoding="utf-8") else []
+            outcomes = Path(results).read_text(encoding="utf-8")
+            failed += [f"{python}, {torch}"] if "<failure" in outcomes or "<error" in outcomes else []
     for python in pythons:
         if not shutil.which(python):
             session.log(f"not run: {python} is not on the path")

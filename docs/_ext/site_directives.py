@@ -10,6 +10,8 @@
     Every operation with its algorithms, and what each costs.
 `.. capabilities::`
     What each backend can do, as the tests measured it.
+`.. versions::`
+    Results of the tests with each pair of Python and torch, as `nox -s versions` recorded them.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from sphinx.application import Sphinx
 
 from torchdist_ref import schedules
 
+VERSIONS = Path(__file__).parents[1] / "versions.json"
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+TORCHES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 CAPABILITIES = Path(__file__).parents[1] / "reference" / "capabilities.json"
 
 
@@ -167,6 +172,40 @@ def together(found: dict[str, str]) -> str:
     return "; ".join(f"{', '.join(names)}: {said}" for said, names in backends.items())
 
 
+class VersionsDirective(Directive):
+    """Show the recorded test runs, why tests were skipped in each, and the versions without a run."""
+
+    def run(self) -> list[nodes.Node]:
+        """Read what `python -m tests.versions` wrote."""
+        runs = json.loads(VERSIONS.read_text(encoding="utf-8"))
+        header = ("Python", "torch", "system", "date", "passed", "failed", "skipped", "folders of tests not run")
+        shown = [tuple(str(found[key]) for key in KEYS) + (", ".join(found["folders_not_run"]),) for found in runs]
+        absent = [f"Python {version}" for version in PYTHONS if not recorded(runs, "python", version)]
+        absent += [f"torch {version}" for version in TORCHES if not recorded(runs, "torch", version)]
+        rest = nodes.paragraph("", f"No run is recorded with {', '.join(absent)}.") if absent else None
+        details = [node for found in runs for key in ("failures", "reasons") for node in listed(found, key)]
+        return [table("versions", header, shown), *([rest] if rest else []), *details]
+
+
+KEYS = ("python", "torch", "system", "date", "passed", "failed", "skipped")
+TITLES = {"failures": "Failed", "reasons": "Reasons of skipped tests"}
+
+
+def recorded(runs: list[dict[str, Any]], key: str, version: str) -> bool:
+    """Return whether there is a run with a version such as 3.11."""
+    return any(found[key].split(".")[:2] == version.split(".") for found in runs)
+
+
+def listed(found: dict[str, Any], key: str) -> list[nodes.Node]:
+    """List the failures or the reasons of skipped tests of one run; nothing if there are none."""
+    texts = [f"{count} x {why}" for why, count in found[key].items()] if key == "reasons" else found[key]
+    if not texts:
+        return []
+    items = [nodes.list_item("", nodes.paragraph("", text)) for text in texts]
+    title = f"{TITLES[key]} with Python {found['python']} and torch {found['torch']}:"
+    return [nodes.paragraph("", title), nodes.bullet_list("", *items)]
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directives with Sphinx."""
     app.add_directive("schedule", ScheduleDirective)
@@ -174,4 +213,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("layer-table", LayerTableDirective)
     app.add_directive("algorithms", AlgorithmsDirective)
     app.add_directive("capabilities", CapabilitiesDirective)
+    app.add_directive("versions", VersionsDirective)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
