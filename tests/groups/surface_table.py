@@ -50,7 +50,7 @@ ABSENT = {
             "Scatter",
         )
     },
-    "BackendConfig": "Backends by device type, as a value. Here `get_backend` says them, `cpu:gloo,cuda:nccl` say.",
+    "BackendConfig": "Backends by device type. Here `get_backend` returns them, for example `cpu:gloo,cuda:nccl`.",
     "GroupName": INSIDE,
     "Logger": "torch's C++ statistics of its DDP. A group's `recorder` has the calls.",
     "ProcessGroupGloo": 'torch\'s class works as before beside this library; by name, its backend is `"gloo"`.',
