@@ -85,16 +85,18 @@ def repair_backlinks(
     objects = app.env.domains["py"].objects  # type: ignore[attr-defined]
 
     def repair(found: re.Match[str]) -> str:
-        if found["anchor"] in objects:
-            return found[0]
-        documented = [
+        documented = [found["anchor"]] if found["anchor"] in objects else []
+        documented += [
             name
             for name, entry in objects.items()
             if name.endswith(f".{found['name']}")
             and found["page"].endswith(f"{entry.docname}.html")
-            and name.removesuffix(f".{found['name']}") not in objects  # A function, not a method of the same name.
+            and not is_class(name.removesuffix(f".{found['name']}"))
         ]
-        return found[0].replace(f"#{found['anchor']}", f"#{documented[0]}") if documented else found[0]
+        return found[0].replace(f"#{found['anchor']}", f"#{objects[documented[0]].node_id}") if documented else found[0]
+
+    def is_class(name: str) -> bool:
+        return name in objects and objects[name].objtype in ("class", "exception")
 
     if page.startswith("_modules/"):
         context["body"] = BACKLINK.sub(repair, context["body"])
