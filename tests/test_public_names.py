@@ -120,7 +120,7 @@ def documented() -> set[str]:
     for page in (pages.DOCS / "reference").glob("*.rst"):
         text = page.read_text(encoding="utf-8")
         module = re.search(r"^\.\. (?:current)?module:: (\S+)", text, re.MULTILINE)
-        for name in re.findall(r"^\.\. auto(?:function|class|exception|data)?:: (\S+)", text, re.MULTILINE):
+        for name in re.findall(r"^\.\. auto(?:function|class|exception|data|decorator)?:: (\S+)", text, re.MULTILINE):
             found.add(name if name.startswith("torchdist_ref") or module is None else f"{module[1]}.{name}")
         for section in re.findall(r"^\.\. py:(?:data|attribute):: (\S+)", text, re.MULTILINE):
             found.add(section)

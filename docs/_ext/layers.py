@@ -66,7 +66,11 @@ PARTS = (
     Part("backends.base", "2 backends", (*CORE, "stores")),
     Part("backends.reductions", "2 backends", (*CORE, "backends.base")),
     Part("backends.registry", "2 backends", (*BELOW_BACKENDS, "backends.base")),
-    Part("backends", "2 backends", (*CORE, "backends.base", "backends.reductions", "backends.ref_in_torch")),
+    Part(
+        "backends",
+        "2 backends",
+        (*CORE, "backends.base", "backends.reductions", "backends.ref", "backends.ref_in_torch"),
+    ),
     Part("backends.ref", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "schedules")),
     Part("backends.torch_native", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS)),
     Part("backends.mpi", "2 backends", (*BELOW_BACKENDS, *SHARED_BY_BACKENDS)),

@@ -21,7 +21,9 @@ from tests.torchs_world import start_torch
 from torchdist_ref.testing import run
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`TorchScript`:DeprecationWarning", "ignore:`torch.jit:DeprecationWarning"
+    "ignore:`TorchScript`:DeprecationWarning",
+    "ignore:`torch.jit:DeprecationWarning",
+    "ignore:`broadcast_buffers` is deprecated:FutureWarning",
 )
 DDP = dist.DistributedDataParallel
 SMALL = 0.004
