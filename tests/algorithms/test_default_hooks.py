@@ -131,3 +131,17 @@ def test_gradients_of_the_contract_differ_by_rank_step_and_bucket() -> None:
     seen = [torch.cat([g.flatten() for g in gradients(r, s, i)]) for r in range(3) for s in range(3) for i in range(3)]
     assert len({tuple(x.tolist()) for x in seen}) == 27
     assert [exact_average(2, 0, i).numel() for i in range(len(BUCKETS))] == [408, 289, 1027]
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_a_wrapper_returns_its_result_in_the_dtype_of_the_buffer(name: str) -> None:
+    """On torch's DDP nobody else converts it: a result in the wire dtype would be read as garbage."""
+    wrap = getattr(default_hooks, f"{name}_compress_wrapper")
+
+    def program(rank: int) -> Any:
+        bucket = dist.GradBucket(buffer=torch.tensor([1.5, -2.25, 8.0 * rank]))
+        return wrap(default_hooks.allreduce_hook)(None, bucket).wait()
+
+    for result in run(program, 2):
+        assert result.dtype == torch.float32
+        assert result.tolist() == [1.5, -2.25, 4.0]
