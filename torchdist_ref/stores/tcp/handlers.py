@@ -15,6 +15,7 @@ repeats the request with the same number, and the server sends the kept response
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,7 @@ MAX_SESSIONS = 4096
 _DONE = int(Status.DONE)
 
 
-class StoreClient:
+class StoreClient(ABC):
     """Connection of a client, as the request handler sees it.
 
     Attributes:
@@ -50,13 +51,13 @@ class StoreClient:
     session: ClientSession | None = None
     pending: PendingRequest | None = None
 
+    @abstractmethod
     def send(self, pieces: Sequence[bytes]) -> None:
         """Send the pieces, in order, without blocking."""
-        raise NotImplementedError(f"{type(self).__name__} must define send()")
 
+    @abstractmethod
     def disconnect(self, reason: str) -> None:
         """Close the connection."""
-        raise NotImplementedError(f"{type(self).__name__} must define disconnect()")
 
 
 @dataclass(eq=False)
