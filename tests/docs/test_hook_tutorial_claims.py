@@ -17,7 +17,7 @@ from torchdist_ref.benchmark.hooks_results import HookResult, from_json, select
 from torchdist_ref.benchmark.hooks_tasks import CONTESTANTS
 from torchdist_ref.testing import run
 
-NOTEBOOK = pages.ROOT / "tutorials" / "03_when_compression_pays.ipynb"
+NOTEBOOK = pages.ROOT / "tutorials" / "08_when_compression_pays.ipynb"
 RECORDED = sorted((NOTEBOOK.parent / "hooks_measured").glob("*.json"))
 AVERAGING = [hook for hook in CONTESTANTS if hook not in ("none", "noop", "local-sgd")]
 WEIGHTS = {"text": 951_680, "digits": 9_930}

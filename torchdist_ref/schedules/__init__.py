@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from torchdist_ref.schedules.catalogue import algorithms, build, entry, operations
+from torchdist_ref.schedules.catalogue import algorithms, build, entry, operations, register, unregister
 from torchdist_ref.schedules.choose import choose, overrides
 from torchdist_ref.schedules.compose import (
     alongside,
@@ -68,6 +68,7 @@ __all__ = [
     "only",
     "operations",
     "overrides",
+    "register",
     "renamed",
     "reversed_",
     "rooted",
@@ -75,6 +76,7 @@ __all__ = [
     "simulate",
     "then",
     "timeline",
+    "unregister",
     "verify",
     "violations",
 ]

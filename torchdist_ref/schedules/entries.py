@@ -75,6 +75,12 @@ def _maker(function: Callable[..., Schedule], op: str, algorithm: str) -> Maker:
     return lambda world, root, hosts: function(world)
 
 
+def entry_of(op: str, algorithm: str, function: Callable[..., Schedule], summary: str) -> Entry:
+    """Return the row of an algorithm of a program: a function of world, and of root for a rooted operation."""
+    source = f"{function.__module__}.{function.__qualname__}"
+    return Entry(op, algorithm, _maker(function, op, algorithm), summary, "this program", "", source)
+
+
 def _rows(op: str, *rows: tuple[str, Callable[..., Schedule], str, str, str]) -> tuple[Entry, ...]:
     """Return the entries of one operation."""
     return tuple(

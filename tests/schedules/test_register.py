@@ -1,0 +1,110 @@
+"""Algorithms that a program registers: real ranks execute them, and a wrong one is never executed."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+import torchdist_ref as dist
+from torchdist_ref.errors import ArgumentError
+from torchdist_ref.schedules import Schedule, algorithms, build, carry, choose, overrides, register, unregister
+from torchdist_ref.testing import fill, run
+
+OWN = [("all_reduce", "pass_and_return"), ("broadcast", "star")]
+BUILT: set[str] = set()
+
+
+def pass_and_return(world: int) -> Schedule:
+    """Reduce along the ranks in order, and copy the sum back along them."""
+    BUILT.add("pass_and_return")
+    up = [(carry(rank, rank + 1, ("data", 0), reduce=True),) for rank in range(world - 1)]
+    down = [(carry(rank + 1, rank, ("data", 0)),) for rank in reversed(range(world - 1))]
+    return Schedule("pass_and_return all_reduce", world, (*up, *down))
+
+
+def star(world: int, root: int) -> Schedule:
+    BUILT.add("star")
+    moves = tuple(carry(root, rank, ("data", 0)) for rank in range(world) if rank != root)
+    return Schedule("star broadcast", world, (moves,))
+
+
+def adds_twice(world: int) -> Schedule:
+    """Return to rank 0 a sum that rank 0 then adds again."""
+    up = [(carry(rank, rank + 1, ("data", 0), reduce=True),) for rank in range(world - 1)]
+    down = [(carry(rank + 1, rank, ("data", 0), reduce=True),) for rank in reversed(range(world - 1))]
+    return Schedule("adds_twice all_reduce", world, (*up, *down))
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    BUILT.clear()
+    yield
+    for op, name in OWN:
+        unregister(op, name)
+
+
+def reduce_and_broadcast(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    summed, copied = fill(rank, (1001,), torch.float64), fill(rank, (17,), torch.float64)
+    dist.all_reduce(summed)
+    dist.broadcast(copied, src=1)
+    assert BUILT == {"pass_and_return", "star"}, "the backend asked for other algorithms"
+    return summed, copied
+
+
+@pytest.mark.parametrize("ranks", ["processes", "threads"])
+@pytest.mark.parametrize("executor", ["fast", "reference"])
+def test_ref_executes_registered_algorithms(ranks: str, executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    register("all_reduce", "pass_and_return", pass_and_return)
+    register("broadcast", "star", star)
+    monkeypatch.setenv("TORCHDIST_REF_ALGORITHM", "all_reduce=pass_and_return,broadcast=star")
+    monkeypatch.setenv("TORCHDIST_REF_EXECUTOR", executor)
+    sums = sum(fill(rank, (1001,), torch.float64) for rank in range(3))
+    for summed, copied in run(reduce_and_broadcast, 3, ranks=ranks):
+        torch.testing.assert_close(summed, sums)
+        assert torch.equal(copied, fill(1, (17,), torch.float64))
+
+
+def test_a_wrong_algorithm_is_refused_with_the_rank_and_the_slot() -> None:
+    register("all_reduce", "pass_and_return", adds_twice)
+    message = r"is not an all_reduce of 3 ranks:\n  result: rank 0, data\[0\], at the end: .* more than once"
+    with pytest.raises(ArgumentError, match=message):
+        build("all_reduce", "pass_and_return", 3)
+
+
+def wrong_call(rank: int) -> str:
+    tensor = fill(rank, (8,), torch.float64)
+    with pytest.raises(ArgumentError, match="more than once") as caught:
+        dist.all_reduce(tensor)
+    assert torch.equal(tensor, fill(rank, (8,), torch.float64))
+    return str(caught.value)
+
+
+def test_ref_never_executes_a_wrong_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    register("all_reduce", "pass_and_return", adds_twice)
+    monkeypatch.setenv("TORCHDIST_REF_ALGORITHM", "all_reduce=pass_and_return")
+    assert all("adds_twice all_reduce is not" in text for text in run(wrong_call, 3))
+
+
+def test_a_name_that_is_registered_again_has_the_new_function() -> None:
+    register("all_reduce", "pass_and_return", adds_twice)
+    register("all_reduce", "pass_and_return", pass_and_return)
+    assert build("all_reduce", "pass_and_return", 3) == pass_and_return(3)
+    assert overrides("all_reduce=pass_and_return") == {"all_reduce": "pass_and_return"}
+    assert choose("all_reduce", 3, 64) == "direct"
+    unregister("all_reduce", "pass_and_return")
+    assert "pass_and_return" not in algorithms("all_reduce")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("all_reduc", "mine"), "'op' must be one of all_reduce, reduce"),
+        (("all_reduce", "ring"), "a name that the library does not use for all_reduce"),
+        (("all_reduce", ""), "a name without comma, '=' or space"),
+        (("all_reduce", "my ring"), "a name without comma, '=' or space"),
+    ],
+)
+def test_errors_of_register(arguments: tuple[str, str], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        partial(register, *arguments)(pass_and_return)
