@@ -20,7 +20,7 @@ from torchdist_ref.backends.ref import fast
 from torchdist_ref.backends.ref.ring_buffer import CompiledRound, RingBuffer
 from torchdist_ref.errors import MismatchError
 from torchdist_ref.testing import fill, run
-from torchdist_ref.transports.segment_layout import EAGER_BYTES, MIN_RING_BYTES, SegmentLayout, ring_bytes
+from torchdist_ref.transports.segment import EAGER_BYTES, MIN_RING_BYTES, SegmentLayout, ring_bytes
 
 
 class Reader:

@@ -8,7 +8,7 @@ import pytest
 
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.schedules import Schedule, algorithms, build, choose, cost, operations, overrides, verify
-from torchdist_ref.transports.segment_layout import window_for
+from torchdist_ref.transports.segment import window_for
 
 KIB = 1024
 SIZES = (0, 1, 4 * KIB, 32 * KIB, 32 * KIB + 1, 100 * KIB, 1 << 20, (1 << 20) + 1, 1 << 30)

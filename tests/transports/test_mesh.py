@@ -14,7 +14,7 @@ import pytest
 from torchdist_ref.errors import DistNetworkError, RankStalledError
 from torchdist_ref.transports.connection import POSTED_RECEIVE, MeshFrame, pack
 from torchdist_ref.transports.mesh import ConnectionMesh, MeshDirectPath
-from torchdist_ref.transports.segment_layout import SEMAPHORE_KINDS, SegmentLayout
+from torchdist_ref.transports.segment import SEMAPHORE_KINDS, SegmentLayout
 
 
 @contextmanager

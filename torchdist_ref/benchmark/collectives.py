@@ -32,7 +32,7 @@ from torchdist_ref.benchmark.timing import (
     without_collector,
 )
 from torchdist_ref.errors import ArgumentError, DistBackendError, UnsupportedError, explain
-from torchdist_ref.transports.segment_layout import window_for
+from torchdist_ref.transports.segment import window_for
 
 # Contestants that are bounds: the least cost with staging, and the least with direct reads of peers' tensors.
 LIMIT, DIRECT = "limit", "direct"

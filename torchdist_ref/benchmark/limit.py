@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchdist_ref.benchmark.operations import ROOT, Buffers, Make, MeasuredOperation
 from torchdist_ref.benchmark.timing import Action
-from torchdist_ref.transports.segment_layout import CACHE_LINE, window_for
+from torchdist_ref.transports.segment import CACHE_LINE, window_for
 
 Work = tuple[tuple[str, int], ...]
 # Elements of a block, where in it a window begins, and how many it has.

@@ -16,7 +16,7 @@ from torchdist_ref.testing.filling import fill
 from torchdist_ref.testing.running import run
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.mailbox import Mailbox
-from torchdist_ref.transports.status_table import ROW_BYTES, Announcement
+from torchdist_ref.transports.segment import ROW_BYTES, Announcement
 
 Connect = Callable[[Store, int, Sequence[int], str, float], Link]
 

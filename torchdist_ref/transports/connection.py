@@ -4,7 +4,7 @@ A frame carries bytes of the segment, which the receiver copies to the same offs
 
     u8 kind | u8 number of ranges | u32 owner | ranges: (u64 offset, u64 bytes)... | the bytes of each range
 
-Kinds are indices into `segment_layout.SEMAPHORE_KINDS`; the owner is the rank whose part of the segment it is. The
+Kinds are indices into `segment.SEMAPHORE_KINDS`; the owner is the rank whose part of the segment it is. The
 receiver checks that the ranges lie inside that part, so that a faulty peer cannot write elsewhere. A range at
 `POSTED_RECEIVE` goes to the next view that the receiver has posted. Sockets are non-blocking: a sender that waits for
 buffer space keeps receiving, so that two ranks that send to each other cannot deadlock.
@@ -26,7 +26,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from torchdist_ref.errors import DistNetworkError, RankStalledError
-from torchdist_ref.transports.link import Range
+from torchdist_ref.transports.segment import Range
 
 SECRET_BYTES = 16
 _HANDSHAKE_BYTES = SECRET_BYTES + 4

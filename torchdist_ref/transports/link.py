@@ -34,8 +34,7 @@ from torch import Tensor
 
 from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError
 from torchdist_ref.timeouts import CHECK_SECONDS
-from torchdist_ref.transports.segment_layout import SegmentLayout
-from torchdist_ref.transports.status_table import (
+from torchdist_ref.transports.segment import (
     ABORTED,
     ABSENT,
     ANNOUNCEMENT_BYTES,
@@ -43,6 +42,10 @@ from torchdist_ref.transports.status_table import (
     LEFT,
     PRESENT,
     ROW_BYTES,
+    Range,
+    Segment,
+    SegmentLayout,
+    Semaphore,
     StatusRow,
 )
 
@@ -50,16 +53,6 @@ from torchdist_ref.transports.status_table import (
 _WAITING_EXPIRES_SECONDS = 10 * CHECK_SECONDS
 _MAIN_THREAD = threading.main_thread().ident
 _ADVICE = "The call may have completed on some ranks. Destroy the group and start again from a checkpoint."
-
-
-class Semaphore(Protocol):
-    """Counting semaphore from one rank to another. Writes before `release` are visible after `acquire`."""
-
-    def release(self) -> Any:
-        """Increment the count."""
-
-    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
-        """Decrement the count; return False if it is zero (until the time-out)."""
 
 
 class Liveness(Protocol):
@@ -81,68 +74,6 @@ class NoPeerProcesses:
 
     def close(self) -> None:
         """See `Liveness.close`."""
-
-
-Range = tuple[int, int]
-"""Part of a segment: (offset, size), in bytes."""
-
-
-class DirectPath(Protocol):
-    """Zero-copy path to a peer: bytes go from one tensor to another, without a copy through the segment."""
-
-    def send(self, kind: str, data: memoryview) -> None:
-        """Send the bytes and post a semaphore of this kind. They go to the next view that the peer has posted."""
-
-    def post_receive(self, views: Sequence[memoryview]) -> None:
-        """Post one view for each of the next sends of the peer."""
-
-
-class Segment(Protocol):
-    """Memory of a group: shared by all ranks, or a copy on each host that the ranks keep up to date."""
-
-    kind: str
-
-    def buffer_of(self, rank: int) -> Any:
-        """Return the buffer that holds the parts of `rank`, for `torch.frombuffer`."""
-
-    def bytes_of(self, rank: int) -> memoryview:
-        """Return the buffer that holds the parts of `rank` as bytes."""
-
-    def semaphore(self, layout: SegmentLayout, kind: str, source: int, target: int) -> Semaphore:
-        """Return the semaphore of this kind that `source` posts and `target` acquires."""
-
-    def make_signal(
-        self, semaphore: Semaphore, kind: str, target: int, owner: int, ranges: Sequence[Range]
-    ) -> Callable[[], Any]:
-        """Return a function that makes ranges of the parts of `owner` visible to `target` and posts the semaphore."""
-
-    def direct_path(self, peer: int) -> DirectPath | None:
-        """Return the zero-copy path to and from `peer`; None where both access the same segment."""
-
-
-class CommonSegment:
-    """Segment that all ranks access directly. Base of the segments of `threads` and `shared_memory`."""
-
-    buffer: Any
-    bytes: memoryview
-
-    def buffer_of(self, rank: int) -> Any:
-        """See `Segment.buffer_of`."""
-        return self.buffer
-
-    def bytes_of(self, rank: int) -> memoryview:
-        """See `Segment.bytes_of`."""
-        return self.bytes
-
-    def make_signal(
-        self, semaphore: Semaphore, kind: str, target: int, owner: int, ranges: Sequence[Range]
-    ) -> Callable[[], Any]:
-        """See `Segment.make_signal`. The ranges are visible to the target anyway."""
-        return semaphore.release
-
-    def direct_path(self, peer: int) -> DirectPath | None:
-        """See `Segment.direct_path`."""
-        return None
 
 
 class Link:
@@ -229,7 +160,7 @@ class Link:
         """Return a function that posts a semaphore of this kind to `peer`; executors look it up once.
 
         Args:
-            kind: One of `segment_layout.SEMAPHORE_KINDS`.
+            kind: One of `segment.SEMAPHORE_KINDS`.
             peer: Rank that acquires the semaphore.
             ranges: Parts of the segment that are visible to `peer` once it has acquired it.
             owner: Rank that the ranges belong to; None: this rank.

@@ -19,10 +19,16 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.errors import MismatchError
-from torchdist_ref.transports.link import DirectPath, Link, Range, Semaphore
-from torchdist_ref.transports.registered_memory import memmove_for
-from torchdist_ref.transports.segment_layout import CACHE_LINE, MESSAGE_HEADER_BYTES
-from torchdist_ref.transports.status_table import Announcement
+from torchdist_ref.transports.link import Link
+from torchdist_ref.transports.segment import (
+    CACHE_LINE,
+    MESSAGE_HEADER_BYTES,
+    Announcement,
+    DirectPath,
+    Range,
+    Semaphore,
+    memmove_for,
+)
 
 # Fields of a message header in words, and offsets of its texts in bytes.
 _TAG, _FINGERPRINT, _NBYTES, _VERDICT = range(4)

@@ -19,9 +19,14 @@ from typing import Any
 
 from torchdist_ref.errors import DistNetworkError, RankStalledError
 from torchdist_ref.transports.connection import POSTED_RECEIVE, MeshConnection, MeshFrame, check_ranges, pack
-from torchdist_ref.transports.link import Range, Semaphore
-from torchdist_ref.transports.segment_layout import MESSAGE_HEADER_BYTES, SEMAPHORE_KINDS, SegmentLayout
-from torchdist_ref.transports.status_table import ROW_BYTES
+from torchdist_ref.transports.segment import (
+    MESSAGE_HEADER_BYTES,
+    ROW_BYTES,
+    SEMAPHORE_KINDS,
+    Range,
+    SegmentLayout,
+    Semaphore,
+)
 
 _SOCKET_POLL_SECONDS = 0.0005
 """Longest wait on the sockets before a waiter checks semaphores that other ranks of this host post."""

@@ -18,14 +18,13 @@ Do not add knowledge of groups or calls here.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import pickle
 import struct
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from multiprocessing.reduction import ForkingPickler
 from typing import NamedTuple, Protocol
@@ -263,24 +262,3 @@ class CudaIpc:
         """See `DeviceMemory.open`."""
         opened: Tensor = pickle.loads(exported)
         return opened
-
-
-_MEMMOVE = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
-_SIGNATURE = (None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-# Releasing and acquiring the GIL costs as much as copying some kilobytes.
-_HOLD_GIL_BYTES = 16 * 1024
-_with_gil, _without_gil = ctypes.PYFUNCTYPE(*_SIGNATURE)(_MEMMOVE), ctypes.CFUNCTYPE(*_SIGNATURE)(_MEMMOVE)
-
-
-def memmove_for(nbytes: int) -> Callable[[int, int, int], None]:
-    """Return `memmove(target address, source address, bytes)` for copies of this size, without a tensor operation.
-
-    The addresses come from contiguous tensors (`Tensor.data_ptr`), which must outlive the call.
-
-    >>> import torch
-    >>> source, target = torch.tensor([1.5, 2.5]), torch.zeros(2)
-    >>> memmove_for(8)(target.data_ptr(), source.data_ptr(), 8)
-    >>> target
-    tensor([1.5000, 2.5000])
-    """
-    return _with_gil if nbytes <= _HOLD_GIL_BYTES else _without_gil

@@ -33,13 +33,15 @@ from typing import Any
 
 from torchdist_ref.errors import DistBackendError, UnsupportedError
 from torchdist_ref.stores import Store
-from torchdist_ref.transports.link import CommonSegment, Link, Semaphore
+from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.registered_memory import open_peer_descriptor
-from torchdist_ref.transports.segment_layout import (
+from torchdist_ref.transports.segment import (
     CACHE_LINE,
     RING_BYTES,
     SEMAPHORE_KINDS,
+    CommonSegment,
     SegmentLayout,
+    Semaphore,
     window_for,
 )
 

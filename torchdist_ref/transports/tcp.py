@@ -27,7 +27,7 @@ from torchdist_ref.errors import DistNetworkError
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import shared_memory
 from torchdist_ref.transports.connection import SECRET_BYTES, Acceptor, handshake_message
-from torchdist_ref.transports.link import DirectPath, Link, Liveness, NoPeerProcesses, Range, Segment, Semaphore
+from torchdist_ref.transports.link import Link, Liveness, NoPeerProcesses
 from torchdist_ref.transports.mesh import (
     ConnectionMesh,
     IncomingSemaphore,
@@ -35,7 +35,7 @@ from torchdist_ref.transports.mesh import (
     MeshDirectPath,
     OutgoingSemaphore,
 )
-from torchdist_ref.transports.segment_layout import SegmentLayout
+from torchdist_ref.transports.segment import DirectPath, Range, Segment, SegmentLayout, Semaphore
 from torchdist_ref.transports.threads import PrivateSegment
 
 _INTERFACE_VARIABLES = ("TORCHDIST_REF_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")

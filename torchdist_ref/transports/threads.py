@@ -16,8 +16,8 @@ from queue import Empty, SimpleQueue
 from weakref import WeakValueDictionary
 
 from torchdist_ref.stores import Store
-from torchdist_ref.transports.link import CommonSegment, Link, Semaphore
-from torchdist_ref.transports.segment_layout import SegmentLayout
+from torchdist_ref.transports.link import Link
+from torchdist_ref.transports.segment import CommonSegment, SegmentLayout, Semaphore
 
 
 class QueueSemaphore:

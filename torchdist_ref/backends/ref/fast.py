@@ -43,7 +43,7 @@ from torchdist_ref.backends.ref.zero_copy import ZeroCopyPath, registered_path
 from torchdist_ref.calls import Number
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.registered_memory import PeerMemory
-from torchdist_ref.transports.status_table import ANNOUNCEMENT_BYTES, COMPLETED
+from torchdist_ref.transports.segment import ANNOUNCEMENT_BYTES, COMPLETED
 
 Run = Callable[[Sequence[Tensor], bool], None]
 """Runs a call on its operands; the other argument is whether the peers' announcements have yet to be compared."""

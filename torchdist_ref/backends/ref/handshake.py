@@ -14,7 +14,7 @@ from torchdist_ref.backends.ref.progress import OutOfOrderError
 from torchdist_ref.calls import fingerprint
 from torchdist_ref.errors import ArgumentError, MismatchError
 from torchdist_ref.transports.link import Link
-from torchdist_ref.transports.status_table import COMPLETED, ZERO_COPY_BITS, Announcement
+from torchdist_ref.transports.segment import COMPLETED, ZERO_COPY_BITS, Announcement
 
 EXECUTORS = ("fast", "reference")
 EXECUTOR_VARIABLE = "TORCHDIST_REF_EXECUTOR"
@@ -38,7 +38,7 @@ def executor_name(environment: str) -> str:
 def announcement_of(text: str, executor: str) -> Announcement:
     """Return the announcement of a call, in which the executor is one bit of the fingerprint.
 
-    Two other bits are set later by ranks with registered tensors (`status_table.ZERO_COPY_BITS`).
+    Two other bits are set later by ranks with registered tensors (`segment.ZERO_COPY_BITS`).
     """
     common = fingerprint(text) & ~(ZERO_COPY_BITS | _REFERENCE_BIT)
     return Announcement(common | (_REFERENCE_BIT if executor == EXECUTORS[1] else 0), text.encode())

@@ -36,7 +36,7 @@ from torchdist_ref.schedules.schedule import Move, Slot
 from torchdist_ref.transports import registered_memory
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.registered_memory import CudaIpc, DeviceMemory, MemoryHandle, PeerMemory
-from torchdist_ref.transports.status_table import DEVICE_MEMORY
+from torchdist_ref.transports.segment import DEVICE_MEMORY
 
 log = logging.getLogger("torchdist_ref.backends")
 

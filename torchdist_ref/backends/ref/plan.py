@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchdist_ref.schedules import catalogue
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
-from torchdist_ref.transports.status_table import Announcement
+from torchdist_ref.transports.segment import Announcement
 
 IN_PLACE = frozenset(("all_reduce", "reduce", "broadcast"))
 # Slots begin at multiples of so many bytes in a staging buffer.

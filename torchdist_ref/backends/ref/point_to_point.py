@@ -28,7 +28,7 @@ from torchdist_ref.errors import DistError, MismatchError, RankStalledError
 from torchdist_ref.timeouts import CHECK_SECONDS
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.mailbox import Mailbox
-from torchdist_ref.transports.status_table import Announcement
+from torchdist_ref.transports.segment import Announcement
 from torchdist_ref.work import Done, Work
 
 T = TypeVar("T")

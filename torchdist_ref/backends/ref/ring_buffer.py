@@ -22,9 +22,8 @@ from torchdist_ref.backends.ref import steps
 from torchdist_ref.backends.ref.plan import IN_PLACE, Plan
 from torchdist_ref.backends.ref.steps import Operand, Part, Step, StepMaker
 from torchdist_ref.schedules.schedule import Move, Slot
-from torchdist_ref.transports.link import Link, Range, Semaphore
-from torchdist_ref.transports.segment_layout import ring_bytes
-from torchdist_ref.transports.status_table import ANNOUNCEMENT_BYTES
+from torchdist_ref.transports.link import Link
+from torchdist_ref.transports.segment import ANNOUNCEMENT_BYTES, Range, Semaphore, ring_bytes
 
 Semaphores = tuple[tuple[Semaphore, int], ...]
 """Semaphores to acquire, each with the peer that posts it."""

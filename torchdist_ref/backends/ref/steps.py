@@ -18,7 +18,7 @@ from torchdist_ref.backends import reductions
 from torchdist_ref.backends.reductions import WIDENED, Reduction
 from torchdist_ref.backends.ref.plan import Plan
 from torchdist_ref.schedules.schedule import Move, Slot
-from torchdist_ref.transports.registered_memory import memmove_for
+from torchdist_ref.transports.segment import memmove_for
 
 Tensors = Sequence[Tensor]
 Step = Callable[[Tensors, int], Any]

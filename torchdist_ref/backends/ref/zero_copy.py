@@ -24,7 +24,7 @@ from torchdist_ref.schedules.measured import ONE_ROUND_BYTES
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
 from torchdist_ref.transports import registered_memory
 from torchdist_ref.transports.registered_memory import MemoryHandle, PeerMemory
-from torchdist_ref.transports.status_table import REGISTERED_MEMORY
+from torchdist_ref.transports.segment import REGISTERED_MEMORY
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -53,7 +53,7 @@ class ZeroCopyPath(ABC):
     """Way to run a call on memory that peers access in place, where all ranks' tensors are in such memory.
 
     Attributes:
-        mark: The bits of the announcement of this path (`status_table.ZERO_COPY_BITS`).
+        mark: The bits of the announcement of this path (`segment.ZERO_COPY_BITS`).
     """
 
     mark: int
