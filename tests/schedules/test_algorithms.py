@@ -5,7 +5,20 @@ from __future__ import annotations
 import pytest
 
 from torchdist_ref.errors import ArgumentError
-from torchdist_ref.schedules import Move, Schedule, algorithms, build, carry, entry, operations, verify, violations
+from torchdist_ref.schedules import (
+    Move,
+    Schedule,
+    algorithms,
+    build,
+    carry,
+    direct,
+    entry,
+    operations,
+    verify,
+    violations,
+)
+from torchdist_ref.schedules.catalogue import make
+from torchdist_ref.schedules.entries import _rows
 
 ALL = [(op, name) for op in operations() for name in algorithms(op)]
 ROOTED = ("reduce", "broadcast", "gather", "scatter", "send")
@@ -24,7 +37,7 @@ def sweep(op: str, name: str, worlds: range) -> int:
     for world in worlds:
         for root in sorted({0, 1 % world, world // 2, world - 1}) if op in ROOTED else [0]:
             for hosts in placements(name, world):
-                verify(entry(op, name).make(world, root, hosts or (0,) * world), op, root)
+                verify(make(entry(op, name), world, root, hosts or (0,) * world), op, root)
                 proved += 1
     return proved
 
@@ -125,3 +138,8 @@ def test_contracts_exist_for_known_operations_and_roots_only() -> None:
         verify(build("send", "direct", 2), "sent")
     with pytest.raises(ArgumentError, match="'root' must be a rank from 0 to 1, got 2"):
         verify(build("send", "direct", 2), "send", root=2)
+
+
+def test_a_new_algorithm_without_a_source_is_told_where_to_add_it() -> None:
+    with pytest.raises(LookupError, match=r"'zigzag' has no source. Add .* to SOURCES in .*entries\.py"):
+        _rows("barrier", ("zigzag", direct.barrier, "idea", "when", "cost"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from itertools import pairwise
 from math import log2
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,7 @@ from torchdist_ref.schedules import (
     operations,
     simulate,
 )
+from torchdist_ref.schedules.catalogue import make
 from torchdist_ref.schedules.tree import CHAIN_PIECES
 
 ALL = [(op, name) for op in operations() for name in algorithms(op)]
@@ -74,6 +76,7 @@ CLOSED = {
 @pytest.mark.parametrize(("op", "name"), FLAT)
 def test_counted_costs_equal_closed_forms(op: str, name: str, world: int) -> None:
     found = cost(build(op, name, world))
+    assert (op, name) in CLOSED, f"add the closed form of {name!r} of {op} to CLOSED in {Path(__file__).name}"
     wanted = eval(CLOSED[op, name], {"n": Fraction(world), "lg": lg})
     assert (found.steps, found.sent, found.received, found.reduced) == tuple(map(Fraction, wanted))
 
@@ -123,7 +126,7 @@ def few_stand_for_all(op: str, name: str, world: int) -> int:
     """Run a schedule with all ranks and with few, on all layouts; give how often few were enough for a round."""
     enough = 0
     for hosts in layouts(world):
-        schedule = entry(op, name).make(world, 0, hosts or tuple(range(world)))
+        schedule = make(entry(op, name), world, 0, hosts or tuple(range(world)))
         network = Network(A, B, G, hosts, local_alpha=A / 7, local_beta=B / 9)
         all_of_them = simulate(schedule, M, network, representative=False)
         few = simulate(schedule, M, network, representative=True)

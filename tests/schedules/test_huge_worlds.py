@@ -14,6 +14,7 @@ import pytest
 
 from tests.schedules.formulas import A, B, G, M, formula, network_of
 from torchdist_ref.schedules import Network, algorithms, build, entry, operations, simulate
+from torchdist_ref.schedules.catalogue import make
 
 HUGE = 16_384
 HOSTS = tuple(rank // 8 for rank in range(HUGE))
@@ -52,7 +53,7 @@ def test_16384_ranks_on_2048_hosts() -> None:
 @pytest.mark.parametrize(("op", "name"), CLOCKED)
 def test_the_whole_catalogue_on_one_network(op: str, name: str) -> None:
     """On the network that the catalogue's formula is for, and up to three seconds each on a quiet machine."""
-    schedule = entry(op, name).make(HUGE, 0, tuple(range(HUGE)))
+    schedule = make(entry(op, name), HUGE, 0, tuple(range(HUGE)))
     found = simulate(schedule, M, network_of(name, HUGE)).total
     if name == "hierarchical":
         assert 0 < found < float("inf"), "its formula depends on the hosts"

@@ -7,8 +7,16 @@
 
 from __future__ import annotations
 
-from torchdist_ref.schedules.catalogue import algorithms, build, entry, operations, register, unregister
-from torchdist_ref.schedules.choose import choose, overrides
+from torchdist_ref.schedules.catalogue import (
+    algorithms,
+    build,
+    choose,
+    entry,
+    operations,
+    overrides,
+    register,
+    unregister,
+)
 from torchdist_ref.schedules.compose import (
     alongside,
     each,

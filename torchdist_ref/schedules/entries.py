@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from torchdist_ref.schedules import bruck, direct, halving_doubling, hierarchical, ring, tree
 from torchdist_ref.schedules.schedule import Schedule
 
-Maker = Callable[[int, int, tuple[int, ...]], Schedule]
-
 ROOTED = ("reduce", "broadcast", "gather", "scatter", "send")
 THAKUR = "Thakur, Rabenseifner, Gropp 2005"
 SEVERAL = "several ranks on each of several hosts"
@@ -46,7 +44,8 @@ class Entry:
     Args:
         op: operation.
         algorithm: name, as in ``TORCHDIST_REF_ALGORITHM="op=algorithm"``.
-        make: ``(world, root, hosts) -> Schedule``.
+        function: makes the schedule.
+        takes: its arguments in order: of ``world``, ``root`` and ``hosts`` (one host for each rank).
         summary: the idea, in one line.
         when: the calls for which it is the right one.
         cost: time on an alpha-beta-gamma network, as text.
@@ -56,7 +55,8 @@ class Entry:
 
     op: str
     algorithm: str
-    make: Maker
+    function: Callable[..., Schedule]
+    takes: tuple[str, ...]
     summary: str
     when: str
     cost: str
@@ -64,27 +64,21 @@ class Entry:
     equal_blocks: bool = False
 
 
-def _maker(function: Callable[..., Schedule], op: str, algorithm: str) -> Maker:
-    """Return a function of world, root and hosts, whichever of them an algorithm has."""
-    if algorithm == "hierarchical" and op in ROOTED:
-        return lambda world, root, hosts: function(hosts, root)
-    if algorithm == "hierarchical":
-        return lambda world, root, hosts: function(hosts)
-    if op in ROOTED:
-        return lambda world, root, hosts: function(world, root)
-    return lambda world, root, hosts: function(world)
+def _takes(op: str, algorithm: str) -> tuple[str, ...]:
+    """Return the names of the arguments of an algorithm's function."""
+    return ("hosts" if algorithm == "hierarchical" else "world", *(("root",) if op in ROOTED else ()))
 
 
 def entry_of(op: str, algorithm: str, function: Callable[..., Schedule], summary: str) -> Entry:
     """Return the row of an algorithm of a program: a function of world, and of root for a rooted operation."""
     source = f"{function.__module__}.{function.__qualname__}"
-    return Entry(op, algorithm, _maker(function, op, algorithm), summary, "this program", "", source)
+    return Entry(op, algorithm, function, _takes(op, algorithm), summary, "this program", "", source)
 
 
 def _rows(op: str, *rows: tuple[str, Callable[..., Schedule], str, str, str]) -> tuple[Entry, ...]:
     """Return the entries of one operation."""
     return tuple(
-        Entry(op, algorithm, _maker(function, op, algorithm), summary, when, cost, *_source(op, algorithm))
+        Entry(op, algorithm, function, _takes(op, algorithm), summary, when, cost, *_source(op, algorithm))
         for algorithm, function, summary, when, cost in rows
     )
 
@@ -93,6 +87,11 @@ def _source(op: str, algorithm: str) -> tuple[str, bool]:
     """Return the source of a row, and whether it needs equal blocks."""
     if op == "send":
         return "MPI standard, chapter 3", False
+    if algorithm not in SOURCES:
+        raise LookupError(
+            f"{op}: algorithm {algorithm!r} has no source. Add its paper or program to SOURCES in "
+            "torchdist_ref/schedules/entries.py, under this name."
+        )
     forwards = op == "all_to_all" and algorithm in ("bruck", "hierarchical")
     return "Träff 2002" if forwards and algorithm == "hierarchical" else SOURCES[algorithm], forwards
 

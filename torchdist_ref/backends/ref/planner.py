@@ -22,7 +22,6 @@ from torchdist_ref.backends.ref.plan import Plan, Sizes
 from torchdist_ref.calls import Call, Shape, signature
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.schedules import catalogue
-from torchdist_ref.schedules.choose import choose, overrides
 from torchdist_ref.schedules.schedule import Schedule
 from torchdist_ref.transports.link import Link
 
@@ -61,7 +60,7 @@ class Planner:
     def __init__(self, link: Link, executor: Executor) -> None:
         self._link, self._executor = link, executor
         self.plans: dict[Any, Planned] = {}
-        self._forced = overrides(os.environ.get("TORCHDIST_REF_ALGORITHM", ""))
+        self._forced = catalogue.overrides(os.environ.get("TORCHDIST_REF_ALGORITHM", ""))
 
     def plan(self, call: Call, tensors: Sequence[Tensor], inputs: int, lists: Lists) -> Planned:
         """Return the plan of a call on these operands, and what the executor has made of it.
@@ -133,7 +132,7 @@ class Planner:
 
     def _schedule(self, call: Call, nbytes: int, even: bool) -> Schedule:
         world, hosts = self._link.size, self._link.hosts
-        algorithm = self._forced.get(call.op) or choose(call.op, world, nbytes, hosts=hosts)
+        algorithm = self._forced.get(call.op) or catalogue.choose(call.op, world, nbytes, hosts=hosts)
         # Other algorithms keep blocks of several ranks in scratch of one size.
         if not even:
             algorithm = "direct"
