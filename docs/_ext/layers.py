@@ -83,7 +83,16 @@ PARTS = (
     Part(
         "groups",
         "3 public API",
-        (*CORE, "stores", "rendezvous", "backends.base", "backends.reductions", "backends.registry", "debug"),
+        (
+            *CORE,
+            "stores",
+            "rendezvous",
+            "backends.base",
+            "backends.reductions",
+            "backends.registry",
+            "backends.ref_in_torch",
+            "debug",
+        ),
     ),
     Part("parallel.bucket", "4 training"),
     Part("parallel", "4 training", (*API, "parallel.bucket", "algorithms")),

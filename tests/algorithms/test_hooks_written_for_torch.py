@@ -126,7 +126,7 @@ def test_the_five_hooks_of_internvl_are_where_its_imports_look() -> None:
     assert all(float((a - first[0]).norm() / first[0].norm()) < 0.02 for a in first)
 
 
-def test_torchs_other_functions_find_the_mirrored_groups() -> None:
+def test_torchs_other_functions_find_the_groups_of_threads() -> None:
     def program(rank: int) -> Any:
         pair = dist.new_group([0, 2])
         ddp = DDP(torch.nn.Linear(1, 1))

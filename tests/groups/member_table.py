@@ -196,8 +196,8 @@ HEAD = """
 The methods of classes, and the modules below `torch.distributed`, in torch 2.13 and, where torch removed them, in 1.13.
 *As torch's* means the same parameters with the same names, kinds and defaults; *same name*, that torch's shows no
 parameters or is gone; *on objects*, that the class doesn't show it but its objects have it; *torch's own*, that the
-name leads to torch's. Methods of a `ProcessGroup` are those of torch, passed on to a mirror of the group that torch's
-functions take. A test compares them one by one, and this page is written from the test's own table.
+name leads to torch's. A `ProcessGroup` is of torch's type, so torch's functions take it, and torch's C++ calls its
+methods. A test compares them one by one, and this page is written from the test's own table.
 """
 TAIL = """
 ## What is no Python name of torch.distributed

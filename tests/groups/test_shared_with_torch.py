@@ -150,7 +150,7 @@ def meshes(rank: int, world: int) -> None:
     dist.all_reduce(tensor, group=init_device_mesh("cpu", (world,)).get_group())  # type: ignore[arg-type]
     assert torch.equal(tensor, total_of(world, (3,)))
     ours: Any = dist.init_device_mesh("cpu", (world,)).get_group()
-    for each in (mesh["all"], DeviceMesh.from_group(ours.in_torch, "cpu")):
+    for each in (mesh["all"], DeviceMesh.from_group(ours, "cpu")):
         rows = distribute_tensor(fill(1, (2 * world, 3)), each, [Shard(0)])
         assert torch.equal(rows.to_local(), fill(1, (2 * world, 3))[2 * rank : 2 * rank + 2])
         whole = rows.full_tensor()
@@ -188,16 +188,16 @@ def subgroups(rank: int, world: int) -> None:
         tensor = fill(rank, (3,))
         theirs.all_reduce(tensor, group=ours)
         assert torch.equal(tensor, wanted) and theirs.get_process_group_ranks(ours) == members
-        assert torch.equal(functional.all_reduce(fill(rank, (3,)), "sum", ours.in_torch), wanted)
-        nn.parallel.DistributedDataParallel(nn.Linear(1, 1), process_group=ours.in_torch)
+        assert torch.equal(functional.all_reduce(fill(rank, (3,)), "sum", ours), wanted)
+        nn.parallel.DistributedDataParallel(nn.Linear(1, 1), process_group=ours)
         again: Any = dist.new_group(members, group_desc="tail", use_local_synchronization=True)
-        assert len({again.in_torch.group_name, ours.in_torch.group_name}) == 2
+        assert len({again.group_name, ours.group_name}) == 2
         dist.destroy_process_group(again)
-        theirs.destroy_process_group(ours.in_torch)
+        theirs.destroy_process_group(ours)
         with pytest.raises(dist.ArgumentError, match="destroyed"):
             dist.all_reduce(tensor, group=ours)
     parts: Any = dist.split_group(split_ranks=[[0], members])
-    assert theirs.get_world_size(parts.in_torch) == (len(members) if rank else 1)
+    assert theirs.get_world_size(parts) == (len(members) if rank else 1)
     dist.destroy_process_group(parts)
     assert set(theirs.distributed_c10d._world.pg_names.values()) == before
     other = theirs.new_group(backend="gloo")
@@ -295,8 +295,37 @@ def test_a_copy_of_a_model_with_a_group_is_refused_as_by_torch() -> None:
         dist.destroy_process_group()
 
 
-def test_threads_leave_torch_alone() -> None:
-    assert run(lambda rank: theirs.is_initialized(), 2) == [False, False]
+def in_a_thread(rank: int, world: int, backend: str) -> None:
+    facts(rank, world, backend)
+    torchs_trainers(rank, "ddp")
+    members = list(range(1, world))
+    ours: Any = dist.new_group(members)
+    if rank:
+        wanted = torch.stack([fill(each, (3,)) for each in members]).sum(0)
+        assert torch.equal(functional.all_reduce(fill(rank, (3,)), "sum", ours), wanted)
+        theirs.destroy_process_group(ours)
+    everyone: Any = theirs.group.WORLD
+    assert torch.equal(functional.all_reduce(fill(rank, (3,)), "sum", everyone), total_of(world, (3,)))
+    if rank == 0:
+        theirs.destroy_process_group()
+        assert not dist.is_initialized() and not theirs.is_initialized()
+
+
+@WORLDS
+def test_torchs_default_group_is_that_of_the_calling_rank_where_ranks_are_threads(backend: str, world: int) -> None:
+    tables = theirs.distributed_c10d._world
+    run(in_a_thread, world, world, backend, backend=backend)
+    assert theirs.distributed_c10d._world is tables and not theirs.is_initialized()
+
+
+def test_compiled_programs_that_ask_for_a_group_raise_where_ranks_are_threads() -> None:
+    def program(rank: int) -> None:
+        # torch's DDP notes the active module per process, and on threads leaves the note behind.
+        with torch._dynamo.config.patch(optimize_ddp=False):
+            with pytest.raises(Exception, match="ranks that are threads share compiled code"):
+                compiled(rank, 2)
+
+    run(program, 2)
 
 
 def test_a_program_that_destroys_nothing_ends_quietly() -> None:

@@ -95,7 +95,7 @@ def split(rank: int) -> list[Any]:
         half = dist.split_group(mine, [[2, 1]], group_desc="half")
         found += [half and dist.get_process_group_ranks(half), half and total_of(half, rank)]
         again = dist.split_group(mine, [[0], [1, 2]])
-        assert again is not None and (half is None or (half.name, again is not half) == ("half", True))
+        assert again is not None and (half is None or (half.group_desc, again is not half) == ("half", True))
         found.append(total_of(again, rank))
         dist.destroy_process_group(again)
     return [*found, total_of(None, rank)]

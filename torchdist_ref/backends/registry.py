@@ -117,11 +117,6 @@ def decline(store: Store, rank: int, reason: str) -> None:
     refuse_to_connect(store, rank, reason)
 
 
-def mirrored(find: Callable[[], Any]) -> Any:
-    """Return a ProcessGroup of torch's that passes its calls to the group that ``find`` returns; see `Mirrored`."""
-    return _load("torchdist_ref.backends.ref_in_torch.process_group:Mirrored")(find, by_device_type)
-
-
 def store_for_torch(store: Store) -> Any:
     """Return one of our stores as a store of torch's; see `StoreForTorch`."""
     return _load("torchdist_ref.backends.torch_native.stores:StoreForTorch")(store)

@@ -25,7 +25,6 @@ from torchdist_ref.groups.gather_scatter import (
 )
 from torchdist_ref.groups.lifecycle import destroy_process_group, init_process_group, is_initialized, new_group
 from torchdist_ref.groups.mesh import DeviceMesh, init_device_mesh
-from torchdist_ref.groups.mirroring import mirror as mirror
 from torchdist_ref.groups.multigpu import (
     all_gather_multigpu,
     all_reduce_multigpu,

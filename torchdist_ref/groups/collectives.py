@@ -290,7 +290,7 @@ def monitored_barrier(
         found.rank(),
         found.members,
         allowed,
-        found.name,
+        found.group_desc,
         lambda: found.backend.failure(others, "monitored_barrier"),
     )
 

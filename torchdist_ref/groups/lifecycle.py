@@ -31,7 +31,7 @@ from torchdist_ref.errors import (
     on_rank,
 )
 from torchdist_ref.groups.arguments import timeout_of
-from torchdist_ref.groups.mirroring import require_no_group_of_torch, share
+from torchdist_ref.groups.registration import require_no_group_of_torch, share
 from torchdist_ref.groups.world import (
     GroupMember,
     ProcessGroup,
@@ -217,7 +217,7 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
         world.close()
     elif found is not None:
         if found not in world.groups:
-            raise ArgumentError(f"destroy_process_group: group {found.name!r} was destroyed before{on_rank()}.")
+            raise ArgumentError(f"destroy_process_group: group {found.group_desc!r} was destroyed before{on_rank()}.")
         world.destroy(found)
 
 

@@ -260,7 +260,7 @@ class P2POp:
         me, other = self.group.rank(), self.group_peer
         source, target = (me, other) if self.op is isend else (other, me)
         shape, dtype = list(self.tensor.shape), self.tensor.dtype
-        name, group = self.op.__name__, self.group.name
+        name, group = self.op.__name__, self.group.group_desc
         return f"P2POp({name} in {group!r}, group rank {source} to {target}, tag {self.tag}, {dtype} {shape})"
 
 
@@ -296,7 +296,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
         raise EntryError(explain("batch_isend_irecv", "p2p_op_list", "a list of at least one P2POp", p2p_op_list))
     groups = {op.group for op in p2p_op_list}
     if len(groups) > 1:
-        names = sorted(str(group and group.name) for group in groups)
+        names = sorted(str(group and group.group_desc) for group in groups)
         raise ArgumentError(f"batch_isend_irecv: All ops need to use the same group, and these use {names}{on_rank()}.")
     found = member_group("batch_isend_irecv", groups.pop() or GroupMember.NON_GROUP_MEMBER)
     if found is None:

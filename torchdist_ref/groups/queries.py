@@ -92,7 +92,9 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
     """
     found = _member(group, "get_global_rank")
     if not 0 <= group_rank < found.size():
-        raise ArgumentError(f"get_global_rank: Group rank {group_rank} is not part of group {found.name!r}{on_rank()}.")
+        raise ArgumentError(
+            f"get_global_rank: Group rank {group_rank} is not part of group {found.group_desc!r}{on_rank()}."
+        )
     return found.members[group_rank]
 
 
@@ -108,7 +110,7 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     """
     found = _member(group, "get_group_rank")
     if global_rank not in found.members:
-        words = f"Global rank {global_rank} is not part of group {found.name!r}"
+        words = f"Global rank {global_rank} is not part of group {found.group_desc!r}"
         raise ArgumentError(f"get_group_rank: {words}{on_rank()}.")
     return found.members.index(global_rank)
 

@@ -31,8 +31,8 @@ from torchdist_ref.errors import (
 )
 from torchdist_ref.groups.arguments import timeout_of
 from torchdist_ref.groups.lifecycle import add_group, new_group, watched_store
-from torchdist_ref.groups.mirroring import share
 from torchdist_ref.groups.queries import get_process_group_ranks, get_rank
+from torchdist_ref.groups.registration import share
 from torchdist_ref.groups.world import ProcessGroup, current, default_group, refuse_destroyed, resolve
 from torchdist_ref.stores import PrefixStore
 
@@ -201,7 +201,7 @@ def split_group(
     others = [rank for rank in ranks if rank != parent.rank()]
     store = _part_store("split_group", parent, number, index)
     _await_part("split_group", parent, watched_store(store, parent, others, "split_group"), ranks, seconds)
-    name = group_desc or f"{parent.name}, split {number}, part {index}"
+    name = group_desc or f"{parent.group_desc}, split {number}, part {index}"
     members = tuple(parent.members[rank] for rank in ranks)
     own = ranks.index(parent.rank())
     return add_group(current(), store, backend or parent.backend.name, name, members, own, seconds)
@@ -268,7 +268,7 @@ def shrink_group(
     parent = _parent("shrink_group", "group", group)
     remaining = _remaining(parent, ranks_to_exclude, shrink_flags)
     if shrink_flags == SHRINK_ABORT:
-        parent.backend.abort(f"shrink_group: group {parent.name!r} continues without ranks {ranks_to_exclude}")
+        parent.backend.abort(f"shrink_group: group {parent.group_desc!r} continues without ranks {ranks_to_exclude}")
     number = parent.store.add(f"shrink/rounds/{parent.rank()}", 1)
     _agree_on_parts("shrink_group", parent, number, [remaining])
     store = _part_store("shrink_group", parent, number, 0)
@@ -278,7 +278,7 @@ def shrink_group(
     for old in reversed(list(world.groups)) if is_default else [parent]:
         world.destroy(old)
     members = tuple(range(len(remaining))) if is_default else tuple(parent.members[rank] for rank in remaining)
-    name, backend = f"{parent.name}, shrunk", parent.backend.name
+    name, backend = f"{parent.group_desc}, shrunk", parent.backend.name
     shrunk = add_group(world, store, backend, name, members, own, parent.timeout, (pg_options,))
     if is_default:
         world.default = shrunk
@@ -349,7 +349,7 @@ def _await_part(operation: str, parent: ProcessGroup, store: PrefixStore, ranks:
     except StoreTimeoutError:
         absent = [parent.members[rank] for rank in ranks if not store.check([f"came/{rank}"])]
         raise RankStalledError(
-            f"{operation}: of group {parent.name!r}, ranks {absent} did not come in {seconds:g} s "
+            f"{operation}: of group {parent.group_desc!r}, ranks {absent} did not come in {seconds:g} s "
             f"(on rank {parent.members[parent.rank()]}). Check where they hang."
         ) from None
     for reason in store.multi_get([f"came/{rank}" for rank in ranks]):

@@ -17,17 +17,16 @@ import contextvars
 import operator
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-import torch.distributed
 from torch import Tensor
 
 from torchdist_ref.backends.base import Backend
-from torchdist_ref.backends.registry import mirrored
-from torchdist_ref.calls import Call, Recorder
+from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch, hide_from_compilers
+from torchdist_ref.backends.registry import by_device_type
+from torchdist_ref.calls import Call
 from torchdist_ref.errors import (
     ArgumentError,
     GroupAbortedError,
@@ -51,23 +50,30 @@ def as_integer(value: Any) -> int | None:
         return None
 
 
-class ProcessGroup:
+class ProcessGroup(CallsFromTorch):
     """Handle on a set of ranks that communicate. Only `init_process_group`, `new_group` and the like create one.
+
+    It is a ``torch.distributed.ProcessGroup``: torch's modules take it as their group, and its methods with torch's
+    names (`allreduce`, `broadcast`, …) are the ones that torch's C++ calls.
 
     Attributes:
         members: Global rank of every member, in group order.
         backend: The backend; a `DestroyedBackend` after `destroy_process_group`.
-        name: The group's name, the same on all members.
+        group_desc: The group's name, the same on all members.
+        group_name: The same, or with a number where this process has another group of that name.
         timeout: Default time-out of a call on this group, in seconds.
         store: Store with a key prefix that only this group uses.
+        on_shutdown: Function that destroys the group, called when torch destroys it; None while torch does not know it.
     """
+
+    on_shutdown: Callable[[], None] | None = None
 
     def __init__(
         self, members: Sequence[int], rank: int, backend: Backend, name: str, timeout: float, store: Store
     ) -> None:
+        super().__init__(rank, len(members), name)
         self.members = tuple(members)
         self.backend = backend
-        self.name = name
         self.timeout = timeout
         self.store = store
         self._rank = rank
@@ -81,15 +87,19 @@ class ProcessGroup:
         """Return the number of ranks in the group."""
         return len(self.members)
 
-    @cached_property
-    def in_torch(self) -> Any:
-        """This group as a process group of torch's; see `Mirrored`."""
-        return mirrored(lambda: self)
+    def shutdown(self) -> None:
+        """Destroy the group, as torch destroys it."""
+        if self.on_shutdown is not None:
+            self.on_shutdown()
 
-    @property
-    def recorder(self) -> Recorder:
-        """Flight recorder of this rank's most recent calls on this group."""
-        return self.backend.recorder
+    def abort(self) -> None:
+        """Abort the group's calls, and destroy the group."""
+        self.backend.abort("torch.distributed aborted the group")
+        self.shutdown()
+
+    def _backend_names(self) -> Mapping[str, str]:
+        """Return the name of the backend for each device type."""
+        return by_device_type(self.backend.name)
 
     def group_rank(self, rank: int, operation: str, argument: str) -> int:
         """Translate a global rank into a group rank.
@@ -105,16 +115,8 @@ class ProcessGroup:
             raise ArgumentError(explain(operation, argument, expected, rank, rank=self.members[self._rank]))
         return found
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Forward torch's method names to a mirror of this group, so that torch's functions accept it."""
-            if name.startswith("__") or not hasattr(torch.distributed.ProcessGroup, name):
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            return getattr(self.in_torch, name)
-
     def __repr__(self) -> str:
-        return f"<ProcessGroup {self.name!r} on {self.backend.name}: rank {self._rank} of {self.size()}>"
+        return f"<ProcessGroup {self.group_desc!r} on {self.backend.name}: rank {self._rank} of {self.size()}>"
 
 
 class DestroyedGroupError(GroupAbortedError, ArgumentError):
@@ -178,9 +180,11 @@ class World:
         owns_store: True if this library created the store, and so closes it.
         on_close: Functions to call before the groups close.
         registration: Registration of the groups with torch, or None.
+        torch_tables: torch's tables for this rank where ranks are threads, or None.
     """
 
     def __init__(self) -> None:
+        self.torch_tables: Any = None
         self.reset()
 
     def reset(self) -> None:
@@ -199,7 +203,7 @@ class World:
         if self.registration is not None:
             self.registration.remove(group)
         self.groups.remove(group)
-        backend, group.backend = group.backend, DestroyedBackend(group.backend, group.name)
+        backend, group.backend = group.backend, DestroyedBackend(group.backend, group.group_desc)
         backend.close()
 
     def run_on_close(self) -> None:
@@ -284,10 +288,6 @@ def resolve(group: ProcessGroup | int | None, operation: str = "process group") 
         return (_of_context.get() or _of_process).default or default_group()
     if isinstance(group, ProcessGroup):
         return group
-    own = getattr(group, "ours", None)
-    if isinstance(own, ProcessGroup):
-        # torch's counterpart of a group.
-        return own
     if group != GroupMember.NON_GROUP_MEMBER:
         raise ArgumentError(explain(operation, "group", "a group made by new_group, or None", group))
     return None
@@ -340,6 +340,7 @@ def _after_fork() -> None:
     _of_process.reset()
 
 
+hide_from_compilers(ProcessGroup)
 find_rank_with(_global_rank)
 os.register_at_fork(after_in_child=_after_fork)
 atexit.register(lambda: _of_process.close())

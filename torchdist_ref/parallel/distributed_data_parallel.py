@@ -305,8 +305,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             [1.0, 2.0]
         """
         check_hook(hook, self._hook_name, groups.get_rank(self.process_group))
-        # A hook written for torch asks torch for its group.
-        groups.mirror()
         exchange = HookExchange(hook, state, self.process_group, fold=not self._options.skip_unused)
         self.reducer.use(exchange)
         self._hook_name = exchange.name

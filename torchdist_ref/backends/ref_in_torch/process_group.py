@@ -1,9 +1,12 @@
-"""Process group of torch's on the backend `ref`: each method translates one call of torch's into one of ours.
+"""Process groups of torch's type: each method translates one call of torch's into one of ours.
 
 torch's DDP, DTensor, FSDP2, functional collectives and compiled functions call these methods, from Python and from
 C++, under torch's names (those of 2.13; older names are aliases). A method checks that the tensors fit, reads every
-field of torch's options, and calls `Ref.submit`. An option that `ref` does not support is an error: a silently
+field of torch's options, and calls `Backend.submit`. An option that no backend of ours supports is an error: a silently
 different reduction gives gradients that look right and are not.
+
+`CallsFromTorch` is the base class of this library's groups, so torch accepts them as its own. `RefProcessGroup` is the
+group that torch makes for ``torch.distributed.init_process_group("ref")``.
 
 C++ keeps no reference to these objects: torch's table of groups keeps the group, and callers keep their Works.
 Registration with torch is in `backends`. Do not add collectives: this module only translates.
@@ -14,9 +17,9 @@ Registration with torch is in `backends`. Do not add collectives: this module on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from inspect import isfunction
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as c10d
@@ -52,13 +55,11 @@ if TYPE_CHECKING:
 Tensors = Sequence[Tensor]
 Lists = Sequence[Sequence[Tensor]]
 Request = tuple[Call, Tensors, Tensors]
-CPU = torch.device("cpu")
 adopt_torch()
 
 
 def create(torchs_options: Any) -> RefProcessGroup:
     """Create the process group of one member; torch calls it with its options for each new group."""
-    # A mirror of a group on another backend does without.
     from torchdist_ref.backends.ref import Ref
 
     o = torchs_options
@@ -69,19 +70,25 @@ def create(torchs_options: Any) -> RefProcessGroup:
     return RefProcessGroup(Ref(membership), members)
 
 
-class RefProcessGroup(c10d.ProcessGroup):
-    """Process group of torch's on the backend `ref`.
+class CallsFromTorch(c10d.ProcessGroup):
+    """Process group of torch's type whose calls run on a backend of ours.
+
+    Args:
+        rank: Group rank of this rank.
+        size: Number of ranks.
+        name: Name of the group.
 
     Attributes:
         backend: The backend that runs the calls.
         members: The global rank of every member, in group order.
     """
 
-    def __init__(self, backend: Ref, members: Sequence[int]) -> None:
-        super().__init__(backend.link.rank, backend.link.size)  # type: ignore[call-arg]
-        self.backend = backend
-        self.members = tuple(members)
-        self._name = self._description = ""
+    backend: Backend
+    members: tuple[int, ...]
+
+    def __init__(self, rank: int, size: int, name: str) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._name = self._description = name
 
     @property
     def recorder(self) -> Recorder:
@@ -90,11 +97,15 @@ class RefProcessGroup(c10d.ProcessGroup):
 
     # Facts that torch asks a group for. C++ and Python use different names for the same fact.
 
-    def getBackendName(self) -> str:
-        """Return the name of the backend."""
-        return "ref"
+    def name(self) -> str:
+        """Return the name of the backend, as torch's method does; the group's name is `group_name`."""
+        return str(self.backend.name)
 
-    name = _get_backend_name = getBackendName
+    _get_backend_name = name
+
+    def getBackendName(self) -> str:
+        """Return a name for C++, which takes a group named "gloo" or "nccl" for its own class."""
+        return f"{self.backend.name} of torchdist_ref"
 
     def getGroupName(self) -> str:
         """Return the group's name."""
@@ -112,32 +123,28 @@ class RefProcessGroup(c10d.ProcessGroup):
         """Set the group's description."""
         self._description = description
 
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
+    group_name = property(getGroupName, doc="Name of the group, unique among the groups of this process.")
+    group_desc = property(getGroupDesc, doc="Description of the group: the name that its creator chose.")
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-    _device_types = property(lambda self: [CPU])
     supports_splitting = supports_coalescing = property(lambda self: False)
 
-    def _get_backend(self, device: torch.device) -> RefProcessGroup:
-        """Return the backend of a kind of device, which is this group for CPU tensors."""
-        if torch.device(device).type != "cpu":
+    def _backend_names(self) -> Mapping[str, str]:
+        """Return the name of the backend for each device type; here one, for the CPU."""
+        return {"cpu": self.backend.name}
+
+    _device_types = property(lambda self: [torch.device(kind) for kind in self._backend_names()])
+
+    def _get_backend(self, device: torch.device) -> CallsFromTorch:
+        """Return the backend of a device type, which is this group for those of its backends."""
+        if torch.device(device).type not in self._backend_names():
             raise UnsupportedError(
-                f"No backend type associated with device type {device}: 'ref' works on CPU tensors. "
+                f"No backend type associated with device type {device}: the group's backend is {self.backend.name!r}. "
                 f"Name a backend for each device: init_process_group('cpu:gloo,cuda:nccl')."
             )
         return self
 
-    def shutdown(self) -> None:
-        """Leave the group in an orderly way."""
-        self.backend.close()
-
-    def abort(self) -> None:
-        """Leave the group at once."""
-        self.backend.abort("torch.distributed aborted the group")
-
     def _check_tensors(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
-        """Raise if the backend does not support a tensor."""
-        require_dense_cpu(call, inputs, outputs)
+        """Raise if the group does not support a tensor; by default the check is the backend's."""
 
     def _submit(self, opts: Any, *requests: Request) -> RefWork:
         """Start the calls, and wait for them unless torch asked for an asynchronous call."""
@@ -337,94 +344,37 @@ class RefProcessGroup(c10d.ProcessGroup):
         return self._submit(opts, (AllToAll(uneven=True), list(inputs), list(outputs)))
 
 
-class MirroredGroup(Protocol):
-    """The part of a group of ours that a mirror needs."""
-
-    members: tuple[int, ...]
-    backend: Backend
-    name: str
-
-    def rank(self) -> int:
-        """Return the group rank of the caller."""
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-
-
-class Mirrored(RefProcessGroup):
-    """Process group of torch's whose calls run on a group of ours.
-
-    The group is looked up at every call, so one mirror can represent the default group of the calling rank where ranks
-    are threads. A mirror equals its group, so torch's tables find it by either.
+class RefProcessGroup(CallsFromTorch):
+    """Process group that torch makes for the backend `ref`.
 
     Args:
-        find: Returns the group of ours; called at every use.
-        by_device_type: Returns the backend for each device type, from the name of a group's backend.
-
-    Attributes:
-        on_shutdown: Function that destroys the group, called when torch destroys it. Default: None, nothing is done.
+        backend: The backend that runs the calls.
+        members: The global rank of every member, in group order.
     """
 
-    def __init__(self, find: Callable[[], MirroredGroup], by_device_type: Callable[[str], Mapping[str, str]]) -> None:
-        group = find()
-        c10d.ProcessGroup.__init__(self, group.rank(), group.size())  # type: ignore[call-arg]
-        self._find, self._by_device_type = find, by_device_type
-        self._name = self._description = group.name
-        self.on_shutdown: Callable[[], None] | None = None
-
-    # Attributes of a RefProcessGroup; here they are those of the mirrored group.
-    backend = property(lambda self: self._find().backend)
-    members = property(lambda self: self._find().members)
-    ours = property(lambda self: self._find())
-    _device_types = property(lambda self: [torch.device(kind) for kind in self._by_device_type(self.backend.name)])
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or other is self._find()
-
-    def __hash__(self) -> int:
-        return hash(self._find())
-
-    def _get_backend(self, device: torch.device) -> Mirrored:
-        """Return the backend of a kind of device, which is this group for those of its backends."""
-        if torch.device(device).type not in self._by_device_type(self.backend.name):
-            raise UnsupportedError(
-                f"No backend type associated with device type {device}: the group's backend is {self.backend.name!r}."
-            )
-        return self
+    def __init__(self, backend: Ref, members: Sequence[int]) -> None:
+        super().__init__(backend.link.rank, backend.link.size, "")
+        self.backend = backend
+        self.members = tuple(members)
 
     def _check_tensors(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
-        """Leave the check to the backend: not all are for the CPU."""
-
-    def rank(self) -> int:
-        """Return the group rank of the caller."""
-        return self._find().rank()
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self._find().size()
-
-    def name(self) -> str:
-        """Return the name of the backend."""
-        return str(self.backend.name)
-
-    _get_backend_name = name
+        """Raise unless the tensors are dense and on the CPU: torch's callers pass what they have."""
+        require_dense_cpu(call, inputs, outputs)
 
     def getBackendName(self) -> str:
-        """Return a name for C++, which takes a group named "gloo" or "nccl" for its own class."""
-        return f"{self.backend.name} of torchdist_ref"
+        """Return the name of the backend."""
+        return "ref"
 
     def shutdown(self) -> None:
-        """Destroy the group of ours, as torch destroys this one."""
-        if self.on_shutdown is not None:
-            self.on_shutdown()
+        """Leave the group in an orderly way."""
+        self.backend.close()
 
     def abort(self) -> None:
-        """Abort the group of ours, and destroy it."""
+        """Leave the group at once."""
         self.backend.abort("torch.distributed aborted the group")
-        self.shutdown()
 
 
-def _hide_from_compilers(*kinds: type) -> None:
+def hide_from_compilers(*kinds: type) -> None:
     """Exclude the methods of classes, and the functions that they call, from torch's compiler.
 
     C++ calls the methods while compiled programs run, such as DDP's, and the compiler then looks at every Python
@@ -439,4 +389,4 @@ def _hide_from_compilers(*kinds: type) -> None:
                 compiler.set_code_exec_strategy(method.__code__, skip)
 
 
-_hide_from_compilers(RefProcessGroup, Mirrored, RefWork)
+hide_from_compilers(CallsFromTorch, RefProcessGroup, RefWork)

@@ -1,0 +1,260 @@
+"""Registration of our groups with torch: one default group, known to both libraries.
+
+From `init_process_group` on, torch's default group is ours. All of torch finds it in torch's tables and in its C++
+registry of names: DistributedSampler, torch's DDP, FSDP2, DTensor, functional collectives, checkpoints. A group of ours
+is of torch's type, so the same object serves both libraries. Either library's ``destroy_process_group`` destroys it in
+both.
+
+torch keeps its tables per process. Where ranks are threads, `TablesByRank` takes their place, and each rank finds its
+own groups. torch's compiler keeps compiled code per process, so compiled programs that ask for a group raise there.
+
+All use of torch's private tables is in this module. Do not add translation of calls: backends do that.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import torch.distributed
+from torch._guards import CompileContext
+from torch.distributed import distributed_c10d as c10d
+
+from torchdist_ref.backends import registry
+from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
+from torchdist_ref.groups.world import ProcessGroup, World, current, is_thread_rank
+from torchdist_ref.stores import PrefixStore
+
+# torch's stubs leave out some of its names.
+names_in_torch: Any = torch._C._distributed_c10d  # noqa: SLF001 - torch registers names in no public way
+_lock = threading.Lock()
+# Objects of torch's that a forked child inherits: destroying them would wait for threads that the child lacks.
+_inherited: list[Any] = []
+
+
+def _torch_tables() -> Any:
+    return c10d._world  # noqa: SLF001 - torch registers groups in no public way
+
+
+def _is_torchs_own(group: Any) -> bool:
+    """Return whether torch made a group itself."""
+    return group is not None and not isinstance(group, ProcessGroup)
+
+
+def require_no_group_of_torch() -> None:
+    """Raise if torch has a default group of its own.
+
+    Raises:
+        ArgumentError: It has one.
+    """
+    if is_thread_rank() or not _is_torchs_own(_torch_tables().default_pg):
+        return
+    raise ArgumentError(
+        f"init_process_group: torch.distributed has a default group already, on backend "
+        f"{torch.distributed.get_backend()!r}{on_rank()}. This library's default group is torch's, and a process has "
+        f"one. If this program made the first one, leave out that call. If Lightning, accelerate or another library "
+        f"made it, leave out this call and pass backend='ref' to its initialization."
+    )
+
+
+def share(world: World) -> None:
+    """Make the default group of the calling rank torch's default group; do nothing if torch has one.
+
+    The groups that exist and those created later are registered too, until they are destroyed.
+    """
+    if is_thread_rank():
+        if not TablesByRank.install(world):
+            return
+    elif torch.distributed.is_initialized():
+        return
+    world.registration = Registration(world)
+
+
+class RankTables(c10d._World):  # noqa: SLF001 - as above
+    """torch's tables for one rank that is a thread."""
+
+    # They replace torch's properties, which read variables of its module.
+    default_pg: Any = None
+    pg_map: Any = None
+    pg_names: Any = None
+    pg_group_ranks: Any = None
+    pg_backend_config: Any = None
+    tags_to_pg: Any = None
+    pg_to_tag: Any = None
+    pg_coalesce_state: Any = None
+    comms: Any = None
+    group_count = 0
+
+    def __init__(self) -> None:
+        self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config = {}, {}, {}, {}
+        self.tags_to_pg, self.pg_to_tag, self.pg_coalesce_state, self.comms = {}, {}, {}, []
+
+
+class TablesByRank:
+    """Object in place of torch's tables while ranks are threads: its attributes are those of the calling rank's tables.
+
+    Meanwhile torch's C++ registry of names is per thread.
+
+    Args:
+        of_process: torch's own tables, for other threads.
+
+    Attributes:
+        ranks: Number of ranks that have tables of their own.
+    """
+
+    ranks = 0
+
+    def __init__(self, of_process: Any) -> None:
+        vars(self)["of_process"] = of_process
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of_caller(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._of_caller(), name, value)
+
+    def _of_caller(self) -> Any:
+        tables = current().torch_tables
+        if tables is None:
+            return self.of_process
+        if CompileContext.try_get() is not None:
+            raise UnsupportedError(
+                f"torch.compile: ranks that are threads share compiled code, in which torch writes one rank's groups"
+                f"{on_rank()}. Start the ranks as processes, or call torch's functions outside the compiled function."
+            )
+        return tables
+
+    @classmethod
+    def install(cls, world: World) -> bool:
+        """Give the rank of a world tables of its own; return False if torch has a default group of its own."""
+        if world.torch_tables is not None:
+            return True
+        with _lock:
+            tables = _torch_tables()
+            if not isinstance(tables, cls):
+                if _is_torchs_own(tables.default_pg):
+                    return False
+                c10d._world = cls(tables)  # type: ignore[assignment]  # noqa: SLF001 - as above
+                names_in_torch._set_thread_isolation_mode(True)  # noqa: SLF001 - as above
+            cls.ranks += 1
+        world.torch_tables = RankTables()
+        return True
+
+    @classmethod
+    def uninstall(cls, world: World) -> None:
+        """Take the tables from the rank of a world; with the last rank's, torch's own return."""
+        if world.torch_tables is None:
+            return
+        world.torch_tables = None
+        with _lock:
+            cls.ranks -= 1
+            if not cls.ranks:
+                c10d._world = _torch_tables().of_process  # noqa: SLF001 - as above
+                names_in_torch._set_thread_isolation_mode(False)  # noqa: SLF001 - as above
+
+
+class Registration:
+    """Groups of one world that torch knows.
+
+    Args:
+        world: The world; it has a default group, which becomes torch's.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._process = os.getpid()
+        assert world.default is not None
+        self._default = world.default
+        self._store = registry.store_for_torch(PrefixStore("torch", self._default.store))
+        self._groups: set[ProcessGroup] = set()
+        for group in world.groups:
+            self.add(group)
+        c10d._update_default_pg(self._default)  # noqa: SLF001 - as above
+
+    def add(self, group: ProcessGroup) -> None:
+        """Register a group."""
+        tables, name = _torch_tables(), _unique_name(group.group_desc)
+        group.setGroupName(name)
+        group.on_shutdown = lambda: self._shut_down(group)
+        self._groups.add(group)
+        tables.pg_map[group] = group.backend.name, self._store
+        tables.pg_names[group] = name
+        tables.pg_group_ranks[group] = {member: index for index, member in enumerate(group.members)}
+        tables.pg_backend_config[group] = _backend_config(group.backend.name)
+        tag = f"ptd:{name}"
+        tables.pg_to_tag[group] = tag
+        for key in ("", tag):
+            tables.tags_to_pg.setdefault(key, []).append(group)
+        names_in_torch._register_process_group(name, group)  # noqa: SLF001 - as above
+
+    def remove(self, group: ProcessGroup) -> None:
+        """Withdraw a group, and with the default group everything."""
+        if group is self._default:
+            self.withdraw()
+        else:
+            self._forget(group)
+
+    def _forget(self, group: ProcessGroup) -> None:
+        """Remove a group from torch's tables; do nothing if torch has forgotten it."""
+        if group not in self._groups:
+            return
+        self._release(group)
+        tables = _torch_tables()
+        for table in (tables.pg_map, tables.pg_names, tables.pg_group_ranks, tables.pg_backend_config):
+            table.pop(group, None)
+        tables.pg_coalesce_state.pop(group, None)
+        for key in ("", tables.pg_to_tag.pop(group, "")):
+            if group in tables.tags_to_pg.get(key, ()):
+                tables.tags_to_pg[key].remove(group)
+        names_in_torch._unregister_process_group(group.group_name)  # noqa: SLF001 - as above
+
+    def _release(self, group: ProcessGroup) -> None:
+        self._groups.discard(group)
+        group.on_shutdown = None
+
+    def withdraw(self) -> None:
+        """Withdraw all groups, and destroy those that torch made beside them."""
+        self._world.registration = None
+        if not self._groups:
+            return
+        if _torch_tables().default_pg is not self._default:
+            # The program has put another group in its place, which stays.
+            for group in list(self._groups):
+                self._forget(group)
+        else:
+            self._destroy_in_torch()
+        TablesByRank.uninstall(self._world)
+
+    def _destroy_in_torch(self) -> None:
+        if os.getpid() != self._process:
+            tables = _torch_tables()
+            _inherited.extend([self, *tables.pg_map, *tables.pg_map.values()])
+            # Without names torch shuts down nothing; it clears its tables.
+            tables.pg_names.clear()
+        for group in list(self._groups):
+            self._release(group)
+        torch.distributed.destroy_process_group()
+
+    def _shut_down(self, group: ProcessGroup) -> None:
+        """Destroy a group that torch is destroying; torch clears its own tables afterwards."""
+        if group is self._default:
+            for each in list(self._groups):
+                self._release(each)
+            self._world.close()
+            # torch clears the rank's tables after this, so they stay until the rank ends.
+            self._world.on_close.append(lambda: TablesByRank.uninstall(self._world))
+        else:
+            self._release(group)
+            self._world.destroy(group)
+
+
+def _unique_name(name: str) -> str:
+    taken = set(_torch_tables().pg_names.values())
+    names = [name, *(f"{name} ({number})" for number in range(2, len(taken) + 3))]
+    return next(each for each in names if each not in taken)
+
+
+def _backend_config(backend: str) -> str:
+    """Return a backend's name in torch's notation of one backend per device type."""
+    return ",".join(f"{device}:{name}" for device, name in registry.by_device_type(backend).items())
