@@ -101,3 +101,42 @@ def test_averages_of_float16_are_rounded_once(dtype: torch.dtype, size: int, cou
         share = count // size
         wanted = exact[rank * share : (rank + 1) * share].to(dtype)
         assert part.isfinite().all() and (part != wanted).double().mean() < 1e-3
+
+
+STORED_ONLY = [torch.bits8, torch.bits16, torch.uint1, torch.int4, torch.float4_e2m1fn_x2]
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+def views(rank: int, dtype: torch.dtype) -> list[Any]:
+    """Return the bytes of a gathered and of a received tensor, and the errors of a sum and of a broadcast."""
+    tensor = torch.arange(8, dtype=INTEGERS[dtype.itemsize]).mul_(rank + 1).view(dtype)
+    errors = []
+    for call in (lambda: dist.all_reduce(tensor), lambda: dist.broadcast(tensor, 1)):
+        try:
+            call()
+            errors.append("")
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    found = tensor.view(torch.uint8).tolist()
+    dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
+    return [errors, found, tensor.view(torch.uint8).tolist()]
+
+
+@pytest.mark.parametrize("dtype", STORED_ONLY, ids=str)
+def test_dtypes_without_arithmetic_are_sent_and_not_added(dtype: torch.dtype) -> None:
+    first, second = (
+        torch.arange(8, dtype=INTEGERS[dtype.itemsize]).mul_(rank + 1).view(torch.uint8).tolist() for rank in range(2)
+    )
+    for errors, found, received in run(views, 2, dtype):
+        assert errors[0].startswith("BackendArgumentError") and str(dtype) in errors[0] and not errors[1]
+        assert found == received == second != first
+
+
+# A rank died of SIGSEGV.
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.qint32, torch.quint4x2], ids=str)
+def test_a_plain_tensor_viewed_as_a_quantized_one_is_refused(dtype: torch.dtype) -> None:
+    first = torch.arange(8, dtype=INTEGERS[dtype.itemsize]).view(torch.uint8).tolist()
+    for errors, found, received in run(views, 2, dtype, ranks="processes"):
+        for error in errors:
+            assert error.startswith("UnsupportedError") and str(dtype) in error and ".view(torch.uint8)" in error
+        assert received == first and len(found) == len(first)

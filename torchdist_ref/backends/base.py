@@ -8,7 +8,8 @@ Names of backends are in `registry`. Do not add a method per operation here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, overload
@@ -105,6 +106,104 @@ def nbytes_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
     16
     """
     return max(sum(tensor.nbytes for tensor in flat_operands(side)) for side in (inputs, outputs))
+
+
+Request = tuple[Call, Sequence[Tensor], Sequence[Tensor]]
+"""A call, its inputs and its outputs: the arguments of `Backend.submit`."""
+
+
+def without_overlap(rank: int, requests: Sequence[Request]) -> tuple[Sequence[Request], Callable[[], None] | None]:
+    """Return requests whose outputs share no memory, and a function that copies their results to the given outputs.
+
+    Inputs are read before any output is written, and where outputs share memory, the later output of the list stays.
+    An input may be exactly this rank's own block of the outputs, or the reverse: such calls are in place.
+
+    Args:
+        rank: This rank in the group.
+        requests: Calls that are in progress at once.
+
+    Returns:
+        The requests themselves and None if nothing overlaps. Else requests on copies, and the function to call once
+        they are complete.
+    """
+    if not _overlap(rank, requests):
+        return requests, None
+    copies: list[Request] = []
+    results: list[tuple[Tensor, Tensor]] = []
+    for call, inputs, outputs in requests:
+        read = _copied(inputs)
+        written = read if inputs is outputs else _copied(outputs)
+        copies.append((call, read, written))
+        results += zip(flat_operands(outputs), flat_operands(written), strict=True)
+
+    def copy_back() -> None:
+        for output, result in results:
+            output.detach().copy_(result)
+
+    return copies, copy_back
+
+
+def _copied(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in flat_operands(tensors)]
+    return RowBlocks(copies[0], len(tensors)) if type(tensors) is RowBlocks else copies
+
+
+def _overlap(rank: int, requests: Iterable[Request]) -> bool:
+    """Return whether an output shares memory with another output, or with an input that is not its own block.
+
+    Addresses from the first element to the last are compared, so views that interleave count as overlapping.
+    """
+    written: list[tuple[int, int]] = []
+    read: list[tuple[int, int]] = []
+    try:
+        for _, inputs, outputs in requests:
+            written += [_extent(tensor) for tensor in flat_operands(outputs)]
+            if inputs is not outputs and outputs:
+                read += [_extent(tensor) for tensor in _not_in_place(rank, inputs, outputs)]
+    except RuntimeError:
+        # Some tensors have no memory, such as those of FakeTensorMode.
+        return False
+    if len(written) == 1:
+        start, stop = written[0]
+        return start < stop and any(begin < stop and start < end for begin, end in read)
+    # Two empty tensors may have one address.
+    written = sorted(extent for extent in written if extent[0] < extent[1])
+    last = 0
+    for begin, end in written:
+        if begin < last:
+            return True
+        last = end
+    for begin, end in read:
+        after = bisect_left(written, (end, 0))
+        if begin < end and after and written[after - 1][1] > begin:
+            return True
+    return False
+
+
+def _not_in_place(rank: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the inputs, without this rank's block if that is exactly where the output is."""
+    if len(inputs) == 1:
+        return () if _extent(inputs[0]) == _extent_of_block(rank, outputs) else inputs
+    if not inputs or len(outputs) > 1 or _extent(outputs[0]) != _extent_of_block(rank, inputs):
+        return flat_operands(inputs)
+    return () if type(inputs) is RowBlocks else [tensor for i, tensor in enumerate(inputs) if i != rank]
+
+
+def _extent_of_block(rank: int, blocks: Sequence[Tensor]) -> tuple[int, int]:
+    if type(blocks) is RowBlocks and blocks.tensor.is_contiguous():
+        nbytes = blocks.tensor.nbytes // len(blocks)
+        begin = blocks.tensor.data_ptr() + rank * nbytes
+        return begin, begin + nbytes
+    return _extent(blocks[rank if len(blocks) > 1 else 0])
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and of the byte after its last one."""
+    begin, nbytes = tensor.data_ptr(), tensor.nbytes
+    if tensor.is_contiguous() or not nbytes:
+        return begin, begin + nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.itemsize
 
 
 def refuse_unsupported(call: Call, tensors: Iterable[Tensor], backend: str, devices: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ Do not add averages here: an average is a sum that the caller divides once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +31,9 @@ _FLOAT8 = {
     torch.float8_e8m0fnu,
 }
 WIDENED = {torch.float16, torch.bfloat16, *_FLOAT8}
+QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+# Bits, quantized numbers, integers and floats of a few bits: torch stores them and has no arithmetic for them.
+_STORED_ONLY = re.compile(r"torch\.(bits|q|u?int[1-7]$|float4)")
 # Dtypes that torch stores but does not add or compare, and a dtype that holds all their values; sums wrap alike.
 _WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64, **dict.fromkeys(_FLOAT8, torch.float32)}
 
@@ -74,6 +78,9 @@ def reduction(name: str, dtype: torch.dtype, operation: str) -> Reduction:
     if name not in _TABLE:
         raise UnsupportedError(f"{operation}: no backend has a reduction {name!r}; there are {', '.join(_TABLE)}.")
     check(name, dtype, operation)
+    if _STORED_ONLY.match(str(dtype)):
+        expected = "tensors of a dtype that torch calculates with"
+        raise BackendArgumentError(explain(operation, "tensor", expected, dtype, hint="Use .view() or .to()."))
     if dtype in _WIDER:
         return _through(_WIDER[dtype], _TABLE[name].combine)
     return _through_signed(name) if dtype is torch.uint64 else _TABLE[name]

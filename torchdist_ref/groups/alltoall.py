@@ -22,7 +22,7 @@ from torchdist_ref.groups.arguments import (
     contiguous_blocks,
     member_group,
 )
-from torchdist_ref.groups.collectives import submit
+from torchdist_ref.groups.collectives import submit_lists
 from torchdist_ref.groups.world import ProcessGroup
 from torchdist_ref.work import Work
 
@@ -73,7 +73,7 @@ def all_to_all(
     size, why = found.size(), "as input_tensor_list[0] has; all_to_all_single takes unequal ones"
     check_blocks("all_to_all", "input_tensor_list", input_tensor_list, size, why)
     check_blocks("all_to_all", "output_tensor_list", output_tensor_list, size, why, input_tensor_list[0])
-    return submit(found, _EVEN, input_tensor_list, output_tensor_list, async_op)
+    return submit_lists(found, _EVEN, input_tensor_list, output_tensor_list, async_op)
 
 
 def all_to_all_single(
@@ -88,7 +88,7 @@ def all_to_all_single(
 
     Args:
         output: Output, of the input's dtype: the blocks received, in rank order, along the first dimension.
-        input: Input: block `d` goes to rank `d`. It must not overlap the output.
+        input: Input: block `d` goes to rank `d`. It may share memory with the output.
         output_split_sizes: Number of rows of the output that come from each rank. Default: equal blocks.
         input_split_sizes: Number of rows of the input that go to each rank. Default: equal blocks. Either all ranks
             pass sizes, or none does.
@@ -135,13 +135,13 @@ def all_to_all_single(
         own = found.rank()
         argument = f"output_split_sizes[{own}]"
         check_elements(operation, argument, outputs[own], inputs[own].numel(), "as this rank sends to itself")
-        work = submit(found, _UNEVEN, list(inputs), list(outputs), async_op)
+        work = submit_lists(found, _UNEVEN, list(inputs), list(outputs), async_op)
         if work is not None:
             work.outputs = [output]
         return work
     if output.numel() != input.numel():
         check_elements(operation, "output", output, input.numel(), "as the input has")
-    return submit(found, _EVEN, inputs, outputs, async_op)
+    return submit_lists(found, _EVEN, inputs, outputs, async_op)
 
 
 def _split(name: str, tensor: Tensor, sizes: Sequence[int] | None, group: ProcessGroup) -> Sequence[Tensor]:

@@ -5,12 +5,13 @@ Do not add collectives on one tensor here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, strided
 from torch.futures import Future
 
+from torchdist_ref.backends.base import without_overlap
 from torchdist_ref.calls import AllGather
 from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explain
 from torchdist_ref.groups.arguments import (
@@ -75,11 +76,13 @@ def all_reduce_coalesced(
     for index, tensor in enumerate(listed):
         if not tensor.is_contiguous():
             check_writable(operation, f"tensors[{index}]", tensor)
+    operands = [(tensor,) for tensor in listed]
+    requests, copy_back = without_overlap(found.rank(), [(call, operand, operand) for operand in operands])
     if call.reduction == "premul_sum":
-        parts = [submit_premultiplied(found, operation, call, tensor, op, async_op) for tensor in listed]
+        parts = [submit_premultiplied(found, operation, call, t, op, async_op) for _, (t,), _ in requests]
     else:
-        parts = [submit(found, call, (tensor,), (tensor,), async_op) for tensor in listed]
-    return _future(operation, listed, parts) if async_op else None
+        parts = [submit(found, *request, async_op) for request in requests]
+    return _joined(operation, listed, parts, copy_back, async_op)
 
 
 def all_gather_coalesced(
@@ -122,15 +125,30 @@ def all_gather_coalesced(
         return None
     if not _lists_match(output_tensor_lists, input_tensor_list, found.size()):
         _check_lists(output_tensor_lists, input_tensor_list, found)
-    parts = [
-        submit(found, _ALL_GATHER, (tensor,), [outputs[index] for outputs in output_tensor_lists], async_op)
-        for index, tensor in enumerate(input_tensor_list)
-    ]
-    return _future("all_gather_coalesced", output_tensor_lists, parts) if async_op else None
+    requests, copy_back = without_overlap(
+        found.rank(),
+        [
+            (_ALL_GATHER, (tensor,), [outputs[index] for outputs in output_tensor_lists])
+            for index, tensor in enumerate(input_tensor_list)
+        ],
+    )
+    parts = [submit(found, *request, async_op) for request in requests]
+    return _joined("all_gather_coalesced", output_tensor_lists, parts, copy_back, async_op)
 
 
-def _future(operation: str, outputs: Sequence[Any], parts: Sequence[Work | None]) -> Future[Any]:
-    return JoinedWork(operation, outputs, [part for part in parts if part is not None]).get_future()
+def _joined(
+    operation: str,
+    outputs: Sequence[Any],
+    parts: Sequence[Work | None],
+    copy_back: Callable[[], None] | None,
+    async_op: bool,
+) -> Future[Any] | None:
+    # Without `async_op` the parts are complete.
+    if async_op:
+        return JoinedWork(operation, outputs, [part for part in parts if part is not None], copy_back).get_future()
+    if copy_back is not None:
+        copy_back()
+    return None
 
 
 def _lists_match(lists: Any, inputs: Any, size: int) -> bool:

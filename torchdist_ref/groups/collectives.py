@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor, sparse_coo
 from torch.futures import Future
 
+from torchdist_ref.backends.base import flat_operands, without_overlap
 from torchdist_ref.backends.reductions import start_sum
 from torchdist_ref.calls import AllReduce, Barrier, Broadcast, Call, Reduce
 from torchdist_ref.debug.monitored import run_monitored_barrier
@@ -54,6 +55,17 @@ def submit(
     """Submit a call to the group's backend: return its Work if `async_op`, else wait and return None."""
     work = group.backend.submit(call, inputs, outputs, not async_op)
     return work if async_op else None
+
+
+def submit_lists(
+    group: ProcessGroup, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], async_op: bool
+) -> Work | None:
+    """Submit a call of several tensors, as `submit` does; tensors may share memory."""
+    requests, copy_back = without_overlap(group.rank(), ((call, inputs, outputs),))
+    if copy_back is None:
+        return submit(group, call, inputs, outputs, async_op)
+    part = group.backend.submit(*requests[0], not async_op)
+    return join(JoinedWork(call.op, flat_operands(outputs), [part], copy_back), async_op)
 
 
 def all_reduce(

@@ -30,7 +30,7 @@ from torchdist_ref.groups.arguments import (
     reduction_name,
     root_of,
 )
-from torchdist_ref.groups.collectives import submit
+from torchdist_ref.groups.collectives import submit_lists
 from torchdist_ref.groups.world import ProcessGroup
 from torchdist_ref.work import Work
 
@@ -47,7 +47,7 @@ def all_gather(
     Args:
         tensor_list: Output, one tensor for each rank, in rank order: entry `r` has the shape of rank `r`'s `tensor`.
             On ``ref`` shapes may differ between ranks, but all ranks pass the same list of shapes. If entries share
-            memory, it holds the values of one of their ranks afterwards; which one is unspecified.
+            memory, it holds the values of the last of their ranks afterwards.
         tensor: Input: this rank's tensor, of the outputs' dtype.
         group: Process group. Default: all ranks.
         async_op: Return a `Work` at once instead of waiting. Default: False.
@@ -81,7 +81,7 @@ def all_gather(
     check_tensor("all_gather", "tensor", tensor)
     check_one_dtype("all_gather", tensor_list, tensor)
     _check_own("all_gather", "tensor_list", tensor_list, tensor, found)
-    return submit(found, _ALL_GATHER, (tensor,), tensor_list, async_op)
+    return submit_lists(found, _ALL_GATHER, (tensor,), tensor_list, async_op)
 
 
 def all_gather_into_tensor(
@@ -144,7 +144,7 @@ def _gather_blocks(operation: str, output: Tensor, input: Tensor, group: Process
     check_tensor(operation, "input_tensor", input)
     check_one_dtype(operation, (output, input))
     check_elements(operation, "output_tensor", output, input.numel() * group.size(), "world size times the input")
-    return submit(group, _ALL_GATHER, (input,), blocks_of(operation, "output_tensor", output, group), async_op)
+    return submit_lists(group, _ALL_GATHER, (input,), blocks_of(operation, "output_tensor", output, group), async_op)
 
 
 def gather(
@@ -193,7 +193,7 @@ def gather(
     check_tensor("gather", "tensor", tensor)
     root = root_of(found, "gather", dst, group_dst, "dst", default=0)
     outputs = _root_list("gather", "gather_list", gather_list, tensor, found, root)
-    return submit(found, _gather(root), (tensor,), outputs, async_op)
+    return submit_lists(found, _gather(root), (tensor,), outputs, async_op)
 
 
 def scatter(
@@ -242,7 +242,7 @@ def scatter(
     check_tensor("scatter", "tensor", tensor)
     root = root_of(found, "scatter", src, group_src, default=0)
     inputs = _root_list("scatter", "scatter_list", scatter_list, tensor, found, root)
-    return submit(found, _scatter(root), inputs, (tensor,), async_op)
+    return submit_lists(found, _scatter(root), inputs, (tensor,), async_op)
 
 
 def _root_list(
@@ -402,4 +402,4 @@ def _submit_reduce_scatter(
     call = REDUCE_SCATTER[reduction_name(op, operation)]
     if call.reduction == "premul_sum":
         inputs = [premultiplied(operation, tensor, op) for tensor in inputs]
-    return submit(group, call, inputs, (output,), async_op)
+    return submit_lists(group, call, inputs, (output,), async_op)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.backends.base import RowBlocks, nbytes_of, refuse_unsupported
-from torchdist_ref.backends.reductions import reduction
+from torchdist_ref.backends.reductions import QUANTIZED, reduction
 from torchdist_ref.backends.ref.handshake import announcement_of
 from torchdist_ref.backends.ref.plan import Plan, Sizes
 from torchdist_ref.calls import Call, Shape, signature
-from torchdist_ref.errors import ArgumentError
+from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
 from torchdist_ref.schedules import catalogue
 from torchdist_ref.schedules.schedule import Schedule
 from torchdist_ref.transports.link import Link
@@ -94,6 +94,11 @@ class Planner:
             raise ArgumentError(f"{call.op}: all tensors need one dtype, got {dtypes}.")
         refuse_unsupported(call, tensors, "ref", ("cpu", "cuda"))
         dtype = tensors[0].dtype if tensors else torch.uint8
+        if dtype in QUANTIZED:
+            # `.view(torch.qint32)` of a plain tensor is not quantized, and torch crashes when it makes another one.
+            raise UnsupportedError(
+                f"{call.op}: backend 'ref' has no collectives of {dtype}{on_rank()}. Pass .view(torch.uint8)."
+            )
         shapes = self._blocks(call.op, *lists)
         rows = frozenset(name for name, blocks in zip(("in", "out"), lists, strict=True) if type(blocks) is RowBlocks)
         blocks = tuple(torch.Size(shape).numel() for shape in shapes)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame as compiler
 from torch.distributed import distributed_c10d as options
 
-from torchdist_ref.backends.base import Backend, Membership, RowBlocks, flat_operands
+from torchdist_ref.backends.base import Backend, Membership, Request, RowBlocks, flat_operands, without_overlap
 from torchdist_ref.backends.reductions import start_sum
 from torchdist_ref.backends.ref_in_torch.work import RefWork, limit, only, reduction, require_dense_cpu
 from torchdist_ref.backends.torch_native.stores import StoreFromTorch
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 Tensors = Sequence[Tensor]
 Lists = Sequence[Sequence[Tensor]]
-Request = tuple[Call, Tensors, Tensors]
 adopt_torch()
 
 
@@ -152,8 +151,13 @@ class CallsFromTorch(c10d.ProcessGroup):
             self._check_tensors(call, flat_operands(inputs), flat_operands(outputs))
         seconds = limit(opts)
         wait = opts is not None and not opts.asyncOp and seconds is None
-        works = [self.backend.submit(call, inputs, outputs, wait) for call, inputs, outputs in requests]
         written = [tensor for request in requests for tensor in flat_operands(request[2])]
+        apart, copy_back = (requests, None) if len(written) < 2 else without_overlap(self.rank(), requests)
+        works = [self.backend.submit(*request, wait) for request in apart]
+        if copy_back is not None:
+            RefWork(works, written, seconds).wait()
+            copy_back()
+            return RefWork([Done("", written)], written, None)
         work = RefWork([Done("", written)] if wait else works, written, seconds)
         if opts is not None and not opts.asyncOp:
             work.wait()

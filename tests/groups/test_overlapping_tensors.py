@@ -1,0 +1,170 @@
+"""Lists of tensors that share memory: all inputs are read before an output is written, and the last output stays.
+
+Each call is made twice: on tensors that overlap, and on copies of them. Results of the copies, written to the original
+tensors in the order of the list, are the expected ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as oracle
+from torch import Tensor
+
+import torchdist_ref as dist
+from tests.torchs_world import start_torch
+from torchdist_ref.testing import fill, run
+
+# More elements than one window of `ref` has.
+LARGE = 70_000
+Run = Callable[[list[Tensor], list[Tensor], bool], Any]
+
+
+def all_reduce(inputs: list[Tensor], outputs: list[Tensor], async_op: bool) -> Any:
+    return dist.all_reduce_coalesced(outputs, async_op=async_op)
+
+
+def all_gather(inputs: list[Tensor], outputs: list[Tensor], async_op: bool) -> Any:
+    return dist.all_gather(outputs, inputs[0], async_op=async_op)
+
+
+def all_gather_tensor(inputs: list[Tensor], outputs: list[Tensor], async_op: bool) -> Any:
+    return dist.all_gather_into_tensor(outputs[0], inputs[0], async_op=async_op)
+
+
+def all_gather_coalesced(inputs: list[Tensor], outputs: list[Tensor], async_op: bool) -> Any:
+    size = len(inputs)
+    lists = [outputs[rank * size : (rank + 1) * size] for rank in range(dist.get_world_size())]
+    return dist.all_gather_coalesced(lists, inputs, async_op=async_op)
+
+
+def gather(inputs: list[Tensor], outputs: list[Tensor], async_op: bool) -> Any:
+    return dist.gather(inputs[0], outputs if dist.get_rank() == 1 else None, dst=1, async_op=async_op)
+
+
+def scatter(inputs: list[Tensor], outputs: list[Tensor], async_op: bool) -> Any:
+    return dist.scatter(outputs[0], inputs if dist.get_rank() == 1 else None, src=1, async_op=async_op)
+
+
+def reduce_scatter(inputs: list[Tensor], outputs: list[Tensor], async_op: bool) -> Any:
+    return dist.reduce_scatter(outputs[0], inputs, async_op=async_op)
+
+
+def reduce_scatter_tensor(inputs: list[Tensor], outputs: list[Tensor], async_op: bool) -> Any:
+    return dist.reduce_scatter_tensor(outputs[0], inputs[0], async_op=async_op)
+
+
+def all_to_all(inputs: list[Tensor], outputs: list[Tensor], async_op: bool) -> Any:
+    return dist.all_to_all(outputs, inputs, async_op=async_op)
+
+
+def all_to_all_single(inputs: list[Tensor], outputs: list[Tensor], async_op: bool) -> Any:
+    return dist.all_to_all_single(outputs[0], inputs[0], async_op=async_op)
+
+
+def all_to_all_uneven(inputs: list[Tensor], outputs: list[Tensor], async_op: bool) -> Any:
+    rows = [len(inputs[0]) // dist.get_world_size()] * dist.get_world_size()
+    return dist.all_to_all_single(outputs[0], inputs[0], rows, rows, async_op=async_op)
+
+
+def overlapping(memory: Tensor, world: int, block: int) -> Iterator[tuple[Run, list[Tensor], list[Tensor]]]:
+    """Yield a function with inputs and outputs that lie in one memory of ``(world + 1) * block`` elements."""
+    rows = [memory[i * block : (i + 1) * block] for i in range(world)]
+    shifted = [memory[i * block // 2 : i * block // 2 + block] for i in range(world)]
+    turned = [*rows[1:], rows[0]]
+    whole, next_whole = memory[: world * block], memory[1 : world * block + 1]
+    for views in [rows[0], rows[0]], shifted, [memory[:block:2], memory[1:block:2]]:
+        yield all_reduce, views, views
+    yield all_gather, [fill(dist.get_rank(), (block,))], [rows[0]] * world
+    yield all_gather, [rows[0]], shifted
+    yield all_gather, [rows[dist.get_rank()]], turned
+    yield all_gather_tensor, [memory[block // 2 : block // 2 + block]], [whole]
+    yield all_gather_coalesced, [rows[0], rows[1]], [rows[1], rows[0]] * world
+    yield gather, [rows[0]], turned
+    yield gather, [rows[0]], shifted
+    yield scatter, turned, [rows[1]]
+    yield reduce_scatter, turned, [rows[0]]
+    yield reduce_scatter, [rows[0]] * world, [rows[0]]
+    yield reduce_scatter_tensor, [whole], [memory[block // 2 : block // 2 + block]]
+    yield all_to_all, rows, rows
+    yield all_to_all, rows, shifted
+    yield all_to_all_single, [whole], [next_whole]
+    yield all_to_all_uneven, [whole], [whole]
+
+
+def wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+def results(rank: int, world: int, block: int) -> list[str]:
+    """Return the names of the calls with wrong results."""
+    wrong = []
+    count = len(list(overlapping(fill(rank, ((world + 1) * block,)), world, block)))
+    for index in range(count):
+        for async_op in (False, True):
+            memory, expected = (fill(rank, ((world + 1) * block,)) for _ in range(2))
+            call, inputs, outputs = list(overlapping(memory, world, block))[index]
+            wait(call(inputs, outputs, async_op))
+            _, inputs, outputs = list(overlapping(expected, world, block))[index]
+            read = [tensor.clone() for tensor in inputs]
+            written = [tensor.clone() for tensor in outputs]
+            call(read, written, False)
+            if dist.get_rank() == 1 or call is not gather:
+                for output, result in zip(outputs, written, strict=True):
+                    output.copy_(result)
+            if not torch.equal(memory, expected):
+                wrong.append(f"{index} {call.__name__} async_op={async_op}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ref_reads_all_inputs_before_it_writes(world: int) -> None:
+    assert run(results, world, world, 4) == [[]] * world
+
+
+def test_ref_reads_all_inputs_of_several_windows_before_it_writes() -> None:
+    assert run(results, 2, 2, LARGE) == [[]] * 2
+
+
+def test_gloo_reads_all_inputs_before_it_writes() -> None:
+    assert run(results, 3, 3, 4, ranks="processes", backend="gloo") == [[]] * 3
+
+
+def sums_of_torch(rank: int, path: str) -> list[tuple[Any, Any]]:
+    start_torch(store=oracle.FileStore(path, 2), rank=rank, world_size=2)
+    pairs = []
+    for begin in (0, 2):
+        theirs, ours = fill(rank, (6,)), fill(rank, (6,))
+        oracle.all_reduce_coalesced([theirs[:4], theirs[begin : begin + 4]])
+        dist.all_reduce_coalesced([ours[:4], ours[begin : begin + 4]])
+        pairs.append((theirs.tolist(), ours.tolist()))
+    oracle.destroy_process_group()
+    return pairs
+
+
+# torch says that its function will be deprecated.
+@pytest.mark.filterwarnings("ignore:.*all_reduce_coalesced:FutureWarning")
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+def test_coalesced_sums_of_overlapping_tensors_are_those_of_torch(backend: str, tmp_path: Path) -> None:
+    for pairs in run(sums_of_torch, 2, str(tmp_path / "store"), ranks="processes", backend=backend):
+        for theirs, ours in pairs:
+            assert ours == theirs
+
+
+def through_torch(rank: int, path: str) -> list[float]:
+    oracle.init_process_group("ref", store=oracle.FileStore(path, 2), rank=rank, world_size=2)
+    tensor = fill(rank, (6,))
+    oracle.all_reduce_coalesced([tensor[:4], tensor[2:]])
+    oracle.destroy_process_group()
+    return tensor.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.*all_reduce_coalesced:FutureWarning")
+def test_torch_on_ref_sums_overlapping_tensors_once(tmp_path: Path) -> None:
+    expected = (fill(0, (6,)) + fill(1, (6,))).tolist()
+    assert run(through_torch, 2, str(tmp_path / "store"), init=False, ranks="processes") == [expected] * 2
