@@ -38,6 +38,7 @@ extensions = [
     "foreign_names",
     "own_names",
     "site_directives",
+    "torch_names",
     "speed",
     "traces",
 ]

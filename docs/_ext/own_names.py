@@ -66,9 +66,11 @@ def candidates(env: BuildEnvironment, target: str) -> list[str]:
 
 
 def source_of(app: Sphinx, module: str, attribute: str) -> str | None:
-    """Say where an alias of a built-in type is written: here, though its module claims to be `builtins`."""
-    value = getattr(importlib.import_module(module), attribute.split(".")[0], None)
-    return module if getattr(value, "__module__", "") == "builtins" else None
+    """Return our module for an alias of a built-in type, and for what torch wrote in C++: there is no other source."""
+    first, _, rest = attribute.partition(".")
+    value = getattr(importlib.import_module(module), first, None)
+    homes = {str(getattr(found, "__module__", "")) for found in (value, getattr(value, rest, None))}
+    return module if "builtins" in homes or any(home.startswith("torch._C") for home in homes) else None
 
 
 BACKLINK = re.compile(r'id="(?P<name>[^"]+)">\n<a class="viewcode-back" href="(?P<page>[^"#]*)#(?P<anchor>[^"]+)"')

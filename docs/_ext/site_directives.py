@@ -10,6 +10,8 @@
     Every operation with its algorithms, and what each costs.
 `.. capabilities::`
     What each backend can do, as the tests measured it.
+`.. backend-table::`
+    The same in the shape of torch's page: call by backend and device.
 `.. versions::`
     Results of the tests with each pair of Python and torch, as `nox -s versions` recorded them.
 """
@@ -159,6 +161,45 @@ def capability(cpu: Any, cuda: Any, name: str) -> tuple[str, ...]:
     )
 
 
+class BackendTableDirective(Directive):
+    """Show which backend supports which call on which device, in the shape of torch's page."""
+
+    def run(self) -> list[nodes.Node]:
+        """Read what `python -m tests.capabilities` wrote."""
+        kept = json.loads(CAPABILITIES.read_text(encoding="utf-8"))
+        backends = list(kept["cuda"])
+        header = ("call", *(f"{backend}, {device}" for backend in backends for device in ("CPU", "GPU")))
+        rows = [
+            (shown, *(cell(kept, backend, device, name) for backend in backends for device in ("cpu", "cuda")))
+            for shown, name in OFFICIAL_ROWS.items()
+        ]
+        made = table("backend-table", header, rows)
+        for paragraph in list(made.findall(nodes.paragraph)):
+            paragraph.replace_self(paragraph.children)  # a page of many cells stays light
+        return [made]
+
+
+# Rows of torch's table, each with the measured call that decides it.
+OFFICIAL_ROWS = {
+    "send": "isend, recv",
+    "recv": "isend, recv",
+    **{
+        name: name
+        for name in ("broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter", "reduce_scatter")
+    },
+    "all_to_all": "all_to_all",
+    "barrier": "barrier",
+}
+
+
+def cell(kept: dict[str, Any], backend: str, device: str, name: str) -> str:
+    """Return what was measured for one call on one backend and device."""
+    if device == "cpu" and backend not in kept["cpu"]:
+        return "no"  # nccl accepts CUDA tensors only
+    found = kept[device][backend]
+    return "not measured" if isinstance(found, str) else str(found[name]["plain"])
+
+
 ASPECTS = ("plain", "unequal", "subgroup")
 
 
@@ -213,5 +254,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("layer-table", LayerTableDirective)
     app.add_directive("algorithms", AlgorithmsDirective)
     app.add_directive("capabilities", CapabilitiesDirective)
+    app.add_directive("backend-table", BackendTableDirective)
     app.add_directive("versions", VersionsDirective)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

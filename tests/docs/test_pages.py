@@ -19,7 +19,9 @@ def test_markdown_examples_run(page: Path) -> None:
     assert pages.run_page(page) > 0
 
 
-@pytest.mark.parametrize("page", sorted(pages.DOCS.glob("reference/*.rst")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "page", sorted(pages.DOCS.glob("reference/**/*.rst")), ids=lambda path: f"{path.parent.name}/{path.name}"
+)
 def test_rst_examples_run(page: Path) -> None:
     failed = doctest.testfile(str(page), module_relative=False, optionflags=OPTIONS, globs={}).failed
     assert failed == 0

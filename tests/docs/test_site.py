@@ -12,6 +12,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import torch_names
+from sphinx.util.inventory import InventoryFile
 
 from tests.docs import pages
 
@@ -28,10 +30,14 @@ class Page(HTMLParser):
         self.fetched: list[str] = []
         self.anchors: set[str] = set()
         self.headings: list[str] = []
+        self.nodes = 0
+        self.contents = 0
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = {name: value or "" for name, value in attrs}
+        self.nodes += 1
+        self.contents += tag == "a" and "nav-link" in given.get("class", "") and given.get("href", "").startswith("#")
         self.anchors.add(given.get("id", ""))
         if tag == "a" and "href" in given:
             self.links.append(given["href"])
@@ -120,3 +126,63 @@ def test_formulas_are_rendered(site: Path) -> None:
     text = (site / "explanation" / "schedules.html").read_text(encoding="utf-8")
     assert text.count("<math") >= 6
     assert "\\alpha" not in text
+
+
+ANCHORS = [
+    tuple(line.split())
+    for line in (pages.ROOT / "tests" / "docs" / "official_anchors.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+]
+HEAVY = ("launching", "optim", "schedules", "surface_members")
+
+
+def test_every_section_anchor_of_the_official_pages_exists(site: Path, parsed: dict[Path, Page]) -> None:
+    missing = [
+        (page, anchor) for page, anchor in ANCHORS if anchor not in parsed[site / f"reference/{page}.html"].anchors
+    ]
+    assert len(ANCHORS) == 45
+    assert not missing
+
+
+def test_a_deep_link_to_a_name_on_the_official_pages_leads_to_its_counterpart(
+    site: Path, parsed: dict[Path, Page]
+) -> None:
+    names = torch_names.documented_names()
+    hooks = [name for name in names if ".ddp_comm_hooks." in name or name.startswith("torch.distributed.GradBucket")]
+    top = [name for name in names if re.fullmatch(r"torch\.distributed\.(\w+|(Store|Backend|Work)\.\w+)", name)]
+    top = [name for name in top if name not in hooks]
+    found = {page: parsed[site / f"reference/{page}.html"].anchors for page in ("distributed", "ddp_comm_hooks")}
+    assert len(hooks) == 33 and len(top) == 71
+    assert [name for name in top if name not in found["distributed"]] == []
+    assert [name for name in hooks if name not in found["ddp_comm_hooks"]] == []
+
+
+def test_each_documented_name_is_in_the_inventory_under_both_names(site: Path) -> None:
+    content = (site / "objects.inv").read_bytes()
+    inventory = InventoryFile.loads(content, uri="").data
+    ours = {name for kind, entries in inventory.items() if kind.startswith("py:") for name in entries}
+    names = torch_names.documented_names()
+    assert len(names) == 251
+    assert [name for name in names if torch_names.counterpart(name) not in ours] == []
+    theirs = set(inventory["torch:object"])
+    assert [name for name in names if name.startswith("torch.") and name not in theirs] == []
+
+
+def test_each_documented_object_has_an_anchor_under_torchs_name_beside_ours(parsed: dict[Path, Page]) -> None:
+    lone = [
+        (path.name, ours)
+        for path, page in parsed.items()
+        for ours in page.anchors
+        if re.fullmatch(r"torchdist_ref\.\w+", ours) and f"torch.distributed.{ours.split('.')[1]}" not in page.anchors
+    ]
+    assert [item for item in lone if not item[1].endswith(".DistributedDataParallel")] == []
+
+
+def test_reference_pages_are_small(site: Path, parsed: dict[Path, Page]) -> None:
+    large = {
+        str(path.relative_to(site)): (path.stat().st_size, page.nodes, page.contents)
+        for path, page in parsed.items()
+        if path.is_relative_to(site / "reference") and path.stem not in HEAVY
+        if path.stat().st_size > 150_000 or page.nodes >= 3_000 or page.contents > 35
+    }
+    assert not large
