@@ -52,7 +52,7 @@ groups.group                               groups.world           GroupMember Pr
 groups.reduce_scattering                   groups.gather_scatter  reduce_scatter reduce_scatter_tensor
 utilities.gathering                        utilities.distributed  AllGatherGrad gather_all_tensors
 
-pipeline.sync                              pipeline.pipe        Pipe
+pipeline.sync                              pipeline.pipe        Pipe WithDevice
 pipeline.sync                              pipeline.execution   NoChunk
 pipeline.sync                              pipeline.checkpoint  is_checkpointing is_recomputing
 pipeline.sync.batchnorm                    pipeline.batchnorm   DeferredBatchNorm
@@ -60,7 +60,7 @@ pipeline.sync.checkpoint                   pipeline.checkpoint  checkpoint is_ch
 pipeline.sync.dependency                   pipeline.execution   depend
 pipeline.sync.microbatch                   pipeline.execution   Batch NoChunk gather scatter
 pipeline.sync.partitions                   pipeline.pipe        Partition split
-pipeline.sync.pipe                         pipeline.pipe        LocalResult Pipe
+pipeline.sync.pipe                         pipeline.pipe        BalanceError LocalResult Pipe PipeSequential WithDevice
 pipeline.sync.pipeline                     pipeline.execution   Pipeline
 pipeline.sync.schedule                     pipeline.execution   clock_cycles draw
 pipeline.sync.skip                         pipeline.skip        Namespace pop skippable stash verify_skippables

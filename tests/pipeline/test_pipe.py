@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchdist_ref.pipeline.sync import NoChunk, Pipe, is_checkpointing, is_recomputing
+from torchdist_ref.pipeline.sync import NoChunk, Pipe, WithDevice, is_checkpointing, is_recomputing
+from torchdist_ref.pipeline.sync.pipe import LocalResult, PipeSequential
 from torchdist_ref.pipeline.sync.schedule import clock_cycles, draw
 from torchdist_ref.pipeline.sync.utils import partition_model
 
 import torchdist_ref as dist
+from torchdist_ref.pipeline import pipe as pipe_module
 from torchdist_ref.testing import fill
 
 WAYS = ("always", "except_last", "never")
@@ -218,7 +220,7 @@ def test_a_pipe_is_a_sequence_of_layers() -> None:
     assert len(pipe) == 5 and list(pipe) == list(model) and pipe[3] is model[3]
     assert [len(list(part)) for part in pipe.partitions] == [2, 3]
     assert pipe.devices == [torch.device("cpu")] * 2
-    assert len(Pipe(layers()).partitions) == 1
+    assert len(Pipe(layers()).partitions) == 5
     assert pipe.to(torch.float32)[0].weight.dtype == torch.float32
 
 
@@ -238,25 +240,72 @@ def test_without_rpc_the_result_is_local() -> None:
     assert result.is_owner() and torch.equal(result.to_here(), result.local_value())
 
 
+class Adds(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Sum())
+
+
+class Sum(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+class Sums(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+
+class Says(nn.Module):
+    def forward(self, x: Tensor) -> str:
+        return "hello"
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (lambda: Pipe(nn.Linear(1, 1)), TypeError, "'module' must be an nn.Sequential"),
-        (lambda: Pipe(layers(), chunks=0), ValueError, "'chunks' must be"),
-        (lambda: Pipe(layers(), chunks="2"), ValueError, "'chunks' must be"),
-        (lambda: Pipe(layers(), checkpoint="often"), ValueError, "one of always, except_last, never, got 'often'"),
-        (lambda: Pipe(nn.Sequential(*[nn.Linear(1, 1)] * 2)), ValueError, "duplicate children"),
+        (lambda: Pipe(nn.Linear(1, 1)), TypeError, "module must be nn.Sequential to be partitioned, got Linear"),
+        (lambda: Pipe(layers(), chunks=0), ValueError, "number of chunks must be positive integer, got 0"),
+        (lambda: Pipe(layers(), chunks="2"), ValueError, "number of chunks must be positive integer, got '2'"),
+        (lambda: Pipe(layers(), chunks=2.5), ValueError, "number of chunks must be positive integer, got 2.5"),
+        (
+            lambda: Pipe(layers(), checkpoint="often"),
+            ValueError,
+            "checkpoint is not one of 'always', 'except_last', or",
+        ),
+        (
+            lambda: Pipe(nn.Sequential(*[nn.Linear(1, 1)] * 2)),
+            ValueError,
+            "module with duplicate children is not supported",
+        ),
         (
             lambda: Pipe(nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")))),
             ValueError,
-            "child '0' on .'cpu', 'meta'.",
+            "child '0' is on .'cpu', 'meta'.: it should have all parameters on a single device, please use .to",
         ),
         (lambda: Pipe(layers()).cuda(), TypeError, "have their devices"),
         (lambda: Pipe(layers()).cpu(), TypeError, "have their devices"),
         (lambda: Pipe(layers()).to("cpu"), TypeError, "have their devices"),
         (lambda: Pipe(layers()).to(device="cpu"), TypeError, "have their devices"),
-        (lambda: Pipe(layers())("text"), TypeError, "at least one input must be a tensor"),
-        (lambda: Pipe(layers(), 4)(torch.ones(4, 6), torch.ones(2, 6)), ValueError, r"micro-batches, .2, 4."),
+        (lambda: Pipe(layers())("text"), TypeError, "inputs do not have any tensors"),
+        (
+            lambda: Pipe(layers(), 4)(torch.ones(4, 6), torch.ones(2, 6)),
+            RuntimeError,
+            r"numbers of rows, .4, 2., .*chunks",
+        ),
+        # Both are cut in two pieces, and the second pieces of two rows and of one were added.
+        (lambda: Pipe(Adds(), 2)(torch.ones(4), torch.ones(3)), RuntimeError, "numbers of rows, .4, 3."),
+        (lambda: Pipe(layers(), 2)(torch.tensor(1.0)), RuntimeError, "at least a 1-dimensional tensor"),
+        (lambda: Pipe(nn.Sequential(Sums()), 2)(torch.ones(4)), RuntimeError, "zero-dimensional .* cannot be concat"),
+        (lambda: Pipe(nn.Sequential(Says()), 2)(torch.ones(4)), TypeError, "No tensor found.*str: 'hello'"),
+        (lambda: Pipe(nn.Sequential())("text"), TypeError, "inputs do not have any tensors"),
+        (
+            lambda: Pipe(layers())(torch.ones(4, 6, device="meta")),
+            ValueError,
+            "All inputs should be on the same device",
+        ),
+        (lambda: Pipe(nn.Sequential(nn.Identity()))(torch.ones(2)).backward(), RuntimeError, "one element .* is .2."),
+        (lambda: LocalResult("text").backward(), RuntimeError, "one element .* is str"),
+        (lambda: LocalResult(torch.ones(1)).backward(3), RuntimeError, "'dist_autograd_ctx_id' must be -1"),
         (lambda: NoChunk("text"), TypeError, "'inp' must be a tensor, got 'str'"),
         (lambda: partition_model(layers(), [2, 2]), ValueError, "sum up to the 5 layers"),
         (lambda: partition_model(layers(), [5, 0]), ValueError, "sum up to the 5 layers"),
@@ -269,8 +318,134 @@ def test_misuse_raises_an_error(make: Callable[[], Any], kind: type[Exception], 
     assert isinstance(caught.value, dist.ArgumentError | dist.ArgumentTypeError)
 
 
-def test_devices_split_a_model() -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1, device="meta"), nn.ReLU())
+def test_each_child_on_the_cpu_and_each_run_on_another_device_is_a_partition() -> None:
+    def meta() -> nn.Module:
+        return nn.Linear(1, 1, device="meta")
+
+    nested = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(1, 1))), nn.ReLU())
+    model = nn.Sequential(*nested, meta(), WithDevice(nn.ReLU(), "meta"), meta(), nn.ReLU(), meta())
     pipe = Pipe(copy.copy(model))
-    assert [len(list(part)) for part in pipe.partitions] == [2, 2]
-    assert pipe.devices == [torch.device("cpu"), torch.device("meta")]
+    assert [len(list(part)) for part in pipe.partitions] == [1, 2, 1, 3, 1, 1]
+    assert [device.type for device in pipe.devices] == ["cpu", "cpu", "cpu", "meta", "cpu", "meta"]
+    assert all(type(part) is PipeSequential for part in pipe.partitions) and not isinstance(pipe[5], WithDevice)
+    # The keys that torch 1.13 has for this model.
+    weights = ["0.0", "1.1.0", "3.0", "3.2", "5.0"]
+    names = [f"partitions.{name}.{kind}" for name in weights for kind in ("weight", "bias")]
+    assert list(pipe.state_dict()) == names
+    state = {name: torch.zeros(1, 1) if name.endswith("weight") else torch.ones(1) for name in names}
+    pipe.load_state_dict(state, assign=True)
+    assert pipe[0](torch.ones(1)).item() == 1
+
+
+def test_a_parameter_on_two_devices_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    second.weight = first.weight
+    assert len(Pipe(nn.Sequential(first, second)).partitions) == 2
+    monkeypatch.setattr(pipe_module, "_device", lambda name, child: torch.device("meta" if child is first else "cpu"))
+    with pytest.raises(
+        ValueError, match=r"duplicate parameters on distinct devices is not supported: 0.weight of part"
+    ):
+        Pipe(nn.Sequential(first, second))
+
+
+def test_a_model_without_layers_returns_its_inputs() -> None:
+    pipe, one = Pipe(nn.Sequential()), torch.tensor(42)
+    assert pipe(fill(0, (3,))).local_value().tolist() == fill(0, (3,)).tolist() and len(pipe) == 0
+    assert [value.tolist() for value in pipe(fill(0, (2,)), fill(1, (2,))).local_value()] == [
+        fill(0, (2,)).tolist(),
+        fill(1, (2,)).tolist(),
+    ]
+    with pytest.raises(dist.ArgumentError, match="1-dimensional"):
+        pipe(one)
+
+
+def test_the_number_of_chunks_is_converted_as_torch_does() -> None:
+    pipe = Pipe(layers(), chunks=42.0)  # type: ignore[arg-type]
+    assert pipe.chunks == 42 and type(pipe.chunks) is int
+
+
+def test_a_local_result_runs_the_backward_pass() -> None:
+    x = torch.ones(4, 1, requires_grad=True)
+    result = LocalResult(Pipe(nn.Sequential(nn.Identity()), 2)(x).local_value().pow(2).sum())
+    result.backward(retain_graph=True)
+    result.backward()
+    assert x.grad is not None and x.grad.tolist() == [[4.0]] * 4 and result.confirmed_by_owner()
+
+
+class Random(nn.Module):
+    """Dropout, and other random operations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn_like(x) + torch.empty_like(x).uniform_() + torch.bernoulli(torch.full_like(x, 0.5))
+        return nn.functional.dropout(x, 0.5, self.training) + noise
+
+
+def random_results(checkpoint: str, seed: int, chunks: int = 4) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    pipe = Pipe(nn.Sequential(Random(), nn.Tanh(), Random()), chunks, checkpoint)
+    x = fill(0, (8, 40)).requires_grad_()
+    results = [pipe(x).local_value() for _ in range(2)]
+    assert not torch.equal(*results)
+    sum(results).sum().backward()  # type: ignore[union-attr]
+    assert x.grad is not None
+    return torch.stack([result.detach() for result in results]), x.grad
+
+
+def test_random_numbers_depend_on_the_seed_only() -> None:
+    """Neither the order of the partitions' threads nor recomputation changes them."""
+    right = random_results("never", 9)
+    for _ in range(5):
+        for checkpoint in WAYS:
+            found = random_results(checkpoint, 9)
+            assert all(map(torch.equal, found, right)), checkpoint
+    assert not torch.equal(random_results("never", 10)[0], right[0])
+    rows = right[0].view(2, 4, -1)
+    assert len({tuple(row.tolist()) for run in rows for row in run}) == 8
+
+
+def test_with_one_micro_batch_random_numbers_are_those_of_the_model() -> None:
+    model = nn.Sequential(Random(), nn.Tanh(), Random())
+    torch.manual_seed(9)
+    right = model(fill(0, (8, 5)))
+    torch.manual_seed(9)
+    assert torch.equal(Pipe(model, 1)(fill(0, (8, 5))).local_value(), right)
+
+
+def test_a_model_without_random_numbers_leaves_the_generator_alone() -> None:
+    pipe, state = Pipe(layers(), 4), torch.get_rng_state()
+    pipe(fill(0, (8, 6), torch.float64)).local_value().sum().backward()
+    generator = torch.Generator().manual_seed(3)
+
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand(x.shape, generator=generator)
+
+    Pipe(nn.Sequential(Own(), nn.Identity()), 4)(fill(0, (8, 6)))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("checkpoint", WAYS)
+def test_partitions_on_the_cpu_run_at_once(checkpoint: str) -> None:
+    """A micro-batch is in one partition while the micro-batch behind it is in the other: they wait for each other."""
+    meeting = threading.Barrier(2)
+
+    class Meets(nn.Module):
+        def __init__(self, alone: int) -> None:
+            super().__init__()
+            self.alone = alone
+
+        def forward(self, x: Tensor) -> Tensor:
+            if int(x[0, 0]) != self.alone and not is_recomputing():
+                meeting.wait(10)
+            return nn.functional.dropout(x + 0, 0.0)
+
+    pipe = Pipe(nn.Sequential(Meets(0), Meets(2)), 3, checkpoint)
+    x = torch.arange(3.0).view(3, 1).requires_grad_()
+    assert pipe(x).local_value().tolist() == [[0], [1], [2]]
+
+
+def test_an_error_names_the_partition_and_the_micro_batch() -> None:
+    pipe = Pipe(nn.Sequential(nn.Identity(), nn.Linear(3, 1)), 2)
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        pipe(torch.ones(4, 2))
+    assert caught.value.__notes__ == ["Pipe: raised by partition 1, in micro-batch 0."]

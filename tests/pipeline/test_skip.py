@@ -14,6 +14,7 @@ from torchdist_ref.pipeline.sync.batchnorm import DeferredBatchNorm
 from torchdist_ref.pipeline.sync.skip import Namespace, pop, skippable, stash, verify_skippables
 from torchdist_ref.pipeline.sync.utils import partition_model
 
+import torchdist_ref as dist
 from torchdist_ref.testing import fill
 
 
@@ -162,3 +163,16 @@ def test_conversion_keeps_parameters_and_other_layers() -> None:
     assert DeferredBatchNorm.convert_deferred_batch_norm(made[0], 3) is made[0]
     with pytest.raises(ValueError, match="'input' must be a tensor of at least 2 dimensions"):
         made[0](torch.ones(2))
+
+
+def test_a_tensor_that_was_not_stashed_cannot_be_popped() -> None:
+    with pytest.raises(KeyError, match="Add pops 'skip', which no module before it has stashed") as caught:
+        Add()(torch.ones(1))
+    assert isinstance(caught.value, dist.ArgumentError)
+
+
+def test_names_are_lists_of_known_names() -> None:
+    with pytest.raises(TypeError, match=r"stash must be a list of names, got 'abc'; pass \['abc'\]"):
+        skippable(stash="abc")
+    with pytest.raises(ValueError, match=r"Keep.isolate: it neither stashes nor pops \['skap'\], but \['skip'\]"):
+        Keep().isolate(Namespace(), only=["skap"])

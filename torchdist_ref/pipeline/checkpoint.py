@@ -1,7 +1,8 @@
 """Activation checkpointing: a partition's activations are dropped, and recomputed in the backward pass.
 
-The recomputation draws the same random numbers. The CPU has one generator for all threads, so partitions on the CPU
-draw one after the other (`random_numbers_alone`) while numbers have to be repeatable.
+The recomputation draws the same random numbers. torch has one default generator a device, which all threads draw from.
+Where partitions on one device run at once, `OwnRandomNumbers` gives each run of a partition numbers of its own, so they
+depend neither on the order of the threads nor on whether a run is the first or a recomputation.
 
 Do not add knowledge of micro-batches here.
 """
@@ -11,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["checkpoint", "is_checkpointing", "is_recomputing", "random_numbers_alone"]
+__all__ = ["OwnRandomNumbers", "checkpoint", "is_checkpointing", "is_recomputing", "random_state"]
 
 Function = Callable[..., tuple[Any, ...]]
 
@@ -29,7 +32,7 @@ class _Phase(threading.local):
 
 
 _phase = _Phase()
-_cpu_generator_lock = threading.RLock()
+_generator_lock = threading.RLock()
 
 
 def is_checkpointing() -> bool:
@@ -70,15 +73,8 @@ def _in_phase(name: str) -> Iterator[None]:
         setattr(_phase, name, False)
 
 
-@contextlib.contextmanager
-def random_numbers_alone(device: torch.device) -> Iterator[None]:
-    """Let no other thread draw random numbers in a block, if the device's generator is that of the whole process."""
-    with _cpu_generator_lock if device.type == "cpu" else contextlib.nullcontext():
-        yield
-
-
-def _random_state(device: torch.device) -> Tensor:
-    """Return the state of a device's generator."""
+def random_state(device: torch.device) -> Tensor:
+    """Return the state of a device's default generator."""
     if device.type == "cpu":
         return torch.get_rng_state()
     state: Tensor = torch.get_device_module(device).get_rng_state(device)
@@ -86,7 +82,7 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 def _set_random_state(device: torch.device, state: Tensor) -> None:
-    """Set the state of a device's generator."""
+    """Set the state of a device's default generator."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -95,20 +91,55 @@ def _set_random_state(device: torch.device, state: Tensor) -> None:
 
 @contextlib.contextmanager
 def _with_random_state(device: torch.device, state: Tensor) -> Iterator[None]:
-    """Set the state of a device's generator for the duration of a block."""
-    former = _random_state(device)
-    _set_random_state(device, state)
-    try:
-        yield
-    finally:
-        _set_random_state(device, former)
+    """Set the state of a device's default generator for the duration of a block."""
+    with _generator_lock:
+        former = random_state(device)
+        _set_random_state(device, state)
+        try:
+            yield
+        finally:
+            _set_random_state(device, former)
+
+
+class OwnRandomNumbers(TorchDispatchMode):
+    """Mode in which a thread draws from a generator of its own in place of a device's default generator.
+
+    The default generator has the state of this one only while an operation draws, so that other threads can compute.
+    Operations that are passed a generator use that one.
+
+    Args:
+        device: The device.
+        seed: Seed of the generator.
+
+    Attributes:
+        drawn: Whether random numbers were drawn.
+    """
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self._state = device, torch.Generator(device).manual_seed(seed).get_state()
+        self.drawn = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, on this generator if it draws from the default one."""
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        with _with_random_state(self._device, self._state):
+            result = func(*args, **kwargs)
+            self._state, self.drawn = random_state(self._device), True
+        return result
 
 
 class _Checkpoint(torch.autograd.Function):
     """A function run without a graph, whose backward pass runs it again with one."""
 
     @staticmethod
-    def forward(ctx: Any, phony: Tensor, function: Function, device: torch.device, *values: Any) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any, phony: Tensor, function: Function, device: torch.device, own: bool, *values: Any
+    ) -> tuple[Any, ...]:
         """Run the function and keep its inputs."""
         tensors = [value for value in values if isinstance(value, Tensor)]
         ctx.save_for_backward(*tensors)
@@ -116,7 +147,7 @@ class _Checkpoint(torch.autograd.Function):
         ctx.function, ctx.device = function, device
         ctx.autocast = device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
         with _in_phase("checkpointing"):
-            ctx.random_state = _random_state(device)
+            ctx.random_state = None if own else random_state(device)
             results = function(*values)
         integers = [r for r in results if isinstance(r, Tensor) and not (r.is_floating_point() or r.is_complex())]
         ctx.mark_non_differentiable(*integers)
@@ -127,12 +158,14 @@ class _Checkpoint(torch.autograd.Function):
         """Run the function again, and its backward pass."""
         saved = iter(ctx.saved_tensors)
         values = [_leaf(next(saved)) if other is None else other[0] for other in ctx.others]
-        alone, same_numbers = random_numbers_alone(ctx.device), _with_random_state(ctx.device, ctx.random_state)
-        with alone, same_numbers, _in_phase("recomputing"), torch.enable_grad(), torch.autocast(*ctx.autocast):
+        same_numbers = (
+            _with_random_state(ctx.device, ctx.random_state) if ctx.random_state is not None else nullcontext()
+        )
+        with same_numbers, _in_phase("recomputing"), torch.enable_grad(), torch.autocast(*ctx.autocast):
             results = ctx.function(*values)
         pairs = [(r, g) for r, g in zip(results, grads, strict=True) if isinstance(r, Tensor) and r.requires_grad]
         torch.autograd.backward([result for result, _ in pairs], [grad for _, grad in pairs])
-        return None, None, None, *(value.grad if isinstance(value, Tensor) else None for value in values)
+        return None, None, None, None, *(value.grad if isinstance(value, Tensor) else None for value in values)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -140,12 +173,13 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def checkpoint(function: Function, device: torch.device, *values: Any) -> tuple[Any, ...]:
+def checkpoint(function: Function, device: torch.device, own: bool, *values: Any) -> tuple[Any, ...]:
     """Run a function, and keep only its inputs for the backward pass.
 
     Args:
         function: A function of the values that returns a tuple.
         device: The device whose random numbers it draws.
+        own: Whether the function draws from a generator of its own, the same numbers each time it runs.
         *values: Tensors and other values.
 
     Returns:
@@ -153,5 +187,5 @@ def checkpoint(function: Function, device: torch.device, *values: Any) -> tuple[
     """
     # The first partition's inputs need no gradient, but its parameters do: the phony connects them to the graph.
     phony = torch.empty(0, requires_grad=True)
-    results: tuple[Any, ...] = _Checkpoint.apply(phony, function, device, *values)  # type: ignore[no-untyped-call]
+    results: tuple[Any, ...] = _Checkpoint.apply(phony, function, device, own, *values)  # type: ignore[no-untyped-call]
     return results

@@ -10,17 +10,19 @@ Do not add checks of the user's model here: they are in `pipe`.
 from __future__ import annotations
 
 import contextvars
+import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
-from torchdist_ref.pipeline.checkpoint import checkpoint, random_numbers_alone
+from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explain
+from torchdist_ref.pipeline.checkpoint import OwnRandomNumbers, checkpoint, random_state
 from torchdist_ref.pipeline.skip import Skips, crossing, using
 
 __all__ = ["Batch", "NoChunk", "Pipeline", "clock_cycles", "draw", "gather", "scatter"]
@@ -108,8 +110,17 @@ class Batch:
 
     @classmethod
     def of(cls, result: Any) -> Batch:
-        """Wrap the result of a module."""
-        return cls(result, False) if isinstance(result, tuple) else cls((result,), True)
+        """Wrap the result of a module.
+
+        Raises:
+            ArgumentTypeError: There is no tensor in it.
+        """
+        batch = cls(result, False) if isinstance(result, tuple) else cls((result,), True)
+        if not any(isinstance(value, Tensor) for value in batch.values):
+            raise ArgumentTypeError(
+                f"Pipe: No tensor found! A partition returned {type(result).__name__}: {result!r:.80}."
+            )
+        return batch
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """Return this batch with a function applied to each tensor."""
@@ -128,21 +139,25 @@ def scatter(inputs: Sequence[Any], chunks: int) -> list[Batch]:
 
     Raises:
         ArgumentTypeError: There is no tensor to cut.
-        ArgumentError: Tensors with different numbers of rows.
+        ArgumentError: Tensors with different numbers of rows, or without rows.
 
     Example:
         >>> import torch
         >>> [batch.values for batch in scatter([torch.arange(3), "all"], 2)]
         [(tensor([0, 1]), 'all'), (tensor([2]), 'all')]
     """
+    rows = [len(value) if value.dim() else None for value in inputs if isinstance(value, Tensor)]
+    if not rows:
+        raise ArgumentTypeError("Pipe: inputs do not have any tensors to be cut: pass one outside NoChunk.")
+    if None in rows:
+        raise BackendArgumentError("Pipe: chunk expects at least a 1-dimensional tensor; pass a scalar in NoChunk.")
+    if len(set(rows)) > 1:
+        hint = "Pass those that are no batches in NoChunk."
+        raise BackendArgumentError(f"Pipe: inputs have different numbers of rows, {rows}, to be cut in chunks. {hint}")
     pieces = [value.chunk(chunks) if isinstance(value, Tensor) else None for value in inputs]
-    counts = {len(piece) for piece in pieces if piece is not None}
-    if not counts:
-        raise ArgumentTypeError("Pipe: at least one input must be a tensor, outside NoChunk, to be cut.")
-    if len(counts) > 1:
-        raise ArgumentError(f"Pipe: inputs are cut in different numbers of micro-batches, {sorted(counts)}.")
     whole = [value.tensor if isinstance(value, NoChunk) else value for value in inputs]
-    columns = [piece or [value] * max(counts) for piece, value in zip(pieces, whole, strict=True)]
+    count = next(len(piece) for piece in pieces if piece is not None)
+    columns = [[value] * count if piece is None else piece for piece, value in zip(pieces, whole, strict=True)]
     return [Batch(values, len(values) == 1) for values in zip(*columns, strict=True)]
 
 
@@ -161,7 +176,11 @@ def gather(batches: Sequence[Batch]) -> Any:
         >>> gather([Batch((torch.zeros(1), "a"), False), Batch((torch.ones(1), "b"), False)])
         (tensor([0., 1.]), ['a', 'b'])
     """
-    columns = zip(*(batch.values for batch in batches), strict=True)
+    columns = list(zip(*(batch.values for batch in batches), strict=True))
+    if any(isinstance(value, Tensor) and not value.dim() for value in batches[0].values):
+        raise BackendArgumentError(
+            "Pipe: zero-dimensional results of micro-batches cannot be concatenated; unsqueeze()."
+        )
     joined = [torch.cat(column) if isinstance(column[0], Tensor) else list(column) for column in columns]
     return joined[0] if batches[0].single else tuple(joined)
 
@@ -190,15 +209,17 @@ class Pipeline:
             The result of each micro-batch.
         """
         batches, skips = list(batches), [Skips() for _ in batches]
+        seeds = _Seeds(self._devices if len(batches) > 1 else [])
         with ExitStack() as stack:
             threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in self._partitions]
             for pairs in clock_cycles(len(batches), len(self._partitions)):
                 for chunk, partition in pairs:
                     self._move(batches, chunk, partition)
-                tasks = [self._task(batches[i], skips[i], j, i < checkpointed, checkpointed > 0) for i, j in pairs]
+                tasks = [self._task(batches[i], skips[i], (i, j), i < checkpointed, seeds) for i, j in pairs]
                 futures = [threads[j].submit(task) for (_, j), task in zip(pairs, tasks, strict=True)]
                 for (chunk, _), future in zip(pairs, futures, strict=True):
                     batches[chunk] = future.result()
+        seeds.advance()
         return batches
 
     def _move(self, batches: list[Batch], chunk: int, partition: int) -> None:
@@ -209,28 +230,71 @@ class Pipeline:
         batches[chunk] = batches[chunk].map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _task(
-        self, batch: Batch, skips: Skips, partition: int, checkpointed: bool, repeatable: bool
+        self, batch: Batch, skips: Skips, cell: tuple[int, int], checkpointed: bool, seeds: _Seeds
     ) -> Callable[[], Batch]:
         """Return the function that a partition's thread runs on a micro-batch, in the modes of the calling thread."""
-        device, (popped, stashed) = self._devices[partition], self._crossing[partition]
+        device, (popped, stashed) = self._devices[cell[1]], self._crossing[cell[1]]
         arriving = [skips.pop(key) for key in popped]
         on_device = [None if skip is None else skip.to(device, non_blocking=True) for skip in arriving]
-        module, count, single = self._partitions[partition], len(batch.values), [True]
+        module, count, single = self._partitions[cell[1]], len(batch.values), [True]
 
         def function(*values: Any) -> tuple[Any, ...]:
-            with using(dict(zip(popped, values[count:], strict=True))) as local:
+            with using(dict(zip(popped, values[count:], strict=True))) as local, seeds.numbers_of(device, cell):
                 result = Batch.of(module(*values[:count]))
             single[0] = result.single
             return *result.values, *(local[key] for key in stashed)
 
         def task() -> Batch:
             values = *batch.values, *on_device
-            with random_numbers_alone(device) if repeatable else nullcontext():
-                results = checkpoint(function, device, *values) if checkpointed else function(*values)
+            try:
+                if checkpointed:
+                    results = checkpoint(function, device, device in seeds.shared, *values)
+                else:
+                    results = function(*values)
+            except Exception as error:
+                error.add_note(f"Pipe: raised by partition {cell[1]}, in micro-batch {cell[0]}.")
+                raise
             skips.update(zip(stashed, results[len(results) - len(stashed) :], strict=True))
             return Batch(results[: len(results) - len(stashed)], single[0])
 
         return _in_callers_modes(task, device)
+
+
+class _Seeds:
+    """Seeds of the random numbers of each micro-batch in each partition, for devices that several partitions share.
+
+    They depend on the state of the device's default generator, which changes only if numbers were drawn: a model
+    without dropout leaves it alone. Where a device has one partition, or there is one micro-batch, all numbers are
+    drawn in order from the default generator.
+
+    Args:
+        devices: The device of each partition.
+
+    Attributes:
+        shared: The devices of more than one partition.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.shared = {device for device, count in Counter(devices).items() if count > 1}
+        self._states = {device: random_state(device).numpy(force=True).tobytes() for device in self.shared}
+        self._drawn: set[torch.device] = set()
+
+    @contextmanager
+    def numbers_of(self, device: torch.device, cell: tuple[int, int]) -> Iterator[None]:
+        """Let a thread draw the random numbers of a (micro-batch, partition) in a block, the same at each use."""
+        if device not in self.shared:
+            yield
+            return
+        digest = hashlib.blake2b(self._states[device] + repr(cell).encode(), digest_size=7).digest()
+        with OwnRandomNumbers(device, int.from_bytes(digest, "little")) as numbers:
+            yield
+        if numbers.drawn:
+            self._drawn.add(device)
+
+    def advance(self) -> None:
+        """Draw from the default generators that were replaced, so that the next run has other numbers."""
+        for device in self._drawn:
+            torch.rand(1, device=device)
 
 
 def _order_backward(batches: list[Batch], chunk: int) -> None:

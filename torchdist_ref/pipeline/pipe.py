@@ -12,12 +12,21 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, BackendArgumentError, explain
 from torchdist_ref.pipeline.batchnorm import DeferredBatchNorm
 from torchdist_ref.pipeline.execution import Pipeline, gather, scatter
 from torchdist_ref.pipeline.skip import verify_skippables
 
-__all__ = ["LocalResult", "Partition", "Pipe", "partition_model", "split"]
+__all__ = [
+    "BalanceError",
+    "LocalResult",
+    "Partition",
+    "Pipe",
+    "PipeSequential",
+    "WithDevice",
+    "partition_model",
+    "split",
+]
 
 CPU = torch.device("cpu")
 
@@ -27,6 +36,48 @@ _CHECKPOINT: dict[str, Callable[[int], int]] = {
     "except_last": lambda chunks: chunks - 1,
     "never": lambda chunks: 0,
 }
+
+
+class BalanceError(ArgumentError):
+    """Numbers of layers that do not fit the model."""
+
+
+class WithDevice(nn.Module):
+    """Wrapper of a child of a model for `Pipe` that states its device.
+
+    A child without parameters is on the CPU, as far as `Pipe` can know. In a model on accelerators that would be a
+    partition of its own, and tensors would be copied to the CPU and back.
+
+    Args:
+        module: The child. `Pipe` moves it to the device, and takes it out of the wrapper.
+        device: The device.
+
+    Example:
+        >>> import torch
+        >>> from torchdist_ref.pipeline.sync.pipe import Pipe, WithDevice
+        >>> layers = torch.nn.Linear(2, 2, device="meta"), WithDevice(torch.nn.Dropout(), "meta")
+        >>> Pipe(torch.nn.Sequential(*layers)).devices
+        [device(type='meta')]
+    """
+
+    def __init__(self, module: nn.Module, device: Any) -> None:
+        super().__init__()
+        self._module = module
+        self._device = torch.device(device)
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Run the module."""
+        return self._module(*inputs, **options)
+
+    @property
+    def module(self) -> nn.Module:
+        """The child."""
+        return self._module
+
+    @property
+    def device(self) -> torch.device:
+        """The device."""
+        return self._device
 
 
 class Partition(nn.Sequential):
@@ -40,11 +91,18 @@ class Partition(nn.Sequential):
         return result
 
 
+PipeSequential = Partition
+
+
 def split(module: nn.Sequential) -> tuple[list[nn.Module], list[torch.device]]:
-    """Split a model where the device changes, and around the partitions that `partition_model` made.
+    """Split a model into partitions, as torch does.
+
+    A child on the CPU is a partition of its own, and so is each partition that `partition_model` made. Elsewhere
+    consecutive children on one device are a partition. The layers of a child that is a sequence are layers of the
+    partition.
 
     Args:
-        module: The model; each child on one device. A child without parameters joins the one before it.
+        module: The model; each child on one device, which is the CPU if it has no parameters (see `WithDevice`).
 
     Returns:
         The partitions, which share their modules with the model, and the device of each.
@@ -54,34 +112,47 @@ def split(module: nn.Sequential) -> tuple[list[nn.Module], list[torch.device]]:
         ArgumentError: A child is on several devices, or occurs twice.
     """
     if not isinstance(module, nn.Sequential):
-        raise ArgumentTypeError(explain("Pipe", "module", "an nn.Sequential to be partitioned", type(module).__name__))
-    children = list(module.children())
-    if len(children) != len(module):
-        raise ArgumentError("Pipe: a module with duplicate children is not supported; copy the child.")
-    partitions: list[nn.Module] = []
+        raise ArgumentTypeError(f"Pipe: module must be nn.Sequential to be partitioned, got {type(module).__name__}.")
+    if len(list(module.children())) != len(module):
+        raise ArgumentError("Pipe: module with duplicate children is not supported; copy the child.")
+    partitions: list[list[nn.Module]] = []
     devices: list[torch.device] = []
     for name, child in module.named_children():
-        device = _device(name, child)
-        last = partitions[-1] if partitions else None
-        if isinstance(child, Partition):
-            partitions.append(child)
-            devices.append(device or CPU)
-        elif last is None or last in children or (device is not None and device != devices[-1]):
-            partitions.append(Partition(child))
-            devices.append(device or CPU)
+        if isinstance(child, WithDevice):
+            device, layer = child.device, child.module.to(child.device)
         else:
-            assert isinstance(last, Partition)
-            last.append(child)
-    return partitions, devices
+            device, layer = _device(name, child), child
+        if not devices or device != devices[-1] or device.type == "cpu" or isinstance(child, Partition):
+            partitions.append([])
+            devices.append(device)
+        partitions[-1].extend(layer.children() if isinstance(layer, nn.Sequential) else [layer])
+    made: list[nn.Module] = [Partition(*layers) for layers in partitions]
+    _check_shared_parameters(made, devices)
+    return made, devices
 
 
-def _device(name: str, module: nn.Module) -> torch.device | None:
-    """Return the device of a child's parameters and buffers, or None if it has none."""
+def _device(name: str, module: nn.Module) -> torch.device:
+    """Return the device of a child's parameters and buffers; the CPU if it has none."""
     devices = {tensor.device for tensor in [*module.parameters(), *module.buffers()]}
     if len(devices) > 1:
-        expected = "children each on one device"
-        raise ArgumentError(explain("Pipe", "module", expected, f"child {name!r} on {sorted(map(str, devices))}"))
-    return next(iter(devices), None)
+        raise ArgumentError(
+            f"Pipe: child {name!r} is on {sorted(map(str, devices))}: it should have all parameters on a single "
+            f"device, please use .to() to place the module on a single device."
+        )
+    return next(iter(devices), CPU)
+
+
+def _check_shared_parameters(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Raise if two partitions on different devices have a parameter in common."""
+    owner: dict[int, int] = {}
+    for index, partition in enumerate(partitions):
+        for name, parameter in partition.named_parameters():
+            other = owner.setdefault(id(parameter), index)
+            if devices[other] != devices[index]:
+                raise ArgumentError(
+                    f"Pipe: module with duplicate parameters on distinct devices is not supported: {name} of "
+                    f"partition {index} on {devices[index]} is in partition {other} on {devices[other]}."
+                )
 
 
 def partition_model(module: nn.Sequential, balance: list[int], devices: Sequence[Any] | None = None) -> nn.Sequential:
@@ -106,9 +177,9 @@ def partition_model(module: nn.Sequential, balance: list[int], devices: Sequence
         >>> [len(partition) for partition in partition_model(model, [2, 1], ["cpu", "cpu"])]
         [2, 1]
     """
-    if sum(balance) != len(module) or min(balance) < 1:
+    if sum(balance) != len(module) or min(balance, default=0) < 1:
         expected = f"positive numbers that sum up to the {len(module)} layers"
-        raise ArgumentError(explain("partition_model", "balance", expected, balance))
+        raise BalanceError(explain("partition_model", "balance", expected, balance))
     chosen = _default_devices(len(balance)) if devices is None else list(devices)
     if len(chosen) < len(balance):
         raise ArgumentError(explain("partition_model", "devices", f"{len(balance)} devices", devices))
@@ -145,6 +216,30 @@ class LocalResult:
         """Return True: the result is on this process."""
         return True
 
+    def confirmed_by_owner(self) -> bool:
+        """Return True: the result is on this process."""
+        return True
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run the backward pass of a result of one element, such as a loss.
+
+        Args:
+            dist_autograd_ctx_id: The context of torch's distributed autograd, which needs RPC. Default: none.
+            retain_graph: Whether the graph is kept for another backward pass. Default: False.
+
+        Raises:
+            ArgumentError: A context is given, or the result is not one tensor of one element with a gradient.
+        """
+        value = self._value
+        if dist_autograd_ctx_id != -1:
+            expected = "-1 where torch's RPC is not initialized"
+            raise BackendArgumentError(explain("backward", "dist_autograd_ctx_id", expected, dist_autograd_ctx_id))
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+            got = f"{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            expected = "one tensor of one element that requires a gradient"
+            raise BackendArgumentError(f"LocalResult.backward: the result must be {expected}, and is {got}.")
+        value.backward(retain_graph=retain_graph)
+
 
 class Pipe(nn.Module):
     """Sequential model that runs as a pipeline of micro-batches (GPipe).
@@ -153,7 +248,8 @@ class Pipe(nn.Module):
     partition, the next is in the first. The result is that of the model itself, and so are gradients.
 
     Args:
-        module: The model. Consecutive children on one device are a partition; `partition_model` makes partitions too.
+        module: The model. On the CPU each child is a partition, elsewhere consecutive children on one device are;
+            `partition_model` makes partitions too.
         chunks: The number of micro-batches. Default: 1.
         checkpoint: The micro-batches whose activations are recomputed in the backward pass, while training:
             ``"always"`` all, ``"except_last"`` all but the last (default), ``"never"`` none.
@@ -188,10 +284,14 @@ class Pipe(nn.Module):
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(chunks, int) or chunks < 1:
-            raise ArgumentError(explain("Pipe", "chunks", "a number of micro-batches, at least 1", chunks))
+        count = _integer(chunks)
+        if count is None or count < 1:
+            raise ArgumentError(f"Pipe: number of chunks must be positive integer, got {chunks!r}.")
+        chunks, checkpoint = count, str(checkpoint)
         if checkpoint not in _CHECKPOINT:
-            raise ArgumentError(explain("Pipe", "checkpoint", f"one of {', '.join(_CHECKPOINT)}", checkpoint))
+            raise ArgumentError(
+                f"Pipe: checkpoint is not one of 'always', 'except_last', or 'never', got {checkpoint!r}."
+            )
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, chunks)
         parts, self.devices = split(module)
@@ -260,11 +360,28 @@ class Pipe(nn.Module):
 
         Raises:
             ArgumentTypeError: There is no tensor to cut.
-            ArgumentError: Tensors have different numbers of rows.
+            ArgumentError: Tensors have different numbers of rows, or are on another device than the first partition.
         """
+        if not self.devices:
+            scatter(inputs, 1)
+            return _result(inputs[0] if len(inputs) == 1 else inputs)
+        for index, value in enumerate(inputs):
+            if isinstance(value, Tensor) and value.device != self.devices[0]:
+                raise ArgumentError(
+                    f"Pipe: All inputs should be on the same device as the first partition, {self.devices[0]}; "
+                    f"input {index} is on {value.device}."
+                )
         batches = scatter(inputs, self.chunks)
         checkpointed = _CHECKPOINT[self.checkpoint](len(batches)) if self.training else 0
         return _result(gather(self._pipeline.run(batches, checkpointed)))
+
+
+def _integer(value: Any) -> int | None:
+    """Return a number that is an integer, 42.0 too, as an integer; None for others."""
+    try:
+        return int(value) if not isinstance(value, str) and int(value) == value else None
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _result(value: Any) -> Any:
@@ -279,4 +396,7 @@ def _result(value: Any) -> Any:
 
 def _moved() -> ArgumentTypeError:
     """Return the error of calls that would move a Pipe."""
-    return ArgumentTypeError("Pipe: its partitions have their devices; move the layers before they are given to Pipe.")
+    return ArgumentTypeError(
+        "Pipe: denied to move parameters and buffers: its partitions have their devices; move the layers before they "
+        "are passed to Pipe."
+    )

@@ -23,6 +23,12 @@ from torchdist_ref.errors import ArgumentError, ArgumentTypeError
 __all__ = ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"]
 
 
+class SkipError(ArgumentError, KeyError):
+    """A tensor is popped that was not stashed."""
+
+    __str__ = Exception.__str__
+
+
 @total_ordering
 class Namespace:
     """Scope of names, so that a module with skip connections can be used several times in a model.
@@ -135,8 +141,17 @@ class Skippable(nn.Module):
 
         Returns:
             This module.
+
+        Raises:
+            ArgumentError: The module has no such name.
         """
-        names = self.stashable_names | self.poppable_names if only is None else only
+        known = self.stashable_names | self.poppable_names
+        names = known if only is None else set(only)
+        if not names <= known:
+            raise ArgumentError(
+                f"{type(self).__name__}.isolate: it neither stashes nor pops {sorted(names - known)}, "
+                f"but {sorted(known)}."
+            )
         self.namespaces.update(dict.fromkeys(names, ns))
         return self
 
@@ -156,6 +171,7 @@ class Skippable(nn.Module):
 
         Raises:
             ArgumentError: It stashed or popped an undeclared name, or did not stash or pop a declared one.
+            SkipError: It popped a tensor that was not stashed.
         """
         result = self.module(*inputs)
         declared = {stash: set(self.stashable_names), pop: set(self.poppable_names)}
@@ -187,7 +203,10 @@ class Skippable(nn.Module):
             raise ArgumentError(f"{type(self).__name__} is not declared to {kind.__name__} {name!r} (once).")
         declared[kind].discard(name)
         if isinstance(operation, pop):
-            return _stashed.skips.pop(self._key(operation.name))
+            key = self._key(operation.name)
+            if key not in _stashed.skips:
+                raise SkipError(f"{type(self).__name__} pops {name!r}, which no module before it has stashed.")
+            return _stashed.skips.pop(key)
         _stashed.skips[self._key(operation.name)] = operation.tensor
         return None
 
@@ -201,6 +220,9 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
     Returns:
         A decorator.
+
+    Raises:
+        ArgumentTypeError: A string in place of a list.
 
     Example:
         >>> import torch
@@ -218,6 +240,9 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         >>> torch.nn.Sequential(Keep(), torch.nn.ReLU(), Add())(torch.tensor([1.0, -1.0]))
         tensor([ 3., -1.])
     """
+    for argument, value in (("stash", stash), ("pop", pop)):
+        if isinstance(value, str):
+            raise ArgumentTypeError(f"skippable: {argument} must be a list of names, got {value!r}; pass [{value!r}].")
     names = {"stashable_names": frozenset(stash), "poppable_names": frozenset(pop)}
 
     def decorate(module_cls: type[nn.Module]) -> type[Skippable]:
