@@ -36,7 +36,6 @@ ABSENT = {
     r"\w+Options\..*": "Calls are plain values here, so nothing carries options; see the page Design.",
     r"Backend\.backend_.*": "Lists that torch's own code keeps. `is_backend_available` asks for one.",
     r"BackendConfig\..*": "torch's record of backends by device type. `get_backend` returns them.",
-    r"DeviceMesh\._flatten": "Private to torch; DTensor and FSDP2 take torch's meshes, also over `ref`.",
     r"Logger\..*": "torch's C++ statistics. A group's `recorder` has the calls.",
     r"DistributedDataParallel\.broadcast_buffers": "Each object has it.",
     r"DistributedDataParallel\.(gather|scatter|to_kwargs)": "One process, several devices; torch does not call them.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -22,6 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DistributedSampler
 
 import torchdist_ref as dist
+import torchdist_ref.nn.functional as nn_functional
 from torchdist_ref.testing import fill, run
 
 WORLDS = pytest.mark.parametrize(("backend", "world"), [("ref", 2), ("gloo", 2), ("ref", 3), ("gloo", 3)])
@@ -149,8 +151,11 @@ def meshes(rank: int, world: int) -> None:
     tensor = fill(rank, (3,))
     dist.all_reduce(tensor, group=init_device_mesh("cpu", (world,)).get_group())  # type: ignore[arg-type]
     assert torch.equal(tensor, total_of(world, (3,)))
-    ours: Any = dist.init_device_mesh("cpu", (world,)).get_group()
-    for each in (mesh["all"], DeviceMesh.from_group(ours, "cpu")):
+    ours = dist.init_device_mesh("cpu", (world, 1), mesh_dim_names=("all", "one"))
+    line = dist.init_device_mesh("cpu", (world,))
+    again = pickle.loads(pickle.dumps(ours))
+    assert again == ours and again.get_group("one") is ours.get_group("one")
+    for each in (mesh["all"], DeviceMesh.from_group(line.get_group(), "cpu"), ours["all"], line, again["all"]):
         rows = distribute_tensor(fill(1, (2 * world, 3)), each, [Shard(0)])
         assert torch.equal(rows.to_local(), fill(1, (2 * world, 3))[2 * rank : 2 * rank + 2])
         whole = rows.full_tensor()
@@ -160,6 +165,54 @@ def meshes(rank: int, world: int) -> None:
 @WORLDS
 def test_dtensor_works_on_meshes_of_either_library(backend: str, world: int) -> None:
     forked(meshes, world, backend, world)
+
+
+def made_by_torch(rank: int, world: int, backend: str) -> None:
+    """Use torch's groups and meshes in our functions."""
+    members = list(range(1, world))
+    for name in (None, "gloo", "ref"):
+        tail: Any = theirs.new_group(members, backend=name)
+        if not rank:
+            assert dist.get_rank(tail) == -1
+            continue
+        wanted = torch.stack([fill(each, (3,)) for each in members]).sum(0)
+        for library in (dist, theirs, dist):
+            tensor = fill(rank, (3,))
+            library.all_reduce(tensor, group=tail)  # type: ignore[attr-defined]
+            assert torch.equal(tensor, wanted)
+        objects: list[Any] = [None] * len(members)
+        dist.all_gather_object(objects, {rank}, group=tail)
+        assert objects == [{each} for each in members]
+        assert dist.get_process_group_ranks(tail) == members and dist.get_backend(tail) == (name or backend)
+        assert dist.get_world_size(tail) == world - 1 and dist.get_global_rank(tail, 0) == 1
+        assert torch.equal(nn_functional.all_reduce(fill(rank, (3,)), group=tail), wanted)
+        half = dist.split_group(tail, split_ranks=[[each] for each in range(world - 1)])
+        assert dist.get_process_group_ranks(half) == [rank]
+        if name == "gloo":
+            theirs.destroy_process_group(tail)
+        else:
+            dist.destroy_process_group(tail)
+            assert tail not in theirs.distributed_c10d._world.pg_map
+        with pytest.raises(dist.ArgumentError, match="was destroyed"):
+            dist.all_reduce(tensor, group=tail)
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("one", "all"))
+    for each in (mesh["all"], dist.DeviceMesh.from_group(mesh.get_group("all"), "cpu")):
+        tensor = fill(rank, (3,))
+        dist.all_reduce(tensor, group=each.get_group())  # type: ignore[arg-type]
+        assert torch.equal(tensor, total_of(world, (3,)))
+        rows = distribute_tensor(fill(1, (2 * world, 3)), each, [Shard(0)])
+        assert torch.equal(rows.full_tensor(), fill(1, (2 * world, 3)))
+    net = model()
+    ddp = dist.DistributedDataParallel(net, device_mesh=mesh["all"])
+    loss(ddp, rank).backward()
+    wanted = torch.stack([loss(net, each) for each in range(world)]).mean()
+    agree([p.grad for p in net.parameters()], list(torch.autograd.grad(wanted, net.parameters())))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("ranks", ["processes", "threads"])
+@WORLDS
+def test_our_functions_accept_groups_and_meshes_made_by_torch(backend: str, world: int, ranks: Any) -> None:
+    run(made_by_torch, world, world, backend, backend=backend, ranks=ranks)
 
 
 def compiled(rank: int, world: int) -> None:
@@ -234,7 +287,8 @@ def again(rank: int, world: int, path: str, backend: str) -> None:
         tensor = fill(rank, (2,))
         theirs.all_reduce(tensor)
         assert torch.equal(tensor, total_of(world, (2,)))
-        theirs.new_group(backend="gloo")
+        # Gloo connects a pair from both sides: no rank may leave before.
+        theirs.barrier(theirs.new_group(backend="gloo"))
         (dist if number % 2 else theirs).destroy_process_group()
         assert not dist.is_initialized() and not theirs.is_initialized()
         tables = theirs.distributed_c10d._world

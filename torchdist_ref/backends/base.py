@@ -35,6 +35,7 @@ class Membership:
         timeout: Upper limit of any wait in this group, in seconds.
         options: The caller's `pg_options`, for backends that accept options.
         device: The caller's `device_id`, for backends that bind a device.
+        existing: torch's process group whose backend to use, where torch made the group; else None.
     """
 
     store: Store
@@ -44,6 +45,7 @@ class Membership:
     timeout: float
     options: Any = None
     device: Any = None
+    existing: Any = None
 
     @property
     def size(self) -> int:

@@ -2,6 +2,7 @@
 
 A mesh is a tensor of global ranks. Along each dimension, every line of the grid is a group; a rank belongs to one line
 per dimension. All ranks create all groups in one order. Slices share these groups, so slicing does not communicate.
+`DeviceMesh` is a subclass of torch's, so FSDP2, DTensor and the like take it as their mesh.
 Do not add work done on a mesh (sharding, parallelism) here.
 """
 
@@ -9,21 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from threading import get_ident
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from torchdist_ref.errors import DistError, explain
 from torchdist_ref.groups.lifecycle import init_process_group, is_initialized, new_group
 from torchdist_ref.groups.queries import get_rank, get_world_size
-from torchdist_ref.groups.world import ProcessGroup, default_group
+from torchdist_ref.groups.world import ProcessGroup, default_group, is_thread_rank, resolve
 
 Names = tuple[str, ...] | None
 Groups = tuple[ProcessGroup | int, ...]
 
 
-class DeviceMesh:
+class DeviceMesh(TorchMesh):
     """Grid of the ranks of a job, with a process group along each dimension.
 
     Every rank of the default group creates the same meshes in the same order. Groups list their ranks in ascending
@@ -66,10 +69,19 @@ class DeviceMesh:
         if len(backends) != ranks.dim():
             _refuse("backend_override", f"one entry for each of {ranks.dim()} dimensions", backend_override)
         groups = tuple(_group_along(ranks, dimension, backends[dimension]) for dimension in range(ranks.dim()))
-        self._set(device_type, ranks, mesh_dim_names, groups)
+        self._make(device_type, ranks, mesh_dim_names, groups)
 
-    def _set(self, device_type: str, ranks: Tensor, names: Names, groups: Groups) -> None:
-        self._device_type = device_type
+    def _make(self, device_type: str, ranks: Tensor, names: Names, groups: Groups) -> None:
+        """Make this a mesh of existing groups, for torch's functions too."""
+        self._set(ranks, names, groups)
+        super().__init__(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=get_rank())
+        # torch compares meshes in caches that ranks share where they are threads.
+        self._thread_id = get_ident() if is_thread_rank() else None
+        own = [group for group in groups if isinstance(group, ProcessGroup)]
+        self._dim_group_names = [group.group_name for group in own]
+        self._pg_registry = {group.group_name: group.original or group for group in own}
+
+    def _set(self, ranks: Tensor, names: Names, groups: Groups) -> None:
         self._ranks = ranks
         self._names = None if names is None else tuple(names)
         self._groups = groups
@@ -77,14 +89,7 @@ class DeviceMesh:
         self._coordinate = tuple(index[0].tolist()) if len(index) else None
 
     @classmethod
-    def _of(cls, device_type: str, ranks: Tensor, names: Names, groups: Groups) -> DeviceMesh:
-        # A mesh of existing groups.
-        mesh = cls.__new__(cls)
-        mesh._set(device_type, ranks, names, groups)  # noqa: SLF001 - a second constructor
-        return mesh
-
-    @classmethod
-    def from_group(
+    def from_group(  # type: ignore[override]
         cls,
         group: ProcessGroup | list[ProcessGroup],
         device_type: str,
@@ -106,12 +111,14 @@ class DeviceMesh:
         Raises:
             DistError: The groups do not match the ranks.
         """
-        groups = tuple(group) if isinstance(group, (list, tuple)) else (group,)
-        if mesh is None and isinstance(group, ProcessGroup):
-            mesh = list(group.members)
+        several = isinstance(group, (list, tuple))
+        groups = tuple(_existing(each) for each in (group if several else [group]))  # type: ignore[union-attr]
+        if mesh is None and not several:
+            mesh = list(groups[0].members)
         ranks = _ranks_of(mesh)
         _check_mesh(device_type, ranks, mesh_dim_names)
-        made = cls._of(device_type, ranks, mesh_dim_names, groups)
+        made = cls.__new__(cls)
+        made._make(device_type, ranks, mesh_dim_names, groups)
         lines = [made._line(dimension) for dimension in range(ranks.dim())]  # noqa: SLF001 - the same class
         if [sorted(line) for line in lines] != [sorted(each.members) for each in groups]:
             _refuse("group", f"groups of the ranks {lines}", [list(each.members) for each in groups])
@@ -189,7 +196,7 @@ class DeviceMesh:
         assert isinstance(group, ProcessGroup), "a rank of the mesh is in a line of each dimension"
         return group
 
-    def get_all_groups(self) -> list[ProcessGroup]:
+    def get_all_groups(self) -> list[ProcessGroup]:  # type: ignore[override]
         """Return this rank's group along each dimension."""
         return [self.get_group(dimension) for dimension in range(self.ndim)]
 
@@ -219,16 +226,22 @@ class DeviceMesh:
         if kept != sorted(set(kept)):
             raise KeyError(explain("DeviceMesh", "mesh_dim_names", f"each once, in the order of {self._names}", wanted))
         index = tuple(slice(None) if d in kept else i for d, i in enumerate(self._require_coordinate()))
-        return self._of(self._device_type, self._ranks[index], wanted, tuple(self._groups[d] for d in kept))
+        if len(kept) == self.ndim:
+            return self
+        # torch's slice knows its root, which FSDP2 and DTensor look for.
+        made = DeviceMesh.__new__(DeviceMesh)
+        vars(made).update(vars(super().__getitem__(wanted)), _thread_id=self._thread_id)
+        made._set(self._ranks[index], wanted, tuple(self._groups[d] for d in kept))  # noqa: SLF001 - the same class
+        return made
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DeviceMesh) and self._key() == other._key()
+    def __getstate__(self) -> dict[str, Any]:
+        # Groups cannot be pickled; torch finds them again by name.
+        return {name: value for name, value in super().__getstate__().items() if name != "_groups"}
 
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[object, ...]:
-        return self._device_type, self._names, self.shape, tuple(self._ranks.flatten().tolist())
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        found: dict[Any, Any] = self._pg_registry
+        self._groups = tuple(resolve(found[name]) or -100 for name in self._dim_group_names if name in found)
 
     def __repr__(self) -> str:
         return f"DeviceMesh({self._device_type!r}, {self._ranks.tolist()}, mesh_dim_names={self._names})"
@@ -278,6 +291,14 @@ def _ranks_of(mesh: Any) -> Tensor:
     if mesh is None:
         _refuse("mesh", "a tensor or nested lists of ranks", None)
     return torch.as_tensor(mesh, dtype=torch.int, device="cpu").detach().clone()
+
+
+def _existing(group: Any) -> ProcessGroup:
+    """Return a group that this rank is in, for one of ours or of torch's."""
+    found = resolve(group, "DeviceMesh.from_group")
+    if found is None:
+        _refuse("group", "groups that this rank is in", group)
+    return found
 
 
 def _check_mesh(device_type: str, ranks: Tensor, names: Names) -> None:

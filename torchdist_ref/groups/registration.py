@@ -22,8 +22,10 @@ from torch._guards import CompileContext
 from torch.distributed import distributed_c10d as c10d
 
 from torchdist_ref.backends import registry
+from torchdist_ref.backends.base import Membership
+from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch
 from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
-from torchdist_ref.groups.world import ProcessGroup, World, current, is_thread_rank
+from torchdist_ref.groups.world import DestroyedGroupError, ProcessGroup, World, current, is_thread_rank
 from torchdist_ref.stores import PrefixStore
 
 # torch's stubs leave out some of its names.
@@ -168,6 +170,8 @@ class Registration:
         self._default = world.default
         self._store = registry.store_for_torch(PrefixStore("torch", self._default.store))
         self._groups: set[ProcessGroup] = set()
+        # Groups that torch made, and ours on the same backends.
+        self._counterparts: dict[Any, ProcessGroup] = {}
         for group in world.groups:
             self.add(group)
         c10d._update_default_pg(self._default)  # noqa: SLF001 - as above
@@ -209,6 +213,47 @@ class Registration:
                 tables.tags_to_pg[key].remove(group)
         names_in_torch._unregister_process_group(group.group_name)  # noqa: SLF001 - as above
 
+    def counterpart(self, group: Any) -> ProcessGroup:
+        """Return a group of ours with the members and the backend of a group that torch made.
+
+        Raises:
+            DestroyedGroupError: torch does not know the group, since it was destroyed or belongs to an earlier job.
+        """
+        known = _torch_tables().pg_map
+        for each in [each for each in self._counterparts if each not in known]:
+            self._counterparts.pop(each).destroy_backend()
+        if group not in known:
+            raise DestroyedGroupError(
+                f"process group {group.group_desc!r} of torch.distributed was destroyed, or an earlier default group "
+                f"made it{on_rank()}. Create a new one with new_group."
+            )
+        if group not in self._counterparts:
+            self._counterparts[group] = self._make_counterpart(group)
+        return self._counterparts[group]
+
+    def _make_counterpart(self, group: Any) -> ProcessGroup:
+        tables = _torch_tables()
+        members = tuple(sorted(tables.pg_group_ranks[group], key=tables.pg_group_ranks[group].get))
+        store = PrefixStore(f"torch/{group.group_name}/ours", self._default.store)
+        facts = group.rank(), members, group.group_desc or group.group_name, self._default.timeout
+        if isinstance(group, CallsFromTorch):
+            backend = group.backend
+        else:
+            backend = registry.create(tables.pg_map[group][0], Membership(store, *facts, existing=group))
+        rank, _, name, timeout = facts
+        made = ProcessGroup(members, rank, backend, name, timeout, store)
+        made.setGroupName(group.group_name)
+        made.original = group
+        return made
+
+    def destroy_in_torch(self, group: ProcessGroup) -> bool:
+        """Let torch destroy the group that it made; return False unless `group` is the counterpart of one."""
+        if group.original not in self._counterparts:
+            return False
+        torch.distributed.destroy_process_group(group.original)
+        self._counterparts.pop(group.original).destroy_backend()
+        return True
+
     def _release(self, group: ProcessGroup) -> None:
         self._groups.discard(group)
         group.on_shutdown = None
@@ -223,10 +268,10 @@ class Registration:
             for group in list(self._groups):
                 self._forget(group)
         else:
-            self._destroy_in_torch()
+            self._destroy_all_in_torch()
         TablesByRank.uninstall(self._world)
 
-    def _destroy_in_torch(self) -> None:
+    def _destroy_all_in_torch(self) -> None:
         if os.getpid() != self._process:
             tables = _torch_tables()
             _inherited.extend([self, *tables.pg_map, *tables.pg_map.values()])
@@ -235,6 +280,9 @@ class Registration:
         for group in list(self._groups):
             self._release(group)
         torch.distributed.destroy_process_group()
+        for ours in self._counterparts.values():
+            ours.destroy_backend()
+        self._counterparts.clear()
 
     def _shut_down(self, group: ProcessGroup) -> None:
         """Destroy a group that torch is destroying; torch clears its own tables afterwards."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch.distributed
 from torch import Tensor
 
 from torchdist_ref.backends.base import Backend
@@ -63,9 +64,11 @@ class ProcessGroup(CallsFromTorch):
         group_name: The same, or with a number where this process has another group of that name.
         timeout: Default time-out of a call on this group, in seconds.
         store: Store with a key prefix that only this group uses.
+        original: The group of torch's whose members and backend this group has, where torch made it; else None.
         on_shutdown: Function that destroys the group, called when torch destroys it; None while torch does not know it.
     """
 
+    original: Any = None
     on_shutdown: Callable[[], None] | None = None
 
     def __init__(
@@ -96,6 +99,11 @@ class ProcessGroup(CallsFromTorch):
         """Abort the group's calls, and destroy the group."""
         self.backend.abort("torch.distributed aborted the group")
         self.shutdown()
+
+    def destroy_backend(self) -> Backend:
+        """Put a `DestroyedBackend` in place of the backend, and return the backend, which the caller closes."""
+        backend, self.backend = self.backend, DestroyedBackend(self.backend, self.group_desc)
+        return backend
 
     def _backend_names(self) -> Mapping[str, str]:
         """Return the name of the backend for each device type."""
@@ -203,8 +211,7 @@ class World:
         if self.registration is not None:
             self.registration.remove(group)
         self.groups.remove(group)
-        backend, group.backend = group.backend, DestroyedBackend(group.backend, group.group_desc)
-        backend.close()
+        group.destroy_backend().close()
 
     def run_on_close(self) -> None:
         """Withdraw the groups from torch, and call the functions in `on_close`, each once."""
@@ -288,9 +295,21 @@ def resolve(group: ProcessGroup | int | None, operation: str = "process group") 
         return (_of_context.get() or _of_process).default or default_group()
     if isinstance(group, ProcessGroup):
         return group
+    if isinstance(group, torch.distributed.ProcessGroup):
+        return _counterpart(group, operation)
     if group != GroupMember.NON_GROUP_MEMBER:
         raise ArgumentError(explain(operation, "group", "a group made by new_group, or None", group))
     return None
+
+
+def _counterpart(group: Any, operation: str) -> ProcessGroup:
+    """Return our group for one that torch made beside our default group."""
+    registration = current().registration
+    if registration is None:
+        expected = "a group of this library, whose default group comes from its own init_process_group"
+        raise ArgumentError(explain(operation, "group", expected, f"{type(group).__name__} of torch.distributed"))
+    found: ProcessGroup = registration.counterpart(group)
+    return found
 
 
 class HasWorld(type):

@@ -46,12 +46,11 @@ def member_group(operation: str, group: Group) -> ProcessGroup:
         NotInitializedError: There is no default group.
         ArgumentError: This rank is not in the group.
     """
-    found = groups.GroupMember.WORLD if group is None else group
-    if isinstance(found, ProcessGroup):
+    found = groups.world.resolve(group, operation)
+    if found is not None:
         return found
-    groups.get_rank()  # raises where there is no group at all
     hint = "Call it on the group's members only."
-    raise ArgumentError(explain(operation, "group", "a group that this rank is in", found, hint=hint))
+    raise ArgumentError(explain(operation, "group", "a group that this rank is in", group, hint=hint))
 
 
 def _product(stacked: Tensor) -> Tensor:

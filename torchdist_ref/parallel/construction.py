@@ -89,12 +89,12 @@ def check_batch_norm(module: nn.Module, device: torch.device) -> None:
 def choose_group(process_group: Any, device_mesh: Any) -> Any:
     """Return the group that one of the two arguments names; without either, the current default group."""
     if device_mesh is None:
-        return groups.world.default_group() if process_group is None else process_group
+        return groups.world.resolve(process_group, OPERATION) or process_group
     if process_group is not None:
         raise ArgumentError(f"{OPERATION}: pass process_group or device_mesh, not both.")
     if device_mesh.ndim != 1:
         raise ArgumentError(explain(OPERATION, "device_mesh", "of one dimension", device_mesh.ndim))
-    return device_mesh.get_group(0)
+    return groups.world.resolve(device_mesh.get_group(0), OPERATION)
 
 
 def delayed(named: Any, trigger: Any) -> list[tuple[str, torch.Tensor]]:

@@ -154,7 +154,9 @@ class HookGroup:
 
     def __init__(self, group: Any, bucket: Any) -> None:
         self.group = group
-        torchs = isinstance(bucket, TorchBucket) if group is None else isinstance(group, torch.distributed.ProcessGroup)
+        # Groups of ours are of torch's type too.
+        of_torch = isinstance(group, torch.distributed.ProcessGroup) and not isinstance(group, groups.ProcessGroup)
+        torchs = isinstance(bucket, TorchBucket) if group is None else of_torch
         self.api: ModuleType = torch.distributed if torchs else groups
         self.size: int = self.api.get_world_size(group)
 

@@ -159,19 +159,24 @@ class TorchBackend(Backend):
     Attributes:
         title: The backend's name in errors.
         kind: The class of its works.
+        device: The kind of device for which torch has this backend in a group.
     """
 
     title: str
+    device = "cpu"
     kind: type[TorchWork] = TorchWork
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self.recorder = Recorder()
         self._sequence = 0
+        if membership.existing is not None:
+            self._backend: Any = membership.existing._get_backend(torch.device(self.device))  # noqa: SLF001, as torch's
+            return
         # C++ keeps no reference to a Python store.
         self._store = StoreForTorch(membership.store)
         try:
-            self._backend: Any = self._connect()
+            self._backend = self._connect()
         except RuntimeError as error:
             if isinstance(error, DistBackendError) and error.definite:
                 raise
