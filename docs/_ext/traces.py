@@ -89,21 +89,33 @@ def files(hops: list[Hop]) -> list[str]:
 
 
 def all_reduce(rank: int) -> dict[str, list[Hop]]:
-    """Trace the first and the fifth all_reduce of 1 KiB of float32 after initialization.
+    """Trace the first and the second all_reduce of 1 KiB of float32 after initialization.
 
-    The calls between them use the other eager buffers. Each compiles its rounds for its own.
+    In the second, the peer is ready first: a rank that has to wait enters `transports.link` too.
     """
     import torchdist_ref as dist
     from torchdist_ref.testing import fill
 
     tensor, found, call = fill(rank, (256,)), {}, dist.all_reduce
     for name in ("all_reduce", "all_reduce again"):
+        if rank == 0 and found:
+            wait_until_ready(1)
         with Tracer() as tracer:
             call(tensor)
         found[name] = tracer.hops
-        for _ in range(3):
-            call(tensor)
     return found
+
+
+def wait_until_ready(peer: int) -> None:
+    """Return when a peer has signaled its next call on the default group; its signal stays posted."""
+    from torchdist_ref.backends.ref import Ref
+    from torchdist_ref.groups.world import default_group
+
+    backend = default_group().backend
+    assert isinstance(backend, Ref)
+    semaphore = backend.link.ready_from[peer]
+    assert semaphore.acquire(True, 60)
+    semaphore.release()
 
 
 def message(rank: int) -> dict[str, list[Hop]]:

@@ -12,7 +12,7 @@ import torch
 
 import torchdist_ref as dist
 from torchdist_ref.backends.ref import Ref
-from torchdist_ref.backends.ref.planner import MOST_PLANS
+from torchdist_ref.backends.ref.backend import MOST_PLANS
 from torchdist_ref.groups.world import default_group
 from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.transports.shared_memory import PeerProcesses
@@ -113,7 +113,7 @@ def invent_shapes(rank: int) -> int:
     assert torch.equal(tensor, fill(0, (6,)) + fill(1, (6,)))
     backend = default_group().backend
     assert isinstance(backend, Ref)
-    return len(backend.collectives.planner.plans)
+    return len(backend.plans)
 
 
 def test_plans_are_forgotten_when_there_are_too_many() -> None:

@@ -95,9 +95,8 @@ def test_nothing_is_written_before_the_readers_are_done(
 
     link.acquire = look
     compiled = CompiledRound(writes=(write,), signals=(), waits=(), steps=(), releases=(), readers=())
-    monkeypatch.setattr(
-        fast, "StagedRounds", lambda link, plan: SimpleNamespace(nbytes=0, window=lambda *_: (compiled,))
-    )
+    rounds = SimpleNamespace(nbytes=0, by_location=lambda begin: dict.fromkeys(range(4), (compiled,)))
+    monkeypatch.setattr(fast, "StagedRounds", lambda link, plan: rounds)
     executor = fast.FastExecutor(link)
     being_read(executor._ring, seen, ready=False)
     plan: Any = SimpleNamespace(windows=windows, rounds=[()], text="a call", record=None)

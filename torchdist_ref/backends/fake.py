@@ -15,8 +15,7 @@ from time import perf_counter
 
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, Membership, flat_operands, nbytes_of
-from torchdist_ref.backends.profiler_ranges import profiled
+from torchdist_ref.backends.base import Backend, Membership, flat_operands, nbytes_of, profiled
 from torchdist_ref.backends.reductions import reduction
 from torchdist_ref.calls import (
     AllGather,

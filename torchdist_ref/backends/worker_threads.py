@@ -1,9 +1,13 @@
-"""Worker threads: jobs of a group that must not block the thread that makes them.
+"""Worker threads of a group: calls that must not block their caller, and callbacks of completed calls.
+
+The calls of a group run one after the other, in one order on all ranks (`CallOrder`). A call that may block its caller
+runs on the caller's thread, if no other call is ahead of it. Any other call goes to the group's progress thread, which
+starts with the first such call and ends with the group.
 
 Completed futures run their callbacks on such threads, one for each depth. A callback may make a new call and wait for
 that call's future; the callbacks of that future run one thread further down, since the first one is occupied. On each
-thread callbacks run one after the other, in the order in which their calls completed. `ref.order` decides which calls
-run on its progress thread. Do not add knowledge of calls.
+thread callbacks run one after the other, in the order in which their calls completed. So the progress thread is free to
+run the calls of callbacks. Do not add knowledge of what calls do.
 """
 
 from __future__ import annotations
@@ -11,12 +15,16 @@ from __future__ import annotations
 import contextvars
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from time import monotonic
+from typing import Any
 
 import torch
 
-from torchdist_ref.work import Runner
+from torchdist_ref.calls import Number, Numbers
+from torchdist_ref.timeouts import CHECK_SECONDS
+from torchdist_ref.work import Runner, Work
 
 log = logging.getLogger("torchdist_ref.backends")
 
@@ -104,3 +112,116 @@ class CallbackThreads:
         """End all threads; from a callback, only ask for the end."""
         for thread in list(self._threads.values()):
             thread.close()
+
+
+class WorkFactory:
+    """Makes the Works of one group, whose callbacks run on threads of the group."""
+
+    def __init__(self, numbers: Numbers, callbacks: CallbackThreads) -> None:
+        self._numbers, self._callbacks = numbers, callbacks
+
+    def __call__(self, op: str, outputs: Sequence[Any], number: Number) -> Work:
+        """Return the Work of a call that is made now."""
+        return Work(op, outputs, self._callbacks.runner(), self._numbers.scope(number))
+
+
+def settle(work: Work, act: Job) -> None:
+    """Run something and complete its Work, with the error that it raises if it does."""
+    try:
+        act()
+    except BaseException as error:
+        work.fail(error)
+    else:
+        work.finish()
+
+
+# ---- order
+
+
+class OutOfOrderError(Exception):
+    """Internal signal: the ranks are at different calls, and call `number` comes first on all of them."""
+
+    def __init__(self, number: Number) -> None:
+        super().__init__(f"call number {number} comes first")
+        self.number = number
+
+
+class CallOrder:
+    """Decides for each call when it runs: at once, after the calls before it, or ahead of the one that is running.
+
+    Ranks may make calls in different orders where callbacks make some of them. The handshake of a call detects that,
+    and then all ranks run the call with the smallest number, as soon as they have made it themselves.
+
+    Args:
+        name: The group's name, for the names of threads.
+        check_wait: Called while this rank waits to make a call that a peer has begun; raises when the wait is in vain.
+
+    Attributes:
+        queued: Number of calls that the progress thread has yet to run. Read without a lock: a thread sees its own
+            earlier `later`, and calls of several threads at once have no order.
+        begin: Function to call, with False, for a call that is to run now, if none is queued. It returns whether that
+            call may, so that a call that runs at once costs no function of Python.
+        done: Function to call when a call that `begin` allowed has ended.
+    """
+
+    def __init__(self, name: str, check_wait: Callable[[Number, float], None]) -> None:
+        # Calls that the progress thread will run, or a call that must let them run first.
+        self._waiting: dict[Number, Job] = {}
+        self.queued = 0
+        self._made = threading.Condition()
+        self._running = threading.Lock()
+        self.begin, self.done = self._running.acquire, self._running.release
+        self._check_wait = check_wait
+        self.progress = WorkerThread(f"{name} progress")
+
+    def run_in_order(self, number: Number, job: Job, first: OutOfOrderError | None = None) -> None:
+        """Run a call; where the ranks are at different ones, run those with smaller numbers first.
+
+        Args:
+            number: The call's number.
+            job: Runs the call.
+            first: The error of an attempt that has been made already.
+        """
+        while True:
+            if first is not None and first.number != number:
+                self._run_first(first.number)
+            try:
+                return job()
+            except OutOfOrderError as error:
+                first = error
+
+    def _run_first(self, number: Number) -> None:
+        since = monotonic()
+        with self._made:
+            while number not in self._waiting:
+                self._made.wait(CHECK_SECONDS)
+                self._check_wait(number, monotonic() - since)
+            job = self._waiting.pop(number)
+        job()
+
+    def later(self, number: Number, job: Job) -> None:
+        """Run a call on the progress thread, after all earlier calls.
+
+        The job must not raise: a call that lets it run first has no use for its error. So the job uses `run_in_order`
+        itself and settles the call's Work.
+        """
+        with self._made:
+            self.queued += 1
+            self._waiting[number] = job
+            self.progress.put(lambda: self._next(number))
+            self._made.notify_all()
+
+    def _next(self, number: Number) -> None:
+        try:
+            with self._running:
+                with self._made:
+                    job = self._waiting.pop(number, None)
+                if job is not None:
+                    job()
+        finally:
+            with self._made:
+                self.queued -= 1
+
+    def close(self) -> None:
+        """End the progress thread."""
+        self.progress.close()

@@ -36,8 +36,7 @@ from torchdist_ref.parallel import DistributedDataParallel
 from torchdist_ref.testing import namespaces
 
 if TYPE_CHECKING:
-    from torchdist_ref.parallel.bucket import Divisor
-    from torchdist_ref.parallel.exchange import LaunchedBucket
+    from torchdist_ref.parallel.bucket import Divisor, LaunchedBucket
     from torchdist_ref.work import Work
 
 Span = tuple[str, str, float, float]

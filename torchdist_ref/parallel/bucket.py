@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -284,3 +285,53 @@ class GradBucket:
         kind = f"{self._buffer.numel()} x {self._buffer.dtype} on {self._buffer.device}"
         last = ", last" if self._is_last else ""
         return f"GradBucket(index {self._index}{last}: {len(self._templates)} gradients, {kind})"
+
+
+# ---- what the reducer and an exchange know of each other
+
+
+class LaunchedBucket(Protocol):
+    """Bucket of the reducer, as an exchange uses it."""
+
+    index: int
+    length: int
+
+    @property
+    def scale(self) -> float:
+        """Factor that the gradients have been multiplied by."""
+
+    def contents(self) -> torch.Tensor:
+        """Return the gradients."""
+
+    def grad_bucket(self) -> GradBucket:
+        """Return the gradients as a hook receives them."""
+
+
+class BucketExchange(Protocol):
+    """Exchange of the contents of buckets. The reducer launches buckets in order, and waits for them in order."""
+
+    @property
+    def scale(self) -> float:
+        """Factor for gradients when they are packed; 1.0 if the exchange divides."""
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """Dtype in which gradients are packed, or None for their own; they are multiplied after that."""
+
+    @property
+    def keeps_buffer(self) -> bool:
+        """Whether the result equals the contents."""
+
+    @property
+    def average_group(self) -> Any:
+        """Group over which the result is the average, if it is that and no hook has to receive the bucket; or None."""
+
+    @property
+    def divisor(self) -> Divisor:
+        """Divisor of sums over that group."""
+
+    def launch(self, bucket: LaunchedBucket) -> Any:
+        """Start, and return a handle for `wait`."""
+
+    def wait(self, bucket: LaunchedBucket, handle: Any) -> torch.Tensor:
+        """Return the result, as many elements as the bucket has."""

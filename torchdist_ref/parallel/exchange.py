@@ -1,6 +1,6 @@
-"""Exchange of one bucket: an all_reduce, or a user's communication hook, checked when it is registered and called here.
+"""Exchange of one bucket by a user's communication hook, checked when it is registered and called here.
 
-`AllReduceExchange` is what DDP does without a hook, `HookExchange` calls one. A hook is user code that runs deep inside
+`HookExchange` calls a hook where the reducer would sum a bucket itself. A hook is user code that runs deep inside
 backward, so every error names the hook, the bucket and the rank, and every wait has a time-out. Checks at registration
 accept hooks written for torch, for this library, and without annotations. Do not add the bucket's origin or the use of
 its result here.
@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch._C._distributed_c10d import GradBucket as TorchBucket
@@ -21,101 +21,12 @@ from torch.futures import Future
 from torchdist_ref import groups
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import NO_TRAITS, traits_of
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, RankStalledError, explain
-from torchdist_ref.parallel.bucket import Divisor, GradBucket, average
+from torchdist_ref.parallel.bucket import Divisor, GradBucket, LaunchedBucket
 
 # Class of the futures of torch's own backends: torch.futures.Future is a subclass of it.
 AnyFuture = torch._C.Future  # noqa: SLF001 (torch's)
 
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
-
-
-class LaunchedBucket(Protocol):
-    """Bucket of the reducer, as an exchange uses it."""
-
-    index: int
-    length: int
-
-    @property
-    def scale(self) -> float:
-        """Factor that the gradients have been multiplied by."""
-
-    def contents(self) -> torch.Tensor:
-        """Return the gradients."""
-
-    def grad_bucket(self) -> GradBucket:
-        """Return the gradients as a hook receives them."""
-
-
-class BucketExchange(Protocol):
-    """Exchange of the contents of buckets. The reducer launches buckets in order, and waits for them in order."""
-
-    @property
-    def scale(self) -> float:
-        """Factor for gradients when they are packed; 1.0 if the exchange divides."""
-
-    @property
-    def wire_dtype(self) -> torch.dtype | None:
-        """Dtype in which gradients are packed, or None for their own; they are multiplied after that."""
-
-    @property
-    def keeps_buffer(self) -> bool:
-        """Whether the result equals the contents."""
-
-    @property
-    def average_group(self) -> Any:
-        """Group over which the result is the average, if it is that and no hook has to receive the bucket; or None."""
-
-    @property
-    def divisor(self) -> Divisor:
-        """Divisor of sums over that group."""
-
-    def launch(self, bucket: LaunchedBucket) -> Any:
-        """Start, and return a handle for `wait`."""
-
-    def wait(self, bucket: LaunchedBucket, handle: Any) -> torch.Tensor:
-        """Return the result, as many elements as the bucket has."""
-
-
-class AllReduceExchange:
-    """Average without a hook: divide, then sum.
-
-    Waits on the Work itself, which is faster than its Future. Gradients are divided while they are packed, which saves
-    a pass over memory, and before the sum, so that sums of 16-bit floats stay in range.
-
-    Args:
-        group: Group that DDP was given.
-        divisor: Divisor of the sums.
-        fold: Whether gradients are divided while they are packed. False divides whole buckets, and only those that are
-            launched. Default True.
-    """
-
-    wire_dtype: torch.dtype | None = None
-    keeps_buffer = False
-
-    def __init__(self, group: Any, divisor: Divisor, fold: bool = True) -> None:
-        self.group = group
-        self.divisor = divisor
-        self.fold = fold
-        self.average_group = group
-
-    @property
-    def scale(self) -> float:
-        """Reciprocal of the divisor, unless whole buckets are divided."""
-        return self.divisor.factor if self.fold else 1.0
-
-    def launch(self, bucket: LaunchedBucket) -> Any:
-        """Start the sum."""
-        contents = bucket.contents()
-        if bucket.scale == 1.0:
-            average(contents, self.divisor)
-        return groups.all_reduce(contents, group=self.group, async_op=True), contents
-
-    def wait(self, bucket: LaunchedBucket, handle: Any) -> torch.Tensor:
-        """Wait for the sum, as long as the group's time-out allows."""
-        work, contents = handle
-        work.wait()
-        result: torch.Tensor = contents
-        return result
 
 
 class HookExchange:

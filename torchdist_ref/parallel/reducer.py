@@ -4,7 +4,8 @@ The names are those of torch's reducer.hpp. One iteration, in order:
 
 1. `Reducer.prepare_for_backward` (after forward) makes every gradient pending.
 2. Autograd finishes a parameter's gradient, and `mark_variable_ready` copies it into its bucket.
-3. `all_reduce_bucket` launches a bucket without pending gradients, in index order on all ranks.
+3. `all_reduce_bucket` launches a bucket without pending gradients, in index order on all ranks: its gradients are
+   summed (`AllReduceExchange`), or given to a communication hook (`exchange.HookExchange`).
 4. When nothing is pending, `finalize_backward` runs at the end of backward. It waits for the buckets in order and
    copies the results to the parameters. The last bucket may be averaged in place (`storage.InPlaceGradients`).
 
@@ -27,14 +28,60 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
 from torchdist_ref import groups
+from torchdist_ref.calls import AllReduce
 from torchdist_ref.errors import DistError
 from torchdist_ref.parallel import bucketing, storage, synchronization
-from torchdist_ref.parallel.bucket import Divisor
+from torchdist_ref.parallel.bucket import BucketExchange, Divisor, LaunchedBucket, average
 from torchdist_ref.parallel.bucketing import ParameterEntry, ReducerOptions
-from torchdist_ref.parallel.exchange import AllReduceExchange, BucketExchange
 from torchdist_ref.parallel.modes import LowPrecision
 
 logger = logging.getLogger("torchdist_ref.parallel")
+_SUM = AllReduce()
+
+
+class AllReduceExchange:
+    """Average without a hook: divide, then sum.
+
+    Submits the call to the group's backend itself, since the reducer's own buffer needs no checks of arguments, and
+    waits on the Work, which is faster than its Future. Gradients are divided while they are packed, which saves a pass
+    over memory, and before the sum, so that sums of 16-bit floats stay in range.
+
+    Args:
+        group: Group that DDP was given.
+        divisor: Divisor of the sums.
+        fold: Whether gradients are divided while they are packed. False divides whole buckets, and only those that are
+            launched. Default True.
+    """
+
+    wire_dtype: torch.dtype | None = None
+    keeps_buffer = False
+
+    def __init__(self, group: Any, divisor: Divisor, fold: bool = True) -> None:
+        self.group: Any = groups.world.resolve(group)
+        self.divisor = divisor
+        self.fold = fold
+        self.average_group = self.group
+
+    @property
+    def scale(self) -> float:
+        """Reciprocal of the divisor, unless whole buckets are divided."""
+        return self.divisor.factor if self.fold else 1.0
+
+    def launch(self, bucket: LaunchedBucket) -> Any:
+        """Start the sum."""
+        contents = bucket.contents()
+        if bucket.scale == 1.0:
+            average(contents, self.divisor)
+        if contents.is_sparse:
+            return groups.all_reduce(contents, group=self.group, async_op=True), contents
+        return self.group.backend.submit(_SUM, (contents,), (contents,), False), contents
+
+    def wait(self, bucket: LaunchedBucket, handle: Any) -> torch.Tensor:
+        """Wait for the sum, as long as the group's time-out allows."""
+        work, contents = handle
+        work.wait()
+        result: torch.Tensor = contents
+        return result
 
 
 class Reducer:

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from torchdist_ref import groups
+from torchdist_ref.calls import AllReduce
 from torchdist_ref.errors import DistError
 from torchdist_ref.parallel.bucket import Divisor, GradBucket, Packing, average, dense_strides, split
 from torchdist_ref.parallel.bucketing import ParameterEntry, ReducerOptions
 
+_SUM = AllReduce()
 # Elements of a gradient for which a call costs more than its copy: copied together with others, when the bucket fills.
 SMALL_GRADIENT_ELEMENTS = 4096
 # Bytes from which on a gradient averaged in place has collectives of its own; smaller ones are packed together.
@@ -384,7 +386,8 @@ class InPlaceGradients:
             if self._rounded is not None and piece.dtype is not self._dtype:
                 operand = self._rounded[: len(piece)].copy_(piece)
             # Divided before the sum, so that sums of 16-bit floats stay in range.
-            groups.all_reduce(average(operand, divisor, by_factor=True), group=self.group)
+            average(operand, divisor, by_factor=True)
+            self.group.backend.submit(_SUM, (operand,), (operand,), True)
             if operand is not piece:
                 piece.copy_(operand)
 

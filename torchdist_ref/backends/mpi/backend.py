@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, Membership, flat_operands, nbytes_of, refuse_unsupported
+from torchdist_ref.backends.base import Backend, Membership, flat_operands, nbytes_of, profiled, refuse_unsupported
 from torchdist_ref.backends.mpi.work import Ended, Finish, MpiWork, RequestPoller, Started
-from torchdist_ref.backends.profiler_ranges import profiled
 from torchdist_ref.backends.reductions import WIDENED, check
 from torchdist_ref.backends.worker_threads import CallbackThreads
 from torchdist_ref.calls import (

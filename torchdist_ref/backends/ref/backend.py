@@ -1,41 +1,63 @@
-"""Backend `ref`: collectives of this project's own schedules and messages, over its own transports.
+"""Backend `ref`: each call is planned, ordered among the others, and run by an executor.
 
-Do not add algorithms (`schedules`), ways to move bytes (`transports`), or how collectives run (`collectives`).
+A collective that its caller waits for runs at once, on the caller's thread, if no other call is ahead of it. Every
+other one runs on the group's progress thread, in order, and completes its Work there. Plans are cached by call, dtype
+and shapes, with what the executor has made of them. Sends and receives are in `point_to_point`.
+
+Do not add algorithms (`schedules`), ways to move bytes (`transports`), or how a call runs (an executor).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from operator import attrgetter
+from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, Membership
-from torchdist_ref.backends.profiler_ranges import profiled
-from torchdist_ref.backends.ref.collectives import CollectiveCalls
+from torchdist_ref.backends.base import Backend, Membership, RowBlocks, is_profiling, run_in_range
+from torchdist_ref.backends.ref.execute import ReferenceExecutor
+from torchdist_ref.backends.ref.fast import FastExecutor
+from torchdist_ref.backends.ref.plan import EXECUTOR_VARIABLE, IN_PLACE, Plan, Planner, executor_name
 from torchdist_ref.backends.ref.point_to_point import Messages
-from torchdist_ref.backends.worker_threads import CallbackThreads
+from torchdist_ref.backends.ref.staging import contiguous, copy_back, side_streams
+from torchdist_ref.backends.worker_threads import CallbackThreads, CallOrder, OutOfOrderError, WorkFactory, settle
 from torchdist_ref.calls import Call, Number, Numbers, Recorder, Recv, Send
 from torchdist_ref.errors import GroupAbortedError
-from torchdist_ref.transports import connect, registered_memory
-from torchdist_ref.work import Work
+from torchdist_ref.transports import Link, connect, registered_memory
+from torchdist_ref.work import Done, Work
 
 Tensors = Sequence[Tensor]
+Planned = tuple[Plan, Any]
+"""A plan, and what the executor has made of it."""
+
+# Programs repeat a few kinds of calls. One that keeps inventing shapes (objects of all sizes) must not fill the memory.
+MOST_PLANS = 1024
+_DONE = Done()
+# Operations whose operands are their outputs: those that work in place, and that without operands.
+_OUTPUTS_ONLY = IN_PLACE | {"barrier"}
+# Properties of a tensor that a plan depends on.
+_kind = attrgetter("dtype", "shape", "is_cpu", "requires_grad")
 
 
-class WorkFactory:
-    """Makes the Works of one group, whose callbacks run on threads of the group."""
-
-    def __init__(self, numbers: Numbers, callbacks: CallbackThreads) -> None:
-        self._numbers, self._callbacks = numbers, callbacks
-
-    def __call__(self, op: str, outputs: Tensors, number: Number) -> Work:
-        """Return the Work of a call that is made now."""
-        return Work(op, outputs, self._callbacks.runner(), self._numbers.scope(number))
+def executor_for(link: Link) -> FastExecutor | ReferenceExecutor:
+    """Return the executor that the environment asks for; see `plan.executor_name`."""
+    name = executor_name(os.environ.get(EXECUTOR_VARIABLE, ""))
+    return ReferenceExecutor(link) if name == ReferenceExecutor.name else FastExecutor(link)
 
 
 class Ref(Backend):
-    """Collectives on tensors of any strides, between threads, processes of one host, and hosts."""
+    """Collectives on tensors of any strides, between threads, processes of one host, and hosts.
+
+    Attributes:
+        link: This rank's end of the group.
+        plans: Plans by call, dtype and shapes.
+    """
 
     name = "ref"
 
@@ -43,22 +65,105 @@ class Ref(Backend):
         m = membership
         self.link = connect(m.store, m.rank, m.members, m.name, m.timeout)
         self.recorder = Recorder()
-        self._callbacks, numbers = CallbackThreads(m.name), Numbers(m.name)
-        make_work = WorkFactory(numbers, self._callbacks)
-        self.collectives = CollectiveCalls(self.link, numbers, self.recorder, make_work)
-        self._messages = Messages(self.link, m.timeout, self.recorder, make_work)
+        self._numbers, self._callbacks = Numbers(m.name), CallbackThreads(m.name)
+        self._order = CallOrder(m.name, self.link.check_awaited_call)
+        self._make_work = WorkFactory(self._numbers, self._callbacks)
+        self._messages = Messages(self.link, m.timeout, self.recorder, self._make_work)
         self._submitters: dict[type[Call], Callable[..., Work]] = {
             Send: self._messages.send,
             Recv: self._messages.receive,
         }
-        self._submit_collective = self.collectives.submit
+        # One of two types, each with programs of its own type.
+        self._executor: Any = executor_for(self.link)
+        self._planner = Planner(self.link, self._executor.name)
+        self.plans: dict[Any, Planned] = {}
 
-    @profiled
-    def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
-        """See `Backend.submit`."""
+    def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool, *, profiled: bool = False) -> Work:
+        """See `Backend.submit`; a call that is `profiled` has its profiler range already.
+
+        This is one function, since a small call takes as long as its functions of Python.
+        """
+        if is_profiling() and not profiled:
+            return run_in_range(self, call, wait, partial(self.submit, call, inputs, outputs, wait, profiled=True))
         if self.link.broken is not None:
             self.link.check_usable(call.op)
-        return self._submitters.get(type(call), self._submit_collective)(call, inputs, outputs, wait)
+        point_to_point = self._submitters.get(type(call))
+        if point_to_point is not None:
+            return point_to_point(call, inputs, outputs, wait)
+        # As `flat_operands`, but a call of a function shorter.
+        written = (outputs.tensor,) if type(outputs) is RowBlocks else outputs
+        if call.op in _OUTPUTS_ONLY:
+            tensors = written
+        else:
+            tensors = (inputs.tensor, *written) if type(inputs) is RowBlocks else (*inputs, *written)
+        if len(tensors) == 1:
+            # Quicker than `_kind`, and most calls have one tensor.
+            t = tensors[0]
+            key: Any = (call, len(written), t.dtype, t.shape, t.is_cpu, t.requires_grad)
+        else:
+            key = (call, len(written), *map(_kind, tensors)) if tensors else call
+        planned = self.plans.get(key)
+        if planned is None:
+            planned = self._plan(key, call, tensors, len(tensors) - len(written), (inputs, outputs))
+        number, order = self._numbers.next(), self._order
+        if not wait or order.queued or not order.begin(False):
+            return self._later(planned, call, tensors, written, number, wait)
+        try:
+            self._run(planned, call, tensors, number)
+        except OutOfOrderError as first:
+            order.run_in_order(number, partial(self._run, planned, call, tensors, number), first)
+        finally:
+            order.done()
+        return _DONE
+
+    def _plan(self, key: Any, call: Call, tensors: Tensors, inputs: int, lists: tuple[Tensors, Tensors]) -> Planned:
+        """Plan a call of a new kind, compile the plan, and remember both."""
+        if len(self.plans) >= MOST_PLANS:
+            self.plans.clear()
+        plan = self._planner.make(call, tensors, inputs, lists)
+        planned = self.plans[key] = plan, self._executor.compile(plan)
+        return planned
+
+    def _later(
+        self, planned: Planned, call: Call, tensors: Tensors, written: Tensors, number: Number, wait: bool
+    ) -> Work:
+        """Run a planned call on the progress thread."""
+        work = self._make_work(call.op, written, number)
+        on_side_streams = nullcontext if planned[0].on_host else side_streams(tensors)
+
+        def run() -> None:
+            with on_side_streams():
+                self._run(planned, call, tensors, number)
+
+        self._order.later(number, partial(settle, work, partial(self._order.run_in_order, number, run)))
+        if wait:
+            work.wait()
+        return work
+
+    def _run(self, planned: Planned, call: Call, tensors: Tensors, number: Number) -> None:
+        """Run a planned call on this thread, on contiguous copies where needed, and record it."""
+        start, (plan, program) = perf_counter(), planned
+        is_flat = plan.is_flat
+        try:
+            for tensor in tensors:
+                if not is_flat(tensor):
+                    self._run_on_copies(planned, call, tensors, number)
+                    break
+            else:
+                self._executor.run(program, tensors, number)
+        except OutOfOrderError:
+            raise
+        except BaseException as failure:
+            self.recorder.add(number[0], call, plan.nbytes, start, type(failure).__name__)
+            raise
+        self.recorder.add(number[0], call, plan.nbytes, start)
+
+    def _run_on_copies(self, planned: Planned, call: Call, tensors: Tensors, number: Number) -> None:
+        plan, program = planned
+        copies = [contiguous(t, call) for t in tensors]
+        self._executor.run(program, copies, number)
+        for tensor, result in zip(tensors[plan.inputs :], copies[plan.inputs :], strict=True):
+            copy_back(result, tensor)
 
     @property
     def shares_memory(self) -> bool:
@@ -75,7 +180,7 @@ class Ref(Backend):
 
     def close(self) -> None:
         """See `Backend.close`."""
-        self.collectives.close()
+        self._order.close()
         self._callbacks.close()
         self._messages.close()
         self.link.close()

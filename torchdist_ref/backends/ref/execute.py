@@ -76,42 +76,42 @@ class ReferenceExecutor:
         reduction = reductions.reduction(plan.reduction, plan.dtype, plan.op) if plan.reduction else None
         for begin in plan.windows:
             own = {slot: _window_of(plan, tensors, scratch, slot, begin) for slot in plan.slots}
-            for number in range(len(plan.rounds)):
-                staged = {slot: own[slot] for slot in plan.staged[number].get(rank, ()) if own[slot].numel()}
-                first = check and begin == number == 0
+            for round_index in range(len(plan.rounds)):
+                staged = {slot: own[slot] for slot in plan.staged[round_index].get(rank, ()) if own[slot].numel()}
+                first = check and begin == round_index == 0
                 # 1. Write.
                 for peer in self._readers:
                     link.wait_for_release(peer, plan.text)
                 self._readers = ()
                 for slot, values in staged.items():
-                    link.write(plan.staging_offset(number, rank, slot), values)
+                    link.write(plan.staging_offset(round_index, rank, slot), values)
                 # 2. Signal.
-                for peer in link.peers if first else plan.targets[number]:
-                    link.signal(peer, plan.staged_for(number, peer, begin), announce=first)
+                for peer in link.peers if first else plan.targets[round_index]:
+                    link.signal(peer, plan.staged_for(round_index, peer, begin), announce=first)
                 # 3. Wait.
-                for peer in link.peers if first else plan.sources[number]:
+                for peer in link.peers if first else plan.sources[round_index]:
                     link.wait_for_signal(peer, plan.text)
                 # 4. Compare.
                 if first:
                     self._handshake.compare(plan)
                 # 5. Copy or reduce.
-                for slot, moves in plan.arrivals[number]:
+                for slot, moves in plan.arrivals[round_index]:
                     if own[slot].numel():
-                        sources = [self._source(plan, number, move, own, begin) for move in moves]
+                        sources = [self._source(plan, round_index, move, own, begin) for move in moves]
                         reduce(own[slot], moves, sources, reduction, plan.divisor if plan.divides_at_once else 0)
-                if plan.divisor and number == last and not plan.divides_at_once:
+                if plan.divisor and round_index == last and not plan.divides_at_once:
                     for slot in plan.results:
                         reductions.divide(own[slot], plan.divisor)
                 # 6. Release.
-                for peer in plan.sources[number]:
+                for peer in plan.sources[round_index]:
                     link.release(peer)
-                self._readers = plan.targets[number]
+                self._readers = plan.targets[round_index]
 
-    def _source(self, plan: Plan, number: int, move: Move, own: dict[Slot, Tensor], begin: int) -> Tensor:
+    def _source(self, plan: Plan, round_index: int, move: Move, own: dict[Slot, Tensor], begin: int) -> Tensor:
         """Return the values that a move reads: in the source's staging buffer, or this rank's slot if not staged."""
-        if move.read not in plan.staged[number].get(move.src, ()):
+        if move.read not in plan.staged[round_index].get(move.src, ()):
             return own[move.read]
-        offset = plan.staging_offset(number, move.src, move.read)
+        offset = plan.staging_offset(round_index, move.src, move.read)
         return self._link.read(move.src, offset, plan.dtype, plan.length(move.src, move.read, begin))
 
     def _exchange_sizes(self, plan: Plan, tensors: Sequence[Tensor]) -> Plan:

@@ -37,13 +37,13 @@ from torch import Tensor
 from torchdist_ref.backends.ref.handshake import Handshake, SomeUnregisteredError
 from torchdist_ref.backends.ref.one_gpu import DeviceBuffers, device_path
 from torchdist_ref.backends.ref.plan import Pairs, Plan, exchange_of_sizes, with_sizes
-from torchdist_ref.backends.ref.ring_buffer import CompiledWindow, RingBuffer, StagedRounds
+from torchdist_ref.backends.ref.ring_buffer import RingBuffer, StagedRounds
 from torchdist_ref.backends.ref.staging import copy_from_host, copy_to_host
 from torchdist_ref.backends.ref.zero_copy import ZeroCopyPath, registered_path
 from torchdist_ref.calls import Number
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.registered_memory import PeerMemory
-from torchdist_ref.transports.segment import ANNOUNCEMENT_BYTES, COMPLETED
+from torchdist_ref.transports.segment import ANNOUNCEMENT_BYTES, COMPLETED, EAGER_BYTES
 
 Run = Callable[[Sequence[Tensor], bool], None]
 """Runs a call on its operands; the other argument is whether the peers' announcements have yet to be compared."""
@@ -107,7 +107,8 @@ class FastExecutor:
         if plan.uneven:
             staged = self._uneven(plan)
         elif not plan.carries_data and len(plan.rounds) < 2:
-            staged = self._handshake_only(plan)
+            # A call without data is over when all ranks have seen each other begin it.
+            staged = self._synchronizing(plan)
         else:
             staged = self._staged(plan)
         if not plan.on_host:
@@ -119,7 +120,9 @@ class FastExecutor:
         if plan.uneven or plan.forced or self._link.hosts is not None or self._link.size == 1:
             return None
         if plan.on_host:
-            return registered_path(plan, self._neighbours)
+            # A call that fits an eager buffer is staged: it is over before zero-copy could save anything.
+            eager = plan.most_staged * plan.stride <= EAGER_BYTES
+            return None if eager else registered_path(plan, self._neighbours)
         return device_path(plan, self._device_buffers)
 
     def _staged(self, plan: Plan) -> Run:
@@ -127,9 +130,9 @@ class FastExecutor:
 
         A call of one round and one window has no releases: the handshake of the next call replaces them.
         """
-        wait, operation, ring, compare = self._link.acquire, plan.text, self._ring, self._handshake.compare
-        rounds, count = StagedRounds(self._link, plan), len(plan.rounds)
-        windows = [(begin, _ByLocation(rounds, begin)) for begin in plan.windows]
+        wait, operation, ring, handshake = self._link.acquire, plan.text, self._ring, self._handshake
+        rounds, count, announced = StagedRounds(self._link, plan), len(plan.rounds), self._handshake.announced
+        windows = [(begin, rounds.by_location(begin)) for begin in plan.windows]
         nbytes = rounds.nbytes
 
         def run(tensors: Sequence[Tensor], check: bool) -> None:
@@ -147,7 +150,10 @@ class FastExecutor:
                         if not semaphore.acquire(False):
                             wait(semaphore, peer, operation)
                     if check:
-                        compare(plan)
+                        # As `handshake.compare`, but a call of a function shorter.
+                        mine, theirs = announced[handshake.sequence & 1]
+                        if theirs.count(mine) < len(theirs):
+                            raise handshake.difference(plan)
                         check = False
                     if readers:
                         ring.read_by(readers)
@@ -156,16 +162,6 @@ class FastExecutor:
                         step(tensors, begin)
                     for release in releases:
                         release()
-
-        return run
-
-    def _handshake_only(self, plan: Plan) -> Run:
-        """Return what runs a call without data: it is over when all ranks have seen each other begin it."""
-        synchronize, compare = self._synchronizing(plan), self._handshake.compare
-
-        def run(tensors: Sequence[Tensor], check: bool) -> None:
-            synchronize()
-            compare(plan)
 
         return run
 
@@ -180,30 +176,31 @@ class FastExecutor:
                 return staged(tensors, check)
             parity = handshake.sequence & 1
             row.announce_zero_copy(parity, path.mark, location)
-            synchronize()
-            handshake.compare(plan)
+            synchronize(tensors, True)
             for steps in path.phases(b"".join([each.handles[parity] for each in rows])):
                 for step in steps:
                     step(tensors, 0)
-                synchronize()
+                synchronize(tensors, False)
 
         return run
 
-    def _synchronizing(self, plan: Plan) -> Callable[[], None]:
-        """Return a function that signals all peers and waits for them."""
-        link = self._link
+    def _synchronizing(self, plan: Plan) -> Run:
+        """Return a function that signals all peers and waits for them, as the handshake of a call does."""
+        link, operation, compare = self._link, plan.text, self._handshake.compare
         signals = [
             link.make_signal("ready", peer, [(link.layout.status_row(link.rank), ANNOUNCEMENT_BYTES)])
             for peer in link.peers
         ]
         waits = [(link.ready_from[peer], peer) for peer in link.peers]
 
-        def synchronize() -> None:
+        def synchronize(tensors: Sequence[Tensor], check: bool) -> None:
             for signal in signals:
                 signal()
             for semaphore, peer in waits:
                 if not semaphore.acquire(False):
-                    link.acquire(semaphore, peer, plan.text)
+                    link.acquire(semaphore, peer, operation)
+            if check:
+                compare(plan)
 
         return synchronize
 
@@ -227,17 +224,6 @@ class FastExecutor:
             if len(self._exchanges) >= MOST_EXCHANGES:
                 self._exchanges.clear()
             found = self._exchanges[plan.dtype, pairs] = self._staged(with_sizes(plan, pairs))
-        return found
-
-
-class _ByLocation(dict[int, CompiledWindow]):
-    """Compiled rounds of one window, by location. A lookup costs less than a call of `StagedRounds.window`."""
-
-    def __init__(self, rounds: StagedRounds, begin: int) -> None:
-        self._rounds, self._begin = rounds, begin
-
-    def __missing__(self, location: int) -> CompiledWindow:
-        found = self[location] = self._rounds.window(self._begin, location)
         return found
 
 

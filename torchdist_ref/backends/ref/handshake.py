@@ -9,39 +9,11 @@ from __future__ import annotations
 
 from torch import Tensor, nonzero
 
-from torchdist_ref.backends.ref.plan import Plan
-from torchdist_ref.backends.ref.progress import OutOfOrderError
-from torchdist_ref.calls import fingerprint
-from torchdist_ref.errors import ArgumentError, MismatchError
+from torchdist_ref.backends.ref.plan import EXECUTOR_VARIABLE, REFERENCE_BIT, Plan
+from torchdist_ref.backends.worker_threads import OutOfOrderError
+from torchdist_ref.errors import MismatchError
 from torchdist_ref.transports.link import Link
-from torchdist_ref.transports.segment import COMPLETED, ZERO_COPY_BITS, Announcement
-
-EXECUTORS = ("fast", "reference")
-EXECUTOR_VARIABLE = "TORCHDIST_REF_EXECUTOR"
-_REFERENCE_BIT = 4
-
-
-def executor_name(environment: str) -> str:
-    """Return the name of the executor that `TORCHDIST_REF_EXECUTOR` asks for.
-
-    Raises:
-        ArgumentError: No executor has this name.
-
-    >>> executor_name(""), executor_name("reference")
-    ('fast', 'reference')
-    """
-    if environment not in ("", *EXECUTORS):
-        raise ArgumentError(f"{EXECUTOR_VARIABLE}: expected 'fast' or 'reference', got {environment!r}.")
-    return environment or EXECUTORS[0]
-
-
-def announcement_of(text: str, executor: str) -> Announcement:
-    """Return the announcement of a call, in which the executor is one bit of the fingerprint.
-
-    Two other bits are set later by ranks with registered tensors (`segment.ZERO_COPY_BITS`).
-    """
-    common = fingerprint(text) & ~(ZERO_COPY_BITS | _REFERENCE_BIT)
-    return Announcement(common | (_REFERENCE_BIT if executor == EXECUTORS[1] else 0), text.encode())
+from torchdist_ref.transports.segment import COMPLETED, ZERO_COPY_BITS
 
 
 class SomeUnregisteredError(Exception):
@@ -54,6 +26,7 @@ class Handshake:
     Attributes:
         sequence: Number of the next call.
         fields: This rank's row of the status table.
+        announced: By the parity of the call's sequence number, what this rank has announced and what the peers have.
         announce: Announces a call (sequence, record, number) to the peers, which read it once this rank has signaled.
     """
 
@@ -61,7 +34,7 @@ class Handshake:
         self.sequence = 0
         self.announce = link.row.announce
         self._link, self.fields = link, link.row.fields
-        self._announced = [(link.row.compared[n], tuple(link.rows[p].compared[n] for p in link.peers)) for n in (0, 1)]
+        self.announced = [(link.row.compared[n], tuple(link.rows[p].compared[n] for p in link.peers)) for n in (0, 1)]
 
     def compare(self, plan: Plan) -> None:
         """Raise if a peer announced another call; used when all peers have signaled this rank.
@@ -71,9 +44,9 @@ class Handshake:
             SomeUnregisteredError: The ranks differ only in whether their tensors are registered.
             MismatchError: The ranks made different calls.
         """
-        mine, theirs = self._announced[self.sequence & 1]
+        mine, theirs = self.announced[self.sequence & 1]
         if theirs.count(mine) < len(theirs):
-            raise self._difference(plan)
+            raise self.difference(plan)
 
     def complete(self) -> None:
         """Announcement that the call is done; peers that find this rank gone will not miss it."""
@@ -87,7 +60,7 @@ class Handshake:
         else:
             self._link.abort(error, plan.text)
 
-    def _difference(self, plan: Plan) -> MismatchError | OutOfOrderError | SomeUnregisteredError:
+    def difference(self, plan: Plan) -> MismatchError | OutOfOrderError | SomeUnregisteredError:
         """Return the error; ranks at different calls begin with the smallest number."""
         headers = [row.headers[self.sequence & 1] for row in self._link.rows]
         numbers = {(header[2], header[3]) for header in headers}
@@ -100,7 +73,7 @@ class Handshake:
     def _mismatch(self, plan: Plan) -> MismatchError:
         link = self._link
         calls = "; ".join(f"{link.rank_names([r])}: {row.text(self.sequence)}" for r, row in enumerate(link.rows))
-        marks = [row.headers[self.sequence & 1][1] & _REFERENCE_BIT for row in link.rows]
+        marks = [row.headers[self.sequence & 1][1] & REFERENCE_BIT for row in link.rows]
         hint = ""
         if len(set(marks)) > 1:
             fast, reference = ([r for r, mark in enumerate(marks) if bool(mark) == bit] for bit in (False, True))

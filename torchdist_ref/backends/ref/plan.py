@@ -7,11 +7,17 @@ schedule runs for one window after the other, so that a window is still in the c
 Rounds follow one rule (`schedules.schedule`): all reads come before all writes. Whatever a peer reads is staged before
 anything is written; whatever a rank reads of its own and overwrites in the same round is staged too.
 
-Two executors run plans: `execute`, to be read, and `fast`. Do not add here: functions to run, memory, or links.
+Everything that all ranks must agree on becomes the plan's announcement (`announcement_of`): operation, reduction, root,
+dtype and shapes. Ranks with equal announcements choose the same algorithm and divide their tensors alike, because
+nothing else is used for either (`Planner`).
+
+Two executors run plans: `execute`, to be read, and `fast`. Do not add here: functions to run, memory, or anything that
+only one rank knows.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,9 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchdist_ref.backends.base import RowBlocks, refuse_unsupported
+from torchdist_ref.backends.reductions import QUANTIZED, reduction
+from torchdist_ref.calls import Call, Shape, fingerprint, signature
+from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
 from torchdist_ref.schedules import catalogue
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
-from torchdist_ref.transports.segment import Announcement
+from torchdist_ref.transports.link import Link
+from torchdist_ref.transports.segment import ZERO_COPY_BITS, Announcement
 
 IN_PLACE = frozenset(("all_reduce", "reduce", "broadcast"))
 # Slots begin at multiples of so many bytes in a staging buffer.
@@ -300,3 +311,121 @@ def exchange_of_sizes(plan: Plan) -> Plan:
 def with_sizes(plan: Plan, pairs: Pairs) -> Plan:
     """Return the plan of an uneven exchange whose block sizes are known."""
     return replace(plan, sizes=replace(plan.sizes, blocks=(max(map(max, pairs)),), pairs=pairs), shape=None)
+
+
+# ---- making a plan
+
+Lists = tuple[Sequence[Tensor], Sequence[Tensor]]
+
+# Operations whose inputs are the blocks that every rank knows the sizes of; in the others the outputs are.
+_BLOCKS_IN_INPUTS = ("reduce_scatter", "all_to_all", "gather")
+
+EXECUTORS = ("fast", "reference")
+EXECUTOR_VARIABLE = "TORCHDIST_REF_EXECUTOR"
+REFERENCE_BIT = 4
+
+
+def executor_name(environment: str) -> str:
+    """Return the name of the executor that `TORCHDIST_REF_EXECUTOR` asks for.
+
+    Raises:
+        ArgumentError: No executor has this name.
+
+    >>> executor_name(""), executor_name("reference")
+    ('fast', 'reference')
+    """
+    if environment not in ("", *EXECUTORS):
+        raise ArgumentError(f"{EXECUTOR_VARIABLE}: expected 'fast' or 'reference', got {environment!r}.")
+    return environment or EXECUTORS[0]
+
+
+def announcement_of(text: str, executor: str) -> Announcement:
+    """Return the announcement of a call, in which the executor is one bit of the fingerprint.
+
+    Two other bits are set later by ranks with registered tensors (`segment.ZERO_COPY_BITS`).
+    """
+    common = fingerprint(text) & ~(ZERO_COPY_BITS | REFERENCE_BIT)
+    return Announcement(common | (REFERENCE_BIT if executor == EXECUTORS[1] else 0), text.encode())
+
+
+class Planner:
+    """Maker of the plans of one link, by the executor of this name."""
+
+    def __init__(self, link: Link, executor: str) -> None:
+        self._link, self._executor = link, executor
+        self._forced = catalogue.overrides(os.environ.get("TORCHDIST_REF_ALGORITHM", ""))
+
+    def make(self, call: Call, tensors: Sequence[Tensor], inputs: int, lists: Lists) -> Plan:
+        """Return the plan of a call on these operands.
+
+        Args:
+            call: The operation.
+            tensors: The operands that the plan will run on (`base.flat_operands`).
+            inputs: Number of operands that are inputs only.
+            lists: The inputs and the outputs, block by block.
+
+        Raises:
+            ArgumentError: Tensors of different dtypes, or a reduction that makes no sense for the dtype.
+            UnsupportedError: A tensor that the backend cannot use.
+        """
+        if len({t.dtype for t in tensors}) > 1:
+            dtypes = sorted({str(t.dtype) for t in tensors})
+            raise ArgumentError(f"{call.op}: all tensors need one dtype, got {dtypes}.")
+        if any(not (t.is_cpu or t.is_cuda) or t.is_quantized for t in tensors):
+            refuse_unsupported(call, tensors, "ref", ("cpu", "cuda"))
+        dtype = tensors[0].dtype if tensors else torch.uint8
+        if dtype in QUANTIZED:
+            # `.view(torch.qint32)` of a plain tensor is not quantized, and torch crashes when it makes another one.
+            raise UnsupportedError(
+                f"{call.op}: backend 'ref' has no collectives of {dtype}{on_rank()}. Pass .view(torch.uint8)."
+            )
+        shapes = self._blocks(call.op, *lists)
+        rows = frozenset(name for name, blocks in zip(("in", "out"), lists, strict=True) if type(blocks) is RowBlocks)
+        blocks = tuple(torch.Size(shape).numel() for shape in shapes)
+        uneven = getattr(call, "uneven", False)
+        kind = str(dtype).removeprefix("torch.")
+        # Ranks learn the sizes of an uneven exchange in the course of the call.
+        text = f"{call} of {kind}" if uneven else signature(call, kind, shapes)
+        schedule = self._schedule(call, sum(blocks) * dtype.itemsize, even=len(blocks) < 2 and not uneven)
+        name = getattr(call, "reduction", None)
+        if name is not None:
+            # Raises if the reduction makes no sense for this dtype.
+            reduction(name, dtype, call.op)
+        return Plan(
+            rank=self._link.rank,
+            record=announcement_of(text, self._executor),
+            schedule=schedule,
+            sizes=Sizes(call.op, blocks or (0,), schedule.chunks, rows),
+            dtype=dtype,
+            inputs=inputs,
+            nbytes=max(sum(t.nbytes for t in side) for side in (tensors[:inputs], tensors[inputs:])),
+            shape=_shape_of_all(lists, flat=bool(rows)),
+            capacity=self._link.layout.window,
+            reduction=name,
+            root=getattr(call, "root", 0),
+            uneven=uneven,
+            on_host=all(t.is_cpu for t in tensors),
+            forced=call.op in self._forced,
+            flat=not dtype.is_complex and not (dtype.is_floating_point and any(t.numel() == 1 for t in tensors)),
+            requires_grad=any(t.requires_grad for t in tensors),
+        )
+
+    def _blocks(self, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Shape]:
+        """Return the shapes of the call's blocks: one where they are all alike."""
+        shapes = [tuple(t.shape) for t in (inputs if op in _BLOCKS_IN_INPUTS else outputs)]
+        return shapes[:1] if len(set(shapes)) == 1 else shapes
+
+    def _schedule(self, call: Call, nbytes: int, even: bool) -> Schedule:
+        world, hosts = self._link.size, self._link.hosts
+        algorithm = self._forced.get(call.op) or catalogue.choose(call.op, world, nbytes, hosts=hosts)
+        # Other algorithms keep blocks of several ranks in scratch of one size.
+        if not even:
+            algorithm = "direct"
+        return catalogue.build(call.op, algorithm, world, getattr(call, "root", 0), hosts=hosts)
+
+
+def _shape_of_all(lists: Lists, flat: bool) -> Shape | None:
+    """Return the shape of all blocks, if they have one; rows are taken out of their tensor flat."""
+    shapes = {tuple(t.shape) for blocks in lists for t in blocks}
+    shape = shapes.pop() if len(shapes) == 1 else None
+    return None if flat and shape is not None and len(shape) != 1 else shape

@@ -20,9 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.ref.collectives import MakeWork, settle
 from torchdist_ref.backends.ref.staging import contiguous_on_host, copy_back, receive_buffer, side_streams
-from torchdist_ref.backends.worker_threads import WorkerThread
+from torchdist_ref.backends.worker_threads import WorkerThread, WorkFactory, settle
 from torchdist_ref.calls import Call, Number, Recorder, Recv, Send, fingerprint
 from torchdist_ref.errors import DistError, MismatchError, RankStalledError
 from torchdist_ref.timeouts import CHECK_SECONDS
@@ -312,7 +311,7 @@ class Messages:
         make_work: Makes the Work of a call (operation, outputs, number).
     """
 
-    def __init__(self, link: Link, timeout: float, recorder: Recorder, make_work: MakeWork) -> None:
+    def __init__(self, link: Link, timeout: float, recorder: Recorder, make_work: WorkFactory) -> None:
         self._rank, self._timeout, self._recorder, self._make_work = link.rank, timeout, recorder, make_work
         self._sender, self._receiver = Sender(link), Receiver(link)
         # Results of receives that are over when they return, by source, which a Work carries.

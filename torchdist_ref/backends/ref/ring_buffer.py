@@ -109,6 +109,17 @@ class StagedRounds:
         self._flow_control = plan.carries_data and max(len(plan.rounds), len(plan.windows)) > 1
         self._compiled: dict[tuple[int, int], CompiledWindow] = {}
 
+    def by_location(self, begin: int) -> dict[int, CompiledWindow]:
+        """Return the compiled rounds of a window by location; a lookup costs less than a call of `window`.
+
+        Those for the eager buffers are compiled now, since the next calls of the same kind use them in turn. Those for
+        the ring buffer, which has many locations, are compiled when one is used for the first time.
+        """
+        found = _ByLocation(self, begin)
+        if not self.nbytes:
+            found.update((cell, self.window(begin, cell)) for cell in range(self.link.layout.cells))
+        return found
+
     def window(self, begin: int, location: int) -> CompiledWindow:
         """Return the compiled rounds of a window; compile them at the first call with this location.
 
@@ -175,6 +186,18 @@ class StagedRounds:
             for slot in plan.results
             if (count := plan.length(plan.rank, slot, begin))
         ]
+
+
+class _ByLocation(dict[int, CompiledWindow]):
+    """Compiled rounds of one window, by location."""
+
+    def __init__(self, rounds: StagedRounds, begin: int) -> None:
+        super().__init__()
+        self._rounds, self._begin = rounds, begin
+
+    def __missing__(self, location: int) -> CompiledWindow:
+        found = self[location] = self._rounds.window(self._begin, location)
+        return found
 
 
 class StagedSlots:

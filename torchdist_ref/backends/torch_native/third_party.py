@@ -16,8 +16,7 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from torchdist_ref.backends.base import Membership
-from torchdist_ref.backends.profiler_ranges import profiled
+from torchdist_ref.backends.base import Membership, profiled
 from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchWork
 from torchdist_ref.calls import Call
 from torchdist_ref.work import CallFuture, Work
