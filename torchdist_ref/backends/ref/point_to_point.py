@@ -180,7 +180,9 @@ class Receiver:
         if not self._taking.acquire(False):
             return False
         try:
-            while self._idle() and (mailbox.message.acquire(False) or self._link.spin(mailbox.message)):
+            while not (self._posted or self._unexpected):
+                if not (mailbox.message.acquire(False) or self._link.spin(mailbox.message)):
+                    return False
                 if mailbox.peek()[0] == call.tag:
                     self._take(mailbox, call, tensor)
                     # Rings would pile up. This one may be for another sender, but nobody waits for that: a thread that
@@ -191,9 +193,6 @@ class Receiver:
             return False
         finally:
             self._taking.release()
-
-    def _idle(self) -> bool:
-        return not self._posted and not self._unexpected
 
     def _take(self, box: Mailbox, call: Recv, tensor: Tensor) -> None:
         """Receive the message at the head, which is for this call."""
