@@ -11,6 +11,7 @@
         │   ├── MismatchError      ranks made different calls; nothing was written      (did not happen)
         │   └── UnsupportedError   this backend cannot do that; names one that can       (did not happen)
         ├── DistNetworkError       a socket could not be opened, or broke
+        │   └── AuthenticationError    a peer or a value is not of this job          (did not happen)
         └── DistStoreError         a store operation failed
             ├── StoreTimeoutError  a key did not appear in time
             └── QueueEmptyError    a queue was empty
@@ -78,6 +79,12 @@ class DistBackendError(_BackendSlot, DistError):
 
 class DistNetworkError(_NetworkSlot, DistError):
     """A socket could not be opened, or broke."""
+
+
+class AuthenticationError(DistNetworkError):
+    """A peer, or a value in the store, did not prove that it belongs to this job."""
+
+    definite = True
 
 
 class DistStoreError(_StoreSlot, DistError):

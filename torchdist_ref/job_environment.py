@@ -68,6 +68,17 @@ def derived(environment: Variables) -> dict[str, str]:
     return {name: value for name, value in found.items() if value and not environment.get(name)}
 
 
+def ranks_on_this_host(environment: Variables) -> int:
+    """Return the number of the job's ranks on this host as its launcher reports it; 0 if it does not.
+
+    >>> ranks_on_this_host({"PMI_RANK": "1", "MPI_LOCALNRANKS": "4"}), ranks_on_this_host({"LOCAL_WORLD_SIZE": "2"})
+    (4, 2)
+    """
+    names = ["LOCAL_WORLD_SIZE", *(each.local_size for each in LAUNCHERS if each.rank in environment)]
+    found = next((environment[name] for name in names if environment.get(name)), "")
+    return int(found) if found.isdecimal() else 0
+
+
 def _size(environment: Variables, launcher: JobLauncher) -> str:
     return next((environment[name] for name in launcher.sizes if environment.get(name)), "")
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torchdist_ref.authentication import new_secret
 from torchdist_ref.errors import DistError
 from torchdist_ref.launcher.environment import STORE_ADDRESS, Job, job_store, worker_environment
 from torchdist_ref.launcher.options import parse
@@ -37,10 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = Job(max_restarts=options.max_restarts)
 
     def attempt(restarts: int) -> Supervisor:
+        secret = new_secret()
         with job_store(options.master_port) as port:
             environments = [
                 worker_environment(
-                    os.environ, options.nproc, rank, STORE_ADDRESS, port, replace(job, restarts=restarts)
+                    os.environ,
+                    options.nproc,
+                    rank,
+                    STORE_ADDRESS,
+                    port,
+                    replace(job, restarts=restarts, secret=secret),
                 )
                 for rank in range(options.nproc)
             ]

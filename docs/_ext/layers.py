@@ -49,7 +49,7 @@ class Part:
 API = (*CORE, "groups")
 ALL = "everything"
 
-BELOW_BACKENDS = (*CORE, "stores", "rendezvous", "transports")
+BELOW_BACKENDS = (*CORE, "stores", "authentication", "rendezvous", "transports")
 SHARED_BY_BACKENDS = ("backends", "backends.base", "backends.reductions")
 
 PARTS = (
@@ -62,6 +62,7 @@ PARTS = (
     Part("job_environment", "1 infrastructure", torch=NEVER),
     Part("processes", "1 infrastructure", torch=NEVER),
     Part("rendezvous", "1 infrastructure", (*CORE, "stores", "job_environment"), torch=LATE),
+    Part("authentication", "1 infrastructure", (*CORE, "stores", "job_environment"), torch=NEVER),
     Part("transports", "1 infrastructure", (*CORE, "stores")),
     Part("backends.base", "2 backends", (*CORE, "stores")),
     Part("backends.reductions", "2 backends", (*CORE, "backends.base")),
@@ -86,6 +87,7 @@ PARTS = (
         (
             *CORE,
             "stores",
+            "authentication",
             "rendezvous",
             "backends.base",
             "backends.reductions",
@@ -102,8 +104,10 @@ PARTS = (
     Part("utilities", "4 training", (*API, "parallel", "algorithms")),
     Part("pipeline", "4 training", ("errors",)),
     Part("elastic.data", "4 training", API),
-    Part("launch", "launcher", ("errors", "stores", "rendezvous", "processes", "launcher"), torch=LATE),
-    Part("launcher", "launcher", ("errors", "stores", "rendezvous", "processes"), torch=LATE),
+    Part(
+        "launch", "launcher", ("errors", "stores", "authentication", "rendezvous", "processes", "launcher"), torch=LATE
+    ),
+    Part("launcher", "launcher", ("errors", "stores", "authentication", "rendezvous", "processes"), torch=LATE),
     Part("torch_paths", "compatibility", (ALL,), torch=LATE),
     Part("elastic", "launcher", ("errors", "stores", "rendezvous"), torch=LATE),
     Part("testing", "tools", (ALL,)),

@@ -17,6 +17,7 @@ from datetime import timedelta
 from hashlib import sha256
 from typing import Any
 
+from torchdist_ref.authentication import authenticate
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.registry import create, decline, default_name, names_by_device
 from torchdist_ref.debug.checked import apply_debug_level
@@ -113,6 +114,7 @@ def init_process_group(
     _check_rank(rank, world_size)
     world.store, world.owns_store = store, owned
     try:
+        world.store = authenticate(store, rank, world_size, seconds, world.on_close)
         members, name = tuple(range(world_size)), group_name or "world"
         own_store, options = _next_store(world), (pg_options, device_id)
         world.default = add_group(world, own_store, backend, name, members, rank, seconds, options)

@@ -18,6 +18,7 @@ from pickle import loads
 from string import Template
 from typing import Any, NoReturn
 
+from torchdist_ref.authentication import new_secret
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
 from torchdist_ref.launcher import entrypoint as entry
 from torchdist_ref.launcher.environment import STORE_ADDRESS, Job, job_store, worker_environment
@@ -193,11 +194,12 @@ class _Agent:
     def attempt(self, restarts: int) -> Supervisor:
         """Run all ranks once."""
         port = int(self._config.rdzv_endpoint.rpartition(":")[2] or 0) if ":" in self._config.rdzv_endpoint else 0
+        secret = new_secret()
         with job_store(port) as port:
             ranks = range(self._config.nproc_per_node)
             supervisor = Supervisor(
                 [self._command_of(rank) for rank in ranks],
-                [self._environment(rank, port, restarts) for rank in ranks],
+                [self._environment(rank, port, restarts, secret) for rank in ranks],
                 prefix=False,
                 grace=float(self._config.shutdown_timeout or 0),
                 log=logger.warning,
@@ -211,9 +213,9 @@ class _Agent:
             return entry.command(self._folder)
         return [Template(word).safe_substitute(local_rank=str(rank)) for word in self._command]
 
-    def _environment(self, rank: int, port: int, restarts: int) -> dict[str, str]:
+    def _environment(self, rank: int, port: int, restarts: int, secret: str) -> dict[str, str]:
         config = self._config
-        job = Job(config.run_id, config.role, restarts, config.max_restarts)
+        job = Job(config.run_id, config.role, restarts, config.max_restarts, secret)
         error_file = entry.error_path(self._folder, rank)
         # A file of an earlier attempt describes another failure.
         error_file.unlink(missing_ok=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from torchdist_ref.authentication import SECRET
 from torchdist_ref.stores import TCPStore
 
 STORE_ADDRESS = "127.0.0.1"
@@ -25,12 +26,14 @@ class Job:
         role: Role of its ranks.
         restarts: Number of times that all ranks have been restarted.
         max_restarts: Limit of `restarts`.
+        secret: Secret by which its ranks authenticate each other; empty for none.
     """
 
     run_id: str = "none"
     role: str = "default"
     restarts: int = 0
     max_restarts: int = 0
+    secret: str = field(default="", repr=False)
 
 
 _DEFAULT_JOB = Job()
@@ -63,7 +66,7 @@ def rank_environment(rank: int, world_size: int, address: str, port: int, job: J
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
         "TORCHELASTIC_RUN_ID": job.run_id,
     }
-    return per_rank | per_job | node | store | elastic
+    return per_rank | per_job | node | store | elastic | ({SECRET: job.secret} if job.secret else {})
 
 
 def worker_environment(

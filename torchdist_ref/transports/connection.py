@@ -9,6 +9,11 @@ receiver checks that the ranges lie inside that part, so that a faulty peer cann
 `POSTED_RECEIVE` goes to the next view that the receiver has posted. Sockets are non-blocking: a sender that waits for
 buffer space keeps receiving, so that two ranks that send to each other cannot deadlock.
 
+Before the first frame both ends prove that they know the group's key, by HMACs over random numbers of both::
+
+    connector → u32 rank | 16 bytes nonce        acceptor → 16 bytes nonce | 32 bytes proof
+    connector → 32 bytes proof
+
 The store and the notebook have protocols of their own. Sharing one would cost speed here: payloads are received
 directly into the segment or a tensor, without an intermediate copy.
 
@@ -17,7 +22,10 @@ Do not add knowledge of groups or calls here.
 
 from __future__ import annotations
 
+import errno
 import hmac
+import math
+import secrets
 import selectors
 import socket
 import struct
@@ -25,11 +33,14 @@ from collections.abc import Callable, Collection, Sequence
 from time import monotonic
 from typing import NamedTuple
 
-from torchdist_ref.errors import DistNetworkError, RankStalledError
+from torchdist_ref.errors import AuthenticationError, DistNetworkError, RankStalledError
 from torchdist_ref.transports.segment import Range
 
-SECRET_BYTES = 16
-_HANDSHAKE_BYTES = SECRET_BYTES + 4
+HANDSHAKE_SECONDS = 5.0
+MAX_HANDSHAKES = 64
+ACCEPT_RETRY_SECONDS = 0.1
+_NONCE_BYTES, _PROOF_BYTES = 16, 32
+_RANK, _RANKS = struct.Struct("<I"), struct.Struct("<II")
 _HEADER = struct.Struct("<BBI")
 _RANGE = struct.Struct("<QQ")
 _BUFFER_BYTES = 256 * 1024
@@ -190,27 +201,127 @@ class MeshConnection:
         self.sock.close()
 
 
-def handshake_message(secret: bytes, rank: int) -> bytes:
-    """Return the message with which a rank authenticates itself to an `Acceptor`."""
-    return secret + rank.to_bytes(4, "little")
+class _Challenge(NamedTuple):
+    """Facts of one handshake that both ends prove to know together with the key.
+
+    Attributes:
+        key: Key of the group's connections.
+        acceptor: Rank that accepted the connection.
+        connector: Rank that connected.
+        nonces: Random numbers of the connector and of the acceptor.
+    """
+
+    key: bytes
+    acceptor: int
+    connector: int
+    nonces: bytes
+
+    def proof(self, side: bytes) -> bytes:
+        """Return the proof of one side, ``b"acceptor"`` or ``b"connector"``: that of the other is no use here."""
+        ranks = _RANKS.pack(self.acceptor, self.connector)
+        return hmac.digest(self.key, b"%b\0%b%b" % (side, ranks, self.nonces), "sha256")
+
+
+def authenticate_to(sock: socket.socket, key: bytes, rank: int, peer: int, deadline: float) -> None:
+    """Prove to the `Acceptor` of a peer that this rank knows the key, after the peer has proved it.
+
+    Neither proof can be replayed: each covers a random number of the other side.
+
+    Raises:
+        ConnectionError: The peer closed the connection.
+        TimeoutError: The peer did not respond before the deadline, a time of `monotonic`.
+        AuthenticationError: The process there does not know the key.
+    """
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    sock.settimeout(max(0.1, deadline - monotonic()))
+    sock.sendall(_RANK.pack(rank) + nonce)
+    response = _receive_exactly(sock, _NONCE_BYTES + _PROOF_BYTES)
+    challenge = _Challenge(key, peer, rank, nonce + response[:_NONCE_BYTES])
+    if not hmac.compare_digest(response[_NONCE_BYTES:], challenge.proof(b"acceptor")):
+        raise AuthenticationError(
+            f"the process at {sock.getpeername()} is not rank {peer} of this group: it does not know the group's key."
+        )
+    sock.sendall(challenge.proof(b"connector"))
+
+
+def _receive_exactly(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = sock.recv(count - len(data))
+        if not part:
+            raise ConnectionResetError("the peer closed the connection during the handshake")
+        data += part
+    return data
+
+
+class _PendingHandshake:
+    """One connection to an `Acceptor` whose client has not proved yet that it knows the key.
+
+    Attributes:
+        sock: The connection.
+        expires: When it is closed, as a time of `monotonic`.
+        rank: Rank that the client claims and, once `done`, has.
+        done: Whether the handshake is complete.
+    """
+
+    def __init__(self, sock: socket.socket, key: bytes, acceptor: int) -> None:
+        sock.setblocking(False)
+        self.sock, self.expires = sock, monotonic() + HANDSHAKE_SECONDS
+        self.rank, self.done = -1, False
+        self._key, self._acceptor = key, acceptor
+        self._received = b""
+        self._proof = b""
+
+    def advance(self) -> None:
+        """Process the bytes that have arrived.
+
+        Raises:
+            OSError: The client has disconnected, or its proof is wrong.
+        """
+        missing = (_PROOF_BYTES if self._proof else _RANK.size + _NONCE_BYTES) - len(self._received)
+        try:
+            received = self.sock.recv(missing)
+        except BlockingIOError:
+            return
+        if not received:
+            raise ConnectionResetError("the client closed the connection")
+        self._received += received
+        if len(received) == missing:
+            self._verify() if self._proof else self._respond()
+
+    def _respond(self) -> None:
+        [self.rank] = _RANK.unpack_from(self._received)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        challenge = _Challenge(self._key, self._acceptor, self.rank, self._received[_RANK.size :] + nonce)
+        self._proof, self._received = challenge.proof(b"connector"), b""
+        # An empty send buffer takes this at once.
+        self.sock.sendall(nonce + challenge.proof(b"acceptor"))
+
+    def _verify(self) -> None:
+        if not hmac.compare_digest(self._received, self._proof):
+            raise ConnectionRefusedError("the client does not know the key")
+        self.done = True
 
 
 class Acceptor:
     """Acceptor of connections from ranks on other hosts, which it authenticates.
 
     Handshakes run concurrently, so a client that stays silent, sends garbage or disconnects cannot delay or abort the
-    others. Port scanners are such clients.
+    others. Port scanners are such clients. A handshake may take `HANDSHAKE_SECONDS`, and `MAX_HANDSHAKES` may be
+    unfinished: then the oldest one is closed, and its client has to connect again.
 
     Args:
         server: Listening socket.
-        secret: Secret that only ranks of the group know.
+        key: Key that only ranks of the group know.
+        rank: This rank.
     """
 
-    def __init__(self, server: socket.socket, secret: bytes) -> None:
+    def __init__(self, server: socket.socket, key: bytes, rank: int) -> None:
         server.setblocking(False)
-        self._server, self._secret = server, secret
-        self._handshakes: dict[socket.socket, bytes] = {}
+        self._server, self._key, self._rank = server, key, rank
+        self._handshakes: dict[int, _PendingHandshake] = {}
         self._selector = selectors.DefaultSelector()
+        self._accept_again = 0.0
         self._selector.register(server, selectors.EVENT_READ)
 
     def next(self, expected: Collection[int], deadline: float) -> tuple[int, socket.socket]:
@@ -220,55 +331,73 @@ class Acceptor:
             RankStalledError: None did before the deadline, a time of `monotonic`.
         """
         while (left := deadline - monotonic()) > 0:
-            for key, _ in self._selector.select(left):
-                client = key.fileobj
-                if not isinstance(client, socket.socket) or client is self._server:
+            for key, _ in self._selector.select(min(left, self._next_check())):
+                if key.fd == self._server.fileno():
                     self._accept()
-                elif (rank := self._authenticate(client)) is not None:
-                    self._forget(client)
-                    if rank in expected:
-                        return rank, client
-                    client.close()
+                elif (client := self._advance(key.fd)) is not None:
+                    if client.rank in expected:
+                        return client.rank, client.sock
+                    client.sock.close()
+            self._close_expired()
         raise RankStalledError(f"init_process_group: ranks {sorted(expected)} did not connect in time.")
+
+    def _next_check(self) -> float:
+        first = next(iter(self._handshakes.values()), None)
+        until = min(first.expires if first else math.inf, self._accept_again or math.inf)
+        return max(0.0, until - monotonic())
+
+    def _close_expired(self) -> None:
+        now = monotonic()
+        while self._handshakes and (first := next(iter(self._handshakes.values()))).expires <= now:
+            self._forget(first).close()
+        if self._accept_again and self._accept_again <= now:
+            self._accept_again = 0.0
+            self._selector.register(self._server, selectors.EVENT_READ)
 
     def _accept(self) -> None:
         try:
-            client, _ = self._server.accept()
-        except OSError:
-            # The client has disconnected again.
+            sock, _ = self._server.accept()
+        except OSError as error:
+            # Other errors concern only the client, which has disconnected again.
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self._make_space()
             return
-        client.setblocking(False)
-        self._handshakes[client] = b""
-        self._selector.register(client, selectors.EVENT_READ)
+        if len(self._handshakes) >= MAX_HANDSHAKES:
+            self._make_space()
+        self._handshakes[sock.fileno()] = client = _PendingHandshake(sock, self._key, self._rank)
+        self._selector.register(client.sock, selectors.EVENT_READ)
 
-    def _authenticate(self, client: socket.socket) -> int | None:
-        """Return the rank of a client whose handshake is complete; -1 if it is wrong, None while it is incomplete."""
-        received = _receive_available(client, _HANDSHAKE_BYTES - len(self._handshakes[client]))
-        if received is None:
-            return None
-        message = self._handshakes[client] = self._handshakes[client] + received
-        if received and len(message) < _HANDSHAKE_BYTES:
-            return None
-        valid = len(message) == _HANDSHAKE_BYTES and hmac.compare_digest(message[:SECRET_BYTES], self._secret)
-        return int.from_bytes(message[SECRET_BYTES:], "little") if valid else -1
+    def _make_space(self) -> None:
+        """Close the oldest handshake; if there is none, accept nothing for a moment."""
+        if self._handshakes:
+            self._forget(next(iter(self._handshakes.values()))).close()
+        elif not self._accept_again:
+            self._selector.unregister(self._server)
+            self._accept_again = monotonic() + ACCEPT_RETRY_SECONDS
 
-    def _forget(self, client: socket.socket) -> None:
-        self._selector.unregister(client)
-        del self._handshakes[client]
+    def _advance(self, descriptor: int) -> _PendingHandshake | None:
+        """Process a client's bytes; return the handshake if it is complete now."""
+        client = self._handshakes.get(descriptor)
+        if client is None:
+            # Closed since the selector reported it.
+            return None
+        try:
+            client.advance()
+        except OSError:
+            self._forget(client).close()
+            return None
+        if client.done:
+            self._forget(client)
+            return client
+        return None
+
+    def _forget(self, client: _PendingHandshake) -> socket.socket:
+        self._selector.unregister(client.sock)
+        del self._handshakes[client.sock.fileno()]
+        return client.sock
 
     def close(self) -> None:
         """Close the connections whose handshake is incomplete."""
-        for client in [*self._handshakes]:
-            self._forget(client)
-            client.close()
+        for client in [*self._handshakes.values()]:
+            self._forget(client).close()
         self._selector.close()
-
-
-def _receive_available(client: socket.socket, count: int) -> bytes | None:
-    """Return the bytes that have arrived; nothing at the end of the stream, None if none have yet."""
-    try:
-        return client.recv(count)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return b""

@@ -18,6 +18,7 @@ Do not add knowledge of groups or calls here.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import pickle
@@ -176,9 +177,14 @@ def open_peer_descriptor(pid: int, fd: int) -> int:
     """Open a file that another process has open, which may have no name; return the new descriptor.
 
     Raises:
-        OSError: The process is not accessible, or has no such descriptor.
+        OSError: The process is not accessible, has no such descriptor, or the file belongs to another user.
     """
-    return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    if (owner := os.fstat(descriptor).st_uid) != os.geteuid():
+        # Root can open the files of all users.
+        os.close(descriptor)
+        raise PermissionError(errno.EACCES, f"the file belongs to user {owner}")
+    return descriptor
 
 
 class PeerMemory:

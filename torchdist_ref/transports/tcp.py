@@ -4,8 +4,8 @@ All ranks have the same layout of the segment. The parts of ranks on this host a
 ranks are private copies, which those ranks update: a semaphore that crosses hosts travels in one frame with the bytes
 that it signals (see `connection`). So backends run the same code and the same schedules.
 
-Every rank listens on one address (see `interface_address`) and publishes it in the store with a secret that
-authenticates its peers. Of each pair of remote ranks the higher one connects.
+Every rank listens on one address (see `interface_address`) and publishes it in the store. Of each pair of remote ranks
+the higher one connects. Both then prove that they know the group's key, which is in no store (see `authentication`).
 
 All pairs connect at the start, not on first use, because a connection also detects failures: every survivor sees it
 close within milliseconds of a death. Without a connection, a rank would notice the death at the time-out.
@@ -14,7 +14,6 @@ close within milliseconds of a death. Without a connection, a rank would notice 
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -25,8 +24,9 @@ from typing import Any
 
 from torchdist_ref.errors import DistNetworkError
 from torchdist_ref.stores import PrefixStore, Store
+from torchdist_ref.stores.sealed import channel_key, innermost
 from torchdist_ref.transports import shared_memory
-from torchdist_ref.transports.connection import SECRET_BYTES, Acceptor, handshake_message
+from torchdist_ref.transports.connection import Acceptor, authenticate_to
 from torchdist_ref.transports.link import Link, Liveness, NoPeerProcesses
 from torchdist_ref.transports.mesh import (
     ConnectionMesh,
@@ -150,32 +150,42 @@ def _common_segment(
 def _connect_mesh(store: Store, mesh: ConnectionMesh, rank: int, remote: Sequence[int], timeout: float) -> None:
     family, address = interface_address(store)
     with socket.create_server((address, 0), family=family, backlog=len(remote) + 8) as server:
-        secret = secrets.token_bytes(SECRET_BYTES)
-        store.set(f"address/{rank}", f"{family} {address} {server.getsockname()[1]} {secret.hex()}".encode())
+        key = channel_key(store, "mesh")
+        store.set(f"address/{rank}", f"{address} {server.getsockname()[1]}".encode())
         deadline = monotonic() + timeout
         lower = [peer for peer in remote if peer < rank]
         addresses = store.multi_get([f"address/{peer}" for peer in lower]) if lower else []
         for peer, text in zip(lower, addresses, strict=True):
-            mesh.add(peer, _connect_to(text.decode(), rank, peer, deadline))
+            mesh.add(peer, _connect_to(text.decode(), key, rank, peer, deadline))
         expected = {peer for peer in remote if peer > rank}
-        with closing(Acceptor(server, secret)) as acceptor:
+        with closing(Acceptor(server, key, rank)) as acceptor:
             while expected:
                 peer, sock = acceptor.next(expected, deadline)
                 mesh.add(peer, sock)
                 expected.discard(peer)
 
 
-def _connect_to(text: str, rank: int, peer: int, deadline: float) -> socket.socket:
-    _, address, port, secret = text.split()
+def _connect_to(text: str, key: bytes, rank: int, peer: int, deadline: float) -> socket.socket:
+    address, port = text.split()
     try:
-        sock = socket.create_connection((address, int(port)), max(0.1, deadline - monotonic()))
-        sock.sendall(handshake_message(bytes.fromhex(secret), rank))
+        while True:
+            sock = socket.create_connection((address, int(port)), max(0.1, deadline - monotonic()))
+            try:
+                authenticate_to(sock, key, rank, peer, deadline)
+                return sock
+            except ConnectionError:
+                # The peer closes connections that others have delayed, for instance while somebody floods it.
+                sock.close()
+                if monotonic() > deadline:
+                    raise
+            except BaseException:
+                sock.close()
+                raise
     except OSError as error:
         raise DistNetworkError(
             f"init_process_group on rank {rank}: rank {peer} cannot be reached at {address} port {port}: {error}. "
             f"Set TORCHDIST_REF_SOCKET_IFNAME to the right interface on that host."
         ) from error
-    return sock
 
 
 def interface_address(store: Store) -> tuple[socket.AddressFamily, str]:
@@ -225,9 +235,8 @@ def _ipv6_address(name: str) -> tuple[socket.AddressFamily, str] | None:
 
 
 def _server_of(store: Store) -> str | None:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return getattr(store, "host", None)
+    host: str | None = getattr(innermost(store), "host", None)
+    return host
 
 
 def _source_address(host: str | None) -> tuple[socket.AddressFamily, str]:

@@ -17,7 +17,7 @@ Registration with torch is in `backends`. Do not add collectives: this module on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame as compiler
 from torch.distributed import distributed_c10d as options
 
+from torchdist_ref.authentication import authenticate
 from torchdist_ref.backends.base import Backend, Membership, Request, RowBlocks, flat_operands, without_overlap
 from torchdist_ref.backends.reductions import start_sum
 from torchdist_ref.backends.ref_in_torch.work import RefWork, limit, only, reduction, require_dense_cpu
@@ -63,10 +64,15 @@ def create(torchs_options: Any) -> RefProcessGroup:
 
     o = torchs_options
     members = tuple(o.global_ranks_in_group) or tuple(range(o.group_size))
-    store = StoreFromTorch(o.store, o.timeout)
+    seconds = o.timeout.total_seconds()
     name = "world" if not o.global_ranks_in_group else f"group {o.group_id}"
-    membership = Membership(store, o.group_rank, members, name, o.timeout.total_seconds())
-    return RefProcessGroup(Ref(membership), members)
+    on_connected: list[Callable[[], None]] = []
+    try:
+        store = authenticate(StoreFromTorch(o.store, o.timeout), o.group_rank, o.group_size, seconds, on_connected)
+        return RefProcessGroup(Ref(Membership(store, o.group_rank, members, name, seconds)), members)
+    finally:
+        for function in on_connected:
+            function()
 
 
 class CallsFromTorch(c10d.ProcessGroup):

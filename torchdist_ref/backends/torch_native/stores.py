@@ -38,6 +38,11 @@ class StoreFromTorch(Store):
         self._torch_store = torch_store
         self.set_timeout(timeout)
 
+    @property
+    def underlying_store(self) -> Any:
+        """Store of torch's below."""
+        return self._torch_store
+
     def set(self, key: Text, value: Text) -> None:
         """See `Store.set`."""
         self._torch_store.set(key_text("set", key), value_bytes("set", value))

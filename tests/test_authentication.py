@@ -1,0 +1,373 @@
+"""Authentication of ranks: the attacks of processes that reach the store, of other users, and of recorded jobs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchdist_ref as dist
+from torchdist_ref import authentication
+from torchdist_ref.authentication import SECRET, SECRET_FILE, TRUST_NETWORK, KeyServer, authenticate, receive_key
+from torchdist_ref.errors import AuthenticationError, RankStalledError
+from torchdist_ref.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+from torchdist_ref.stores.sealed import SealedStore, channel_key, is_authenticated
+from torchdist_ref.testing import RankError, fill, run
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="acting as another user needs root")
+
+
+@pytest.fixture(autouse=True)
+def no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (SECRET, SECRET_FILE, TRUST_NETWORK, "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "token"
+    path.write_text("0123456789abcdef0123")
+    path.chmod(0o600)
+    monkeypatch.setenv(SECRET_FILE, str(path))
+    return path
+
+
+@contextmanager
+def tcp_stores(count: int) -> Iterator[list[TCPStore]]:
+    master = TCPStore("127.0.0.1", 0, is_master=True)
+    stores = [master, *(TCPStore("127.0.0.1", master.port) for _ in range(count - 1))]
+    try:
+        yield stores
+    finally:
+        for store in reversed(stores):
+            store.close()
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Return the results of calls on threads of their own, or their exceptions."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+        return [future.exception() or future.result() for future in futures]
+
+
+def join(stores: list[Any], timeout: float = 20.0) -> list[Any]:
+    """Authenticate one rank per store, and return the sealed stores."""
+    on_close: list[Callable[[], None]] = []
+    size = len(stores)
+    calls = [lambda r=r: authenticate(stores[r], r, size, timeout, on_close) for r in range(size)]  # type: ignore[misc]
+    try:
+        return together(*calls)
+    finally:
+        for function in on_close:
+            function()
+
+
+def in_child_as(user: int, action: Callable[[], Any]) -> Any:
+    """Return the result of an action in a forked process of another user, as text."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgid(user)
+            os.setuid(user)
+            os.write(writer, repr(action()).encode())
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return text
+
+
+# Sealed values
+
+
+def test_a_value_that_no_member_wrote_is_refused() -> None:
+    whole = HashStore()
+    sealed = SealedStore(whole, bytes(range(32)))
+    ours = PrefixStore("group/0", sealed)
+    ours.multi_set(["a", "b"], ["1", "2"])
+    assert ours.multi_get(["a", "b"]) == [b"1", b"2"]
+    valid = whole.get("sealed/group/0/a")
+    for forged in (b"", b"1", bytes(16) + b"1", valid[:-1] + b"2", valid + b"1", whole.get("sealed/group/0/b")):
+        whole.set("sealed/group/0/a", forged)
+        for read in (
+            lambda: ours.get("a"),
+            lambda: ours.multi_get(["b", "a"]),
+            lambda: ours.compare_set("a", "y", "x"),
+        ):
+            with pytest.raises(AuthenticationError, match="'group/0/a' was not written by a member of this job"):
+                read()
+    whole.queue_push("sealed/q", "code")
+    with pytest.raises(AuthenticationError):
+        sealed.queue_pop("q")
+    with pytest.raises(AuthenticationError):
+        PrefixStore("group/0", SealedStore(whole, bytes(32))).get("b")
+
+
+def test_a_sealed_store_compares_and_sets_as_others() -> None:
+    sealed = SealedStore(HashStore(), bytes(32))
+    assert sealed.compare_set("k", "", "first") == b"first"
+    assert sealed.compare_set("k", "", "second") == b"first"
+    assert sealed.compare_set("k", "first", "third") == b"third"
+    assert sealed.get("k") == b"third"
+
+
+def test_each_part_of_a_store_has_a_channel_key_of_its_own() -> None:
+    sealed = SealedStore(HashStore(), bytes(32))
+    stores = [
+        sealed,
+        PrefixStore("a", sealed),
+        PrefixStore("a", PrefixStore("b", sealed)),
+        SealedStore(HashStore(), b"x" * 32),
+    ]
+    keys = [channel_key(store, purpose) for store in stores for purpose in ("mesh", "objects")]
+    assert len(set(keys)) == len(keys) and bytes(32) not in keys
+    assert channel_key(PrefixStore("a", sealed), "mesh") == channel_key(PrefixStore("a", sealed), "mesh")
+
+
+# One host
+
+
+def test_ranks_of_one_user_agree_on_a_key_that_is_in_no_store() -> None:
+    with tcp_stores(3) as stores:
+        sealed = join([*stores])
+        keys = {store.derived_key("x") for store in sealed}
+        assert len(keys) == 1 and all(is_authenticated(store) for store in sealed)
+        sealed[2].set("address", "here")
+        assert sealed[0].get("address") == b"here"
+        secret = sealed[0]._session_key
+        assert not any(
+            secret in stores[0].get(key) or secret.hex().encode() in stores[0].get(key) for key in stores[0].list_keys()
+        )
+
+
+def test_a_file_store_tells_ranks_of_one_host_from_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stores: list[Store] = [FileStore(str(tmp_path / "one"), 2) for _ in range(2)]
+    assert all(is_authenticated(store) for store in join(stores))
+    hosts = iter(["a", "b"] * 10)
+    monkeypatch.setattr(authentication, "_network", lambda: next(hosts))
+    stores = [FileStore(str(tmp_path / "two"), 2) for _ in range(2)]
+    sealed = join(stores)
+    assert not any(is_authenticated(store) for store in sealed)
+    assert "on several hosts and have no job token" in caplog.text and SECRET_FILE in caplog.text
+
+
+def test_an_entry_of_an_earlier_run_is_replaced() -> None:
+    with tcp_stores(2) as stores:
+        stale = KeyServer(1)
+        stale.close()
+        stores[0].set("authentication/0", f"user here {stale.name}")
+        on_close: list[Callable[[], None]] = []
+        member = ThreadPoolExecutor(1).submit(authenticate, stores[1], 1, 2, 20.0, on_close)
+        first = authenticate(stores[0], 0, 2, 20.0, on_close)
+        assert member.result().derived_key("x") == first.derived_key("x")
+        for function in on_close:
+            function()
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    with tcp_stores(2) as stores:
+        with pytest.raises(RankStalledError, match="group ranks 0 of 2 did not join in time"):
+            authenticate(stores[1], 1, 2, 0.05, [])
+
+
+@as_root
+def test_another_user_gets_no_key_and_gives_none() -> None:
+    server = KeyServer(3)
+    assert receive_key(server.name, 5.0) == server.key
+    assert "AuthenticationError" in in_child_as(NOBODY, lambda: receive_key(server.name, 5.0))
+
+    def connect_without_a_check() -> bytes:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(f"\0{server.name}")
+            return sock.recv(100)
+
+    assert in_child_as(NOBODY, connect_without_a_check) == "b''"
+    assert receive_key(server.name, 5.0) == server.key
+    server.close()
+    with pytest.raises(ConnectionRefusedError):
+        receive_key(server.name, 5.0)
+
+
+@as_root
+def test_a_key_of_another_user_is_refused() -> None:
+    name, done = f"torchdist_ref/{'ab' * 16}", os.pipe()
+
+    def impersonate() -> str:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(f"\0{name}")
+            sock.listen()
+            os.write(done[1], b"x")
+            client, _ = sock.accept()
+            client.sendall(bytes(32))
+            return "sent"
+
+    results: list[str] = []
+    thread = threading.Thread(target=lambda: results.append(in_child_as(NOBODY, impersonate)))
+    thread.start()
+    assert os.read(done[0], 1) == b"x"
+    with pytest.raises(AuthenticationError, match=f"belongs to user {NOBODY}, and this rank to user 0"):
+        receive_key(name, 5.0)
+    thread.join()
+
+
+def test_the_key_server_ends_when_all_ranks_have_the_key() -> None:
+    server = KeyServer(2)
+    assert receive_key(server.name, 5.0) == receive_key(server.name, 5.0) == server.key
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if receive_key(server.name, 5.0) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    server.thread.join(5.0)
+    assert not server.thread.is_alive()
+    with pytest.raises(ConnectionRefusedError):
+        receive_key(server.name, 5.0)
+
+
+def test_only_sockets_of_this_library_are_contacted() -> None:
+    for name in ("", "token", "/tmp/socket", "torchdist_ref/../x", "torchdist_ref/" + "A" * 32):
+        with pytest.raises(AuthenticationError, match="published no socket"):
+            receive_key(name, 1.0)
+
+
+def test_a_forked_child_neither_serves_nor_ends_the_key_server() -> None:
+    server = KeyServer(2)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if server._socket.fileno() == -1 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert receive_key(server.name, 5.0) == server.key
+    server.close()
+
+
+# The attack on a default job: a process announces itself as a rank on another host.
+
+
+@pytest.mark.parametrize("host", [b"elsewhere", b"127.0.0.1"])
+def test_a_process_that_announces_itself_in_the_store_does_not_become_a_rank(host: bytes) -> None:
+    with tcp_stores(2) as [master, attacker]:
+        announcement = host + b"|1|"
+        for prefix in ("", "sealed/"):
+            attacker.set(f"{prefix}group/0/link/endpoint/1", announcement)
+        with pytest.raises(RankError, match=r"AuthenticationError.*endpoint/1' was not written by a member"):
+            run(only_rank_zero, 1, master.port, ranks="processes", init=False, timeout=60.0)
+        assert not [key for key in master.list_keys() if "address" in key], "no listener was published"
+
+
+def only_rank_zero(_: int, port: int) -> None:
+    dist.init_process_group("ref", store=TCPStore("127.0.0.1", port), rank=0, world_size=2)
+
+
+# Tokens
+
+
+def test_a_secret_authenticates_ranks_of_several_hosts(secret_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authentication, "_all_on_this_host", lambda *_: False)
+    with tcp_stores(3) as stores:
+        sealed = join([*stores])
+        assert len({store.derived_key("x") for store in sealed}) == 1
+        assert all(is_authenticated(store) for store in sealed)
+
+
+def test_a_recorded_job_cannot_be_replayed(secret_file: Path) -> None:
+    """The token stays the same for months, and the attacker has read and now writes every key."""
+    with tcp_stores(2) as stores:
+        first = join([*stores])
+        first[1].set("group/0/link/endpoint/1", "attacker's host")
+        recorded = {key: stores[0].get(key) for key in stores[0].list_keys()}
+    with tcp_stores(2) as [store, attacker]:
+        for key, value in recorded.items():
+            attacker.set(key, value)
+        sealed = authenticate(store, 0, 2, 20.0, [])
+        assert sealed.derived_key("x") != first[0].derived_key("x")
+        with pytest.raises(AuthenticationError):
+            sealed.get("group/0/link/endpoint/1")
+
+
+def test_ranks_with_different_secrets_do_not_believe_each_other(
+    secret_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"x" * 20)
+    other.chmod(0o600)
+    with tcp_stores(2) as stores:
+        on_close: list[Callable[[], None]] = []
+        with ThreadPoolExecutor(1) as pool:
+            member = pool.submit(authenticate, stores[1], 1, 2, 20.0, on_close)
+            stores[0].wait(["authentication/1"])
+            monkeypatch.setenv(SECRET_FILE, str(other))
+            first = authenticate(stores[0], 0, 2, 20.0, on_close)
+            member.result().set("address", "here")
+        with pytest.raises(AuthenticationError, match="different job tokens"):
+            first.get("address")
+
+
+def test_ranks_with_and_without_a_secret_name_the_difference(
+    secret_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tcp_stores(2) as stores:
+        with ThreadPoolExecutor(1) as pool:
+            with_secret = pool.submit(authenticate, stores[0], 0, 2, 20.0, [])
+            stores[1].wait(["authentication/0"])
+            monkeypatch.delenv(SECRET_FILE)
+            with pytest.raises(AuthenticationError, match=f"another rank has {SECRET_FILE}"):
+                authenticate(stores[1], 1, 2, 20.0, [])
+            stores[1].set("authentication/1", "user somewhere")
+            with pytest.raises(AuthenticationError, match="disagree about how to authenticate"):
+                with_secret.result()
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "text"),
+    [("short", 0o600, "has 5 bytes; it needs 16"), ("x" * 40, 0o644, "other users may read")],
+)
+def test_a_bad_secret_file_is_refused(secret_file: Path, content: str, mode: int, text: str) -> None:
+    secret_file.write_text(content)
+    secret_file.chmod(mode)
+    with pytest.raises(AuthenticationError, match=text):
+        authenticate(HashStore(), 0, 1, 1.0, [])
+    secret_file.unlink()
+    with pytest.raises(AuthenticationError, match="No such file"):
+        authenticate(HashStore(), 0, 1, 1.0, [])
+
+
+def test_a_trusted_network_needs_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRUST_NETWORK, "1")
+    with tcp_stores(2) as stores:
+        sealed = join([*stores])
+        sealed[0].set("k", "v")
+        assert sealed[1].get("k") == b"v" and not any(is_authenticated(store) for store in sealed)
+        monkeypatch.setenv(TRUST_NETWORK, "0")
+        with pytest.raises(AuthenticationError, match=f"another rank has {TRUST_NETWORK}=1"):
+            authenticate(stores[1], 1, 2, 20.0, [])
+
+
+def between_hosts(rank: int, port: int, path: str) -> list[float]:
+    os.environ |= {"TORCHDIST_REF_HOST_ID": str(rank), SECRET_FILE: path}
+    dist.init_process_group("ref", store=TCPStore("127.0.0.1", port), rank=rank, world_size=2)
+    tensor = fill(rank, (7,))
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return [*tensor.tolist()]
+
+
+def test_a_mesh_between_hosts_with_a_secret(secret_file: Path) -> None:
+    with tcp_stores(1) as [store]:
+        expected = (fill(0, (7,)) + fill(1, (7,))).tolist()
+        assert run(between_hosts, 2, store.port, str(secret_file), ranks="processes", init=False) == [
+            expected,
+            expected,
+        ]
