@@ -100,7 +100,7 @@ PARTS = (
     Part("parallel", "4 training", (*API, "parallel.bucket", "algorithms")),
     Part("algorithms", "4 training", (*API, "parallel.bucket")),
     Part("nn", "4 training", API),
-    Part("optim", "4 training", (*API, "algorithms")),
+    Part("optim", "4 training", (*API, "algorithms", "parallel")),
     Part("utilities", "4 training", (*API, "parallel", "algorithms")),
     Part("pipeline", "4 training", ("errors",)),
     Part("elastic.data", "4 training", API),

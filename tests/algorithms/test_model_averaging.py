@@ -129,6 +129,7 @@ def test_invalid_arguments_of_averagers_raise() -> None:
     ("make", "message"),
     [
         (lambda: PeriodicModelAverager(0), "'period' must be at least 1, got 0"),
+        (lambda: PeriodicModelAverager("4"), "'period' must be a number of steps, got '4'"),  # type: ignore[arg-type]
         (lambda: PeriodicModelAverager(2, -1), "'warmup_steps' must be 0 or more, got -1"),
         (lambda: HierarchicalModelAverager({}), "must be one or more increasing periods"),
         (lambda: HierarchicalModelAverager({0: 1, 2: 2}), "must be one or more increasing periods"),
@@ -141,7 +142,7 @@ def test_misuse_raises(make: Callable[[], Any], message: str) -> None:
     def program(rank: int) -> str:
         try:
             make()
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             return str(error)
         return "fine"
 

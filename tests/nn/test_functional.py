@@ -245,3 +245,45 @@ def test_scatter_requires_one_shape() -> None:
 
 def test_the_package_has_the_functions_too() -> None:
     assert all(getattr(torchdist_ref.nn, name) is getattr(ours, name) for name in ours.__all__)
+
+
+WRONG: dict[str, Callable[[Any], Any]] = {
+    "broadcast: .*'tensor'": lambda wrong: ours.broadcast(wrong, 0),
+    "gather: .*'tensor'": lambda wrong: ours.gather(wrong),
+    "reduce: .*'tensor'": lambda wrong: ours.reduce(wrong, 0),
+    "all_reduce: .*'tensor'": lambda wrong: ours.all_reduce(wrong),
+    "all_gather: .*'tensor'": lambda wrong: ours.all_gather(wrong),
+    "scatter: .*'tensors'": lambda wrong: ours.scatter(wrong[0]),
+    "reduce_scatter: .*'output'": lambda wrong: ours.reduce_scatter(wrong, wrong),
+    "reduce_scatter: .*'input_list'": lambda wrong: ours.reduce_scatter(wrong[0], wrong[0]),
+    "all_to_all: .*'output_tensor_list'": lambda wrong: ours.all_to_all(wrong[0], wrong),
+    "all_to_all: .*'input_tensor_list'": lambda wrong: ours.all_to_all(wrong, wrong[0]),
+    "all_to_all_single: .*'output'": lambda wrong: ours.all_to_all_single(wrong, wrong[0]),
+    "all_to_all_single: .*'input'": lambda wrong: ours.all_to_all_single(wrong[0], wrong),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_list_for_a_tensor_is_named(message: str) -> None:
+    def program(rank: int) -> None:
+        with pytest.raises(dist.ArgumentTypeError, match=message):
+            WRONG[message]([torch.ones(1)])
+
+    run(program, 1)
+
+
+def test_a_rank_whose_input_needs_no_gradient_is_explained() -> None:
+    """The other rank runs backward alone; it waits until this one makes another call or leaves."""
+
+    def program(rank: int) -> list[str]:
+        tensor = torch.ones(2, requires_grad=rank == 0)
+        result = ours.all_reduce(tensor)
+        try:
+            result.sum().backward() if rank == 0 else dist.barrier()
+        except dist.DistBackendError as error:
+            return getattr(error, "__notes__", [])
+        return []
+
+    notes, others = run(program, 2)
+    assert len(notes) == 1 and not others
+    assert "backward pass of nn.functional's AllReduce" in notes[0] and "does not require a gradient" in notes[0]

@@ -105,8 +105,26 @@ def test_attributes_are_those_of_the_optimizer_inside() -> None:
     assert run(program, 1) == [True]
 
 
+class Mute:
+    """An averager that averages nothing."""
+
+    step = 0
+
+    def average_parameters(self, params: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("averager", [None, "periodic"])
+def test_an_optimizer_without_an_averager_is_named_at_construction(averager: Any) -> None:
+    inside = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(TypeError, match=f"'averager' must be an object with .*average_parameters, got '?{averager}"):
+        PostLocalSGDOptimizer(inside, averager)
+    with pytest.raises(TypeError, match="'optim' must be an object with a method step, got None"):
+        PostLocalSGDOptimizer(None, Mute())  # type: ignore[arg-type]
+
+
 def test_optimizer_can_be_copied() -> None:
     inside = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    optimizer = PostLocalSGDOptimizer(inside, averager=None)  # type: ignore[arg-type]
+    optimizer = PostLocalSGDOptimizer(inside, averager=Mute())  # type: ignore[arg-type]
     assert copy.copy(optimizer).param_groups[0]["lr"] == 1.0
     assert isinstance(pickle.loads(pickle.dumps(optimizer)), PostLocalSGDOptimizer)

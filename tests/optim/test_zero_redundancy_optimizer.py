@@ -287,7 +287,7 @@ def test_step_with_overlap_does_nothing_and_warns(caplog: pytest.LogCaptureFixtu
 def failure(rank: int, attempt: Callable[[list[nn.Parameter]], Any]) -> str:
     try:
         attempt(parameters())
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return "none"
 
@@ -307,6 +307,10 @@ def zero(weights: Any, **options: Any) -> ZeroRedundancyOptimizer:
         (lambda w: zero(w, overlap_with_ddp=True).assign([parameters()]), "ArgumentError: .*this optimizer"),
         (lambda w: zero(w).assign([w]), "ArgumentError: .*already"),
         (lambda w: zero([torch.zeros(2).to_sparse().requires_grad_()]), "ArgumentError: .*'params' must be dense"),
+        (
+            lambda w: ZeroRedundancyOptimizer(w, torch.optim.SGD(w, lr=1.0)),  # type: ignore[arg-type]
+            "ArgumentTypeError: .*'optimizer_class' must be a class",
+        ),
         (lambda w: zero([]), "ValueError: .*empty parameter list"),
         (lambda w: zero(w, process_group=dist.GroupMember.NON_GROUP_MEMBER), "ArgumentError: .*'process_group'"),
     ],
@@ -314,3 +318,23 @@ def zero(weights: Any, **options: Any) -> ZeroRedundancyOptimizer:
 def test_misuse_raises(attempt: Callable[[list[nn.Parameter]], Any], message: str) -> None:
     (found,) = run(failure, 1, attempt)
     assert re.match(message, found, re.DOTALL), found
+
+
+def test_models_of_different_shapes_are_named_at_construction() -> None:
+    def program(rank: int) -> list[str]:
+        found = []
+        same = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
+        other = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3, 1 + rank))]
+        optimizer = zero(same)
+        for attempt in (lambda: zero(other), lambda: optimizer.add_param_group({"params": other[1:]})):
+            with pytest.raises(dist.MismatchError) as caught:
+                attempt()
+            found.append(str(caught.value))
+        return found
+
+    for rank, found in enumerate(run(program, 2)):
+        for index, message in zip((1, 0), found, strict=True):
+            assert message.startswith(
+                f"ZeroRedundancyOptimizer: parameter {index} ('of shape [3, {1 + rank}]') differs"
+            )
+            assert "(3, 1), strides (1, 1) on ranks [0]" in message and "(3, 2), strides (2, 1) on ranks [1]" in message

@@ -110,6 +110,14 @@ def test_join_raises_on_other_groups_and_no_joinables() -> None:
             Join([one, other])
         with pytest.raises(dist.ArgumentError, match="at least one Joinable"):
             Join([])
+        with pytest.raises(
+            dist.ArgumentTypeError, match=r"'joinables\[1\]' must be a Joinable, got 'Linear'.*Wrap models"
+        ):
+            Join([one, nn.Linear(1, 1)])  # type: ignore[list-item]
+        with pytest.raises(
+            dist.ArgumentTypeError, match=r"'joinables' must be a list of .* got 'DistributedDataParallel'"
+        ):
+            Join(one)  # type: ignore[arg-type]
         return True
 
     assert run(program, 2) == [True, True]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchdist_ref import groups
-from torchdist_ref.errors import ArgumentError, DistError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, explain
 from torchdist_ref.work import Work
 
 __all__ = ["Join", "JoinHook", "Joinable"]
@@ -92,6 +92,7 @@ class Join:
 
     Raises:
         ArgumentError: No joinables, or joinables in different groups.
+        ArgumentTypeError: Not a list, or an object that is no Joinable.
         DistError: With ``throw_on_early_termination``, on all ranks, when a rank has no more inputs.
 
     Example:
@@ -117,8 +118,7 @@ class Join:
         throw_on_early_termination: bool = False,
         **kwargs: Any,
     ) -> None:
-        if not joinables:
-            raise ArgumentError(explain("Join", "joinables", "a list of at least one Joinable", joinables))
+        _check_joinables(joinables)
         self._process_group = _common_group(joinables)
         self._device = joinables[0].join_device
         self._rank = groups.get_rank(self._process_group)
@@ -190,6 +190,20 @@ class Join:
             if int(finished):
                 raise DistError(f"Join: a rank has used up its inputs; rank {groups.get_rank(group)} stops with it.")
         return work
+
+
+def _check_joinables(joinables: Any) -> None:
+    expected = "a list of at least one Joinable"
+    if not isinstance(joinables, Sequence):
+        raise ArgumentTypeError(explain("Join", "joinables", expected, type(joinables).__name__))
+    if not joinables:
+        raise ArgumentError(explain("Join", "joinables", expected, joinables))
+    for index, joinable in enumerate(joinables):
+        # A class of torch's is no subclass of ours.
+        if not hasattr(joinable, "_join_config") or not hasattr(joinable, "join_hook"):
+            hint = "Wrap models in DistributedDataParallel; a class of your own calls Joinable.__init__."
+            got = type(joinable).__name__
+            raise ArgumentTypeError(explain("Join", f"joinables[{index}]", "a Joinable", got, hint=hint))
 
 
 def _common_group(joinables: Sequence[Joinable]) -> Any:

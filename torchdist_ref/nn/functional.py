@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchdist_ref import groups
-from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 from torchdist_ref.groups import ProcessGroup
 from torchdist_ref.nn import transposes
 from torchdist_ref.nn.transposes import apply
@@ -51,6 +51,18 @@ def member_group(operation: str, group: Group) -> ProcessGroup:
         return found
     hint = "Call it on the group's members only."
     raise ArgumentError(explain(operation, "group", "a group that this rank is in", group, hint=hint))
+
+
+def _check_tensor(operation: str, argument: str, value: Any) -> None:
+    """Raise unless the value is a tensor."""
+    if not isinstance(value, Tensor):
+        raise ArgumentTypeError(explain(operation, argument, "a tensor", type(value).__name__))
+
+
+def _check_tensors(operation: str, argument: str, values: Any) -> None:
+    """Raise unless the values are a list or tuple of tensors."""
+    if not isinstance(values, list | tuple) or not all(isinstance(value, Tensor) for value in values):
+        raise ArgumentTypeError(explain(operation, argument, "a list of tensors", type(values).__name__))
 
 
 def _product(stacked: Tensor) -> Tensor:
@@ -103,6 +115,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
         >>> run(program, 2)
         [(5.0, 0.0), (5.0, 3.0)]
     """
+    _check_tensor("broadcast", "tensor", tensor)
     found = member_group("broadcast", group)
     return apply(transposes.BroadcastMap(found, groups.get_group_rank(found, src)), tensor)[0]
 
@@ -134,6 +147,7 @@ def gather(tensor: Tensor, dst: int = 0, group: Group = None) -> tuple[Tensor, .
         >>> run(program, 2)
         [(0.0, 3.0), (2.0, 2.0)]
     """
+    _check_tensor("gather", "tensor", tensor)
     found = member_group("gather", group)
     return apply(transposes.GatherMap(found, groups.get_group_rank(found, dst)), tensor)
 
@@ -165,6 +179,7 @@ def scatter(tensors: list[Tensor] | tuple[Tensor, ...], src: int = 0, group: Gro
         >>> run(program, 2)
         [(10.0, [0.0, 0.0]), (11.0, [1.0, 2.0])]
     """
+    _check_tensors("scatter", "tensors", tensors)
     found = member_group("scatter", group)
     if any(tensor.shape != tensors[0].shape for tensor in tensors):
         shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -200,6 +215,7 @@ def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None
         >>> run(program, 2)
         [(5.0, 7.0), (0.0, 7.0)]
     """
+    _check_tensor("reduce", "tensor", tensor)
     found = member_group("reduce", group)
     if (local := nonlinear_reduction(op)) is not None:
         return local(torch.stack(gather(tensor, dst, found)))
@@ -234,6 +250,8 @@ def reduce_scatter(output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.
         >>> run(program, 2)
         [(10.0, [1.0, 2.0]), (12.0, [1.0, 2.0])]
     """
+    _check_tensor("reduce_scatter", "output", output)
+    _check_tensors("reduce_scatter", "input_list", input_list)
     found = member_group("reduce_scatter", group)
     if (local := nonlinear_reduction(op)) is None:
         return apply(transposes.ReduceScatterMap(found, op, output), *input_list)[0]
@@ -268,6 +286,7 @@ def all_gather(tensor: Tensor, group: Group = None) -> tuple[Tensor, ...]:
         >>> run(program, 2)
         [9.0, 6.0]
     """
+    _check_tensor("all_gather", "tensor", tensor)
     return apply(transposes.AllGatherMap(member_group("all_gather", group)), tensor)
 
 
@@ -300,6 +319,8 @@ def all_to_all(
         >>> run(program, 2)
         [(0.0, 10.0, [1.0, 2.0]), (1.0, 11.0, [1.0, 1.0])]
     """
+    _check_tensors("all_to_all", "output_tensor_list", output_tensor_list)
+    _check_tensors("all_to_all", "input_tensor_list", input_tensor_list)
     shapes = tuple(tensor.shape for tensor in output_tensor_list)
     input_shapes = tuple(tensor.shape for tensor in input_tensor_list)
     outputs = tuple(output_tensor_list)
@@ -343,6 +364,8 @@ def all_to_all_single(
         >>> run(program, 2)
         [([0.0, 0.0], [1.0, 2.0, 2.0]), ([1.0, 2.0, 1.0, 2.0], [1.0, 2.0, 2.0])]
     """
+    _check_tensor("all_to_all_single", "output", output)
+    _check_tensor("all_to_all_single", "input", input)
     found = member_group("all_to_all_single", group)
     sizes = output_split_sizes, input_split_sizes
     return apply(transposes.AllToAllSingleMap(found, output.shape, input.shape, *sizes, output), input)[0]
@@ -378,6 +401,7 @@ def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None) -> T
         >>> run(program, 2, ReduceOp.MAX)
         [(3.0, 0.0), (3.0, 3.0)]
     """
+    _check_tensor("all_reduce", "tensor", tensor)
     found = member_group("all_reduce", group)
     if (local := nonlinear_reduction(op)) is not None:
         return local(torch.stack(all_gather(tensor, found)))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchdist_ref import groups
+from torchdist_ref.errors import DistBackendError
 from torchdist_ref.groups import ProcessGroup
 
 Tensors = tuple[Tensor, ...]
@@ -48,7 +49,15 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Run the transpose."""
-        return (None, *apply(ctx.operation.transposed(), *grads))
+        try:
+            return (None, *apply(ctx.operation.transposed(), *grads))
+        except DistBackendError as error:
+            name = type(ctx.operation).__name__.removesuffix("Map")
+            error.add_note(
+                f"It failed in the backward pass of nn.functional's {name}: every rank has to run backward through the "
+                "same collectives. A rank whose input does not require a gradient takes no part."
+            )
+            raise
 
 
 def apply(operation: LinearMap, *tensors: Tensor) -> Tensors:

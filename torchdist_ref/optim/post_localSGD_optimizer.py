@@ -12,6 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from torchdist_ref.algorithms.model_averaging.averagers import ModelAverager
+from torchdist_ref.errors import ArgumentTypeError, explain
 
 __all__ = ["PostLocalSGDOptimizer"]
 
@@ -43,10 +44,17 @@ class PostLocalSGDOptimizer(Optimizer):
         >>> run(program, 2)
         [-1.0, -1.0]
 
+    Raises:
+        ArgumentTypeError: Not an optimizer, or not an averager.
+
     T. Lin, S. Stich, K. K. Patel, M. Jaggi, *Don't Use Large Mini-Batches, Use Local SGD*, ICLR 2020.
     """
 
     def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
+        for argument, value, method in (("optim", optim, "step"), ("averager", averager, "average_parameters")):
+            if not callable(getattr(value, method, None)):
+                expected = f"an object with a method {method}"
+                raise ArgumentTypeError(explain("PostLocalSGDOptimizer", argument, expected, value))
         # No state of its own: Optimizer.__init__ would make some, beside that of the optimizer inside.
         self.optim = optim
         self.averager = averager

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from torchdist_ref import groups
 from torchdist_ref.algorithms.join import Join, Joinable, JoinHook
-from torchdist_ref.errors import ArgumentError, DistError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, explain
 from torchdist_ref.optim.shards import (
     Shards,
     copy_options,
@@ -34,6 +34,7 @@ from torchdist_ref.optim.shards import (
     own_state,
     parameter_numbers,
 )
+from torchdist_ref.parallel import synchronization
 from torchdist_ref.work import Work
 
 __all__ = ["ZeroRedundancyOptimizer"]
@@ -101,6 +102,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self.rank < 0:
             expected = "a group that this rank is in"
             raise ArgumentError(explain("ZeroRedundancyOptimizer", "process_group", expected, process_group))
+        _check_class(optimizer_class)
         self.overlap_with_ddp = overlap_with_ddp
         self.parameters_as_bucket_view = parameters_as_bucket_view and not overlap_with_ddp
         self._class, self._options = optimizer_class, defaults
@@ -110,7 +112,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._lock = threading.Lock()
         Optimizer.__init__(self, params, defaults)
         Joinable.__init__(self)
-        _refuse_sparse(self._all())
+        parameters = self._all()
+        _refuse_sparse(parameters)
+        _verify_alike(parameters, self.process_group)
         if not overlap_with_ddp:
             for group in self.param_groups:
                 self._shards.assign(group["params"])
@@ -138,6 +142,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             DistError: With ``overlap_with_ddp``, once constructed.
+            MismatchError: Parameters differ between ranks.
         """
         made = hasattr(self, "_join_config")
         if made and self.overlap_with_ddp:
@@ -146,6 +151,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if made:
             added = self.param_groups[-1]
             _refuse_sparse(added["params"])
+            _verify_alike(added["params"], self.process_group)
             self._shards.assign(added["params"])
             self.optim.add_param_group(local_groups([added], [self._shards.of(self.rank)[-1]])[0])
             copy_options(self.optim.param_groups, self.param_groups)
@@ -307,11 +313,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise DistError("ZeroRedundancyOptimizer: there is no state before the hook has seen DDP's buckets.")
 
 
+def _check_class(optimizer_class: Any) -> None:
+    if isinstance(optimizer_class, Optimizer) or not callable(optimizer_class):
+        expected = "a class of optimizers, such as torch.optim.Adam"
+        raise ArgumentTypeError(explain("ZeroRedundancyOptimizer", "optimizer_class", expected, optimizer_class))
+
+
 def _refuse_sparse(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         if parameter.layout != torch.strided:
             expected = "dense parameters"
             raise ArgumentError(explain("ZeroRedundancyOptimizer", "params", expected, parameter.layout))
+
+
+def _verify_alike(parameters: Sequence[Tensor], group: Any) -> None:
+    """Raise MismatchError unless all ranks have parameters of the same dtypes and shapes, in the same order."""
+    names = [f"of shape {list(parameter.shape)}" for parameter in parameters]
+    device = parameters[0].device if parameters else torch.device("cpu")
+    dense = [False] * len(parameters)
+    synchronization.verify(parameters, names, dense, group, device, "ZeroRedundancyOptimizer")
 
 
 class _JoinOptimizer(JoinHook):

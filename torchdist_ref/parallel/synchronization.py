@@ -36,9 +36,22 @@ def describe(parameter: torch.Tensor, sparse: bool) -> str:
 
 
 def verify(
-    parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool], group: Any, device: torch.device
+    parameters: Sequence[torch.Tensor],
+    names: Sequence[str],
+    sparse: Sequence[bool],
+    group: Any,
+    device: torch.device,
+    owner: str = "DistributedDataParallel",
 ) -> None:
     """Check that every rank holds parameters of the same kinds, in the same order.
+
+    Args:
+        parameters: This rank's parameters.
+        names: The name of each.
+        sparse: Whether each has sparse gradients.
+        group: The process group.
+        device: The device on which texts are compared.
+        owner: The class that needs equal parameters, for the message. Default: DDP.
 
     Raises:
         MismatchError: Some rank's parameters differ. Every rank raises, with the first parameter that differs and the
@@ -50,7 +63,8 @@ def verify(
     if all(torch.equal(digest, digests[0]) for digest in digests):
         return
     everyone = _gather_texts(text, [int(digest[0]) for digest in digests], group, device)
-    raise MismatchError(_difference([lines.split("\n") for lines in everyone], names, groups.get_rank(group)))
+    difference = _difference([lines.split("\n") for lines in everyone], names, groups.get_rank(group))
+    raise MismatchError(f"{owner}: {difference}")
 
 
 def _gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
@@ -74,7 +88,7 @@ def _difference(everyone: Sequence[Sequence[str]], names: Sequence[str], rank: i
     kinds = {kind: [r for r, other in enumerate(rows[index]) if other == kind] for kind in dict.fromkeys(rows[index])}
     found = "; ".join(f"{kind} on ranks {ranks}" for kind, ranks in kinds.items())
     return (
-        f"DistributedDataParallel: parameter {index} ({name}) differs between ranks: {found} (this is rank {rank}). "
+        f"parameter {index} ({name}) differs between ranks: {found} (this is rank {rank}). "
         "Build the model alike on every rank; the number and order of parameters count too."
     )
 

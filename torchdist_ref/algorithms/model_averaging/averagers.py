@@ -193,6 +193,8 @@ class PeriodicModelAverager(ModelAverager):
     def __init__(self, period: int, warmup_steps: int = 0, process_group: Any = None) -> None:
         super().__init__(process_group)
         _check_warmup(type(self).__name__, warmup_steps)
+        if not isinstance(period, int):
+            raise ArgumentTypeError(explain(type(self).__name__, "period", "a number of steps", period))
         if period < 1:
             raise ArgumentError(explain(type(self).__name__, "period", "at least 1", period))
         _warn_of_period_one(period)
@@ -215,6 +217,8 @@ class PeriodicModelAverager(ModelAverager):
 
 def _check_warmup(name: str, warmup_steps: int) -> None:
     """Raise if the number of warm-up steps is negative."""
+    if not isinstance(warmup_steps, int):
+        raise ArgumentTypeError(explain(name, "warmup_steps", "a number of steps", warmup_steps))
     if warmup_steps < 0:
         raise ArgumentError(explain(name, "warmup_steps", "0 or more", warmup_steps))
 
