@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
+from operator import attrgetter
 from typing import Any, TypeVar, overload
 
 import torch
@@ -122,6 +123,7 @@ def nbytes_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
     return max(sum(tensor.nbytes for tensor in flat_operands(side)) for side in (inputs, outputs))
 
 
+_nbytes = attrgetter("nbytes")
 Request = tuple[Call, Sequence[Tensor], Sequence[Tensor]]
 """A call, its inputs and its outputs: the arguments of `Backend.submit`."""
 
@@ -155,6 +157,35 @@ def without_overlap(rank: int, requests: Sequence[Request]) -> tuple[Sequence[Re
             output.detach().copy_(result)
 
     return copies, copy_back
+
+
+def are_apart(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """Return whether no two tensors share memory, for every call: False where only `without_overlap` can tell.
+
+    >>> row = torch.zeros(4)
+    >>> are_apart((row[:2],), (row[2:],)), are_apart((row[:3],), (row[2:],))
+    (True, False)
+    >>> are_apart((row[:1], row[1:2]), (row[2:],)), are_apart((row[:1], row[1:3]), (row[2:],))
+    (True, False)
+    """
+    read = (inputs.tensor,) if type(inputs) is RowBlocks else inputs
+    tensors = (*read, outputs.tensor) if type(outputs) is RowBlocks else (*read, *outputs)
+    try:
+        if len(tensors) == 2:
+            # One input and one output: a third of the time of the general case.
+            one, other = tensors
+            begin, start = one.data_ptr(), other.data_ptr()
+            apart = begin + one.nbytes <= start or start + other.nbytes <= begin
+            return apart and one.is_contiguous() and other.is_contiguous()
+        extents = sorted(zip(map(Tensor.data_ptr, tensors), map(_nbytes, tensors), strict=True))
+    except RuntimeError:
+        return False
+    last = 0
+    for begin, nbytes in extents:
+        if begin < last:
+            return False
+        last = begin + nbytes
+    return all(map(Tensor.is_contiguous, tensors))
 
 
 def _copied(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, sparse_coo
 from torch.futures import Future
 
-from torchdist_ref.backends.base import flat_operands, without_overlap
+from torchdist_ref.backends.base import are_apart, flat_operands, without_overlap
 from torchdist_ref.backends.reductions import start_sum
 from torchdist_ref.calls import AllReduce, Barrier, Broadcast, Call, Reduce
 from torchdist_ref.debug.monitored import run_monitored_barrier
@@ -61,6 +61,9 @@ def submit_lists(
     group: ProcessGroup, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], async_op: bool
 ) -> Work | None:
     """Submit a call of several tensors, as `submit` does; tensors may share memory."""
+    if are_apart(inputs, outputs):
+        work = group.backend.submit(call, inputs, outputs, not async_op)
+        return work if async_op else None
     requests, copy_back = without_overlap(group.rank(), ((call, inputs, outputs),))
     if copy_back is None:
         return submit(group, call, inputs, outputs, async_op)
