@@ -1,18 +1,26 @@
 """`--against-checkout`: its arithmetic on tables written out, and brief runs of this checkout against itself.
 
-A run starts three times two ranks, which import torch: some 5 s each.
+Three interpreters that import torch take some 5 s, so most runs here fork them from this process.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 import torchdist_ref
+from torchdist_ref import processes
+from torchdist_ref.benchmark import ranks, started_rank
 from torchdist_ref.benchmark.__main__ import main
-from torchdist_ref.benchmark.checkouts import Comparison, ComparisonPlan, compare, geometric_mean, show
+from torchdist_ref.benchmark.checkouts import SIDES, Comparison, geometric_mean, show
+from torchdist_ref.benchmark.rounds import ParentAddress, RankContext, Result, take_turns
 from torchdist_ref.errors import DistBackendError
 
 HERE = Path(torchdist_ref.__file__).parents[1]
@@ -21,9 +29,9 @@ HERE = Path(torchdist_ref.__file__).parents[1]
 def table() -> list[Comparison]:
     """Three cells: twice as fast, slower within the noise of the old checkout, and slower beyond it."""
     return [
-        Comparison({"op": "all_reduce", "bytes": 4}, [1e-6, 3e-6, 2e-6], ([4e-6] * 3, [4e-6] * 3)),
-        Comparison({"op": "all_reduce", "bytes": 1024}, [6e-6] * 3, ([4e-6] * 3, [8e-6] * 3)),
-        Comparison({"op": "barrier", "bytes": 0}, [5e-6] * 3, ([4e-6] * 3, [4e-6, 4.2e-6, 3e-6])),
+        Comparison({"op": "all_reduce", "size_bytes": 4}, [1e-6, 3e-6, 2e-6], ([4e-6] * 3, [4e-6] * 3)),
+        Comparison({"op": "all_reduce", "size_bytes": 1024}, [6e-6] * 3, ([4e-6] * 3, [8e-6] * 3)),
+        Comparison({"op": "barrier", "size_bytes": 0}, [5e-6] * 3, ([4e-6] * 3, [4e-6, 4.2e-6, 3e-6])),
     ]
 
 
@@ -39,7 +47,7 @@ def test_ratio_is_of_medians_and_spread_is_old_against_old() -> None:
 
 def test_slower_needs_more_than_three_percent_and_more_than_the_spread() -> None:
     assert [each.slower for each in table()] == [False, False, True]
-    cell = {"op": "barrier", "bytes": 0}
+    cell = {"op": "barrier", "size_bytes": 0}
     assert not Comparison(cell, [1.02], ([1.0], [1.0])).slower
     assert Comparison(cell, [1.04], ([1.0], [1.0])).slower
     assert not Comparison(cell, [1.04], ([0.98], [1.05])).slower
@@ -57,15 +65,58 @@ def test_table_names_cells_that_are_slower() -> None:
     )
 
 
+@contextmanager
+def forked_side(address: ParentAddress, program: Any, checkout: Path, side: int) -> Iterator[processes.Child]:
+    """The ranks of one checkout, forked from this process, which has imported it."""
+    folder = Path(address.folder, str(side))
+    (folder / started_rank.TASK).write_bytes(pickle.dumps((str(checkout), address, side, program)))
+
+    def run_side() -> NoReturn:
+        os._exit(started_rank.main(str(folder), mpi=False))
+
+    child = processes.fork(run_side)
+    try:
+        yield child
+    finally:
+        child.terminate(1.0)
+
+
+def overlapping(context: RankContext) -> None:
+    """Report the order of the sides' turns; a turn fails if another side's is not over."""
+    lock = Path(context.folder).parent / "lock"
+
+    def turn() -> list[float]:
+        if context.rank == 0:
+            lock.touch(exist_ok=False)
+            with Path(context.folder).parent.joinpath("order").open("a") as file:
+                file.write(str(context.side))
+        context.exchange(None)
+        if context.rank == 0:
+            lock.unlink()
+        return [1.0]
+
+    take_turns(context, {"only": turn}, 4)
+    order = (Path(context.folder).parent / "order").read_text()
+    context.report(Result({"order": order[:12], "values": context.exchange((context.side, context.rank))}, {}))
+
+
+def test_sides_have_their_turns_one_at_a_time_in_an_order_that_rotates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "start_child", forked_side)
+    reports: dict[int, Any] = {}
+    ranks.run_checkouts(overlapping, 2, reports.__setitem__, dict.fromkeys(SIDES, HERE))
+    assert [reports[side].cell["order"] for side in range(3)] == ["012120201012"] * 3
+    assert [reports[side].cell["values"] for side in range(3)] == [[(side, 0), (side, 1)] for side in range(3)]
+
+
 @pytest.mark.parametrize(
     ("command", "cells"),
     [
         (
             ["collectives", "--ops", "all_reduce,barrier", "--sizes", "4", "--seconds", "0.001"],
             [
-                {"backend": name, "op": op, "bytes": size}
-                for name in ("ref", "gloo")
+                {"backend": name, "op": op, "size_bytes": size, "world": 2}
                 for op, size in (("all_reduce", 4), ("barrier", 0))
+                for name in ("ref", "gloo")
             ],
         ),
         (["ddp", "--models", "tiny", "--hooks", "fp16", "--seconds", "0.001"], [{"model": "tiny", "hook": "fp16"}]),
@@ -81,8 +132,14 @@ def test_table_names_cells_that_are_slower() -> None:
     ids=lambda value: value[0] if isinstance(value[0], str) else "",
 )
 def test_this_checkout_against_itself(
-    command: list[str], cells: list[dict[str, object]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    cells: list[dict[str, object]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if command[0] != "start":
+        monkeypatch.setattr(ranks, "start_child", forked_side)
     out = tmp_path / "out.json"
     assert main([*command, "--repetitions", "2", "--against-checkout", str(HERE), "--json", str(out)]) == 0
     report = json.loads(out.read_text())
@@ -96,12 +153,29 @@ def test_this_checkout_against_itself(
     assert f"over {len(cells)} cells" in capsys.readouterr().out
 
 
-def test_ranks_of_the_old_checkout_import_the_old_package(tmp_path: Path) -> None:
+def test_ranks_of_the_old_checkout_import_the_old_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "torchdist_ref").mkdir()
     (tmp_path / "torchdist_ref" / "__init__.py").write_text("raise SystemExit(3)\n")
-    plan = ComparisonPlan("start", [{"backend": "ref", "operation": "init", "world": 1}], 1, 1, 0.0)
-    with pytest.raises(DistBackendError, match="rank 0 of the checkout 'old A' failed"):
-        next(compare(plan, tmp_path, HERE))
+    assert main(["start", "--worlds", "2", "--against-checkout", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "the checkout 'old " in error and "failed: the process ended with exit code 3" in error
+
+
+def ignore(side: int, event: Any) -> None:
+    """Ignore a report."""
+
+
+def failing(context: RankContext) -> None:
+    """Fail on the second side."""
+    if context.side == 1:
+        raise ValueError("no such operation")
+    context.exchange(None, everyone=True)
+
+
+def test_error_of_a_checkout_names_it_and_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "start_child", forked_side)
+    with pytest.raises(DistBackendError, match=r"the checkout 'old A' failed.*rank 0.*no such operation"):
+        ranks.run_checkouts(failing, 1, ignore, dict.fromkeys(SIDES, HERE))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from torchdist_ref.benchmark.__main__ import main
 from torchdist_ref.benchmark.ddp import excess, over_local, pss
 from torchdist_ref.benchmark.ddp_models import HOOKS, MODELS
-from torchdist_ref.benchmark.harness import Result
+from torchdist_ref.benchmark.rounds import Result
 
 # torch's DDP loads the compiler: some 2 s, once.
 BRIEF = ["ddp", "--models", "tiny", "--repetitions", "2", "--seconds", "0.001"]

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchdist_ref.benchmark import collectives, limit, report
+from torchdist_ref.benchmark import collectives, faults, limit, report
 from torchdist_ref.benchmark.collectives import DIRECT, LIMIT, bus_bandwidth
-from torchdist_ref.benchmark.faults import BUSY, FaultTimes
-from torchdist_ref.benchmark.harness import Result
+from torchdist_ref.benchmark.faults import BUSY
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.benchmark.report import ProgressBar, parse_size, show_size
+from torchdist_ref.benchmark.rounds import Result
 from torchdist_ref.benchmark.timing import OtherProcesses, busy, calls_for, durations, own_clock, shared_out
 from torchdist_ref.errors import ArgumentError
 
@@ -210,7 +210,8 @@ def test_registered_buffers_have_a_bound_of_their_own() -> None:
 
 def test_report_has_machine_date_and_versions(tmp_path: Path) -> None:
     report.write(
-        str(tmp_path / "out.json"), report.report("collectives", {"world": 4}, collectives.entries(row()), ["a note"])
+        str(tmp_path / "out.json"),
+        report.report("collectives", {"world": 4}, collectives.result_entries(row()), ["a note"]),
     )
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["schema"] == 1 and found["benchmark"] == "collectives" and found["notes"] == ["a note"]
@@ -256,9 +257,9 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file() -> None:
 
 
 def test_distribution_of_faults_counts_errors_that_never_came() -> None:
-    result = FaultTimes(BUSY, "barrier", "ref", [0.02, None, 0.04, 0.03])
-    assert result.cells() == [BUSY, "barrier", "ref", "30.0", "40.0", "40.0", "1 of 4"]
-    assert FaultTimes(BUSY, "barrier", "ref", [None]).cells()[3:] == ["-", "-", "-", "1 of 1"]
+    found = faults.result(BUSY, "barrier", "ref", [0.02, None, 0.04, 0.03])
+    assert faults.row(found) == [BUSY, "barrier", "ref", "30.0", "40.0", "40.0", "1 of 4"]
+    assert faults.row(faults.result(BUSY, "barrier", "ref", [None]))[3:] == ["-", "-", "-", "1 of 1"]
 
 
 @pytest.mark.parametrize("text", ["", "0", "4X", "K", "-1", "1.5M"])

@@ -6,7 +6,6 @@ the command or draw take one or two.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 from collections.abc import Callable
@@ -22,9 +21,11 @@ from torch import Tensor
 from torchdist_ref import groups
 from torchdist_ref.benchmark import hooks, hooks_pictures, hooks_results
 from torchdist_ref.benchmark.__main__ import main
+from torchdist_ref.benchmark.harness import Harness
 from torchdist_ref.benchmark.hooks_results import HookResult, from_json, select
 from torchdist_ref.benchmark.hooks_tasks import CONTESTANTS, EXACT_STEPS, LOCAL_STEPS, TASKS, Digits, Text, source
 from torchdist_ref.benchmark.hooks_watch import Trainee, counted, parse_link
+from torchdist_ref.benchmark.settings import Settings
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.testing import namespaces, run
 
@@ -178,7 +179,7 @@ def least(mean: Tensor, shapes: list[torch.Size], rank: int) -> float:
         if len(shape) > 1 and 2 * (n + m) * rank < n * m:
             lost += float(torch.linalg.svdvals(mean[start : start + n * m].view(n, m))[rank:].square().sum())
         start += shape.numel()
-    return (lost / float(mean.square().sum())) ** 0.5
+    return float((lost / float(mean.square().sum())) ** 0.5)
 
 
 def test_error_of_powersgd_is_at_least_that_of_the_best_factors_of_its_rank() -> None:
@@ -371,11 +372,11 @@ def test_the_command_measures_models_and_draws(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
 def test_on_a_slow_link_bytes_take_the_time_that_the_rate_allows() -> None:
-    found: list[Any] = []
     link = parse_link("10mbit")
-    settings = argparse.Namespace(tasks=("digits",), backends=("ref", "gloo"), hooks=("none", "noop"), turns=2, world=2)
-    hooks.on_link(settings, link, found.append)
-    results = [one for one in found if isinstance(one, HookResult)]
+    settings = Settings(tasks=("digits",), backends=("ref", "gloo"), hooks=("none", "noop"), turns=2, world=2)
+    harness = Harness(hooks, settings)
+    hooks.on_link(harness, link)
+    results: list[HookResult] = harness.results
     assert len(results) == 4
     for backend in ("ref", "gloo"):
         full, nothing = select(results, backend=backend)

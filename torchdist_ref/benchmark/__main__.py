@@ -6,7 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchdist_ref.benchmark import calls, checkouts, collectives, ddp, faults, hooks, report, start, store
+from torchdist_ref.benchmark import calls, checkouts, collectives, ddp, faults, hooks, start, store
+from torchdist_ref.benchmark.harness import Harness
+from torchdist_ref.benchmark.settings import Option, checked, file
 from torchdist_ref.errors import ArgumentError, DistError
 from torchdist_ref.testing import RankError
 
@@ -26,20 +28,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or (arguments[0] not in _COMMANDS and arguments[0] not in ("-h", "--help")):
         arguments.insert(0, "collectives")
-    options = _parser().parse_args(arguments)
+    typed = _parser().parse_args(arguments)
     try:
-        report.check_rich()
-        for option in ("json", "plot"):
-            if path := getattr(options, option, None):
-                report.check_target(f"--{option}", path)
-        if getattr(options, "against_checkout", None):
-            return checkouts.main(options)
-        return int(_COMMANDS[options.benchmark][0].main(options))
+        settings = checked(_options(typed.benchmark), typed)
+        compares = getattr(settings, "against_checkout", None)
+        harness = checkouts.CheckoutHarness if compares else Harness
+        harness(_COMMANDS[typed.benchmark][0], settings).measure()
+        return 0
     except (ArgumentError, DistError, RankError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _options(name: str) -> dict[str, Option]:
+    """Return all options of a command."""
+    options: dict[str, Option] = dict(_COMMANDS[name][0].OPTIONS)
+    if name in checkouts.COMMANDS:
+        options["against-checkout"] = checkouts.OPTION
+    return options | {"json": Option(None, "write all samples, with the machine, versions and date", file, "FILE")}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,10 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, (module, description) in _COMMANDS.items():
         command = commands.add_parser(name, help=description, description=module.__doc__)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
-        module.arguments(command)
-        if name in checkouts.PLANS:
-            checkouts.arguments(command)
-        command.add_argument("--json", metavar="FILE", help="write all samples, with the machine, versions and date")
+        for option_name, option in _options(name).items():
+            option.add_to(command, option_name)
     return parser
 
 

@@ -10,27 +10,29 @@ as noise.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchdist_ref import groups
 from torchdist_ref.backends.base import Backend, BackendWrapper
-from torchdist_ref.benchmark import competitors, harness, report
-from torchdist_ref.benchmark.harness import Result, take_turns
+from torchdist_ref.benchmark import competitors, report
 from torchdist_ref.benchmark.operations import OPERATIONS
-from torchdist_ref.benchmark.ranks import RankContext
 from torchdist_ref.benchmark.report import show_micros, show_millis
+from torchdist_ref.benchmark.rounds import RankContext, Result, take_turns
+from torchdist_ref.benchmark.settings import Option, Settings, among, at_least, numbers
 from torchdist_ref.benchmark.timing import Action, calls_in_a_row
 from torchdist_ref.groups.world import default_group
 from torchdist_ref.work import Work
+
+if TYPE_CHECKING:
+    from torchdist_ref.benchmark.harness import Harness
 
 NBYTES = 64
 PUBLIC, BACKEND = "public", "backend"
@@ -40,6 +42,13 @@ PROGRAMS = (
     {TORCH: "import torch", ADDED: "torch._import_device_backends(); import torchdist_ref"},
     {WITHOUT: "import torchdist_ref"},
 )
+OPTIONS = {
+    "ops": Option(",".join(op for op in OPERATIONS if op != "sendrecv"), "operations", among(OPERATIONS)),
+    "worlds": Option("1,2", "numbers of ranks", numbers),
+    "repetitions": Option(15, "rounds", at_least(1)),
+    "calls": Option(300, "calls a round", at_least(1)),
+    "imports": Option(5, "rounds of imports", at_least(1)),
+}
 
 
 class SubmitRecorder(BackendWrapper):
@@ -55,8 +64,8 @@ class SubmitRecorder(BackendWrapper):
         return self.wrapped.submit(*arguments)
 
 
-def measure(context: RankContext, settings: argparse.Namespace) -> None:
-    """Measure all operations on one rank. Reports a result for each, and numbers."""
+def measure(context: RankContext, settings: Settings) -> None:
+    """Measure all operations on one rank. Reports a result for each."""
     competitors.join(["ref"], context)
     for op in settings.ops:
         actions = dict(zip((PUBLIC, BACKEND), _public_and_backend(op, context), strict=True))
@@ -107,34 +116,15 @@ def _in_fresh_interpreter(program: Mapping[str, str]) -> dict[str, float]:
     return dict(zip(program, map(float, process.stdout.split()), strict=True))
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's options."""
-    harness.add_options(
-        parser,
-        ops=(",".join(op for op in OPERATIONS if op != "sendrecv"), "operations"),
-        worlds=("1,2", "numbers of ranks"),
-        repetitions=(15, "rounds"),
-        calls=(300, "calls a round"),
-        imports=(5, "rounds of imports"),
-    )
-
-
-def main(options: argparse.Namespace) -> int:
-    """Measure and print."""
-    options.ops = harness.names("benchmark calls", "--ops", options.ops, OPERATIONS)
-    options.worlds = harness.numbers("benchmark calls", "--worlds", options.worlds)
-    bar, results = report.ProgressBar(len(options.worlds) * len(options.ops)), []
-    for world in options.worlds:
-        bar.heading(f"{world} rank{'s' * (world > 1)}")
-        results += harness.collect(partial(measure, settings=options), world, bar)
-    bar.heading("imports")
-    loaded = imports(options.imports)
-    bar.clear()
-    print(show(results), show_imports(loaded), sep="\n\n")
-    entries: list[Any] = [{**each.cell, **each.samples, "public_api": public_api(each)} for each in results]
-    entries.append({"imports": loaded})
-    report.write(options.json, report.report("calls", harness.settings_of(options), entries))
-    return 0
+def run(harness: Harness) -> None:
+    """Measure for each number of ranks, and imports, whose result has no cell."""
+    settings = harness.settings
+    harness.begin(len(settings.worlds) * len(settings.ops))
+    for world in settings.worlds:
+        harness.bar.heading(f"{world} rank{'s' * (world > 1)}")
+        harness.run(partial(measure, settings=settings), world)
+    harness.bar.heading("imports")
+    harness.results.append(Result({}, imports(settings.imports)))
 
 
 def public_api(result: Result) -> float:
@@ -142,17 +132,23 @@ def public_api(result: Result) -> float:
     return median(whole - own for whole, own in zip(result.samples[PUBLIC], result.samples[BACKEND], strict=True))
 
 
-def show(results: Sequence[Result]) -> str:
-    """Return the table of calls, in microseconds."""
+def show(harness: Harness, results: Sequence[Result]) -> str:
+    """Return the table of calls, in microseconds, and that of imports, in milliseconds."""
     rows = [
-        [each.cell["op"], str(each.cell["world"]), *map(show_micros, (each.median(PUBLIC), each.median(BACKEND)))]
-        + [show_micros(public_api(each))]
+        [each.cell["op"], str(each.cell["world"])]
+        + [show_micros(seconds) for seconds in (each.median(PUBLIC), each.median(BACKEND), public_api(each))]
         for each in results
+        if each.cell
     ]
-    return report.columns(["", "ranks", "whole us", "backend us", "public API us"], rows)
+    table = report.columns(["", "ranks", "whole us", "backend us", "public API us"], rows)
+    loaded = [each for each in results if not each.cell]
+    imported = [[what, show_millis(each.median(what))] for each in loaded for what in each.samples]
+    return f"{table}\n\n{report.columns(['import', 'ms'], imported)}"
 
 
-def show_imports(loaded: Mapping[str, Sequence[float]]) -> str:
-    """Return the table of imports, in milliseconds."""
-    rows = [[what, show_millis(median(seconds))] for what, seconds in loaded.items()]
-    return report.columns(["import", "ms"], rows)
+def entries(harness: Harness) -> list[dict[str, Any]]:
+    """Return an entry for each operation, and one for imports."""
+    return [
+        {**each.cell, **each.samples, "public_api": public_api(each)} if each.cell else {"imports": each.samples}
+        for each in harness.results
+    ]

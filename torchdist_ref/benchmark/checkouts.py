@@ -1,41 +1,49 @@
 """Comparison of this checkout with an older one: ``--against-checkout DIR`` of four of the benchmarks.
 
-This checkout runs once and the old one twice, A and B, in one run. Each of the three has processes of its own, which
-run `checkout_rank`. The three take turns in every round, and the order rotates, so that a slow phase of the machine
-slows down all of them. A against B shows what the machine's noise alone does to a ratio.
+This checkout runs once and the old one twice, A and B, in one run of the command. Each of the three has ranks of its
+own, which take turns in every round, in an order that rotates, so that a slow phase of the machine slows down all of
+them. A against B shows what the machine's noise alone does to a ratio.
 
-Do not add measuring code here: it runs in the ranks.
+Do not add measuring code here: the ranks run that of the command.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torchdist_ref
-from torchdist_ref import processes
-from torchdist_ref.benchmark import checkout_rank, collectives, ddp, harness, report, start, store
+from torchdist_ref.benchmark import ranks, report
+from torchdist_ref.benchmark.harness import Harness
 from torchdist_ref.benchmark.report import show_micros, show_size
-from torchdist_ref.benchmark.timing import LINE_BYTES, calls_for, durations, rotated
-from torchdist_ref.errors import ArgumentError, DistBackendError, explain
+from torchdist_ref.benchmark.rounds import Result
+from torchdist_ref.benchmark.settings import Option
+from torchdist_ref.errors import ArgumentError, explain
 
-THIS, OLD_A, OLD_B = "this", "old A", "old B"
+SIDES = ("this", "old A", "old B")
+COMMANDS = ("collectives", "ddp", "start", "store")
 # A cell counts as slower from this ratio on, if the two runs of the old checkout differ by less.
 TOLERATED_RATIO = 1.03
-CALIBRATION_CALLS = 3
-EXIT_SECONDS = 10.0
 BACKENDS = ("ref", "gloo")
+
+
+def check_checkout(command: str, option: str, folder: str) -> str:
+    """Check that a folder has the package."""
+    if not Path(folder, "torchdist_ref", "__init__.py").is_file():
+        raise ArgumentError(explain(command, option, "a folder with a package torchdist_ref", folder))
+    return folder
+
+
+OPTION = Option(
+    None,
+    "compare this checkout with an older one, which runs twice; a folder with a package torchdist_ref",
+    check_checkout,
+    "DIR",
+)
 
 
 @dataclass(frozen=True)
@@ -75,19 +83,14 @@ class Comparison:
     @property
     def name(self) -> str:
         """Parts of the cell as one text."""
-        shown = (show_size(part) if key == "bytes" and part else str(part) for key, part in self.cell.items())
+        shown = (show_size(part) if key == "size_bytes" and part else str(part) for key, part in self.cell.items())
         return ", ".join(shown)
 
     def as_json(self) -> dict[str, Any]:
         """Return a flat entry of a report."""
-        return {
-            "cell": dict(self.cell),
-            "this_seconds": list(self.this),
-            "old_seconds": [list(samples) for samples in self.old],
-            "ratio": self.ratio,
-            "old_spread": self.old_spread,
-            "slower": self.slower,
-        }
+        old = [list(samples) for samples in self.old]
+        figures = {"ratio": self.ratio, "old_spread": self.old_spread, "slower": self.slower}
+        return {"cell": dict(self.cell), "this_seconds": list(self.this), "old_seconds": old, **figures}
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:
@@ -99,212 +102,76 @@ def geometric_mean(ratios: Sequence[float]) -> float:
     return exp(sum(map(log, ratios)) / len(ratios))
 
 
-@dataclass(frozen=True)
-class ComparisonPlan:
-    """Cells to measure, and how.
+class CheckoutHarness(Harness):
+    """Run of one command on this checkout, and on an old one twice."""
 
-    Attributes:
-        benchmark: Name of the command.
-        cells: Parts of each cell by name.
-        world: Ranks of a checkout.
-        repetitions: Rounds.
-        seconds: Length of a checkout's turn; 0 for one call.
-    """
+    compares_checkouts = True
 
-    benchmark: str
-    cells: Sequence[Mapping[str, Any]]
-    world: int
-    repetitions: int
-    seconds: float
+    @property
+    def name(self) -> str:
+        """Name in the report."""
+        return f"{super().name} against checkout"
 
+    def run(self, program: ranks.Program, world: int, *_: Any, **__: Any) -> list[Any]:
+        """Run a program on ranks of all checkouts at once."""
+        old = Path(self.settings.against_checkout)
+        checkouts = [Path(torchdist_ref.__file__).parents[1], old, old]
+        self._pending: list[list[Result]] = [[] for _ in SIDES]
+        ranks.run_checkouts(program, world, self.on_report, dict(zip(SIDES, checkouts, strict=True)))
+        return []
 
-def main(options: argparse.Namespace) -> int:
-    """Measure, print the table, and write the report."""
-    old = Path(options.against_checkout)
-    if not (old / "torchdist_ref" / "__init__.py").is_file():
-        expected = "a folder with a package torchdist_ref"
-        raise ArgumentError(explain("benchmark", "--against-checkout", expected, options.against_checkout))
-    plan = PLANS[options.benchmark](options)
-    bar = report.ProgressBar(len(plan.cells))
-    results = []
-    for result in compare(plan, old, Path(torchdist_ref.__file__).parents[1]):
-        results.append(result)
-        bar.advance(result.name)
-    bar.clear()
-    print(show(results))
-    settings = {"against_checkout": str(old), "world": plan.world, "repetitions": plan.repetitions}
-    content = report.report(f"{plan.benchmark} against checkout", settings, [each.as_json() for each in results])
-    content["geometric_mean"] = geometric_mean([each.ratio for each in results])
-    content["slower"] = [each.name for each in results if each.slower]
-    report.write(options.json, content)
-    return 0
+    def on_report(self, side: int, event: Any) -> None:
+        """Handle the headings and numbers of the first side, and the results of all."""
+        if not isinstance(event, Result):
+            if side == 0 and not isinstance(event, int):
+                super().on_report(side, event)
+            return
+        self._pending[side].append(event)
+        while all(self._pending):
+            this, *old = (results.pop(0) for results in self._pending)
+            for contestant, samples in this.samples.items():
+                # Without a choice of contestants the cell has its whole name.
+                cell = {"backend": contestant, **this.cell} if "backends" in self.settings else this.cell
+                first, second = (result.samples[contestant] for result in old)
+                self.results.append(Comparison(cell, samples, (first, second)))
+            self.bar.advance(self.results[-1].name)
+
+    def choose_backends(self, forked: bool = True) -> list[str]:
+        """Return the backends of ``--backends`` that are the library's own."""
+        found = [name for name in self.settings.backends if name in BACKENDS]
+        if not found:
+            expected = f"one of {', '.join(BACKENDS)} with --against-checkout"
+            raise ArgumentError(explain("benchmark", "--backends", expected, ",".join(self.settings.backends)))
+        return found
+
+    def show(self, results: list[Any]) -> str:
+        """Return the table, the geometric mean, and the cells that are slower."""
+        return show(results)
+
+    def finish(self) -> None:
+        """Do nothing: a comparison has no pictures."""
+
+    def entries(self) -> list[Any]:
+        """Return the comparisons."""
+        return [each.as_json() for each in self.results]
+
+    def summary(self) -> dict[str, Any]:
+        """Return the geometric mean, and the names of the cells that are slower."""
+        slower = [each.name for each in self.results if each.slower]
+        return {"geometric_mean": geometric_mean([each.ratio for each in self.results]), "slower": slower}
 
 
 def show(results: Sequence[Comparison]) -> str:
     """Return the table, the geometric mean, and the cells that are slower."""
     rows = [
-        [
-            each.name,
-            *(show_micros(median(samples)) for samples in (each.this, *each.old)),
-            f"{each.ratio:.3f}",
-            f"{each.old_spread:.3f}",
-        ]
+        [each.name, *(show_micros(median(samples)) for samples in (each.this, *each.old))]
+        + [f"{each.ratio:.3f}", f"{each.old_spread:.3f}"]
         for each in results
     ]
-    titles = ["cell", f"{THIS} us", f"{OLD_A} us", f"{OLD_B} us", "this / old", "old spread"]
+    titles = ["cell", *(f"{side} us" for side in SIDES), "this / old", "old spread"]
     mean = geometric_mean([each.ratio for each in results])
     slower = "; ".join(each.name for each in results if each.slower) or "none"
     return (
         f"{report.columns(titles, rows)}\n\ngeometric mean of this / old over {len(results)} cells: {mean:.3f}\n"
         f"slower than {TOLERATED_RATIO} and than the old spread: {slower}"
-    )
-
-
-def _collectives_plan(options: argparse.Namespace) -> ComparisonPlan:
-    names = _own_backends(options)
-    settings = collectives.checked(options, names)
-    cells = [
-        {"backend": name, "op": op.name, "bytes": size} for name in names for op, size in collectives.cases(settings)
-    ]
-    return ComparisonPlan("collectives", cells, settings.world, settings.repetitions, settings.seconds)
-
-
-def _ddp_plan(options: argparse.Namespace) -> ComparisonPlan:
-    settings = ddp.checked(options)
-    cells = [{"model": model, "hook": hook} for model in settings.models for hook in settings.hooks]
-    return ComparisonPlan("ddp", cells, settings.world, settings.repetitions, settings.seconds)
-
-
-def _store_plan(options: argparse.Namespace) -> ComparisonPlan:
-    clients = harness.numbers("benchmark store", "--clients", options.clients)
-    operations = (*store.OPERATIONS, store.BARRIER)
-    cells = [{"operation": operation, "clients": count} for count in clients for operation in operations]
-    return ComparisonPlan("store", cells, 1 + max(clients), options.repetitions, options.seconds)
-
-
-def _start_plan(options: argparse.Namespace) -> ComparisonPlan:
-    worlds = harness.numbers("benchmark start", "--worlds", options.worlds)
-    cells = [
-        {"backend": name, "operation": operation, "world": world}
-        for name in _own_backends(options)
-        for world in worlds
-        for operation in (start.INIT, start.CYCLE)
-    ]
-    return ComparisonPlan("start", cells, max(worlds), options.repetitions, 0.0)
-
-
-PLANS: dict[str, Callable[[argparse.Namespace], ComparisonPlan]] = {
-    "collectives": _collectives_plan,
-    "ddp": _ddp_plan,
-    "store": _store_plan,
-    "start": _start_plan,
-}
-
-
-def _own_backends(options: argparse.Namespace) -> list[str]:
-    """Return the backends to measure: those of ``--backends`` that are the library's own."""
-    found = [name for name in options.backends.split(",") if name in BACKENDS]
-    if not found:
-        expected = f"one of {', '.join(BACKENDS)} with --against-checkout"
-        raise ArgumentError(explain("benchmark", "--backends", expected, options.backends))
-    return found
-
-
-def compare(plan: ComparisonPlan, old: Path, this: Path) -> Iterator[Comparison]:
-    """Measure every cell of a plan in this checkout and twice in an old one.
-
-    Raises:
-        DistBackendError: A rank failed.
-    """
-    with _ranks(plan, this, THIS) as new, _ranks(plan, old, OLD_A) as first, _ranks(plan, old, OLD_B) as second:
-        sides = {THIS: new, OLD_A: first, OLD_B: second}
-        for number, cell in enumerate(plan.cells):
-            for side in sides.values():
-                side.ask({"cell": cell, "number": number})
-            calls = 1
-            if plan.seconds:
-                least = [min(side.turn(CALIBRATION_CALLS)) for side in sides.values()]
-                calls = calls_for(least, plan.seconds)
-            samples: dict[str, list[float]] = {name: [] for name in sides}
-            for turn in range(plan.repetitions):
-                for name in rotated([*sides], turn):
-                    samples[name].append(median(sides[name].turn(calls)))
-            yield Comparison(cell, samples[THIS], (samples[OLD_A], samples[OLD_B]))
-
-
-class CheckoutRanks:
-    """Ranks of one run of one checkout, as seen by the parent."""
-
-    def __init__(self, name: str, benchmark: str, connections: Sequence[Connection]) -> None:
-        self._name, self._connections = name, connections
-        # Other benchmarks time each call; these send the time of all calls of a turn.
-        self._in_a_row = benchmark != "collectives"
-
-    def ask(self, *orders: Any) -> list[Any]:
-        """Send each rank its order, or all the same one, and return the replies."""
-        for rank, connection in enumerate(self._connections):
-            # A rank that has ended left the reason as its reply, or the end of the stream.
-            with suppress(BrokenPipeError):
-                connection.send(orders[rank % len(orders)])
-        return [self._reply(rank) for rank in range(len(self._connections))]
-
-    def _reply(self, rank: int) -> Any:
-        try:
-            reply = self._connections[rank].recv()
-        except (EOFError, ConnectionResetError):
-            reply = "the process ended"
-        if isinstance(reply, str):
-            raise DistBackendError(f"benchmark: rank {rank} of the checkout {self._name!r} failed: {reply}")
-        return reply
-
-    def turn(self, calls: int) -> list[float]:
-        """Return the seconds of each call of a turn, or of their mean."""
-        times = [reply for reply in self.ask({"calls": calls, "port": start.free_port()}) if reply]
-        return durations(times, calls if self._in_a_row else 1)
-
-
-@contextmanager
-def _ranks(plan: ComparisonPlan, checkout: Path, name: str) -> Iterator[CheckoutRanks]:
-    """Start the ranks of one checkout; they have ended when the block ends."""
-    environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": "1"}
-    pairs = [Pipe() for _ in range(plan.world)]
-    memory = os.memfd_create("torchdist_ref", os.MFD_CLOEXEC)
-    children: list[processes.Child] = []
-    with tempfile.TemporaryDirectory(prefix="torchdist_ref-") as folder:
-        try:
-            os.ftruncate(memory, len(plan.cells) * plan.world * LINE_BYTES)
-            for _, end in pairs:
-                # -P keeps the folder of the script off the path.
-                command = [sys.executable, "-P", checkout_rank.__file__, str(end.fileno()), str(memory)]
-                children.append(processes.spawn(command, env=environment, pass_fds=(end.fileno(), memory)))
-                end.close()
-            side = CheckoutRanks(name, plan.benchmark, [here for here, _ in pairs])
-            task = {
-                "benchmark": plan.benchmark,
-                "cells": len(plan.cells),
-                "world": plan.world,
-                "checkout": str(checkout),
-                "folder": folder,
-            }
-            side.ask(*({**task, "rank": rank} for rank in range(plan.world)))
-            yield side
-            for here, _ in pairs:
-                here.send(None)
-            for child in children:
-                child.wait(EXIT_SECONDS)
-        finally:
-            for child in children:
-                child.terminate(EXIT_SECONDS)
-            for pair in pairs:
-                for each in pair:
-                    each.close()
-            os.close(memory)
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the option."""
-    parser.add_argument(
-        "--against-checkout",
-        metavar="DIR",
-        help="compare this checkout with an older one, which runs twice; a folder with a package torchdist_ref",
     )

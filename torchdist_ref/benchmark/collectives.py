@@ -6,33 +6,25 @@ one's result, and times them in turns. The rest of the file is the command aroun
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median, quantiles
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchdist_ref.benchmark import competitors, harness, limit, report
-from torchdist_ref.benchmark.harness import Result, take_turns
+from torchdist_ref.benchmark import competitors, limit, report
 from torchdist_ref.benchmark.operations import OPERATIONS, Buffers, Make, MeasuredOperation
-from torchdist_ref.benchmark.ranks import RankContext, on_hosts, run_mpi_ranks, run_ranks
 from torchdist_ref.benchmark.report import show_micros, show_number, show_size
-from torchdist_ref.benchmark.timing import (
-    Action,
-    calls_apart,
-    calls_for,
-    calls_in_a_row,
-    durations,
-    own_clock,
-    shared_out,
-    without_collector,
-)
+from torchdist_ref.benchmark.rounds import RankContext, Result, take_turns
+from torchdist_ref.benchmark.settings import Option, Settings, among, at_least, file, size, sizes, texts
+from torchdist_ref.benchmark.timing import Action, calls_apart, calls_in_a_row, durations, own_clock, shared_out
 from torchdist_ref.errors import ArgumentError, DistBackendError, UnsupportedError, explain
-from torchdist_ref.transports.segment import window_for
+
+if TYPE_CHECKING:
+    from torchdist_ref.benchmark.harness import Harness
 
 # Contestants that are bounds: the least cost with staging, and the least with direct reads of peers' tensors.
 LIMIT, DIRECT = "limit", "direct"
@@ -47,16 +39,41 @@ CALLS_PER_WARM_UP_CALL = 4
 PLOT_COLUMNS = 3
 
 
-def cases(settings: argparse.Namespace) -> list[tuple[MeasuredOperation, int]]:
+def _dtype(command: str, option: str, name: str) -> str:
+    """Check the name of a dtype."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or dtype == torch.bool:
+        raise ArgumentError(explain(command, option, "a dtype of torch that can be added", name))
+    return name
+
+
+OPTIONS = {
+    "ops": Option(",".join(OPERATIONS), "operations", among(OPERATIONS)),
+    "sizes": Option("4,1K,64K,1M,16M", "bytes of the whole buffer", sizes),
+    "backends": Option("ref,gloo", "ref, registered (ref on registered buffers), gloo, mpi, torch:gloo, mpi4py", texts),
+    "world": Option(2, "ranks", at_least(2)),
+    "repetitions": Option(9, "rounds", at_least(1)),
+    "seconds": Option(0.05, "length of a backend's turn"),
+    "loop": Option(False, "calls back to back, not each from a common start line"),
+    "dtype": Option("float32", "of the tensors", _dtype),
+    "window": Option(None, "of the limit column (the backend's)", size),
+    "namespaces": Option(False, "half the ranks on a host of their own (needs root)"),
+    "against": Option(None, "backend that the others are compared with (the last one)"),
+    "plot": Option(None, "draw time over size", file, "FILE.svg"),
+}
+
+
+def cases(settings: Settings) -> list[tuple[MeasuredOperation, int]]:
     """Return every operation at every size; those that move no bytes once."""
     found = [OPERATIONS[op] for op in settings.ops]
     return [(op, size) for op in found for size in (settings.sizes if op.sized else (0,))]
 
 
-def measure(context: RankContext, settings: argparse.Namespace) -> None:
+def measure(context: RankContext, settings: Settings) -> None:
     """Measure all cases on one rank. Reports the names of operations, and results."""
-    stages = limit.Stages(context.memory, settings.window, len(os.sched_getaffinity(0)))
-    bounds: dict[str, limit.Stages] = {LIMIT: stages}
+    bounds: dict[str, limit.Stages] = {}
+    if context.sides == 1:
+        bounds[LIMIT] = limit.Stages(context.memory, settings.window, len(os.sched_getaffinity(0)))
     if competitors.REGISTERED in settings.backends:
         behind = context.memory[settings.world * settings.window :]
         bounds[DIRECT] = limit.Tensors(behind, _tensor_bytes(settings), settings.window)
@@ -65,11 +82,12 @@ def measure(context: RankContext, settings: argparse.Namespace) -> None:
         for operation, size in cases(settings):
             context.report(operation.name)
             context.report(Case(context, settings, operation, size).result(contestants, bounds))
+            context.report(1)
     finally:
         competitors.leave()
 
 
-def _tensor_bytes(settings: argparse.Namespace) -> int:
+def _tensor_bytes(settings: Settings) -> int:
     """Return the bytes of a rank's tensors in shared memory: source and result of the largest size."""
     return 2 * (max(settings.sizes) + SPARE_BYTES) if competitors.REGISTERED in settings.backends else 0
 
@@ -77,9 +95,7 @@ def _tensor_bytes(settings: argparse.Namespace) -> int:
 class Case:
     """One operation at one size, on one rank."""
 
-    def __init__(
-        self, context: RankContext, settings: argparse.Namespace, operation: MeasuredOperation, size: int
-    ) -> None:
+    def __init__(self, context: RankContext, settings: Settings, operation: MeasuredOperation, size: int) -> None:
         self.context, self.settings, self.operation, self.size = context, settings, operation, size
         self.dtype = getattr(torch, settings.dtype)
         self.buffers = self._buffers(None)
@@ -98,6 +114,9 @@ class Case:
             try:
                 self.check(each.name, action, buffers[each.name])
             except UnsupportedError as error:
+                if self.context.sides > 1:
+                    # The other sides would wait for its turns.
+                    raise
                 missing[each.name] = str(error)
             else:
                 actions[each.name] = action
@@ -137,128 +156,55 @@ class Case:
         context, loop = self.context, self.settings.loop
         parts, repeat = self.operation.messages * (calls if loop else 1), calls_in_a_row if loop else calls_apart
         clock, figure = (own_clock(context.world), shared_out) if bound else (perf_counter, durations)
-        with without_collector():
-            calls_apart(action, -(-calls // CALLS_PER_WARM_UP_CALL), context.wait)
-            times = repeat(action, calls, context.wait, clock)
+        calls_apart(action, -(-calls // CALLS_PER_WARM_UP_CALL), context.wait)
+        times = repeat(action, calls, context.wait, clock)
         return [median(figure(context.exchange(times), parts))]
 
     def _calls(self, action: Action) -> int:
         """Return the number of calls of a turn, the same on all ranks."""
-        first = durations(self.context.exchange(calls_apart(action, CALIBRATION_CALLS, self.context.wait)))
-        return calls_for([min(first)], self.settings.seconds)
+
+        def first() -> list[float]:
+            return durations(self.context.exchange(calls_apart(action, CALIBRATION_CALLS, self.context.wait)))
+
+        return self.context.calls(first, self.settings.seconds)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's options."""
-    harness.add_options(
-        parser,
-        ops=(",".join(OPERATIONS), "operations"),
-        sizes=("4,1K,64K,1M,16M", "bytes of the whole buffer"),
-        backends=("ref,gloo", "ref, registered (ref on registered buffers), gloo, mpi, torch:gloo, mpi4py"),
-        world=(2, "ranks"),
-        repetitions=(9, "rounds"),
-        seconds=(0.05, "length of a backend's turn"),
-        loop=(False, "calls back to back, not each from a common start line"),
-        dtype=("float32", "of the tensors"),
-        window=(None, "of the limit column (the backend's)"),
-        namespaces=(False, "half the ranks on a host of their own (needs root)"),
-        against=(None, "backend that the others are compared with (the last one)"),
-    )
-    parser.add_argument("--plot", metavar="FILE.svg", help="draw time over size")
+def run(harness: Harness) -> None:
+    """Measure; print a table for each operation as soon as it is complete."""
+    from torchdist_ref.transports.segment import window_for
 
-
-def main(options: argparse.Namespace) -> int:
-    """Measure, and print a table for each operation as soon as it is complete."""
-    names, left_out = competitors.split(options.backends.split(","))
-    settings = checked(options, names)
-    output = Output(settings)
-    for each in left_out:
-        output.on_report(each)
-    try:
-        start = run_mpi_ranks if competitors.UNDER_MPIEXEC.keys() & set(settings.backends) else run_ranks
-        extra = settings.world * (settings.window + _tensor_bytes(settings))
-        with on_hosts(partial(measure, settings=settings), settings.namespaces) as program:
-            start(program, settings.world, output.on_report, extra=extra)
-    finally:
-        output.finish()
-        if output.results:
-            found = [entry for result in output.results for entry in entries(result)]
-            content = report.report("collectives", harness.settings_of(settings), found, output.notes)
-            report.write(options.json, content)
-        if options.plot and output.results and report.matplotlib_available():
-            plot(options.plot, output.results, settings.backends)
-    return 0
-
-
-def checked(options: argparse.Namespace, names: Sequence[str]) -> argparse.Namespace:
-    """Return the options with lists split and defaults filled in.
-
-    Raises:
-        ArgumentError: An option has a wrong value.
-    """
-    ops = harness.names("benchmark", "--ops", options.ops, OPERATIONS)
-    if not names:
-        raise ArgumentError("benchmark: no backend is left to measure; see --backends.")
-    if options.against and options.against not in names:
-        raise ArgumentError(explain("benchmark", "--against", f"one of {', '.join(names)}", options.against))
-    harness.check_least("benchmark", options, world=2, repetitions=1)
-    if options.namespaces and competitors.UNDER_MPIEXEC.keys() & set(names):
+    settings = harness.settings
+    settings.backends = harness.choose_backends(forked=False)
+    mpi = bool(competitors.UNDER_MPIEXEC.keys() & set(settings.backends))
+    if settings.against and settings.against not in settings.backends:
+        expected = f"one of {', '.join(settings.backends)}"
+        raise ArgumentError(explain("benchmark", "--against", expected, settings.against))
+    if settings.namespaces and mpi:
         raise ArgumentError("benchmark: --namespaces is for forked ranks, and those of MPI are started by mpiexec.")
-    dtype = getattr(torch, options.dtype, None)
-    if not isinstance(dtype, torch.dtype) or dtype == torch.bool:
-        raise ArgumentError(explain("benchmark", "--dtype", "a dtype of torch that can be added", options.dtype))
-    sizes = tuple(map(report.parse_size, options.sizes.split(",")))
-    window = report.parse_size(options.window) if options.window else window_for(options.world)
-    return argparse.Namespace(
-        **{**vars(options), "ops": ops, "sizes": sizes, "backends": tuple(names), "window": window}
-    )
+    settings.window = settings.window or window_for(settings.world)
+    harness.begin(len(cases(settings)))
+    harness.shows_parts = not harness.compares_checkouts
+    extra = settings.world * (settings.window + _tensor_bytes(settings))
+    harness.run(partial(measure, settings=settings), settings.world, extra, hosts=settings.namespaces, mpi=mpi)
 
 
-class Output:
-    """Reader of rank 0's reports: advances the bar, and prints an operation's table when the next one begins."""
+def show(harness: Harness, results: Sequence[Result]) -> str:
+    """Return the table of one or more operations."""
+    settings = harness.settings
+    missing = results[0].more["missing"]
+    names = [name for name in settings.backends if name in missing or any(name in each.samples for each in results)]
+    against = settings.against if settings.against in names else names[-1]
+    reasons = [f"{name} has no {results[0].cell['op']}: {reason}" for name, reason in missing.items()]
+    harness.notes += reasons
+    return "\n".join([table(results, names, against) + "\n", *reasons])
 
-    def __init__(self, settings: argparse.Namespace) -> None:
-        self.results: list[Result] = []
-        self.notes: list[str] = []
-        self._names, self._against = list(settings.backends), settings.against
-        self._bar = report.ProgressBar(len(cases(settings)))
-        self._pending: list[Result] = []
 
-    def on_report(self, event: Any) -> None:
-        """Handle a result, the name of the operation that comes next, or a backend that is left out."""
-        match event:
-            case Result():
-                self.results.append(event)
-                self._pending.append(event)
-                self._bar.advance(show_size(event.cell["size_bytes"]))
-            case competitors.LeftOut():
-                self._names = [name for name in self._names if name != event.name]
-                self._note(str(event))
-            case str():
-                if self._pending and self._pending[0].cell["op"] != event:
-                    self._print()
-                self._bar.heading(event)
-
-    def finish(self) -> None:
-        """Print the last table."""
-        if self._pending:
-            self._print()
-        self._bar.clear()
-        if any(result.noisy for result in self.results):
-            print("~: other processes used the processors in most rounds; run it again when the machine is quiet.")
-
-    def _print(self) -> None:
-        against = self._against if self._against in self._names else self._names[-1]
-        self._bar.clear()
-        print(table(self._pending, self._names, against), end="\n\n", flush=True)
-        for name, reason in self._pending[0].more["missing"].items():
-            self._note(f"{name} has no {self._pending[0].cell['op']}: {reason}")
-        self._pending.clear()
-
-    def _note(self, text: str) -> None:
-        self.notes.append(text)
-        self._bar.clear()
-        print(text, flush=True)
+def finish(harness: Harness) -> None:
+    """Print the remark on noise, and draw the plot."""
+    if any(result.noisy for result in harness.results):
+        print("~: other processes used the processors in most rounds; run it again when the machine is quiet.")
+    if harness.settings.plot and report.matplotlib_available():
+        plot(harness.settings.plot, harness.results, harness.settings.backends)
 
 
 def algorithm_bandwidth(result: Result, name: str) -> float:
@@ -280,7 +226,12 @@ def quartiles(values: Sequence[float]) -> list[float]:
     return quantiles(values, n=4, method="inclusive")[::2] if len(values) > 1 else [values[0], values[0]]
 
 
-def entries(result: Result) -> list[dict[str, Any]]:
+def entries(harness: Harness) -> list[dict[str, Any]]:
+    """Return one flat entry for each result and contestant."""
+    return [entry for result in harness.results for entry in result_entries(result)]
+
+
+def result_entries(result: Result) -> list[dict[str, Any]]:
     """Return one flat entry of a report for each contestant."""
     return [
         {

@@ -3,12 +3,12 @@
 ``ref``, ``gloo``, ``mpi`` and other registered ones go through this library's groups; ``torch:gloo`` is torch's own
 ``torch.distributed``, ``mpi4py`` is MPI alone (`DirectMpi`), and ``registered`` is ``ref`` on registered buffers.
 
-Do not add here: the start of ranks (`ranks`).
+Ranks of an older library run this file too: use the library's public API alone. Do not add here: the start of ranks
+(`ranks`).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,12 +21,9 @@ import torch
 import torch.distributed as torch_distributed
 from torch import Tensor
 
-from torchdist_ref import groups
-from torchdist_ref.backends.registry import names
 from torchdist_ref.benchmark.operations import Make
-from torchdist_ref.benchmark.ranks import RankContext, find_mpiexec
-from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
-from torchdist_ref.stores import FileStore
+from torchdist_ref.benchmark.rounds import RankContext, library
+from torchdist_ref.errors import UnsupportedError
 
 TIMEOUT = timedelta(minutes=5)
 TORCH_PREFIX = "torch:"
@@ -63,43 +60,9 @@ class LeftOut:
         return f"{self.name} is left out: {self.reason}"
 
 
-def split(asked: Sequence[str], forked: bool = False) -> tuple[list[str], list[LeftOut]]:
-    """Return the names that may run here, and those that can't.
-
-    Args:
-        asked: Names as in ``--backends``.
-        forked: Whether ranks are forked in any case, so that those of MPI can't be had.
-
-    Raises:
-        ArgumentError: A name is unknown.
-
-    >>> split(["ref", "torch:gloo"])
-    (['ref', 'torch:gloo'], [])
-    """
-    out = [LeftOut(name, reason) for name in dict.fromkeys(asked) if (reason := _obstacle(name, forked))]
-    return [name for name in dict.fromkeys(asked) if name not in {each.name for each in out}], out
-
-
-def _obstacle(name: str, forked: bool) -> str:
-    if name == "torch:gloo":
-        return (
-            ""
-            if torch_distributed.is_available() and torch_distributed.is_gloo_available()
-            else "this torch was built without Gloo"
-        )
-    package = UNDER_MPIEXEC.get(name)
-    if package and importlib.util.find_spec(package) is None:
-        return f"needs the package {package}: pip install 'torchdist_ref[mpi]'"
-    if package and forked:
-        return "this benchmark forks its ranks, and MPI's are started by mpiexec"
-    if package and not find_mpiexec():
-        return "no mpiexec was found, which has to start the ranks"
-    if name in (*names(), MPI4PY, REGISTERED):
-        return ""
-    if package:
-        return "this version of torchdist_ref has no such backend yet"
-    expected = f"among {', '.join(dict.fromkeys([*names(), REGISTERED, *UNDER_MPIEXEC, 'torch:gloo']))}"
-    raise ArgumentError(explain("benchmark", "--backends", expected, name))
+def torch_has_gloo() -> bool:
+    """Return whether torch was built with Gloo."""
+    return torch_distributed.is_available() and torch_distributed.is_gloo_available()
 
 
 def join(asked: Sequence[str], context: RankContext) -> list[Competitor]:
@@ -122,6 +85,9 @@ def _attempt(name: str, context: RankContext, default: bool) -> Competitor | Non
     except (ImportError, UnsupportedError) as error:
         reason = str(error)
     reasons = [f"rank {rank}: {text}" for rank, text in enumerate(context.exchange(reason)) if text]
+    if reasons and context.sides > 1:
+        # The other sides would wait for its turns.
+        raise UnsupportedError(f"{name}: {reasons[0]}")
     if reasons:
         context.report(LeftOut(name, reasons[0]))
     return None if reasons else competitor
@@ -130,15 +96,15 @@ def _attempt(name: str, context: RankContext, default: bool) -> Competitor | Non
 def _join_ours(name: str, context: RankContext, default: bool) -> Competitor:
     chosen, group = "ref" if name == REGISTERED else name, None
     if default:
-        store = FileStore(os.path.join(context.folder, "ours"), context.world)
-        groups.init_process_group(chosen, store=store, rank=context.rank, world_size=context.world, timeout=TIMEOUT)
+        store = library.FileStore(os.path.join(context.folder, "ours"), context.world)
+        library.init_process_group(chosen, store=store, rank=context.rank, world_size=context.world, timeout=TIMEOUT)
     else:
-        group = groups.new_group(backend=chosen, timeout=TIMEOUT)
-    return Competitor(name, groups, group, partial(_registered, group) if name == REGISTERED else None)
+        group = library.new_group(backend=chosen, timeout=TIMEOUT)
+    return Competitor(name, library, group, partial(_registered, group) if name == REGISTERED else None)
 
 
 def _registered(group: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
-    tensor: torch.Tensor = groups.empty_registered(count, dtype=dtype, group=group)
+    tensor: torch.Tensor = library.empty_registered(count, dtype=dtype, group=group)
     return tensor
 
 
@@ -160,8 +126,8 @@ def _join_foreign(name: str, context: RankContext) -> Competitor | None:
 
 def leave() -> None:
     """Destroy the groups of `join`."""
-    if groups.is_initialized():
-        groups.destroy_process_group()
+    if library.is_initialized():
+        library.destroy_process_group()
     if torch_distributed.is_initialized():
         with suppress(RuntimeError):
             torch_distributed.destroy_process_group()

@@ -10,70 +10,83 @@ one contestant each.
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as torch_distributed
 from torch import nn
 
-from torchdist_ref import groups
-from torchdist_ref.benchmark import harness, report
+from torchdist_ref.benchmark import report
 from torchdist_ref.benchmark.ddp_models import GLOO, HOOKS, LOCAL, MODELS, REF, TORCH, wrap
-from torchdist_ref.benchmark.harness import Result, take_turns
-from torchdist_ref.benchmark.ranks import RankContext, run_ranks
 from torchdist_ref.benchmark.report import show_millis, show_number
-from torchdist_ref.benchmark.timing import Action, calls_for, calls_in_a_row, durations, without_collector
+from torchdist_ref.benchmark.rounds import RankContext, Result, library, take_turns
+from torchdist_ref.benchmark.settings import Option, Settings, among, at_least
+from torchdist_ref.benchmark.timing import Action, calls_in_a_row, durations
+
+if TYPE_CHECKING:
+    from torchdist_ref.benchmark.harness import Harness
 
 SIDES = (TORCH, REF, GLOO)
 OURS = (REF, GLOO)
 # Untimed steps: buckets are rebuilt after the first, PowerSGD compresses from the third.
 WARM_UP_STEPS = 4
 MEMORY_STEPS = WARM_UP_STEPS + 4
-Sizes = Mapping[tuple[str, str, str], int]
+CALIBRATION_STEPS = 2
 
 
-def measure(context: RankContext, settings: argparse.Namespace) -> None:
+def _hooks(command: str, option: str, text: str) -> tuple[str, ...]:
+    """Split a list of hooks, whose names have commas."""
+    found: tuple[str, ...] = among(HOOKS, ";")(command, option, ";".join(HOOKS) if text == "all" else text)
+    return found
+
+
+OPTIONS = {
+    "models": Option("mlp,resnet18", f"of {', '.join(MODELS)}", among(MODELS)),
+    "hooks": Option("all", f"separated by ';', of {'; '.join(HOOKS)}", _hooks),
+    "world": Option(2, "ranks", at_least(1)),
+    "repetitions": Option(9, "rounds", at_least(1)),
+    "seconds": Option(0.15, "of each round"),
+    "zeroed": Option(False, "gradients are None before each step, as after zero_grad"),
+    "memory": Option(False, "measure memory in place of time"),
+}
+
+
+def measure(context: RankContext, settings: Settings) -> None:
     """Measure all models and hooks on one rank. Reports a result for each, and a number after each round."""
     torch.set_num_threads(1)
-    sides = make_groups(context)
-    with without_collector():
-        for model in settings.models:
-            for hook in settings.hooks:
-                context.report(_result(context, settings, sides, model, hook))
-                gc.collect()
-    destroy_groups()
+    groups = make_groups(context, settings.sides)
+    for model in settings.models:
+        for hook in settings.hooks:
+            gc.collect()
+            context.report(_result(context, settings, groups, model, hook))
+    library.destroy_process_group()
 
 
-def make_groups(context: RankContext) -> dict[str, Any]:
-    """Return every side's group of all ranks."""
-    where: str = f"file://{context.folder}"
+def make_groups(context: RankContext, sides: Sequence[str]) -> dict[str, Any]:
+    """Return the group of all ranks of each side, and make the default group."""
     ranks: Any = {"rank": context.rank, "world_size": context.world}
-    groups.init_process_group("ref", init_method=f"{where}/ours", **ranks)
-    theirs = torch_distributed.new_group(backend="gloo")
-    return {TORCH: theirs, REF: groups.GroupMember.WORLD, GLOO: groups.new_group(backend="gloo")}
+    library.init_process_group("ref", init_method=f"file://{context.folder}/ours", **ranks)
+    make = {
+        TORCH: lambda: torch_distributed.new_group(backend="gloo"),
+        REF: lambda: library.group.WORLD,
+        GLOO: lambda: library.new_group(backend="gloo"),
+    }
+    return {side: make[side]() for side in sides if side in make}
 
 
-def destroy_groups() -> None:
-    """Destroy the groups of all sides."""
-    groups.destroy_process_group()
-
-
-def _result(
-    context: RankContext, settings: argparse.Namespace, sides: Mapping[str, Any], model: str, hook: str
-) -> Result:
+def _result(context: RankContext, settings: Settings, groups: Mapping[str, Any], model: str, hook: str) -> Result:
     def timed(step: Action, calls: int) -> list[float]:
         return durations(context.exchange(calls_in_a_row(step, calls, context.wait)), calls)
 
     turns = {}
-    for side in (LOCAL, *SIDES):
-        step = make_step(model, side, sides.get(side), hook, settings.zeroed)
+    for side in settings.sides:
+        step = make_step(model, side, groups.get(side), hook, settings.zeroed)
         calls_in_a_row(step, WARM_UP_STEPS, context.wait)
-        calls = context.exchange(calls_for(timed(step, 2), settings.seconds))[0]
+        calls = context.calls(partial(timed, step, CALIBRATION_STEPS), settings.seconds)
         turns[side] = partial(timed, step, calls)
     samples, disturbed = take_turns(context, turns, settings.repetitions, context.report)
     parameters = sum(1 for _ in MODELS[model]()[0].parameters())
@@ -94,17 +107,18 @@ def make_step(name: str, side: str, group: Any, hook: str, zeroed: bool) -> Acti
     return step
 
 
-def memory(context: RankContext, settings: argparse.Namespace, model: str, hook: str, side: str) -> int:
-    """Return the largest share of memory (PSS) of all ranks after each of some steps, in bytes."""
+def memory(context: RankContext, settings: Settings, model: str, hook: str, side: str) -> None:
+    """Report the largest share of memory (PSS) of all ranks after each of some steps, in bytes."""
     torch.set_num_threads(1)
-    step = make_step(model, side, make_groups(context)[side], hook, settings.zeroed)
+    step = make_step(model, side, make_groups(context, SIDES)[side], hook, settings.zeroed)
     largest = 0
     for _ in range(MEMORY_STEPS):
         step()
         context.wait()
         largest = max(largest, sum(context.exchange(pss())))
-    destroy_groups()
-    return largest
+    library.destroy_process_group()
+    context.report(Result({"model": model, "hook": hook, "side": side}, {}, more={"pss_bytes": largest}))
+    context.report(1)
 
 
 def pss() -> int:
@@ -130,66 +144,45 @@ def over_local(result: Result, side: str) -> float:
     return result.median(side) - result.median(LOCAL)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's options."""
-    harness.add_options(
-        parser,
-        models=("mlp,resnet18", f"of {', '.join(MODELS)}"),
-        hooks=("all", f"separated by ';', of {'; '.join(HOOKS)}"),
-        world=(2, "ranks"),
-        repetitions=(9, "rounds"),
-        seconds=(0.15, "of each round"),
-        zeroed=(False, "gradients are None before each step, as after zero_grad"),
-        memory=(False, "measure memory in place of time"),
-    )
-
-
-def checked(options: argparse.Namespace) -> argparse.Namespace:
-    """Return the options with lists split.
-
-    Raises:
-        ArgumentError: An option has a wrong value.
-    """
-    hooks = ";".join(HOOKS) if options.hooks == "all" else options.hooks
-    options.models = harness.names("benchmark ddp", "--models", options.models, MODELS)
-    options.hooks = harness.names("benchmark ddp", "--hooks", hooks, HOOKS, ";")
-    return options
-
-
-def main(options: argparse.Namespace) -> int:
-    """Measure and print."""
-    # torch's DDP loads the compiler, which takes seconds: once, before ranks are forked.
-    import torch._dynamo  # noqa: F401
-
-    settings = checked(options)
-    if options.memory:
-        sizes = _memories(settings)
-        print(show_memory(sizes, settings))
-        entries = [{"model": m, "hook": h, "side": s, "pss_bytes": size} for (m, h, s), size in sizes.items()]
+def run(harness: Harness) -> None:
+    """Measure times, or memory in ranks of their own for each case."""
+    settings = harness.settings
+    if harness.compares_checkouts:
+        settings.sides = [REF]
     else:
-        bar = report.ProgressBar(len(settings.models) * len(settings.hooks) * settings.repetitions)
-        results = harness.collect(partial(measure, settings=settings), settings.world, bar)
-        print(show(results))
-        entries = [result.entry() for result in results]
-    report.write(options.json, report.report("ddp", harness.settings_of(settings), entries))
-    return 0
+        # torch's DDP loads the compiler, which takes seconds: once, before ranks are forked.
+        import torch._dynamo  # noqa: F401
+
+        settings.sides = [LOCAL, *SIDES]
+    cases = [(model, hook) for model in settings.models for hook in settings.hooks]
+    harness.begin(len(cases) * (len(SIDES) if settings.memory else settings.repetitions))
+    if not settings.memory:
+        harness.run(partial(measure, settings=settings), settings.world)
+        return
+    for model, hook in cases:
+        for side in SIDES:
+            program = partial(memory, settings=settings, model=model, hook=hook, side=side)
+            harness.run(program, settings.world)
 
 
-def _memories(settings: argparse.Namespace) -> dict[tuple[str, str, str], int]:
-    cases = [(m, h, s) for m in settings.models for h in settings.hooks for s in SIDES]
-    bar, found = report.ProgressBar(len(cases)), {}
-    for model, hook, side in cases:
-        program = partial(memory, settings=settings, model=model, hook=hook, side=side)
-        found[model, hook, side] = run_ranks(program, settings.world)[0]
-        bar.advance()
-    bar.clear()
-    return found
+def entries(harness: Harness) -> list[dict[str, Any]]:
+    """Return the results."""
+    return [{**each.cell, **each.more} if harness.settings.memory else each.entry() for each in harness.results]
 
 
-def show(results: Sequence[Result]) -> str:
-    """Return the table of times: milliseconds a step, ratios, and microseconds that DDP adds for each parameter."""
-    titles = ["model", "hook", *(f"{side} ms" for side in (LOCAL, *SIDES)), *(f"{side} / torch" for side in OURS)]
-    titles += [*(f"excess {side} / torch" for side in OURS), *(f"{side} us/parameter" for side in OURS)]
+def show(harness: Harness, results: Sequence[Result]) -> str:
+    """Return the table of times or memory."""
+    rows = (_memory_rows if harness.settings.memory else _time_rows)(results)
+    unit = "MiB" if harness.settings.memory else "ms"
+    sides = SIDES if harness.settings.memory else (LOCAL, *SIDES)
+    titles = ["model", "hook", *(f"{side} {unit}" for side in sides), *(f"{side} / torch" for side in OURS)]
+    if not harness.settings.memory:
+        titles += [*(f"excess {side} / torch" for side in OURS), *(f"{side} us/parameter" for side in OURS)]
+    return report.columns(titles, rows, left=2)
+
+
+def _time_rows(results: Sequence[Result]) -> list[list[str]]:
+    """Return milliseconds a step, ratios, and microseconds that DDP adds for each parameter."""
     rows = []
     for each in results:
         mark = "~" if each.noisy else ""
@@ -199,16 +192,16 @@ def show(results: Sequence[Result]) -> str:
         cells += [show_number(excess(each, side)) for side in OURS]
         cells += [show_number(over_local(each, side) / each.more["parameters"] * 1e6) for side in OURS]
         rows.append(cells)
-    return report.columns(titles, rows, left=2)
+    return rows
 
 
-def show_memory(sizes: Sizes, settings: argparse.Namespace) -> str:
-    """Return the table of memory: MiB of all ranks together, and ours over torch's."""
-    rows = []
-    for model in settings.models:
-        for hook in settings.hooks:
-            by_side = {side: sizes[model, hook, side] for side in SIDES}
-            cells = [f"{size / 2**20:,.1f}" for size in by_side.values()]
-            rows.append([model, hook, *cells, *(f"{by_side[side] / by_side[TORCH]:.3f}" for side in OURS)])
-    titles = ["model", "hook", *(f"{side} MiB" for side in SIDES), *(f"{side} / torch" for side in OURS)]
-    return report.columns(titles, rows, left=2)
+def _memory_rows(results: Sequence[Result]) -> list[list[str]]:
+    """Return MiB of all ranks together, and ours over torch's."""
+    cases: dict[tuple[str, str], dict[str, int]] = {}
+    for each in results:
+        cases.setdefault((each.cell["model"], each.cell["hook"]), {})[each.cell["side"]] = each.more["pss_bytes"]
+    return [
+        [*case, *(f"{size / 2**20:,.1f}" for size in sizes.values())]
+        + [f"{sizes[side] / sizes[TORCH]:.3f}" for side in OURS if side in sizes]
+        for case, sizes in cases.items()
+    ]

@@ -3,7 +3,7 @@
 A hook is looked up under one name in torch's modules and in ours, so both sides get the same. To add one, add a line to
 `HOOKS`.
 
-`checkout_rank` loads this file by its path beside an older library: use its public API alone.
+Ranks of an older library run this file too: use the library's public API alone.
 """
 
 from __future__ import annotations

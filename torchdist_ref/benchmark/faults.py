@@ -9,27 +9,32 @@ rank learns of the fault from another's exit.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter, sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchdist_ref import groups
-from torchdist_ref.benchmark import competitors, harness, report
+from torchdist_ref.benchmark import competitors, report
 from torchdist_ref.benchmark.operations import OPERATIONS
-from torchdist_ref.benchmark.ranks import RankContext, run_ranks
+from torchdist_ref.benchmark.ranks import run_ranks
 from torchdist_ref.benchmark.report import show_millis
+from torchdist_ref.benchmark.rounds import RankContext, Result
+from torchdist_ref.benchmark.settings import Option, among, at_least, size, texts
 from torchdist_ref.benchmark.timing import Action
-from torchdist_ref.errors import ArgumentError, MismatchError
+from torchdist_ref.errors import MismatchError
 from torchdist_ref.testing import RankError
+
+if TYPE_CHECKING:
+    from torchdist_ref.benchmark.harness import Harness
 
 # Seconds in which survivors repeat their call, and wait for each other. Less than the grace of `testing.run`.
 SURVIVOR_SECONDS = 2.0
@@ -41,6 +46,14 @@ COMPARING_BACKENDS = ("ref",)
 OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier", RECV)
 MISMATCHES_PER_TRIAL = 10
 TITLES = ("fault", "in", "backend", "median ms", "95 % ms", "worst ms", "late")
+SECONDS = "seconds"
+OPTIONS = {
+    "ops": Option(",".join(OPS), "operations", among([*OPERATIONS, RECV])),
+    "backends": Option("ref,gloo", "backends", texts),
+    "world": Option(3, "ranks", at_least(2)),
+    "size": Option("64K", "bytes of the whole buffer", size),
+    "trials": Option(10, "of each kind", at_least(1)),
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,8 @@ def death(backend: str, op: str, nbytes: int, world: int, busy: bool, seed: int)
     """
     killed: list[float] = []
     try:
-        run_ranks(lambda context: _until_death(context, backend, op, nbytes, busy, seed), world, killed.append)
+        program = partial(_until_death, backend=backend, op=op, nbytes=nbytes, busy=busy, seed=seed)
+        run_ranks(program, world, lambda side, when: killed.append(when))
     except RankError as error:
         if not killed or error.rank != world - 1:
             raise
@@ -190,47 +204,6 @@ def _until_interrupt(action: Action) -> float:
         return perf_counter()
 
 
-@dataclass(frozen=True)
-class FaultTimes:
-    """Distribution of one fault's times.
-
-    Attributes:
-        fault: Kind of fault.
-        what: The operation, or the difference between the calls.
-        backend: The backend.
-        seconds: Time to the error, of every rank that should have one, in every trial; None where none came in time.
-    """
-
-    fault: str
-    what: str
-    backend: str
-    seconds: Sequence[float | None]
-
-    @property
-    def known(self) -> list[float]:
-        """Times of the errors that came, ascending."""
-        return sorted(seconds for seconds in self.seconds if seconds is not None)
-
-    @property
-    def late(self) -> int:
-        """Number of errors that did not come in time."""
-        return len(self.seconds) - len(self.known)
-
-    def quantile(self, share: float) -> float:
-        """Return the time that this share of the errors did not exceed.
-
-        >>> FaultTimes(BUSY, "barrier", "ref", [0.3, 0.1, None, 0.2]).quantile(1.0)
-        0.3
-        """
-        return self.known[min(len(self.known) - 1, int(share * len(self.known)))]
-
-    def cells(self) -> list[str]:
-        """Return a row of the table."""
-        figures = [median(self.known), self.quantile(0.95), self.known[-1]] if self.known else []
-        shown = list(map(show_millis, figures)) or ["-"] * 3
-        return [self.fault, self.what, self.backend, *shown, f"{self.late} of {len(self.seconds)}"]
-
-
 def trials(ops: Sequence[str], backends: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     """Yield the kinds of fault, each with an operation or a difference, and a backend."""
     for op in ops:
@@ -241,56 +214,50 @@ def trials(ops: Sequence[str], backends: Sequence[str]) -> Iterator[tuple[str, s
     yield from ((INTERRUPT, op, name) for op in ops[:1] for name in backends)
 
 
-def run_trial(fault: str, what: str, backend: str, options: argparse.Namespace) -> FaultTimes:
-    """Run one kind of fault as often as the options ask for."""
-    seconds: list[float | None]
-    if fault == MISMATCH:
-        seconds = [*mismatches(backend, what, 2, options.trials * MISMATCHES_PER_TRIAL)]
-    elif fault == INTERRUPT:
-        seconds = [interrupt(backend, what, options.size) for _ in range(options.trials)]
-    else:
-        deaths = (
-            death(backend, what, options.size, options.world, fault == BUSY, seed) for seed in range(options.trials)
-        )
-        seconds = [each for times in deaths for each in times]
-    return FaultTimes(fault, what, backend, seconds)
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's options."""
-    harness.add_options(
-        parser,
-        ops=(",".join(OPS), "operations"),
-        backends=("ref,gloo", "backends"),
-        world=(3, "ranks"),
-        size=("64K", "bytes of the whole buffer"),
-        trials=(10, "of each kind"),
-    )
-
-
-def main(options: argparse.Namespace) -> int:
-    """Run all trials, and print."""
-    ops = harness.names("benchmark faults", "--ops", options.ops, [*OPERATIONS, RECV])
-    names, left_out = competitors.split(options.backends.split(","), forked=True)
-    print(*left_out, sep="\n", end="\n" * bool(left_out))
-    harness.check_least("benchmark faults", options, world=2, trials=1)
-    if not names:
-        raise ArgumentError("benchmark faults: no backend is left to try; see --backends.")
-    options.size = report.parse_size(options.size)
-    kinds = list(trials(ops, names))
-    bar, results = report.ProgressBar(len(kinds)), []
+def run(harness: Harness) -> None:
+    """Run all trials."""
+    settings = harness.settings
+    settings.backends = harness.choose_backends()
+    kinds = list(trials(settings.ops, settings.backends))
+    harness.begin(len(kinds))
     for fault, what, backend in kinds:
-        bar.heading(f"{fault}, {what}")
-        results.append(run_trial(fault, what, backend, options))
-        bar.advance(backend)
-    bar.clear()
-    print(report.columns(TITLES, [result.cells() for result in results], left=3))
-    print(f"late: no error within {SURVIVOR_SECONDS:g} s")
-    settings = {"world": options.world, "trials": options.trials, "size": options.size}
-    entries = [
-        {"fault": each.fault, "in": each.what, "backend": each.backend, "seconds": list(each.seconds)}
-        | {"late": each.late}
-        for each in results
-    ]
-    report.write(options.json, report.report("faults", settings, entries, list(map(str, left_out))))
-    return 0
+        harness.bar.heading(f"{fault}, {what}")
+        seconds: list[float | None] = []
+        if fault == MISMATCH:
+            seconds += mismatches(backend, what, 2, settings.trials * MISMATCHES_PER_TRIAL)
+        elif fault == INTERRUPT:
+            seconds += [interrupt(backend, what, settings.size) for _ in range(settings.trials)]
+        else:
+            for seed in range(settings.trials):
+                seconds += death(backend, what, settings.size, settings.world, fault == BUSY, seed)
+        harness.results.append(result(fault, what, backend, seconds))
+        harness.bar.advance(backend)
+
+
+def result(fault: str, what: str, backend: str, seconds: Sequence[float | None]) -> Result:
+    """Return the times to the errors that came, ascending, and the number of those that did not come in time.
+
+    >>> result(BUSY, "barrier", "ref", [0.3, 0.1, None, 0.2]).more["late"]
+    1
+    """
+    known = sorted(each for each in seconds if each is not None)
+    cell = {"fault": fault, "in": what, "backend": backend}
+    return Result(cell, {SECONDS: known}, more={"seconds": list(seconds), "late": len(seconds) - len(known)})
+
+
+def row(result: Result) -> list[str]:
+    """Return a row of the table: the median, the time that 95 % of the errors did not exceed, and the worst."""
+    known = result.samples[SECONDS]
+    figures = [median(known), known[min(len(known) - 1, int(0.95 * len(known)))], known[-1]] if known else []
+    shown = list(map(show_millis, figures)) or ["-"] * 3
+    return [*result.cell.values(), *shown, f"{result.more['late']} of {len(result.more['seconds'])}"]
+
+
+def show(harness: Harness, results: Sequence[Result]) -> str:
+    """Return the table."""
+    return f"{report.columns(TITLES, list(map(row, results)), left=3)}\nlate: no error within {SURVIVOR_SECONDS:g} s"
+
+
+def entries(harness: Harness) -> list[dict[str, Any]]:
+    """Return an entry for each kind of fault, with all times."""
+    return [{**each.cell, **each.more} for each in harness.results]

@@ -1,187 +1,193 @@
-"""Harness of all benchmarks: options, rounds in which contestants take turns, and the samples that they yield.
+"""Harness of all benchmarks: it starts ranks, shows their progress, keeps their results and writes the report.
 
-`take_turns` runs on every rank: all contestants are alive at once, and in each round every one has a turn, the first
-being another each time. So what slows down the machine slows down all, and a ratio is the median of the ratios within
-rounds. `collect` runs in the parent: it starts the ranks, advances the bar, and returns their results.
+A command is a module with its `OPTIONS` and three functions: ``run(harness)`` measures, with `Harness.run`; what each
+rank runs reports headings, numbers and results. ``show(harness, results)`` returns the tables of results, and
+``entries(harness)`` the list for the JSON file. If there is a ``finish(harness)``, it draws pictures at the end.
+`checkouts` replaces `Harness.run` by one on several checkouts.
 
 Do not add here: what is measured.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
-from time import process_time
+import importlib.util
+from contextlib import nullcontext
+from types import ModuleType
 from typing import Any
 
-from torchdist_ref.benchmark.ranks import Program, RankContext, run_ranks
-from torchdist_ref.benchmark.report import ProgressBar
-from torchdist_ref.benchmark.timing import OtherProcesses, rotated
-from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.backends.registry import names
+from torchdist_ref.benchmark import competitors, ranks, report
+from torchdist_ref.benchmark.competitors import LeftOut
+from torchdist_ref.benchmark.settings import Settings
+from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
+from torchdist_ref.testing import namespaces
 
-LIST = "A,B,..."
-Turn = Callable[[], Sequence[float]]
 
-
-@dataclass(frozen=True)
-class Result:
-    """Samples of one cell of a benchmark: one operation at one size, one model with one hook, and so on.
-
-    All contestants have samples of the same rounds, and a round is disturbed or not for all of them. Where at least
-    half of the rounds are undisturbed only those count; else all do, and the result is marked as noisy.
+class Harness:
+    """Run of one command; creating it without the package `rich` raises UnsupportedError.
 
     Attributes:
-        cell: Names of the cell's parts, and their values.
-        samples: By contestant, one value a round; seconds, or rates of stores.
-        disturbed: For each round, whether other processes used the processors; empty if that was not observed.
-        more: Other facts about the cell.
+        settings: Settings of the command.
+        results: Results so far.
+        notes: Remarks for the report, such as the reason why a backend was left out.
+        bar: Progress bar.
+        shows_parts: Whether tables are printed at each heading, and not only at the end.
     """
 
-    cell: Mapping[str, Any]
-    samples: Mapping[str, Sequence[float]]
-    disturbed: Sequence[bool] = ()
-    more: Mapping[str, Any] = field(default_factory=dict)
+    compares_checkouts = False
+    shows_parts = False
+
+    def __init__(self, command: ModuleType, settings: Settings) -> None:
+        report.check_rich()
+        self.command, self.settings = command, settings
+        self.results: list[Any] = []
+        self.notes: list[str] = []
+        self.bar = report.ProgressBar(1)
+        self._shown = 0
 
     @property
-    def noisy(self) -> bool:
-        """Whether most rounds were disturbed."""
-        return 2 * sum(self.disturbed) > len(self.disturbed)
+    def name(self) -> str:
+        """Name of the command in the report."""
+        return str(self.settings.benchmark)
 
-    def counted(self, values: Sequence[float]) -> list[float]:
-        """Return the values of the rounds that count."""
-        if self.noisy or not self.disturbed:
-            return list(values)
-        return [value for value, bad in zip(values, self.disturbed, strict=True) if not bad]
+    def begin(self, steps: int) -> None:
+        """Show a bar of so many steps: results, or numbers that ranks report."""
+        self.bar = report.ProgressBar(steps)
 
-    def median(self, name: str) -> float:
-        """Return the median of a contestant's samples."""
-        return float(median(self.counted(self.samples[name])))
+    def run(
+        self,
+        program: ranks.Program,
+        world: int,
+        extra: int = 0,
+        hosts: bool = False,
+        bits_per_second: float | None = None,
+        mpi: bool = False,
+    ) -> list[Any]:
+        """Run a program on ranks; return what each returns.
 
-    def ratios(self, of: str, to: str) -> list[float]:
-        """Return one contestant's samples over another's of the same rounds."""
-        return self.counted([x / y for x, y in zip(self.samples[of], self.samples[to], strict=True)])
+        Args:
+            program: Function of each rank.
+            world: Number of ranks.
+            extra: Bytes of `RankContext.memory`.
+            hosts: Whether each half of the ranks has a host of its own.
+            bits_per_second: Rate of the cable between the hosts.
+            mpi: Whether ``mpiexec`` starts the ranks, which return nothing.
 
-    def ratio(self, of: str, to: str) -> float:
-        """Return how many times longer one contestant takes than another: the median over rounds.
-
-        >>> Result({"op": "barrier"}, {"a": [2, 8, 3], "b": [1, 2, 3]}).ratio("a", "b")
-        2.0
+        Raises:
+            UnsupportedError: This machine has no network namespaces, or this process may not make them.
         """
-        return float(median(self.ratios(of, to)))
+        if mpi:
+            ranks.run_mpi_ranks(program, world, self.on_report, extra)
+            return []
+        if hosts and (reason := namespaces.missing()):
+            raise UnsupportedError(f"benchmark: ranks can't be put on two hosts: {reason}.")
+        with namespaces.hosts(ranks.HOSTS, bits_per_second) if hosts else nullcontext(()) as pair:
+            return ranks.run_ranks(program, world, self.on_report, extra=extra, hosts=pair)
 
-    def entry(self) -> dict[str, Any]:
-        """Return a flat entry of a report."""
-        samples = {name: list(values) for name, values in self.samples.items()}
-        return {**self.cell, **self.more, "samples": samples, "disturbed": list(self.disturbed)}
+    def on_report(self, side: int, event: Any) -> None:
+        """Handle a heading, the number of a step, a backend that is left out, or a result."""
+        match event:
+            case str():
+                if self.shows_parts and event != self.bar.text:
+                    self._show_new()
+                self.bar.heading(event)
+            case int():
+                self.bar.advance()
+            case LeftOut():
+                self.note(str(event))
+            case _:
+                self.results.append(event)
+
+    def note(self, text: str) -> None:
+        """Keep a remark, and print it."""
+        self.notes.append(text)
+        self.print(text)
+
+    def print(self, text: str) -> None:
+        """Print beside the bar."""
+        self.bar.clear()
+        print(text, flush=True)
+
+    def choose_backends(self, forked: bool = True) -> list[str]:
+        """Return the backends of ``--backends`` that may run here, and note those that can't.
+
+        Raises:
+            ArgumentError: A name is unknown, or none is left.
+        """
+        found, left_out = split(self.settings.backends, forked)
+        for each in left_out:
+            self.note(str(each))
+        if not found:
+            raise ArgumentError(f"benchmark {self.name}: no backend is left to measure; see --backends.")
+        return found
+
+    def measure(self) -> None:
+        """Run the command; show and write its results, after a Ctrl-C those that there are."""
+        try:
+            self.command.run(self)
+        finally:
+            self.bar.clear()
+            if self.results:
+                self._show_new()
+                content = report.report(self.name, self.settings.as_json(), self.entries(), self.notes)
+                report.write(self.settings.json, content | self.summary())
+                self.finish()
+
+    def _show_new(self) -> None:
+        """Print the tables of results that have not been shown."""
+        if new := self.results[self._shown :]:
+            self._shown = len(self.results)
+            self.print(self.show(new))
+
+    def show(self, results: list[Any]) -> str:
+        """Return the tables of results."""
+        return str(self.command.show(self, results))
+
+    def finish(self) -> None:
+        """Print remarks at the end, and draw pictures."""
+        if finish := getattr(self.command, "finish", None):
+            finish(self)
+
+    def entries(self) -> list[Any]:
+        """Return the results for the report."""
+        return list(self.command.entries(self))
+
+    def summary(self) -> dict[str, Any]:
+        """Return further keys of the report."""
+        return {}
 
 
-def take_turns(
-    context: RankContext, contestants: Mapping[str, Turn], rounds: int, after_round: Callable[[int], None] | None = None
-) -> tuple[dict[str, list[float]], list[bool]]:
-    """Let contestants take turns.
+def split(asked: tuple[str, ...] | list[str], forked: bool = False) -> tuple[list[str], list[LeftOut]]:
+    """Return the names that may run here, and those that can't.
 
     Args:
-        context: This rank.
-        contestants: By name, a function that runs a turn and returns its samples. Called on all ranks alike.
-        rounds: Number of rounds.
-        after_round: Called with the number of each completed round.
-
-    Returns:
-        The samples by contestant, and for each round whether other processes disturbed it.
-    """
-    samples: dict[str, list[float]] = {name: [] for name in contestants}
-    disturbed, others = [], OtherProcesses()
-    for turn in range(rounds):
-        others.mark()
-        used = process_time()
-        for name in rotated([*contestants], turn):
-            samples[name] += contestants[name]()
-        disturbed.append(others.disturbed(sum(context.exchange(process_time() - used))))
-        if after_round:
-            after_round(turn)
-    return samples, disturbed
-
-
-def collect(
-    program: Program, world: int, bar: ProgressBar, on_other: Callable[[Any], None] | None = None
-) -> list[Result]:
-    """Run a program on forked ranks, and return the results that it reports.
-
-    A text that it reports is a heading of the bar, a number advances the bar, and the rest goes to `on_other`.
-    """
-    results: list[Result] = []
-
-    def on_report(event: Any) -> None:
-        match event:
-            case Result():
-                results.append(event)
-            case str():
-                bar.heading(event)
-            case int():
-                bar.advance()
-            case _ if on_other:
-                on_other(event)
-
-    try:
-        run_ranks(program, world, on_report)
-    finally:
-        bar.clear()
-    return results
-
-
-def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options as the settings of a report."""
-    return {name: value for name, value in vars(options).items() if name not in ("benchmark", "json", "plot")}
-
-
-def names(command: str, option: str, text: str, known: Iterable[str], separator: str = ",") -> tuple[str, ...]:
-    """Split a list of names.
+        asked: Names as in ``--backends``.
+        forked: Whether ranks are forked in any case, so that those of MPI can't be had.
 
     Raises:
-        ArgumentError: One is unknown.
+        ArgumentError: A name is unknown.
 
-    >>> names("benchmark", "--ops", "barrier,reduce", ["reduce", "barrier", "gather"])
-    ('barrier', 'reduce')
+    >>> split(["ref", "torch:gloo"])
+    (['ref', 'torch:gloo'], [])
     """
-    found = tuple(dict.fromkeys(text.split(separator)))
-    known = list(known)
-    if unknown := [name for name in found if name not in known]:
-        raise ArgumentError(explain(command, option, f"among {', '.join(known)}", unknown[0]))
-    return found
+    out = [LeftOut(name, reason) for name in dict.fromkeys(asked) if (reason := _obstacle(name, forked))]
+    return [name for name in dict.fromkeys(asked) if name not in {each.name for each in out}], out
 
 
-def numbers(command: str, option: str, text: str) -> tuple[int, ...]:
-    """Split a list of positive numbers, and sort them.
-
-    Raises:
-        ArgumentError: The text has something else.
-    """
-    if not all(part.isdigit() and int(part) > 0 for part in text.split(",")):
-        raise ArgumentError(explain(command, option, "positive numbers, with commas between", text))
-    return tuple(sorted(map(int, text.split(","))))
-
-
-def check_least(command: str, options: argparse.Namespace, **least: int) -> None:
-    """Check that options are not less than these numbers.
-
-    Raises:
-        ArgumentError: One is.
-    """
-    for name, number in least.items():
-        if getattr(options, name) < number:
-            raise ArgumentError(explain(command, f"--{name}", f"at least {number}", getattr(options, name)))
-
-
-def add_options(parser: argparse.ArgumentParser, **options: tuple[Any, str]) -> None:
-    """Add options, each with its default and its help; the default's type is the option's."""
-    for name, (default, description) in options.items():
-        if default is False:
-            parser.add_argument(f"--{name}", action="store_true", help=description)
-        else:
-            kind = str if default is None else type(default)
-            shown = description if default is None else f"{description} (%(default)s)"
-            text = LIST if name.endswith("s") else name.upper()
-            metavar = {str: text, int: "N", float: "S"}[kind]
-            parser.add_argument(f"--{name}", default=default, type=kind, metavar=metavar, help=shown)
+def _obstacle(name: str, forked: bool) -> str:
+    if name == "torch:gloo":
+        return "" if competitors.torch_has_gloo() else "this torch was built without Gloo"
+    package = competitors.UNDER_MPIEXEC.get(name)
+    if package and importlib.util.find_spec(package) is None:
+        return f"needs the package {package}: pip install 'torchdist_ref[mpi]'"
+    if package and forked:
+        return "this benchmark forks its ranks, and MPI's are started by mpiexec"
+    if package and not ranks.find_mpiexec():
+        return "no mpiexec was found, which has to start the ranks"
+    others = (competitors.MPI4PY, competitors.REGISTERED)
+    if name in (*names(), *others):
+        return ""
+    if package:
+        return "this version of torchdist_ref has no such backend yet"
+    expected = f"among {', '.join(dict.fromkeys([*names(), others[1], *competitors.UNDER_MPIEXEC, 'torch:gloo']))}"
+    raise ArgumentError(explain("benchmark", "--backends", expected, name))

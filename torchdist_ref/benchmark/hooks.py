@@ -13,28 +13,41 @@ hooks: HOOKS
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchdist_ref.backends import registry
-from torchdist_ref.benchmark import competitors, harness, hooks_pictures, hooks_results, hooks_watch, report
-from torchdist_ref.benchmark.harness import take_turns
+from torchdist_ref.benchmark import competitors, hooks_pictures, hooks_results, hooks_watch, report
 from torchdist_ref.benchmark.hooks_results import HookResult, select
 from torchdist_ref.benchmark.hooks_tasks import CONTESTANTS, LOCAL_STEPS, TASKS, missing
 from torchdist_ref.benchmark.hooks_watch import FAST, BenchmarkLink, Span, Trainee, counted
-from torchdist_ref.benchmark.ranks import RankContext, enter_host, run_ranks
-from torchdist_ref.benchmark.timing import Times, durations, without_collector
+from torchdist_ref.benchmark.rounds import RankContext, take_turns
+from torchdist_ref.benchmark.settings import Option, Settings, among, at_least, file, texts
+from torchdist_ref.benchmark.timing import Times, durations
 from torchdist_ref.errors import ArgumentError, explain
-from torchdist_ref.testing.namespaces import Host
+
+if TYPE_CHECKING:
+    from torchdist_ref.benchmark.harness import Harness
 
 # Steps of a turn: events of every few steps happen in each turn.
 TURN_STEPS = LOCAL_STEPS
 QUICK_TURNS = 3
 
+OPTIONS = {
+    "hooks": Option(",".join(CONTESTANTS), "hooks", among(CONTESTANTS)),
+    "tasks": Option(",".join(TASKS), "models", among(TASKS)),
+    "backends": Option("ref,gloo", "backends", texts),
+    "links": Option(f"{FAST},1gbit,100mbit", f"{FAST}, or rates", hooks_watch.parse_links),
+    "world": Option(2, "ranks", at_least(2)),
+    "turns": Option(10, f"of {TURN_STEPS} steps for each hook; the first isn't counted", at_least(2)),
+    "quick": Option(False, f"{QUICK_TURNS} turns: to look at, not to rely on"),
+    "modelled": Option(False, "compute slow links, even if they can be made"),
+    "plot": Option(None, "draw time, error and loss", file, "FILE.svg"),
+    "timeline": Option(None, "draw one step of each hook", file, "FILE.svg"),
+}
 __doc__ = (__doc__ or "").replace("HOOKS", ", ".join(CONTESTANTS))
 
 
@@ -50,37 +63,25 @@ class TraineeRecord:
     spans: list[Span] = field(default_factory=list)
 
 
-def on_link(settings: argparse.Namespace, link: BenchmarkLink, on_report: Callable[[Any], None]) -> None:
-    """Measure everything on one link, which is made first; `on_report` gets headings, rounds and results.
-
-    Raises:
-        UnsupportedError: The link can't be made.
-        OSError: The link can't be made.
-    """
-    with hooks_watch.hosts_of(link) as hosts:
-        run_ranks(partial(measure, settings=settings, link=link, hosts=hosts), settings.world, on_report)
-
-
-def measure(context: RankContext, settings: argparse.Namespace, link: BenchmarkLink, hosts: Sequence[Host]) -> None:
+def measure(context: RankContext, settings: Settings, link: BenchmarkLink) -> None:
     """Measure on one rank. Reports headings, numbers of rounds, and results."""
-    host = enter_host(hosts, context.rank, context.world)
     tasks = {name: TASKS[name]() for name in settings.tasks}
     try:
         for backend in competitors.join(settings.backends, context):
             for name, task in tasks.items():
                 context.report(f"{name} on {backend.name}, {link.name}")
                 trainees = [Trainee(task, CONTESTANTS[hook], backend.group) for hook in settings.hooks]
-                records = _all_turns(context, trainees, host, settings.turns)
+                records = _all_turns(context, trainees, settings.turns)
                 for trainee, record in zip(trainees, records, strict=True):
                     context.report(_result(context, trainee, record, (name, backend.name, link.name)))
     finally:
         competitors.leave()
 
 
-def _all_turns(context: RankContext, trainees: Sequence[Trainee], host: Host | None, turns: int) -> list[TraineeRecord]:
+def _all_turns(context: RankContext, trainees: Sequence[Trainee], turns: int) -> list[TraineeRecord]:
     records = [TraineeRecord() for _ in trainees]
     pairs = list(zip(trainees, records, strict=True))
-    contestants = {each.contestant.name: partial(_turn, context, each, record, host) for each, record in pairs}
+    contestants = {each.contestant.name: partial(_turn, context, each, record) for each, record in pairs}
     take_turns(context, contestants, turns, context.report)
     for trainee, record in pairs:
         context.wait()
@@ -88,10 +89,10 @@ def _all_turns(context: RankContext, trainees: Sequence[Trainee], host: Host | N
     return records
 
 
-def _turn(context: RankContext, trainee: Trainee, record: TraineeRecord, host: Host | None) -> list[float]:
+def _turn(context: RankContext, trainee: Trainee, record: TraineeRecord) -> list[float]:
     batches = [trainee.batch() for _ in range(TURN_STEPS)]
-    wire = hooks_watch.wire_bytes(host) if host else 0
-    with without_collector(), counted(trainee.group) as counter:
+    wire = _wire_bytes(context)
+    with counted(trainee.group) as counter:
         for batch in batches:
             context.wait()
             begin = perf_counter()
@@ -100,9 +101,13 @@ def _turn(context: RankContext, trainee: Trainee, record: TraineeRecord, host: H
             record.losses.append(float(loss))
     record.sent.append(counter.sent / TURN_STEPS)
     context.wait()
-    record.wire.append(hooks_watch.wire_bytes(host) - wire if host else 0)
+    record.wire.append(_wire_bytes(context) - wire)
     record.errors.append(trainee.error(context.exchange))
     return []
+
+
+def _wire_bytes(context: RankContext) -> int:
+    return hooks_watch.wire_bytes(context.host) if context.host else 0
 
 
 def _result(context: RankContext, trainee: Trainee, record: TraineeRecord, where: tuple[str, str, str]) -> HookResult:
@@ -129,112 +134,64 @@ def _mean(columns: Sequence[Sequence[float]]) -> list[float]:
     return [sum(row) / len(row) for row in zip(*columns, strict=True)]
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's options."""
-    harness.add_options(
-        parser,
-        hooks=(",".join(CONTESTANTS), "hooks"),
-        tasks=(",".join(TASKS), "models"),
-        backends=("ref,gloo", "backends"),
-        links=(f"{FAST},1gbit,100mbit", f"{FAST}, or rates"),
-        world=(2, "ranks"),
-        turns=(10, f"of {TURN_STEPS} steps for each hook; the first isn't counted"),
-        quick=(False, f"{QUICK_TURNS} turns: to look at, not to rely on"),
-        modelled=(False, "compute slow links, even if they can be made"),
-    )
-    parser.add_argument("--plot", metavar="FILE.svg", help="draw time, error and loss")
-    parser.add_argument("--timeline", metavar="FILE.svg", help="draw one step of each hook")
-
-
-def main(options: argparse.Namespace) -> int:
-    """Measure, and print a table for each task and backend."""
-    settings, notes = _checked(options)
-    output = HookOutput(settings, notes)
-    try:
-        for link in settings.links:
-            output.measure(link)
-    finally:
-        output.finish()
-    return 0
-
-
-def _checked(options: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
-    names, left_out = competitors.split(options.backends.split(","), forked=True)
-    if not names or not set(names) <= set(registry.names()):
+def run(harness: Harness) -> None:
+    """Measure on every link; one that can't be made, or is not to be, is modelled."""
+    settings = harness.settings
+    settings.backends = harness.choose_backends()
+    if not set(settings.backends) <= set(registry.names()):
         expected = "backends of this library, whose groups DDP takes: ref or gloo"
-        raise ArgumentError(explain("benchmark hooks", "--backends", expected, options.backends))
-    hooks = harness.names("benchmark hooks", "--hooks", options.hooks, CONTESTANTS)
-    tasks = harness.names("benchmark hooks", "--tasks", options.tasks, TASKS)
-    turns = QUICK_TURNS if options.quick else options.turns
-    harness.check_least("benchmark hooks", options, world=2, turns=2)
-    notes = [str(each) for each in left_out]
-    notes += [f"{task} is left out: {why}" for task in tasks if (why := missing(task))]
-    there = tuple(task for task in tasks if not missing(task))
-    if not there:
-        raise ArgumentError(f"benchmark hooks: no task is left to learn. {' '.join(notes)}")
-    links = tuple(map(hooks_watch.parse_link, dict.fromkeys(options.links.split(","))))
-    lists = {"hooks": hooks, "tasks": there, "backends": tuple(names), "links": links, "turns": turns}
-    return argparse.Namespace(**{**vars(options), **lists}), notes
-
-
-class HookOutput:
-    """Reader of rank 0's reports: advances the bar, and keeps results until a task's table can be printed."""
-
-    def __init__(self, settings: argparse.Namespace, notes: list[str]) -> None:
-        self.results: list[HookResult] = []
-        self._settings, self._notes = settings, notes
-        self._rounds = len(settings.tasks) * len(settings.backends) * settings.turns
-        self._bar = report.ProgressBar(self._rounds * len(settings.links))
-        for note in notes:
-            print(note, flush=True)
-
-    def measure(self, link: BenchmarkLink) -> None:
-        """Measure on one link; if it can't be made, or is not to be, model it."""
-        why = "as asked" if self._settings.modelled and link.bits_per_second else hooks_watch.obstacle(link)
+        raise ArgumentError(explain("benchmark hooks", "--backends", expected, ",".join(settings.backends)))
+    for task in settings.tasks:
+        if why := missing(task):
+            harness.note(f"{task} is left out: {why}")
+    settings.tasks = [task for task in settings.tasks if not missing(task)]
+    if not settings.tasks:
+        raise ArgumentError(f"benchmark hooks: no task is left to learn. {' '.join(harness.notes)}")
+    settings.turns = QUICK_TURNS if settings.quick else settings.turns
+    rounds = len(settings.tasks) * len(settings.backends) * settings.turns
+    harness.begin(rounds * len(settings.links))
+    for link in settings.links:
+        why = "as asked" if settings.modelled and link.bits_per_second else hooks_watch.obstacle(link)
         if not why:
-            on_link(self._settings, link, self.on_report)
-            return
-        self._note(f"{link.name} is modelled, {why}: the step on the fast link, and the time that its bytes take.")
-        if not select(self.results, link=FAST):
-            on_link(self._settings, BenchmarkLink(FAST), self.on_report)
-        self.results += [result.on(link) for result in select(self.results, link=FAST)]
-        for _ in range(self._rounds):
-            self._bar.advance()
+            on_link(harness, link)
+            continue
+        harness.note(f"{link.name} is modelled, {why}: the step on the fast link, and the time that its bytes take.")
+        if not select(harness.results, link=FAST):
+            on_link(harness, BenchmarkLink(FAST))
+        harness.results += [result.on(link) for result in select(harness.results, link=FAST)]
+        for _ in range(rounds):
+            harness.bar.advance()
 
-    def on_report(self, event: Any) -> None:
-        """Handle a result, the number of a round, or a heading."""
-        match event:
-            case HookResult():
-                self.results.append(event)
-            case competitors.LeftOut():
-                self._note(str(event))
-            case int():
-                self._bar.advance()
-            case str():
-                self._bar.heading(event)
 
-    def finish(self) -> None:
-        """Print the tables, and write the files that were asked for; after a Ctrl-C, of what there is."""
-        self._bar.clear()
-        settings = self._settings
-        for task in settings.tasks:
-            for backend in settings.backends:
-                if found := select(self.results, task=task, backend=backend):
-                    print(hooks_results.table(found), end="\n\n", flush=True)
-        if not self.results:
-            return
-        print(hooks_results.LEGEND)
-        listed = harness.settings_of(settings) | {"links": [vars(link) for link in settings.links]}
-        entries = [result.as_json() for result in self.results]
-        report.write(settings.json, report.report("hooks", listed, entries, self._notes))
-        if settings.timeline:
-            hooks_pictures.write_timelines(settings.timeline, self.results)
-            print(f"wrote {settings.timeline}")
-        if settings.plot and report.matplotlib_available():
-            hooks_pictures.plot(settings.plot, self.results)
-            print(f"wrote {settings.plot}")
+def on_link(harness: Harness, link: BenchmarkLink) -> None:
+    """Measure everything on one link, which is made first.
 
-    def _note(self, text: str) -> None:
-        self._notes.append(text)
-        self._bar.clear()
-        print(text, flush=True)
+    Raises:
+        UnsupportedError: The link can't be made.
+        OSError: The link can't be made.
+    """
+    settings, rate = harness.settings, link.bits_per_second
+    harness.run(partial(measure, settings=settings, link=link), settings.world, hosts=bool(rate), bits_per_second=rate)
+
+
+def show(harness: Harness, results: Sequence[HookResult]) -> str:
+    """Return a table for each task and backend."""
+    cases = [(task, backend) for task in harness.settings.tasks for backend in harness.settings.backends]
+    found = [select(results, task=task, backend=backend) for task, backend in cases]
+    return "\n\n".join([*(hooks_results.table(each) for each in found if each), hooks_results.LEGEND])
+
+
+def entries(harness: Harness) -> list[dict[str, Any]]:
+    """Return the results."""
+    return [result.as_json() for result in harness.results]
+
+
+def finish(harness: Harness) -> None:
+    """Draw the pictures that were asked for."""
+    settings = harness.settings
+    if settings.timeline:
+        hooks_pictures.write_timelines(settings.timeline, harness.results)
+        print(f"wrote {settings.timeline}")
+    if settings.plot and report.matplotlib_available():
+        hooks_pictures.plot(settings.plot, harness.results)
+        print(f"wrote {settings.plot}")

@@ -83,14 +83,9 @@ def parse_link(text: str) -> BenchmarkLink:
     return BenchmarkLink(text.lower(), float(found[1]) * _UNITS[found[2]])
 
 
-@contextmanager
-def hosts_of(link: BenchmarkLink) -> Iterator[Sequence[namespaces.Host]]:
-    """Make the hosts of a link: none for the fast one, two for a rate."""
-    if link.bits_per_second is None:
-        yield ()
-        return
-    with namespaces.hosts(HOSTS, link.bits_per_second) as hosts:
-        yield hosts
+def parse_links(command: str, option: str, text: str) -> tuple[BenchmarkLink, ...]:
+    """Split a list of links."""
+    return tuple(map(parse_link, dict.fromkeys(text.split(","))))
 
 
 def obstacle(link: BenchmarkLink) -> str:
@@ -104,7 +99,7 @@ def obstacle(link: BenchmarkLink) -> str:
     if why := namespaces.missing():
         return why
     try:
-        with hosts_of(link):
+        with namespaces.hosts(HOSTS, link.bits_per_second):
             return ""
     except UnsupportedError as error:
         return str(error)

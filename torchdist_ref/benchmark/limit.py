@@ -6,6 +6,8 @@ over tensors in shared memory (`Tensors`: registered buffers). Ranks do not wait
 garbage and the time is a bound. It is one more contestant; where ranks outnumber processors, its time is the processor
 time of all ranks (see `timing.shared_out`). Below some 64 KiB the bound is the cost of calling torch from Python, not
 of memory.
+
+Ranks of an older library load this file too: use the library's public API alone.
 """
 
 from __future__ import annotations
@@ -17,16 +19,13 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.benchmark.operations import ROOT, Buffers, Make, MeasuredOperation
-from torchdist_ref.benchmark.timing import Action
-from torchdist_ref.transports.segment import CACHE_LINE, window_for
+from torchdist_ref.benchmark.timing import LINE_BYTES, Action
 
 Work = tuple[tuple[str, int], ...]
 # Elements of a block, where in it a window begins, and how many it has.
 Cut = tuple[int, int, int]
 # A block of the own source, one of the own result, another rank, and the slot or block there.
 Blocks = tuple[int, int, int, int]
-# Bytes that the backend stages at once between two ranks.
-WINDOW = window_for(2)
 
 
 def _reduce(rank: int, n: int) -> Work:
@@ -107,7 +106,7 @@ class Stages:
     `processors` is the number that the ranks share, if they do not have one each.
     """
 
-    def __init__(self, memory: Any, window: int = WINDOW, processors: int | None = None) -> None:
+    def __init__(self, memory: Any, window: int, processors: int | None = None) -> None:
         self.window, self.memory, self.processors = window, memory, processors
 
     direct = False
@@ -129,7 +128,7 @@ class Tensors(Stages):
 
     direct = True
 
-    def __init__(self, memory: Any, capacity: int, window: int = WINDOW) -> None:
+    def __init__(self, memory: Any, capacity: int, window: int) -> None:
         super().__init__(memory, window)
         self.capacity = capacity
 
@@ -199,7 +198,7 @@ def kernels(op: str, b: Buffers, stages: Stages) -> Iterator[tuple[Any, ...]]:
 
 def _whole_lines(nbytes: int) -> int:
     """Round down to whole cache lines: slots begin at lines, as a backend's do, for faster copies."""
-    return nbytes // CACHE_LINE * CACHE_LINE or nbytes
+    return nbytes // LINE_BYTES * LINE_BYTES or nbytes
 
 
 def _merged(steps: Work, world: int) -> tuple[Work, int]:

@@ -6,7 +6,7 @@ bandwidth (size by time) times the factor can be compared with a link's peak, wh
 
 One row of the table at the end is one operation. Its least cost is in `limit`.
 
-`checkout_rank` loads this file by its path beside an older library: use its public API alone.
+Ranks of an older library run this file too: use the library's public API alone.
 """
 
 from __future__ import annotations

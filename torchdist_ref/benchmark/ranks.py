@@ -1,8 +1,8 @@
-"""Ranks of a benchmark: forked, on two hosts of network namespaces, or started by ``mpiexec``; and what they share.
+"""Starting the ranks of a benchmark: forked, under ``mpiexec``, or on several checkouts; and the hub that joins them.
 
-Forked ranks come from `torchdist_ref.testing.run`, so that none outlives the benchmark. MPI's ranks are started by
-``mpiexec``: the parent leaves a pickled task in a folder, and this file, run as a module, is such a rank. A program
-does not know the difference: it gets a `RankContext` with a start line, an exchange of values and a way to report.
+Forked ranks come from `torchdist_ref.testing.run`, so that none outlives the benchmark. The others are started by
+`started_rank`, with a pickled program. A program does not know the difference: it gets a `RankContext`. A thread of
+the parent, the hub, passes on reports, and gives each rank the values of all.
 
 Do not add here: anything that a backend could be measured with.
 """
@@ -10,86 +10,56 @@ Do not add here: anything that a backend could be measured with.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import pickle
 import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torchdist_ref
 from torchdist_ref import processes
-from torchdist_ref.benchmark.timing import LINE_BYTES, StartLine
-from torchdist_ref.errors import DistBackendError, UnsupportedError
+from torchdist_ref.benchmark import started_rank
+from torchdist_ref.benchmark.rounds import CONNECTED, EVERYONE, REPORT, ParentAddress, RankContext, segment_bytes
+from torchdist_ref.errors import DistBackendError
 from torchdist_ref.testing import namespaces, run
 
 T = TypeVar("T")
+Program = Callable[[RankContext], Any]
+OnReport = Callable[[int, Any], None]
 DAY_SECONDS = 86_400.0
 TERMINATE_SECONDS = 5.0
 HOSTS = 2
-_TASK, _REPORTS = "task", "reports"
 
 
-@dataclass(frozen=True)
-class RankContext:
-    """One rank of a benchmark.
-
-    Attributes:
-        rank: This rank.
-        world: Number of ranks.
-        folder: Folder for stores; it is removed when the ranks have ended.
-        memory: Shared memory for the program, page-aligned.
-        start_line: Barrier of all ranks.
-        exchange: Function that gives every rank every rank's value, in rank order. It blocks without spinning.
-    """
-
-    rank: int
-    world: int
-    folder: str
-    memory: memoryview
-    start_line: StartLine
-    exchange: Callable[[Any], list[Any]]
-    _reports: Connection | None = None
-
-    def wait(self) -> None:
-        """Wait at the start line."""
-        self.start_line.wait()
-
-    def report(self, event: object, from_any_rank: bool = False) -> None:
-        """Send the parent something; without `from_any_rank` only rank 0 does."""
-        if self._reports is not None and (self.rank == 0 or from_any_rank):
-            self._reports.send(event)
-
-
-Program = Callable[[RankContext], Any]
-
-
-def _ignore(event: Any) -> None:
+def _ignore(side: int, event: Any) -> None:
     """Ignore a report."""
 
 
 def run_ranks(
     program: Callable[[RankContext], T],
     world: int,
-    on_report: Callable[[Any], None] = _ignore,
+    on_report: OnReport = _ignore,
     timeout: float = DAY_SECONDS,
     extra: int = 0,
+    hosts: Sequence[namespaces.Host] = (),
 ) -> list[T]:
     """Run a program on forked ranks.
 
     Args:
         program: Function of each rank.
         world: Number of ranks.
-        on_report: Called here with each thing that rank 0 reports, in order, on another thread.
+        on_report: Called here with the side and each thing that rank 0 reports, in order, on another thread.
         timeout: Seconds until the ranks are stopped.
         extra: Bytes of `RankContext.memory`.
+        hosts: Hosts of the ranks: the first part of them is on the first host. Default: this machine.
 
     Returns:
         Each rank's result.
@@ -97,116 +67,70 @@ def run_ranks(
     Raises:
         RankError: A rank failed.
     """
-    memory = mmap.mmap(-1, segment_bytes(world, extra))
-    pipes = [Pipe() for _ in range(world - 1)]
-
-    def exchange(rank: int, value: Any) -> list[Any]:
-        if rank:
-            pipes[rank - 1][1].send(value)
-            received: list[Any] = pipes[rank - 1][1].recv()
-            return received
-        values = [value, *(here.recv() for here, _ in pipes)]
-        for here, _ in pipes:
-            here.send(values)
-        return values
-
-    with _reports_to(on_report) as reports, tempfile.TemporaryDirectory(prefix="torchdist_ref-") as folder:
+    with hub(world, on_report, extra) as address:
 
         def start(rank: int) -> T:
-            return program(_context(rank, world, folder, memory, lambda value: exchange(rank, value), reports))
+            host = hosts[rank * len(hosts) // world] if hosts else None
+            context = address.connect(rank, host=host)
+            if host:
+                host.enter()
+                # Gloo and `ref` read this one.
+                os.environ["GLOO_SOCKET_IFNAME"] = host.interface
+            return program(context)
 
-        try:
-            return run(start, world, ranks="processes", init=False, timeout=timeout)
-        finally:
-            for end in (end for pair in pipes for end in pair):
-                end.close()
-
-
-def segment_bytes(world: int, extra: int) -> int:
-    """Return the size of the shared memory: a cache line a rank, up to a whole page, and the program's bytes.
-
-    >>> segment_bytes(2, 100)
-    4196
-    """
-    return -(-world * LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE + extra
+        return run(start, world, ranks="processes", init=False, timeout=timeout)
 
 
-def _context(
-    rank: int,
-    world: int,
-    folder: str,
-    memory: mmap.mmap,
-    exchange: Callable[[Any], list[Any]],
-    reports: Connection | None,
-) -> RankContext:
-    whole, lines = memoryview(memory), segment_bytes(world, 0)
-    line = StartLine(whole[:lines], rank, range(world))
-    return RankContext(rank, world, folder, whole[lines:], line, exchange, reports)
-
-
-@contextmanager
-def _reports_to(on_report: Callable[[Any], None]) -> Iterator[Connection]:
-    """Yield a connection to this process; a thread passes on what is sent, until the block ends."""
-    here, there = Pipe(duplex=False)
-    thread = threading.Thread(target=_listen, args=(here, on_report), name="benchmark listener")
-    thread.start()
-    try:
-        yield there
-    finally:
-        there.send(None)
-        thread.join()
-        there.close()
-        here.close()
-
-
-def _listen(here: Connection, on_report: Callable[[Any], None]) -> None:
-    while (event := here.recv()) is not None:
-        try:
-            on_report(event)
-        except Exception:
-            # A full terminal or a closed pipe must not stop the ranks, which would block on reporting.
-            logging.getLogger("torchdist_ref.benchmark").exception("could not show %r", event)
-
-
-@contextmanager
-def on_hosts(program: Program, wanted: bool) -> Iterator[Program]:
-    """Yield the program for ranks on two hosts, if that is wanted; the hosts exist while the block lasts.
+def run_mpi_ranks(program: Program, world: int, on_report: OnReport, extra: int = 0) -> None:
+    """Run a program, which can be pickled, on ranks under ``mpiexec``; otherwise as `run_ranks`.
 
     Raises:
-        UnsupportedError: This machine has no network namespaces, or this process may not make them.
+        DistBackendError: A rank failed. Its own message is on standard error.
     """
-    if not wanted:
-        yield program
-        return
-    if reason := namespaces.missing():
-        raise UnsupportedError(f"benchmark: ranks can't be put on two hosts: {reason}.")
-    with namespaces.hosts(HOSTS) as pair:
-
-        def on_host(context: RankContext) -> None:
-            enter_host(pair, context.rank, context.world)
-            program(context)
-
-        yield on_host
+    here = Path(torchdist_ref.__file__).parents[1]
+    with hub(world, on_report, extra) as address, start_child(address, program, here, mpi=True) as child:
+        if code := child.wait():
+            text = f"ranks under mpiexec ended with exit code {code}; their output is above."
+            raise DistBackendError(f"benchmark: {text}")
 
 
-def enter_host(hosts: Sequence[namespaces.Host], rank: int, world: int) -> namespaces.Host | None:
-    """Move this rank's process to its host, if there are any: the first half of the ranks to the first."""
-    if not hosts:
-        return None
-    host = hosts[rank * len(hosts) // world]
-    host.enter()
-    # Gloo and `ref` read this one.
-    os.environ["GLOO_SOCKET_IFNAME"] = host.interface
-    return host
+def run_checkouts(program: Program, world: int, on_report: OnReport, checkouts: Mapping[str, Path]) -> None:
+    """Run a program, which can be pickled, on ranks of several checkouts at once; one of them has a turn at a time.
+
+    Raises:
+        DistBackendError: A rank failed.
+    """
+    with hub(world, on_report, sides=len(checkouts)) as address, ExitStack() as stack:
+        running: dict[Any, tuple[processes.Child, str, int]] = {}
+        for side, (name, checkout) in enumerate(checkouts.items()):
+            child = stack.enter_context(start_child(address, program, checkout, side=side))
+            running[child.descriptor] = child, name, side
+        while running:
+            for ready in wait([*running]):
+                child, name, side = running.pop(ready)
+                if code := child.wait():
+                    error = Path(address.folder, str(side), started_rank.ERROR)
+                    reason = error.read_text() if error.exists() else f"the process ended with exit code {code}"
+                    raise DistBackendError(f"benchmark: the checkout {name!r} failed: {reason}")
 
 
-@dataclass(frozen=True)
-class MpiTask:
-    """Program of MPI's ranks, the path of the shared memory, and the bytes of it that are the program's."""
-
-    program: Program
-    memory: str
-    extra: int
+@contextmanager
+def start_child(
+    address: ParentAddress, program: Program, checkout: Path, side: int = 0, mpi: bool = False
+) -> Iterator[processes.Child]:
+    """Start the ranks of one side from a checkout; they have ended when the block ends."""
+    folder = os.path.join(address.folder, str(side))
+    Path(folder, started_rank.TASK).write_bytes(pickle.dumps((str(checkout), address, side, program)))
+    launcher = [find_mpiexec(), "-n", str(address.world)] if mpi else []
+    environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": "1"}
+    # -P keeps the folder of the script off the path.
+    command = [*launcher, sys.executable, "-P", started_rank.__file__, folder, *(["mpi"] if mpi else [])]
+    # In a session of its own Ctrl-C reaches MPI's ranks once, from here.
+    child = processes.spawn(command, new_session=mpi, env=environment)
+    try:
+        yield child
+    finally:
+        child.terminate(TERMINATE_SECONDS)
 
 
 def find_mpiexec() -> str:
@@ -215,79 +139,72 @@ def find_mpiexec() -> str:
     return beside if os.access(beside, os.X_OK) else shutil.which("mpiexec") or ""
 
 
-def run_mpi_ranks(program: Program, world: int, on_report: Callable[[Any], None], extra: int = 0) -> None:
-    """Run a program, which can be pickled, on ranks under ``mpiexec``; otherwise as `run_ranks`.
-
-    Raises:
-        DistBackendError: A rank failed. Its own message is on standard error.
-    """
-    fd = os.memfd_create("torchdist_ref", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, segment_bytes(world, extra))
-        with tempfile.TemporaryDirectory(prefix="torchdist_ref-") as folder:
-            task = MpiTask(program, f"/proc/{os.getpid()}/fd/{fd}", extra)
-            Path(folder, _TASK).write_bytes(pickle.dumps(task))
-            with _reports_to(on_report) as reports, _relay(folder, reports):
-                _launch(folder, world)
-    finally:
-        os.close(fd)
-
-
 @contextmanager
-def _relay(folder: str, reports: Connection) -> Iterator[None]:
-    """Pass on the reports of rank 0, from before it starts until it has ended."""
-    path = os.path.join(folder, _REPORTS)
-    with Listener(path, "AF_UNIX") as listener:
-        thread = threading.Thread(target=_pass_on, args=(listener, reports), name="benchmark relay")
+def hub(world: int, on_report: OnReport, extra: int = 0, sides: int = 1) -> Iterator[ParentAddress]:
+    """Serve ranks until the block ends, when they have ended: yield the address to which they connect."""
+    down, up = ([Pipe(duplex=False) for _ in range(world * sides)] for _ in range(2))
+    stopped, stop = Pipe(duplex=False)
+    memory = os.memfd_create("torchdist_ref", os.MFD_CLOEXEC)
+    os.ftruncate(memory, sides * segment_bytes(world, extra))
+    thread = threading.Thread(target=_serve, args=(down, up, stopped, world, on_report), name="benchmark hub")
+    with tempfile.TemporaryDirectory(prefix="torchdist_ref-") as folder:
+        for side in range(sides):
+            os.mkdir(os.path.join(folder, str(side)))
+        ends = [(reads.fileno(), writes.fileno()) for (reads, _), (_, writes) in zip(down, up, strict=True)]
         thread.start()
         try:
-            yield
+            yield ParentAddress(os.getpid(), folder, world, sides, extra, memory, ends)
         finally:
-            # In case that rank 0 never connected.
-            with suppress(OSError), closing(Client(path, "AF_UNIX")):
-                pass
+            stop.send(None)
             thread.join()
+            for end in (stopped, stop, *(end for pair in (*down, *up) for end in pair)):
+                end.close()
+            os.close(memory)
 
 
-def _pass_on(listener: Listener, reports: Connection) -> None:
-    with closing(listener.accept()) as rank_0, suppress(EOFError, OSError):
-        while True:
-            reports.send(rank_0.recv())
+Pipes = Sequence[tuple[Connection, Connection]]
 
 
-def _launch(folder: str, world: int) -> None:
-    command = [find_mpiexec(), "-n", str(world), sys.executable, "-m", __name__, folder]
-    # In a session of its own Ctrl-C reaches the ranks once, from here.
-    child = processes.spawn(command, new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+def _serve(down: Pipes, up: Pipes, stopped: Connection, world: int, on_report: OnReport) -> None:
+    """Pass on reports, and answer exchanges that are complete, until stopped and no message is left."""
+    readers = {reads: number for number, (reads, _) in enumerate(up)}
+    values: defaultdict[range, dict[int, Any]] = defaultdict(dict)
+    while (ready := wait([stopped, *readers])) != [stopped]:
+        for reader in ready:
+            if reader is stopped:
+                continue
+            assert isinstance(reader, Connection)
+            number = readers[reader]
+            try:
+                kind, value = reader.recv()
+            except (EOFError, OSError):
+                del readers[reader]
+                continue
+            if kind == REPORT:
+                _handle(on_report, number // world, value)
+            elif kind == CONNECTED:
+                # With these open, the end of the rank would go unnoticed here.
+                down[number][0].close()
+                up[number][1].close()
+            else:
+                first = number // world * world
+                members = range(len(up)) if kind == EVERYONE else range(first, first + world)
+                values[members][number] = value
+                if len(values[members]) == len(members):
+                    _answer([down[member][1] for member in members], [values[members][each] for each in members])
+                    del values[members]
+
+
+def _handle(on_report: OnReport, side: int, event: Any) -> None:
     try:
-        code = child.wait()
-    finally:
-        child.terminate(TERMINATE_SECONDS)
-    if code:
-        raise DistBackendError(f"benchmark: ranks under mpiexec ended with exit code {code}; their output is above.")
+        on_report(side, event)
+    except Exception:
+        # A full terminal or a closed pipe must not stop the ranks.
+        logging.getLogger("torchdist_ref.benchmark").exception("could not show %r", event)
 
 
-def run_mpi_rank(folder: str) -> None:
-    """Run the program of this process, which ``mpiexec`` started."""
-    import torch
-    from mpi4py import MPI
-
-    torch.set_num_threads(1)
-    rank, world = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    task: MpiTask = pickle.loads(Path(folder, _TASK).read_bytes())
-    fd = os.open(task.memory, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        memory = mmap.mmap(fd, segment_bytes(world, task.extra))
-    finally:
-        os.close(fd)
-    reports = Client(os.path.join(folder, _REPORTS), "AF_UNIX") if rank == 0 else None
-    try:
-        task.program(_context(rank, world, folder, memory, MPI.COMM_WORLD.allgather, reports))
-    except BaseException as error:
-        print(f"rank {rank} of {world} failed with {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        # The others wait for this rank, and only MPI can end them.
-        MPI.COMM_WORLD.Abort(1)
-
-
-if __name__ == "__main__":
-    run_mpi_rank(sys.argv[1])
+def _answer(ranks: Sequence[Connection], values: Sequence[Any]) -> None:
+    for rank in ranks:
+        # A rank that has ended is reported by whatever started it.
+        with suppress(OSError):
+            rank.send(values)

@@ -122,6 +122,10 @@ class ProgressBar:
         steps: Number of calls of `advance`.
         stream: Stream to draw on (default: standard error).
 
+    Attributes:
+        stream: Stream.
+        text: The last heading.
+
     >>> bar = ProgressBar(2, io.StringIO())
     >>> bar.heading("all_reduce"); bar.advance("4 B"); bar.advance("1 KiB"); bar.clear()
     >>> print(bar.stream.getvalue(), end="")
@@ -133,7 +137,7 @@ class ProgressBar:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
         self.stream = stream or sys.stderr
-        self._moves, self._heading = self.stream.isatty(), ""
+        self._moves, self.text = self.stream.isatty(), ""
         # Drawn on `advance` alone: a thread that redraws would disturb the measurement.
         self._bar = Progress(
             BarColumn(),
@@ -149,8 +153,8 @@ class ProgressBar:
 
     def heading(self, text: str) -> None:
         """Begin a part of the work."""
-        if text != self._heading:
-            self._heading = text
+        if text != self.text:
+            self.text = text
             if self._moves:
                 self._draw("", 0)
             else:
@@ -168,7 +172,7 @@ class ProgressBar:
 
     def _draw(self, text: str, steps: int) -> None:
         self._bar.start()
-        self._bar.update(self._task, advance=steps, description=f"{self._heading} {text}", refresh=True)
+        self._bar.update(self._task, advance=steps, description=f"{self.text} {text}", refresh=True)
 
 
 def matplotlib_available() -> bool:
@@ -177,18 +181,6 @@ def matplotlib_available() -> bool:
     if not found:
         print("no plot: matplotlib is not installed (pip install matplotlib)")
     return found
-
-
-def check_target(option: str, path: str) -> None:
-    """Check that a file can be written, before minutes of measuring.
-
-    Raises:
-        ArgumentError: It can't.
-    """
-    target = Path(path)
-    if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
-        expected = "a file that can be written, in a folder that exists"
-        raise ArgumentError(explain("benchmark", option, expected, path))
 
 
 def report(

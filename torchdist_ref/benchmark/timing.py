@@ -4,7 +4,7 @@ A call's time is from the moment when the last rank began to the moment when the
 times; rank 0 computes durations from those of all ranks. A bound, whose ranks do not wait for one another, has no
 common end: its time is the work of each rank, divided among the processors (`shared_out`).
 
-`checkout_rank` loads this file by its path beside an older library. Import nothing but the standard library here.
+Ranks of an older library run this file too. Import nothing but the standard library here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from time import monotonic, perf_counter, sleep, thread_time
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Action = Callable[[], Any]
 Times = list[tuple[float, float]]
 Clock = Callable[[], float]
@@ -144,7 +145,7 @@ def calls_for(first: Sequence[float], seconds: float) -> int:
     return max(1, min(MAX_CALLS, int(seconds / max(median(first), 1e-7))))
 
 
-def rotated(names: Sequence[str], turn: int) -> list[str]:
+def rotated(names: Sequence[T], turn: int) -> list[T]:
     """Return names in order, beginning with another one in each turn.
 
     >>> rotated("abc", 4)

@@ -1,0 +1,77 @@
+"""Ranks that are started as a program: one by ``mpiexec``, or all those of a checkout that is compared with others.
+
+The checkout may be older than this file. So `torchdist_ref` is the package that comes first on the path, and
+`torchdist_ref.benchmark` the folder of this file: all checkouts are measured by the same code, which uses the public
+API alone. The ranks of a checkout are forked from one process, which has imported torch and the library.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torchdist_ref
+from torchdist_ref.testing import run
+
+TASK, ERROR = "task", "error"
+DAY_SECONDS = 86_400.0
+
+
+def load_benchmark() -> None:
+    """Make the folder of this file the package `torchdist_ref.benchmark` of the imported library."""
+    here = Path(__file__).parent
+    name = "torchdist_ref.benchmark"
+    spec = importlib.util.spec_from_file_location(name, here / "__init__.py", submodule_search_locations=[str(here)])
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+
+
+def run_side(folder: str) -> None:
+    """Fork the ranks of a checkout, and run the program that the parent left in the folder."""
+    checkout, address, side, program = load_task(folder)
+    imported = Path(str(torchdist_ref.__file__)).resolve()
+    if not imported.is_relative_to(Path(checkout).resolve()):
+        raise RuntimeError(f"imported {imported}, which is not in the checkout {checkout}")
+    start: Callable[[int], Any] = lambda rank: program(address.connect(rank, side))  # noqa: E731
+    run(start, address.world, ranks="processes", init=False, timeout=DAY_SECONDS)
+
+
+def run_mpi_rank(folder: str) -> None:
+    """Run the program of this process, which ``mpiexec`` started."""
+    import torch
+    from mpi4py import MPI
+
+    torch.set_num_threads(1)
+    rank = MPI.COMM_WORLD.rank
+    try:
+        _, address, side, program = load_task(folder)
+        program(address.connect(rank, side))
+    except BaseException as error:
+        print(f"rank {rank} failed with {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        # The others wait for this rank, and only MPI can end them.
+        MPI.COMM_WORLD.Abort(1)
+
+
+def load_task(folder: str) -> Any:
+    """Return the checkout, the parent's address, the side and the program."""
+    return pickle.loads(Path(folder, TASK).read_bytes())
+
+
+def main(folder: str, mpi: bool) -> int:
+    """Run, and leave the parent the text of an error."""
+    load_benchmark()
+    try:
+        run_mpi_rank(folder) if mpi else run_side(folder)
+    except Exception as error:
+        Path(folder, ERROR).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], mpi=len(sys.argv) > 2))
