@@ -324,8 +324,11 @@ def test_a_second_initialization_fails_in_both_libraries() -> None:
     alone: Any = {"rank": 0, "world_size": 1}
     dist.init_process_group("ref", store=dist.HashStore(), **alone)
     try:
-        with pytest.raises(ValueError, match="trying to initialize the default process group twice"):
-            theirs.init_process_group("gloo", store=theirs.HashStore(), **alone)
+        for init in (theirs.init_process_group, theirs.distributed_c10d.init_process_group):
+            with pytest.raises(ValueError, match="trying to initialize the default process group twice") as caught:
+                init("gloo", store=theirs.HashStore(), **alone)
+            (note,) = caught.value.__notes__
+            assert "torchdist_ref.init_process_group has made the default group" in note and "new_group" in note
         with pytest.raises(dist.ArgumentError, match="trying to initialize the default process group twice"):
             dist.init_process_group("ref", store=dist.HashStore(), **alone)
     finally:
@@ -335,6 +338,11 @@ def test_a_second_initialization_fails_in_both_libraries() -> None:
         with pytest.raises(dist.ArgumentError, match=r"on backend 'gloo'.*pass backend='ref' to its initialization"):
             dist.init_process_group("ref", store=dist.HashStore(), **alone)
         assert not dist.is_initialized() and theirs.get_backend() == "gloo"
+        with pytest.raises(dist.NotInitializedError, match=r"has not been initialized.*of its own, on backend 'gloo'"):
+            dist.get_rank()
+        with pytest.raises(ValueError, match="twice") as caught:
+            theirs.init_process_group("gloo", store=theirs.HashStore(), **alone)
+        assert not getattr(caught.value, "__notes__", None)
     finally:
         theirs.destroy_process_group()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import wraps
 from typing import Any
 
 import torch.distributed
@@ -60,6 +61,33 @@ def require_no_group_of_torch() -> None:
     )
 
 
+def _explain_second_initialization() -> None:
+    """Have torch's `init_process_group` note, in its error, whose default group exists; torch offers no hook for that.
+
+    The function stays until the process ends: programs may have imported it meanwhile.
+    """
+    original: Any = c10d.init_process_group
+    if hasattr(original, "notes_our_group"):
+        return
+
+    @wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except ValueError as error:
+            group = _torch_tables().default_pg
+            if isinstance(group, ProcessGroup):
+                error.add_note(
+                    f"torchdist_ref.init_process_group has made the default group{on_rank()}, on backend "
+                    f"{group.backend.name!r}, and torch.distributed uses it too. Leave out this call; for a further "
+                    f"group, call torch.distributed.new_group."
+                )
+            raise
+
+    init_process_group.notes_our_group = True  # type: ignore[attr-defined]
+    c10d.init_process_group = torch.distributed.init_process_group = init_process_group
+
+
 def share(world: World) -> None:
     """Make the default group of the calling rank torch's default group; do nothing if torch has one.
 
@@ -71,6 +99,7 @@ def share(world: World) -> None:
     elif torch.distributed.is_initialized():
         return
     world.registration = Registration(world)
+    _explain_second_initialization()
 
 
 class RankTables(c10d._World):  # noqa: SLF001 - as above

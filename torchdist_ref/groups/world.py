@@ -284,9 +284,19 @@ def default_group() -> ProcessGroup:
     if group is None:
         raise NotInitializedError(
             "Default process group has not been initialized, please make sure to call init_process_group. "
-            "(No group exists in this process.)"
+            f"({_absence()})"
         )
     return group
+
+
+def _absence() -> str:
+    """Return what this process has instead of a default group of this library."""
+    if not torch.distributed.is_initialized():
+        return "No group exists in this process."
+    return (
+        f"torch.distributed has a default group of its own, on backend {torch.distributed.get_backend()!r}: initialize "
+        f"with torchdist_ref, or use torch's functions. Lightning and accelerate take backend='ref'."
+    )
 
 
 def resolve(group: ProcessGroup | int | None, operation: str = "process group") -> ProcessGroup | None:
