@@ -126,6 +126,14 @@ def long(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def soak(session: nox.Session) -> None:
+    """Kill a rank at every line of every function that ranks run together. Arguments after -- choose functions."""
+    set_up(session, 3)
+    session.log("[3/3] killing ranks")
+    call(session, "-m", "tests.soak.deaths", *session.posargs)
+
+
+@nox.session(venv_backend="none")
 def versions(session: nox.Session) -> None:
     """Run the tests on each Python found with each supported torch, and record what passed in docs/versions.json.
 

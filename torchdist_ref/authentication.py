@@ -40,6 +40,7 @@ from pathlib import Path
 from torchdist_ref.errors import AuthenticationError, RankStalledError, StoreTimeoutError
 from torchdist_ref.job_environment import ranks_on_this_host
 from torchdist_ref.stores import HashStore, Store
+from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.stores.sealed import KEY_BYTES, SealedStore, innermost
 from torchdist_ref.stores.sockets import is_loopback
 from torchdist_ref.timeouts import Deadline
@@ -203,6 +204,8 @@ def _authenticate_by_user(
             return SealedStore(store, receive_key(entries[0][-1].decode(), deadline.remaining()))
         except ConnectionRefusedError as error:
             # The entry may be that of an earlier run, or of another attempt; rank 0 then replaces it.
+            if isinstance(store, WatchedStore):
+                store.raise_failure()
             if deadline.passed():
                 raise AuthenticationError(
                     f"init_process_group: rank 0 does not serve the session key on this host ({error}). Another "

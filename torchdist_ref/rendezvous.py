@@ -67,7 +67,8 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -
         url: ``env://``, ``tcp://host:port``, ``file:///path``, or a registered scheme.
         rank: rank of this process; -1 if the URL or the environment has it.
         world_size: number of ranks; -1 if the URL or the environment has it.
-        options: passed to the handler. The built-in ones accept `timeout` (a timedelta, 30 minutes by default).
+        options: passed to the handler. The built-in ones accept `timeout` (a timedelta, 30 minutes by default) and
+            `wait_for_workers` (by default, rank 0 waits until all ranks have connected to its store).
 
     Returns:
         An iterator whose first item is (store, rank, world_size).
@@ -154,18 +155,20 @@ def _rank_from_query(scheme: str, query: Mapping[str, str]) -> tuple[int, int]:
     return _check_rank(scheme, rank, size)
 
 
-def _make_tcp_store(scheme: str, host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
+def _make_tcp_store(
+    scheme: str, host: str, port: int, rank: int, world_size: int, timeout: timedelta, wait_for_workers: bool
+) -> TCPStore:
     if not 0 < port < 2**16:
         hint = ". The system would choose the port, and the other ranks could not know it" if port == 0 else ""
         raise _wrong(scheme, f"port must have value from 1 to 65535 but was {port}{hint}")
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return TCPStore(host, port, world_size, serves, timeout, multi_tenant=serves)
+    return TCPStore(host, port, world_size, serves, timeout, wait_for_workers, multi_tenant=serves)
 
 
 # The handlers
 
 
-def _tcp(url: str, timeout: timedelta = GROUP_TIMEOUT, **_: Any) -> RendezvousResult:
+def _tcp(url: str, timeout: timedelta = GROUP_TIMEOUT, wait_for_workers: bool = True, **_: Any) -> RendezvousResult:
     parts = urlsplit(url)
     port = _port_of(parts)
     if not parts.hostname:
@@ -173,7 +176,8 @@ def _tcp(url: str, timeout: timedelta = GROUP_TIMEOUT, **_: Any) -> RendezvousRe
     if _is_multicast(parts.hostname):
         raise _wrong("tcp", f"{parts.hostname} is a multicast address. Use an address of rank 0's host")
     rank, world_size = _rank_from_query("tcp", _query(parts))
-    yield _make_tcp_store("tcp", parts.hostname, port, rank, world_size, timeout), rank, world_size
+    store = _make_tcp_store("tcp", parts.hostname, port, rank, world_size, timeout, wait_for_workers)
+    yield store, rank, world_size
     raise RuntimeError("Unable to perform re-rendezvous using tcp:// method")
 
 
@@ -195,13 +199,13 @@ def _port_of(parts: SplitResult) -> int:
     return port
 
 
-def _env(url: str, timeout: timedelta = GROUP_TIMEOUT, **_: Any) -> RendezvousResult:
+def _env(url: str, timeout: timedelta = GROUP_TIMEOUT, wait_for_workers: bool = True, **_: Any) -> RendezvousResult:
     query = _query(urlsplit(url))
     rank, world_size = (_from_query_or_env(query, name) for name in ("rank", "world_size"))
     _check_rank("env", rank, world_size)
     host = _variable("MASTER_ADDR")
     port = _integer("env", "environment variable MASTER_PORT", _variable("MASTER_PORT"))
-    yield _make_tcp_store("env", host, port, rank, world_size, timeout), rank, world_size
+    yield _make_tcp_store("env", host, port, rank, world_size, timeout, wait_for_workers), rank, world_size
     raise RuntimeError("Unable to perform re-rendezvous using env:// method")
 
 

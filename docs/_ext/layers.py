@@ -49,7 +49,7 @@ class Part:
 API = (*CORE, "groups")
 ALL = "everything"
 
-BELOW_BACKENDS = (*CORE, "stores", "authentication", "rendezvous", "transports")
+BELOW_BACKENDS = (*CORE, "stores", "authentication", "liveness", "rendezvous", "transports")
 SHARED_BY_BACKENDS = ("backends", "backends.base", "backends.reductions")
 
 PARTS = (
@@ -63,8 +63,9 @@ PARTS = (
     Part("processes", "1 infrastructure", torch=NEVER),
     Part("rendezvous", "1 infrastructure", (*CORE, "stores", "job_environment"), torch=LATE),
     Part("authentication", "1 infrastructure", (*CORE, "stores", "job_environment"), torch=NEVER),
-    Part("transports", "1 infrastructure", (*CORE, "stores")),
-    Part("backends.base", "2 backends", (*CORE, "stores")),
+    Part("liveness", "1 infrastructure", (*CORE, "stores"), torch=LATE),
+    Part("transports", "1 infrastructure", (*CORE, "stores", "liveness")),
+    Part("backends.base", "2 backends", (*CORE, "stores", "liveness")),
     Part("backends.reductions", "2 backends", (*CORE, "backends.base")),
     Part("backends.registry", "2 backends", (*BELOW_BACKENDS, "backends.base")),
     Part(
@@ -88,6 +89,7 @@ PARTS = (
             *CORE,
             "stores",
             "authentication",
+            "liveness",
             "rendezvous",
             "backends.base",
             "backends.reductions",

@@ -97,7 +97,8 @@ def test_a_wait_in_the_store_for_a_dead_rank_raises(name: str) -> None:
         kind, text, seconds = caught.value.outcomes[rank].value
         assert (
             kind == "RankDiedError"
-            and f"{name} on rank {rank} of group 'world': rank 1 died: the process has ended" in text
+            and f"{name} on rank {rank} of group 'world': rank 1 died (pid " in text
+            and " was killed by SIGKILL)" in text
         )
         assert seconds < SOON
 

@@ -32,6 +32,7 @@ from torch.futures import Future
 
 from torchdist_ref.calls import Call, Recorder
 from torchdist_ref.errors import UnsupportedError, on_rank
+from torchdist_ref.liveness import MemberWatch
 from torchdist_ref.stores import Store
 from torchdist_ref.work import Work
 
@@ -49,6 +50,7 @@ class Membership:
         options: The caller's `pg_options`, for backends that accept options.
         device: The caller's `device_id`, for backends that bind a device.
         existing: torch's process group whose backend to use, where torch made the group; else None.
+        watch: Watch over the members until the backend is made; the waits of `store` obey it already.
     """
 
     store: Store
@@ -59,6 +61,7 @@ class Membership:
     options: Any = None
     device: Any = None
     existing: Any = None
+    watch: MemberWatch | None = None
 
     @property
     def size(self) -> int:

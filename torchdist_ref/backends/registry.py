@@ -23,7 +23,7 @@ from torchdist_ref.backends.base import Backend, Membership
 from torchdist_ref.calls import Call, Recorder
 from torchdist_ref.errors import UnsupportedError, UsageError, explain
 from torchdist_ref.stores import PrefixStore, Store
-from torchdist_ref.transports import all_on_one_host, refuse_to_connect
+from torchdist_ref.transports import all_on_one_host
 from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]
@@ -110,11 +110,6 @@ def default_name(store: Store, rank: int, size: int) -> str:
     """
     cpu = "ref" if all_on_one_host(store, rank, size) else "gloo"
     return f"cpu:{cpu},cuda:nccl" if c10d.is_nccl_available() and torch.cuda.is_available() else cpu
-
-
-def decline(store: Store, rank: int, reason: str) -> None:
-    """Notify the ranks that create a group on this store, and wait for this rank, that it will not join."""
-    refuse_to_connect(store, rank, reason)
 
 
 def store_for_torch(store: Store) -> Any:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from datetime import timedelta
 from hashlib import sha256
 from typing import Any
 
 from torchdist_ref.authentication import authenticate
 from torchdist_ref.backends.base import Membership
-from torchdist_ref.backends.registry import create, decline, default_name, names_by_device
+from torchdist_ref.backends.registry import create, default_name, names_by_device
 from torchdist_ref.debug.checked import apply_debug_level
 from torchdist_ref.errors import (
     ArgumentError,
@@ -42,9 +43,9 @@ from torchdist_ref.groups.world import (
     default_group,
     resolve,
 )
+from torchdist_ref.liveness import MemberWatch, Presence
 from torchdist_ref.rendezvous import rendezvous
 from torchdist_ref.stores import PrefixStore, Store
-from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.timeouts import STORE_TIMEOUT
 
 log = logging.getLogger("torchdist_ref.groups")
@@ -114,10 +115,18 @@ def init_process_group(
     _check_rank(rank, world_size)
     world.store, world.owns_store = store, owned
     try:
-        world.store = authenticate(store, rank, world_size, seconds, world.on_close)
-        members, name = tuple(range(world_size)), group_name or "world"
-        own_store, options = _next_store(world), (pg_options, device_id)
-        world.default = add_group(world, own_store, backend, name, members, rank, seconds, options)
+        members, options = tuple(range(world_size)), (pg_options, device_id)
+        meeting = PrefixStore("init", store)
+        presence = Presence(meeting, rank, world_size)
+        watch = MemberWatch(meeting, rank, members, "init_process_group", presence.failure)
+        with closing(presence), watch.published_on_disconnect():
+            presence.announce()
+            with watch.published():
+                sealed = authenticate(watch.store, rank, world_size, seconds, world.on_close)
+            world.store = sealed.over(meeting)
+            name, own_store = group_name or "world", _next_store(world)
+            world.default = make_group(watch, own_store, backend, name, members, rank, seconds, options)
+        world.add(world.default)
         share(world)
     except BaseException:
         world.close()
@@ -132,10 +141,11 @@ def _check_backend(backend: str | None, operation: str) -> None:
 
 
 def _rendezvous(init_method: str | None, rank: int, world_size: int, seconds: float) -> tuple[Store, int, int]:
-    iterator = rendezvous(
-        init_method or "env://", rank, world_size, timeout=min(timedelta(seconds=seconds), STORE_TIMEOUT)
-    )
-    return next(iter(iterator))
+    url, timeout = init_method or "env://", min(timedelta(seconds=seconds), STORE_TIMEOUT)
+    if not url.startswith(("env://", "tcp://")):
+        return next(iter(rendezvous(url, rank, world_size, timeout=timeout)))
+    # The wait for the other ranks comes later, under watch.
+    return next(iter(rendezvous(url, rank, world_size, timeout=timeout, wait_for_workers=False)))
 
 
 def _check_rank(rank: int, world_size: int) -> None:
@@ -147,21 +157,20 @@ def _check_rank(rank: int, world_size: int) -> None:
         raise kind(explain("init_process_group", "rank", f"from 0 to {world_size - 1}", rank))
 
 
-def add_group(
-    world: World,
-    store: Store,
+def make_group(
+    watch: MemberWatch,
+    store: PrefixStore,
     backend: str | None,
     name: str,
     members: tuple[int, ...],
     rank: int,
     seconds: float,
     options: tuple[Any, ...] = (),
-    backend_store: Store | None = None,
 ) -> ProcessGroup:
-    """Create a backend and a group that uses it, and add the group to the world.
+    """Create a backend and a group that uses it. A failure on one member ends the wait of the others.
 
     Args:
-        world: The world of this rank.
+        watch: Watch over the members.
         store: Store of the group.
         backend: Name of the backend; None for the default.
         name: Name of the group.
@@ -169,19 +178,17 @@ def add_group(
         rank: Group rank of this rank.
         seconds: Default time-out of a call.
         options: The caller's `pg_options` and `device_id`.
-        backend_store: Store through which the backend connects. Default: `store`.
 
     Returns:
         The group.
     """
-    chosen = backend or _choose(store, rank, len(members))
-    membership = Membership(backend_store or store, rank, members, name, seconds, *options)
-    created = apply_debug_level(create(chosen, membership), membership)
-    group = ProcessGroup(members, rank, created, name, seconds, store)
-    world.groups.append(group)
-    if world.registration is not None:
-        world.registration.add(group)
-    return group
+    pg_options, device = (*options, None, None)[:2]
+    with watch.published():
+        watched = watch.over(store)
+        chosen = backend or _choose(watched, rank, len(members))
+        membership = Membership(watched, rank, members, name, seconds, pg_options, device, watch=watch)
+        created = apply_debug_level(create(chosen, membership), membership)
+    return ProcessGroup(members, rank, created, name, seconds, store)
 
 
 def _choose(store: Store, rank: int, size: int) -> str:
@@ -241,7 +248,7 @@ def new_group(
 
     Args:
         ranks: Global ranks of the members, in any order. Default: all ranks.
-        timeout: Default time-out of every call on the group. Default: 30 minutes.
+        timeout: Default time-out of every call on the group. Default: the default group's.
         backend: Name of the backend. Default: the default group's.
         pg_options: As for `init_process_group`.
         use_local_synchronization: Only the members call this, each member list in the same order. Default: False.
@@ -269,7 +276,7 @@ def new_group(
     """
     world, default = current(), default_group()
     members = _members(ranks, default, sort_ranks)
-    seconds = timeout_of("new_group", timeout).total_seconds()
+    seconds = timeout_of("new_group", timeout, timedelta(seconds=default.timeout)).total_seconds()
     _check_backend(backend, "new_group")
     me = default.members[default.rank()]
     if use_local_synchronization and me not in members:
@@ -278,8 +285,8 @@ def new_group(
     if me not in members:
         return GroupMember.NON_GROUP_MEMBER
     chosen, name = backend or default.backend.name, group_desc or store.prefix.replace("/", " ")
-    watched = watched_store(store, default, [default.members.index(m) for m in members if m != me], "new_group")
-    return add_group(world, store, chosen, name, members, members.index(me), seconds, (pg_options, device_id), watched)
+    watch, options = watch_members(store, default, members, "new_group"), (pg_options, device_id)
+    return world.add(make_group(watch, store, chosen, name, members, members.index(me), seconds, options))
 
 
 def _members(ranks: Iterable[int] | None, default: ProcessGroup, sort: bool) -> tuple[int, ...]:
@@ -330,7 +337,7 @@ def _agreed_store(world: World, default: ProcessGroup, members: tuple[int, ...])
     )
     waiting = [int(member) for member in first.split(",")]
     if rank in waiting:
-        decline(store, waiting.index(rank), reason)
+        MemberWatch(store, waiting.index(rank), waiting, "new_group").publish(MismatchError(reason))
     raise MismatchError(reason)
 
 
@@ -344,6 +351,11 @@ def _member_store(world: World, members: tuple[int, ...]) -> PrefixStore:
     return store
 
 
-def watched_store(store: PrefixStore, parent: ProcessGroup, ranks: Sequence[int], operation: str) -> WatchedStore:
-    """Return a store with the same keys whose waits fail once `parent` knows that one of `ranks` has died."""
-    return WatchedStore(store.prefix, store.underlying_store, lambda: parent.backend.failure(ranks, operation))
+def watch_members(store: PrefixStore, parent: ProcessGroup, members: Sequence[int], operation: str) -> MemberWatch:
+    """Return a watch over some members of a group, who meet on this store; `members` are global ranks."""
+    in_parent = [parent.members.index(member) for member in members]
+
+    def find_failure(ranks: Sequence[int], description: str) -> BaseException | None:
+        return parent.backend.failure([in_parent[rank] for rank in ranks], description)
+
+    return MemberWatch(store, in_parent.index(parent.rank()), members, operation, find_failure)

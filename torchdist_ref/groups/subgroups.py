@@ -30,10 +30,11 @@ from torchdist_ref.errors import (
     on_rank,
 )
 from torchdist_ref.groups.arguments import timeout_of
-from torchdist_ref.groups.lifecycle import add_group, new_group, watched_store
+from torchdist_ref.groups.lifecycle import make_group, new_group, watch_members
 from torchdist_ref.groups.queries import get_process_group_ranks, get_rank
 from torchdist_ref.groups.registration import share
 from torchdist_ref.groups.world import ProcessGroup, current, default_group, refuse_destroyed, resolve
+from torchdist_ref.liveness import MemberWatch
 from torchdist_ref.stores import PrefixStore
 
 Handle = ProcessGroup | int | None
@@ -166,7 +167,7 @@ def split_group(
         parent_pg: The group to split. Default: all ranks.
         split_ranks: Members of each new group, as ranks in the parent group; the new group orders them ascending. All
             members pass the same lists. A rank may be in none of them.
-        timeout: Default time-out of every call on the new group. Default: 30 minutes.
+        timeout: Default time-out of every call on the new group. Default: the parent's.
         pg_options: Accepted for compatibility with torch.
         group_desc: Name for error messages. Default: the parent's name and a number.
         backend: Name of the backend. Default: the parent's.
@@ -191,20 +192,21 @@ def split_group(
         [[0, 3], [1, 2], [1, 2], [0, 3]]
     """
     parent = _parent("split_group", "parent_pg", parent_pg)
-    parts, seconds = _checked_parts(split_ranks, parent), timeout_of("split_group", timeout).total_seconds()
+    parts = _checked_parts(split_ranks, parent)
+    seconds = timeout_of("split_group", timeout, timedelta(seconds=parent.timeout)).total_seconds()
     number = parent.store.add(f"split/rounds/{parent.rank()}", 1)
     _agree_on_parts("split_group", parent, number, parts)
     index = next((index for index, ranks in enumerate(parts) if parent.rank() in ranks), None)
     if index is None:
         return None
     ranks = parts[index]
-    others = [rank for rank in ranks if rank != parent.rank()]
-    store = _part_store("split_group", parent, number, index)
-    _await_part("split_group", parent, watched_store(store, parent, others, "split_group"), ranks, seconds)
-    name = group_desc or f"{parent.group_desc}, split {number}, part {index}"
     members = tuple(parent.members[rank] for rank in ranks)
+    store = _part_store("split_group", parent, number, index)
+    watch = watch_members(store, parent, members, "split_group")
+    _await_part(parent, watch, ranks, seconds)
+    name = group_desc or f"{parent.group_desc}, split {number}, part {index}"
     own = ranks.index(parent.rank())
-    return add_group(current(), store, backend or parent.backend.name, name, members, own, seconds)
+    return current().add(make_group(watch, store, backend or parent.backend.name, name, members, own, seconds))
 
 
 def _checked_parts(split_ranks: Any, parent: ProcessGroup) -> Parts:
@@ -271,15 +273,19 @@ def shrink_group(
         parent.backend.abort(f"shrink_group: group {parent.group_desc!r} continues without ranks {ranks_to_exclude}")
     number = parent.store.add(f"shrink/rounds/{parent.rank()}", 1)
     _agree_on_parts("shrink_group", parent, number, [remaining])
+    old_ranks = [parent.members[rank] for rank in remaining]
     store = _part_store("shrink_group", parent, number, 0)
-    _await_part("shrink_group", parent, store, remaining, parent.timeout)
+    watch = watch_members(store, parent, old_ranks, "shrink_group")
+    _await_part(parent, watch, remaining, parent.timeout)
     world, own = current(), remaining.index(parent.rank())
     is_default = parent is world.default
+    members = tuple(range(len(remaining)) if is_default else old_ranks)
+    name, backend = f"{parent.group_desc}, shrunk", parent.backend.name
+    # The old group goes last: it watches those who stay.
+    shrunk = make_group(watch, store, backend, name, members, own, parent.timeout, (pg_options,))
     for old in reversed(list(world.groups)) if is_default else [parent]:
         world.destroy(old)
-    members = tuple(range(len(remaining))) if is_default else tuple(parent.members[rank] for rank in remaining)
-    name, backend = f"{parent.group_desc}, shrunk", parent.backend.name
-    shrunk = add_group(world, store, backend, name, members, own, parent.timeout, (pg_options,))
+    world.add(shrunk)
     if is_default:
         world.default = shrunk
         share(world)
@@ -332,26 +338,26 @@ def _agree_on_parts(operation: str, parent: ProcessGroup, number: int, parts: Pa
     )
     for index, ranks in enumerate(first):
         if rank in ranks:
-            _part_store(operation, parent, number, index).set(f"came/{rank}", reason)
+            store = _part_store(operation, parent, number, index)
+            MemberWatch(store, ranks.index(rank), ranks, operation).publish(MismatchError(reason))
     raise MismatchError(reason)
 
 
-def _await_part(operation: str, parent: ProcessGroup, store: PrefixStore, ranks: list[int], seconds: float) -> None:
+def _await_part(parent: ProcessGroup, watch: MemberWatch, ranks: list[int], seconds: float) -> None:
     """Wait until all members of a part have arrived, before any of them connects.
 
     Raises:
+        RankDiedError: A member has died.
         RankStalledError: A member did not arrive in time.
         MismatchError: A member passed other parts.
     """
+    store = watch.store
     store.set(f"came/{parent.rank()}", "")
     try:
         store.wait([f"came/{rank}" for rank in ranks], timedelta(seconds=seconds))
     except StoreTimeoutError:
         absent = [parent.members[rank] for rank in ranks if not store.check([f"came/{rank}"])]
         raise RankStalledError(
-            f"{operation}: of group {parent.group_desc!r}, ranks {absent} did not come in {seconds:g} s "
+            f"{watch.operation}: of group {parent.group_desc!r}, ranks {absent} did not come in {seconds:g} s "
             f"(on rank {parent.members[parent.rank()]}). Check where they hang."
         ) from None
-    for reason in store.multi_get([f"came/{rank}" for rank in ranks]):
-        if reason:
-            raise MismatchError(reason.decode())

@@ -206,6 +206,13 @@ class World:
         self.on_close: list[Callable[[], None]] = []
         self.registration: Any = None
 
+    def add(self, group: ProcessGroup) -> ProcessGroup:
+        """Add a new group, register it with torch if the default group is, and return it."""
+        self.groups.append(group)
+        if self.registration is not None:
+            self.registration.add(group)
+        return group
+
     def destroy(self, group: ProcessGroup) -> None:
         """Close one group's backend and put a `DestroyedBackend` in its place."""
         if self.registration is not None:

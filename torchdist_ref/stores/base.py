@@ -204,6 +204,18 @@ class Store:
         """Return whether ``append``, ``multi_get`` and ``multi_set`` are atomic operations of the store itself."""
         return False
 
+    def set_on_disconnect(self, key: Text, value: Text) -> bool:
+        """Ask the server to set a key if this process ends without another request, unless the key exists then.
+
+        Args:
+            key: key.
+            value: value; empty to withdraw the last such request.
+
+        Returns:
+            Whether the store can do that: its server has to be another process, and of this library.
+        """
+        return False
+
     def clone(self) -> Store:
         """Return another object for the same keys, with a time-out of its own, for use by another thread."""
         raise self._unsupported("clone")

@@ -119,6 +119,11 @@ class PrefixStore(Store):
     def has_extended_api(self) -> bool:
         return self._store.has_extended_api()
 
+    def set_on_disconnect(self, key: Text, value: Text) -> bool:
+        # A store of torch's has no such method.
+        ask: Callable[[Text, Text], bool] | None = getattr(self._store, "set_on_disconnect", None)
+        return ask is not None and ask(self._key("set_on_disconnect", key), value)
+
     def clone(self) -> PrefixStore:
         return PrefixStore(self._prefix, self._store.clone())
 
@@ -172,6 +177,11 @@ class WatchedStore(PrefixStore):
             # The keys may have been set just before the failure.
             if (failure is not None or deadline.passed()) and not self.check(keys):
                 raise failure or self._timed_out("wait", self._missing(keys), deadline)
+
+    def raise_failure(self) -> None:
+        """Raise the failure of a rank if there is one; for waits that repeat other operations."""
+        if (failure := self._failure()) is not None:
+            raise failure
 
     def _appeared(self, keys: Sequence[Text], deadline: Deadline) -> bool:
         """Return whether the keys appear before the deadline of this check."""

@@ -90,6 +90,13 @@ class SealedStore(PrefixStore):
         if close is not None:
             close()
 
+    def over(self, store: Store) -> SealedStore:
+        """Return a store with the same session key over another store."""
+        return SealedStore(store, self._session_key, self.authenticated)
+
+    def set_on_disconnect(self, key: Text, value: Text) -> bool:
+        return super().set_on_disconnect(key, self._seal("set_on_disconnect", key, value) if value else value)
+
     def derived_key(self, purpose: str) -> bytes:
         """Return a key for one purpose; those of different purposes reveal nothing about each other."""
         return hmac.digest(self._session_key, b"purpose\0" + purpose.encode(), "sha256")

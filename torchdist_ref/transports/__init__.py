@@ -8,6 +8,6 @@ starts in `selection`.
 from __future__ import annotations
 
 from torchdist_ref.transports.link import Link
-from torchdist_ref.transports.selection import TRANSPORTS, all_on_one_host, connect, refuse_to_connect
+from torchdist_ref.transports.selection import TRANSPORTS, all_on_one_host, connect
 
-__all__ = ["Link", "TRANSPORTS", "all_on_one_host", "connect", "refuse_to_connect"]
+__all__ = ["Link", "TRANSPORTS", "all_on_one_host", "connect"]

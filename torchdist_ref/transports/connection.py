@@ -34,6 +34,8 @@ from time import monotonic
 from typing import NamedTuple
 
 from torchdist_ref.errors import AuthenticationError, DistNetworkError, RankStalledError
+from torchdist_ref.liveness import MemberWatch
+from torchdist_ref.timeouts import CHECK_SECONDS
 from torchdist_ref.transports.segment import Range
 
 HANDSHAKE_SECONDS = 5.0
@@ -324,14 +326,20 @@ class Acceptor:
         self._accept_again = 0.0
         self._selector.register(server, selectors.EVENT_READ)
 
-    def next(self, expected: Collection[int], deadline: float) -> tuple[int, socket.socket]:
+    def next(
+        self, expected: Collection[int], deadline: float, watch: MemberWatch | None = None
+    ) -> tuple[int, socket.socket]:
         """Return the next of the expected ranks that has authenticated itself, and its socket.
 
         Raises:
             RankStalledError: None did before the deadline, a time of `monotonic`.
+            DistBackendError: One of them has failed, as `watch` knows.
         """
         while (left := deadline - monotonic()) > 0:
-            for key, _ in self._selector.select(min(left, self._next_check())):
+            events = self._selector.select(min(left, self._next_check(), CHECK_SECONDS))
+            if not events and watch is not None and (failure := watch.failure([*expected])) is not None:
+                raise failure
+            for key, _ in events:
                 if key.fd == self._server.fileno():
                     self._accept()
                 elif (client := self._advance(key.fd)) is not None:

@@ -27,12 +27,13 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError
+from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses
 from torchdist_ref.timeouts import CHECK_SECONDS
 from torchdist_ref.transports.segment import (
     ABORTED,
@@ -53,27 +54,6 @@ from torchdist_ref.transports.segment import (
 _WAITING_EXPIRES_SECONDS = 10 * CHECK_SECONDS
 _MAIN_THREAD = threading.main_thread().ident
 _ADVICE = "The call may have completed on some ranks. Destroy the group and start again from a checkpoint."
-
-
-class Liveness(Protocol):
-    """Detector of ended processes."""
-
-    def dead(self) -> list[int]:
-        """Return the ranks whose processes have ended."""
-
-    def close(self) -> None:
-        """Release the resources."""
-
-
-class NoPeerProcesses:
-    """`Liveness` of ranks that share this process, or whose processes are not known yet: none ever ends."""
-
-    def dead(self) -> list[int]:
-        """See `Liveness.dead`."""
-        return []
-
-    def close(self) -> None:
-        """See `Liveness.close`."""
 
 
 class Link:
@@ -117,6 +97,9 @@ class Link:
         self.spins, self.yields = (2000, 0) if enough_cores else (0, 100)
         self.liveness: Liveness = NoPeerProcesses()
         self.broken: BaseException | None = None
+        # Peers that have yet to join, and the watch over them.
+        self._joining: set[int] = set()
+        self._watch: MemberWatch | None = None
 
     def write(self, offset: int, values: Tensor) -> None:
         """Copy contiguous values to an offset of this rank's ring buffer."""
@@ -252,13 +235,15 @@ class Link:
         """
         # Liveness first: checking it may receive news of calls that the rank completed before it exited.
         ended = self.liveness.dead()
+        if self._joining:
+            return self._failure_to_join(ended, description)
         concerned = [r for r in self.peers if (self._is_needed(r) if ranks is None else r in ranks)]
         # The process of a rank that aborted or left may have ended since: its own reason counts.
         dead = [r for r in ended if r in concerned and self.rows[r].status == PRESENT]
         aborted = [r for r in concerned if self.rows[r].status == ABORTED]
         left = [r for r in concerned if self.rows[r].status == LEFT]
         if dead:
-            return RankDiedError(f"{self.context(description)}: {self.rank_names(dead)} died. {_ADVICE}")
+            return self._death(dead, description)
         if aborted:
             first = min(aborted, key=lambda r: self.rows[r].aborted_at)
             reason = self.rows[first].reason
@@ -273,8 +258,19 @@ class Link:
     def process_failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
         """Return the error for those of `ranks` whose processes have ended, or None. For waits on other channels."""
         ended = [rank for rank in self.liveness.dead() if rank in ranks]
-        text = f"{self.context(description)}: {self.rank_names(ended)} died: the process has ended. {_ADVICE}"
-        return RankDiedError(text) if ended else None
+        return self._death(ended, description) if ended else None
+
+    def _failure_to_join(self, ended: Sequence[int], description: str) -> BaseException | None:
+        """Return the error for a rank that will not join. One that has joined and ended concerns the next call."""
+        if self._watch is not None and (failure := self._watch.failure([*self._joining])) is not None:
+            return failure
+        gone = [rank for rank in ended if rank in self._joining]
+        return self._death(gone, description) if gone else None
+
+    def _death(self, dead: Sequence[int], description: str) -> RankDiedError:
+        endings = "; ".join(filter(None, (self.liveness.ending(rank) for rank in dead)))
+        died = f"{self.rank_names(dead)} died{endings and f' ({endings})'}"
+        return RankDiedError(f"{self.context(description)}: {died}. {_ADVICE}")
 
     def _is_needed(self, rank: int) -> bool:
         """Return whether `rank` has yet to complete this rank's call. A rank that has completed it may exit."""
@@ -326,12 +322,19 @@ class Link:
         for peer in self.peers:
             self.make_signal("status", peer, [(self.layout.status_row(self.rank), ROW_BYTES)])()
 
-    def handshake(self, description: str) -> None:
-        """Wait until all ranks have joined, and exchange status rows."""
+    def handshake(self, watch: MemberWatch | None = None) -> None:
+        """Wait until all ranks have joined, and exchange status rows.
+
+        Args:
+            watch: Watch over the ranks until they have joined; None to wait for the time-out.
+        """
+        self._watch, self._joining = watch, set(self.peers)
         for peer in self.peers:
             self.make_signal("ready", peer, [(self.layout.status_row(self.rank), ROW_BYTES)])()
         for peer in self.peers:
-            self.acquire(self.ready_from[peer], peer, description)
+            self.acquire(self.ready_from[peer], peer, "init_process_group" if watch is None else watch.operation)
+            self._joining.discard(peer)
+        self._watch = None
         self.row.completed = JOINED
 
     def check_awaited_call(self, number: tuple[int, int], waited: float) -> None:

@@ -16,12 +16,12 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import NamedTuple
 
-from torchdist_ref.errors import DistStoreError, MismatchError, RankStalledError, StoreTimeoutError
+from torchdist_ref.errors import DistStoreError, RankStalledError, StoreTimeoutError
+from torchdist_ref.liveness import MemberWatch, host_identity
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import shared_memory, tcp, threads
 from torchdist_ref.transports.link import Link
 
-_REFUSAL = b"!"
 _MAX_PREPARED_RANKS = 16
 """Ranks up to which rank 0 creates a segment before all are known to share a host.
 
@@ -34,7 +34,7 @@ class RankEndpoint(NamedTuple):
     """Location of a rank.
 
     Attributes:
-        host: Identity of the host (see `shared_memory.host_identity`).
+        host: Identity of the host (see `liveness.host_identity`).
         process: Process id.
         segment: Handle of the segment that the rank has created; empty if none.
     """
@@ -55,6 +55,7 @@ class GroupEndpoints(NamedTuple):
         timeout: Longest duration of a wait in seconds.
         endpoints: RankEndpoint of each rank.
         segment: Segment that this rank has created, or None.
+        watch: Watch over the members, or None.
     """
 
     store: Store
@@ -64,6 +65,7 @@ class GroupEndpoints(NamedTuple):
     timeout: float
     endpoints: Sequence[RankEndpoint]
     segment: shared_memory.SharedMemorySegment | None
+    watch: MemberWatch | None
 
 
 class Transport(NamedTuple):
@@ -79,7 +81,9 @@ class Transport(NamedTuple):
     connect: Callable[[GroupEndpoints], Link]
 
 
-def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
+def connect(
+    store: Store, rank: int, members: Sequence[int], name: str, timeout: float, watch: MemberWatch | None = None
+) -> Link:
     """Connect the ranks of a group with the first transport that supports their endpoints.
 
     Every rank publishes its host and process, and rank 0 also a segment. All ranks read all endpoints, so all select
@@ -91,6 +95,7 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
         members: Global ranks of all members.
         name: Name of the group, for messages.
         timeout: Longest duration of a wait in seconds.
+        watch: Watch over the members until all have joined; None to wait for the time-out.
 
     Raises:
         UnsupportedError: Shared memory is not available on this platform.
@@ -99,8 +104,9 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
     """
     link_store, size = PrefixStore("link", store), len(members)
     with _prepared_segment(rank, size) as (segment, handle):
-        endpoints = _exchange_endpoints(link_store, rank, size, timeout, handle)
-        group = GroupEndpoints(link_store, rank, members, name, timeout, endpoints, segment)
+        operation = "init_process_group or new_group" if watch is None else watch.operation
+        endpoints = _exchange_endpoints(link_store, rank, size, timeout, handle, operation)
+        group = GroupEndpoints(link_store, rank, members, name, timeout, endpoints, segment, watch)
         return TRANSPORTS[select(endpoints)].connect(group)
 
 
@@ -115,23 +121,23 @@ def select(endpoints: Sequence[RankEndpoint]) -> str:
 
 
 def _connect_threads(group: GroupEndpoints) -> Link:
-    return threads.connect(group.store, group.rank, group.members, group.name, group.timeout)
+    return threads.connect(group.store, group.rank, group.members, group.name, group.timeout, group.watch)
 
 
 def _connect_shared_memory(group: GroupEndpoints) -> Link:
-    store, rank, members, name, timeout, endpoints, segment = group
+    store, rank, members, name, timeout, endpoints, segment, watch = group
     if not endpoints[0].segment:
-        return shared_memory.connect(store, rank, members, name, timeout)
+        return shared_memory.connect(store, rank, members, name, timeout, watch)
     layout = shared_memory.layout_for(len(members))
     segment = segment or shared_memory.attach(endpoints[0].segment, layout)
-    return shared_memory.join_segment(segment, layout, rank, members, name, timeout)
+    return shared_memory.join_segment(segment, layout, rank, members, name, timeout, watch)
 
 
 def _connect_tcp(group: GroupEndpoints) -> Link:
     hosts = [endpoint.host for endpoint in group.endpoints]
     if group.rank == 0:
         log.info("group %r spans %s: shared memory within each, TCP between them", group.name, _describe(set(hosts)))
-    return tcp.connect(group.store, group.rank, group.members, group.name, group.timeout, hosts)
+    return tcp.connect(group.store, group.rank, group.members, group.name, group.timeout, hosts, group.watch)
 
 
 TRANSPORTS: Mapping[str, Transport] = {
@@ -164,28 +170,25 @@ def all_on_one_host(store: Store, rank: int, size: int) -> bool:
     return len({each.host for each in _exchange_endpoints(PrefixStore("choice", store), rank, size)}) == 1
 
 
-def refuse_to_connect(store: Store, rank: int, reason: str) -> None:
-    """Make `connect` raise this reason on the members that wait for this rank."""
-    PrefixStore("link", store).set(f"endpoint/{rank}", _REFUSAL + reason.encode())
-
-
 def _exchange_endpoints(
-    store: Store, rank: int, size: int, timeout: float | None = None, segment: bytes = b""
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: float | None = None,
+    segment: bytes = b"",
+    operation: str = "init_process_group",
 ) -> list[RankEndpoint]:
     """Publish the endpoint of this rank, and return those of all ranks."""
-    store.set(f"endpoint/{rank}", b"|".join([shared_memory.host_identity().encode(), b"%d" % os.getpid(), segment]))
+    store.set(f"endpoint/{rank}", b"|".join([host_identity().encode(), b"%d" % os.getpid(), segment]))
     keys = [f"endpoint/{r}" for r in range(size)]
     try:
         values = _wait_for_values(store, keys, timeout)
     except StoreTimeoutError as error:
         absent = ", ".join(str(r) for r, key in enumerate(keys) if not store.check([key]))
         raise RankStalledError(
-            f"init_process_group or new_group on rank {rank}: group ranks {absent} of {size} did not join in time. "
+            f"{operation} on rank {rank}: group ranks {absent} of {size} did not join in time. "
             f"Every member has to create the group."
         ) from error
-    for value in values:
-        if value.startswith(_REFUSAL):
-            raise MismatchError(value.removeprefix(_REFUSAL).decode())
     return [RankEndpoint(*value.rsplit(b"|", 2)) for value in values]
 
 

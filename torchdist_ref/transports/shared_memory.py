@@ -19,19 +19,17 @@ from __future__ import annotations
 
 import _multiprocessing
 import ctypes
-import errno
 import mmap
 import os
 import secrets
-import select
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from torchdist_ref.errors import DistBackendError, UnsupportedError
+from torchdist_ref.liveness import MemberWatch, PeerProcesses
 from torchdist_ref.stores import Store
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.registered_memory import open_peer_descriptor
@@ -92,7 +90,9 @@ def unavailable_reason() -> str:
     return ""
 
 
-def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
+def connect(
+    store: Store, rank: int, members: Sequence[int], name: str, timeout: float, watch: MemberWatch | None = None
+) -> Link:
     """Connect to the other ranks of this host through one segment, found through the store.
 
     Args:
@@ -101,6 +101,7 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
         members: Global ranks of all members.
         name: Name of the group, for messages.
         timeout: Longest duration of a wait in seconds.
+        watch: Watch over the members until all have joined; None to wait for the time-out.
 
     Returns:
         Link of this rank, after all ranks have joined.
@@ -113,7 +114,7 @@ def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout:
         raise UnsupportedError(f"{reason}. Use backend 'gloo', or ranks as threads.")
     layout = layout_for(len(members))
     with shared_segment(store, layout, rank == 0) as segment:
-        return join_segment(segment, layout, rank, members, name, timeout)
+        return join_segment(segment, layout, rank, members, name, timeout, watch)
 
 
 def layout_for(size: int) -> SegmentLayout:
@@ -123,12 +124,18 @@ def layout_for(size: int) -> SegmentLayout:
 
 
 def join_segment(
-    segment: SharedMemorySegment, layout: SegmentLayout, rank: int, members: Sequence[int], name: str, timeout: float
+    segment: SharedMemorySegment,
+    layout: SegmentLayout,
+    rank: int,
+    members: Sequence[int],
+    name: str,
+    timeout: float,
+    watch: MemberWatch | None = None,
 ) -> Link:
     """Join a segment and wait until all ranks have. Arguments and result as in `connect`."""
     link = Link(segment, layout, rank, members, name, timeout)
     link.row.join(os.getpid())
-    link.handshake("init_process_group")
+    link.handshake(watch)
     link.liveness = PeerProcesses({peer: link.rows[peer].pid for peer in link.peers})
     return link
 
@@ -178,69 +185,3 @@ def attach(handle: bytes, layout: SegmentLayout) -> SharedMemorySegment:
     if segment.bytes[:_NONCE_BYTES] != bytes.fromhex(nonce):
         raise DistBackendError(f"shared memory: descriptor {number} of process {pid} is not the group's segment.")
     return segment
-
-
-def host_identity() -> str:
-    """Return a text that is equal for two ranks if and only if they can share memory: same host, same namespaces.
-
-    ``TORCHDIST_REF_HOST_ID`` overrides it, which lets one machine play several hosts.
-    """
-    override = os.environ.get("TORCHDIST_REF_HOST_ID")
-    if override is not None:
-        return override
-    try:
-        return "/".join([_boot_id(), *(os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "ipc", "user"))])
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.EACCES):
-            raise
-        return os.uname().nodename
-
-
-@cache
-def _boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-
-
-class PeerProcesses:
-    """Liveness of the processes behind the ranks of a group.
-
-    >>> import os
-    >>> peers = PeerProcesses({0: os.getpid()})
-    >>> peers.dead(), peers.close()
-    ([], None)
-    """
-
-    def __init__(self, pids: dict[int, int]) -> None:
-        self._ranks: dict[int, int] = {}
-        self._dead: set[int] = set()
-        self._poll = select.poll()
-        self._polling = threading.Lock()
-        for rank, pid in pids.items():
-            self._open(rank, pid)
-
-    def _open(self, rank: int, pid: int) -> None:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._dead.add(rank)
-            return
-        self._ranks[fd] = rank
-        self._poll.register(fd, select.POLLIN)
-
-    def dead(self) -> list[int]:
-        """Return the ranks whose processes have ended, in order."""
-        # The poll object allows one thread at a time; others get the last known result.
-        if self._polling.acquire(False):
-            try:
-                self._dead.update(self._ranks[fd] for fd, _ in self._poll.poll(0))
-            finally:
-                self._polling.release()
-        return sorted(self._dead)
-
-    def close(self) -> None:
-        """Close the descriptors."""
-        for fd in self._ranks:
-            os.close(fd)
-        self._ranks.clear()
-        self._poll = select.poll()

@@ -23,11 +23,12 @@ from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError
+from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses, PeerProcesses
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.sealed import channel_key, innermost
 from torchdist_ref.transports import shared_memory
 from torchdist_ref.transports.connection import Acceptor, authenticate_to
-from torchdist_ref.transports.link import Link, Liveness, NoPeerProcesses
+from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.mesh import (
     ConnectionMesh,
     IncomingSemaphore,
@@ -99,6 +100,10 @@ class HostAndMeshLiveness:
         self._mesh.progress(0.0)
         return sorted({*self._local.dead(), *self._mesh.disconnected})
 
+    def ending(self, rank: int) -> str:
+        """See `Liveness.ending`."""
+        return self._local.ending(rank) or "its connection has ended"
+
     def close(self) -> None:
         """See `Liveness.close`."""
         self._local.close()
@@ -106,7 +111,13 @@ class HostAndMeshLiveness:
 
 
 def connect(
-    store: Store, rank: int, members: Sequence[int], name: str, timeout: float, hosts: Sequence[object]
+    store: Store,
+    rank: int,
+    members: Sequence[int],
+    name: str,
+    timeout: float,
+    hosts: Sequence[object],
+    watch: MemberWatch | None = None,
 ) -> Link:
     """Connect to ranks on several hosts, and return this rank's link.
 
@@ -117,6 +128,7 @@ def connect(
         name: See `shared_memory.connect`.
         timeout: See `shared_memory.connect`.
         hosts: Identity of each rank's host; equal for ranks of one host.
+        watch: See `shared_memory.connect`.
 
     Raises:
         DistNetworkError: No address to listen on, or a rank cannot be reached.
@@ -128,13 +140,13 @@ def connect(
     with _common_segment(PrefixStore(f"host/{local[0]}", store), layout, rank, local) as common:
         segment = ReplicatedSegment(rank, layout, local, common, timeout)
         remote = [r for r in range(len(members)) if r not in local]
-        _connect_mesh(store, segment.mesh, rank, remote, timeout)
+        _connect_mesh(store, segment.mesh, rank, remote, timeout, watch)
         link = Link(segment, layout, rank, members, name, timeout)
         link.hosts = tuple([*dict.fromkeys(hosts)].index(host) for host in hosts)
         link.row.join(os.getpid())
         link.liveness = HostAndMeshLiveness(NoPeerProcesses(), segment.mesh)
-        link.handshake("init_process_group")
-    processes = shared_memory.PeerProcesses({r: link.rows[r].pid for r in local if r != rank})
+        link.handshake(watch)
+    processes = PeerProcesses({r: link.rows[r].pid for r in local if r != rank})
     link.liveness = HostAndMeshLiveness(processes, segment.mesh)
     return link
 
@@ -147,7 +159,9 @@ def _common_segment(
     return shared_memory.shared_segment(store, layout, rank == local[0])
 
 
-def _connect_mesh(store: Store, mesh: ConnectionMesh, rank: int, remote: Sequence[int], timeout: float) -> None:
+def _connect_mesh(
+    store: Store, mesh: ConnectionMesh, rank: int, remote: Sequence[int], timeout: float, watch: MemberWatch | None
+) -> None:
     family, address = interface_address(store)
     with socket.create_server((address, 0), family=family, backlog=len(remote) + 8) as server:
         key = channel_key(store, "mesh")
@@ -156,16 +170,18 @@ def _connect_mesh(store: Store, mesh: ConnectionMesh, rank: int, remote: Sequenc
         lower = [peer for peer in remote if peer < rank]
         addresses = store.multi_get([f"address/{peer}" for peer in lower]) if lower else []
         for peer, text in zip(lower, addresses, strict=True):
-            mesh.add(peer, _connect_to(text.decode(), key, rank, peer, deadline))
+            mesh.add(peer, _connect_to(text.decode(), key, rank, peer, deadline, watch))
         expected = {peer for peer in remote if peer > rank}
         with closing(Acceptor(server, key, rank)) as acceptor:
             while expected:
-                peer, sock = acceptor.next(expected, deadline)
+                peer, sock = acceptor.next(expected, deadline, watch)
                 mesh.add(peer, sock)
                 expected.discard(peer)
 
 
-def _connect_to(text: str, key: bytes, rank: int, peer: int, deadline: float) -> socket.socket:
+def _connect_to(
+    text: str, key: bytes, rank: int, peer: int, deadline: float, watch: MemberWatch | None
+) -> socket.socket:
     address, port = text.split()
     try:
         while True:
@@ -176,12 +192,14 @@ def _connect_to(text: str, key: bytes, rank: int, peer: int, deadline: float) ->
             except ConnectionError:
                 # The peer closes connections that others have delayed, for instance while somebody floods it.
                 sock.close()
-                if monotonic() > deadline:
+                if monotonic() > deadline or (watch is not None and watch.failure([peer]) is not None):
                     raise
             except BaseException:
                 sock.close()
                 raise
     except OSError as error:
+        if watch is not None and (failure := watch.failure([peer])) is not None:
+            raise failure from error
         raise DistNetworkError(
             f"init_process_group on rank {rank}: rank {peer} cannot be reached at {address} port {port}: {error}. "
             f"Set TORCHDIST_REF_SOCKET_IFNAME to the right interface on that host."

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from weakref import WeakValueDictionary
 
+from torchdist_ref.liveness import MemberWatch
 from torchdist_ref.stores import Store
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.segment import CommonSegment, SegmentLayout, Semaphore
@@ -66,14 +67,16 @@ class PrivateSegment(CommonSegment):
 _segments: WeakValueDictionary[str, PrivateSegment] = WeakValueDictionary()
 
 
-def connect(store: Store, rank: int, members: Sequence[int], name: str, timeout: float) -> Link:
+def connect(
+    store: Store, rank: int, members: Sequence[int], name: str, timeout: float, watch: MemberWatch | None = None
+) -> Link:
     """Connect to the other ranks of this process. Arguments and result as in `shared_memory.connect`."""
     layout = SegmentLayout(len(members), window=256 * 1024, cells=2, mailbox_bytes=0)
     link = Link(_segment(store, rank, layout), layout, rank, members, name, timeout)
     # Threads do not run in parallel: spinning would keep the interpreter lock from the awaited rank.
     link.spins = link.yields = 0
     link.row.join(os.getpid())
-    link.handshake("init_process_group")
+    link.handshake(watch)
     return link
 
 

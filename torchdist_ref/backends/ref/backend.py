@@ -63,7 +63,7 @@ class Ref(Backend):
 
     def __init__(self, membership: Membership) -> None:
         m = membership
-        self.link = connect(m.store, m.rank, m.members, m.name, m.timeout)
+        self.link = connect(m.store, m.rank, m.members, m.name, m.timeout, m.watch)
         self.recorder = Recorder()
         self._numbers, self._callbacks = Numbers(m.name), CallbackThreads(m.name)
         self._order = CallOrder(m.name, self.link.check_awaited_call)

@@ -18,6 +18,7 @@ Registration with torch is in `backends`. Do not add collectives: this module on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,8 @@ from torchdist_ref.calls import (
     Send,
 )
 from torchdist_ref.errors import ArgumentError, UnsupportedError, adopt_torch, explain
+from torchdist_ref.liveness import MemberWatch, Presence
+from torchdist_ref.stores import PrefixStore
 from torchdist_ref.work import Done
 
 if TYPE_CHECKING:
@@ -64,12 +67,18 @@ def create(torchs_options: Any) -> RefProcessGroup:
 
     o = torchs_options
     members = tuple(o.global_ranks_in_group) or tuple(range(o.group_size))
-    seconds = o.timeout.total_seconds()
-    name = "world" if not o.global_ranks_in_group else f"group {o.group_id}"
-    on_connected: list[Callable[[], None]] = []
+    store = PrefixStore("ref", StoreFromTorch(o.store, o.timeout))
+    is_world = not o.global_ranks_in_group
+    name, operation = ("world", "init_process_group") if is_world else (f"group {o.group_id}", "new_group")
+    presence = Presence(store, o.group_rank, len(members))
+    watch = MemberWatch(store, o.group_rank, members, operation, presence.failure)
+    seconds, on_connected = o.timeout.total_seconds(), list[Callable[[], None]]()
     try:
-        store = authenticate(StoreFromTorch(o.store, o.timeout), o.group_rank, o.group_size, seconds, on_connected)
-        return RefProcessGroup(Ref(Membership(store, o.group_rank, members, name, seconds)), members)
+        with closing(presence), watch.published():
+            presence.announce()
+            sealed = authenticate(watch.store, o.group_rank, o.group_size, seconds, on_connected)
+            membership = Membership(sealed, o.group_rank, members, name, seconds, watch=watch)
+            return RefProcessGroup(Ref(membership), members)
     finally:
         for function in on_connected:
             function()

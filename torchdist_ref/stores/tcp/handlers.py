@@ -18,6 +18,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import ArgumentError
@@ -34,6 +35,8 @@ from torchdist_ref.stores.tcp.protocol import (
 )
 
 MAX_SESSIONS = 4096
+RECONNECT_SECONDS = 0.04
+"""Time that a client whose connection broke has to open another. One that waits for a key does so at once."""
 # Looking up a member of an enumeration is a Python call, and every request needs this one.
 _DONE = int(Status.DONE)
 
@@ -69,12 +72,14 @@ class ClientSession:
         number: highest request id.
         response: response to that request, if it was sent and the request is not idempotent.
         counted: request id of the last BARRIER whose caller was counted.
+        on_disconnect: key and value to set if the client disconnects and stays away.
     """
 
     client: StoreClient | None = None
     number: int = -1
     response: Sequence[bytes] | None = None
     counted: int = -1
+    on_disconnect: tuple[bytes, bytes] | None = None
 
 
 @dataclass(eq=False)
@@ -99,12 +104,14 @@ class RequestHandler:
         table: keys, values and queues.
         identity: random bytes by which clients distinguish this server from another at the same port.
         pending: waiting requests by key and by the number that the key must reach.
+        disconnected: sessions without a client that asked for a key to be set then, and when it is.
     """
 
     def __init__(self) -> None:
         self.table = Table(slash=b"/")
         self.identity = os.urandom(16)
         self.pending: dict[bytes, dict[int, dict[PendingRequest, None]]] = {}
+        self.disconnected: dict[ClientSession, float] = {}
         self._sessions: dict[bytes, ClientSession] = {}
 
     def handle(self, client: StoreClient, request: Request) -> None:
@@ -124,7 +131,19 @@ class RequestHandler:
         self._unfile(client)
         if client.session is not None and client.session.client is client:
             client.session.client = None
+            if client.session.on_disconnect is not None:
+                self.disconnected[client.session] = monotonic() + RECONNECT_SECONDS
             self._drop_old_session()
+
+    def set_for_disconnected(self, now: float) -> None:
+        """Set the keys of clients that have disconnected and not connected again in time."""
+        for session in [each for each, due in self.disconnected.items() if now >= due]:
+            del self.disconnected[session]
+            assert session.on_disconnect is not None
+            key, value = session.on_disconnect
+            if key not in self.table.values:
+                self.table.values[key] = value
+                self._wake(key)
 
     def _control(self, client: StoreClient, request: Request) -> None:
         """Handle the operations on the connection itself."""
@@ -136,6 +155,10 @@ class RequestHandler:
             self._cancel(client)
         elif request.operation is Op.HELLO and client.pending is None:
             self._open_session(client, request)
+        elif request.operation is Op.SET_ON_DISCONNECT and client.session is not None and client.pending is None:
+            key, value = request.fields
+            client.session.on_disconnect = (key, value) if value else None
+            self._respond(client, request, (0,))
         else:
             raise ProtocolError(f"{request.operation.name} in the wrong state")
 
@@ -182,6 +205,7 @@ class RequestHandler:
     def _open_session(self, client: StoreClient, request: Request) -> None:
         session = self._sessions.setdefault(request.fields[0], ClientSession())
         previous, session.client, client.session = session.client, client, session
+        self.disconnected.pop(session, None)
         if previous is not None and previous is not client:
             self._unfile(previous)
             previous.disconnect("its client has connected again")

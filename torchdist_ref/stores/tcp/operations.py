@@ -168,6 +168,7 @@ class Op:
         idempotent=True,
         emulation=(MULTI_GET, lambda reply: (list(reply),)),
     )
+    SET_ON_DISCONNECT = Operation("SET_ON_DISCONNECT", 0x86, "kv", "a", idempotent=True)
 
 
 OPERATIONS: dict[int, Operation] = {row.code: row for row in vars(Op).values() if isinstance(row, Operation)}

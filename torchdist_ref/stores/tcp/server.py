@@ -142,7 +142,7 @@ class ServerLoop:
                         self._serve(connection, events)
                     else:
                         self._accept(descriptor)
-                if self._unvalidated or self._paused or self._accept_again:
+                if self._unvalidated or self._paused or self._accept_again or self.handler.disconnected:
                     self._check_limits()
         finally:
             self.close_copies()
@@ -275,10 +275,13 @@ class ServerLoop:
             waits.append(next(iter(self._unvalidated)).accepted + HANDSHAKE_SECONDS - time.monotonic())
         if self._paused:
             waits.append(PAUSED_CHECK_SECONDS)
+        if self.handler.disconnected:
+            waits.append(min(self.handler.disconnected.values()) - time.monotonic())
         return max(0.0, min(waits)) if waits else None
 
     def _check_limits(self) -> None:
         now = time.monotonic()
+        self.handler.set_for_disconnected(now)
         if self._accept_again and now >= self._accept_again:
             self._accept_again = 0.0
             self._listen(True)

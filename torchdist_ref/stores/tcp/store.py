@@ -185,6 +185,13 @@ class TCPStore(Store):
     def has_extended_api(self) -> bool:
         return True
 
+    def set_on_disconnect(self, key: Text, value: Text) -> bool:
+        if self._pool.server.identity is None:
+            return False
+        operation = "set_on_disconnect"
+        self._request(operation, Op.SET_ON_DISCONNECT, _key(operation, key), _value(operation, value))
+        return True
+
     def clone(self) -> TCPStore:
         other = TCPStore(self._host, self.port, timeout=self._timeout, use_libuv=self._libuv)
         other.server = self.server

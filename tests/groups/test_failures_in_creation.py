@@ -1,0 +1,143 @@
+"""A rank that dies or fails while groups are made ends the call of the others at once, with its name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+import torchdist_ref as dist
+from torchdist_ref import liveness
+from torchdist_ref.stores import HashStore, PrefixStore, TCPStore
+from torchdist_ref.testing import RankError, run
+from torchdist_ref.transports.link import Link
+
+SOON = 2.0
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "new_group": lambda: dist.new_group([0, 1, 2]),
+    "new_group of members": lambda: dist.new_group([0, 1, 2], use_local_synchronization=True),
+    "split_group": lambda: dist.split_group(split_ranks=[[0, 1, 2]]),
+}
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, str, float]:
+    start = time.monotonic()
+    try:
+        call()
+    except dist.DistError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "no error", time.monotonic() - start
+
+
+def die_before_joining(rank: int, name: str) -> tuple[str, str, float]:
+    if rank == 1:
+        # All its keys are in the store and its pid is in the segment; its semaphores are not posted.
+        Link.handshake = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    return outcome(CALLS[name])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_that_dies_before_it_joins_is_named(name: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run(die_before_joining, 3, name, ranks="processes")
+    for rank in (0, 2):
+        kind, text, seconds = caught.value.outcomes[rank].value
+        assert kind == "RankDiedError" and "rank 1 died (pid " in text and "was killed by SIGKILL" in text
+        assert name.split()[0] in text and seconds < SOON
+
+
+def fail_before_joining(rank: int, name: str) -> tuple[str, str, float]:
+    def fail(*_: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    if rank == 1:
+        Link.handshake = fail  # type: ignore[method-assign]
+    try:
+        return outcome(CALLS[name])
+    except OSError as error:
+        return type(error).__name__, str(error), 0.0
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_that_fails_tells_the_others_in_words(name: str) -> None:
+    outcomes = run(fail_before_joining, 3, name, ranks="processes")
+    assert outcomes[1][:2] == ("OSError", "[Errno 24] Too many open files")
+    for kind, text, seconds in (outcomes[0], outcomes[2]):
+        assert kind == "GroupAbortedError" and "rank 1 failed: OSError: [Errno 24] Too many open files" in text
+        assert seconds < SOON
+
+
+def two_deaths(rank: int) -> tuple[str, str, float] | None:
+    dist.barrier()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    outcome(dist.barrier)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    first = outcome(lambda: dist.shrink_group([3]))
+    dist.shrink_group([2, 3])
+    dist.barrier()
+    return first
+
+
+def test_a_second_death_ends_a_shrink_that_can_be_repeated() -> None:
+    with pytest.raises(RankError) as caught:
+        run(two_deaths, 4, ranks="processes")
+    for rank in (0, 1):
+        kind, text, seconds = caught.value.outcomes[rank].value
+        assert kind == "RankDiedError" and "rank 2 died" in text and seconds < SOON
+
+
+def test_the_default_timeout_of_a_new_group_is_the_default_groups() -> None:
+    def program(rank: int) -> list[float | None]:
+        groups = [dist.new_group(), dist.split_group(split_ranks=[[0, 1]])]
+        return [getattr(group, "timeout", None) for group in [dist.group.WORLD, *groups]]
+
+    for seconds in run(program, 2, timeout=40.0):
+        assert seconds == [32.0] * 3
+
+
+def test_the_server_reports_a_rank_whose_connection_ends() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    meeting = PrefixStore("group/0", TCPStore("127.0.0.1", server.port))
+    pid = os.fork()
+    if pid == 0:
+        other = PrefixStore("group/0", TCPStore("127.0.0.1", server.port))
+        with liveness.MemberWatch(other, 1, [0, 1], "init_process_group").published_on_disconnect():
+            meeting.set("ready", "")
+            os.kill(os.getpid(), signal.SIGKILL)
+    watch = liveness.MemberWatch(meeting, 0, [0, 1], "init_process_group")
+    meeting.wait(["ready"], timedelta(seconds=10))
+    start = time.monotonic()
+    with pytest.raises(dist.RankDiedError, match=f"rank 1 failed: its process .pid {pid} on .* has ended"):
+        watch.store.get("an address")
+    assert time.monotonic() - start < SOON
+    os.waitpid(pid, 0)
+    server.close()
+
+
+def test_a_client_that_connects_again_or_withdraws_is_not_reported() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    broken, withdrawn = (TCPStore("127.0.0.1", server.port) for _ in range(2))
+    assert broken.set_on_disconnect("broken", "x") and withdrawn.set_on_disconnect("withdrawn", "x")
+    assert withdrawn.set_on_disconnect("withdrawn", "")
+    withdrawn.close()
+    for connection in broken._pool._idle:
+        connection.close()
+    broken.set("key", "value")
+    with pytest.raises(dist.StoreTimeoutError):
+        server.wait(["broken"], timedelta(seconds=0.2))
+    assert not server.check(["withdrawn"])
+    broken.close()
+    server.wait(["broken"], timedelta(seconds=5))
+    server.close()
+
+
+def test_other_stores_report_nothing() -> None:
+    assert not PrefixStore("a", HashStore()).set_on_disconnect("key", "value")

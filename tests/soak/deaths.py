@@ -1,0 +1,361 @@
+"""Kill a rank at every line of a public function, and see every survivor raise an error that names it.
+
+`python -m tests.soak.deaths` counts the lines of the package that one rank runs between call and return (a trace
+function sees each), then repeats the call once for each of them, with a SIGKILL there. A line in a loop counts twice:
+the rank dies when it comes there for the first time, or for the second. Options choose functions, transports and a
+share of the points; `nox -s soak` runs all of them.
+
+Only a rank that has told the store its name can be missed by name: deaths before that end at the time-out, and are
+counted apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+import select
+import signal
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import torchdist_ref as dist
+from torchdist_ref.stores import TCPStore
+
+WORLD, VISITS, BOUND_SECONDS, HANG_SECONDS = 3, 2, 0.1, 15.0
+PACKAGE = str(Path(dist.__file__).parent)
+TRANSPORTS = ("shared_memory", "tcp")
+INIT_TIMEOUT = timedelta(seconds=1.5)
+TIMEOUT = timedelta(seconds=12)
+
+Prepare = Callable[[int], None]
+Program = Callable[[int], Any]
+
+
+def tensors(count: int = 1) -> list[torch.Tensor]:
+    return [torch.arange(6.0) + index for index in range(count)]
+
+
+def exclude_the_last(rank: int) -> None:
+    dist.barrier()
+    if rank == WORLD:
+        os._exit(0)
+    # Let the death arrive, as in a program that shrinks after an error.
+    try:
+        dist.barrier()
+    except dist.DistError:
+        pass
+
+
+def exchange(rank: int) -> None:
+    if rank == 0:
+        dist.send(torch.arange(40_000.0), 1)
+    elif rank == 1:
+        dist.recv(torch.empty(40_000), 0)
+
+
+def exchange_at_once(rank: int) -> None:
+    right, left = (rank + 1) % WORLD, (rank - 1) % WORLD
+    operations = [dist.P2POp(dist.isend, torch.ones(5), right), dist.P2POp(dist.irecv, torch.ones(5), left)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+FUNCTIONS: dict[str, Program] = {
+    "init_process_group": lambda rank: None,
+    "new_group": lambda rank: dist.new_group(list(range(WORLD))),
+    "new_group (members only)": lambda rank: dist.new_group(list(range(WORLD)), use_local_synchronization=True),
+    "split_group": lambda rank: dist.split_group(split_ranks=[list(range(WORLD))]),
+    "shrink_group": lambda rank: dist.shrink_group([WORLD]),
+    "monitored_barrier": lambda rank: dist.monitored_barrier(),
+    "destroy_process_group": lambda rank: dist.destroy_process_group(),
+    "all_reduce": lambda rank: dist.all_reduce(torch.arange(50_000.0)),
+    "all_reduce (async)": lambda rank: dist.all_reduce(torch.arange(6.0), async_op=True).wait(),
+    "broadcast": lambda rank: dist.broadcast(torch.arange(6.0), 1),
+    "reduce": lambda rank: dist.reduce(torch.arange(6.0), 0),
+    "barrier": lambda rank: dist.barrier(),
+    "all_gather": lambda rank: dist.all_gather(tensors(WORLD), torch.arange(6.0)),
+    "all_gather_into_tensor": lambda rank: dist.all_gather_into_tensor(torch.empty(6 * WORLD), torch.arange(6.0)),
+    "gather": lambda rank: dist.gather(torch.arange(6.0), tensors(WORLD) if rank == 0 else None),
+    "scatter": lambda rank: dist.scatter(torch.empty(6), tensors(WORLD) if rank == 0 else None),
+    "reduce_scatter": lambda rank: dist.reduce_scatter(torch.empty(6), tensors(WORLD)),
+    "reduce_scatter_tensor": lambda rank: dist.reduce_scatter_tensor(torch.empty(2), torch.arange(6.0)),
+    "all_to_all": lambda rank: dist.all_to_all(tensors(WORLD), tensors(WORLD)),
+    "all_to_all_single": lambda rank: dist.all_to_all_single(torch.empty(6), torch.arange(6.0)),
+    "all_gather_object": lambda rank: dist.all_gather_object([None] * WORLD, {"rank": rank}),
+    "broadcast_object_list": lambda rank: dist.broadcast_object_list([rank, "x"], 0),
+    "gather_object": lambda rank: dist.gather_object({"rank": rank}, [None] * WORLD if rank == 0 else None),
+    "scatter_object_list": lambda rank: dist.scatter_object_list([None], list("abc") if rank == 0 else None),
+    "send and recv": exchange,
+    "batch_isend_irecv": exchange_at_once,
+}
+
+
+@dataclass
+class Outcome:
+    """What the survivors of one death saw.
+
+    Attributes:
+        point: The point at which the rank died; 0 for its return.
+        points: Points that the rank has passed.
+        named: Points before the store knew the rank.
+        error: What went wrong; empty if all is well.
+        seconds: The longest time between the death, or the survivor's own call, and its error.
+    """
+
+    point: int
+    points: int = 0
+    named: int = 0
+    error: str = ""
+    seconds: float = 0.0
+
+
+class Shared:
+    """Memory that all ranks of one run share: the time of death, and counts of points."""
+
+    layout = struct.Struct("dqq")
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def write(self, died: float, points: int, named: int) -> None:
+        self.layout.pack_into(self._memory, 0, died, points, named)
+
+    def read(self) -> tuple[float, int, int]:
+        return self.layout.unpack_from(self._memory, 0)
+
+
+class Killer:
+    """Trace function that counts the lines of the package that a thread runs, and ends the process at one of them."""
+
+    def __init__(self, point: int, shared: Shared) -> None:
+        self.point, self.shared, self.count, self.named = point, shared, 0, 0
+        self._visits: Counter[tuple[str, int]] = Counter()
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            line = frame.f_code.co_filename, frame.f_lineno
+            self._visits[line] += 1
+            self.count += self._visits[line] <= VISITS
+            if self.count == self.point:
+                self.kill()
+            if not self.named and frame.f_code.co_name == "published_on_disconnect" and "known" in frame.f_locals:
+                self.named = self.count
+        return self
+
+    def kill(self) -> None:
+        self.shared.write(time.monotonic(), self.count, self.named)
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+
+@dataclass
+class Case:
+    """One function on one transport, in which one rank dies.
+
+    Attributes:
+        function: Name in FUNCTIONS.
+        transport: One of TRANSPORTS.
+        victim: The rank that dies.
+    """
+
+    function: str
+    transport: str
+    victim: int
+    server: TCPStore = field(repr=False, kw_only=True)
+    runs: Iterator[int] = field(repr=False, kw_only=True)
+
+    @property
+    def ranks(self) -> int:
+        return WORLD + (self.function == "shrink_group")
+
+    def run(self, point: int) -> Outcome:
+        """Start the ranks, kill the victim at a point (0: when the function has returned), and gather reports."""
+        shared, number = Shared(), next(self.runs)
+        sys.stdout.flush()
+        children = {}
+        for rank in range(self.ranks):
+            receiver, sender = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.close(receiver)
+                self._run_rank(rank, point, shared, number, sender)
+            os.close(sender)
+            children[rank] = (pid, receiver)
+        reports = self._gather(children)
+        died, points, named = shared.read()
+        outcome = Outcome(point, points, named)
+        for rank, report in reports.items():
+            if rank < WORLD and rank != self.victim:
+                self._judge(outcome, rank, report, died)
+        return outcome
+
+    def _gather(self, children: dict[int, tuple[int, int]]) -> dict[int, Any]:
+        reports, deadline = {}, time.monotonic() + HANG_SECONDS
+        for rank, (_, receiver) in children.items():
+            poll = select.poll()
+            poll.register(receiver, select.POLLIN)
+            ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            data = os.read(receiver, 65536) if ready else b"hung"
+            reports[rank] = json.loads(data) if data.startswith(b"[") else data.decode() or "ended without a report"
+        for pid, receiver in children.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(receiver)
+        return reports
+
+    def _judge(self, outcome: Outcome, rank: int, report: Any, died: float) -> None:
+        if isinstance(report, str):
+            outcome.error = f"rank {rank} {report}"
+            return
+        began, ended, kind, text = report
+        seconds = ended - max(began, died)
+        outcome.seconds = max(outcome.seconds, seconds)
+        if self.function == "destroy_process_group":
+            if kind:
+                outcome.error = f"rank {rank} raised {kind}: {text}"
+        elif not kind:
+            outcome.error = f"rank {rank} did not raise"
+        elif not _names(text, self.victim):
+            outcome.error = f"rank {rank} does not name the dead rank: {kind}: {text}"
+
+    # In a child
+
+    def _run_rank(self, rank: int, point: int, shared: Shared, number: int, sender: int) -> None:
+        try:
+            report = self._survive(rank, point, shared, number)
+            os.write(sender, json.dumps(report).encode()[:65536])
+        except BaseException as error:
+            os.write(sender, f"failed in the preparation: {error!r}"[:4096].encode())
+        finally:
+            os.close(sender)
+            # The dead rank alone has ended; the others stay until all have reported.
+            time.sleep(HANG_SECONDS)
+            os._exit(0)
+
+    def _survive(self, rank: int, point: int, shared: Shared, number: int) -> tuple[float, float, str, str]:
+        signal.alarm(int(HANG_SECONDS) + 5)
+        torch.set_num_threads(1)
+        if self.transport == "tcp":
+            os.environ["TORCHDIST_REF_HOST_ID"] = f"host {rank}"
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.server.port), TORCHELASTIC_USE_AGENT_STORE="True"
+        )
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        ready = TCPStore("127.0.0.1", self.server.port)
+        first = self.function == "init_process_group"
+        if not first:
+            self._init(rank, number, TIMEOUT)
+            if self.function == "shrink_group":
+                exclude_the_last(rank)
+        ready.add(f"ready/{number}", 1)
+        while ready.add(f"ready/{number}", 0) < WORLD:
+            time.sleep(0.001)
+        ready.close()
+        calls: list[Program] = [FUNCTIONS[self.function]]
+        if first:
+            calls = [lambda rank: self._init(rank, number, INIT_TIMEOUT)]
+        if self.function != "destroy_process_group":
+            calls.append(lambda rank: dist.barrier())
+        killer = Killer(point, shared)
+        began = time.monotonic()
+        try:
+            for call in calls:
+                began = time.monotonic()
+                if rank == self.victim:
+                    sys.settrace(killer)
+                group = call(rank)
+                if rank == self.victim:
+                    sys.settrace(None)
+                    killer.kill()
+                if isinstance(group, dist.ProcessGroup):
+                    calls[-1] = lambda rank, made=group: dist.barrier(made)
+        except dist.DistError as error:
+            return began, time.monotonic(), type(error).__name__, str(error)
+        return began, time.monotonic(), "", ""
+
+    def _init(self, rank: int, number: int, timeout: timedelta) -> None:
+        store = TCPStore("127.0.0.1", self.server.port)
+        dist.init_process_group(
+            "ref", store=dist.PrefixStore(str(number), store), rank=rank, world_size=self.ranks, timeout=timeout
+        )
+
+
+def _names(text: str, victim: int) -> bool:
+    return f"rank {victim} " in text or f"rank {victim}:" in text or f"ranks [{victim}]" in text
+
+
+def points_of(case: Case, share: float, seed: int) -> tuple[int, int, list[int]]:
+    """Return the number of points of a case, how many of them no one can notice, and those to try."""
+    counts = [case.run(0) for _ in range(2)]
+    points, named = max(each.points for each in counts), min(each.named for each in counts)
+    known = list(range(named + 1, points + 1))
+    chosen = random.Random(f"{seed} {case.function} {case.victim}").sample(known, max(2, round(share * len(known))))
+    return points, named, sorted(chosen)
+
+
+def check(
+    case: Case, share: float, seed: int = 0, report: Callable[[str], None] = print, bound: float = BOUND_SECONDS
+) -> list[Outcome]:
+    """Kill the victim at each of the points, and return the outcomes that are not as they should be."""
+    points, named, chosen = points_of(case, share, seed)
+    outcomes = [case.run(point) for point in chosen]
+    for each in outcomes:
+        if not each.error and each.seconds > bound:
+            each.error = f"a survivor took {each.seconds * 1000:.0f} ms"
+    wrong = [each for each in outcomes if each.error]
+    times = sorted(each.seconds for each in outcomes)
+    report(
+        f"{case.function:26} {case.transport:13} rank {case.victim}  {points:5} lines, {named:4} before it is known, "
+        f"{len(chosen):5} tried, {len(wrong):4} wrong; median {times[len(times) // 2] * 1000:4.0f} ms, "
+        f"worst {times[-1] * 1000:5.0f} ms"
+    )
+    return wrong
+
+
+def warm_up() -> None:
+    """Import everything that ranks use: each of them is a fork of this process, and would import it again."""
+    dist.init_process_group("ref", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(3), async_op=True).wait()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Run the cases that the options choose, and return the exit status."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("functions", nargs="*", help="names of functions; all by default")
+    parser.add_argument("--transport", choices=TRANSPORTS, action="append")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the points, at most 1")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    warm_up()
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    runs = iter(range(1, 10**9))
+    failed = 0
+    for transport in options.transport or TRANSPORTS:
+        for function in options.functions or FUNCTIONS:
+            for victim in (0, 1):
+                case = Case(function, transport, victim, server=server, runs=runs)
+                wrong = check(case, options.share, options.seed, lambda line: print(line, flush=True))
+                failed += len(wrong)
+                for each in wrong[:5]:
+                    print(f"    at point {each.point}: {each.error}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

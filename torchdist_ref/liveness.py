@@ -1,0 +1,331 @@
+"""Liveness: which ranks have failed, and the one rule for all waits in which ranks meet.
+
+`PeerProcesses` watches processes of this host. `MemberWatch` holds the rule: while ranks create a group or meet in a
+barrier, every wait of theirs checks at intervals of `CHECK_SECONDS` whether a rank that it depends on has failed, and
+raises what it finds. A rank has failed if its process has ended, or if it left the meeting with an error, which it
+publishes for the others. `Presence` finds the processes of ranks that are about to form the world, and so have no
+group yet.
+
+Once a group exists, its `Link` watches the members. Do not add waits here, nor messages between ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from time import monotonic, sleep
+from typing import Protocol
+
+from torchdist_ref.errors import (
+    DistBackendError,
+    DistNetworkError,
+    GroupAbortedError,
+    MismatchError,
+    RankDiedError,
+    RankStalledError,
+    UnsupportedError,
+)
+from torchdist_ref.stores import PrefixStore, Store
+from torchdist_ref.stores.prefix import WatchedStore
+
+_FAILURE_KEY = "failure"
+_SAME_TYPE = {kind.__name__: kind for kind in (MismatchError, RankDiedError, RankStalledError)}
+_STAT_EXIT_CODE = 49
+"""Index of the exit code in /proc/PID/stat, counted from the state, which follows the name."""
+_END_SECONDS = 0.05
+"""Time from the close of a process's descriptors to its end, on a busy host."""
+_PRESENCE_CHECKS = 8
+"""Ranks that one check of `Presence` looks for."""
+
+
+class Liveness(Protocol):
+    """Detector of ended processes."""
+
+    def dead(self) -> list[int]:
+        """Return the ranks whose processes have ended."""
+
+    def ending(self, rank: int) -> str:
+        """Return the process of a dead rank and how it ended, as far as that is known; empty if nothing is."""
+
+    def close(self) -> None:
+        """Release the resources."""
+
+
+class NoPeerProcesses:
+    """`Liveness` of ranks that share this process, or whose processes are not known: none ever ends."""
+
+    def dead(self) -> list[int]:
+        """See `Liveness.dead`."""
+        return []
+
+    def ending(self, rank: int) -> str:
+        """See `Liveness.ending`."""
+        return ""
+
+    def close(self) -> None:
+        """See `Liveness.close`."""
+
+
+class PeerProcesses:
+    """Liveness of the processes behind the ranks of a group.
+
+    >>> import os
+    >>> peers = PeerProcesses({0: os.getpid()})
+    >>> peers.dead(), peers.close()
+    ([], None)
+    """
+
+    def __init__(self, pids: dict[int, int]) -> None:
+        self._pids: dict[int, int] = {}
+        self._ranks: dict[int, int] = {}
+        self._endings: dict[int, str] = {}
+        self._poll = select.poll()
+        self._polling = threading.Lock()
+        for rank, pid in pids.items():
+            self.watch(rank, pid)
+
+    def watch(self, rank: int, pid: int) -> None:
+        """Watch the process of one more rank."""
+        self._pids[rank] = pid
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._endings[rank] = self._describe(rank)
+            return
+        self._ranks[fd] = rank
+        self._poll.register(fd, select.POLLIN)
+
+    def dead(self) -> list[int]:
+        """Return the ranks whose processes have ended, in order."""
+        # The poll object allows one thread at a time; others get the last known result.
+        if self._polling.acquire(False):
+            try:
+                for fd, _ in self._poll.poll(0):
+                    rank = self._ranks[fd]
+                    if rank not in self._endings:
+                        self._endings[rank] = self._describe(rank)
+            finally:
+                self._polling.release()
+        return sorted(self._endings)
+
+    def ending(self, rank: int) -> str:
+        """See `Liveness.ending`."""
+        return self._endings.get(rank, "")
+
+    def _describe(self, rank: int) -> str:
+        pid = self._pids[rank]
+        return f"pid {pid} on {os.uname().nodename} {_exit_of(pid) or 'has ended'}"
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for fd in self._ranks:
+            os.close(fd)
+        self._ranks.clear()
+        self._poll = select.poll()
+
+
+def _exit_of(pid: int) -> str:
+    """Return how a process ended, while its parent has not collected its exit status; afterwards an empty text."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    if fields[0] not in "ZX":
+        return ""
+    status = int(fields[_STAT_EXIT_CODE])
+    if not os.WIFSIGNALED(status):
+        return f"exited with code {os.WEXITSTATUS(status)}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"was killed by signal {os.WTERMSIG(status)}"
+
+
+FindFailure = Callable[[Sequence[int], str], BaseException | None]
+"""Function of group ranks and a description that returns the error for the first of them known to have ended."""
+
+
+def _no_failure(ranks: Sequence[int], description: str) -> BaseException | None:
+    return None
+
+
+class MemberWatch:
+    """Watch over the ranks that meet in one operation, and that must all succeed or all fail.
+
+    Args:
+        store: Store with a prefix that only this meeting uses.
+        rank: This rank in the group.
+        members: Global ranks of all members.
+        operation: The operation, for messages.
+        find_failure: Function that finds ended processes among the members.
+
+    Attributes:
+        store: The same store; its waits fail with the first failure of a member.
+        operation: The operation.
+
+    >>> from torchdist_ref.stores import HashStore
+    >>> shared = PrefixStore("group/1", HashStore())
+    >>> watches = [MemberWatch(shared, rank, [0, 1], "new_group") for rank in range(2)]
+    >>> watches[1].publish(OSError(24, "Too many open files"))
+    >>> watches[0].store.get("address of rank 1")
+    Traceback (most recent call last):
+    torchdist_ref.errors.GroupAbortedError: new_group on rank 0: rank 1 failed: OSError: [Errno 24] Too many open files
+    """
+
+    def __init__(
+        self,
+        store: PrefixStore,
+        rank: int,
+        members: Sequence[int],
+        operation: str,
+        find_failure: FindFailure = _no_failure,
+    ) -> None:
+        self._rank, self._members, self._find_failure = rank, tuple(members), find_failure
+        self._store = store
+        self._others = [other for other in range(len(self._members)) if other != rank]
+        self.operation = operation
+        self.store = self.over(store)
+
+    def over(self, store: PrefixStore) -> WatchedStore:
+        """Return a store with the same keys as this one, and with waits that the watch ends."""
+        return WatchedStore(store.prefix, store.underlying_store, self.failure)
+
+    def failure(self, ranks: Sequence[int] | None = None) -> BaseException | None:
+        """Return the error for the first failure of a member, or None.
+
+        Args:
+            ranks: Members whose end counts; None: all others. A published error counts in any case.
+        """
+        concerned = self._others if ranks is None else ranks
+        # Ranks that have raised the first failure may have ended since: what they published is the cause.
+        return self._published() or self._find_failure(concerned, self.operation)
+
+    def _published(self) -> BaseException | None:
+        try:
+            if not self._store.check([_FAILURE_KEY]):
+                return None
+            rank, kind, text = self._store.get(_FAILURE_KEY).decode().split("|", 2)
+        except RuntimeError:
+            # The store is gone, which the wait itself reports.
+            return None
+        here = f"{self.operation} on rank {self._members[self._rank]}"
+        if kind == MismatchError.__name__:
+            return MismatchError(text)
+        return _SAME_TYPE.get(kind, GroupAbortedError)(f"{here}: rank {self._members[int(rank)]} failed: {text}")
+
+    def publish(self, error: BaseException) -> None:
+        """Publish the error for which this rank leaves. The first one published in a meeting counts for all."""
+        kind, text = type(error).__name__, str(error)
+        described = text if isinstance(error, DistBackendError) else f"{kind}: {text}".removesuffix(": ")
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set(_FAILURE_KEY, "", f"{self._rank}|{kind}|{described}")
+
+    @contextmanager
+    def published_on_disconnect(self) -> Iterator[None]:
+        """Have the store's server publish the end of this process, if it sees that during the block."""
+        text = (
+            f"its process (pid {os.getpid()} on {os.uname().nodename}) has ended, or lost its connection to the store"
+        )
+        known = self._store.set_on_disconnect(_FAILURE_KEY, f"{self._rank}|{RankDiedError.__name__}|{text}")
+        yield
+        if known:
+            self._store.set_on_disconnect(_FAILURE_KEY, "")
+
+    @contextmanager
+    def published(self) -> Iterator[None]:
+        """Publish an error that is raised in the block; if it follows from the end of a rank, name that rank."""
+        try:
+            yield
+        except (DistNetworkError, UnsupportedError, OSError) as error:
+            failure = self._failure_soon()
+            # A member that needs nothing more from the dead one waits for this rank.
+            self.publish(failure or error)
+            if failure is None:
+                raise
+            raise failure from error
+        except BaseException as error:
+            self.publish(error)
+            raise
+
+    def _failure_soon(self) -> BaseException | None:
+        """Return a failure that is known soon: a process closes its descriptors before it counts as ended."""
+        deadline = monotonic() + _END_SECONDS
+        while (failure := self._find_failure(self._others, self.operation)) is None and monotonic() < deadline:
+            sleep(0.001)
+        return failure
+
+
+class Presence:
+    """Processes of the ranks that are about to form a world, as far as they have announced themselves in the store.
+
+    Only the processes of this host are watched. A store server reports the others: see `Store.set_on_disconnect`.
+
+    Args:
+        store: Store of the meeting, in which every rank announces its process.
+        rank: This rank.
+        size: Number of ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store, self._rank = store, rank
+        self._unknown = deque(other for other in range(size) if other != rank)
+        self._processes = PeerProcesses({})
+
+    def announce(self) -> None:
+        """Announce the process of this rank."""
+        self._store.set(f"present/{self._rank}", f"{host_identity()}|{os.getpid()}")
+
+    def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
+        """Return the error for the first of some ranks whose process has ended, or None."""
+        with contextlib.suppress(RuntimeError):
+            self._find()
+        for rank in self._processes.dead():
+            if rank in ranks:
+                ending = self._processes.ending(rank)
+                return RankDiedError(f"{description} on rank {self._rank}: rank {rank} died ({ending}). Start again.")
+        return None
+
+    def _find(self) -> None:
+        """Look for the next announcements; a few at a time, since each costs a request."""
+        for _ in range(min(_PRESENCE_CHECKS, len(self._unknown))):
+            rank = self._unknown.popleft()
+            if not self._store.check([f"present/{rank}"]):
+                self._unknown.append(rank)
+                continue
+            host, _, pid = self._store.get(f"present/{rank}").decode().rpartition("|")
+            if host == host_identity():
+                self._processes.watch(rank, int(pid))
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        self._processes.close()
+
+
+def host_identity() -> str:
+    """Return a text that is equal for two ranks if and only if they can share memory: same host, same namespaces.
+
+    ``TORCHDIST_REF_HOST_ID`` overrides it, which lets one machine play several hosts.
+    """
+    override = os.environ.get("TORCHDIST_REF_HOST_ID")
+    if override is not None:
+        return override
+    try:
+        return "/".join([_boot_id(), *(os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "ipc", "user"))])
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EACCES):
+            raise
+        return os.uname().nodename
+
+
+@cache
+def _boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
