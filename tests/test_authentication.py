@@ -260,7 +260,7 @@ def test_a_forked_child_neither_serves_nor_ends_the_key_server() -> None:
 def test_a_process_that_announces_itself_in_the_store_does_not_become_a_rank(host: bytes) -> None:
     with tcp_stores(2) as [master, attacker]:
         announcement = host + b"|1|"
-        for prefix in ("", "sealed/"):
+        for prefix in ("", "sealed/", "world/0/1/sealed/"):
             attacker.set(f"{prefix}group/0/link/endpoint/1", announcement)
         with pytest.raises(RankError, match=r"AuthenticationError.*endpoint/1' was not written by a member"):
             run(only_rank_zero, 1, master.port, ranks="processes", init=False, timeout=60.0)

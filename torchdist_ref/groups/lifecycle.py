@@ -116,7 +116,7 @@ def init_process_group(
     world.store, world.owns_store = store, owned
     try:
         members, options = tuple(range(world_size)), (pg_options, device_id)
-        meeting = PrefixStore("init", store)
+        meeting = _meeting_store(store, rank)
         presence = Presence(meeting, rank, world_size)
         watch = MemberWatch(meeting, rank, members, "init_process_group", presence.failure)
         with closing(presence), watch.published_on_disconnect():
@@ -155,6 +155,13 @@ def _check_rank(rank: int, world_size: int) -> None:
         # torch asserts that it is not negative, and its backends that it is not too large.
         kind = UsageError if rank < 0 else BackendArgumentError
         raise kind(explain("init_process_group", "rank", f"from 0 to {world_size - 1}", rank))
+
+
+def _meeting_store(store: Store, rank: int) -> PrefixStore:
+    """Return the part of a store for this initialization: the store may outlive worlds and restarted ranks."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    number = store.add(f"worlds/{attempt}/{rank}", 1)
+    return PrefixStore(f"world/{attempt}/{number}", store)
 
 
 def make_group(
