@@ -110,6 +110,14 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def tutorials(session: nox.Session) -> None:
+    """Run the tutorials again, all that can on a backend: `-- gloo`, `-- ref`, or `-- nccl` where there is a GPU."""
+    set_up(session, 3)
+    with step(session, 3, 3, "running the tutorials"):
+        call(session, "docs/run_tutorials.py", "--again", "--backend", *(session.posargs or ["gloo"]))
+
+
+@nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """The tests, on `ref` and `gloo`. Arguments after -- go to pytest."""
     set_up(session, 3)

@@ -71,7 +71,7 @@ nbsphinx_prolog = """
 .. note::
 
    This page is a notebook that ran on real ranks when the site was built:
-   :download:`download it <{{ env.docname.split('/')[-1] }}.ipynb>`.
+   :download:`download it with its data <{{ env.docname.split('/')[-1] }}.zip>`.
 """
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "

@@ -56,8 +56,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(pages.ROOT / folder, root / folder, ignore=leave_out)
     for file in ("README.md", "CHANGELOG.md"):
         shutil.copy(pages.ROOT / file, root)
-    for notebook in (root / "tutorials").glob("*.ipynb"):
-        shutil.copy(notebook, root / "docs" / "tutorials")
+    subprocess.run([sys.executable, "docs/run_tutorials.py", "--unexecuted"], cwd=root, check=True, capture_output=True)
     command = [sys.executable, "-m", "sphinx", "-q", "-n", "-W", "--keep-going", "docs", "html"]
     answer = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=110)
     assert answer.returncode == 0, answer.stderr[-5000:]

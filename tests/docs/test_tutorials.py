@@ -1,0 +1,106 @@
+"""The tutorials as files: each is listed, leads to the next, packs its data, and hides the solutions of its exercises.
+
+That they run is shown by the build, which executes each in an empty folder, from the archive that readers download.
+"""
+
+import ast
+import importlib.util
+import io
+import json
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from tests.docs import pages
+
+TUTORIALS = sorted((pages.ROOT / "tutorials").glob("*.ipynb"))
+# These measure or train from the first cell to the last; the others end with exercises.
+WITHOUT_EXERCISES = {"01_ranks_stores_groups", "04_train_digits", "08_when_compression_pays"}
+
+
+def runner() -> Any:
+    """Import docs/run_tutorials.py, which is a program and not part of a package."""
+    spec = importlib.util.spec_from_file_location("run_tutorials", pages.DOCS / "run_tutorials.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def cells(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return found
+
+
+def text(path: Path, kind: str) -> str:
+    return "\n".join("".join(cell["source"]) for cell in cells(path) if cell["cell_type"] == kind)
+
+
+def test_the_index_lists_every_tutorial_in_order() -> None:
+    listed = re.findall(r"^\d\d_\w+$", (pages.DOCS / "tutorials" / "index.md").read_text("utf-8"), re.MULTILINE)
+    assert listed == [path.stem for path in TUTORIALS]
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_links_between_tutorials_exist(path: Path) -> None:
+    links = re.findall(r"\]\((\w+\.ipynb)\)", text(path, "markdown"))
+    assert links or path == TUTORIALS[-1]
+    assert [link for link in links if not path.with_name(link).exists()] == []
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in TUTORIALS if path.stem not in WITHOUT_EXERCISES], ids=lambda path: path.stem
+)
+def test_three_exercises_with_checked_and_hidden_solutions(path: Path) -> None:
+    found = cells(path)
+    solutions = [index for index, cell in enumerate(found) if "solution" in cell["metadata"].get("tags", [])]
+    assert len(solutions) == 3
+    for index in solutions:
+        before, after = ("".join(found[near]["source"]) for near in (index - 1, index + 1))
+        assert before.startswith("<details>") and after == "</details>"
+        program = "".join(found[index]["source"])
+        # The last statement of a solution calls the function that checks it, defined in a visible cell.
+        last = ast.parse(re.sub(r"^%%spmd.*$", "", program, flags=re.MULTILINE)).body[-1]
+        assert isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and isinstance(last.value.func, ast.Name)
+        check = last.value.func.id
+        visible = "\n".join("".join(cell["source"]) for at, cell in enumerate(found) if at not in solutions)
+        assert check.startswith("check") and f"def {check}(" in visible
+        assert "assert " in visible.split(f"def {check}(")[1]
+
+
+def test_an_archive_has_the_data_that_its_notebook_reads() -> None:
+    path = pages.ROOT / "tutorials" / "08_when_compression_pays.ipynb"
+    program = runner()
+    packed = program.pack(path, program.own_metadata(nbformat.read(path, as_version=4)))
+    with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+        names = set(archive.namelist())
+    recorded = {f"hooks_measured/{one.name}" for one in (path.parent / "hooks_measured").iterdir()}
+    assert 'Path("hooks_measured")' in text(path, "code") and len(recorded) > 2
+    assert names == recorded | {path.name}
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_reads_no_file_that_its_archive_lacks(path: Path) -> None:
+    data = json.loads(path.read_text(encoding="utf-8"))["metadata"].get("torchdist_ref", {}).get("data", [])
+    read = re.findall(r"(?:open|Path)\(\"([\w./]+)\"", text(path, "code"))
+    assert [name for name in read if name.split("/")[0] not in data] == []
+
+
+def test_the_fingerprint_of_the_library_ignores_docstrings_only(tmp_path: Path, monkeypatch: Any) -> None:
+    program = runner()
+    package = tmp_path / "torchdist_ref"
+    package.mkdir()
+    monkeypatch.setattr(program, "ROOT", tmp_path)
+
+    def of(source: str) -> str:
+        (package / "one.py").write_text(source)
+        found: str = program.fingerprint_of_library()
+        return found
+
+    first = of('"""A module."""\n\n\ndef double(x):\n    """Return twice x."""\n    return 2 * x\n')
+    assert of('"""Another."""\n\n\ndef double(x):\n    # Why.\n    return 2 * x\n') == first
+    assert of('"""A module."""\n\n\ndef double(x):\n    """Return twice x."""\n    return 3 * x\n') != first
