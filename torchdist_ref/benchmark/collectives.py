@@ -308,19 +308,17 @@ def plot(path: str, results: Sequence[Result], names: Sequence[str]) -> None:
         results: What was measured. Operations without sizes are left out.
         names: The contestants, in the order of their colors.
     """
-    import matplotlib
     from matplotlib.figure import Figure
 
     sized = [result for result in results if result.cell["size_bytes"]]
     ops = list(dict.fromkeys(result.cell["op"] for result in sized))
-    # Ids in the file are made from the salt; by default they are made from a random number.
-    with matplotlib.rc_context({"svg.hashsalt": "torchdist_ref", "svg.fonttype": "none"}):
+    with report.style():
         width, height = max(1, min(PLOT_COLUMNS, len(ops))), max(1, -(-len(ops) // PLOT_COLUMNS))
         figure = Figure(figsize=(4.2 * width, 3.2 * height), layout="constrained")
         for number, op in enumerate(ops, 1):
             panel = figure.add_subplot(height, width, number)
             _panel(panel, op, [result for result in sized if result.cell["op"] == op], names)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": "torchdist_ref.benchmark"})
+        report.save(figure, path)
     print(f"wrote {path}")
 
 

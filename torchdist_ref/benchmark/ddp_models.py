@@ -21,6 +21,8 @@ TORCH, REF, GLOO, LOCAL = "torch:gloo", "ref", "gloo", "local"
 _PACKAGES = {TORCH: "torch.distributed", REF: "torchdist_ref", GLOO: "torchdist_ref"}
 # One bucket: with several, torch's PowerSGD mixes up its calls on Gloo.
 _ONE_BUCKET = 1000
+# Steps that every hook with a schedule averages exactly; PowerSGD needs two, DDP rebuilds its buckets in the first.
+EXACT_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class NamedHook:
         module: Below ``algorithms.ddp_comm_hooks``; empty for no hook.
         name: Name of the function.
         rank: Rank of PowerSGD's factors.
-        around: A wrapper of `module` that goes around it.
+        around: A wrapper of `default_hooks` that goes around it.
         views: Whether DDP is built with ``gradient_as_bucket_view=True``.
     """
 
@@ -40,6 +42,21 @@ class NamedHook:
     rank: int = 0
     around: str = ""
     views: bool = False
+
+    def register(self, model: Any, group: Any, package: str = "torchdist_ref") -> None:
+        """Register the hook of one side's package with its DDP."""
+        if not self.module:
+            return
+        hooks = f"{package}.algorithms.ddp_comm_hooks"
+        module = import_module(f"{hooks}.{self.module}")
+        function, state = getattr(module, self.name), group
+        if self.around:
+            function = getattr(import_module(f"{hooks}.default_hooks"), self.around)(function)
+        if self.rank:
+            state = module.PowerSGDState(group, self.rank, start_powerSGD_iter=EXACT_STEPS)
+        elif self.name == "post_localSGD_hook":
+            state = module.PostLocalSGDState(group, None, EXACT_STEPS, post_local_gradient_allreduce=False)
+        model.register_comm_hook(state, function if package == "torchdist_ref" else _renamed(function))
 
 
 HOOKS = {
@@ -65,15 +82,9 @@ def wrap(model: nn.Module, side: str, group: Any, hook: NamedHook) -> nn.Module:
     package = _PACKAGES[side]
     ddp = import_module("torch.nn.parallel" if side == TORCH else package).DistributedDataParallel
     size = {"bucket_cap_mb": _ONE_BUCKET} if hook.rank else {}
-    wrapped: Any = ddp(model, process_group=group, gradient_as_bucket_view=hook.views, **size)
-    if hook.module:
-        module = import_module(f"{package}.algorithms.ddp_comm_hooks.{hook.module}")
-        function = getattr(module, hook.name)
-        if hook.around:
-            function = getattr(module, hook.around)(function)
-        state = module.PowerSGDState(group, hook.rank, start_powerSGD_iter=2) if hook.rank else group
-        wrapped.register_comm_hook(state, function if side != TORCH else _renamed(function))
-    return wrapped  # type: ignore[no-any-return]
+    wrapped: nn.Module = ddp(model, process_group=group, gradient_as_bucket_view=hook.views, **size)
+    hook.register(wrapped, group, package)
+    return wrapped
 
 
 def _renamed(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

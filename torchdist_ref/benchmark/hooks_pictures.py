@@ -7,12 +7,12 @@ equal files. Each panel of the plot is a function, for use by itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torchdist_ref.benchmark.hooks_results import HookResult, select
 from torchdist_ref.benchmark.hooks_watch import Span
+from torchdist_ref.benchmark.report import save, style
 from torchdist_ref.schedules import drawing
 from torchdist_ref.schedules.drawing import BLUE, GREY, ORANGE, duration
 
@@ -58,26 +58,6 @@ def _panels(results: Sequence[HookResult]) -> Iterator[tuple[Any, Sequence[HookR
     yield errors, results
     for link in dict.fromkeys(result.link for result in results):
         yield losses, select(results, link=link)
-
-
-@contextmanager
-def style() -> Iterator[None]:
-    """Set matplotlib's settings for pages of any color, and for equal files from equal figures."""
-    import matplotlib
-
-    ink: Any = dict.fromkeys(
-        ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), GREY
-    )
-    # Ids in the file are made from the salt; by default they are made from a random number.
-    fixed: Any = {"svg.hashsalt": "torchdist_ref", "svg.fonttype": "none", "legend.frameon": False}
-    with matplotlib.rc_context({**ink, **fixed, "font.size": 9, "grid.color": GREY}):
-        yield
-
-
-def save(figure: Any, target: Any) -> None:
-    """Write a figure as SVG, without background and date."""
-    plain = {"Date": None, "Creator": "torchdist_ref.benchmark"}
-    figure.savefig(target, format="svg", transparent=True, metadata=plain)
 
 
 def times(panel: Any, results: Sequence[HookResult]) -> None:

@@ -17,60 +17,28 @@ import importlib.util
 import math
 import sysconfig
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import (
-    PostLocalSGDState,
-    allreduce_hook,
-    bf16_compress_hook,
-    bf16_compress_wrapper,
-    fp16_compress_hook,
-    fp16_compress_wrapper,
-    noop_hook,
-    post_localSGD_hook,
-)
-from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from torchdist_ref.algorithms.ddp_comm_hooks.quantization_hooks import (
-    quantization_perchannel_hook,
-    quantization_pertensor_hook,
-)
-from torchdist_ref.parallel import DistributedDataParallel
+from torchdist_ref.benchmark.ddp_models import HOOKS, NamedHook
 
 Batch = tuple[Tensor, Tensor]
 CONTEXT, WIDTH, HEADS, LAYERS = 64, 192, 4, 2
 SYMBOLS = 128
 CHARACTERS = 1_000_000
-# Steps that every hook with a schedule averages exactly; PowerSGD needs two, DDP rebuilds its buckets in the first.
-EXACT_STEPS = 2
 LOCAL_STEPS = 4
 # Bytes.
 FLOAT, HALF = 4, 2
 CHANNEL, SCALE = 512, 8
+_DEFAULT, _LEVELS = "default_hooks", "quantization_hooks"
+_WRAPPERS = ("fp16_compress_wrapper", "bf16_compress_wrapper")
 
 Bucket = Sequence[torch.Size]
 Count = Callable[[Sequence[Bucket], int], float]
-
-
-class Task(Protocol):
-    """Data, a model, an optimizer and a loss."""
-
-    def model(self) -> nn.Module:
-        """Return a new model, with the same weights every time."""
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return a new optimizer."""
-
-    def batch(self, step: int, rank: int, world: int) -> Batch:
-        """Return this rank's part of the batch of a step: inputs and targets."""
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss."""
 
 
 class Digits:
@@ -209,7 +177,8 @@ def _draw(step: int, count: int, each: int, rank: int, world: int) -> Tensor:
     return drawn[rank::world]
 
 
-TASKS: dict[str, type[Digits] | type[Text]] = {"digits": Digits, "text": Text}
+Task = Digits | Text
+TASKS: dict[str, type[Task]] = {"digits": Digits, "text": Text}
 
 
 def missing(name: str) -> str:
@@ -225,34 +194,19 @@ def missing(name: str) -> str:
 
 @dataclass(frozen=True)
 class Contestant:
-    """Hook with its state.
+    """Hook, and what it should send.
 
     Attributes:
         name: Name in ``--hooks``.
-        description: Effect of the hook.
-        register: Function that registers it with a model whose group is the second argument.
+        hook: The hook.
         nbytes: Function of each bucket's shapes and the number of ranks: bytes that a rank sends in a step.
         every: Number of steps after which the models themselves are averaged; 0 for never.
     """
 
     name: str
-    description: str
-    register: Callable[[DistributedDataParallel, Any], None]
+    hook: NamedHook
     nbytes: Count
     every: int = 0
-
-
-def _hook(hook: Any, model: DistributedDataParallel, group: Any) -> None:
-    model.register_comm_hook(group, hook)
-
-
-def _power(hook: Any, rank: int, model: DistributedDataParallel, group: Any) -> None:
-    model.register_comm_hook(PowerSGDState(group, rank, start_powerSGD_iter=EXACT_STEPS), hook)
-
-
-def _local(model: DistributedDataParallel, group: Any) -> None:
-    state = PostLocalSGDState(group, None, EXACT_STEPS, post_local_gradient_allreduce=False)
-    model.register_comm_hook(state, post_localSGD_hook)
 
 
 def summed(world: int) -> float:
@@ -302,59 +256,21 @@ def _numel(bucket: Bucket) -> int:
     return sum(shape.numel() for shape in bucket)
 
 
-def _powers() -> list[Contestant]:
-    plain = [
-        Contestant(
-            f"powersgd-{rank}",
-            f"two factors of rank {rank} in place of each matrix",
-            partial(_power, powerSGD_hook, rank),
-            partial(_factors, rank, FLOAT),
-        )
-        for rank in (1, 2, 4)
-    ]
-    wrapped = [
-        Contestant(
-            f"{name}-powersgd-2",
-            f"the same with rank 2, in {name}: a wrapper around the hook",
-            partial(_power, wrapper(powerSGD_hook), 2),
-            partial(_factors, 2, HALF),
-        )
-        for name, wrapper in (("fp16", fp16_compress_wrapper), ("bf16", bf16_compress_wrapper))
-    ]
-    batched = Contestant(
-        "batched-powersgd-1",
-        "two factors of rank 1 in place of a whole bucket",
-        partial(_power, batched_powerSGD_hook, 1),
-        partial(_square, 1),
-    )
-    return [*plain, *wrapped, batched]
-
-
 _ALL = (
-    Contestant("none", "no hook: DDP's own average", lambda model, group: None, partial(_dense, FLOAT)),
-    Contestant("allreduce", "the same, by a hook", partial(_hook, allreduce_hook), partial(_dense, FLOAT)),
-    Contestant("fp16", "averaged as 16-bit floats", partial(_hook, fp16_compress_hook), partial(_dense, HALF)),
-    Contestant("bf16", "averaged as bfloat16", partial(_hook, bf16_compress_hook), partial(_dense, HALF)),
-    *_powers(),
-    Contestant(
-        "quantize-tensor",
-        "8 bits a number, one scale a bucket",
-        partial(_hook, quantization_pertensor_hook),
-        partial(_levels, 0),
-    ),
-    Contestant(
-        "quantize-channel",
-        f"8 bits a number, a scale for every {CHANNEL}",
-        partial(_hook, quantization_perchannel_hook),
-        partial(_levels, CHANNEL),
-    ),
-    Contestant(
-        "local-sgd",
-        f"no gradients; every {LOCAL_STEPS} steps the models are averaged",
-        _local,
-        partial(_every, LOCAL_STEPS),
-        every=LOCAL_STEPS,
-    ),
-    Contestant("noop", "nothing is sent: the floor", partial(_hook, noop_hook), _nothing),
+    Contestant("none", HOOKS["none"], partial(_dense, FLOAT)),
+    Contestant("allreduce", HOOKS["allreduce"], partial(_dense, FLOAT)),
+    Contestant("fp16", HOOKS["fp16"], partial(_dense, HALF)),
+    Contestant("bf16", HOOKS["bf16"], partial(_dense, HALF)),
+    Contestant("powersgd-1", HOOKS["powerSGD 1"], partial(_factors, 1, FLOAT)),
+    Contestant("powersgd-2", HOOKS["powerSGD 2"], partial(_factors, 2, FLOAT)),
+    Contestant("powersgd-4", HOOKS["powerSGD 4"], partial(_factors, 4, FLOAT)),
+    Contestant("fp16-powersgd-2", replace(HOOKS["powerSGD 2"], around=_WRAPPERS[0]), partial(_factors, 2, HALF)),
+    Contestant("bf16-powersgd-2", replace(HOOKS["powerSGD 2"], around=_WRAPPERS[1]), partial(_factors, 2, HALF)),
+    Contestant("batched-powersgd-1", NamedHook("powerSGD_hook", "batched_powerSGD_hook", 1), partial(_square, 1)),
+    Contestant("quantize-tensor", NamedHook(_LEVELS, "quantization_pertensor_hook"), partial(_levels, 0)),
+    Contestant("quantize-channel", NamedHook(_LEVELS, "quantization_perchannel_hook"), partial(_levels, CHANNEL)),
+    # No gradients are sent, but the models are averaged at times.
+    Contestant("local-sgd", NamedHook(_DEFAULT, "post_localSGD_hook"), partial(_every, LOCAL_STEPS), LOCAL_STEPS),
+    Contestant("noop", HOOKS["noop"], _nothing),
 )
 CONTESTANTS = {contestant.name: contestant for contestant in _ALL}

@@ -36,7 +36,7 @@ from torchdist_ref.parallel import DistributedDataParallel
 from torchdist_ref.testing import namespaces
 
 if TYPE_CHECKING:
-    from torchdist_ref.parallel.bucket import Divisor, LaunchedBucket
+    from torchdist_ref.parallel.bucket import LaunchedBucket
     from torchdist_ref.work import Work
 
 Span = tuple[str, str, float, float]
@@ -218,32 +218,15 @@ class Spans:
         yield
         self._parts.append((what, begin, perf_counter()))
 
-    # The reducer calls these instead of the exchange's own.
+    # The reducer uses these instead of the exchange's own, and the exchange's attributes.
 
-    @property
-    def scale(self) -> float:
-        """See the exchange."""
-        return self._inner.scale
-
-    @property
-    def wire_dtype(self) -> torch.dtype | None:
-        """See the exchange."""
-        return self._inner.wire_dtype
-
-    @property
-    def keeps_buffer(self) -> bool:
-        """See the exchange."""
-        return self._inner.keeps_buffer
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     @property
     def average_group(self) -> None:
         """None: the reducer then passes every bucket to `launch`."""
         return None
-
-    @property
-    def divisor(self) -> Divisor:
-        """See the exchange."""
-        return self._inner.divisor
 
     def launch(self, bucket: LaunchedBucket) -> Any:
         """Record when a bucket is launched."""
@@ -303,7 +286,7 @@ class Trainee:
         self.task, self.contestant = task, contestant
         self.model = DistributedDataParallel(task.model(), process_group=group, bucket_cap_mb=BUCKET_MIB)
         self.group = self.model.process_group
-        contestant.register(self.model, self.group)
+        contestant.hook.register(self.model, self.group)
         self._own_optimizer = task.optimizer(self.model)
         self.optimizer = self._with_averager(contestant.every)
         self.rank, self.world = groups.get_rank(self.group), groups.get_world_size(self.group)

@@ -86,20 +86,6 @@ def work(op: str, rank: int, world: int, direct: bool = False, processors: int |
     return tuple((kind, blocks) for kind, blocks in steps(rank, world) if blocks)
 
 
-def cost(op: str, rank: int, world: int, direct: bool = False, processors: int | None = None) -> tuple[float, float]:
-    """Return bytes copied and bytes added by a rank, as parts of the whole buffer.
-
-    >>> cost("all_reduce", 0, 2), cost("reduce", 0, 4), cost("reduce", 0, 4, processors=2)
-    ((1.5, 0.5), (1.5, 0.75), (0.0, 3.0))
-    """
-    steps = work(op, rank, world, direct, processors)
-    adds = sum(blocks for kind, blocks in steps if kind in _ADDS)
-    return (sum(blocks for _, blocks in steps) - adds) / world, adds / world
-
-
-_ADDS = ("add", "add_each", "sum")
-
-
 class Stages:
     """Staging buffers, one for each rank, in shared memory: `world` times `window` bytes of it.
 

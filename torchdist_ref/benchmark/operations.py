@@ -53,6 +53,10 @@ class Buffers:
         return list(tensor.view(self.world, -1).unbind()) if tensor.numel() else []
 
 
+Bind = Callable[[Any, Any, Buffers], Action]
+Expected = Callable[[list[Tensor], int, int], Tensor | None]
+
+
 @dataclass(frozen=True)
 class MeasuredOperation:
     """Operation of the benchmark.
@@ -60,22 +64,26 @@ class MeasuredOperation:
     Attributes:
         name: Name in schedules and reports.
         factor: Bus bandwidth over algorithm bandwidth, for a number of ranks.
-        blocks: Number of blocks, of `world` in the whole buffer, that a rank has in (source, result).
+        blocks: Share of the whole buffer that a rank has in (source, result), a key of `_BLOCKS`. Without a source
+            the operation works in place.
         bind: Function of an API (ours or torch's), a group and buffers that returns the call to time.
         expected: Function of all ranks' sources that returns the right result on a rank; None if it has none.
-        in_place: Whether source and result are one tensor.
         splits: Whether the whole buffer consists of one block a rank.
         messages: Number of repetitions of the operation in one timed call.
     """
 
     name: str
     factor: Callable[[int], float]
-    blocks: Callable[[int, int], tuple[int, int]]
-    bind: Callable[[Any, Any, Buffers], Action]
-    expected: Callable[[list[Tensor], int, int], Tensor | None]
-    in_place: bool = False
+    blocks: tuple[str, str]
+    bind: Bind
+    expected: Expected
     splits: bool = False
     messages: int = 1
+
+    @property
+    def in_place(self) -> bool:
+        """Whether source and result are one tensor."""
+        return self.blocks[0] == "none"
 
     @property
     def sized(self) -> bool:
@@ -96,7 +104,7 @@ class MeasuredOperation:
     def buffers(self, rank: int, world: int, nbytes: int, dtype: torch.dtype, make: Make | None = None) -> Buffers:
         """Return new tensors of zeros for one rank; `make` allocates them (default: anywhere)."""
         whole, make = self.whole(nbytes, world, dtype), make or _allocate
-        reads, writes = (make(_elements(n, whole, world), dtype).zero_() for n in self.blocks(rank, world))
+        reads, writes = (make(_elements(side, rank, world, whole), dtype).zero_() for side in self.blocks)
         return Buffers(rank, world, whole, writes if self.in_place else reads, writes)
 
     def load(self, buffers: Buffers) -> None:
@@ -106,17 +114,18 @@ class MeasuredOperation:
 
     def answer(self, buffers: Buffers) -> Tensor | None:
         """Return the right result on this rank."""
-        world, side = buffers.world, 1 if self.in_place else 0
-        counts = [_elements(self.blocks(r, world)[side], buffers.whole, world) for r in range(world)]
+        world, side = buffers.world, self.blocks[1 if self.in_place else 0]
+        counts = [_elements(side, rank, world, buffers.whole) for rank in range(world)]
         data = [pattern(r, count, buffers.result.dtype) for r, count in enumerate(counts)]
-        return self.expected(data, buffers.rank, world)
+        return self.expected(data, buffers.rank, world) if buffers.result.numel() else None
 
 
 def _allocate(count: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(count, dtype=dtype)
 
 
-def _elements(blocks: int, whole: int, world: int) -> int:
+def _elements(side: str, rank: int, world: int, whole: int) -> int:
+    blocks = _BLOCKS[side](rank, world)
     return whole if blocks == world else whole // world * blocks
 
 
@@ -126,15 +135,39 @@ def pattern(rank: int, count: int, dtype: torch.dtype) -> Tensor:
     return base if count <= _PERIOD else base.repeat(-(-count // _PERIOD))[:count]
 
 
-def _sum(data: list[Tensor]) -> Tensor:
+def _sum(data: list[Tensor], rank: int, world: int) -> Tensor:
     total = data[0].clone()
     for tensor in data[1:]:
         total += tensor
     return total
 
 
-def _part(tensor: Tensor, rank: int, world: int) -> Tensor:
-    return tensor.view(world, -1)[rank]
+def _sum_on_root(data: list[Tensor], rank: int, world: int) -> Tensor | None:
+    return _sum(data, rank, world) if rank == ROOT else None
+
+
+def _of_root(data: list[Tensor], rank: int, world: int) -> Tensor:
+    return data[ROOT]
+
+
+def _joined(data: list[Tensor], rank: int, world: int) -> Tensor:
+    return torch.cat(data)
+
+
+def _transposed(data: list[Tensor], rank: int, world: int) -> Tensor:
+    return torch.cat([tensor.view(world, -1)[rank] for tensor in data])
+
+
+def _part_of(whole: Callable[[list[Tensor], int, int], Tensor]) -> Expected:
+    return lambda data, rank, world: whole(data, rank, world).view(world, -1)[rank]
+
+
+def _in_place(name: str, *root: int) -> Bind:
+    return lambda api, group, b: partial(getattr(api, name), b.result, *root, group=group)
+
+
+def _barrier(api: Any, group: Any, b: Buffers) -> Action:
+    return partial(api.barrier, group=group)
 
 
 def _newest(api: Any, *names: str) -> Any:
@@ -195,79 +228,27 @@ def _share(world: int) -> float:
     return (world - 1) / world
 
 
+def _one(world: int) -> float:
+    return 1.0
+
+
+# Blocks of a rank, by its share of the whole buffer.
+_BLOCKS: dict[str, Callable[[int, int], int]] = {
+    "none": lambda rank, world: 0,
+    "one": lambda rank, world: 1,
+    "all": lambda rank, world: world,
+    "root's": lambda rank, world: world if rank == ROOT else 0,
+}
 _TABLE = (
-    MeasuredOperation(
-        "all_reduce",
-        lambda n: 2 * _share(n),
-        lambda r, n: (0, n),
-        lambda api, group, b: partial(api.all_reduce, b.result, group=group),
-        lambda data, r, n: _sum(data),
-        in_place=True,
-    ),
-    MeasuredOperation(
-        "reduce",
-        lambda n: 1.0,
-        lambda r, n: (0, n),
-        lambda api, group, b: partial(api.reduce, b.result, ROOT, group=group),
-        lambda data, r, n: _sum(data) if r == ROOT else None,
-        in_place=True,
-    ),
-    MeasuredOperation(
-        "broadcast",
-        lambda n: 1.0,
-        lambda r, n: (0, n),
-        lambda api, group, b: partial(api.broadcast, b.result, ROOT, group=group),
-        lambda data, r, n: data[ROOT],
-        in_place=True,
-    ),
-    MeasuredOperation(
-        "all_gather",
-        _share,
-        lambda r, n: (1, n),
-        _all_gather,
-        lambda data, r, n: torch.cat(data),
-        splits=True,
-    ),
-    MeasuredOperation(
-        "reduce_scatter",
-        _share,
-        lambda r, n: (n, 1),
-        _reduce_scatter,
-        lambda data, r, n: _part(_sum(data), r, n),
-        splits=True,
-    ),
-    MeasuredOperation(
-        "all_to_all",
-        _share,
-        lambda r, n: (n, n),
-        _all_to_all,
-        lambda data, r, n: torch.cat([_part(given, r, n) for given in data]),
-        splits=True,
-    ),
-    MeasuredOperation(
-        "gather",
-        _share,
-        lambda r, n: (1, n if r == ROOT else 0),
-        _gather,
-        lambda data, r, n: torch.cat(data) if r == ROOT else None,
-        splits=True,
-    ),
-    MeasuredOperation(
-        "scatter",
-        _share,
-        lambda r, n: (n if r == ROOT else 0, 1),
-        _scatter,
-        lambda data, r, n: _part(data[ROOT], r, n),
-        splits=True,
-    ),
-    MeasuredOperation("sendrecv", lambda n: 1.0, lambda r, n: (n, n), _sendrecv, _received, messages=2),
-    MeasuredOperation(
-        "barrier",
-        lambda n: 0.0,
-        lambda r, n: (0, 0),
-        lambda api, group, b: partial(api.barrier, group=group),
-        lambda data, r, n: None,
-        in_place=True,
-    ),
+    MeasuredOperation("all_reduce", lambda n: 2 * _share(n), ("none", "all"), _in_place("all_reduce"), _sum),
+    MeasuredOperation("reduce", _one, ("none", "all"), _in_place("reduce", ROOT), _sum_on_root),
+    MeasuredOperation("broadcast", _one, ("none", "all"), _in_place("broadcast", ROOT), _of_root),
+    MeasuredOperation("all_gather", _share, ("one", "all"), _all_gather, _joined, splits=True),
+    MeasuredOperation("reduce_scatter", _share, ("all", "one"), _reduce_scatter, _part_of(_sum), splits=True),
+    MeasuredOperation("all_to_all", _share, ("all", "all"), _all_to_all, _transposed, splits=True),
+    MeasuredOperation("gather", _share, ("one", "root's"), _gather, _joined, splits=True),
+    MeasuredOperation("scatter", _share, ("root's", "one"), _scatter, _part_of(_of_root), splits=True),
+    MeasuredOperation("sendrecv", _one, ("all", "all"), _sendrecv, _received, messages=2),
+    MeasuredOperation("barrier", lambda n: 0.0, ("none", "none"), _barrier, lambda data, rank, world: None),
 )
 OPERATIONS = {operation.name: operation for operation in _TABLE}

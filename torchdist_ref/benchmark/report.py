@@ -1,4 +1,4 @@
-"""Output of all benchmarks: sizes and times as text, tables, a progress bar, and the JSON report.
+"""Output of all benchmarks: sizes and times as text, tables, a progress bar, plots' style, and the JSON report.
 
 The report's form is `SCHEMA`: all times are seconds, all sizes bytes. A change that breaks a reader gets a new number;
 new keys do not. Tables and bars are `rich`'s, which `check_rich` asks for.
@@ -14,7 +14,8 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
@@ -181,6 +182,28 @@ def matplotlib_available() -> bool:
     if not found:
         print("no plot: matplotlib is not installed (pip install matplotlib)")
     return found
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Set matplotlib's settings for pages of any color, and for equal files from equal figures."""
+    import matplotlib
+
+    from torchdist_ref.schedules.drawing import GREY
+
+    ink: Any = dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), GREY
+    )
+    # Ids in the file are made from the salt; by default they are made from a random number.
+    fixed: Any = {"svg.hashsalt": "torchdist_ref", "svg.fonttype": "none", "legend.frameon": False}
+    with matplotlib.rc_context({**ink, **fixed, "font.size": 9, "grid.color": GREY}):
+        yield
+
+
+def save(figure: Any, target: Any) -> None:
+    """Write a figure as SVG, without background and date."""
+    plain = {"Date": None, "Creator": "torchdist_ref.benchmark"}
+    figure.savefig(target, format="svg", transparent=True, metadata=plain)
 
 
 def report(
