@@ -16,6 +16,8 @@ os.environ["PATH"] = f"{Path(pypandoc.get_pandoc_path()).parent}{os.pathsep}{os.
 # sphinx-autodoc-typehints 3.6.1, the newest for Python 3.11, calls a method that Sphinx 10 will not have; both are
 # pinned.
 warnings.filterwarnings("ignore", category=RemovedInSphinx10Warning)
+# The page on collectives documents this deprecated alias, so the build looks at it.
+warnings.filterwarnings("ignore", message="reduce_op is deprecated")
 
 import torchdist_ref  # noqa: E402
 
@@ -49,7 +51,10 @@ nitpicky = True
 # A function in this file is a configuration value that Sphinx cannot keep between builds; it says so each time.
 suppress_warnings = ["config.cache"]
 
-intersphinx_mapping = {"python": ("https://docs.python.org/3", str(HERE / "_inventories" / "python-3.11.inv"))}
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3", str(HERE / "_inventories" / "python-3.11.inv")),
+    "torch": ("https://pytorch.org/docs/stable/", str(HERE / "_inventories" / "torch.inv")),
+}
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"

@@ -11,6 +11,7 @@ import importlib
 import re
 from typing import Any
 
+import sphinx_autodoc_typehints
 from docutils import nodes
 from docutils.parsers.rst.states import Inliner
 from foreign_names import exists
@@ -38,7 +39,9 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: no
     """Answer a reference to a name of ours that Sphinx did not find where it looked."""
     if node.get("refdomain") != "py":
         return None
-    found = [] if node.get("quoted") and is_argument(node["reftarget"]) else candidates(env, node["reftarget"])
+    found = candidates(env, node["reftarget"])
+    if node.get("quoted") and "." not in node["reftarget"]:
+        found = [] if is_argument(node["reftarget"]) else [name for name in found if not is_member(env, name)]
     if len(found) == 1:
         node["reftarget"] = found[0]
         node["py:module"] = node["py:class"] = None
@@ -52,6 +55,11 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: no
 def is_argument(name: str) -> bool:
     """Whether a quoted name is more likely an argument than one of our functions: one lower-case word."""
     return name.islower() and "." not in name and "_" not in name
+
+
+def is_member(env: BuildEnvironment, name: str) -> bool:
+    """Return whether a documented name belongs to a class; without the class, it is more likely an argument."""
+    return env.domains["py"].objects[name].objtype in ("method", "property", "attribute")  # type: ignore[attr-defined]
 
 
 def candidates(env: BuildEnvironment, target: str) -> list[str]:
@@ -104,8 +112,34 @@ def repair_backlinks(
         context["body"] = BACKLINK.sub(repair, context["body"])
 
 
+# Arguments that torch keeps private, and annotations that stay open in the code because torch has no type for them.
+HIDDEN = re.compile(r", _ranks: [^,)]*(?=[,)])")
+OPERATOR = re.compile(r"\b(op|reduce_op): (?:~typing\.)?Any = (?:ReduceOp\.)?SUM")
+
+
+def public_signature(
+    app: Sphinx, kind: str, name: str, obj: object, options: object, signature: str | None, returns: str | None
+) -> tuple[str, str | None] | None:
+    """Show an operator as ReduceOp, and leave out private arguments."""
+    # Sphinx takes the first answer, so this one contains that of sphinx_autodoc_typehints.
+    made = sphinx_autodoc_typehints.process_signature(app, kind, name, obj, options, signature, returns)  # type: ignore[arg-type]
+    if made is None:
+        return None
+    return HIDDEN.sub("", OPERATOR.sub(r"\1: ReduceOp = ReduceOp.SUM", made[0])), made[1]
+
+
+def public_types(app: Sphinx, kind: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Show the same in the list of parameters."""
+    for at, line in enumerate(lines):
+        if re.match(r":type (op|reduce_op): .*typing\.Any\\`", line) and "SUM``" in line:
+            lines[at] = f"{line.split(': ')[0]}: :py:class:`~torchdist_ref.ReduceOp`, default: ``ReduceOp.SUM``"
+    lines[:] = [line for line in lines if not re.match(r":(type|param) _ranks:", line)]
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the role for single backquotes, and ask us first for what is missing."""
+    app.connect("autodoc-process-signature", public_signature, priority=400)
+    app.connect("autodoc-process-docstring", public_types, priority=900)
     app.add_role("quoted", quoted)
     app.connect("missing-reference", resolve, priority=300)
     app.connect("viewcode-follow-imported", source_of)

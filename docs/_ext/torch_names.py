@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import foreign_names
 from docutils import nodes
 from docutils.parsers.rst.directives.admonitions import BaseAdmonition
 from sphinx import addnodes
@@ -163,9 +164,16 @@ def add_anchors(app: Sphinx, doctree: nodes.document) -> None:
     anchors = app.env.get_domain("torch").data["anchors"]
     known = set(documented_names())
     taken = set(doctree.ids)
+    links = foreign_names.linked_names()
     for signature in doctree.findall(addnodes.desc_signature):
         for ours in list(signature["ids"]):
             theirs = torch_name(ours)
+            if theirs in links and not signature.get("torch_link"):
+                signature["torch_link"] = True
+                link = nodes.inline("", "[torch]", classes=["torch-link"])
+                address = foreign_names.TORCH + links[theirs][1]
+                hint = "this name in torch's documentation"
+                signature += nodes.reference("", "", link, internal=False, refuri=address, reftitle=hint)
             if theirs and theirs not in taken:
                 taken.add(theirs)
                 signature["ids"].append(theirs)

@@ -3,6 +3,7 @@
 Builds it once, with the notebooks as they are (running them is what `nox -s docs` does); that takes about 10 seconds.
 """
 
+import html
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import foreign_names
 import pytest
 import torch_names
 from sphinx.util.inventory import InventoryFile
@@ -185,3 +187,43 @@ def test_reference_pages_are_small(site: Path, parsed: dict[Path, Page]) -> None
         if path.stat().st_size > 150_000 or page.nodes >= 3_000 or page.contents > 35
     }
     assert not large
+
+
+def text_of(site: Path, page: str, name: str) -> str:
+    """Return the beginning of a name's documentation as a reader sees it."""
+    source = (site / "reference" / f"{page}.html").read_text(encoding="utf-8")
+    start = source.index(f'id="torchdist_ref.{name}"')
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", "", source[start : start + 20_000])).split())
+
+
+def test_signatures_show_public_names_and_types(site: Path) -> None:
+    assert "op: ReduceOp = ReduceOp.SUM, group:" in text_of(site, "distributed/collectives", "all_reduce")
+    assert "op ( ReduceOp, default: ReduceOp.SUM)" in re.sub(
+        r"op \(\s*", "op ( ", text_of(site, "distributed/collectives", "all_reduce")
+    )
+    shown = [page.read_text(encoding="utf-8") for page in (site / "reference").rglob("*.html")]
+    assert not [page for page in shown if re.search(r">_ranks<", page)]
+
+
+def test_an_argument_in_a_docstring_is_no_link_to_another_class(site: Path) -> None:
+    page = (site / "reference" / "distributed" / "initialization.html").read_text(encoding="utf-8")
+    assert "init_process_group" in page and "ClusterEnvironment.world_size" not in page
+
+
+def test_names_of_torch_are_links(site: Path, parsed: dict[Path, Page]) -> None:
+    links = [link for page in parsed.values() for link in page.links if link.startswith(foreign_names.TORCH)]
+    counted = {name: links.count(foreign_names.TORCH + at) for name, (_, at) in foreign_names.linked_names().items()}
+    assert counted["torch.Tensor"] > 100 and counted["torch.futures.Future"] > 10
+    assert counted["torch.nn.Module"] and counted["torch.distributed.all_reduce"]
+    assert (foreign_names.INVENTORIES / "torch.inv").read_bytes() == foreign_names.inventory()
+
+
+def test_lines_of_examples_fit_their_column(site: Path) -> None:
+    wide = [
+        (page.name, line)
+        for page in (site / "reference").rglob("*.html")
+        for block in re.findall(r'<div class="highlight"><pre>(.*?)</pre>', page.read_text(encoding="utf-8"), re.DOTALL)
+        for line in html.unescape(re.sub(r"<[^>]+>", "", block)).split("\n")
+        if len(line) > 104 and not line.startswith("torchdist_ref.errors.")
+    ]
+    assert not wide

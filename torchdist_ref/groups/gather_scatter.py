@@ -229,7 +229,8 @@ def scatter(
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
         ...     block = torch.zeros(1)
-        ...     dist.scatter(block, [torch.tensor([r * r + 0.5]) for r in range(3)] if rank == 1 else None, src=1)
+        ...     blocks = [torch.tensor([r * r + 0.5]) for r in range(3)] if rank == 1 else None
+        ...     dist.scatter(block, blocks, src=1)
         ...     return block.item()
         >>> run(program, 3)
         [0.5, 1.5, 4.5]

@@ -59,7 +59,8 @@ def register(op: str, algorithm: str, make: Callable[..., Schedule], *, summary:
     >>> from torchdist_ref.schedules import Schedule, carry
     >>> def star(world, root):
     ...     others = (rank for rank in range(world) if rank != root)
-    ...     return Schedule("star broadcast", world, (tuple(carry(root, rank, ("data", 0)) for rank in others),))
+    ...     moves = tuple(carry(root, rank, ("data", 0)) for rank in others)
+    ...     return Schedule("star broadcast", world, (moves,))
     >>> register("broadcast", "star", star)
     >>> len(build("broadcast", "star", 5).rounds[0])
     4

@@ -159,7 +159,8 @@ def register_ddp_comm_hook(
         >>> def program(rank):
         ...     model = dist.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
         ...     wrapper = default_hooks.fp16_compress_wrapper
-        ...     register_ddp_comm_hook(model, ddp_comm_hook=default_hooks.allreduce_hook, ddp_comm_wrapper=wrapper)
+        ...     hook = default_hooks.allreduce_hook
+        ...     register_ddp_comm_hook(model, ddp_comm_hook=hook, ddp_comm_wrapper=wrapper)
         ...     model(torch.tensor([[4.0 * rank]])).sum().backward()
         ...     return model.module.weight.grad.item()
         >>> run(program, 2)

@@ -269,7 +269,8 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
 
     Example:
         >>> import torch, torchdist_ref as dist
-        >>> from torchdist_ref.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+        >>> from torchdist_ref.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+        ...     PostLocalSGDState, post_localSGD_hook)
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
         ...     state = PostLocalSGDState(None, None, 1, post_local_gradient_allreduce=False)

@@ -101,7 +101,8 @@ def ranks_for_bytes(parameters: Iterable[torch.Tensor], budget: int) -> LayerRan
 
     Example:
         >>> flat, steep = (torch.nn.Parameter(torch.empty(4, 4)) for _ in range(2))
-        >>> flat.grad, steep.grad = torch.diag(torch.tensor([2.0, 2, 2, 2])), torch.diag(torch.tensor([2.0, 0.1, 0, 0]))
+        >>> flat.grad = torch.diag(torch.tensor([2.0, 2, 2, 2]))
+        >>> steep.grad = torch.diag(torch.tensor([2.0, 0.1, 0, 0]))
         >>> rule = ranks_for_bytes([flat, steep], 128)
         >>> rule(flat), rule(steep)
         (3, 1)

@@ -336,7 +336,8 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
 
     Example:
         >>> import torch, torchdist_ref as dist
-        >>> from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook
+        >>> from torchdist_ref.algorithms.ddp_comm_hooks.powerSGD_hook import (
+        ...     PowerSGDState, batched_powerSGD_hook)
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
         ...     state = PowerSGDState(None, start_powerSGD_iter=2)

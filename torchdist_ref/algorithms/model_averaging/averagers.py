@@ -260,7 +260,8 @@ class HierarchicalModelAverager(ModelAverager):
         Pairs average at steps 0 and 2, all four at step 0:
 
         >>> import torch
-        >>> from torchdist_ref.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+        >>> from torchdist_ref.algorithms.model_averaging.hierarchical_model_averager import (
+        ...     HierarchicalModelAverager)
         >>> from torchdist_ref.testing import run
         >>> def program(rank):
         ...     weight = torch.nn.Parameter(torch.zeros(1))
