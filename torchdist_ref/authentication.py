@@ -52,7 +52,7 @@ _SOCKET_NAME = re.compile(r"torchdist_ref/[0-9a-f]{32}")
 _BACKLOG = 4096
 _RETRY_SECONDS = 0.05
 _CREDENTIALS = struct.Struct("3i")
-_CURES = (
+CURES = (
     f"Put the same secret of at least {MIN_SECRET_BYTES} bytes into a file on every host and name it in {SECRET_FILE}, "
     f"or set {TRUST_NETWORK}=1 on all ranks if everybody who reaches this network may run code in them."
 )
@@ -130,7 +130,7 @@ def _require(entries: list[list[bytes]], kind: bytes, rank: int) -> None:
     own = {_Entry.SECRET: "has a job token", _Entry.USER: "has neither a token nor leave to trust the network"}
     raise AuthenticationError(
         f"init_process_group: the ranks disagree about how to authenticate: rank {rank} {own.get(kind, 'differs')}, "
-        f"another rank {ways.get(other, 'has no token')}. {_CURES}"
+        f"another rank {ways.get(other, 'has no token')}. {CURES}"
     )
 
 
@@ -209,7 +209,7 @@ def _authenticate_by_user(
             if deadline.passed():
                 raise AuthenticationError(
                     f"init_process_group: rank 0 does not serve the session key on this host ({error}). Another "
-                    f"program may write to the store, or the ranks are on several hosts. {_CURES}"
+                    f"program may write to the store, or the ranks are on several hosts. {CURES}"
                 ) from error
             time.sleep(_RETRY_SECONDS)
 
@@ -219,7 +219,7 @@ def _open_session(store: Store, rank: int) -> SealedStore:
         log.warning(
             "the ranks are on several hosts and have no job token, so they cannot authenticate each other: whoever "
             "reaches the network can join. Objects are limited to plain data. %s",
-            _CURES,
+            CURES,
         )
     return SealedStore(store, _PUBLIC_KEY, authenticated=False)
 
@@ -326,7 +326,7 @@ def receive_key(name: str, timeout: float) -> bytes:
         AuthenticationError: It belongs to another user.
     """
     if not _SOCKET_NAME.fullmatch(name):
-        raise AuthenticationError(f"init_process_group: rank 0 published no socket for the session key. {_CURES}")
+        raise AuthenticationError(f"init_process_group: rank 0 published no socket for the session key. {CURES}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(max(timeout, _RETRY_SECONDS))
         sock.connect(f"\0{name}")
@@ -335,7 +335,7 @@ def receive_key(name: str, timeout: float) -> bytes:
     if user != os.geteuid():
         raise AuthenticationError(
             f"init_process_group: process {pid}, which offers the session key, belongs to user {user}, and this rank "
-            f"to user {os.geteuid()}. Ranks of several users need a token. {_CURES}"
+            f"to user {os.geteuid()}. Ranks of several users need a token. {CURES}"
         )
     if len(key) < KEY_BYTES:
         raise ConnectionRefusedError(errno.ECONNREFUSED, "rank 0 ended before it had sent the session key")

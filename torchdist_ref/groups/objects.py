@@ -1,29 +1,28 @@
 """Collectives and messages on Python objects: all_gather_object, send_object_list and others.
 
 Each function is two collectives on tensors. The first one exchanges a header of three integers for each rank: payload
-size in bytes, error kind (0: none), and object count. The second one moves the payloads (pickled bytes), padded to
-one length. A rank that cannot pickle its object sends the error text as its payload. All ranks then raise the same
-error, and the group remains usable.
+size in bytes, error kind (0: none), and object count. The second one moves the payloads, padded to one length. A rank
+that cannot send its object sends the error text as its payload. All ranks then raise the same error, and the group
+remains usable.
 
-Unpickling runs code that the sender chose. Ranks of one job trust each other; do not use this across trust boundaries.
+Ranks that have authenticated each other pickle objects: unpickling runs code that the sender chose, and ranks of one
+job trust each other. Others exchange plain data only; see `payloads`.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchdist_ref.calls import AllGather, Broadcast, Call, Gather, Recv, Scatter, Send
-from torchdist_ref.errors import ArgumentError, EntryError, PicklingError, explain, on_rank
+from torchdist_ref.errors import ArgumentError, EntryError, explain, on_rank
 from torchdist_ref.groups.arguments import member_group, root_of
 from torchdist_ref.groups.collectives import submit
+from torchdist_ref.groups.payloads import Payload, ReceiveBuffer, error_payload, pack, raise_error_of, unpack
 from torchdist_ref.groups.world import ProcessGroup
-
-_ERROR_KINDS: tuple[type[Exception], ...] = (PicklingError, ArgumentError, EntryError)
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | int | None = None) -> None:
@@ -40,7 +39,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | in
         NotInitializedError: `init_process_group` was not called.
         DistBackendError: A rank died, aborted, or did not call in time.
 
-    Objects are unpickled, which runs code that the sending rank chose.
+    Ranks that are not authenticated exchange plain data only; see ``TORCHDIST_REF_TOKEN_FILE``.
 
     Example:
         >>> import torchdist_ref as dist
@@ -56,12 +55,12 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | in
     found = member_group(operation, group)
     if found is None:
         return
-    payload = _pack(operation, obj, _global_rank(found))
+    payload = pack(found, operation, obj)
     parts = _all_gather_payloads(found, payload, _all_gather_headers(found, payload))
     if len(object_list) < found.size():
         raise _too_few_entries(operation, "object_list", object_list, found)
     for rank, part in enumerate(parts):
-        object_list[rank] = _unpack(part, operation, found.members[rank])
+        object_list[rank] = unpack(found, part, operation, rank)
 
 
 def gather_object(
@@ -86,7 +85,7 @@ def gather_object(
         NotInitializedError: `init_process_group` was not called.
         DistBackendError: A rank died, aborted, or did not call in time.
 
-    Objects are unpickled, which runs code that the sending rank chose.
+    Ranks that are not authenticated exchange plain data only; see ``TORCHDIST_REF_TOKEN_FILE``.
 
     Example:
         >>> import torchdist_ref as dist
@@ -104,14 +103,14 @@ def gather_object(
         return
     root = root_of(found, operation, dst, group_dst, "dst", default=0)
     error = _gather_list_error(found, root, object_gather_list)
-    payload = _pack(operation, obj, _global_rank(found)) if error is None else _error_payload(error)
+    payload = pack(found, operation, obj) if error is None else error_payload(error)
     headers = _all_gather_headers(found, payload)
     if any(kind for _, kind, _ in headers):
         _all_gather_payloads(found, payload, headers)
     parts = _gather_payloads(found, root, payload, max(size for size, _, _ in headers))
     if object_gather_list is not None:
         for rank, part in enumerate(parts):
-            object_gather_list[rank] = _unpack(part, operation, found.members[rank])
+            object_gather_list[rank] = unpack(found, part, operation, rank)
 
 
 def _gather_list_error(group: ProcessGroup, root: int, objects: list[Any] | None) -> ArgumentError | None:
@@ -150,7 +149,7 @@ def broadcast_object_list(
         NotInitializedError: `init_process_group` was not called.
         DistBackendError: A rank died, aborted, or did not call in time.
 
-    Objects are unpickled, which runs code that the source chose.
+    Ranks that are not authenticated exchange plain data only; see ``TORCHDIST_REF_TOKEN_FILE``.
 
     Example:
         >>> import torchdist_ref as dist
@@ -167,10 +166,10 @@ def broadcast_object_list(
     if found is None:
         return
     root, rank = root_of(found, operation, src, group_src, default=0), _global_rank(found)
-    own = _pack(operation, list(object_list), rank, len(object_list)) if found.rank() == root else None
+    own = pack(found, operation, list(object_list), len(object_list)) if found.rank() == root else None
     received, count = _broadcast_payload(found, root, own, device)
     if own is None:
-        _replace(object_list, _unpack(received.data, operation, found.members[root]), count, operation, rank)
+        _replace(object_list, unpack(found, received.data, operation, root), count, operation, rank)
 
 
 def scatter_object_list(
@@ -196,7 +195,7 @@ def scatter_object_list(
         NotInitializedError: `init_process_group` was not called.
         DistBackendError: A rank died, aborted, or did not call in time.
 
-    Objects are unpickled, which runs code that the source chose.
+    Ranks that are not authenticated exchange plain data only; see ``TORCHDIST_REF_TOKEN_FILE``.
 
     Example:
         >>> import torchdist_ref as dist
@@ -220,7 +219,7 @@ def scatter_object_list(
             f"{operation}: Expected argument scatter_object_output_list to be a list of size at "
             f"least 1, got {scatter_object_output_list!r} (on rank {_global_rank(found)})."
         )
-    scatter_object_output_list[0] = _unpack(received.data, operation, found.members[root])
+    scatter_object_output_list[0] = unpack(found, received.data, operation, root)
 
 
 def _scatter_payloads_of(group: ProcessGroup, objects: list[Any] | None) -> list[Payload]:
@@ -230,8 +229,8 @@ def _scatter_payloads_of(group: ProcessGroup, objects: list[Any] | None) -> list
         got = None if objects is None else len(objects)
         expected = f"a list of {group.size()} objects, one for each rank, on the source"
         text = explain(operation, "scatter_object_input_list", expected, got, rank=rank)
-        return [_error_payload(ArgumentError(text))]
-    payloads = [_pack(operation, value, rank) for value in objects]
+        return [error_payload(ArgumentError(text))]
+    payloads = [pack(group, operation, value) for value in objects]
     return next(([payload] for payload in payloads if payload.error is not None), payloads)
 
 
@@ -275,7 +274,7 @@ def send_object_list(
         return
     peer = root_of(found, operation, dst, group_dst, "dst")
     _refuse_self(found, operation, peer, "destination")
-    payload = _pack(operation, list(object_list), _global_rank(found), len(object_list))
+    payload = pack(found, operation, list(object_list), len(object_list))
     for tensor in (payload.header(), payload.tensor()):
         _on_device([tensor], found, device, lambda moved: found.backend.submit(Send(peer), (moved,), (), True))
     if payload.error is not None:
@@ -308,7 +307,9 @@ def recv_object_list(
         ArgumentError: The list has another length than the sender's, or the source is this rank or not in the group.
         DistBackendError: The source died, aborted, or did not send in time.
 
-    Objects are unpickled, which runs code that the source chose. Example: see `send_object_list`.
+    Ranks that are not authenticated exchange plain data only; see ``TORCHDIST_REF_TOKEN_FILE``.
+
+    Example: see `send_object_list`.
     """
     operation = "recv_object_list"
     found = member_group(operation, group)
@@ -322,9 +323,9 @@ def recv_object_list(
     received = ReceiveBuffer(size)
     _receive(found, source, received.tensor, device)
     if kind:
-        _raise_error_of(kind, received.data, None)
+        raise_error_of(kind, received.data, None)
     sender = found.members[source]
-    _replace(object_list, _unpack(received.data, operation, sender), count, operation, _global_rank(found))
+    _replace(object_list, unpack(found, received.data, operation, source), count, operation, _global_rank(found))
     return sender
 
 
@@ -357,84 +358,6 @@ def _replace(target: list[Any], objects: list[Any], count: int, operation: str, 
         expected = f"as long as the sender's list, {count}"
         raise ArgumentError(explain(operation, "object_list", expected, len(target), rank=rank))
     target[:] = objects
-
-
-class Payload:
-    """Bytes that one rank sends: its pickled object or objects, or an error text.
-
-    Attributes:
-        data: The bytes; never empty.
-        error: The error whose text `data` holds; None for an object.
-        count: Number of objects.
-    """
-
-    def __init__(self, data: bytes | bytearray, error: Exception | None = None, count: int = 1) -> None:
-        self.data = bytearray(data)
-        self.error = error
-        self.count = count
-
-    def header(self) -> Tensor:
-        """Return size, error kind and object count, int64 of shape (3,)."""
-        kind = 0 if self.error is None else 1 + _ERROR_KINDS.index(type(self.error))
-        return torch.tensor([len(self.data), kind, self.count])
-
-    def tensor(self, width: int = 0) -> Tensor:
-        """Return the bytes as a uint8 tensor, padded to at least `width`; receivers ignore the padding."""
-        return torch.frombuffer(self.data.ljust(width, b"\0"), dtype=torch.uint8)
-
-
-class ReceiveBuffer:
-    """Bytes to receive into.
-
-    Attributes:
-        data: The bytes.
-        tensor: A uint8 tensor that shares their memory.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.data = bytearray(size)
-        self.tensor = torch.frombuffer(self.data, dtype=torch.uint8)
-
-    def parts(self, count: int) -> list[memoryview]:
-        """Return the bytes as equal parts."""
-        width = len(self.data) // count
-        return [memoryview(self.data)[i * width : (i + 1) * width] for i in range(count)]
-
-
-def _pack(operation: str, value: Any, rank: int, count: int = 1) -> Payload:
-    """Pickle a value of a global rank; the payload holds the error if that fails."""
-    try:
-        return Payload(pickle.dumps(value), count=count)
-    except Exception as cause:
-        error = PicklingError(
-            f"{operation}: rank {rank}'s object cannot be pickled ({type(cause).__name__}: {cause}). "
-            f"No rank received anything, and the group remains usable. Send plain data, or functions and classes that "
-            f"are defined at module level."
-        )
-        error.__cause__ = cause
-        return _error_payload(error, count)
-
-
-def _error_payload(error: Exception, count: int = 1) -> Payload:
-    """Return a payload that makes all ranks raise this rank's error."""
-    return Payload(str(error).encode(), error, count)
-
-
-def _unpack(buffer: bytes | bytearray | memoryview, operation: str, source: int) -> Any:
-    """Return the object of a payload; a failure names its sender."""
-    try:
-        # Unpickling ignores the padding: it stops at the end of the object.
-        return pickle.loads(buffer)
-    except Exception as error:
-        error.add_note(f"{operation}: the object arrived complete from rank {source}, but cannot be unpickled here.")
-        raise
-
-
-def _raise_error_of(kind: int, text: bytes | bytearray, own: Exception | None) -> NoReturn:
-    """Raise the error of a header and payload; on the rank that caused it, the original exception."""
-    if own is not None:
-        raise own
-    raise _ERROR_KINDS[kind - 1](text.rstrip(b"\0").decode())
 
 
 def _on_device(
@@ -481,7 +404,7 @@ def _all_gather_payloads(group: ProcessGroup, payload: Payload, headers: list[li
     parts = received.parts(group.size())
     for rank, (size, kind, _) in enumerate(headers):
         if kind:
-            _raise_error_of(kind, bytes(parts[rank][:size]), payload.error if rank == group.rank() else None)
+            raise_error_of(kind, bytes(parts[rank][:size]), payload.error if rank == group.rank() else None)
     return parts
 
 
@@ -508,7 +431,7 @@ def _broadcast_payload(
         received.tensor.copy_(own.tensor())
     _run(group, Broadcast(root), [received.tensor], [received.tensor], device)
     if kind:
-        _raise_error_of(kind, received.data, None if own is None else own.error)
+        raise_error_of(kind, received.data, None if own is None else own.error)
     return received, count
 
 

@@ -1,0 +1,129 @@
+"""Codec for plain data: values survive, and no bytes run code, hang or fill the memory."""
+
+from __future__ import annotations
+
+import collections
+import math
+import pickle
+import random
+import struct
+from typing import Any
+
+import pytest
+import torch
+
+from torchdist_ref.groups.plain_data import MAX_DEPTH, NotPlainError, decode, encode
+from torchdist_ref.testing import fill
+
+VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    *(sign * 2**bits + off for bits in (0, 7, 8, 31, 63, 64, 200) for sign in (1, -1) for off in (-1, 0, 1)),
+    0.1,
+    -math.inf,
+    1e-320,
+    2 - 3.5j,
+    "",
+    "ß∂\ud800",
+    b"\0\xff",
+    bytearray(b"ab"),
+    [],
+    [1, ["two", (3.0, None)]],
+    (),
+    {1, "a"},
+    frozenset({b"x"}),
+    {"a": {1: (2,)}, None: []},
+    collections.OrderedDict(b=1, a=2),
+    torch.Size([2, 3]),
+    torch.bfloat16,
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_value_survives(value: Any) -> None:
+    found = decode(encode(value) + b"padding")
+    assert type(found) is type(value) and found == value
+
+
+def test_special_numbers_and_order_survive() -> None:
+    assert math.isnan(decode(encode(math.nan))) and math.copysign(1, decode(encode(-0.0))) == -1
+    assert list(decode(encode({"b": 1, "a": 2}))) == ["b", "a"]
+
+
+DTYPES = [torch.float64, torch.bfloat16, torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (3, 4), (2, 0)], ids=str)
+def test_a_tensor_survives(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (fill(1, shape) * 3).to(dtype)
+    found = decode(encode([tensor, tensor.t() if len(shape) == 2 else tensor]))
+    assert all(each.dtype is dtype for each in found) and found[0].shape == shape
+    assert torch.equal(found[0].to(torch.complex128), tensor.to(torch.complex128))
+    if len(shape) == 2:
+        assert torch.equal(found[1].to(torch.complex128), tensor.t().to(torch.complex128))
+
+
+def test_a_conjugate_view_and_requires_grad_survive() -> None:
+    tensor = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    assert torch.equal(decode(encode(tensor)), tensor.resolve_conj())
+    leaf = torch.ones(2, requires_grad=True)
+    found = decode(encode(leaf))
+    assert found.requires_grad and found.is_leaf
+
+
+class Mine(dict):  # type: ignore[type-arg]
+    pass
+
+
+nested: list[Any] = []
+nested.append(nested)
+
+
+@pytest.mark.parametrize(
+    "value", [print, Mine(), object(), nested, torch.nn.Parameter(torch.ones(1)), torch.ones(2).to_sparse(), range(3)]
+)
+def test_other_values_are_refused(value: Any) -> None:
+    with pytest.raises(NotPlainError):
+        encode({"inside": [value]})
+
+
+def test_depth_is_limited_on_both_sides() -> None:
+    value: Any = 1
+    for _ in range(MAX_DEPTH):
+        value = [value]
+    assert decode(encode(value)) == value
+    with pytest.raises(NotPlainError, match="more than"):
+        encode([value])
+    one_list = encode([None])[:-1]
+    with pytest.raises(NotPlainError, match="nested too deeply"):
+        decode(one_list * 100_000)
+
+
+@pytest.mark.parametrize("bits", [8, 31, 40, 63, 64])
+@pytest.mark.parametrize("value", [b"x", [1], {1: 2}, torch.ones(2, 2)], ids=["bytes", "list", "dict", "tensor"])
+def test_huge_lengths_allocate_nothing(value: Any, bits: int) -> None:
+    data = bytearray(encode(value))
+    at = 4 if isinstance(value, torch.Tensor) else 1
+    data[at : at + 8] = struct.pack("<Q", 2**bits - 1)
+    with pytest.raises(NotPlainError):
+        decode(data)
+
+
+def test_mutated_bytes_give_a_value_or_the_error() -> None:
+    """20,000 mutations of one message with everything in it; and pickles are no plain data."""
+    original = encode([*VALUES, fill(0, (3, 3)), torch.tensor([True])])
+    generator = random.Random(11)
+    for _ in range(20_000):
+        data = bytearray(original)
+        for _ in range(generator.randint(1, 4)):
+            data[generator.randrange(len(data))] = generator.choice([0, 1, 0x7F, 0x80, 0xFF, generator.randrange(256)])
+        try:
+            decode(data[: generator.randint(1, len(data))] if generator.random() < 0.3 else data)
+        except NotPlainError:
+            pass
+    with pytest.raises(NotPlainError):
+        decode(pickle.dumps(print))
+    with pytest.raises(NotPlainError):
+        decode(b"")

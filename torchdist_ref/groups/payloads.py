@@ -1,0 +1,163 @@
+"""Payloads of object collectives: how objects become bytes, and which bytes become objects again.
+
+Unpickling runs code that the sender chose, so each group has one way, by what authenticates its ranks:
+
+- On `ref`, whose connections are authenticated, and where the user trusts the network, objects are pickled.
+- On other backends of authenticated ranks, whose connections are not, each pickle carries an HMAC by the group's key.
+  It is verified before anything is unpickled.
+- Ranks that are not authenticated exchange plain data (`plain_data`), whose decoding runs no code.
+
+All ranks of a group find the same way. Do not add communication here: `objects` has it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import pickle
+import struct
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from torchdist_ref.authentication import CURES, trusts_network
+from torchdist_ref.errors import ArgumentError, AuthenticationError, EntryError, PicklingError
+from torchdist_ref.groups.plain_data import PLAIN_TYPES, NotPlainError, decode, encode
+from torchdist_ref.groups.world import ProcessGroup
+from torchdist_ref.stores.sealed import channel_key, is_authenticated
+
+_ERROR_KINDS: tuple[type[Exception], ...] = (PicklingError, ArgumentError, EntryError)
+_CODE_BYTES = 32
+_LENGTH = struct.Struct("<Q")
+
+
+class Payload:
+    """Bytes that one rank sends: its pickled object or objects, or an error text.
+
+    Attributes:
+        data: The bytes; never empty.
+        error: The error whose text `data` holds; None for an object.
+        count: Number of objects.
+    """
+
+    def __init__(self, data: bytes | bytearray, error: Exception | None = None, count: int = 1) -> None:
+        self.data = bytearray(data)
+        self.error = error
+        self.count = count
+
+    def header(self) -> Tensor:
+        """Return size, error kind and object count, int64 of shape (3,)."""
+        kind = 0 if self.error is None else 1 + _ERROR_KINDS.index(type(self.error))
+        return torch.tensor([len(self.data), kind, self.count])
+
+    def tensor(self, width: int = 0) -> Tensor:
+        """Return the bytes as a uint8 tensor, padded to at least `width`; receivers ignore the padding."""
+        return torch.frombuffer(self.data.ljust(width, b"\0"), dtype=torch.uint8)
+
+
+class ReceiveBuffer:
+    """Bytes to receive into.
+
+    Attributes:
+        data: The bytes.
+        tensor: A uint8 tensor that shares their memory.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.data = bytearray(size)
+        self.tensor = torch.frombuffer(self.data, dtype=torch.uint8)
+
+    def parts(self, count: int) -> list[memoryview]:
+        """Return the bytes as equal parts."""
+        width = len(self.data) // count
+        return [memoryview(self.data)[i * width : (i + 1) * width] for i in range(count)]
+
+
+def pack(group: ProcessGroup, operation: str, value: Any, count: int = 1) -> Payload:
+    """Convert an object of this rank to a payload; the payload holds the error if that fails."""
+    rank = group.members[group.rank()]
+    try:
+        return Payload(_dump(group, operation, value), count=count)
+    except NotPlainError as cause:
+        error = PicklingError(
+            f"{operation}: rank {rank}'s object has {cause} in it. The ranks of group {group.name!r} are not "
+            f"authenticated, so they exchange plain data only ({PLAIN_TYPES}; not their subclasses): unpickling would "
+            f"run code of everybody who reaches the network. No rank received anything, and the group remains usable. "
+            f"{CURES}"
+        )
+    except Exception as cause:
+        error = PicklingError(
+            f"{operation}: rank {rank}'s object cannot be pickled ({type(cause).__name__}: {cause}). "
+            f"No rank received anything, and the group remains usable. Send plain data, or functions and classes that "
+            f"are defined at module level."
+        )
+        error.__cause__ = cause
+    return error_payload(error, count)
+
+
+def error_payload(error: Exception, count: int = 1) -> Payload:
+    """Return a payload that makes all ranks raise this rank's error."""
+    return Payload(str(error).encode(), error, count)
+
+
+def unpack(group: ProcessGroup, buffer: bytes | bytearray | memoryview, operation: str, source: int) -> Any:
+    """Return the object of a payload of a group rank; padding is ignored. A failure names the sender.
+
+    Raises:
+        AuthenticationError: A process outside this job wrote the payload.
+        NotPlainError: The payload is no plain data, and the ranks are not authenticated.
+    """
+    try:
+        return _load(group, memoryview(buffer), operation, source)
+    except Exception as error:
+        rank = group.members[source]
+        error.add_note(f"{operation}: the object arrived complete from rank {rank}, but cannot be unpickled here.")
+        raise
+
+
+def _dump(group: ProcessGroup, operation: str, value: Any) -> bytes:
+    if not _pickles(group):
+        return encode(value)
+    data = pickle.dumps(value)
+    if not _needs_code(group):
+        return data
+    return _code(group, operation, group.rank(), data) + _LENGTH.pack(len(data)) + data
+
+
+def _load(group: ProcessGroup, buffer: memoryview, operation: str, source: int) -> Any:
+    if not _pickles(group):
+        return decode(buffer)
+    if not _needs_code(group):
+        return pickle.loads(buffer)
+    begin = _CODE_BYTES + _LENGTH.size
+    size = _LENGTH.unpack_from(buffer, _CODE_BYTES)[0] if len(buffer) >= begin else 0
+    data = buffer[begin : begin + size]
+    if not hmac.compare_digest(buffer[:_CODE_BYTES], _code(group, operation, source, data)):
+        raise AuthenticationError(
+            f"{operation}: the object of rank {group.members[source]} was not written by a member of this job. "
+            f"Another process has connected to backend {group.backend.name!r}, whose connections are not authenticated."
+        )
+    return pickle.loads(data)
+
+
+def _pickles(group: ProcessGroup) -> bool:
+    return group.size() == 1 or is_authenticated(group.store) or trusts_network()
+
+
+def _needs_code(group: ProcessGroup) -> bool:
+    # The mesh and the shared memory of `ref` authenticate their peers; connections of Gloo, NCCL and MPI do not.
+    return group.size() > 1 and group.backend.name != "ref" and not trusts_network()
+
+
+def _code(group: ProcessGroup, operation: str, source: int, data: bytes | memoryview) -> bytes:
+    kind = "message" if operation.endswith("object_list") and operation[:4] in ("send", "recv") else operation
+    code = hmac.new(channel_key(group.store, f"objects {kind} {source}"), digestmod="sha256")
+    code.update(data)
+    return code.digest()
+
+
+def raise_error_of(kind: int, text: bytes | bytearray, own: Exception | None) -> NoReturn:
+    """Raise the error of a header and payload; on the rank that caused it, the original exception."""
+    if own is not None:
+        raise own
+    raise _ERROR_KINDS[min(max(kind, 1), len(_ERROR_KINDS)) - 1](text.rstrip(b"\0").decode(errors="replace"))

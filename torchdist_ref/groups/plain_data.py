@@ -1,0 +1,212 @@
+"""Codec for plain data: objects of ranks that are not authenticated, as bytes whose decoding runs no code.
+
+Unpickling runs code that the sender chose, and restrictions of pickle were circumvented again and again. This format
+has no instructions: a tag, then a number, a length with bytes, or a count with items. The decoder takes no more bytes
+than there are. Only the types of `PLAIN_TYPES` themselves are encoded, not their subclasses::
+
+    value → u8 tag | fields     bytes, text, int: u64 length, bytes     list, dict, ...: u64 count, values
+    tensor → u8 dtype | u8 requires_grad | u8 dimensions | u64 sizes... | bytes of the elements
+
+Do not add types whose construction runs a user's code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_DEPTH = 64
+_LENGTH, _FLOAT, _COMPLEX = struct.Struct("<Q"), struct.Struct("<d"), struct.Struct("<dd")
+_DTYPES: tuple[torch.dtype, ...] = tuple(
+    getattr(torch, name)
+    for name in (
+        "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128 complex32 uint16 "
+        "uint32 uint64 float8_e4m3fn float8_e5m2"
+    ).split()
+)
+_DTYPES_BY_NAME = {str(dtype): dtype for dtype in _DTYPES}
+_MAX_DIMENSIONS = 64
+
+
+class NotPlainError(ValueError):
+    """A value has no encoding as plain data, or bytes are no encoding."""
+
+
+def encode(value: Any) -> bytes:
+    """Return plain data as bytes.
+
+    Raises:
+        NotPlainError: The value, or one inside it, is of another type, or is nested too deeply.
+
+    >>> decode(encode({"loss": 0.5, "steps": [1, 2**70], "shape": (3, None)}))
+    {'loss': 0.5, 'steps': [1, 1180591620717411303424], 'shape': (3, None)}
+    >>> encode(print)
+    Traceback (most recent call last):
+    torchdist_ref.groups.plain_data.NotPlainError: a builtin_function_or_method
+    """
+    out = bytearray()
+    _write(out, value, 0)
+    return bytes(out)
+
+
+def decode(data: bytes | bytearray | memoryview) -> Any:
+    """Return the value at the start of these bytes; the rest is ignored.
+
+    Raises:
+        NotPlainError: The bytes are no encoding.
+    """
+    return _Decoder(memoryview(data)).value(0)
+
+
+# Encoding
+
+
+def _write(out: bytearray, value: Any, depth: int) -> None:
+    tag = _TAGS.get(type(value))
+    if tag is None:
+        raise NotPlainError(f"a {type(value).__qualname__}")
+    if depth > MAX_DEPTH:
+        raise NotPlainError(f"a value in more than {MAX_DEPTH} others, or in itself")
+    out.append(tag)
+    writer = _CODECS[tag][1]
+    if writer is not None:
+        writer(out, value, depth + 1)
+
+
+def _write_bytes(out: bytearray, value: bytes, depth: int) -> None:
+    out += _LENGTH.pack(len(value))
+    out += value
+
+
+def _write_int(out: bytearray, value: int, depth: int) -> None:
+    _write_bytes(out, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True), depth)
+
+
+def _write_items(out: bytearray, items: Iterable[Any], depth: int) -> None:
+    values = list(items)
+    out += _LENGTH.pack(len(values))
+    for value in values:
+        _write(out, value, depth)
+
+
+def _write_tensor(out: bytearray, tensor: Tensor, depth: int) -> None:
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.dtype not in _DTYPES:
+        raise NotPlainError(f"a tensor of dtype {tensor.dtype}, layout {tensor.layout} on {tensor.device}")
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    out += bytes([_DTYPES.index(tensor.dtype), tensor.requires_grad, tensor.dim()])
+    out += b"".join(map(_LENGTH.pack, tensor.shape))
+    out += ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.nbytes else b""
+
+
+# Decoding
+
+
+class _Decoder:
+    """Reader of one value from bytes that anybody may have written."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def take(self, count: int) -> memoryview:
+        end = self._at + count
+        if end > len(self._data):
+            raise NotPlainError("the data end inside a value")
+        piece, self._at = self._data[self._at : end], end
+        return piece
+
+    def length(self) -> int:
+        """Return a length or count. A wrong one fails at the end of the data, before it costs memory."""
+        return int(_LENGTH.unpack(self.take(8))[0])
+
+    def value(self, depth: int) -> Any:
+        tag = self.take(1)[0]
+        if tag >= len(_CODECS) or depth > MAX_DEPTH:
+            raise NotPlainError(f"a value of unknown type {tag}, or nested too deeply")
+        return _CODECS[tag][2](self, depth + 1)
+
+    def bytes(self) -> bytes:
+        return bytes(self.take(self.length()))
+
+    def items(self, depth: int) -> list[Any]:
+        return [self.value(depth) for _ in range(self.length())]
+
+    def pairs(self, depth: int) -> list[tuple[Any, Any]]:
+        return [(self.value(depth), self.value(depth)) for _ in range(self.length())]
+
+    def tensor(self) -> Tensor:
+        code, requires_grad, dimensions = self.take(3)
+        if code >= len(_DTYPES) or dimensions > _MAX_DIMENSIONS:
+            raise NotPlainError(f"a tensor of unknown dtype {code}, or with {dimensions} dimensions")
+        dtype, shape = _DTYPES[code], [_LENGTH.unpack(self.take(8))[0] for _ in range(dimensions)]
+        elements = bytearray(self.take(math.prod(shape) * dtype.itemsize))
+        # An element of bool must be 0 or 1, and an empty tensor may be of any sizes.
+        stored = torch.uint8 if dtype is torch.bool else dtype
+        try:
+            flat = torch.frombuffer(elements, dtype=stored) if elements else torch.empty(0, dtype=stored)
+            tensor = (flat != 0 if dtype is torch.bool else flat).reshape(shape)
+            return tensor.requires_grad_() if requires_grad else tensor
+        except (RuntimeError, TypeError) as error:
+            raise NotPlainError(f"a tensor that does not exist: {error}") from error
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def _checked(make: Callable[[Any], Any], content: Any) -> Any:
+    try:
+        return make(content)
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        # A key or an item of a set that cannot be hashed, text that is no UTF-8.
+        raise NotPlainError(str(error)) from error
+
+
+def _pairs_of(out: bytearray, value: dict[Any, Any], depth: int) -> None:
+    out += _LENGTH.pack(len(value))
+    for key, item in value.items():
+        _write(out, key, depth)
+        _write(out, item, depth)
+
+
+_Writer = Callable[[bytearray, Any, int], None]
+_Reader = Callable[[_Decoder, int], Any]
+_CODECS: tuple[tuple[type, _Writer | None, _Reader], ...] = (
+    (type(None), None, lambda d, depth: None),
+    (bool, lambda out, value, depth: out.append(value), lambda d, depth: bool(d.take(1)[0])),
+    (int, _write_int, lambda d, depth: int.from_bytes(d.bytes(), "little", signed=True)),
+    (float, lambda out, value, depth: out.extend(_FLOAT.pack(value)), lambda d, depth: _FLOAT.unpack(d.take(8))[0]),
+    (
+        complex,
+        lambda out, value, depth: out.extend(_COMPLEX.pack(value.real, value.imag)),
+        lambda d, depth: complex(*_COMPLEX.unpack(d.take(16))),
+    ),
+    (
+        str,
+        lambda out, value, depth: _write_bytes(out, value.encode("utf-8", "surrogatepass"), depth),
+        lambda d, depth: _checked(_text, d.bytes()),
+    ),
+    (bytes, _write_bytes, lambda d, depth: d.bytes()),
+    (bytearray, _write_bytes, lambda d, depth: bytearray(d.bytes())),
+    (list, _write_items, lambda d, depth: d.items(depth)),
+    (tuple, _write_items, lambda d, depth: tuple(d.items(depth))),
+    (set, _write_items, lambda d, depth: _checked(set, d.items(depth))),
+    (frozenset, _write_items, lambda d, depth: _checked(frozenset, d.items(depth))),
+    (dict, _pairs_of, lambda d, depth: _checked(dict, d.pairs(depth))),
+    (OrderedDict, _pairs_of, lambda d, depth: _checked(OrderedDict, d.pairs(depth))),
+    (torch.Size, _write_items, lambda d, depth: _checked(torch.Size, d.items(depth))),
+    (
+        torch.dtype,
+        lambda out, value, depth: _write_bytes(out, str(value).encode(), depth),
+        lambda d, depth: _checked(_DTYPES_BY_NAME.__getitem__, d.bytes().decode("ascii", "replace")),
+    ),
+    (Tensor, _write_tensor, lambda d, depth: d.tensor()),
+)
+_TAGS: dict[type, int] = {kind: tag for tag, (kind, _, _) in enumerate(_CODECS)}
+PLAIN_TYPES = ", ".join(kind.__name__ for kind in _TAGS)
