@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchdist_ref.errors import (
         ArgumentError,
         ArgumentTypeError,
+        AuthenticationError,
         BackendArgumentError,
         DistBackendError,
         DistError,
@@ -118,8 +119,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "torchdist_ref.errors": (
-        "ArgumentError ArgumentTypeError DistBackendError DistError DistNetworkError DistStoreError "
-        "BackendArgumentError EntryError GroupAbortedError MismatchError NotInitializedError PicklingError "
+        "ArgumentError ArgumentTypeError AuthenticationError BackendArgumentError DistBackendError DistError "
+        "DistNetworkError DistStoreError EntryError GroupAbortedError MismatchError NotInitializedError PicklingError "
         "QueueEmptyError RankDiedError RankStalledError RendezvousError StoreTimeoutError UnsupportedError UsageError"
     ),
     "torchdist_ref.algorithms.ddp_comm_hooks.default_hooks": "BuiltinCommHookType",

@@ -170,8 +170,8 @@ class Skippable(nn.Module):
         """Run the module and the operations that it yields.
 
         Raises:
-            ArgumentError: It stashed or popped an undeclared name, or did not stash or pop a declared one.
-            SkipError: It popped a tensor that was not stashed.
+            ArgumentError: It stashed or popped an undeclared name, or did not stash or pop a declared one, or popped a
+                tensor that was not stashed (then it is a KeyError too).
         """
         result = self.module(*inputs)
         declared = {stash: set(self.stashable_names), pop: set(self.poppable_names)}

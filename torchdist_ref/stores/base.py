@@ -212,7 +212,7 @@ class Store:
             value: value; empty to withdraw the last such request.
 
         Returns:
-            Whether the store can do that: its server has to be another process, and of this library.
+            Whether the store can do that. Its server has to be another process, and of this library.
         """
         return False
 
