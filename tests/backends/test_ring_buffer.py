@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchdist_ref as dist
-from torchdist_ref.backends.ref import fast
-from torchdist_ref.backends.ref.ring_buffer import CompiledRound, RingBuffer
+from torchdist_ref.backends.ref import Ref, fast
+from torchdist_ref.backends.ref.ring_buffer import CompiledRound, RingBuffer, StagedRounds
 from torchdist_ref.errors import MismatchError
+from torchdist_ref.groups.world import default_group
 from torchdist_ref.testing import fill, run
 from torchdist_ref.transports.segment import EAGER_BYTES, MIN_RING_BYTES, SegmentLayout, ring_bytes
 
@@ -139,3 +140,28 @@ def sums_with_failures_between(rank: int) -> list[bool]:
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_ranks_use_the_same_locations_also_after_calls_that_failed(ranks: Any) -> None:
     assert run(sums_with_failures_between, 2, ranks=ranks) == [[True] * len(COUNTS)] * 2
+
+
+def test_only_the_first_small_call_of_a_kind_compiles_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = [0, 0]
+    compile_round = StagedRounds._round
+
+    def counting(rounds: StagedRounds, *arguments: Any) -> CompiledRound:
+        compiled[rounds.link.rank] += 1
+        return compile_round(rounds, *arguments)
+
+    def program(rank: int) -> list[tuple[int, list[float]]]:
+        found = []
+        for call in range(6):
+            tensor, before = fill(rank + call, (40,)), compiled[rank]
+            dist.all_reduce(tensor)
+            found.append((compiled[rank] - before, tensor.tolist()))
+        backend = default_group().backend
+        assert isinstance(backend, Ref) and found[0][0] == backend.link.layout.cells > 1
+        return found
+
+    monkeypatch.setattr(StagedRounds, "_round", counting)
+    sums = [(fill(call, (40,)) + fill(1 + call, (40,))).tolist() for call in range(6)]
+    for found in run(program, 2, ranks="threads"):
+        assert [count for count, _ in found[1:]] == [0] * 5
+        assert [values for _, values in found] == sums
