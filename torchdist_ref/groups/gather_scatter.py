@@ -77,10 +77,11 @@ def all_gather(
     found = member_group("all_gather", group)
     if found is None:
         return None
-    check_tensors("all_gather", "tensor_list", tensor_list, found.size())
-    check_tensor("all_gather", "tensor", tensor)
-    check_one_dtype("all_gather", tensor_list, tensor)
-    _check_own("all_gather", "tensor_list", tensor_list, tensor, found)
+    if tensor is None or not blocks_match(tensor_list, len(found.members), tensor):
+        check_tensors("all_gather", "tensor_list", tensor_list, found.size())
+        check_tensor("all_gather", "tensor", tensor)
+        check_one_dtype("all_gather", tensor_list, tensor)
+        _check_own("all_gather", "tensor_list", tensor_list, tensor, found)
     return submit_lists(found, _ALL_GATHER, (tensor,), tensor_list, async_op)
 
 
@@ -142,8 +143,10 @@ def all_gather_single(
 def _gather_blocks(operation: str, output: Tensor, input: Tensor, group: ProcessGroup, async_op: bool) -> Work | None:
     check_tensor(operation, "output_tensor", output)
     check_tensor(operation, "input_tensor", input)
-    check_one_dtype(operation, (output, input))
-    check_elements(operation, "output_tensor", output, input.numel() * group.size(), "world size times the input")
+    if output.dtype is not input.dtype:
+        check_one_dtype(operation, (output, input))
+    if output.numel() != (count := input.numel() * len(group.members)):
+        check_elements(operation, "output_tensor", output, count, "world size times the input")
     return submit_lists(group, _ALL_GATHER, (input,), blocks_of(operation, "output_tensor", output, group), async_op)
 
 
@@ -251,7 +254,7 @@ def _root_list(
 ) -> Sequence[Tensor]:
     # The list that only the root passes; empty on the other ranks.
     at_root = group.rank() == root
-    if at_root and tensors is not None and blocks_match(tensors, group.size(), tensor):
+    if at_root and tensors is not None and blocks_match(tensors, len(group.members), tensor):
         return tensors
     if tensors is not None:
         check_tensors(operation, argument, tensors)
@@ -391,8 +394,10 @@ def _reduce_scatter_blocks(
 ) -> Work | None:
     check_tensor(operation, "output", output)
     check_tensor(operation, "input", input)
-    check_one_dtype(operation, (output, input))
-    check_elements(operation, "input", input, output.numel() * group.size(), "world size times the output")
+    if output.dtype is not input.dtype:
+        check_one_dtype(operation, (output, input))
+    if input.numel() != (count := output.numel() * len(group.members)):
+        check_elements(operation, "input", input, count, "world size times the output")
     blocks = blocks_of(operation, "input", input, group)
     return _submit_reduce_scatter(operation, group, blocks, output, op, async_op)
 

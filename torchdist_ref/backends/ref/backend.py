@@ -101,7 +101,8 @@ class Ref(Backend):
             t = tensors[0]
             key: Any = (call, len(written), t.dtype, t.shape, t.is_cpu, t.requires_grad)
         else:
-            key = (call, len(written), *map(_kind, tensors)) if tensors else call
+            # Only a barrier has no operands.
+            key = (call, len(written), *map(_kind, tensors)) if tensors else call.op
         planned = self.plans.get(key)
         if planned is None:
             planned = self._plan(key, call, tensors, len(tensors) - len(written), (inputs, outputs))
