@@ -14,7 +14,6 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter, sleep
@@ -56,14 +55,6 @@ OPTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class ErrorTime:
-    """Time and type of an error on one rank; `when` is None where none came in time."""
-
-    when: float | None
-    error: str = ""
-
-
 def death(backend: str, op: str, nbytes: int, world: int, busy: bool, seed: int) -> list[float | None]:
     """Kill the last rank with SIGKILL and wait for the others' errors.
 
@@ -85,10 +76,8 @@ def death(backend: str, op: str, nbytes: int, world: int, busy: bool, seed: int)
     except RankError as error:
         if not killed or error.rank != world - 1:
             raise
-        errors = [
-            error.outcomes[rank].value if rank in error.outcomes else ErrorTime(None) for rank in range(world - 1)
-        ]
-        return [in_time(each.when - killed[0]) if each.when is not None else None for each in errors]
+        ends = [error.outcomes[rank].value if rank in error.outcomes else None for rank in range(world - 1)]
+        return [None if end is None else in_time(end - killed[0]) for end in ends]
     raise AssertionError("a killed rank cannot have returned")
 
 
@@ -97,7 +86,7 @@ def in_time(seconds: float) -> float | None:
     return seconds if seconds < SURVIVOR_SECONDS else None
 
 
-def _until_death(context: RankContext, backend: str, op: str, nbytes: int, busy: bool, seed: int) -> ErrorTime:
+def _until_death(context: RankContext, backend: str, op: str, nbytes: int, busy: bool, seed: int) -> float | None:
     competitor = competitors.join([backend], context)[0]
     action = _action(competitor, context, op, nbytes)
     last = context.world - 1
@@ -108,9 +97,9 @@ def _until_death(context: RankContext, backend: str, op: str, nbytes: int, busy:
         while busy and op != RECV:
             action()
         threading.Event().wait()
-    error = _call_until_error(action)
+    when = _call_until_error(action)
     context.start_line.poll(range(last), SURVIVOR_SECONDS)
-    return error
+    return when
 
 
 def _die(context: RankContext, moment: float) -> None:
@@ -131,15 +120,15 @@ def _action(competitor: competitors.Competitor, context: RankContext, op: str, n
     return action
 
 
-def _call_until_error(action: Action) -> ErrorTime:
-    """Call repeatedly: some backends' calls return on some ranks although a rank is missing."""
+def _call_until_error(action: Action, errors: tuple[type[BaseException], ...] = (RuntimeError,)) -> float | None:
+    """Call repeatedly, since some backends' calls return although a rank is missing; return the time of the error."""
     end = perf_counter() + SURVIVOR_SECONDS
     try:
         while perf_counter() < end:
             action()
-    except RuntimeError as error:
-        return ErrorTime(perf_counter(), type(error).__name__)
-    return ErrorTime(None)
+    except errors:
+        return perf_counter()
+    return None
 
 
 def _one(rank: int) -> torch.Tensor:
@@ -163,45 +152,37 @@ def mismatches(backend: str, kind: str, world: int, trials: int) -> list[float]:
 
 def _mismatch(context: RankContext, backend: str, kind: str, trials: int) -> list[float]:
     competitors.join([backend], context)
-    return [_until_mismatch(context, MISMATCHES[kind]) for _ in range(trials)]
-
-
-def _until_mismatch(context: RankContext, call: Callable[[int], Any]) -> float:
-    context.wait()
-    begin = perf_counter()
-    try:
-        call(context.rank)
-    except MismatchError:
-        return perf_counter() - begin
-    raise AssertionError("ranks made different calls and got no error")
+    times = []
+    for _ in range(trials):
+        context.wait()
+        begin = perf_counter()
+        try:
+            MISMATCHES[kind](context.rank)
+        except MismatchError:
+            times.append(perf_counter() - begin)
+        else:
+            raise AssertionError("ranks made different calls and got no error")
+    return times
 
 
 def interrupt(backend: str, op: str, nbytes: int) -> float | None:
     """Send Ctrl-C to rank 0, which waits in a call for rank 1; return the seconds to the KeyboardInterrupt."""
     caught, sent = run_ranks(lambda context: _interrupted(context, backend, op, nbytes), 2)
-    return in_time(caught - sent)
+    return None if caught is None or sent is None else in_time(caught - sent)
 
 
-def _interrupted(context: RankContext, backend: str, op: str, nbytes: int) -> float:
+def _interrupted(context: RankContext, backend: str, op: str, nbytes: int) -> float | None:
     competitor = competitors.join([backend], context)[0]
     action = _action(competitor, context, op, nbytes)
     pids = context.exchange(os.getpid())
     if context.rank:
         sleep(FAULT_DELAY_SECONDS)
-        when = perf_counter()
+        when: float | None = perf_counter()
         os.kill(pids[0], signal.SIGINT)
     else:
-        when = _until_interrupt(action)
+        when = _call_until_error(action, (KeyboardInterrupt, RuntimeError))
     context.start_line.poll(range(2), SURVIVOR_SECONDS)
     return when
-
-
-def _until_interrupt(action: Action) -> float:
-    try:
-        while True:
-            action()
-    except (KeyboardInterrupt, RuntimeError):
-        return perf_counter()
 
 
 def trials(ops: Sequence[str], backends: Sequence[str]) -> Iterator[tuple[str, str, str]]:

@@ -49,7 +49,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)")
 
 @dataclass(frozen=True)
 class BenchmarkLink:
-    """BenchmarkLink between the ranks.
+    """Link between the ranks.
 
     Attributes:
         name: Name in ``--links``.
