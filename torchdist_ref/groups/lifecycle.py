@@ -193,6 +193,7 @@ def make_group(
     with watch.published():
         watched = watch.over(store)
         chosen = backend or _choose(watched, rank, len(members))
+        _agree_on_backend(watched, chosen, members[rank], watch.operation)
         membership = Membership(watched, rank, members, name, seconds, pg_options, device, watch=watch)
         created = apply_debug_level(create(chosen, membership), membership)
     return ProcessGroup(members, rank, created, name, seconds, store)
@@ -203,6 +204,24 @@ def _choose(store: Store, rank: int, size: int) -> str:
     if rank == 0:
         log.info("no backend given: using %r", chosen)
     return chosen
+
+
+def _agree_on_backend(store: Store, backend: str, rank: int, operation: str) -> None:
+    """Compare this rank's backend for CPU tensors with that of the first rank, which publishes it.
+
+    Ranks without GPUs may have no backend for CUDA tensors, so only the CPU's counts, if there is one.
+
+    Raises:
+        MismatchError: They differ.
+    """
+    by_device = names_by_device(backend)
+    own = by_device.get("cpu", by_device.get("", backend))
+    first, _, other = store.compare_set("backend", "", f"{rank}|{own}").decode().partition("|")
+    if other != own:
+        raise MismatchError(
+            f"{operation}: rank {rank} uses backend {own!r}, rank {first} uses {other!r}. "
+            f"All ranks must use the same backend."
+        )
 
 
 def is_initialized() -> bool:

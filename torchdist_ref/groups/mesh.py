@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torchdist_ref.errors import DistError, explain
 from torchdist_ref.groups.lifecycle import init_process_group, is_initialized, new_group
 from torchdist_ref.groups.queries import get_rank, get_world_size
-from torchdist_ref.groups.world import ProcessGroup, default_group, is_thread_rank, resolve
+from torchdist_ref.groups.world import ProcessGroup, default_group, is_thread_rank, refuse_destroyed, resolve
 
 Names = tuple[str, ...] | None
 Groups = tuple[ProcessGroup | int, ...]
@@ -194,6 +194,7 @@ class DeviceMesh(TorchMesh):
         self._require_coordinate()
         group = self._groups[self._dimension(mesh_dim, "get_group")]
         assert isinstance(group, ProcessGroup), "a rank of the mesh is in a line of each dimension"
+        refuse_destroyed(group, "DeviceMesh.get_group")
         return group
 
     def get_all_groups(self) -> list[ProcessGroup]:  # type: ignore[override]
@@ -234,14 +235,28 @@ class DeviceMesh(TorchMesh):
         made._set(self._ranks[index], wanted, tuple(self._groups[d] for d in kept))  # noqa: SLF001 - the same class
         return made
 
+    @property
+    def _dim_group_names(self) -> list[Any]:
+        # torch's functions ask for the names before they communicate. A later group may have the same name.
+        for group in self._groups:
+            if isinstance(group, ProcessGroup):
+                refuse_destroyed(group, "DeviceMesh")
+        names: list[Any] = vars(self)["_dim_group_names"]
+        return names
+
+    @_dim_group_names.setter
+    def _dim_group_names(self, names: list[Any]) -> None:
+        vars(self)["_dim_group_names"] = names
+
     def __getstate__(self) -> dict[str, Any]:
         # Groups cannot be pickled; torch finds them again by name.
         return {name: value for name, value in super().__getstate__().items() if name != "_groups"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._groups = ()
         super().__setstate__(state)
         found: dict[Any, Any] = self._pg_registry
-        self._groups = tuple(resolve(found[name]) or -100 for name in self._dim_group_names if name in found)
+        self._groups = tuple(resolve(found[name]) or -100 for name in state["_dim_group_names"] if name in found)
 
     def __repr__(self) -> str:
         return f"DeviceMesh({self._device_type!r}, {self._ranks.tolist()}, mesh_dim_names={self._names})"
@@ -298,6 +313,7 @@ def _existing(group: Any) -> ProcessGroup:
     found = resolve(group, "DeviceMesh.from_group")
     if found is None:
         _refuse("group", "groups that this rank is in", group)
+    refuse_destroyed(found, "DeviceMesh.from_group")
     return found
 
 

@@ -253,8 +253,8 @@ class Registration:
             self._counterparts.pop(each).destroy_backend()
         if group not in known:
             raise DestroyedGroupError(
-                f"process group {group.group_desc!r} of torch.distributed was destroyed, or an earlier default group "
-                f"made it{on_rank()}. Create a new one with new_group."
+                f"process group {group.group_name!r} of torch.distributed was destroyed, or belongs to an earlier "
+                f"default group{on_rank()}. Create a new one with new_group."
             )
         if group not in self._counterparts:
             self._counterparts[group] = self._make_counterpart(group)

@@ -1,0 +1,136 @@
+"""Destroyed groups, groups of an earlier job, and ranks that disagree: one error soon, and nothing is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as theirs
+import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint as checkpoint
+import torch.distributed.device_mesh as their_mesh
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import torchdist_ref as dist
+from torchdist_ref.testing import fill, run
+
+
+def raised(call: Callable[[], Any], kind: type[BaseException], words: str) -> None:
+    begin = perf_counter()
+    with pytest.raises(kind, match=words):
+        call()
+    assert perf_counter() - begin < 5
+
+
+def uses(group: Any, mesh: Any, path: str) -> list[Callable[[], Any]]:
+    """Return functions that use a group, or a mesh of it, in both libraries."""
+    tensor, linear = fill(0, (2,)), nn.Linear(2, 2)
+    return [
+        lambda: dist.all_reduce(tensor, group=group),
+        lambda: dist.DeviceMesh.from_group(group, "cpu"),
+        lambda: dist.DistributedDataParallel(linear, process_group=group),
+        lambda: nn.parallel.DistributedDataParallel(linear, process_group=group),
+        lambda: distribute_tensor(fill(1, (4, 2)), mesh, [Shard(0)]),
+        lambda: functional.all_reduce(tensor, "sum", (mesh, 0)),
+        lambda: fully_shard(nn.Linear(2, 2), mesh=mesh)(tensor),
+    ]
+
+
+def destroyed(rank: int, path: str) -> list[str]:
+    pair: Any = dist.new_group([0, 1], group_desc="pair")
+    mesh = dist.DeviceMesh.from_group(pair, "cpu", mesh_dim_names=("x",))
+    theirs_pair: Any = theirs.new_group([0, 1])
+    dist.barrier()
+    dist.destroy_process_group(pair)
+    for use in uses(pair, mesh, path):
+        raised(use, dist.ArgumentError, "group 'pair' was destroyed")
+    # torch's own checks come first here.
+    raised(lambda: checkpoint.save({"a": fill(1, (2,))}, checkpoint_id=path, process_group=pair), ValueError, "'pair'")
+    raised(lambda: theirs.all_reduce(fill(1, (2,)), group=pair), ValueError, "'pair'")
+    name = theirs_pair.group_name
+    theirs.destroy_process_group(theirs_pair)
+    raised(lambda: dist.all_reduce(fill(1, (2,)), group=theirs_pair), dist.ArgumentError, f"'{name}'.*was destroyed")
+    tensor = fill(rank, (2,))
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, fill(0, (2,)) + fill(1, (2,)))
+    return os.listdir(path)
+
+
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+def test_a_destroyed_group_is_named_and_nothing_is_written(backend: str, tmp_path: Any) -> None:
+    assert run(destroyed, 2, str(tmp_path), backend=backend, ranks="processes") == [[], []]
+
+
+def of_an_earlier_job(rank: int, path: str, backend: str) -> None:
+    store = dist.FileStore(os.path.join(path, "store"), 2)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+    earlier, mesh = dist.group.WORLD, dist.init_device_mesh("cpu", (2,))
+    made_by_torch: Any = theirs.new_group([0, 1])
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+    for use in uses(earlier, mesh, path):
+        raised(use, dist.ArgumentError, "group 'world' was destroyed")
+    raised(lambda: dist.all_reduce(fill(1, (2,)), group=made_by_torch), dist.ArgumentError, "earlier default group")
+    tensor = fill(rank, (2,))
+    theirs.all_reduce(tensor, group=theirs.new_group([0, 1]))
+    assert torch.equal(tensor, fill(0, (2,)) + fill(1, (2,)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+def test_groups_and_meshes_of_an_earlier_job_are_refused(backend: str, tmp_path: Any) -> None:
+    run(of_an_earlier_job, 2, str(tmp_path), backend, ranks="processes", init=False)
+
+
+def disagreeing(rank: int, path: str, backends: list[str]) -> tuple[str, float]:
+    store = dist.FileStore(os.path.join(path, "store"), len(backends))
+    begin = perf_counter()
+    with pytest.raises(dist.MismatchError) as caught:
+        dist.init_process_group(backends[rank], store=store, rank=rank, world_size=len(backends))
+    assert not dist.is_initialized() and not theirs.is_initialized()
+    return str(caught.value), perf_counter() - begin
+
+
+@pytest.mark.parametrize("ranks", ["processes", "threads"])
+@pytest.mark.parametrize("backends", [["ref", "gloo"], ["gloo", "ref", "ref"], ["ref", "ref", "gloo"]], ids=str)
+def test_ranks_that_disagree_on_the_backend_raise_one_error_within_a_second(
+    backends: list[str], ranks: Any, tmp_path: Any
+) -> None:
+    found = run(disagreeing, len(backends), str(tmp_path), backends, ranks=ranks, init=False)
+    assert max(seconds for _, seconds in found) < 1
+    for text, _ in found:
+        assert text.startswith("init_process_group: rank ") and text.count("uses backend") == 1
+        assert all(repr(name) in text for name in backends)
+
+
+def disagreeing_in_new_group(rank: int) -> float:
+    with pytest.raises(dist.MismatchError, match=r"new_group: rank \d uses backend '(ref|gloo)', rank \d uses"):
+        dist.new_group([0, 1], backend=["ref", "gloo"][rank])
+    tensor = fill(rank, (1,))
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def test_new_group_names_both_backends_and_the_default_group_works_on() -> None:
+    total = (fill(0, (1,)) + fill(1, (1,))).item()
+    assert run(disagreeing_in_new_group, 2, ranks="processes") == [total, total]
+
+
+def two_libraries(rank: int) -> None:
+    """Make a mesh of torch's over a subgroup of ours, and slice ours with torch's functions."""
+    pair = dist.new_group([0, 1])
+    assert isinstance(pair, dist.ProcessGroup)
+    mesh = their_mesh.DeviceMesh.from_group(pair, "cpu", mesh_dim_names=("x",))
+    assert mesh.get_group() is pair and mesh["x"].get_group("x") is pair
+
+
+def test_a_mesh_of_torchs_returns_our_group() -> None:
+    run(two_libraries, 2, ranks="processes")
