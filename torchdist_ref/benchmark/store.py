@@ -47,7 +47,7 @@ _torch_store: Any = torch_distributed.TCPStore  # type: ignore[attr-defined]
 
 
 class EchoServer:
-    """Server that sends back what it receives, to any number of clients, on one thread, as long as the process runs.
+    """Server that sends back what it receives, on one thread, to any number of clients, until the last one leaves.
 
     >>> client = EchoClient(EchoServer().port)
     >>> client.echo() == bytes(64), client.socket.close()
@@ -57,19 +57,22 @@ class EchoServer:
     def __init__(self) -> None:
         self._listener = socket.create_server((HOST, 0), backlog=1024)
         self.port: int = self._listener.getsockname()[1]
-        self._selector = selectors.DefaultSelector()
+        self._selector, self._clients = selectors.DefaultSelector(), 0
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         threading.Thread(target=self._serve, name="echo server", daemon=True).start()
 
     def _serve(self) -> None:
-        while True:
-            for key, _ in self._selector.select():
-                key.data(key.fileobj)
+        with self._selector, self._listener:
+            self._accept(self._listener)
+            while self._clients:
+                for key, _ in self._selector.select():
+                    key.data(key.fileobj)
 
     def _accept(self, listener: socket.socket) -> None:
         client, _ = listener.accept()
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._selector.register(client, selectors.EVENT_READ, self._echo)
+        self._clients += 1
 
     def _echo(self, client: socket.socket) -> None:
         data = client.recv(RECEIVE_BYTES)
@@ -77,6 +80,7 @@ class EchoServer:
             client.sendall(data)
         else:
             self._selector.unregister(client)
+            self._clients -= 1
             client.close()
 
 
