@@ -102,7 +102,11 @@ class Work:
     _scope: CallScope | None = None
 
     def __init__(
-        self, name: str, outputs: Sequence[Any], callbacks: Runner | None = None, scope: CallScope | None = None
+        self,
+        name: str = "",
+        outputs: Sequence[Any] = (),
+        callbacks: Runner | None = None,
+        scope: CallScope | None = None,
     ) -> None:
         self.name = name
         self.outputs = outputs
@@ -176,6 +180,28 @@ class Work:
                 f"{on_rank()}. Ask the Work that irecv returns."
             )
         return self.source
+
+    def _source_rank(self) -> int:
+        """Return `source_rank`, which torch has under this name too."""
+        return self.source_rank()
+
+    def synchronize(self) -> None:
+        """Wait for the call, and raise its error; torch's name for `wait` without a time-out."""
+        self.wait()
+
+    def get_future_result(self) -> Future[Any]:
+        """Return a future of how the call ended, as the number of torch's ``WorkResult``.
+
+        Returns:
+            A future of 0 (success), 1 (time-out) or 2 (another error). It never has an exception.
+        """
+        result: Future[Any] = Future()
+        self.get_future().add_done_callback(lambda _: result.set_result(self._result_number()))
+        return result
+
+    def _result_number(self) -> int:
+        error = self.exception()
+        return 0 if error is None else 1 if isinstance(error, RankStalledError) else 2
 
     def get_future(self) -> Future[Any]:
         """Return a `torch.futures.Future` whose value is the list of output tensors."""

@@ -98,6 +98,12 @@ def create(name: str, membership: Membership) -> Backend:
     return made
 
 
+def of_process_group(name: str, membership: Membership, group: Any) -> Backend:
+    """Return a backend that calls the methods of a process group in Python, one of torch's type."""
+    made: Backend = _load("torchdist_ref.backends.torch_native.third_party:ThirdParty")(name, membership, group)
+    return made
+
+
 def _torch_plugins() -> Mapping[str, Any]:
     """Return the backends that were registered with torch, by name in upper case."""
     return getattr(c10d.Backend, "_plugins", {})

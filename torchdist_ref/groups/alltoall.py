@@ -14,10 +14,12 @@ from torch import Tensor
 from torchdist_ref.calls import AllToAll
 from torchdist_ref.errors import BackendArgumentError, explain
 from torchdist_ref.groups.arguments import (
+    as_real,
     check_blocks,
     check_elements,
     check_one_dtype,
     check_tensor,
+    check_tensors,
     check_writable,
     contiguous_blocks,
     member_group,
@@ -71,8 +73,11 @@ def all_to_all(
     if found is None:
         return None
     size, why = found.size(), "as input_tensor_list[0] has; all_to_all_single takes unequal ones"
-    check_blocks("all_to_all", "input_tensor_list", input_tensor_list, size, why)
-    check_blocks("all_to_all", "output_tensor_list", output_tensor_list, size, why, input_tensor_list[0])
+    mixed = check_blocks("all_to_all", "input_tensor_list", input_tensor_list, size, why, or_real=True)
+    first = input_tensor_list[0]
+    if mixed or check_blocks("all_to_all", "output_tensor_list", output_tensor_list, size, why, first, or_real=True):
+        check_tensors("all_to_all", "output_tensor_list", output_tensor_list)
+        return all_to_all(as_real(output_tensor_list), as_real(input_tensor_list), found, async_op)
     return submit_lists(found, _EVEN, input_tensor_list, output_tensor_list, async_op)
 
 
@@ -127,7 +132,8 @@ def all_to_all_single(
     check_tensor(operation, "input", input)
     check_writable(operation, "output", output)
     if output.dtype is not input.dtype:
-        check_one_dtype(operation, [output, input])
+        check_one_dtype(operation, [output, input], or_real=True)
+        output, input = as_real([output, input])
     outputs = _split("output", output, output_split_sizes, found)
     # A tensor without a gradient serves as its own detached view, which takes a microsecond to make.
     inputs = _split("input", input.detach() if input.requires_grad else input, input_split_sizes, found)

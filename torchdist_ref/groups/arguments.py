@@ -136,16 +136,36 @@ def check_not_empty(operation: str, argument: str, tensors: Sequence[Any]) -> No
         raise BackendArgumentError(explain(operation, argument, "a list of at least one tensor", tensors))
 
 
-def check_one_dtype(operation: str, tensors: Sequence[Tensor], like: Tensor | None = None) -> None:
-    """Raise unless all tensors have one dtype: that of `like` if given."""
+def check_one_dtype(
+    operation: str, tensors: Sequence[Tensor], like: Tensor | None = None, or_real: bool = False
+) -> bool:
+    """Raise unless all tensors have one dtype: that of `like` if given.
+
+    Args:
+        operation: Name of the public function.
+        tensors: The tensors.
+        like: Another tensor.
+        or_real: Accept complex tensors together with tensors of their real dtype, as torch does in some functions.
+
+    Returns:
+        Whether there are such. Then the call is made on `as_real` of all.
+    """
     first = (tensors[0] if like is None else like).dtype
     for tensor in tensors:
         if tensor.dtype is not first:
+            if or_real and {t.dtype.to_real() for t in tensors} == {first.to_real()}:
+                return True
             dtypes = {str(first), *(str(t.dtype) for t in tensors)}
             raise BackendArgumentError(
                 f"{operation}: Invalid usage of tensors with different dtypes, "
                 f"{' and '.join(sorted(dtypes))}{on_rank()}."
             )
+    return False
+
+
+def as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors, complex ones as views of their real and imaginary parts."""
+    return [torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t for t in tensors]
 
 
 def check_elements(operation: str, argument: str, tensor: Tensor, count: int, why: str) -> None:
@@ -154,14 +174,22 @@ def check_elements(operation: str, argument: str, tensor: Tensor, count: int, wh
         raise BackendArgumentError(explain(operation, argument, f"{count} elements ({why})", list(tensor.shape)))
 
 
-def check_blocks(operation: str, argument: str, value: Any, count: int, why: str, like: Tensor | None = None) -> None:
-    """Raise unless the value is a list of `count` tensors of one size and dtype: those of `like` if given."""
+def check_blocks(
+    operation: str, argument: str, value: Any, count: int, why: str, like: Tensor | None = None, or_real: bool = False
+) -> bool:
+    """Raise unless the value is a list of `count` tensors of one size and dtype: those of `like` if given.
+
+    Returns:
+        As `check_one_dtype` does.
+    """
     if not blocks_match(value, count, like):
         check_tensors(operation, argument, value, count)
         first = value[0] if like is None else like
-        check_one_dtype(operation, value, first)
+        if check_one_dtype(operation, value, first, or_real):
+            return True
         for index, tensor in enumerate(value):
             check_elements(operation, f"{argument}[{index}]", tensor, first.numel(), why)
+    return False
 
 
 def blocks_match(value: Any, count: int, like: Tensor | None) -> bool:

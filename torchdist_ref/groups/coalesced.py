@@ -17,6 +17,7 @@ from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explai
 from torchdist_ref.groups.arguments import (
     ALL_REDUCE,
     SUM,
+    as_real,
     check_elements,
     check_not_empty,
     check_one_dtype,
@@ -68,7 +69,7 @@ def all_reduce_coalesced(
     listed = [tensors] if isinstance(tensors, Tensor) else tensors
     check_tensors(operation, "tensors", listed)
     check_not_empty(operation, "tensors", listed)
-    check_one_dtype(operation, listed)
+    check_one_dtype(operation, listed, or_real=True)
     found = member_group(operation, group)
     if found is None:
         return None
@@ -123,8 +124,10 @@ def all_gather_coalesced(
     found = member_group("all_gather_coalesced", group)
     if found is None:
         return None
-    if not _lists_match(output_tensor_lists, input_tensor_list, found.size()):
-        _check_lists(output_tensor_lists, input_tensor_list, found)
+    matches = _lists_match(output_tensor_lists, input_tensor_list, found.size())
+    if not matches and _check_lists(output_tensor_lists, input_tensor_list, found):
+        lists = [as_real(outputs) for outputs in output_tensor_lists]
+        return all_gather_coalesced(lists, as_real(input_tensor_list), found, async_op)
     requests, copy_back = without_overlap(
         found.rank(),
         [
@@ -171,7 +174,8 @@ def _lists_match(lists: Any, inputs: Any, size: int) -> bool:
     return True
 
 
-def _check_lists(lists: Any, inputs: Any, group: ProcessGroup) -> None:
+def _check_lists(lists: Any, inputs: Any, group: ProcessGroup) -> bool:
+    # Whether complex and real tensors are mixed.
     operation = "all_gather_coalesced"
     check_tensors(operation, "input_tensor_list", inputs)
     check_not_empty(operation, "input_tensor_list", inputs)
@@ -180,11 +184,15 @@ def _check_lists(lists: Any, inputs: Any, group: ProcessGroup) -> None:
     if len(lists) != group.size():
         expected = f"a list of {group.size()} lists, one for each rank"
         raise BackendArgumentError(explain(operation, "output_tensor_lists", expected, len(lists)))
+    mixed = False
     for rank, outputs in enumerate(lists):
         argument = f"output_tensor_lists[{rank}]"
         check_tensors(operation, argument, outputs, len(inputs))
-        check_one_dtype(operation, [*inputs, *outputs])
+        mixed |= check_one_dtype(operation, [*inputs, *outputs], or_real=True)
+    for rank, outputs in enumerate([] if mixed else lists):
+        argument = f"output_tensor_lists[{rank}]"
         for index, output in enumerate(outputs):
             check_writable(operation, f"{argument}[{index}]", output)
             why = f"as input_tensor_list[{index}] has"
             check_elements(operation, f"{argument}[{index}]", output, inputs[index].numel(), why)
+    return mixed

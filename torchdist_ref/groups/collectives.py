@@ -15,6 +15,7 @@ dtype, as NCCL does (its manual, ``ncclRedOpCreatePreMulSum``).
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
@@ -26,7 +27,6 @@ from torch.futures import Future
 from torchdist_ref.backends.base import are_apart, flat_operands, without_overlap
 from torchdist_ref.backends.reductions import start_sum
 from torchdist_ref.calls import AllReduce, Barrier, Broadcast, Call, Reduce
-from torchdist_ref.debug.monitored import run_monitored_barrier
 from torchdist_ref.errors import BackendArgumentError, RankStalledError, explain
 from torchdist_ref.groups.arguments import (
     ALL_REDUCE,
@@ -262,7 +262,7 @@ def barrier(
 
 
 def monitored_barrier(
-    group: ProcessGroup | int | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    group: ProcessGroup | int | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
     """Wait until every rank of the group has called this, and name the ranks that did not.
 
@@ -271,7 +271,8 @@ def monitored_barrier(
 
     Args:
         group: Process group. Default: all ranks.
-        timeout: Longest wait for the other ranks. Default: the group's time-out.
+        timeout: Longest wait for the other ranks, as a timedelta; as in torch, a float is seconds, with a warning.
+            Default: the group's time-out.
         wait_all_ranks: Accepted for compatibility with torch: every error names all missing ranks anyway.
 
     Raises:
@@ -297,17 +298,12 @@ def monitored_barrier(
     found = member_group("monitored_barrier", group)
     if found is None:
         return
+    if isinstance(timeout, float):
+        # torch accepts seconds in this function only.
+        warnings.warn("monitored_barrier: pass a timedelta; a number of seconds is accepted as in torch.", stacklevel=2)
+        timeout = timedelta(seconds=timeout)
     refuse_destroyed(found, "monitored_barrier")
-    allowed = timeout_of("monitored_barrier", timeout, timedelta(seconds=found.timeout))
-    others = [rank for rank in range(found.size()) if rank != found.rank()]
-    run_monitored_barrier(
-        found.store,
-        found.rank(),
-        found.members,
-        allowed,
-        found.group_desc,
-        lambda: found.backend.failure(others, "monitored_barrier"),
-    )
+    found.monitored_barrier(timeout_of("monitored_barrier", timeout, timedelta(seconds=found.timeout)))
 
 
 def _sum_sparse(group: ProcessGroup, tensor: Tensor, op: Any, async_op: bool) -> Work | None:

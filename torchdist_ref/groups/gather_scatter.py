@@ -18,6 +18,7 @@ from torchdist_ref.errors import ArgumentError, on_rank
 from torchdist_ref.groups.arguments import (
     REDUCE_SCATTER,
     SUM,
+    as_real,
     blocks_match,
     blocks_of,
     check_blocks,
@@ -80,7 +81,8 @@ def all_gather(
     if tensor is None or not blocks_match(tensor_list, len(found.members), tensor):
         check_tensors("all_gather", "tensor_list", tensor_list, found.size())
         check_tensor("all_gather", "tensor", tensor)
-        check_one_dtype("all_gather", tensor_list, tensor)
+        if check_one_dtype("all_gather", tensor_list, tensor, or_real=True):
+            return all_gather(as_real(tensor_list), as_real([tensor])[0], found, async_op)
         _check_own("all_gather", "tensor_list", tensor_list, tensor, found)
     return submit_lists(found, _ALL_GATHER, (tensor,), tensor_list, async_op)
 
@@ -144,7 +146,8 @@ def _gather_blocks(operation: str, output: Tensor, input: Tensor, group: Process
     check_tensor(operation, "output_tensor", output)
     check_tensor(operation, "input_tensor", input)
     if output.dtype is not input.dtype:
-        check_one_dtype(operation, (output, input))
+        check_one_dtype(operation, (output, input), or_real=True)
+        output, input = as_real([output, input])
     if output.numel() != (count := input.numel() * len(group.members)):
         check_elements(operation, "output_tensor", output, count, "world size times the input")
     return submit_lists(group, _ALL_GATHER, (input,), blocks_of(operation, "output_tensor", output, group), async_op)
@@ -245,6 +248,12 @@ def scatter(
         return None
     check_tensor("scatter", "tensor", tensor)
     root = root_of(found, "scatter", src, group_src, default=0)
+    listed = scatter_list if isinstance(scatter_list, Sequence) else ()
+    if tensor.is_complex() or any(isinstance(item, Tensor) and item.is_complex() for item in listed[:1]):
+        # Other ranks do not know whether the list is complex: the parts of complex numbers are sent.
+        check_tensors("scatter", "scatter_list", listed)
+        check_one_dtype("scatter", listed, tensor, or_real=True)
+        tensor, scatter_list = as_real([tensor])[0], scatter_list and as_real(scatter_list)
     inputs = _root_list("scatter", "scatter_list", scatter_list, tensor, found, root)
     return submit_lists(found, _scatter(root), inputs, (tensor,), async_op)
 

@@ -196,7 +196,7 @@ def make_group(
         _agree_on_backend(watched, chosen, members[rank], watch.operation)
         membership = Membership(watched, rank, members, name, seconds, pg_options, device, watch=watch)
         created = apply_debug_level(create(chosen, membership), membership)
-    return ProcessGroup(members, rank, created, name, seconds, store)
+    return ProcessGroup.on(created, members, rank, name, seconds, store)
 
 
 def _choose(store: Store, rank: int, size: int) -> str:

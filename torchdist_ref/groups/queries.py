@@ -326,9 +326,9 @@ class Backend(str):
         Args:
             name: The name, stored in lower case; it becomes the attribute ``Backend.<NAME>``. A backend registered
                 earlier under the name is replaced.
-            func: Factory of the backend of one group on one rank, a `torchdist_ref.backends.base.Backend`. Called as
-                ``func(store, rank, size, timeout)``, with a store of this group only, the group rank and size, and a
-                timedelta.
+            func: Factory of the backend of one group on one rank: a `torchdist_ref.backends.base.Backend`, or a
+                subclass of `ProcessGroup` with torch's methods. Called as ``func(store, rank, size, timeout)``, with a
+                store of this group only, the group rank and size, and a timedelta.
             extended_api: Call it as ``func(membership, options)`` instead: with a
                 `torchdist_ref.backends.base.Membership`, which also has the members' global ranks and the group's
                 name, and with the caller's `pg_options`. Default: False.
@@ -360,8 +360,10 @@ def _factory(name: str, func: Callable[..., Any], extended_api: bool) -> registr
         m = membership
         arguments = (m, m.options) if extended_api else (m.store, m.rank, m.size, timedelta(seconds=m.timeout))
         made = func(*arguments)
+        if isinstance(made, torch.distributed.ProcessGroup):
+            return registry.of_process_group(name, m, made)
         if not isinstance(made, base.Backend):
-            expected = "a function that returns a torchdist_ref.backends.base.Backend"
+            expected = "a function that returns a ProcessGroup or a torchdist_ref.backends.base.Backend"
             raise ArgumentTypeError(
                 explain(
                     "register_backend",

@@ -270,7 +270,7 @@ class Registration:
         else:
             backend = registry.create(tables.pg_map[group][0], Membership(store, *facts, existing=group))
         rank, _, name, timeout = facts
-        made = ProcessGroup(members, rank, backend, name, timeout, store)
+        made = ProcessGroup.on(backend, members, rank, name, timeout, store)
         made.setGroupName(group.group_name)
         made.original = group
         return made

@@ -19,6 +19,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed
@@ -28,6 +29,7 @@ from torchdist_ref.backends.base import Backend
 from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch, hide_from_compilers
 from torchdist_ref.backends.registry import by_device_type
 from torchdist_ref.calls import Call
+from torchdist_ref.debug.monitored import run_monitored_barrier
 from torchdist_ref.errors import (
     ArgumentError,
     GroupAbortedError,
@@ -52,7 +54,11 @@ def as_integer(value: Any) -> int | None:
 
 
 class ProcessGroup(CallsFromTorch):
-    """Handle on a set of ranks that communicate. Only `init_process_group`, `new_group` and the like create one.
+    """Handle on a set of ranks that communicate: `init_process_group`, `new_group` and the like return one.
+
+    A backend in Python may be a subclass, as it may be of torch's class: its constructor calls
+    ``super().__init__(rank, size)``, it has the methods of the operations that it supports, and
+    `Backend.register_backend` gets a function that returns it.
 
     It is a ``torch.distributed.ProcessGroup``: torch's modules take it as their group, and its methods with torch's
     names (`allreduce`, `broadcast`, …) are the ones that torch's C++ calls.
@@ -68,19 +74,28 @@ class ProcessGroup(CallsFromTorch):
         on_shutdown: Function that destroys the group, called when torch destroys it; None while torch does not know it.
     """
 
+    timeout: float
+    store: Store
     original: Any = None
     on_shutdown: Callable[[], None] | None = None
 
-    def __init__(
-        self, members: Sequence[int], rank: int, backend: Backend, name: str, timeout: float, store: Store
-    ) -> None:
-        super().__init__(rank, len(members), name)
-        self.members = tuple(members)
-        self.backend = backend
-        self.timeout = timeout
-        self.store = store
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size, "")
         self._rank = rank
-        self._group_ranks = {member: index for index, member in enumerate(self.members)}
+        self.members = tuple(range(size))
+        self._group_ranks = {member: member for member in self.members}
+
+    @classmethod
+    def on(
+        cls, backend: Backend, members: Sequence[int], rank: int, name: str, timeout: float, store: Store
+    ) -> ProcessGroup:
+        """Return the handle of a group on a backend of this library."""
+        group = cls(rank, len(members))
+        group.setGroupName(name)
+        group.setGroupDesc(name)
+        group.members, group.backend, group.timeout, group.store = tuple(members), backend, timeout, store
+        group._group_ranks = {member: index for index, member in enumerate(group.members)}
+        return group
 
     def rank(self) -> int:
         """Return this rank's group rank."""
@@ -105,6 +120,24 @@ class ProcessGroup(CallsFromTorch):
         backend, self.backend = self.backend, DestroyedBackend(self.backend, self.group_desc)
         return backend
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait until every rank of the group has called this: `torchdist_ref.monitored_barrier` on this group.
+
+        Args:
+            timeout: Longest wait for the other ranks. Default: the group's time-out.
+            wait_all_ranks: Accepted for compatibility with torch.
+        """
+        refuse_destroyed(self, "monitored_barrier")
+        others = [rank for rank in range(self.size()) if rank != self._rank]
+        run_monitored_barrier(
+            self.store,
+            self._rank,
+            self.members,
+            timeout or timedelta(seconds=self.timeout),
+            self.group_desc,
+            lambda: self.backend.failure(others, "monitored_barrier"),
+        )
+
     def _backend_names(self) -> Mapping[str, str]:
         """Return the name of the backend for each device type."""
         return by_device_type(self.backend.name)
@@ -124,7 +157,8 @@ class ProcessGroup(CallsFromTorch):
         return found
 
     def __repr__(self) -> str:
-        return f"<ProcessGroup {self.group_desc!r} on {self.backend.name}: rank {self._rank} of {self.size()}>"
+        backend = self.backend.name if hasattr(self, "backend") else type(self).__name__
+        return f"<ProcessGroup {self.group_desc!r} on {backend}: rank {self._rank} of {self.size()}>"
 
 
 class DestroyedGroupError(GroupAbortedError, ArgumentError):

@@ -31,6 +31,7 @@ from torch.distributed import distributed_c10d as options
 from torchdist_ref.authentication import authenticate
 from torchdist_ref.backends.base import Backend, Membership, Request, RowBlocks, flat_operands, without_overlap
 from torchdist_ref.backends.reductions import start_sum
+from torchdist_ref.backends.ref_in_torch.method_forms import Operand, both_forms
 from torchdist_ref.backends.ref_in_torch.work import RefWork, limit, only, reduction, require_dense_cpu
 from torchdist_ref.backends.torch_native.stores import StoreFromTorch
 from torchdist_ref.calls import (
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
 Tensors = Sequence[Tensor]
 Lists = Sequence[Sequence[Tensor]]
+_TENSORS = Operand("tensors tensor", 1)
 adopt_torch()
 
 
@@ -140,6 +142,14 @@ class CallsFromTorch(c10d.ProcessGroup):
     group_name = property(getGroupName, doc="Name of the group, unique among the groups of this process.")
     group_desc = property(getGroupDesc, doc="Description of the group: the name that its creator chose.")
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return the number of collectives of this group that have ended on this rank."""
+        return 1 + max((record.sequence for record in self.recorder), default=-1)
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: the numbers of calls start at 0 on every rank."""
+
     supports_splitting = supports_coalescing = property(lambda self: False)
 
     def _backend_names(self) -> Mapping[str, str]:
@@ -217,6 +227,7 @@ class CallsFromTorch(c10d.ProcessGroup):
             expected = f"{tensor.numel()} elements a rank"
             raise ArgumentError(explain(op, argument, expected, mine, rank=self.rank()))
 
+    @both_forms(options.AllreduceOptions, "op timeout", _TENSORS)
     def allreduce(self, tensors: Tensors, opts: Any = None) -> RefWork:
         """Start torch's `allreduce`."""
         opts = opts or options.AllreduceOptions()
@@ -231,6 +242,7 @@ class CallsFromTorch(c10d.ProcessGroup):
         call = AllReduce(reduction("all_reduce_coalesced", opts))
         return self._submit(opts, *((call, (tensor,), (tensor,)) for tensor in tensors))
 
+    @both_forms(options.ReduceOptions, "root op timeout", _TENSORS)
     def reduce(self, tensors: Tensors, opts: Any = None) -> RefWork:
         """Start torch's `reduce`."""
         opts = opts or options.ReduceOptions()
@@ -238,12 +250,19 @@ class CallsFromTorch(c10d.ProcessGroup):
         call = Reduce(self._root("reduce", opts), reduction("reduce", opts))
         return self._submit(opts, (call, (tensor,), (tensor,)))
 
+    @both_forms(options.BroadcastOptions, "root timeout", _TENSORS)
     def broadcast(self, tensors: Tensors, opts: Any = None) -> RefWork:
         """Start torch's `broadcast`."""
         opts = opts or options.BroadcastOptions()
         tensor = only("broadcast", "tensors", tensors)
         return self._submit(opts, (Broadcast(self._root("broadcast", opts)), (tensor,), (tensor,)))
 
+    @both_forms(
+        options.AllgatherOptions,
+        "timeout",
+        Operand("output_tensors output_lists", 2),
+        Operand("input_tensors input_tensor inputs", 1),
+    )
     def allgather(self, output_lists: Lists, inputs: Tensors, opts: Any = None) -> RefWork:
         """Start torch's `allgather`."""
         opts = opts or options.AllgatherOptions()
@@ -269,6 +288,12 @@ class CallsFromTorch(c10d.ProcessGroup):
         op, pairs = "all_gather_single", zip(outputs, inputs, strict=True)
         return self._submit(opts, *(self._gather_request(op, self._row_blocks(op, "output", o), i) for o, i in pairs))
 
+    @both_forms(
+        options.GatherOptions,
+        "root timeout",
+        Operand("output_tensors output_lists", 2),
+        Operand("input_tensors input_tensor inputs", 1),
+    )
     def gather(self, output_lists: Lists, inputs: Tensors, opts: Any = None) -> RefWork:
         """Start torch's `gather`."""
         opts = opts or options.GatherOptions()
@@ -278,6 +303,12 @@ class CallsFromTorch(c10d.ProcessGroup):
             self._check_blocks("gather", "output_lists", outputs, tensor)
         return self._submit(opts, (call, (tensor,), outputs))
 
+    @both_forms(
+        options.ScatterOptions,
+        "root timeout",
+        Operand("output_tensors output_tensor outputs", 1),
+        Operand("input_tensors input_lists", 2),
+    )
     def scatter(self, outputs: Tensors, input_lists: Lists, opts: Any = None) -> RefWork:
         """Start torch's `scatter`."""
         opts = opts or options.ScatterOptions()
@@ -287,6 +318,12 @@ class CallsFromTorch(c10d.ProcessGroup):
             self._check_blocks("scatter", "input_lists", inputs, tensor)
         return self._submit(opts, (call, inputs, (tensor,)))
 
+    @both_forms(
+        options.ReduceScatterOptions,
+        "op timeout",
+        Operand("output_tensors output outputs", 1),
+        Operand("input_tensors input input_lists", 2),
+    )
     def reduce_scatter(self, outputs: Tensors, input_lists: Lists, opts: Any = None) -> RefWork:
         """Start torch's `reduce_scatter`."""
         opts = opts or options.ReduceScatterOptions()
@@ -306,6 +343,9 @@ class CallsFromTorch(c10d.ProcessGroup):
             opts, *(self._scatter_request(op, o, self._row_blocks(op, "input", i), opts) for o, i in pairs)
         )
 
+    @both_forms(
+        options.AllToAllOptions, "timeout", Operand("output_tensors outputs", 0), Operand("input_tensors inputs", 0)
+    )
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> RefWork:
         """Start torch's `alltoall`."""
         opts = opts or options.AllToAllOptions()
@@ -313,6 +353,14 @@ class CallsFromTorch(c10d.ProcessGroup):
         self._check_blocks("all_to_all", "inputs", inputs, outputs[self.rank()])
         return self._exchange(opts, outputs, inputs)
 
+    @both_forms(
+        options.AllToAllOptions,
+        "timeout",
+        Operand("output outputTensor", 0),
+        Operand("input inputTensor", 0),
+        Operand("output_split_sizes outputSplitSizes output_splits", 0),
+        Operand("input_split_sizes inputSplitSizes input_splits", 0),
+    )
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
     ) -> RefWork:
@@ -320,8 +368,10 @@ class CallsFromTorch(c10d.ProcessGroup):
         op = "all_to_all_single"
         outputs = output.split(list(output_splits)) if output_splits else self._row_blocks(op, "output", output)
         inputs = input.split(list(input_splits)) if input_splits else self._row_blocks(op, "input", input)
-        return self.alltoall(outputs, inputs, opts)
+        work: RefWork = self.alltoall(outputs, inputs, opts)
+        return work
 
+    @both_forms(options.BarrierOptions, "timeout")
     def barrier(self, opts: Any = None) -> RefWork:
         """Start torch's `barrier`."""
         # The options' device is where NCCL would run the barrier; `ref` needs no device for it.

@@ -42,15 +42,18 @@ class ThirdParty(TorchBackend):
     Args:
         name: The name given to ``torch.distributed.Backend.register_backend``, in any case.
         membership: The group.
+        made: The process group that the plugin has returned. Default: torch's plugin table is asked for one.
     """
 
     kind = ThirdPartyWork
 
-    def __init__(self, name: str, membership: Membership) -> None:
-        self.name, self.title = name, f"backend {name!r}"
+    def __init__(self, name: str, membership: Membership, made: Any = None) -> None:
+        self.name, self.title, self._made = name, f"backend {name!r}", made
         super().__init__(membership)
 
     def _connect(self) -> Any:
+        if self._made is not None:
+            return self._made
         # torch has no public names for its plugins and their options.
         m, plugin = self._membership, c10d.Backend._plugins[self.name.upper()]  # noqa: SLF001
         timeout = timedelta(seconds=m.timeout)
