@@ -108,7 +108,13 @@ class RankStalledError(DistBackendError):
 
 
 class GroupAbortedError(DistBackendError):
-    """Another rank aborted the group, or the group was destroyed during the call."""
+    """Another rank aborted the group, or the group was destroyed during the call.
+
+    Attributes:
+        reason: The reason that the first rank gave, which is the same on all ranks; empty if none did.
+    """
+
+    reason = ""
 
 
 class MismatchError(DistBackendError):

@@ -7,6 +7,7 @@ its progress thread, so a callback may wait for a new collective. Do not add kno
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,6 +21,14 @@ from torchdist_ref.errors import RankStalledError, UnsupportedError, on_rank
 from torchdist_ref.timeouts import CHECK_SECONDS
 
 Runner = Callable[[Callable[[], None]], None]
+
+# When Ctrl-C last interrupted a wait for a call.
+_interrupted_at = -math.inf
+
+
+def interrupted_since(moment: float) -> bool:
+    """Return whether Ctrl-C has interrupted a wait for a call since a time of `monotonic`."""
+    return _interrupted_at >= moment
 
 
 class InterruptibleFuture(Future[Any]):
@@ -140,7 +149,14 @@ class Work:
         return True
 
     def _await(self, seconds: float | None) -> bool:
-        end = None if seconds is None else monotonic() + seconds
+        try:
+            return self._await_until(None if seconds is None else monotonic() + seconds)
+        except KeyboardInterrupt:
+            global _interrupted_at
+            _interrupted_at = monotonic()
+            raise
+
+    def _await_until(self, end: float | None) -> bool:
         while not self._over:
             if self._running.acquire(
                 timeout=CHECK_SECONDS if end is None else min(CHECK_SECONDS, max(0.0, end - monotonic()))

@@ -12,17 +12,21 @@ job trust each other. Others exchange plain data only; see `payloads`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from torchdist_ref.calls import AllGather, Broadcast, Call, Gather, Recv, Scatter, Send
-from torchdist_ref.errors import ArgumentError, EntryError, explain, on_rank
+from torchdist_ref.errors import ArgumentError, DistError, EntryError, explain, on_rank
 from torchdist_ref.groups.arguments import member_group, root_of
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.payloads import Payload, ReceiveBuffer, error_payload, pack, raise_error_of, unpack
 from torchdist_ref.groups.world import ProcessGroup
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | int | None = None) -> None:
@@ -388,6 +392,22 @@ def _run(
     )
 
 
+def _abort_on_failure(step: Callable[Concatenate[ProcessGroup, P], T]) -> Callable[Concatenate[ProcessGroup, P], T]:
+    """Return a step that ends the group if it fails on this rank only: the others would wait for its collective."""
+
+    @wraps(step)
+    def run(group: ProcessGroup, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return step(group, *args, **kwargs)
+        except BaseException as error:
+            if not (isinstance(error, DistError) or getattr(error, "definite", False)):
+                reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+                group.backend.abort(f"a call with objects failed between its collectives: {reason}")
+            raise
+
+    return cast("Callable[Concatenate[ProcessGroup, P], T]", run)
+
+
 def _all_gather_headers(group: ProcessGroup, payload: Payload) -> list[list[int]]:
     """Return size, error kind and object count of every rank."""
     headers = [torch.zeros(3, dtype=torch.int64) for _ in range(group.size())]
@@ -395,6 +415,7 @@ def _all_gather_headers(group: ProcessGroup, payload: Payload) -> list[list[int]
     return [header.tolist() for header in headers]
 
 
+@_abort_on_failure
 def _all_gather_payloads(group: ProcessGroup, payload: Payload, headers: list[list[int]]) -> list[memoryview]:
     """Return all ranks' payloads; raise the first rank's error on all ranks if there is one."""
     width = max(size for size, _, _ in headers)
@@ -408,6 +429,7 @@ def _all_gather_payloads(group: ProcessGroup, payload: Payload, headers: list[li
     return parts
 
 
+@_abort_on_failure
 def _gather_payloads(group: ProcessGroup, root: int, payload: Payload, width: int) -> list[memoryview]:
     """Return all ranks' payloads on the root, and an empty list elsewhere."""
     if group.rank() != root:
@@ -419,6 +441,7 @@ def _gather_payloads(group: ProcessGroup, root: int, payload: Payload, width: in
     return received.parts(group.size())
 
 
+@_abort_on_failure
 def _broadcast_payload(
     group: ProcessGroup, root: int, own: Payload | None, device: torch.device | None
 ) -> tuple[ReceiveBuffer, int]:
@@ -435,6 +458,7 @@ def _broadcast_payload(
     return received, count
 
 
+@_abort_on_failure
 def _scatter_payloads(group: ProcessGroup, root: int, payloads: list[Payload]) -> ReceiveBuffer:
     """Return this rank's one of the source's payloads."""
     header = torch.zeros(3, dtype=torch.int64)

@@ -16,6 +16,8 @@ import atexit
 import contextvars
 import operator
 import os
+import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -411,6 +413,18 @@ def _after_fork() -> None:
 
 
 hide_from_compilers(ProcessGroup)
+
+
+def _at_exit() -> None:
+    # The interpreter keeps the exception that ends a program; a session of its own keeps that of any statement.
+    error = getattr(sys, "last_value", None)
+    if error is not None and not hasattr(sys, "ps1"):
+        reason = traceback.format_exception_only(error)[-1].strip()
+        for group in _of_process.groups:
+            group.backend.abort(f"its program ended with {reason}")
+    _of_process.close()
+
+
 find_rank_with(_global_rank)
 os.register_at_fork(after_in_child=_after_fork)
-atexit.register(lambda: _of_process.close())
+atexit.register(_at_exit)

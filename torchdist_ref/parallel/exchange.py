@@ -53,6 +53,7 @@ class HookExchange:
         self.average_group = averaged if self.divisor.factor_is_exact else None
         self.state = state
         self.rank = groups.get_rank(group)
+        self._group: Any = groups.GroupMember.WORLD if group is None else group
         self.timeout_seconds = timeout_seconds(group)
         self.name = _name(hook)
 
@@ -62,9 +63,9 @@ class HookExchange:
         try:
             future: Any = self.hook(self.state, shown)
         except Exception as error:
-            raise DistError(
-                f"{self._where(bucket)} raised {type(error).__name__}: {error}{_sparse_hint(shown)}"
-            ) from error
+            text = f"{self._where(bucket)} raised {type(error).__name__}: {error}"
+            self._abort_group(error, text)
+            raise DistError(f"{text}{_sparse_hint(shown)}") from error
         if not isinstance(future, AnyFuture):
             expected = "It has to return a torch.futures.Future whose value is one tensor, as long as bucket.buffer()."
             raise ArgumentTypeError(f"{self._where(bucket)} returned {type(future).__name__}. {expected}")
@@ -81,9 +82,15 @@ class HookExchange:
         try:
             value = future.wait()
         except Exception as error:
-            ending = f"its Future ended with {type(error).__name__}: {error}"
-            raise DistError(f"{self._where(bucket)}: {ending}{_sparse_hint(shown)}") from error
+            text = f"{self._where(bucket)}: its Future ended with {type(error).__name__}: {error}"
+            self._abort_group(error, text)
+            raise DistError(f"{text}{_sparse_hint(shown)}") from error
         return self._checked(bucket, shown, value)
+
+    def _abort_group(self, error: Exception, text: str) -> None:
+        """End the group for an error of the hook itself: other ranks may wait for what it would have sent."""
+        if not isinstance(error, DistError):
+            self._group.backend.abort(text)
 
     def _checked(self, bucket: LaunchedBucket, shown: GradBucket, value: Any) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):

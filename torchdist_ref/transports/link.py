@@ -75,6 +75,7 @@ class Link:
         released_by: Semaphore by peer: it has read this rank's data.
         liveness: Detector of ended processes.
         broken: Error that ended the group; None while it is usable.
+        leaving: Whether this rank is destroying the group, which ends its waits.
     """
 
     hosts: tuple[int, ...] | None = None
@@ -97,6 +98,7 @@ class Link:
         self.spins, self.yields = (2000, 0) if enough_cores else (0, 100)
         self.liveness: Liveness = NoPeerProcesses()
         self.broken: BaseException | None = None
+        self.leaving = False
         # Peers that have yet to join, and the watch over them.
         self._joining: set[int] = set()
         self._watch: MemberWatch | None = None
@@ -235,6 +237,8 @@ class Link:
         """
         # Liveness first: checking it may receive news of calls that the rank completed before it exited.
         ended = self.liveness.dead()
+        if self.leaving:
+            return GroupAbortedError(f"{self.context(description)}: this rank destroyed the group meanwhile.")
         if self._joining:
             return self._failure_to_join(ended, description)
         concerned = [r for r in self.peers if (self._is_needed(r) if ranks is None else r in ranks)]
@@ -247,7 +251,10 @@ class Link:
         if aborted:
             first = min(aborted, key=lambda r: self.rows[r].aborted_at)
             reason = self.rows[first].reason
-            return GroupAbortedError(f"{self.context(description)}: {self.rank_names([first])} aborted: {reason}")
+            text = f"{self.context(description)}: {self.rank_names([first])} aborted: {reason}"
+            error = GroupAbortedError(text)
+            error.reason = reason
+            return error
         if left:
             last = self.rows[left[0]].describe()
             return GroupAbortedError(
@@ -312,10 +319,21 @@ class Link:
 
     def abort(self, error: BaseException, description: str) -> None:
         """End the group for all ranks, because this one fails in the middle of a call; publish the reason."""
-        if self.broken is None:
-            self.broken = error
-            self.row.abort(f"{type(error).__name__} in {description}: {error}")
-            self.publish_row()
+        if self.broken is not None:
+            return
+        self.broken = error
+        own = f"{type(error).__name__} in {description}: {error}" if description else str(error)
+        # The cause of another rank's abort is passed on as it is.
+        self.row.abort(getattr(error, "reason", "") or own)
+        self.publish_row()
+        # Receives that wait for this rank look at once.
+        for peer in self.peers:
+            self.make_signal("doorbell", peer)()
+
+    def abort_unless_definite(self, error: BaseException, description: str) -> None:
+        """End the group as `abort` does, unless the call failed in the same way on all ranks, or on none of them."""
+        if not getattr(error, "definite", False):
+            self.abort(error, description)
 
     def publish_row(self) -> None:
         """Copy this rank's status row to the peers on other hosts."""
@@ -362,6 +380,10 @@ class Link:
                 f"{self.context(description)}: the group ended with an earlier failure ({self.broken!r}). "
                 f"Destroy it and make a new one."
             ) from self.broken
+
+    def leave(self) -> None:
+        """End the waits of this rank's pending calls; they raise at their next check."""
+        self.leaving = True
 
     def close(self) -> None:
         """Leave the group. The memory is freed with the last tensor that uses it."""

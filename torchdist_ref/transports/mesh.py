@@ -53,6 +53,7 @@ class ConnectionMesh:
     ) -> None:
         self.rank, self.layout, self._bytes_of = rank, layout, bytes_of
         self.connections: dict[int, MeshConnection] = {}
+        self._addresses: dict[int, str] = {}
         self.disconnected: set[int] = set()
         self._timeout = timeout
         # Ranks that received only part of a frame: they would take later bytes for the rest of it.
@@ -71,8 +72,13 @@ class ConnectionMesh:
             sock, lambda frame: self._views_for(peer, frame), lambda frame: self._on_frame(peer, frame)
         )
         self.connections[peer] = connection
+        self._addresses[peer] = sock.getpeername()[0]
         self._by_fd[connection.fileno()] = peer
         self._poll.register(connection.fileno(), select.POLLIN)
+
+    def address_of(self, peer: int) -> str:
+        """Return the address of a peer's end of the connection."""
+        return self._addresses.get(peer, "another host")
 
     def _views_for(self, peer: int, frame: MeshFrame) -> list[memoryview]:
         """Return the destinations of a peer's bytes: its own part, a message header of this rank, or posted views."""

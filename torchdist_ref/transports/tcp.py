@@ -102,7 +102,7 @@ class HostAndMeshLiveness:
 
     def ending(self, rank: int) -> str:
         """See `Liveness.ending`."""
-        return self._local.ending(rank) or "its connection has ended"
+        return self._local.ending(rank) or f"its connection to {self._mesh.address_of(rank)} has ended"
 
     def close(self) -> None:
         """See `Liveness.close`."""

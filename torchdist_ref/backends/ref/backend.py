@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torchdist_ref.backends.worker_threads import CallbackThreads, CallOrder, Ou
 from torchdist_ref.calls import Call, Number, Numbers, Recorder, Recv, Send
 from torchdist_ref.errors import GroupAbortedError
 from torchdist_ref.transports import Link, connect, registered_memory
-from torchdist_ref.work import Done, Work
+from torchdist_ref.work import Done, Work, interrupted_since
 
 Tensors = Sequence[Tensor]
 Planned = tuple[Plan, Any]
@@ -65,6 +65,7 @@ class Ref(Backend):
         m = membership
         self.link = connect(m.store, m.rank, m.members, m.name, m.timeout, m.watch)
         self.recorder = Recorder()
+        self._made = monotonic()
         self._numbers, self._callbacks = Numbers(m.name), CallbackThreads(m.name)
         self._order = CallOrder(m.name, self.link.check_awaited_call)
         self._make_work = WorkFactory(self._numbers, self._callbacks)
@@ -121,8 +122,12 @@ class Ref(Backend):
         """Plan a call of a new kind, compile the plan, and remember both."""
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
-        plan = self._planner.make(call, tensors, inputs, lists)
-        planned = self.plans[key] = plan, self._executor.compile(plan)
+        try:
+            plan = self._planner.make(call, tensors, inputs, lists)
+            planned = self.plans[key] = plan, self._executor.compile(plan)
+        except Exception as error:
+            self.link.abort_unless_definite(error, call.op)
+            raise
         return planned
 
     def _later(
@@ -133,6 +138,8 @@ class Ref(Backend):
         on_side_streams = nullcontext if planned[0].on_host else side_streams(tensors)
 
         def run() -> None:
+            if self.link.broken is not None:
+                self.link.check_usable(call.op)
             with on_side_streams():
                 self._run(planned, call, tensors, number)
 
@@ -156,6 +163,7 @@ class Ref(Backend):
             raise
         except BaseException as failure:
             self.recorder.add(number[0], call, plan.nbytes, start, type(failure).__name__)
+            self.link.abort_unless_definite(failure, plan.text)
             raise
         self.recorder.add(number[0], call, plan.nbytes, start)
 
@@ -180,7 +188,9 @@ class Ref(Backend):
         return self.link.process_failure(ranks, description)
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """See `Backend.close`. Pending calls complete first, unless nobody waits for them any more."""
+        if self.link.broken is not None or interrupted_since(self._made):
+            self.link.leave()
         self._order.close()
         self._callbacks.close()
         self._messages.close()
@@ -188,4 +198,4 @@ class Ref(Backend):
 
     def abort(self, reason: str) -> None:
         """See `Backend.abort`."""
-        self.link.abort(GroupAbortedError(reason), "abort")
+        self.link.abort(GroupAbortedError(reason), "")

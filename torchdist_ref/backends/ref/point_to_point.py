@@ -23,7 +23,7 @@ from torch import Tensor
 from torchdist_ref.backends.ref.staging import contiguous_on_host, copy_back, receive_buffer, side_streams
 from torchdist_ref.backends.worker_threads import WorkerThread, WorkFactory, settle
 from torchdist_ref.calls import Call, Number, Recorder, Recv, Send, fingerprint
-from torchdist_ref.errors import DistError, MismatchError, RankStalledError
+from torchdist_ref.errors import DistError, GroupAbortedError, MismatchError, RankDiedError, RankStalledError
 from torchdist_ref.timeouts import CHECK_SECONDS
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.mailbox import Mailbox
@@ -232,17 +232,21 @@ class Receiver:
     def _take_until(self, receive: PostedReceive) -> None:
         self._scan()
         while not receive.ended:
-            if self._link.spin(self._doorbell) or self._doorbell.acquire(True, CHECK_SECONDS):
-                self._scan()
-            else:
+            rung = self._link.spin(self._doorbell) or self._doorbell.acquire(True, CHECK_SECONDS)
+            # A peer that fails rings without a message.
+            if not (rung and self._scan()):
                 self._fail_receives()
 
-    def _scan(self) -> None:
+    def _scan(self) -> bool:
+        """Take a message from each peer that a posted receive names; return whether there was one."""
         with self._queues:
             wanted = {p.call.src for p in self._posted}
+        found = False
         for peer in self._link.peers if None in wanted else wanted:
             if peer is not None and peer != self._link.rank and self._mailboxes[peer].message.acquire(False):
                 self._accept(self._mailboxes[peer])
+                found = True
+        return found
 
     def _accept(self, box: Mailbox) -> None:
         """Receive the message at the head into the first receive that it matches, or as an unexpected message."""
@@ -294,10 +298,21 @@ class Receiver:
             return failures[0]
         if monotonic() < receive.deadline:
             return None
+        if others := self._other_tags(sources):
+            return RankStalledError(
+                f"{link.context(operation)}: no message with tag {receive.call.tag} came in {link.timeout:g} s, but "
+                f"{others}. Pass the same tag to send and recv."
+            )
         if receive.call.src is not None:
             return link.stall_error(receive.call.src, operation, link.timeout)
         tag = receive.call.tag
         return RankStalledError(f"{link.context(operation)}: no rank sent with tag {tag} within {link.timeout:g} s.")
+
+    def _other_tags(self, sources: Sequence[int]) -> str:
+        """Return the unexpected messages of some ranks as text, for an error."""
+        with self._queues:
+            found = sorted({(m.source, m.tag) for m in self._unexpected if m.source in sources})
+        return ", ".join(f"{self._link.rank_names([source])} sent one with tag {tag}" for source, tag in found)
 
 
 class Messages:
@@ -311,7 +326,8 @@ class Messages:
     """
 
     def __init__(self, link: Link, timeout: float, recorder: Recorder, make_work: WorkFactory) -> None:
-        self._rank, self._timeout, self._recorder, self._make_work = link.rank, timeout, recorder, make_work
+        self._link, self._rank, self._timeout = link, link.rank, timeout
+        self._recorder, self._make_work = recorder, make_work
         self._sender, self._receiver = Sender(link), Receiver(link)
         # Results of receives that are over when they return, by source, which a Work carries.
         self._received: dict[int | None, Work] = {r: Done("recv", [], r) for r in range(link.size)}
@@ -371,9 +387,15 @@ class Messages:
             return act(*arguments)
         except BaseException as failure:
             error = type(failure).__name__
+            self._pass_on(failure, call)
             raise
         finally:
             self._recorder.add(POINT_TO_POINT[0], call, tensor.nbytes, start, error)
+
+    def _pass_on(self, failure: BaseException, call: Call) -> None:
+        """End the group, for ranks that wait for this one, where it can't go on: a half-sent message, a failed peer."""
+        if isinstance(failure, (RankDiedError, GroupAbortedError)) or isinstance(call, Send):
+            self._link.abort_unless_definite(failure, str(call))
 
     def close(self) -> None:
         """End the threads of sends and receives."""
