@@ -15,10 +15,11 @@ import pytest
 
 import torchdist_ref as dist
 from torchdist_ref import authentication
-from torchdist_ref.authentication import SECRET, SECRET_FILE, TRUST_NETWORK, KeyServer, authenticate, receive_key
+from torchdist_ref.authentication import SECRET, SECRET_FILE, KeyServer, authenticate, receive_key
 from torchdist_ref.errors import AuthenticationError, RankStalledError
 from torchdist_ref.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torchdist_ref.stores.sealed import SealedStore, channel_key, is_authenticated
+from torchdist_ref.stores.sockets import TRUST_NETWORK
 from torchdist_ref.testing import RankError, fill, run
 
 NOBODY = 65534

@@ -42,10 +42,10 @@ from torchdist_ref.job_environment import ranks_on_this_host
 from torchdist_ref.stores import HashStore, Store
 from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.stores.sealed import KEY_BYTES, SealedStore, innermost
-from torchdist_ref.stores.sockets import is_loopback
+from torchdist_ref.stores.sockets import TRUST_NETWORK, is_loopback, trusts_network
 from torchdist_ref.timeouts import Deadline
 
-SECRET, SECRET_FILE, TRUST_NETWORK = "TORCHDIST_REF_TOKEN", "TORCHDIST_REF_TOKEN_FILE", "TORCHDIST_REF_TRUST_NETWORK"
+SECRET, SECRET_FILE = "TORCHDIST_REF_TOKEN", "TORCHDIST_REF_TOKEN_FILE"
 MIN_SECRET_BYTES = 16
 _PUBLIC_KEY = bytes(KEY_BYTES)
 _SOCKET_NAME = re.compile(r"torchdist_ref/[0-9a-f]{32}")
@@ -57,11 +57,6 @@ CURES = (
     f"or set {TRUST_NETWORK}=1 on all ranks if everybody who reaches this network may run code in them."
 )
 log = logging.getLogger("torchdist_ref.authentication")
-
-
-def trusts_network() -> bool:
-    """Return whether the user trusts everybody who can reach the ranks."""
-    return os.environ.get(TRUST_NETWORK, "") not in ("", "0")
 
 
 def authenticate(store: Store, rank: int, size: int, timeout: float, on_close: list[Callable[[], None]]) -> SealedStore:

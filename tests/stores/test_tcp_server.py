@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import resource
 import socket
@@ -10,15 +11,18 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 
 import psutil
 import pytest
 
 from tests.stores.store_helpers import in_child
-from torchdist_ref.stores import TCPStore
+from torchdist_ref.errors import DistNetworkError
+from torchdist_ref.stores import TCPStore, sockets
 from torchdist_ref.stores.tcp import server
 from torchdist_ref.stores.tcp.operations import NONCE_MARK, Op
 from torchdist_ref.stores.tcp.protocol import MAGIC, MAX_MESSAGE_BYTES, write_request
+from torchdist_ref.timeouts import Deadline
 
 HOST = "127.0.0.1"
 HANDSHAKE = write_request(Op.VALIDATE, MAGIC)
@@ -247,3 +251,53 @@ def test_server_without_descriptors_drops_unvalidated_connections() -> None:
             each.close()
         regular.close()
         new_client.close()
+
+
+def connect_raw(port: int) -> str:
+    """Return what a client of torch's dialect gets: its number, or that it was disconnected."""
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        try:
+            sock.sendall(write_request(Op.VALIDATE, MAGIC) + write_request(Op.PING, 7))
+            return "answered" if sock.recv(4, socket.MSG_WAITALL) else "disconnected"
+        except OSError:
+            return "disconnected"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="acting as another user needs root")
+def test_a_client_of_another_user_is_disconnected(
+    master: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def as_nobody(pipe: Connection) -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+        pipe.send(connect_raw(master.port))
+
+    with in_child(as_nobody) as (pipe, _):
+        assert pipe.recv() == "disconnected"
+    assert connect_raw(master.port) == "answered"
+    assert "refused a client of user 65534" in caplog.text
+    monkeypatch.setenv("TORCHDIST_REF_TRUST_NETWORK", "1")
+    with in_child(as_nobody) as (pipe, _):
+        assert pipe.recv() == "answered"
+
+
+def test_a_client_that_has_gone_is_not_taken_for_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        sock, _ = listener.accept()
+        with sock:
+            assert sockets.refused_user(sock) is None
+            client.close()
+            assert sockets.refused_user(sock) == -1
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "myself.example"])
+def test_a_store_listens_on_no_other_interface_than_asked(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = sockets.look_up
+    monkeypatch.setattr(sockets, "look_up", lambda name, port: real("127.0.1.1" if "example" in name else name, port))
+    with pytest.raises(DistNetworkError, match=r"cannot listen on the interface that was asked for.*use 127\.0\.0\.1"):
+        sockets.listen(host, 0, Deadline(5.0))
+    monkeypatch.setenv("TORCHDIST_REF_TRUST_NETWORK", "1")
+    for listener in sockets.listen(host, 0, Deadline(5.0)):
+        assert listener.getsockname()[0] in ("::", "0.0.0.0")
+        listener.close()

@@ -1,8 +1,8 @@
 """Sockets: resolving names, listening, connecting before a deadline, and polling many descriptors.
 
-Loopback stays loopback: a store that listens on 127.0.0.1 or localhost is not visible from the network (torch listens
-on every interface). The store listens on all interfaces, and logs a warning, in two cases: the machine's own name that
-its hosts file maps to loopback, and an address that no interface has (a service address in front of a container).
+A store listens on the addresses that it is asked for, while torch listens on every interface. A host name that the
+hosts file maps to loopback, or an address that no interface has, would need another interface than the one asked for:
+that is an error, unless the user trusts the network. On loopback, the kernel knows the user of each client.
 
 A server polls with the kernel's `epoll` if there is one, else with `selectors`. `selectors` looks up and wraps each
 event in Python, which costs a server of small requests a tenth of its time. Do not add a protocol here.
@@ -13,9 +13,11 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
+import os
 import select
 import selectors
 import socket
+import struct
 import threading
 from typing import Any, Protocol
 
@@ -25,6 +27,11 @@ from torchdist_ref.timeouts import Deadline
 logger = logging.getLogger("torchdist_ref.stores")
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]
 BACKLOG = 4096
+TRUST_NETWORK = "TORCHDIST_REF_TRUST_NETWORK"
+
+# Constants of linux/netlink.h, sock_diag.h and inet_diag.h; the offset is that of `idiag_uid`, before `idiag_inode`.
+_SOCK_DIAG, _BY_FAMILY, _ANY, _USER_OFFSET = 4, 20, 0xFFFFFFFF, 64
+_NETLINK_HEADER = struct.Struct("=IHHII")
 
 
 def is_loopback(host: str) -> bool:
@@ -135,7 +142,15 @@ def _addresses_to_listen_on(host: str, port: int, deadline: Deadline) -> list[Ad
     found = resolve(host, port, deadline)
     outside = not is_loopback(host) and any(is_loopback(str(where[0])) for _, where in found)
     if outside or not any(_is_local(address) for address in found):
-        logger.warning("store: %r is not only an address of this machine; listening on all interfaces", host)
+        at = ", ".join(dict.fromkeys(str(where[0]) for _, where in found))
+        if not trusts_network():
+            reason = "only this host reaches" if outside else "no interface of this host has"
+            raise DistNetworkError(
+                f"TCPStore: the host name {host!r} is {at}, an address that {reason}, so this store cannot listen on "
+                f"the interface that was asked for. For ranks on this host only, use 127.0.0.1; else the address or "
+                f"name of an interface ({TRUST_NETWORK}=1 listens on all interfaces)."
+            )
+        logger.warning("store: %r is %s; listening on all interfaces", host, at)
         return [(socket.AF_INET6, ("::", port)), (socket.AF_INET, ("0.0.0.0", port))]
     return [address for address in found if _is_local(address)]
 
@@ -188,6 +203,56 @@ def _cannot_listen(host: str, port: int, error: OSError) -> DistNetworkError:
         f"TCPStore: cannot listen on {host}:{port}: {error.strerror}. Another program, or an earlier run that is "
         f"still ending, may hold the port: find it with `ss -ltnp 'sport = :{port}'`, or choose another MASTER_PORT."
     )
+
+
+def trusts_network() -> bool:
+    """Return whether the user trusts everybody who can reach the ranks."""
+    return os.environ.get(TRUST_NETWORK, "") not in ("", "0")
+
+
+def refused_user(sock: socket.socket) -> int | None:
+    """Return the user of an accepted connection if a server must not answer it, else None.
+
+    On loopback, only clients of this user and of root are answered; -1 stands for one that is closed already. Clients
+    of other hosts are unknown to the kernel.
+    """
+    try:
+        peer = sock.getpeername()
+    except OSError:
+        return -1
+    if not is_loopback(str(peer[0])) or trusts_network():
+        return None
+    user = _user_of_peer(sock, peer)
+    return None if user in (os.geteuid(), 0) else user
+
+
+def _user_of_peer(sock: socket.socket, peer: tuple[Any, ...]) -> int | None:
+    """Return the user that owns the other end of a connection on this host; -1 if it is closed, None if unknown.
+
+    sock_diag(7) finds the socket by its two addresses.
+    """
+    if not hasattr(socket, "AF_NETLINK"):
+        return None
+    own = sock.getsockname()
+    addresses = [socket.inet_pton(sock.family, end[0]).ljust(16, b"\0") for end in (peer, own)]
+    identity = struct.pack("!HH", peer[1], own[1]) + b"".join(addresses) + struct.pack("=III", 0, _ANY, _ANY)
+    request = struct.pack("=BBBBI", sock.family, socket.IPPROTO_TCP, 0, 0, _ANY) + identity
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as netlink:
+            netlink.settimeout(1.0)
+            netlink.send(_NETLINK_HEADER.pack(_NETLINK_HEADER.size + len(request), _BY_FAMILY, 1, 1, 0) + request)
+            reply = netlink.recv(4096)
+    except OSError as error:
+        # A server without descriptors refuses, so that nobody gets in by using them up.
+        return -1 if error.errno in (errno.EMFILE, errno.ENFILE) else None
+    _, kind, *_ = _NETLINK_HEADER.unpack_from(reply)
+    if kind != _BY_FAMILY:
+        # The kernel has no such socket any more, or this kernel has no sock_diag.
+        code = -struct.unpack_from("=i", reply, _NETLINK_HEADER.size)[0]
+        return -1 if code == errno.ENOENT else None
+    user, inode = struct.unpack_from("=II", reply, _NETLINK_HEADER.size + _USER_OFFSET)
+    # A closed socket has no owner, and appears to be root's.
+    return int(user) if inode else -1
 
 
 READ, WRITE = 1, 4

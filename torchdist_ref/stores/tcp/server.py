@@ -1,7 +1,8 @@
 """Server side of TCPStore: listening sockets, one thread with an event loop, bounded memory.
 
-The thread reads from the sockets, parses requests (`protocol`), runs them (`handlers`) and sends the replies. Any
-process can connect, so each connection has limits:
+The thread reads from the sockets, parses requests (`protocol`), runs them (`handlers`) and sends the replies. Clients
+of torch cannot authenticate themselves, so any process that reaches the port can connect, except those of other users
+on loopback. Each connection has limits:
 
 - a connection that sends no complete request within `HANDSHAKE_SECONDS` is closed;
 - unfinished requests hold at most `MEMORY_LIMIT` bytes together. Above that, only one connection may continue a large
@@ -26,7 +27,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
-from torchdist_ref.stores.sockets import READ, WRITE, adopt, listen, poller
+from torchdist_ref.stores.sockets import READ, TRUST_NETWORK, WRITE, adopt, listen, poller, refused_user
 from torchdist_ref.stores.tcp.handlers import RequestHandler, StoreClient
 from torchdist_ref.stores.tcp.protocol import ProtocolError, RequestDecoder
 from torchdist_ref.timeouts import Deadline
@@ -40,6 +41,7 @@ MAX_READ_BYTES = 256 * 1024
 PAUSED_CHECK_SECONDS = 0.25
 ACCEPT_RETRY_SECONDS = 0.1
 STOP_SECONDS = 5.0
+MAX_REPORTED_USERS = 16
 
 
 class ServerConnection(StoreClient):
@@ -108,6 +110,7 @@ class ServerLoop:
         self._paused: dict[ServerConnection, None] = {}
         self._held = 0
         self._accept_again = 0.0
+        self._refused: set[int] = set()
         self._stopping = False
         self._poller = poller()
         self._wake_sender, self._wake_receiver = socket.socketpair()
@@ -164,13 +167,22 @@ class ServerLoop:
         try:
             for listener in (each for each in self.listeners if each.fileno() == descriptor):
                 for _ in range(16):
-                    self._add(ServerConnection(self, listener.accept()[0]))
+                    self._admit(listener.accept()[0])
         except BlockingIOError:
             pass
         except OSError as error:
             # Other errors concern only the connection, which is closed already.
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 self._make_space(error)
+
+    def _admit(self, sock: socket.socket) -> None:
+        user = refused_user(sock)
+        if user is None:
+            return self._add(ServerConnection(self, sock))
+        sock.close()
+        if user >= 0 and user not in self._refused and len(self._refused) < MAX_REPORTED_USERS:
+            self._refused.add(user)
+            logger.warning("store server: refused a client of user %d; %s=1 would admit it", user, TRUST_NETWORK)
 
     def _add(self, connection: ServerConnection) -> None:
         self.connections[connection.descriptor] = connection
@@ -316,6 +328,10 @@ class TCPServer:
     def __init__(self, host: str, port: int, descriptor: int | None = None, timeout: float = 300.0) -> None:
         listeners = listen(host, port, Deadline(timeout)) if descriptor is None else adopt(descriptor)
         self.port: int = listeners[0].getsockname()[1]
+        at = ", ".join(str(listener.getsockname()[0]) for listener in listeners)
+        logger.info(
+            "store server: listening on %s, port %d; see SECURITY.md for what it is trusted with", at, self.port
+        )
         loop = ServerLoop(listeners)
         _loops.add(loop)
         self._finalizer = weakref.finalize(self, _stop, loop, os.getpid())
