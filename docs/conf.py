@@ -41,6 +41,7 @@ extensions = [
     "own_names",
     "site_directives",
     "torch_names",
+    "each_rank",
     "speed",
     "traces",
 ]
@@ -65,6 +66,7 @@ typehints_defaults = "comma"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_custom_sections = ["Differentiable", "Elsewhere"]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3

@@ -67,7 +67,12 @@ def all_to_all(
         >>> run(program, 3)
         [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
 
-    The operation is MPI's ``MPI_Alltoall``.
+    Differentiable:
+        No. `torchdist_ref.nn.functional.all_to_all` is.
+
+    Elsewhere:
+        ``MPI_Alltoall`` in MPI, ``jax.lax.all_to_all`` in JAX; in NCCL ``ncclSend`` and ``ncclRecv`` inside
+        ``ncclGroupStart`` and ``ncclGroupEnd``. Algorithms and their sources: `torchdist_ref.schedules`.
     """
     found = member_group("all_to_all", group)
     if found is None:
@@ -122,7 +127,12 @@ def all_to_all_single(
         >>> run(program, 2)
         [[0, 10], [1, 2, 11, 12]]
 
-    The operation is MPI's ``MPI_Alltoallv``.
+    Differentiable:
+        No. `torchdist_ref.nn.functional.all_to_all_single` is.
+
+    Elsewhere:
+        ``MPI_Alltoallv`` in MPI, ``jax.lax.all_to_all`` and ``ragged_all_to_all`` in JAX; in NCCL ``ncclSend``
+        and ``ncclRecv`` inside ``ncclGroupStart`` and ``ncclGroupEnd``.
     """
     operation = "all_to_all_single"
     found = member_group(operation, group)

@@ -64,6 +64,13 @@ def all_reduce_coalesced(
         ...     return [tensor.tolist() for tensor in tensors]
         >>> run(program, 3)[0]
         [[3], [3, 5]]
+
+    Differentiable:
+        No. `torchdist_ref.nn.functional.all_reduce` is.
+
+    Elsewhere:
+        In NCCL ``ncclAllReduce`` inside ``ncclGroupStart`` and ``ncclGroupEnd``; ``jax.lax.psum`` of a tree in
+        JAX. MPI has none.
     """
     operation = "all_reduce_coalesced"
     listed = [tensors] if isinstance(tensors, Tensor) else tensors
@@ -120,6 +127,13 @@ def all_gather_coalesced(
         ...     return [[tensor.tolist() for tensor in tensors] for tensors in outputs]
         >>> run(program, 2)[0]
         [[[0], [5, 0]], [[1], [5, 1]]]
+
+    Differentiable:
+        No. `torchdist_ref.nn.functional.all_gather` is.
+
+    Elsewhere:
+        In NCCL ``ncclAllGather`` inside ``ncclGroupStart`` and ``ncclGroupEnd``; ``jax.lax.all_gather`` of a
+        tree in JAX. MPI has none.
     """
     found = member_group("all_gather_coalesced", group)
     if found is None:

@@ -104,7 +104,12 @@ def all_reduce(
         >>> run(program, 4)
         [[6, 60], [6, 60], [6, 60], [6, 60]]
 
-    The operation is MPI's ``MPI_Allreduce``; algorithms and their sources are in `torchdist_ref.schedules`.
+    Differentiable:
+        No. `torchdist_ref.nn.functional.all_reduce` is.
+
+    Elsewhere:
+        ``MPI_Allreduce`` in MPI, ``ncclAllReduce`` in NCCL, ``jax.lax.psum`` (also ``pmin``, ``pmax``) in JAX.
+        Algorithms and their sources: `torchdist_ref.schedules`.
     """
     found = member_group("all_reduce", group)
     if found is None:
@@ -155,7 +160,12 @@ def broadcast(
         >>> run(program, 3)
         [[2, 4], [2, 4], [2, 4]]
 
-    The operation is MPI's ``MPI_Bcast``.
+    Differentiable:
+        No. `torchdist_ref.nn.functional.broadcast` is.
+
+    Elsewhere:
+        ``MPI_Bcast`` in MPI, ``ncclBroadcast`` in NCCL, ``jax.lax.pbroadcast`` in JAX. Algorithms and their
+        sources: `torchdist_ref.schedules`.
     """
     found = member_group("broadcast", group)
     if found is None:
@@ -204,7 +214,12 @@ def reduce(
         >>> run(program, 3)
         ['unspecified', [6], 'unspecified']
 
-    The operation is MPI's ``MPI_Reduce``.
+    Differentiable:
+        No. `torchdist_ref.nn.functional.reduce` is.
+
+    Elsewhere:
+        ``MPI_Reduce`` in MPI, ``ncclReduce`` in NCCL. JAX has none: ``jax.lax.psum`` gives the sum to all.
+        Algorithms and their sources: `torchdist_ref.schedules`.
     """
     found = member_group("reduce", group)
     if found is None:
@@ -250,7 +265,9 @@ def barrier(
         >>> run(program, 3)
         [3, 3, 3]
 
-    The operation is MPI's ``MPI_Barrier``.
+    Elsewhere:
+        ``MPI_Barrier`` in MPI, ``jax.experimental.multihost_utils.sync_global_devices`` in JAX. NCCL has none:
+        programs reduce one element.
     """
     found = member_group("barrier", group)
     if found is None:
@@ -294,6 +311,9 @@ def monitored_barrier(
         ...         return str(error).split(" (")[0]
         >>> run(program, 2)
         ['[Rank 0]: Rank 1 failed to pass monitoredBarrier in 100 ms', 'elsewhere']
+
+    Elsewhere:
+        Nothing in MPI, NCCL or JAX. torch has it for Gloo.
     """
     found = member_group("monitored_barrier", group)
     if found is None:

@@ -73,7 +73,12 @@ def all_gather(
         >>> run(program, 2)
         [[[0, 7], [1, 6]], [[0, 7], [1, 6]]]
 
-    The operation is MPI's ``MPI_Allgather``.
+    Differentiable:
+        No. `torchdist_ref.nn.functional.all_gather` is.
+
+    Elsewhere:
+        ``MPI_Allgather`` in MPI, ``MPI_Allgatherv`` for different sizes; ``ncclAllGather`` in NCCL,
+        ``jax.lax.all_gather`` in JAX. Algorithms and their sources: `torchdist_ref.schedules`.
     """
     found = member_group("all_gather", group)
     if found is None:
@@ -118,6 +123,12 @@ def all_gather_into_tensor(
         ...     return output.tolist()
         >>> run(program, 2)
         [[0, 7, 1, 6], [0, 7, 1, 6]]
+
+    Differentiable:
+        No. `torchdist_ref.nn.functional.all_gather` is.
+
+    Elsewhere:
+        ``MPI_Allgather`` in MPI, ``ncclAllGather`` in NCCL, ``jax.lax.all_gather(tiled=True)`` in JAX.
     """
     found = member_group("all_gather_into_tensor", group)
     return (
@@ -137,6 +148,12 @@ def all_gather_single(
         input_tensor: Input: this rank's tensor.
         group: Process group. Default: all ranks.
         async_op: Return a `Work` at once instead of waiting. Default: False.
+
+    Differentiable:
+        No. `torchdist_ref.nn.functional.all_gather` is.
+
+    Elsewhere:
+        ``MPI_Allgather`` in MPI, ``ncclAllGather`` in NCCL, ``jax.lax.all_gather(tiled=True)`` in JAX.
     """
     found = member_group("all_gather_single", group)
     return None if found is None else _gather_blocks("all_gather_single", output_tensor, input_tensor, found, async_op)
@@ -191,7 +208,12 @@ def gather(
         >>> run(program, 3)
         [[0.0, 0.5, 1.0], None, None]
 
-    The operation is MPI's ``MPI_Gather``.
+    Differentiable:
+        No. `torchdist_ref.nn.functional.gather` is.
+
+    Elsewhere:
+        ``MPI_Gather`` in MPI; in NCCL ``ncclSend`` and ``ncclRecv`` in a group. JAX has none:
+        ``jax.lax.all_gather`` gives the blocks to all. Algorithms and their sources: `torchdist_ref.schedules`.
     """
     found = member_group("gather", group)
     if found is None:
@@ -241,7 +263,12 @@ def scatter(
         >>> run(program, 3)
         [0.5, 1.5, 4.5]
 
-    The operation is MPI's ``MPI_Scatter``.
+    Differentiable:
+        No. `torchdist_ref.nn.functional.scatter` is.
+
+    Elsewhere:
+        ``MPI_Scatter`` in MPI; in NCCL ``ncclSend`` and ``ncclRecv`` in a group. JAX has none. Algorithms and
+        their sources: `torchdist_ref.schedules`.
     """
     found = member_group("scatter", group)
     if found is None:
@@ -326,7 +353,12 @@ def reduce_scatter(
         >>> run(program, 3)
         [3, 33, 63]
 
-    The operation is MPI's ``MPI_Reduce_scatter``.
+    Differentiable:
+        No. `torchdist_ref.nn.functional.reduce_scatter` is.
+
+    Elsewhere:
+        ``MPI_Reduce_scatter`` in MPI, ``ncclReduceScatter`` in NCCL, ``jax.lax.psum_scatter`` in JAX.
+        Algorithms and their sources: `torchdist_ref.schedules`.
     """
     found = member_group("reduce_scatter", group)
     if found is None:
@@ -373,6 +405,13 @@ def reduce_scatter_tensor(
         ...     return output.tolist()
         >>> run(program, 2)
         [[1, 3], [5, 7]]
+
+    Differentiable:
+        No. `torchdist_ref.nn.functional.reduce_scatter` is.
+
+    Elsewhere:
+        ``MPI_Reduce_scatter_block`` in MPI, ``ncclReduceScatter`` in NCCL, ``jax.lax.psum_scatter(tiled=True)``
+        in JAX.
     """
     found = member_group("reduce_scatter_tensor", group)
     return (
@@ -391,6 +430,13 @@ def reduce_scatter_single(
         op: Reduction. Default: ``ReduceOp.SUM``.
         group: Process group. Default: all ranks.
         async_op: Return a `Work` at once instead of waiting. Default: False.
+
+    Differentiable:
+        No. `torchdist_ref.nn.functional.reduce_scatter` is.
+
+    Elsewhere:
+        ``MPI_Reduce_scatter_block`` in MPI, ``ncclReduceScatter`` in NCCL, ``jax.lax.psum_scatter(tiled=True)``
+        in JAX.
     """
     found = member_group("reduce_scatter_single", group)
     return (

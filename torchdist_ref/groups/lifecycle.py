@@ -98,6 +98,9 @@ def init_process_group(
         >>> dist.get_rank(), dist.get_world_size(), dist.get_backend()
         (0, 1, 'ref')
         >>> dist.destroy_process_group()
+
+    Elsewhere:
+        ``MPI_Init`` in MPI, ``ncclCommInitRank`` in NCCL, ``jax.distributed.initialize`` in JAX.
     """
     world = current()
     if world.default is not None:
@@ -225,7 +228,17 @@ def _agree_on_backend(store: Store, backend: str, rank: int, operation: str) -> 
 
 
 def is_initialized() -> bool:
-    """Return whether the default group exists."""
+    """Return whether the default group exists.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> dist.is_initialized(), run(lambda rank: dist.is_initialized(), 2)
+        (False, [True, True])
+
+    Elsewhere:
+        ``MPI_Initialized`` in MPI, ``jax.distributed.is_initialized`` in JAX; none in NCCL.
+    """
     return current().default is not None
 
 
@@ -241,6 +254,17 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
     Raises:
         NotInitializedError: There is no group.
         ArgumentError: The group was destroyed before.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> dist.init_process_group("ref", store=dist.HashStore(), rank=0, world_size=1)
+        >>> dist.destroy_process_group()
+        >>> dist.is_initialized()
+        False
+
+    Elsewhere:
+        ``MPI_Finalize`` and ``MPI_Comm_free`` in MPI, ``ncclCommDestroy`` in NCCL, ``jax.distributed.shutdown``
+        in JAX.
     """
     world = current()
     if world.default is None:
@@ -299,6 +323,10 @@ def new_group(
         ...     return dist.get_rank(evens)
         >>> run(program, 3)
         [0, -1, 1]
+
+    Elsewhere:
+        ``MPI_Comm_create`` in MPI, or ``MPI_Comm_create_group`` with `use_local_synchronization`;
+        ``ncclCommSplit`` in NCCL; ``axis_index_groups`` of JAX's collectives.
     """
     world, default = current(), default_group()
     members = _members(ranks, default, sort_ranks)

@@ -73,6 +73,13 @@ def broadcast_multigpu(
         ...     return [tensor.item() for tensor in tensors]
         >>> run(program, 2)
         [[11, 11], [11, 11]]
+
+    Differentiable:
+        No.
+
+    Elsewhere:
+        In NCCL ``ncclBroadcast`` for each device inside ``ncclGroupStart`` and ``ncclGroupEnd``; ``jax.pmap``
+        in JAX. MPI has none.
     """
     name = "broadcast_multigpu"
     found = member_group(name, group)
@@ -114,6 +121,13 @@ def all_reduce_multigpu(
         ...     return [tensor.item() for tensor in tensors]
         >>> run(program, 2)
         [[22, 22], [22, 22]]
+
+    Differentiable:
+        No.
+
+    Elsewhere:
+        In NCCL ``ncclAllReduce`` for each device inside ``ncclGroupStart`` and ``ncclGroupEnd``; ``jax.pmap``
+        in JAX. MPI has none.
     """
     name = "all_reduce_multigpu"
     found = member_group(name, group)
@@ -161,6 +175,13 @@ def reduce_multigpu(
         ...     return [tensor.item() for tensor in tensors]
         >>> run(program, 2)
         [[0, 22], [10, 11]]
+
+    Differentiable:
+        No.
+
+    Elsewhere:
+        In NCCL ``ncclReduce`` for each device inside ``ncclGroupStart`` and ``ncclGroupEnd``; ``jax.pmap`` in
+        JAX. MPI has none.
     """
     name = "reduce_multigpu"
     found = member_group(name, group)
@@ -207,6 +228,13 @@ def all_gather_multigpu(
         ...     return [[tensor.item() for tensor in output] for output in outputs]
         >>> run(program, 2)[1]
         [[0, 1, 10, 11], [0, 1, 10, 11]]
+
+    Differentiable:
+        No.
+
+    Elsewhere:
+        In NCCL ``ncclAllGather`` for each device inside ``ncclGroupStart`` and ``ncclGroupEnd``; ``jax.pmap``
+        in JAX. MPI has none.
     """
     name = "all_gather_multigpu"
     found = member_group(name, group)
@@ -259,6 +287,13 @@ def reduce_scatter_multigpu(
         ...     return [tensor.item() for tensor in outputs]
         >>> run(program, 2)
         [[20, 24], [28, 32]]
+
+    Differentiable:
+        No.
+
+    Elsewhere:
+        In NCCL ``ncclReduceScatter`` for each device inside ``ncclGroupStart`` and ``ncclGroupEnd``;
+        ``jax.pmap`` in JAX. MPI has none.
     """
     name = "reduce_scatter_multigpu"
     found = member_group(name, group)

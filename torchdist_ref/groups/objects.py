@@ -54,6 +54,13 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | in
         ...     return gathered
         >>> run(program, 2)[0]
         [{'rank': 0, 'words': []}, {'rank': 1, 'words': ['a']}]
+
+    Differentiable:
+        No: objects have no gradient.
+
+    Elsewhere:
+        ``Comm.allgather`` of mpi4py; none in NCCL; ``process_allgather`` of JAX's ``multihost_utils``, for
+        arrays.
     """
     operation = "all_gather_object"
     found = member_group(operation, group)
@@ -100,6 +107,12 @@ def gather_object(
         ...     return gathered
         >>> run(program, 3)
         [None, ['a', 'bb', 'ccc'], None]
+
+    Differentiable:
+        No: objects have no gradient.
+
+    Elsewhere:
+        ``Comm.gather`` of mpi4py; none in NCCL; none in JAX.
     """
     operation = "gather_object"
     found = member_group(operation, group)
@@ -164,6 +177,13 @@ def broadcast_object_list(
         ...     return objects
         >>> run(program, 2)[1]
         ['settings', {'depth': 3}]
+
+    Differentiable:
+        No: objects have no gradient.
+
+    Elsewhere:
+        ``Comm.bcast`` of mpi4py; none in NCCL; ``broadcast_one_to_all`` of JAX's ``multihost_utils``, for
+        arrays.
     """
     operation = "broadcast_object_list"
     found = member_group(operation, group)
@@ -210,6 +230,12 @@ def scatter_object_list(
         ...     return received
         >>> run(program, 2)
         [['first'], [{'second': 2}]]
+
+    Differentiable:
+        No: objects have no gradient.
+
+    Elsewhere:
+        ``Comm.scatter`` of mpi4py; none in NCCL; none in JAX.
     """
     operation = "scatter_object_list"
     found = member_group(operation, group)
@@ -271,6 +297,12 @@ def send_object_list(
         ...     return dist.recv_object_list(objects, src=0), objects
         >>> run(program, 2)
         [None, (0, ['words', 7])]
+
+    Differentiable:
+        No: objects have no gradient.
+
+    Elsewhere:
+        ``Comm.send`` of mpi4py; none in NCCL; none in JAX.
     """
     operation = "send_object_list"
     found = member_group(operation, group)
@@ -314,6 +346,12 @@ def recv_object_list(
     Ranks that are not authenticated exchange plain data only; see ``TORCHDIST_REF_TOKEN_FILE``.
 
     Example: see `send_object_list`.
+
+    Differentiable:
+        No: objects have no gradient.
+
+    Elsewhere:
+        ``Comm.recv`` of mpi4py; none in NCCL; none in JAX.
     """
     operation = "recv_object_list"
     found = member_group(operation, group)

@@ -56,7 +56,12 @@ def send(
         >>> run(program, 2)
         [None, (0, [3.5, 4.25])]
 
-    The operation is MPI's ``MPI_Ssend``.
+    Differentiable:
+        No. `torchdist_ref.nn.functional.all_to_all_single` is, and can send to one rank.
+
+    Elsewhere:
+        ``MPI_Ssend`` in MPI, ``ncclSend`` in NCCL. JAX has no single message: ``jax.lax.ppermute`` sends one
+        from each rank.
     """
     found = member_group("send", group)
     if found is None:
@@ -104,6 +109,12 @@ def isend(
         ...     return received.item()
         >>> run(program, 2)
         [1.5, 0.5]
+
+    Differentiable:
+        No. `torchdist_ref.nn.functional.all_to_all_single` is, and can send to one rank.
+
+    Elsewhere:
+        ``MPI_Isend`` in MPI, ``ncclSend`` on a stream in NCCL, ``jax.lax.ppermute`` in JAX.
     """
     found = member_group("isend", group)
     if found is None:
@@ -136,7 +147,23 @@ def recv(
         MismatchError: The message has another size or dtype. No tensor was written.
         DistBackendError: The source died, aborted, or did not send in time.
 
-    Example: see `send`. The operation is MPI's ``MPI_Recv``.
+    Example:
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def from_any_rank(rank):
+        ...     tensor = torch.tensor([10.0 * rank])
+        ...     if rank == 1:
+        ...         dist.send(tensor, dst=0)
+        ...     return (dist.recv(tensor), tensor.item()) if rank == 0 else None
+        >>> run(from_any_rank, 2)
+        [(1, 10.0), None]
+
+    Differentiable:
+        No. `torchdist_ref.nn.functional.all_to_all_single` is, and can send to one rank.
+
+    Elsewhere:
+        ``MPI_Recv`` in MPI, ``ncclRecv`` in NCCL, ``jax.lax.ppermute`` in JAX. Only MPI can receive from any
+        rank, too.
     """
     found = member_group("recv", group)
     if found is None:
@@ -168,7 +195,21 @@ def irecv(
         ArgumentError: The source is not in the group.
         ArgumentTypeError: Not a tensor.
 
-    Example: see `isend`.
+    Example:
+        >>> import torch, torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def program(rank):
+        ...     tensor = torch.tensor([rank + 1.0])
+        ...     work = dist.isend(tensor, dst=1) if rank == 0 else dist.irecv(tensor, src=0)
+        ...     return work.wait(), tensor.item()
+        >>> run(program, 2)
+        [(True, 1.0), (True, 1.0)]
+
+    Differentiable:
+        No. `torchdist_ref.nn.functional.all_to_all_single` is, and can send to one rank.
+
+    Elsewhere:
+        ``MPI_Irecv`` in MPI, ``ncclRecv`` on a stream in NCCL, ``jax.lax.ppermute`` in JAX.
     """
     found = member_group("irecv", group)
     if found is None:
@@ -289,6 +330,13 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
         ...     return received.item()
         >>> run(program, 3)
         [2.5, 0.5, 1.5]
+
+    Differentiable:
+        No. `torchdist_ref.nn.functional.all_to_all_single` is, and can send to one rank.
+
+    Elsewhere:
+        ``MPI_Isend``, ``MPI_Irecv`` and ``MPI_Waitall`` in MPI, ``ncclGroupStart`` and ``ncclGroupEnd`` in
+        NCCL, ``jax.lax.ppermute`` in JAX.
     """
     if not isinstance(p2p_op_list, list) or not all(isinstance(op, P2POp) for op in p2p_op_list):
         raise ArgumentError(explain("batch_isend_irecv", "p2p_op_list", "a list of P2POp", p2p_op_list))

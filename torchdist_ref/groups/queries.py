@@ -34,6 +34,15 @@ def get_rank(group: ProcessGroup | int | None = None) -> int:
     Raises:
         ArgumentError: The group was destroyed.
         NotInitializedError: `init_process_group` was not called.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> run(lambda rank: dist.get_rank(), 4)
+        [0, 1, 2, 3]
+
+    Elsewhere:
+        ``MPI_Comm_rank`` in MPI, ``ncclCommUserRank`` in NCCL, ``jax.process_index`` in JAX.
     """
     found = resolve(group)
     if found is None:
@@ -50,6 +59,15 @@ def get_world_size(group: ProcessGroup | int | None = None) -> int:
 
     Raises:
         NotInitializedError: `init_process_group` was not called.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> run(lambda rank: dist.get_world_size(), 4)
+        [4, 4, 4, 4]
+
+    Elsewhere:
+        ``MPI_Comm_size`` in MPI, ``ncclCommCount`` in NCCL, ``jax.process_count`` in JAX.
     """
     found = resolve(group)
     return -1 if found is None else found.size()
@@ -64,6 +82,15 @@ def get_backend(group: ProcessGroup | int | None = None) -> str:
     Raises:
         ArgumentError: This rank is not in the group, or the group was destroyed.
         NotInitializedError: `init_process_group` was not called.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> run(lambda rank: dist.get_backend(), 2)
+        ['ref', 'ref']
+
+    Elsewhere:
+        Nothing in MPI and NCCL; ``jax.default_backend`` in JAX names the kind of device.
     """
     return _member(group, "get_backend").backend.name
 
@@ -76,6 +103,15 @@ def get_process_group_ranks(group: ProcessGroup | int | None) -> list[int]:
 
     Raises:
         ArgumentError: This rank is not in the group, or the group was destroyed.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> run(lambda rank: dist.get_process_group_ranks(None), 2)
+        [[0, 1], [0, 1]]
+
+    Elsewhere:
+        ``MPI_Group_translate_ranks`` in MPI; none in NCCL and JAX.
     """
     return list(_member(group, "get_process_group_ranks").members)
 
@@ -89,6 +125,18 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
     Raises:
         ArgumentError: The group has no such rank, this rank is not in it, or it was destroyed.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def last_of_odd_ranks(rank):
+        ...     group = dist.new_group([1, 3])
+        ...     return dist.get_global_rank(group, 1) if rank in (1, 3) else None
+        >>> run(last_of_odd_ranks, 4)
+        [None, 3, None, 3]
+
+    Elsewhere:
+        ``MPI_Group_translate_ranks`` in MPI; none in NCCL and JAX.
     """
     found = _member(group, "get_global_rank")
     if not 0 <= group_rank < found.size():
@@ -107,6 +155,18 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
 
     Raises:
         ArgumentError: The given rank or this rank is not in the group, or the group was destroyed.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> def of_rank_3(rank):
+        ...     group = dist.new_group([1, 3])
+        ...     return dist.get_group_rank(group, 3) if rank in (1, 3) else None
+        >>> run(of_rank_3, 4)
+        [None, 1, None, 1]
+
+    Elsewhere:
+        ``MPI_Group_translate_ranks`` in MPI; none in NCCL and JAX.
     """
     found = _member(group, "get_group_rank")
     if global_rank not in found.members:
@@ -138,27 +198,57 @@ def is_available() -> bool:
 
 
 def is_gloo_available() -> bool:
-    """Return whether the ``gloo`` backend can be used: torch was built with Gloo."""
+    """Return whether the ``gloo`` backend can be used: torch was built with Gloo.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> dist.is_gloo_available()
+        True
+    """
     return _has("gloo", c10d.is_gloo_available)
 
 
 def is_nccl_available() -> bool:
-    """Return whether the ``nccl`` backend can be used: torch was built with NCCL."""
+    """Return whether the ``nccl`` backend can be used: torch was built with NCCL.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> dist.is_nccl_available() in (True, False)
+        True
+    """
     return _has("nccl", c10d.is_nccl_available)
 
 
 def is_mpi_available() -> bool:
-    """Return whether the ``mpi`` backend can be used: ``mpi4py`` is installed."""
+    """Return whether the ``mpi`` backend can be used: ``mpi4py`` is installed.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> dist.is_mpi_available() in (True, False)
+        True
+    """
     return _has("mpi", lambda: importlib.util.find_spec("mpi4py") is not None)
 
 
 def is_ucc_available() -> bool:
-    """Return whether a backend named ``ucc`` was registered; this library has none."""
+    """Return whether a backend named ``ucc`` was registered; this library has none.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> dist.is_ucc_available()
+        False
+    """
     return _has("ucc")
 
 
 def is_xccl_available() -> bool:
-    """Return whether a backend named ``xccl`` was registered; this library has none."""
+    """Return whether a backend named ``xccl`` was registered; this library has none.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> dist.is_xccl_available()
+        False
+    """
     return _has("xccl")
 
 
@@ -219,7 +309,13 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
 
 
 def is_torchelastic_launched() -> bool:
-    """Return whether an elastic launcher started this process: it sets ``TORCHELASTIC_RUN_ID``."""
+    """Return whether an elastic launcher started this process: it sets ``TORCHELASTIC_RUN_ID``.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> dist.is_torchelastic_launched()
+        False
+    """
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 

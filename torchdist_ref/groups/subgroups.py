@@ -79,6 +79,9 @@ def new_subgroups(
         ...     return dist.get_process_group_ranks(own), len(groups)
         >>> run(program, 4)
         [([0, 1], 2), ([0, 1], 2), ([2, 3], 2), ([2, 3], 2)]
+
+    Elsewhere:
+        ``MPI_Comm_split`` in MPI, ``ncclCommSplit`` in NCCL, ``axis_index_groups`` of JAX's collectives.
     """
     ranks = get_process_group_ranks(group)
     size = _subgroup_size(group_size, len(ranks))
@@ -132,6 +135,9 @@ def new_subgroups_by_enumeration(
         ...     return own and dist.get_process_group_ranks(own)
         >>> run(program, 4)
         [[0, 2], None, [0, 2], [3]]
+
+    Elsewhere:
+        ``MPI_Comm_split`` in MPI, ``ncclCommSplit`` in NCCL, ``axis_index_groups`` of JAX's collectives.
     """
     _check_disjoint(ranks_per_subgroup_list)
     groups = [new_group(ranks, timeout, backend, pg_options, False, group_desc) for ranks in ranks_per_subgroup_list]
@@ -190,6 +196,9 @@ def split_group(
         ...     return dist.get_process_group_ranks(own)
         >>> run(program, 4)
         [[0, 3], [1, 2], [1, 2], [0, 3]]
+
+    Elsewhere:
+        ``MPI_Comm_split`` in MPI, ``ncclCommSplit`` in NCCL, ``axis_index_groups`` of JAX's collectives.
     """
     parent = _parent("split_group", "parent_pg", parent_pg)
     parts = _checked_parts(split_ranks, parent)
@@ -266,6 +275,9 @@ def shrink_group(
         ...     return dist.get_rank(), dist.get_world_size(), tensor.item()
         >>> run(program, 3)
         [(0, 2, 2), 'gone', (1, 2, 2)]
+
+    Elsewhere:
+        ``MPIX_Comm_shrink`` of MPI's ULFM extension, ``ncclCommShrink`` in NCCL; none in JAX.
     """
     parent = _parent("shrink_group", "group", group)
     remaining = _remaining(parent, ranks_to_exclude, shrink_flags)

@@ -114,6 +114,13 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
         ...     return result.item(), tensor.grad.item()
         >>> run(program, 2)
         [(5.0, 0.0), (5.0, 3.0)]
+
+    Differentiable:
+        Yes, any number of times. The gradient of the sum is a reduce.
+
+    Elsewhere:
+        ``MPI_Bcast`` in MPI and ``ncclBroadcast`` in NCCL, without gradients; ``jax.lax.pbroadcast`` in JAX,
+        with them.
     """
     _check_tensor("broadcast", "tensor", tensor)
     found = member_group("broadcast", group)
@@ -146,6 +153,12 @@ def gather(tensor: Tensor, dst: int = 0, group: Group = None) -> tuple[Tensor, .
         ...     return first.item(), tensor.grad.item()
         >>> run(program, 2)
         [(0.0, 3.0), (2.0, 2.0)]
+
+    Differentiable:
+        Yes, any number of times. The gradient of the sum is a scatter.
+
+    Elsewhere:
+        ``MPI_Gather`` in MPI and ``ncclSend`` and ``ncclRecv`` in NCCL, without gradients; none in JAX.
     """
     _check_tensor("gather", "tensor", tensor)
     found = member_group("gather", group)
@@ -178,6 +191,12 @@ def scatter(tensors: list[Tensor] | tuple[Tensor, ...], src: int = 0, group: Gro
         ...     return mine.item(), [tensor.grad.item() for tensor in tensors]
         >>> run(program, 2)
         [(10.0, [0.0, 0.0]), (11.0, [1.0, 2.0])]
+
+    Differentiable:
+        Yes, any number of times. The gradient of the sum is a gather.
+
+    Elsewhere:
+        ``MPI_Scatter`` in MPI and ``ncclSend`` and ``ncclRecv`` in NCCL, without gradients; none in JAX.
     """
     _check_tensors("scatter", "tensors", tensors)
     found = member_group("scatter", group)
@@ -214,6 +233,12 @@ def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None
         ...     return result.item(), tensor.grad.item()
         >>> run(program, 2)
         [(5.0, 7.0), (0.0, 7.0)]
+
+    Differentiable:
+        Yes, any number of times. The gradient of the sum is a broadcast.
+
+    Elsewhere:
+        ``MPI_Reduce`` in MPI and ``ncclReduce`` in NCCL, without gradients; none in JAX.
     """
     _check_tensor("reduce", "tensor", tensor)
     found = member_group("reduce", group)
@@ -249,6 +274,13 @@ def reduce_scatter(output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.
         ...     return result.item(), [tensor.grad.item() for tensor in inputs]
         >>> run(program, 2)
         [(10.0, [1.0, 2.0]), (12.0, [1.0, 2.0])]
+
+    Differentiable:
+        Yes, any number of times. The gradient of the sum is an all_gather.
+
+    Elsewhere:
+        ``MPI_Reduce_scatter`` in MPI and ``ncclReduceScatter`` in NCCL, without gradients;
+        ``jax.lax.psum_scatter`` in JAX, with them.
     """
     _check_tensor("reduce_scatter", "output", output)
     _check_tensors("reduce_scatter", "input_list", input_list)
@@ -285,6 +317,13 @@ def all_gather(tensor: Tensor, group: Group = None) -> tuple[Tensor, ...]:
         ...     return tensor.grad.item()
         >>> run(program, 2)
         [9.0, 6.0]
+
+    Differentiable:
+        Yes, any number of times. The gradient of the sum is a reduce_scatter.
+
+    Elsewhere:
+        ``MPI_Allgather`` in MPI and ``ncclAllGather`` in NCCL, without gradients; ``jax.lax.all_gather`` in
+        JAX, with them.
     """
     _check_tensor("all_gather", "tensor", tensor)
     return apply(transposes.AllGatherMap(member_group("all_gather", group)), tensor)
@@ -318,6 +357,13 @@ def all_to_all(
         ...     return first.item(), second.item(), [tensor.grad.item() for tensor in inputs]
         >>> run(program, 2)
         [(0.0, 10.0, [1.0, 2.0]), (1.0, 11.0, [1.0, 1.0])]
+
+    Differentiable:
+        Yes, any number of times. The gradient of the sum is an all_to_all.
+
+    Elsewhere:
+        ``MPI_Alltoall`` in MPI and ``ncclSend`` and ``ncclRecv`` in NCCL, without gradients;
+        ``jax.lax.all_to_all`` in JAX, with them.
     """
     _check_tensors("all_to_all", "output_tensor_list", output_tensor_list)
     _check_tensors("all_to_all", "input_tensor_list", input_tensor_list)
@@ -363,6 +409,13 @@ def all_to_all_single(
         ...     return result.tolist(), input.grad.tolist()
         >>> run(program, 2)
         [([0.0, 0.0], [1.0, 2.0, 2.0]), ([1.0, 2.0, 1.0, 2.0], [1.0, 2.0, 2.0])]
+
+    Differentiable:
+        Yes, any number of times. The gradient of the sum is an all_to_all_single.
+
+    Elsewhere:
+        ``MPI_Alltoallv`` in MPI and ``ncclSend`` and ``ncclRecv`` in NCCL, without gradients;
+        ``jax.lax.all_to_all`` in JAX, with them.
     """
     _check_tensor("all_to_all_single", "output", output)
     _check_tensor("all_to_all_single", "input", input)
@@ -400,6 +453,13 @@ def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None) -> T
         [(5.0, 3.0), (5.0, 3.0)]
         >>> run(program, 2, ReduceOp.MAX)
         [(3.0, 0.0), (3.0, 3.0)]
+
+    Differentiable:
+        Yes, any number of times. The gradient of the sum is an all_reduce.
+
+    Elsewhere:
+        ``MPI_Allreduce`` in MPI and ``ncclAllReduce`` in NCCL, without gradients; ``jax.lax.psum`` in JAX, with
+        them.
     """
     _check_tensor("all_reduce", "tensor", tensor)
     found = member_group("all_reduce", group)
