@@ -96,7 +96,7 @@ def test_nothing_is_written_before_the_readers_are_done(
 
     link.acquire = look
     compiled = CompiledRound(writes=(write,), signals=(), waits=(), steps=(), releases=(), readers=())
-    rounds = SimpleNamespace(nbytes=0, by_location=lambda begin: dict.fromkeys(range(4), (compiled,)))
+    rounds = SimpleNamespace(nbytes=0, by_location=lambda *_: dict.fromkeys(range(4), (compiled,)))
     monkeypatch.setattr(fast, "StagedRounds", lambda link, plan: rounds)
     executor = fast.FastExecutor(link)
     being_read(executor._ring, seen, ready=False)

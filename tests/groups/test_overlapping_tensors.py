@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as oracle
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import torchdist_ref as dist
 from tests.torchs_world import start_torch
+from torchdist_ref.backends.base import RowBlocks, are_apart
 from torchdist_ref.testing import fill, run
 
 # More elements than one window of `ref` has.
@@ -168,3 +171,25 @@ def through_torch(rank: int, path: str) -> list[float]:
 def test_torch_on_ref_sums_overlapping_tensors_once(tmp_path: Path) -> None:
     expected = (fill(0, (6,)) + fill(1, (6,))).tolist()
     assert run(through_torch, 2, str(tmp_path / "store"), init=False, ranks="processes") == [expected] * 2
+
+
+# (first element, elements, stride) of a view of a row.
+VIEWS = st.tuples(st.integers(0, 12), st.integers(0, 5), st.integers(1, 3))
+
+
+@example([(0, 2, 3)], [(2, 2, 1)], False)
+@example([(0, 2, 1), (2, 2, 1)], [(3, 2, 1)], False)
+@given(st.lists(VIEWS, max_size=3), st.lists(VIEWS, min_size=1, max_size=3), st.booleans())
+def test_tensors_that_are_called_apart_share_no_element(
+    read: list[tuple[int, int, int]], written: list[tuple[int, int, int]], rows: bool
+) -> None:
+    row = torch.zeros(40)
+    inputs, outputs = ([row.as_strided((n,), (step,), first) for first, n, step in views] for views in (read, written))
+    elements = [set(range(first, first + n * step, step)) for first, n, step in (*read, *written)]
+    alone = sum(map(len, elements)) == len(set().union(*elements))
+    blocks = RowBlocks(outputs[0], len(outputs)) if rows and len(outputs) == 1 else outputs
+    if are_apart(inputs, blocks):
+        assert alone
+    in_a_row = all(n > 0 and (step == 1 or n == 1) for _, n, step in (*read, *written))
+    if alone and in_a_row:
+        assert are_apart(inputs, blocks)

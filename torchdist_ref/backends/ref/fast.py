@@ -125,14 +125,18 @@ class FastExecutor:
             return None if eager else registered_path(plan, self._neighbours)
         return device_path(plan, self._device_buffers)
 
-    def _staged(self, plan: Plan) -> Run:
+    def _staged(self, plan: Plan, repeated: bool = True) -> Run:
         """Return a function that runs a plan through staging buffers: write, signal, wait, compare, reduce, release.
 
         A call of one round and one window has no releases: the handshake of the next call replaces them.
+
+        Args:
+            plan: The plan.
+            repeated: Whether calls of this kind are probably repeated, so that more is compiled now. Default True.
         """
         wait, operation, ring, handshake = self._link.acquire, plan.text, self._ring, self._handshake
         rounds, count, announced = StagedRounds(self._link, plan), len(plan.rounds), self._handshake.announced
-        windows = [(begin, rounds.by_location(begin)) for begin in plan.windows]
+        windows = [(begin, rounds.by_location(begin, repeated)) for begin in plan.windows]
         nbytes = rounds.nbytes
 
         def run(tensors: Sequence[Tensor], check: bool) -> None:
@@ -223,7 +227,7 @@ class FastExecutor:
         if found is None:
             if len(self._exchanges) >= MOST_EXCHANGES:
                 self._exchanges.clear()
-            found = self._exchanges[plan.dtype, pairs] = self._staged(with_sizes(plan, pairs))
+            found = self._exchanges[plan.dtype, pairs] = self._staged(with_sizes(plan, pairs), repeated=False)
         return found
 
 

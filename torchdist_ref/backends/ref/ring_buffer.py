@@ -109,14 +109,15 @@ class StagedRounds:
         self._flow_control = plan.carries_data and max(len(plan.rounds), len(plan.windows)) > 1
         self._compiled: dict[tuple[int, int], CompiledWindow] = {}
 
-    def by_location(self, begin: int) -> dict[int, CompiledWindow]:
+    def by_location(self, begin: int, repeated: bool = True) -> dict[int, CompiledWindow]:
         """Return the compiled rounds of a window by location; a lookup costs less than a call of `window`.
 
-        Those for the eager buffers are compiled now, since the next calls of the same kind use them in turn. Those for
-        the ring buffer, which has many locations, are compiled when one is used for the first time.
+        Those for the eager buffers are compiled now if calls of this kind are repeated, since the next ones use these
+        buffers in turn. Those for the ring buffer, which has many locations, are compiled when one is used for the
+        first time.
         """
         found = _ByLocation(self, begin)
-        if not self.nbytes:
+        if repeated and not self.nbytes:
             found.update((cell, self.window(begin, cell)) for cell in range(self.link.layout.cells))
         return found
 
