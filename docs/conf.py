@@ -44,6 +44,7 @@ extensions = [
     "each_rank",
     "speed",
     "traces",
+    "player",
 ]
 exclude_patterns = ["_build", "_generated", "_inventories", "**.ipynb_checkpoints"]
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
@@ -89,7 +90,8 @@ html_math_renderer = "mathml"
 html_theme = "pydata_sphinx_theme"
 html_title = "torchdist_ref"
 html_static_path = ["_static"]
-html_css_files = ["site.css"]
+html_css_files = ["site.css", "player.css"]
+html_js_files = [("player.js", {"defer": "defer"})]
 html_favicon = "_static/favicon.svg"
 html_show_sourcelink = False
 html_copy_source = False
