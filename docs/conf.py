@@ -45,6 +45,7 @@ extensions = [
     "speed",
     "traces",
     "player",
+    "collective_pages",
 ]
 exclude_patterns = ["_build", "_generated", "_inventories", "**.ipynb_checkpoints"]
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}

@@ -1,0 +1,187 @@
+"""Drawings for the pages of collectives: slots before and after, and time by size.
+
+Both are as wide as a phone at most, so that text in them is never smaller than 11 pixels; colors come from the page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from html import escape
+from math import log10
+from typing import Any
+
+from speed import RECORDED, named
+
+from torchdist_ref import schedules
+from torchdist_ref.schedules import Network, Slot
+
+CELL, HEIGHT, LINE, NAME, TOP = 34, 26, 32, 50, 24
+Value = tuple[tuple[int, Slot], ...]
+
+
+def before_after(operation: str, world: int) -> str:
+    """Return an operation's contract as SVG: one line for each rank, slots at the start and at the end."""
+    contract = schedules.contract(operation, world)
+    starts: list[dict[Slot, Value]] = [
+        {slot: ((rank, slot),) for slot in contract.before(rank)} for rank in range(world)
+    ]
+    ends = [dict(contract.after(rank)) for rank in range(world)]
+    left, right = columns(starts), columns(ends)
+    middle = NAME + CELL * len(left) + 36
+    width, height = middle + CELL * len(right), TOP + LINE * world
+    title = f"{operation} on {world} ranks: the slots of each rank before and after"
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' class='slots' width='{width}' viewBox='0 0 {width} {height}' "
+        f"role='img' aria-label='{escape(title)}'>",
+        f"<text class='buffer' x='{NAME}' y='14'>before</text><text class='buffer' x='{middle}' y='14'>after</text>",
+    ]
+    for rank in range(world):
+        y = TOP + LINE * rank
+        parts.append(f"<text x='0' y='{y + 17}'>rank {rank}</text>")
+        parts.append(f"<text x='{middle - 24}' y='{y + 17}'>→</text>")
+        parts += [cell(starts[rank].get(slot), world, NAME + CELL * n, y) for n, slot in enumerate(left)]
+        parts += [cell(ends[rank].get(slot), world, middle + CELL * n, y) for n, slot in enumerate(right)]
+    return "".join([*parts, "</svg>"])
+
+
+def columns(states: Iterable[dict[Slot, Value]]) -> list[Slot]:
+    """Return the slots that any rank has."""
+    return sorted({slot for state in states for slot in state})
+
+
+def cell(value: Value | None, world: int, x: float, y: float) -> str:
+    """Return one slot: a tint for each rank whose value is in it, and its name."""
+    size = f"y='{y}' height='{HEIGHT}' rx='3'"
+    if not value:
+        return f"<rect class='empty' x='{x}' width='{CELL - 4}' {size}/>"
+    share = (CELL - 4) / (world if len(value) > 1 else 1)
+    tints = "".join(
+        f"<rect class='part' style='--hue:{rank * 360 // world}' width='{share:.2f}' "
+        f"x='{x + (share * rank if len(value) > 1 else 0):.2f}' {size}/>"
+        for rank, _ in value
+    )
+    (rank, (_, index)), *others = value
+    name = f"Σ{index}" if others else f"{chr(ord('a') + rank)}{index}"
+    text = f"<text x='{x + CELL / 2 - 2}' y='{y + 17}' text-anchor='middle'>{name}</text>"
+    return f"<g><rect class='full' x='{x}' width='{CELL - 4}' {size}/>{tints}{text}</g>"
+
+
+SERIES = (("ref", "torchdist_ref"), ("gloo", "Gloo"), ("mpich", "MPICH"), ("openmpi", "Open MPI"))
+WIDTH, PLOT_HEIGHT, LEFT, BOTTOM = 350, 250, 52, 206
+
+
+def cells(operation: str, apart: bool) -> list[dict[str, Any]]:
+    """Return the recorded figures of an operation, by size."""
+    kept = json.loads(RECORDED.read_text(encoding="utf-8"))["cells"]
+    found = [cell for cell in kept if (cell["op"], cell["namespaces"], cell["world"]) == (operation, apart, 2)]
+    return sorted(found, key=lambda cell: int(cell["bytes"]))
+
+
+def fitted(apart: bool) -> Network:
+    """Return a network whose messages take the recorded times: a call there is a message each way."""
+    messages = cells("sendrecv", apart)
+    small, large = messages[0], next(cell for cell in messages if cell["bytes"] == 1 << 24)
+    alpha = small["seconds"] / 2
+    beta = (large["seconds"] - small["seconds"]) / 2 / large["bytes"]
+    hosts = (0, 1) if apart else (0, 0)
+    return Network(alpha=alpha, beta=beta, gamma=beta, hosts=hosts, local_alpha=alpha, local_beta=beta)
+
+
+def times(operation: str, apart: bool) -> list[dict[str, float]]:
+    """Return for each recorded size the seconds of every library, and the predicted ones."""
+    network, op = fitted(apart), "send" if operation == "sendrecv" else operation
+    rows = []
+    for cell in cells(operation, apart):
+        size = cell["bytes"]
+        algorithm = schedules.choose(op, 2, size, hosts=(0, 1) if apart else (0, 0))
+        trace = schedules.simulate(schedules.build(op, algorithm, 2), size, network)
+        row = {"bytes": size, "ref": cell["seconds"], "predicted": trace.total * (2 if op == "send" else 1)}
+        rows.append(row | {name: cell[name] * cell["seconds"] for name, _ in SERIES[1:] if name in cell})
+    return rows
+
+
+def speed_plot(operation: str, apart: bool) -> str:
+    """Return times by size as SVG, both logarithmic; nothing if only one size was measured."""
+    rows = times(operation, apart)
+    if len(rows) < 2:
+        return ""
+    every = [value for row in rows for name, value in row.items() if name != "bytes"]
+    low, high = log10(min(every)) - 0.1, log10(max(every)) + 0.1
+    first, last = log10(rows[0]["bytes"]), log10(rows[-1]["bytes"])
+
+    def at(size: float, seconds: float) -> tuple[float, float]:
+        x = LEFT + (log10(size) - first) / (last - first) * (WIDTH - LEFT - 16)
+        return x, 10 + (high - log10(seconds)) / (high - low) * (BOTTOM - 10)
+
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' class='speeds' viewBox='0 0 {WIDTH} {PLOT_HEIGHT}' role='img' "
+        f"aria-label='Time of {operation} by size; the table below has the same figures'>"
+    ]
+    for power in range(-7, 2):
+        if low <= power <= high:
+            y = at(rows[0]["bytes"], 10.0**power)[1]
+            parts.append(f"<line class='grid' x1='{LEFT}' x2='{WIDTH - 8}' y1='{y:.1f}' y2='{y:.1f}'/>")
+            parts.append(f"<text x='{LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{seconds(10.0**power)}</text>")
+    for row in rows:
+        x = at(row["bytes"], every[0])[0]
+        parts.append(f"<text x='{x:.1f}' y='{BOTTOM + 16}' text-anchor='middle'>{named(int(row['bytes']))}</text>")
+    for number, (name, label) in enumerate([*SERIES, ("predicted", "predicted")]):
+        points = [at(row["bytes"], row[name]) for row in rows if name in row]
+        if points:
+            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            parts.append(f"<polyline class='series s{number}' points='{line}'/>")
+            parts += [mark(number, x, y) for x, y in points]
+        legend = LEFT - 40 + 66 * number + (26 if number else 0)
+        if points:
+            parts.append(mark(number, legend, PLOT_HEIGHT - 8))
+            parts.append(f"<text x='{legend + 7}' y='{PLOT_HEIGHT - 4}'>{label}</text>")
+    return "".join([*parts, "</svg>"])
+
+
+def mark(number: int, x: float, y: float) -> str:
+    """Return the mark of a series; each has a shape of its own."""
+    corners = {
+        1: ((-4, -4), (4, -4), (4, 4), (-4, 4)),
+        2: ((0, -5), (5, 4), (-5, 4)),
+        3: ((0, -5), (5, 0), (0, 5), (-5, 0)),
+    }
+    if number in corners:
+        points = " ".join(f"{x + i:.1f},{y + j:.1f}" for i, j in corners[number])
+        return f"<polygon class='mark s{number}' points='{points}'/>"
+    return f"<circle class='mark s{number}' cx='{x:.1f}' cy='{y:.1f}' r='{4 if number == 0 else 2.5}'/>"
+
+
+def seconds(value: float) -> str:
+    """Return a time as text.
+
+    >>> seconds(1e-5), seconds(0.00243)
+    ('10 µs', '2.43 ms')
+    """
+    for unit, name in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if value >= unit * 0.999:
+            return f"{value / unit:.3g} {name}"
+    return f"{value * 1e6:.2g} µs"
+
+
+def figures_table(operation: str, apart: bool, where: str) -> str:
+    """Return the figures of a plot as an HTML table that is folded away."""
+    rows = times(operation, apart)
+    if not rows:
+        return ""
+    kept = json.loads(RECORDED.read_text(encoding="utf-8"))
+    shown = [pair for pair in [*SERIES, ("predicted", "predicted")] if pair[0] in rows[0]]
+    head = "".join(f"<th>{label}</th>" for _, label in shown)
+    body = "".join(
+        f"<tr><td>{named(int(row['bytes'])) if row['bytes'] else 'no data'}</td>"
+        + "".join(f"<td>{seconds(row[name]) if name in row else ''}</td>" for name, _ in shown)
+        + "</tr>"
+        for row in rows
+    )
+    versions = f"torch {kept['versions']['torch']}, Python {kept['versions']['python']}"
+    stamp = f"Recorded on {kept['date']}, {kept['machine']['processor']}, {versions}."
+    return (
+        f"<details class='figures'{' open' if len(rows) < 2 else ''}><summary>Figures, {where}</summary>"
+        f"<div class='player-table' tabindex='0'><table class='table'><thead><tr><th>size</th>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div><p>{stamp}</p></details>"
+    )
