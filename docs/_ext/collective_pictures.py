@@ -67,7 +67,7 @@ def cell(value: Value | None, world: int, x: float, y: float) -> str:
     return f"<g><rect class='full' x='{x}' width='{CELL - 4}' {size}/>{tints}{text}</g>"
 
 
-SERIES = (("ref", "torchdist_ref"), ("gloo", "Gloo"), ("mpich", "MPICH"), ("openmpi", "Open MPI"))
+SERIES = (("ref", "ref"), ("gloo", "Gloo"), ("mpich", "MPICH"), ("openmpi", "Open MPI"))
 WIDTH, PLOT_HEIGHT, LEFT, BOTTOM = 350, 250, 52, 206
 
 
@@ -123,8 +123,12 @@ def speed_plot(operation: str, apart: bool) -> str:
             y = at(rows[0]["bytes"], 10.0**power)[1]
             parts.append(f"<line class='grid' x1='{LEFT}' x2='{WIDTH - 8}' y1='{y:.1f}' y2='{y:.1f}'/>")
             parts.append(f"<text x='{LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{seconds(10.0**power)}</text>")
+    before = 0.0
     for row in rows:
         x = at(row["bytes"], every[0])[0]
+        if x - before < 44:
+            continue
+        before = x
         parts.append(f"<text x='{x:.1f}' y='{BOTTOM + 16}' text-anchor='middle'>{named(int(row['bytes']))}</text>")
     for number, (name, label) in enumerate([*SERIES, ("predicted", "predicted")]):
         points = [at(row["bytes"], row[name]) for row in rows if name in row]
@@ -132,8 +136,8 @@ def speed_plot(operation: str, apart: bool) -> str:
             line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
             parts.append(f"<polyline class='series s{number}' points='{line}'/>")
             parts += [mark(number, x, y) for x, y in points]
-        legend = LEFT - 40 + 66 * number + (26 if number else 0)
         if points:
+            legend = (12, 62, 118, 188, 272)[number]
             parts.append(mark(number, legend, PLOT_HEIGHT - 8))
             parts.append(f"<text x='{legend + 7}' y='{PLOT_HEIGHT - 4}'>{label}</text>")
     return "".join([*parts, "</svg>"])

@@ -1,7 +1,7 @@
 """Player of schedules: one directive, the markup that works without a script, and the data files of the script.
 
 `.. player:: all_reduce`
-    The schedule that `choose` picks, drawn slot by slot and played round by round, with the same rounds as text. Options:
+    The schedule that `choose` picks, drawn slot by slot, played round by round, with the same rounds as text. Options:
     `:ranks: 4`, `:size: 1048576`, `:network: one host`, and `:autoplay:`.
 
 The script is `docs/_static/player.js`, its data are those of `schedule_data`.
