@@ -1,0 +1,67 @@
+"""Programs written for torch, with only the two import lines changed: the numbers of the unchanged program."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor.parallel
+
+from torchdist_ref.testing import run
+
+# Forked ranks have the modules above loaded: each would import them for seconds.
+HERE = Path(__file__).parent
+PROGRAMS = sorted(path.stem for path in HERE.glob("*.py") if not path.stem.startswith(("test_", "__")))
+IMPORTS = {
+    "import torch.distributed as dist\n": "import torchdist_ref as dist\n",
+    "from torch.nn.parallel import DistributedDataParallel as DDP\n": (
+        "from torchdist_ref import DistributedDataParallel as DDP\n"
+    ),
+}
+
+
+def execute(rank: int, world: int, name: str, port: int, environment: dict[str, str], ours: bool) -> list[Any]:
+    """Run a program as one rank under a launcher, and return its results."""
+    os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    text = (HERE / f"{name}.py").read_text(encoding="utf-8")
+    if ours:
+        changed = [line for line in IMPORTS if line in text]
+        assert changed
+        for line in changed:
+            text = text.replace(line, IMPORTS[line])
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(compile(text, name, "exec"), names)
+    assert not torch.distributed.is_initialized()
+    return [torch.as_tensor(value) for value in names["RESULT"]]
+
+
+def launched(name: str, world: int, backend: str, folder: Path, ours: bool) -> list[list[Any]]:
+    folder.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environment = {"BACKEND": backend, "FOLDER": str(folder)}
+    return run(execute, world, world, name, port, environment, ours, ranks="processes", init=False, timeout=60)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_of_torchs_finds_the_same_with_two_imports_changed(name: str, world: int, tmp_path: Path) -> None:
+    wanted = launched(name, world, "gloo", tmp_path / "torch", ours=False)
+    for backend in ("ref", "gloo"):
+        found = launched(name, world, backend, tmp_path / backend, ours=True)
+        for mine, right in zip(found, wanted, strict=True):
+            assert len(right) >= 2
+            for one, other in zip(mine, right, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
