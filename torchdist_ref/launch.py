@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from torchdist_ref.authentication import new_secret
 from torchdist_ref.errors import DistError
+from torchdist_ref.failure_record import ERROR_FILE
 from torchdist_ref.launcher.environment import STORE_ADDRESS, Job, job_store, worker_environment
 from torchdist_ref.launcher.options import parse
 from torchdist_ref.launcher.supervisor import Supervisor, run_with_restarts
@@ -38,21 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = Job(max_restarts=options.max_restarts)
 
     def attempt(restarts: int) -> Supervisor:
-        secret = new_secret()
-        with job_store(options.master_port) as port:
+        current = replace(job, restarts=restarts, secret=new_secret())
+        with job_store(options.master_port) as port, tempfile.TemporaryDirectory(prefix="torchdist_ref") as folder:
+            records = [Path(folder, f"error-{rank}.json") for rank in range(options.nproc)]
             environments = [
-                worker_environment(
-                    os.environ,
-                    options.nproc,
-                    rank,
-                    STORE_ADDRESS,
-                    port,
-                    replace(job, restarts=restarts, secret=secret),
-                )
-                for rank in range(options.nproc)
+                worker_environment(os.environ, options.nproc, rank, STORE_ADDRESS, port, current)
+                | {ERROR_FILE: str(record)}
+                for rank, record in enumerate(records)
             ]
             commands = [options.command] * options.nproc
-            supervisor = Supervisor(commands, environments, prefix=options.prefix, grace=options.grace, log=_log)
+            supervisor = Supervisor(
+                commands, environments, prefix=options.prefix, grace=options.grace, log=_log, records=records
+            )
             supervisor.run()
             return supervisor
 

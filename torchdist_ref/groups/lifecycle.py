@@ -38,6 +38,7 @@ from torchdist_ref.groups.world import (
     GroupMember,
     ProcessGroup,
     World,
+    abort_on_uncaught_exception,
     as_integer,
     current,
     default_group,
@@ -131,6 +132,7 @@ def init_process_group(
             world.default = make_group(watch, own_store, backend, name, members, rank, seconds, options)
         world.add(world.default)
         share(world)
+        abort_on_uncaught_exception()
     except BaseException:
         world.close()
         raise

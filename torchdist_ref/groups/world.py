@@ -16,12 +16,11 @@ import atexit
 import contextvars
 import operator
 import os
-import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any, NoReturn
 
 import torch.distributed
@@ -40,6 +39,7 @@ from torchdist_ref.errors import (
     find_rank_with,
     on_rank,
 )
+from torchdist_ref.failure_record import message_of, on_uncaught
 from torchdist_ref.stores import Store
 from torchdist_ref.timeouts import GROUP_TIMEOUT
 from torchdist_ref.work import Work
@@ -264,6 +264,12 @@ class World:
             function()
         self.on_close.clear()
 
+    def abort(self, error: BaseException) -> None:
+        """Abort all groups because of an exception that ends this rank's program."""
+        for group in reversed(self.groups):
+            with suppress(Exception):
+                group.backend.abort(f"its program ended with {message_of(error)}")
+
     def close(self) -> None:
         """Destroy all groups, newest first, and close the store if this library created it."""
         self.run_on_close()
@@ -315,6 +321,12 @@ def abort(reason: str) -> None:
     """
     for group in current().groups:
         group.backend.abort(reason)
+
+
+@cache
+def abort_on_uncaught_exception() -> None:
+    """From now on, an exception that ends this program aborts its groups, whose other members then quote it."""
+    on_uncaught(lambda error: _of_process.abort(error))
 
 
 def default_group() -> ProcessGroup:
@@ -414,17 +426,6 @@ def _after_fork() -> None:
 
 hide_from_compilers(ProcessGroup)
 
-
-def _at_exit() -> None:
-    # The interpreter keeps the exception that ends a program; a session of its own keeps that of any statement.
-    error = getattr(sys, "last_value", None)
-    if error is not None and not hasattr(sys, "ps1"):
-        reason = traceback.format_exception_only(error)[-1].strip()
-        for group in _of_process.groups:
-            group.backend.abort(f"its program ended with {reason}")
-    _of_process.close()
-
-
 find_rank_with(_global_rank)
 os.register_at_fork(after_in_child=_after_fork)
-atexit.register(_at_exit)
+atexit.register(lambda: _of_process.close())

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from torchdist_ref.authentication import new_secret
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
+from torchdist_ref.failure_record import ERROR_FILE
 from torchdist_ref.launcher import entrypoint as entry
 from torchdist_ref.launcher.environment import STORE_ADDRESS, Job, job_store, worker_environment
 from torchdist_ref.launcher.supervisor import Supervisor, run_with_restarts
@@ -204,6 +205,7 @@ class _Agent:
                 grace=float(self._config.shutdown_timeout or 0),
                 log=logger.warning,
                 signals=[signal.Signals[name.strip()] for name in self._config.signals_to_handle.split(",")],
+                records=[entry.error_path(self._folder, rank) for rank in ranks],
             )
             supervisor.run()
             return supervisor
@@ -220,7 +222,7 @@ class _Agent:
         # A file of an earlier attempt describes another failure.
         error_file.unlink(missing_ok=True)
         found = worker_environment(os.environ, config.nproc_per_node, rank, STORE_ADDRESS, port, job)
-        found |= {"TORCHELASTIC_ERROR_FILE": str(error_file)}
+        found |= {ERROR_FILE: str(error_file)}
         return found | (_one_device(found, rank) if config.virtual_local_rank else {})
 
     def results(self) -> dict[int, Any]:

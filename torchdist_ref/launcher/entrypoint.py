@@ -6,17 +6,17 @@ a program that launches itself has to guard its own work by ``if __name__ == "__
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import spawn
 from pathlib import Path
 from string import Template
 from typing import Any
+
+from torchdist_ref import failure_record
 
 CALL = "call"
 
@@ -67,7 +67,7 @@ def main(folder: Path) -> int:
         result_path(folder, rank).write_bytes(pickle.dumps(result))
     except Exception as error:
         traceback.print_exc()
-        _write_error(error_path(folder, rank), error)
+        failure_record.write(error)
         return 1
     return 0
 
@@ -76,10 +76,3 @@ def _substituted(argument: Any) -> Any:
     if not isinstance(argument, str):
         return argument
     return Template(argument).safe_substitute(local_rank=os.environ["LOCAL_RANK"])
-
-
-def _write_error(path: Path, error: Exception) -> None:
-    if not path.exists():
-        extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
-        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
-        path.write_text(json.dumps({"message": message}), encoding="utf-8")

@@ -14,7 +14,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+from torchdist_ref.failure_record import FailureRecord, read
 from torchdist_ref.launcher.worker import LineRelay, Worker
 from torchdist_ref.processes import describe_exit, name_ranks, signal_name, signal_socket
 
@@ -56,6 +58,7 @@ class Supervisor:
         grace: Time from asking ranks to stop to killing them, in seconds.
         log: Function that receives the supervisor's own lines.
         signals: Signals to forward to the ranks.
+        records: File of each rank's failure record, in rank order. Default: none.
 
     Attributes:
         first_failure: First rank that failed by itself. None if all is well, or if a signal ended the job.
@@ -70,6 +73,7 @@ class Supervisor:
         grace: float,
         log: Callable[[str], None],
         signals: Sequence[signal.Signals] = _FORWARDED,
+        records: Sequence[Path] = (),
     ) -> None:
         self._commands = commands
         self._environments = environments
@@ -77,6 +81,7 @@ class Supervisor:
         self._grace = grace
         self._log = log
         self._signals = signals
+        self._records = records
         self.first_failure: Worker | None = None
         self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
@@ -170,13 +175,28 @@ class Supervisor:
         if ended and not self._running():
             self._deadline = time.monotonic() + _DRAIN_SECONDS
 
-    def _on_failure(self, worker: Worker) -> None:
-        status = worker.process.status
-        assert status
+    def _on_failure(self, ended: Worker) -> None:
+        worker, record = self._first_to_fail(ended)
         self.first_failure = worker
-        others = f"; stopping {self._running_names()}" if self._running() else ""
-        self._log(f"rank {worker.rank} (process {worker.process.pid}) {describe_exit(status)}{others}")
-        self._stop(signal.SIGTERM, status if status > 0 else 128 - status)
+        others = [one for one in self._running() if one is not worker]
+        status = worker.process.status
+        how = describe_exit(status) if status else "failed"
+        how += f" with {record.message}" if record and not status else f": {record.message}" if record else ""
+        stopping = f"; stopping {name_ranks(one.rank for one in others)}" if others else ""
+        self._log(f"rank {worker.rank} (process {worker.process.pid}) {how}{stopping}")
+        # A rank that has recorded its failure is still printing its traceback: it ends by itself.
+        self._stop(signal.SIGTERM, 1 if not status else status if status > 0 else 128 - status, others)
+
+    def _first_to_fail(self, ended: Worker) -> tuple[Worker, FailureRecord | None]:
+        """Return the rank whose failure made the others fail, and its record: it need not be the first that ended."""
+        if ended.process.status and ended.process.status < 0:
+            return ended, None
+        records = [(worker, read(path)) for worker, path in zip(self._workers, self._records, strict=False)]
+        found = [(record.time_ns, worker.rank, record) for worker, record in records if record is not None]
+        if not found:
+            return ended, None
+        _, rank, record = min(found)
+        return self._workers[rank], record
 
     def _on_deadline(self) -> None:
         self._deadline = None
@@ -188,10 +208,10 @@ class Supervisor:
                 if pipe in self._selector.get_map():
                     self._selector.unregister(pipe)
 
-    def _stop(self, signum: int, code: int) -> None:
+    def _stop(self, signum: int, code: int, workers: Sequence[Worker] | None = None) -> None:
         self._code = code if self._code is None else self._code
         self._deadline = time.monotonic() + self._grace
-        for worker in self._running():
+        for worker in self._running() if workers is None else workers:
             worker.process.signal(signum)
 
     def _kill(self) -> None:

@@ -1,0 +1,103 @@
+"""The rank that failed first is named, with its exception, though ranks that failed because of it end earlier."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchdist_ref import failure_record
+from torchdist_ref.errors import DistBackendError, GroupAbortedError, RankDiedError
+
+ROOT = Path(__file__).parent.parent
+# Rank 1 ends last: only then do the others end that wait for it.
+SCRIPT = """
+import atexit, os, select
+import torch
+import torchdist_ref as dist
+
+dist.init_process_group("ref")
+rank, pids = dist.get_rank(), [None] * 3
+dist.all_gather_object(pids, os.getpid())
+
+def wait_for_the_others():
+    for pid in (pids[0], pids[2]):
+        poll = select.poll()
+        poll.register(os.pidfd_open(pid))
+        assert poll.poll(30_000), "the others wait for the end of rank 1"
+
+if rank == 1:
+    atexit.register(wait_for_the_others)
+    raise ValueError("the data of rank 1 are missing")
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def recorded(path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> failure_record.FailureRecord | None:
+    monkeypatch.setenv(failure_record.ERROR_FILE, str(path))
+    failure_record.write(error)
+    return failure_record.read(path)
+
+
+def test_a_record_has_the_format_of_torchs_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "error.json"
+    record = recorded(path, monkeypatch, ValueError("no data"))
+    assert record is not None and record.message == "ValueError: no data"
+    written = json.loads(path.read_text())["message"]
+    assert written["message"] == "ValueError: no data"
+    assert int(written["extraInfo"]["timestamp"]) > 1_700_000_000
+    assert "ValueError: no data" in written["extraInfo"]["py_callstack"]
+    assert [one.name for one in tmp_path.iterdir()] == ["error.json"]
+
+
+def test_the_first_record_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded(tmp_path / "error.json", monkeypatch, ValueError("first"))
+    record = recorded(tmp_path / "error.json", monkeypatch, ValueError("second"))
+    assert record is not None and record.message == "ValueError: first"
+
+
+@pytest.mark.parametrize("kind", [GroupAbortedError, RankDiedError])
+def test_what_another_rank_has_caused_is_not_recorded(
+    kind: type[DistBackendError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert recorded(tmp_path / "error.json", monkeypatch, kind("rank 1 failed")) is None
+    wrapped = RuntimeError("the hook failed")
+    wrapped.__cause__ = kind("rank 1 failed")
+    assert recorded(tmp_path / "error.json", monkeypatch, wrapped) is None
+
+
+def test_without_a_launcher_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(failure_record.ERROR_FILE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    failure_record.write(ValueError("no data"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"message": "text"}', '{"message": {}}'])
+def test_a_broken_record_is_no_record(text: str, tmp_path: Path) -> None:
+    (tmp_path / "error.json").write_text(text)
+    assert failure_record.read(tmp_path / "error.json") is None
+
+
+def test_launcher_and_survivors_name_the_rank_that_failed_first(tmp_path: Path) -> None:
+    """Takes some seconds: three processes import torch."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    result = subprocess.run(
+        [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node", "3", "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    named = [line for line in result.stderr.splitlines() if line.startswith("torchdist_ref.launch: rank")]
+    assert len(named) == 1 and named[0].startswith("torchdist_ref.launch: rank 1 (process ")
+    assert "failed with ValueError: the data of rank 1 are missing" in named[0]
+    quoted = "its program ended with ValueError: the data of rank 1 are missing"
+    survivors = [line for line in result.stderr.splitlines() if "GroupAbortedError: call" in line]
+    assert len(survivors) == 2 and all(quoted in line for line in survivors)
+    assert result.returncode == 1

@@ -1,0 +1,98 @@
+"""Record of the exception that ended a rank, written before its group learns of it, and read by its launcher.
+
+When one rank fails, the others fail soon after it, because of it, and may even end before it. So the order in which
+processes end does not tell which failed first. A rank therefore writes its exception to the file that the variable
+``TORCHELASTIC_ERROR_FILE`` names, in the format of torch's launchers, before it aborts its groups. An exception that
+another rank has caused is not recorded. Do not add reactions to a failure here: they belong to the launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from torchdist_ref.errors import GroupAbortedError, RankDiedError
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_CAUSED_BY_ANOTHER_RANK = (GroupAbortedError, RankDiedError)
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """Record of a rank.
+
+    Attributes:
+        message: Type and text of the exception.
+        time_ns: Time at which it was written, in nanoseconds.
+    """
+
+    message: str
+    time_ns: int
+
+
+def message_of(error: BaseException) -> str:
+    """Return type and text of an exception.
+
+    >>> message_of(ValueError("no such file"))
+    'ValueError: no such file'
+    """
+    return f"{type(error).__name__}: {error}"
+
+
+def write(error: BaseException) -> None:
+    """Record an exception of this rank, unless another rank caused it, an earlier one is recorded, or nobody asked."""
+    name = os.environ.get(ERROR_FILE)
+    if not name or _is_caused_by_another_rank(error) or Path(name).exists():
+        return
+    stack = "".join(traceback.format_exception(error))
+    extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
+    with suppress(OSError):
+        # Readers see the whole record or none.
+        temporary = Path(f"{name}.{os.getpid()}")
+        temporary.write_text(json.dumps({"message": {"message": message_of(error), "extraInfo": extra}}), "utf-8")
+        temporary.replace(name)
+
+
+def _is_caused_by_another_rank(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, _CAUSED_BY_ANOTHER_RANK):
+            return True
+        error = error.__cause__
+    return False
+
+
+def read(path: Path) -> FailureRecord | None:
+    """Return the record of a rank, or None if it has none."""
+    try:
+        message = json.loads(path.read_text("utf-8"))["message"]
+        return FailureRecord(str(message["message"]), path.stat().st_mtime_ns)
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def on_uncaught(tell: Callable[[BaseException], None]) -> None:
+    """Record each exception that ends this program, and pass it to a function, before Python prints it.
+
+    Not in an interactive session, which continues after an exception, and not for Ctrl-C, which reaches all ranks.
+
+    Args:
+        tell: Function that tells the other ranks.
+    """
+    former = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        if isinstance(error, Exception) and not hasattr(sys, "ps1") and not sys.flags.interactive:
+            with suppress(Exception):
+                write(error)
+                tell(error)
+        former(kind, error, frames)
+
+    sys.excepthook = hook
