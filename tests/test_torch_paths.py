@@ -102,8 +102,8 @@ def test_a_name_that_is_not_there_says_what_is() -> None:
 
 
 def test_a_module_that_only_torch_has_is_named() -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"'torchdist_ref.rpc'.*import torch\.distributed\.rpc"):
-        importlib.import_module("torchdist_ref.rpc")
+    with pytest.raises(ModuleNotFoundError, match=r"'torchdist_ref._tools'.*import torch\.distributed\._tools"):
+        importlib.import_module("torchdist_ref._tools")
     with pytest.raises(ModuleNotFoundError, match=r"'torchdist_ref\.nonsense'$"):
         importlib.import_module("torchdist_ref.nonsense")
 
@@ -241,3 +241,48 @@ def test_a_row_for_all_names_of_a_module(monkeypatch: pytest.MonkeyPatch) -> Non
     assert module.__all__ == torch.futures.__all__
     with pytest.raises(AttributeError, match=r"nor has 'torch\.futures'"):
         module.nonsense  # noqa: B018
+
+
+COMPANIONS = [path for path, names in torch_paths.PATHS.items() if names == {"*": f"torch.distributed.{path}"}]
+
+
+def test_companions_are_torchs_own_and_modules_below_them_too() -> None:
+    assert {"tensor", "fsdp", "checkpoint", "pipelining", "rpc", "autograd", "utils", "run"} <= set(COMPANIONS)
+    for path in (*COMPANIONS, "tensor.parallel", "checkpoint.state_dict", "elastic.rendezvous.dynamic_rendezvous"):
+        ours = importlib.import_module(f"torchdist_ref.{path}")
+        theirs = importlib.import_module(f"torch.distributed.{path}")
+        names = [name for name in dir(theirs) if not name.startswith("__") and hasattr(theirs, name)]
+        assert all(getattr(ours, name) is getattr(theirs, name) for name in names), path
+    from torchdist_ref.checkpoint import state_dict as below
+
+    assert below.get_model_state_dict.__module__ == "torch.distributed.checkpoint.state_dict"
+    with pytest.raises(ModuleNotFoundError, match=r"torchdist_ref.tensor.nonsense"):
+        importlib.import_module("torchdist_ref.tensor.nonsense")
+    with pytest.raises(
+        AttributeError, match=r"tensor' has no attribute 'nonsense', nor has 'torch.distributed.tensor'"
+    ):
+        importlib.import_module("torchdist_ref.tensor").nonsense  # noqa: B018
+
+
+def test_companions_import_no_torch_until_they_are_used() -> None:
+    program = """
+        import sys
+        import torchdist_ref.tensor.parallel, torchdist_ref.checkpoint, torchdist_ref.distributed_c10d
+        print("torch" in sys.modules)
+    """
+    assert output(program) == "False\n"
+
+
+def test_the_module_of_functions_has_ours_and_torchs_private_ones() -> None:
+    module = importlib.import_module("torchdist_ref.distributed_c10d")
+    assert module.all_reduce is dist.all_reduce and module.PrefixStore is dist.PrefixStore
+    theirs = importlib.import_module("torch.distributed.distributed_c10d")
+    assert module._get_default_group is theirs._get_default_group is dist._get_default_group  # type: ignore[attr-defined]
+    public = set(theirs.__all__) & set(dist.__all__)
+    assert {name for name in public if getattr(module, name) is not getattr(dist, name)} == set()
+
+
+def test_torchs_launcher_runs_by_our_path() -> None:
+    arguments = [sys.executable, "-m", "torchdist_ref.run", "--help"]
+    shown = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
+    assert "--nproc-per-node" in shown and "torchdist_ref.run" in shown

@@ -144,13 +144,28 @@ _HOMES = {
     "torchdist_ref.rendezvous": "register_rendezvous_handler rendezvous",
     "torchdist_ref.stores": "FileStore HashStore PrefixStore Store TCPStore",
 }
+# Names that are torch's own; torch's functions work on our default group. The page "Compatibility" lists their users.
+_TORCHS_OWN = {
+    "torch.distributed": (
+        "BackendConfig Logger ProcessGroupGloo RankType Reducer breakpoint _DEFAULT_FIRST_BUCKET_BYTES "
+        "_all_gather_base _broadcast_coalesced _coalescing_manager _compute_bucket_assignment_by_size "
+        "_get_process_group_name _make_nccl_premul_sum _rank_not_in_group _reduce_scatter_base "
+        "_verify_params_across_processes"
+    ),
+    "torch.distributed.distributed_c10d": (
+        "AllToAllOptions AllgatherOptions AllreduceCoalescedOptions AllreduceOptions BarrierOptions BroadcastOptions "
+        "GatherOptions GroupName ReduceOptions ReduceScatterOptions ScatterOptions get_backend_config "
+        "record_comm _get_default_group"
+    ),
+}
+_TORCHS_HOME = {name: module for module, names in _TORCHS_OWN.items() for name in names.split()}
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = sorted(_HOME)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
+    home = _HOME.get(name) or _TORCHS_HOME.get(name)
     if name == "EngineArgumentError":
         return getattr(importlib.import_module("torchdist_ref.errors"), name)
     if home is None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 __all__ = ["PATHS", "ROWS", "install", "stubs"]
@@ -27,7 +27,8 @@ TORCH = "torch.distributed"
 EVERYTHING = "*"
 
 # A row: the path below this package; the module of ours that has the names, or `torch` for torch's module at the same
-# path; the names, or `*` for all that the module has. A path may have several rows.
+# path; the names, or `*` for all that the module has. A path may have several rows; a name precedes `*`. Modules below
+# a path whose names are all torch's are torch's too: they work on our groups, since torch's default group is ours.
 ROWS = """
 device_mesh                                groups    DeviceMesh init_device_mesh
 
@@ -72,6 +73,57 @@ nn.rooted                                  nn.functional        broadcast gather
 nn.symmetric                               nn.functional        all_gather all_reduce all_to_all
 nn.symmetric                               nn.functional        all_to_all_single reduce_scatter
 benchmark.hooks_timeline                   benchmark.hooks_pictures    picture
+
+distributed_c10d                           groups    Backend DebugLevel GroupMember P2POp ProcessGroup ReduceOp Work
+distributed_c10d                           groups    all_gather all_gather_coalesced all_gather_into_tensor
+distributed_c10d                           groups    all_gather_object all_gather_single all_reduce
+distributed_c10d                           groups    all_reduce_coalesced all_to_all all_to_all_single barrier
+distributed_c10d                           groups    batch_isend_irecv broadcast broadcast_object_list
+distributed_c10d                           groups    default_pg_timeout destroy_process_group gather gather_object
+distributed_c10d                           groups    get_backend get_debug_level get_default_backend_for_device
+distributed_c10d                           groups    get_global_rank get_group_rank get_node_local_rank get_pg_count
+distributed_c10d                           groups    get_process_group_ranks get_rank get_world_size init_process_group
+distributed_c10d                           groups    irecv is_backend_available is_gloo_available is_initialized
+distributed_c10d                           groups    is_mpi_available is_nccl_available is_torchelastic_launched
+distributed_c10d                           groups    is_ucc_available is_xccl_available isend monitored_barrier
+distributed_c10d                           groups    new_group new_subgroups new_subgroups_by_enumeration recv
+distributed_c10d                           groups    recv_object_list reduce reduce_op reduce_scatter
+distributed_c10d                           groups    reduce_scatter_single reduce_scatter_tensor scatter
+distributed_c10d                           groups    scatter_object_list send send_object_list shrink_group split_group
+distributed_c10d                           groups    supports_complex
+distributed_c10d                           stores.prefix    PrefixStore
+distributed_c10d                           stores.base    Store
+distributed_c10d                           groups.world    group
+distributed_c10d                           torch     *
+
+tensor                                     torch     *
+fsdp                                       torch     *
+checkpoint                                 torch     *
+pipelining                                 torch     *
+rpc                                        torch     *
+autograd                                   torch     *
+utils                                      torch     *
+constants                                  torch     *
+collective_utils                           torch     *
+remote_device                              torch     *
+flight_recorder                            torch     *
+run                                        torch     *
+c10d_logger                                torch     *
+config                                     torch     *
+logging_handlers                           torch     *
+_tensor                                    torch     *
+_shard                                     torch     *
+_composable                                torch     *
+_functional_collectives                    torch     *
+_symmetric_memory                          torch     *
+_checkpointable                            torch     *
+elastic.agent                              torch     *
+elastic.control_plane                      torch     *
+elastic.events                             torch     *
+elastic.metrics                            torch     *
+elastic.multiprocessing                    torch     *
+elastic.rendezvous                         torch     *
+elastic.timer                              torch     *
 
 nn.api.remote_module                       torch     RemoteModule
 nn.jit.instantiator                        torch     get_arg_return_types_from_interface
@@ -124,6 +176,17 @@ def _file(module: str) -> str | None:
 PATHS = _paths()
 
 
+def names_at(path: str) -> dict[str, str]:
+    """Return the homes of the names of a path; of a module below one that is torch's, torch's module for all."""
+    names = PATHS.get(path)
+    if names is None:
+        parents = path.split(".")[:-1]
+        above = [PATHS.get(".".join(parents[:depth]), {}) for depth in range(1, len(parents) + 1)]
+        is_torchs = any(names.get(EVERYTHING, "").startswith(TORCH) for names in above)
+        names = {EVERYTHING: f"{TORCH}.{path}"} if is_torchs and _torch_has(path) else {}
+    return names
+
+
 def _children(path: str) -> list[str]:
     """Return the last parts of the paths directly below one."""
     return sorted(tail for other in PATHS if (tail := other.removeprefix(f"{path}.")) != other and "." not in tail)
@@ -135,22 +198,22 @@ class _PathModule(ModuleType):
     def __init__(self, name: str) -> None:
         path = name.removeprefix(f"{PACKAGE}.")
         super().__init__(name, _description(path))
-        if EVERYTHING not in PATHS[path]:
-            self.__all__ = sorted(PATHS[path])
+        if EVERYTHING not in names_at(path):
+            self.__all__ = sorted(names_at(path))
 
     def __getattr__(self, name: str) -> Any:
         return _value(self.__name__.removeprefix(f"{PACKAGE}."), name)
 
     def __setattr__(self, name: str, value: object) -> None:
         # Python sets each imported submodule on its parent; a name of the table, such as a function, has precedence.
-        if not isinstance(value, _PathModule) or name not in PATHS[self.__name__.removeprefix(f"{PACKAGE}.")]:
+        if not isinstance(value, _PathModule) or name not in names_at(self.__name__.removeprefix(f"{PACKAGE}.")):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
         path = self.__name__.removeprefix(f"{PACKAGE}.")
-        names = set(PATHS[path])
+        names = set(names_at(path))
         if EVERYTHING in names:
-            names = (names - {EVERYTHING}) | set(dir(_load(PATHS[path][EVERYTHING], EVERYTHING)))
+            names = (names - {EVERYTHING}) | set(dir(_load(names_at(path)[EVERYTHING], EVERYTHING)))
         return sorted({*vars(self), *names, *_children(path)})
 
 
@@ -164,6 +227,12 @@ class _PathLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: the names are looked up when they are used."""
 
+    def get_code(self, fullname: str) -> CodeType:
+        """Return a program that runs torch's module of this path, for ``python -m``."""
+        home = names_at(fullname.removeprefix(f"{PACKAGE}.")).get(EVERYTHING, "")
+        program = f"import runpy, sys\nsys.argv[0] = {fullname!r}\nrunpy.run_module({home!r}, run_name='__main__')"
+        return compile(program, fullname, "exec")
+
 
 class _PathFinder(MetaPathFinder):
     """Finder of the paths in the table. It is the first finder: a leftover folder without files would hide a path."""
@@ -171,10 +240,12 @@ class _PathFinder(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return the spec of a path in the table, with the file of its home."""
         head, _, tail = fullname.partition(".")
-        if head != PACKAGE or tail not in PATHS:
+        if head != PACKAGE or not (tail in PATHS or names_at(tail)):
             return None
-        file = next(filter(None, map(_file, PATHS[tail].values())), None)
-        spec = ModuleSpec(fullname, _PathLoader(), origin=file, is_package=bool(_children(tail)))
+        names = names_at(tail)
+        file = next(filter(None, map(_file, names.values())), None)
+        is_package = bool(_children(tail)) or (EVERYTHING in names and _torch_has(tail, packages_only=True) != "")
+        spec = ModuleSpec(fullname, _PathLoader(), origin=file, is_package=is_package)
         spec.has_location = file is not None
         return spec
 
@@ -190,17 +261,19 @@ class _AbsentFinder(MetaPathFinder):
         """
         head, _, tail = fullname.partition(".")
         if head == PACKAGE and (theirs := _torch_has(tail)):
-            text = f"No module named {fullname!r}: it is torch's own and works beside this package; import {theirs}."
+            text = (
+                f"No module named {fullname!r}: it is torch's own and works on this package's groups; import {theirs}."
+            )
             raise ModuleNotFoundError(text, name=fullname)
 
 
-def _torch_has(path: str) -> str:
-    """Return the name of torch's module of this path, or nothing; torch is not imported for it."""
+def _torch_has(path: str, packages_only: bool = False) -> str:
+    """Return the name of torch's module or package of this path, or nothing; torch is not imported for it."""
     torch = importlib.util.find_spec("torch")
     parts = [*TORCH.split(".")[1:], *path.split(".")]
     for folder in (torch.submodule_search_locations or ()) if torch else ():
         base = Path(folder).joinpath(*parts)
-        if base.with_suffix(".py").is_file() or (base / "__init__.py").is_file():
+        if (base / "__init__.py").is_file() or (not packages_only and base.with_suffix(".py").is_file()):
             return f"{TORCH}.{path}"
     return ""
 
@@ -214,7 +287,7 @@ def install() -> None:
 
 def _description(path: str) -> str:
     """Return the docstring of a path."""
-    names = PATHS[path]
+    names = names_at(path)
     homes = ", ".join(f"`{home}`" for home in dict.fromkeys(names.values()))
     listed = ", ".join(_children(path))
     below = f" Modules below: {listed}." if listed else ""
@@ -228,7 +301,7 @@ def _value(path: str, name: str) -> Any:
         AttributeError: There is no such name.
         UnsupportedError: It is torch's own, and this torch was built without what it needs.
     """
-    names, module = PATHS[path], f"{PACKAGE}.{path}"
+    names, module = names_at(path), f"{PACKAGE}.{path}"
     if name in _children(path) and name not in names:
         return importlib.import_module(f"{module}.{name}")
     home = names.get(name) or (names.get(EVERYTHING) if name == "__all__" or not name.startswith("__") else None)
@@ -239,6 +312,8 @@ def _value(path: str, name: str) -> Any:
     try:
         return getattr(found, name)
     except AttributeError:
+        if home.startswith(TORCH) and _torch_has(f"{path}.{name}"):
+            return importlib.import_module(f"{home}.{name}")
         raise AttributeError(f"module {module!r} has no attribute {name!r}, nor has {home!r}") from None
 
 

@@ -33,25 +33,11 @@ OURS = {"DistributedDataParallel": "torchdist_ref.DistributedDataParallel"}
 
 # Names that ours does without, by pattern, and why. The first that fits counts; each has to fit something.
 ABSENT = {
-    r"\w+Options\..*": "Calls are plain values here, so nothing carries options; see the page Design.",
     r"Backend\.backend_.*": "Lists that torch's own code keeps. `is_backend_available` asks for one.",
-    r"BackendConfig\..*": "torch's record of backends by device type. `get_backend` returns them.",
-    r"Logger\..*": "torch's C++ statistics. A group's `recorder` has the calls.",
     r"DistributedDataParallel\.broadcast_buffers": "Each object has it.",
     r"DistributedDataParallel\.(gather|scatter|to_kwargs)": "One process, several devices; torch does not call them.",
-    r"ProcessGroupGloo\..*": 'torch\'s class works as before beside this library; by name, its backend is `"gloo"`.',
-    r"Reducer\..*": "torch's DDP in C++. `torchdist_ref.parallel` has a reducer in Python.",
     r"Work\.(boxed|unbox)": "How torch's compiler holds a Work.",
     r"Work\.block_current_stream": "NCCL only; `wait` orders the current stream.",
-    r"autograd|rpc": "Remote calls, a transport of their own in C++; torch's work beside this library.",
-    r"c10d_logger|config|logging_handlers|remote_device|utils": "Modules of torch for itself.",
-    r"collective_utils.*": "Not documented by torch; the object collectives do the same.",
-    r"constants.*": "`default_pg_timeout` is at the top level; NCCL's is torch's own.",
-    r"distributed_c10d": "Where torch keeps its functions; here they are at the top level and in `groups`.",
-    r"elastic\.(agent|control_plane|events|metrics|multiprocessing|rendezvous|timer).*": (
-        "The agent behind torchrun, which works beside this library as it is; see the page Launching."
-    ),
-    r"run(\..*)?": "torchrun, which starts programs of this library as it is; our own is `torchdist_ref.launch`.",
 }
 # Where ours takes other parameters, and why.
 DIFFERENT = {

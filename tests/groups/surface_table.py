@@ -34,8 +34,8 @@ DIFFERENT = {
 
 OPTIONS = "An argument of methods of torch's C++ groups. Calls are plain values here; see the page Design."
 INSIDE = "Not documented by torch; it serves torch's own modules."
-# Names of torch's top level that this library does without, and why.
-ABSENT = {
+# Names of torch's top level that lead to torch's own, and what they are.
+TORCHS_OWN = {
     **{
         f"{name}Options": OPTIONS
         for name in (
@@ -78,6 +78,7 @@ OWN = {
         [
             "ArgumentError",
             "ArgumentTypeError",
+            "AuthenticationError",
             "BackendArgumentError",
             "EntryError",
             "GroupAbortedError",
@@ -154,7 +155,7 @@ def page() -> str:
     shared = {name: theirs_is for name, theirs_is in known().items() if name in dist.__all__ and name not in DIFFERENT}
     rows = [(f"`{name}`", "same name" if theirs_is is None else "as torch's", "") for name, theirs_is in shared.items()]
     rows += [(f"`{name}`", "other parameters", why) for name, why in DIFFERENT.items()]
-    rows += [(f"`{name}`", "absent", why) for name, why in ABSENT.items()]
+    rows += [(f"`{name}`", "torch's own", why) for name, why in TORCHS_OWN.items()]
     rows += [(f"`{name}`", "ours only", why) for name, why in OWN.items()]
     lines = [f"| {name} | {state} | {why} |" for name, state, why in sorted(rows)]
     return "\n".join([HEAD.strip(), "", "| name | here | why |", "| --- | --- | --- |", *lines, ""])
@@ -165,7 +166,8 @@ HEAD = """
 
 Every public name at the top level of `torch.distributed` in torch 2.13, and what this library has for it. *As torch's*
 means the same parameters with the same names, kinds and defaults; *same name*, that torch's is in C++ and shows no
-parameters. A test compares them one by one, and this page is written from the test's own table.
+parameters; *torch's own*, that the name leads to torch's, which works on this library's groups. A test compares them
+one by one, and this page is written from the test's own table.
 """
 
 
