@@ -125,13 +125,25 @@ def listing(operation: str) -> list[nodes.Node]:
 
 
 def line(operation: str, algorithm: str) -> tuple[str, ...]:
-    """Say of one algorithm what the catalogue says, and count its rounds and what the busiest of 8 ranks sends."""
-    entry, schedule = schedules.entry(operation, algorithm), schedules.build(operation, algorithm, 8)
-    senders = [move.src for moves in schedule.rounds for move in moves if move.src != move.dst]
+    """Return the catalogue's row of one algorithm, with its rounds and the bytes that the busiest of 8 ranks sends."""
+    entry = schedules.entry(operation, algorithm)
+    rounds, sent = counted(operation, algorithm)
+    idea = f"{entry.summary}; for: {entry.when} ({entry.source})"
+    return algorithm, idea, str(rounds), sent, entry.cost
+
+
+TWO_HOSTS = (0, 0, 0, 0, 1, 1, 1, 1)
+
+
+def counted(operation: str, algorithm: str) -> tuple[int, str]:
+    """Return the rounds in which 8 ranks communicate, on two hosts if that matters, and what the busiest sends."""
+    hosts = TWO_HOSTS if algorithm == "hierarchical" else None
+    schedule = schedules.build(operation, algorithm, 8, hosts=hosts)
+    rounds = [[move for move in moves if move.src != move.dst] for moves in schedule.rounds]
+    senders = [move.src for moves in rounds for move in moves]
     busiest = max((senders.count(rank) for rank in range(8)), default=0)
     sent = f"{float(busiest * schedule.share):.3g} m" if schedule.share else f"{busiest} signals"
-    idea = f"{entry.summary}; for: {entry.when} ({entry.source})"
-    return algorithm, idea, str(len(schedule.rounds)), sent, entry.cost
+    return sum(bool(moves) for moves in rounds), sent
 
 
 class CapabilitiesDirective(Directive):

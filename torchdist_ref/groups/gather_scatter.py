@@ -47,7 +47,7 @@ def all_gather(
 
     Args:
         tensor_list: Output, one tensor for each rank, in rank order: entry `r` has the shape of rank `r`'s `tensor`.
-            On ``ref`` shapes may differ between ranks, but all ranks pass the same list of shapes. If entries share
+            Shapes may differ between ranks, but all ranks pass the same list of shapes. If entries share
             memory, it holds the values of the last of their ranks afterwards.
         tensor: Input: this rank's tensor, of the outputs' dtype.
         group: Process group. Default: all ranks.
