@@ -6,12 +6,16 @@ themselves: the end of the test shows that they were stopped.
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -275,3 +279,25 @@ def test_exit_code_after_the_last_restart(launch: Launch) -> None:
     result = launch(f"{RANK}sys.exit(4 * rank)", "--nproc-per-node", "2", "--max-restarts", "1")
     assert result.returncode == 4
     assert result.stderr.count("restarting all ranks (1 of 1)") == 1
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("errors", [subprocess.DEVNULL, subprocess.STDOUT])
+def test_a_signal_is_handled_while_nobody_reads_the_output(signum: signal.Signals, errors: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("while True: print('x' * 1000)\n")
+    arguments = command("--nproc-per-node", "2", str(script))
+    with subprocess.Popen(
+        arguments, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=errors
+    ) as launcher:
+        assert launcher.stdout is not None
+        capacity = fcntl.fcntl(launcher.stdout, fcntl.F_GETPIPE_SZ)
+        held, deadline = array.array("i", [0]), time.monotonic() + 30
+        while held[0] < capacity - 4096 and time.monotonic() < deadline:
+            fcntl.ioctl(launcher.stdout, termios.FIONREAD, held)
+            time.sleep(0.01)
+        launcher.send_signal(signum)
+        try:
+            assert launcher.wait(10) == 128 + signum
+        finally:
+            launcher.kill()

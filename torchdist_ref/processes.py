@@ -211,13 +211,16 @@ def deferred_interrupts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def signal_socket(signals: Sequence[signal.Signals]) -> Iterator[socket.socket]:
+def signal_socket(
+    signals: Sequence[signal.Signals], handler: Callable[[int, Any], object] | None = None
+) -> Iterator[socket.socket]:
     """Receive signals through a socket, so that an event loop handles them between two events.
 
     Outside the main thread, which alone receives signals, the socket stays empty.
 
     Args:
         signals: Signals to catch until the end of the block.
+        handler: Function to call too, on the main thread; what it raises interrupts a system call that blocks.
 
     Yields:
         A non-blocking socket. Each signal adds one byte, its number.
@@ -230,12 +233,13 @@ def signal_socket(signals: Sequence[signal.Signals]) -> Iterator[socket.socket]:
         reader.setblocking(False)
         writer.setblocking(False)
         former_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        former = {signum: signal.signal(signum, _ignore) for signum in signals if not _from_nohup(signum)}
+        called = handler or _ignore
+        former = {signum: signal.signal(signum, called) for signum in signals if not _from_nohup(signum)}
         try:
             yield reader
         finally:
-            for signum, handler in former.items():
-                signal.signal(signum, handler)
+            for signum, previous in former.items():
+                signal.signal(signum, previous)
             signal.set_wakeup_fd(former_descriptor)
 
 

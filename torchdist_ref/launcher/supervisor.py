@@ -8,6 +8,7 @@ here: it belongs to `torchdist_ref.launch` and `torchdist_ref.launcher.api`.
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import signal
 import socket
@@ -22,6 +23,8 @@ from torchdist_ref.processes import describe_exit, name_ranks, signal_name, sign
 
 # Time to continue reading after all ranks have ended, while processes that they started hold their output open.
 _DRAIN_SECONDS = 2.0
+# Time that a reader of the launcher's output has to read something, once the job is to end.
+_READER_SECONDS = 0.5
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -46,6 +49,16 @@ def run_with_restarts(attempt: Callable[[int], Supervisor], limit: int, log: Cal
             return supervisor
         log(f"restarting all ranks ({restarts + 1} of {limit})")
     return attempt(limit)
+
+
+class OutputInterrupted(Exception):
+    """A signal arrived while the launcher wrote output."""
+
+
+def _redirect_to_null(descriptor: int) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
 
 
 class Supervisor:
@@ -87,6 +100,8 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._deadline: float | None = None
         self._code: int | None = None
+        self._signal_poll = select.poll()
+        self._writing = False
 
     def run(self) -> int:
         """Run all ranks until they have ended.
@@ -95,7 +110,8 @@ class Supervisor:
             0 if all exited with 0. Otherwise the code of the first that did not, or 128 plus the number of the signal
             that ended it or that the launcher received.
         """
-        with signal_socket(self._signals) as signals, self._selector:
+        with signal_socket(self._signals, self._interrupt_output) as signals, self._selector:
+            self._signal_poll.register(signals, select.POLLIN)
             self._selector.register(signals, selectors.EVENT_READ, self._on_signal)
             try:
                 self._start()
@@ -138,23 +154,50 @@ class Supervisor:
             self._on_deadline()
 
     def _on_output(self, pipe: int, relay: LineRelay) -> None:
-        data = os.read(pipe, 1 << 16)
+        data = b"-"
         try:
+            self._writing = True
+            if self._signal_poll.poll(0):
+                # The signal first: a write may block for as long as nobody reads.
+                return
+            data = os.read(pipe, 1 << 16)
             relay.feed(data) if data else relay.finish()
+        except OutputInterrupted:
+            pass
         except BrokenPipeError:
             self._on_closed_output()
+        finally:
+            self._writing = False
         if not data:
             self._selector.unregister(pipe)
 
+    def _interrupt_output(self, signum: int, frame: object) -> None:
+        """Interrupt a write of output that blocks, so that the loop handles the signal."""
+        if self._writing:
+            self._writing = False
+            raise OutputInterrupted
+
+    def _discard_blocked_output(self) -> None:
+        """Discard what the ranks still print where nobody reads, since the job is to end."""
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                descriptor = stream.fileno()
+            except (OSError, ValueError):
+                # A stream of a notebook or a test.
+                continue
+            poll = select.poll()
+            poll.register(descriptor, select.POLLOUT)
+            if not poll.poll(_READER_SECONDS * 1000):
+                _redirect_to_null(descriptor)
+
     def _on_closed_output(self) -> None:
         """Stop the job without a message because nothing reads the launcher's output any more (``| head``)."""
-        null = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.stdout, sys.stderr):
-            os.dup2(null, stream.fileno())
-        os.close(null)
+            _redirect_to_null(stream.fileno())
         self._stop(signal.SIGTERM, 128 + signal.SIGPIPE)
 
     def _on_signal(self, signals: socket.socket) -> None:
+        self._discard_blocked_output()
         for signum in signals.recv(64):
             if self._code is None:
                 self._log(f"got {signal_name(signum)}: forwarding it to {self._running_names()}")

@@ -1,0 +1,173 @@
+"""torch's modules beside DDP on `ref`: when a rank fails, every survivor raises our error, and none ends by a signal.
+
+Each case forks three ranks, trains two steps and lets one rank fail in the third. The bound is that of a busy machine;
+the figure of 100 ms is held by `nox -s soak`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as c10d
+import torch.distributed.pipelining
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+# Each rank is a fork of this process, which therefore imports what ranks use.
+
+WORLD, CULPRIT, SOON = 3, 1, 2.0
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 18), nn.Tanh(), nn.Linear(18, 6))
+
+
+def inputs(rank: int) -> Tensor:
+    return torch.arange(64.0).view(4, 16).sin() * (rank + 1)
+
+
+def compiled_ddp(rank: int) -> Callable[[], Any]:
+    ddp = torch.compile(nn.parallel.DistributedDataParallel(model()), backend="aot_eager")
+    return lambda: ddp(inputs(rank)).sum().backward()
+
+
+def fsdp1(rank: int) -> Callable[[], Any]:
+    module = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
+    return lambda: module(inputs(rank)).sum().backward()
+
+
+def fsdp2(rank: int) -> Callable[[], Any]:
+    module = fully_shard(model(), mesh=init_device_mesh("cpu", (WORLD,)))
+    return lambda: module(inputs(rank)).sum().backward()
+
+
+def dtensor(rank: int) -> Callable[[], Any]:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    shards = distribute_tensor(torch.arange(18.0).view(6, 3), mesh, [Shard(0)])
+    return lambda: shards.redistribute(mesh, [Replicate()]).to_local().sum().item()
+
+
+def functional(rank: int) -> Callable[[], Any]:
+    from torch.distributed import _functional_collectives as functions
+
+    group = c10d.group.WORLD
+    return lambda: functions.all_reduce(inputs(rank), "sum", group).sum().item()  # type: ignore[arg-type]
+
+
+def pipelining(rank: int) -> Callable[[], Any]:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    stage = PipelineStage(nn.Linear(16, 16), rank, WORLD, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: (output - target).square().mean())
+    data = inputs(0)
+    if rank == 0:
+        return lambda: schedule.step(data)
+    return lambda: schedule.step(target=data) if rank == WORLD - 1 else schedule.step()
+
+
+MODULES = {each.__name__: each for each in (compiled_ddp, fsdp1, fsdp2, dtensor, functional, pipelining)}
+
+
+def fail_with_an_error() -> None:
+    raise ValueError("the culprit's own error")
+
+
+FAILURES: dict[str, Callable[[], Any]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "leave": lambda: os._exit(0),
+    "raise": fail_with_an_error,
+    "mismatch": lambda: c10d.all_reduce(torch.ones(3)),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+
+
+def ends_at_the_timeout(module: str, failure: str) -> bool:
+    """Return whether nothing tells a failure from a slow rank; stages wait for messages, not for a collective."""
+    return failure == "stop" or (module, failure) == ("pipelining", "mismatch")
+
+
+def train(rank: int, folder: Path, module: str, failure: str) -> None:
+    """Train three steps; the culprit fails before the third, and the others leave their errors in a file."""
+    seconds = 2 if ends_at_the_timeout(module, failure) else 20
+    meet = f"file://{folder / 'store'}"
+    c10d.init_process_group("ref", init_method=meet, rank=rank, world_size=WORLD, timeout=timedelta(seconds=seconds))
+    step = MODULES[module](rank)
+    for _ in range(2):
+        step()
+    c10d.barrier()
+    if rank == CULPRIT:
+        (folder / "culprit").write_text(str(time.monotonic()))
+        FAILURES[failure]()
+    try:
+        step()
+        # A rank whose own part needed no other learns of it in its next call.
+        c10d.barrier()
+    except BaseException as error:
+        found = [type(error).__name__, str(error), traceback.format_exc(), time.monotonic()]
+        (folder / "unfinished").mkdir(exist_ok=True)
+        unfinished = folder / "unfinished" / str(rank)
+        unfinished.write_text(json.dumps(found))
+        unfinished.rename(folder / f"{rank}.json")
+
+
+def run_rank(rank: int, folder: Path, module: str, failure: str) -> None:
+    """Run one forked rank."""
+    try:
+        torch.set_num_threads(1)
+        train(rank, folder, module, failure)
+        # A raise ends the culprit; the others stay, so that none is taken for dead before all have answered.
+        time.sleep(60)
+    finally:
+        os._exit(9)
+
+
+# Compiling takes several seconds on each rank.
+CASES = [
+    pytest.param(module, failure, marks=[pytest.mark.long] if module == "compiled_ddp" and failure != "kill" else [])
+    for module in MODULES
+    for failure in FAILURES
+]
+
+
+@pytest.mark.parametrize(("module", "failure"), CASES)
+def test_survivors_raise_the_named_error(module: str, failure: str, tmp_path: Path) -> None:
+    pids = []
+    for rank in range(WORLD):
+        pid = os.fork()
+        if pid == 0:
+            run_rank(rank, tmp_path, module, failure)
+        pids.append(pid)
+    survivors = [rank for rank in range(WORLD) if rank != CULPRIT]
+    deadline = time.monotonic() + 40
+    ended: dict[int, int] = {}
+    while time.monotonic() < deadline and not all((tmp_path / f"{rank}.json").exists() for rank in survivors):
+        for rank in set(survivors) - ended.keys():
+            if os.waitpid(pids[rank], os.WNOHANG)[0]:
+                ended[rank] = rank
+        if ended:
+            break
+        time.sleep(0.01)
+    for rank, pid in enumerate(pids):
+        if rank not in ended:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert not ended, f"ranks {list(ended)} ended"
+    for rank in survivors:
+        kind, text, trace, when = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert kind in ("RankDiedError", "GroupAbortedError", "MismatchError", "RankStalledError"), trace
+        assert f"rank {CULPRIT}" in text, text
+        assert ends_at_the_timeout(module, failure) or when - float((tmp_path / "culprit").read_text()) < SOON
