@@ -7,6 +7,9 @@ lists. One thread at a time may use a `RequestHandler`.
 change to a key wakes the requests whose condition it fulfills. A request without unmet conditions is answered in the
 same step, so no other client can delete the key in between.
 
+*Memory.* Keys, values and queued values use at most one budget, 256 MiB by default. A request that would exceed it is
+refused; a client of torch's, which has no such reply, is disconnected.
+
 *Reconnecting.* A client that sends its name (HELLO) has a `ClientSession`, which outlives the connection and keeps the
 last response to a request that is not idempotent. If the connection breaks before the response arrives, the client
 repeats the request with the same number, and the server sends the kept response instead of running it twice.
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -26,6 +29,9 @@ from torchdist_ref.stores.hash import Table
 from torchdist_ref.stores.tcp.operations import Condition, Op, Operation
 from torchdist_ref.stores.tcp.protocol import (
     MAGIC,
+    MAX_KEY_BYTES,
+    MAX_VALUE_BYTES,
+    Piece,
     ProtocolError,
     Request,
     Status,
@@ -35,10 +41,22 @@ from torchdist_ref.stores.tcp.protocol import (
 )
 
 MAX_SESSIONS = 4096
+MEMORY_VARIABLE = "TORCHDIST_REF_STORE_MEMORY"
+DEFAULT_MEMORY_MIB = 256
+KEY_OVERHEAD_BYTES = 200
+"""Memory of a key or of a queued value besides its bytes."""
+KEPT_RESPONSE_BYTES = 32 * 2**20
+"""Memory of the kept responses of clients that have disconnected; the oldest large ones go first."""
 RECONNECT_SECONDS = 0.04
 """Time that a client whose connection broke has to open another. One that waits for a key does so at once."""
 # Looking up a member of an enumeration is a Python call, and every request needs this one.
 _DONE = int(Status.DONE)
+
+
+def memory_budget() -> int:
+    """Return the memory that keys and values of a server may use, in bytes."""
+    text = os.environ.get(MEMORY_VARIABLE, "")
+    return (int(text) if text.isdecimal() else DEFAULT_MEMORY_MIB) << 20
 
 
 class StoreClient(ABC):
@@ -55,7 +73,7 @@ class StoreClient(ABC):
     pending: PendingRequest | None = None
 
     @abstractmethod
-    def send(self, pieces: Sequence[bytes]) -> None:
+    def send(self, pieces: Sequence[Piece]) -> None:
         """Send the pieces, in order, without blocking."""
 
     @abstractmethod
@@ -77,7 +95,7 @@ class ClientSession:
 
     client: StoreClient | None = None
     number: int = -1
-    response: Sequence[bytes] | None = None
+    response: Sequence[Piece] | None = None
     counted: int = -1
     on_disconnect: tuple[bytes, bytes] | None = None
 
@@ -104,6 +122,8 @@ class RequestHandler:
         table: keys, values and queues.
         identity: random bytes by which clients distinguish this server from another at the same port.
         pending: waiting requests by key and by the number that the key must reach.
+        budget: largest `used`, in bytes.
+        used: memory of keys, values and queued values, in bytes.
         disconnected: sessions without a client that asked for a key to be set then, and when it is.
     """
 
@@ -112,7 +132,10 @@ class RequestHandler:
         self.identity = os.urandom(16)
         self.pending: dict[bytes, dict[int, dict[PendingRequest, None]]] = {}
         self.disconnected: dict[ClientSession, float] = {}
+        self.budget = memory_budget()
+        self.used = 0
         self._sessions: dict[bytes, ClientSession] = {}
+        self._kept = 0
 
     def handle(self, client: StoreClient, request: Request) -> None:
         """Run one request of a client.
@@ -134,6 +157,8 @@ class RequestHandler:
             if client.session.on_disconnect is not None:
                 self.disconnected[client.session] = monotonic() + RECONNECT_SECONDS
             self._drop_old_session()
+            if self._kept > KEPT_RESPONSE_BYTES:
+                self._drop_large_responses()
 
     def set_for_disconnected(self, now: float) -> None:
         """Set the keys of clients that have disconnected and not connected again in time."""
@@ -143,6 +168,7 @@ class RequestHandler:
             key, value = session.on_disconnect
             if key not in self.table.values:
                 self.table.values[key] = value
+                self.used += self._held([key])
                 self._wake(key)
 
     def _control(self, client: StoreClient, request: Request) -> None:
@@ -168,7 +194,8 @@ class RequestHandler:
         if session is None or number < session.number:
             raise ProtocolError("a numbered request without a session, or an old one")
         if number > session.number:
-            session.number, session.response = number, None
+            session.number = number
+            self._keep(session, None)
             return False
         if session.response is not None:
             client.send(session.response)
@@ -180,7 +207,7 @@ class RequestHandler:
         try:
             if operation.unmet is not None:
                 return self._execute_or_wait(client, request)
-            reply = operation.execute(self.table, *fields)
+            reply = self._run(operation, fields)
         except ArgumentError as error:
             return self._refuse(client, request, error)
         self._respond(client, request, reply)
@@ -199,8 +226,69 @@ class RequestHandler:
         assert operation.execute is not None and operation.unmet is not None
         unmet = operation.unmet(self.table, *fields)
         if not unmet:
-            self._respond(client, request, operation.execute(self.table, *fields))
+            self._respond(client, request, self._run(operation, fields))
         return unmet
+
+    # Memory
+
+    def _run(self, operation: Operation, fields: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Run an operation and count the memory that it changes.
+
+        Raises:
+            ArgumentError: the operation is not possible, or would exceed the budget.
+        """
+        assert operation.execute is not None
+        if operation.wakes == "none" and operation not in (Op.DELETE_KEY, Op.QUEUE_POP, Op.WAIT_POP):
+            return operation.execute(self.table, *fields)
+        keys = dict.fromkeys(key for key, _ in fields[0]) if operation is Op.MULTI_SET else (fields[0],)
+        before = self._held(keys)
+        if operation.wakes != "none":
+            self._require_memory(operation, fields, before)
+        reply = operation.execute(self.table, *fields)
+        self.used += self._held(keys) - before
+        if operation is Op.QUEUE_PUSH:
+            self.used += len(fields[1]) + KEY_OVERHEAD_BYTES
+        elif operation in (Op.QUEUE_POP, Op.WAIT_POP):
+            value = reply[0][1] if operation is Op.QUEUE_POP else reply[0]
+            self.used -= 0 if value is None else len(value) + KEY_OVERHEAD_BYTES
+        return reply
+
+    def _held(self, keys: Iterable[bytes]) -> int:
+        """Return the memory of these keys and their values."""
+        values = self.table.values
+        return sum([len(key) + len(values[key]) + KEY_OVERHEAD_BYTES for key in keys if key in values])
+
+    def _require_memory(self, operation: Operation, fields: tuple[Any, ...], before: int) -> None:
+        if operation is Op.MULTI_SET:
+            wanted = sum([len(key) + len(value) + KEY_OVERHEAD_BYTES for key, value in fields[0]])
+        else:
+            wanted = KEY_OVERHEAD_BYTES + sum([len(field) for field in fields if isinstance(field, bytes)])
+        if operation is Op.APPEND:
+            wanted += before
+            if wanted > MAX_VALUE_BYTES + MAX_KEY_BYTES:
+                raise ArgumentError(f"append: the value would be longer than {MAX_VALUE_BYTES} bytes, the limit.")
+        replaced = 0 if operation is Op.QUEUE_PUSH else before
+        if self.used - replaced + wanted > self.budget:
+            raise ArgumentError(
+                f"{operation.name.lower()}: the store is full: keys and values may use {self.budget >> 20} MiB. "
+                f"A store is for addresses and small values. Delete keys that are not needed, send data with "
+                f"collectives, or set {MEMORY_VARIABLE} to a larger number of MiB where the server runs."
+            )
+
+    def _keep(self, session: ClientSession, response: Sequence[Piece] | None) -> None:
+        """Keep the last response of a session in place of the one before."""
+        for kept, sign in ((session.response, -1), (response, 1)):
+            self._kept += sign * sum(map(len, kept)) if kept else 0
+        session.response = response
+
+    def _drop_large_responses(self) -> None:
+        """Forget large responses to clients that have disconnected, the oldest first, down to the limit."""
+        for name, session in list(self._sessions.items()):
+            if self._kept <= KEPT_RESPONSE_BYTES:
+                return
+            if session.client is None and session.response and sum(map(len, session.response)) > MAX_KEY_BYTES:
+                self._keep(session, None)
+                del self._sessions[name]
 
     def _open_session(self, client: StoreClient, request: Request) -> None:
         session = self._sessions.setdefault(request.fields[0], ClientSession())
@@ -215,19 +303,19 @@ class RequestHandler:
         if len(self._sessions) > MAX_SESSIONS:
             gone = next((name for name, session in self._sessions.items() if session.client is None), None)
             if gone is not None:
-                del self._sessions[gone]
+                self._keep(self._sessions.pop(gone), None)
 
     # Responses: a framed request gets its number, a status and the reply; others get the bare reply.
 
     def _respond(self, client: StoreClient, request: Request, reply: tuple[Any, ...]) -> None:
-        operation, fields, number = request
+        operation, _, number = request
         if number is None:
-            return client.send(write_reply(operation, fields, reply))
+            return client.send(write_reply(operation, reply))
         # The status implies the acknowledgement.
-        pieces = [] if operation.reply in ("", "a") else write_reply(operation, fields, reply)
+        pieces = [] if operation.reply in ("", "a") else write_reply(operation, reply)
         pieces = write_response(number, _DONE, pieces)
         if not operation.idempotent and client.session is not None:
-            client.session.response = pieces
+            self._keep(client.session, pieces)
         client.send(pieces)
 
     def _refuse(self, client: StoreClient, request: Request, error: ArgumentError) -> None:
@@ -242,7 +330,7 @@ class RequestHandler:
         """Count the caller of a barrier, unless its request is repeated after a broken connection."""
         session, number = client.session, request.number
         if session is None or number is None or session.counted != number:
-            self.table.add(request.fields[0], 1)
+            self._run(Op.ADD, (request.fields[0], 1))
             self._wake(request.fields[0])
         if session is not None and number is not None:
             session.counted = number
@@ -310,6 +398,9 @@ class RequestHandler:
 
     def _cancel(self, client: StoreClient) -> None:
         pending, missing = client.pending, self._unfile(client)
+        if pending is not None and isinstance(pending.request.fields[0], list):
+            # It was filed under the first few only.
+            missing = self.table.missing(pending.request.fields[0])
         if client.session is None:
             client.send([b"\x01"])
         elif pending is not None and pending.request.number is not None:

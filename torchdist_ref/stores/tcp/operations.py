@@ -19,9 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 from torchdist_ref.stores.hash import Table
+
+MAX_FILED = 256
+"""Conditions under which a request waits at once. When they hold, the others are looked at."""
 
 Condition = tuple[bytes, int]
 """Key, and the number that its counter must reach; 0 if the key only has to exist."""
@@ -89,7 +93,7 @@ def _acknowledge(*_: Any) -> Fields:
 
 
 def _absent(table: Table, keys: list[bytes]) -> list[Condition]:
-    return [(key, 0) for key in dict.fromkeys(keys) if key not in table.values]
+    return [(key, 0) for key in islice((key for key in keys if key not in table.values), MAX_FILED)]
 
 
 def _below(table: Table, key: bytes, number: int) -> list[Condition]:
@@ -113,7 +117,7 @@ class Op:
         "K",
         "a",
         _acknowledge,
-        unmet=lambda table, keys: [(key, 0) for key in table.missing(keys)],
+        unmet=lambda table, keys: [(key, 0) for key in islice((k for k in keys if not table.has(k)), MAX_FILED)],
         idempotent=True,
     )
     GETNUMKEYS = Operation("GETNUMKEYS", 0x07, "", "i", lambda table: (len(table.values),), idempotent=True)

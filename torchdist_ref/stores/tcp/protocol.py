@@ -16,7 +16,7 @@ The server answers a repeated request id from memory. Do not add sockets or the 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
@@ -31,6 +31,7 @@ MAX_VALUE_BYTES = 8 * 2**20
 MAX_KEYS = 131072
 MAX_MESSAGE_BYTES = 12 * 2**20
 UNLIMITED = 2**40
+MANY_VALUES = 1024
 
 REQUEST_HEADER = struct.Struct("<BQIB")
 RESPONSE_HEADER = struct.Struct("<QQB")
@@ -75,11 +76,13 @@ class FieldCodec:
         read: function from a message and an offset to the field there, and the offset of the next one.
         extent: generator over the number of bytes that must have arrived to go on. It returns the offset of the next
             field. Its arguments are a function that reads 64 bits at an offset, and the field's offset.
+        limit: longest value; 0 for other kinds of fields.
     """
 
     write: Callable[[Any], list[bytes]]
     read: Reader
     extent: Callable[[NumberAt, int], Extent]
+    limit: int = 0
 
 
 def _checked(length: int, limit: int) -> int:
@@ -111,34 +114,87 @@ def _blob(limit: int) -> FieldCodec:
         yield at + 8
         return at + 8 + _checked(number_at(at), limit)
 
-    return FieldCodec(lambda data: [_pack_u64(len(data)), data], read, extent)
+    return FieldCodec(lambda data: [_pack_u64(len(data)), data], read, extent, limit)
+
+
+def _write_blobs(values: Sequence[bytes]) -> list[bytes]:
+    return list(chain.from_iterable(zip(map(_pack_u64, map(len, values)), values, strict=True)))
+
+
+class ManyValues:
+    """Values of a reply that become bytes only while they are sent, so that other clients need not wait for that.
+
+    Its length is that of the bytes.
+
+    >>> [piece.hex() for piece in ManyValues([b"a", b"bc"]).pieces()]
+    ['01000000000000006102000000000000006263']
+    """
+
+    def __init__(self, values: Sequence[bytes]) -> None:
+        self._values = values
+        self._nbytes = sum(map(len, values)) + 8 * len(values)
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the bytes in pieces; large values are pieces themselves."""
+        for begin in range(0, len(self._values), MANY_VALUES):
+            written = _write_blobs(self._values[begin : begin + MANY_VALUES])
+            if sum(map(len, written)) <= MAX_VALUE_BYTES:
+                yield b"".join(written)
+            else:
+                yield from written
+
+
+Piece = bytes | ManyValues
 
 
 def _list(limit: int, *blobs: FieldCodec) -> FieldCodec:
     """Return the codec of a list of values, or of tuples of values, with the number of its items in front."""
-    read_item = blobs[0].read if len(blobs) == 1 else lambda data, at: _read_fields(blobs, data, at)
+    limits = [blob.limit for blob in blobs]
+
+    def read_item(data: bytes, at: int) -> tuple[tuple[Any, ...], int]:
+        return _read_fields(blobs, data, at)
 
     def write(items: Sequence[Any]) -> list[bytes]:
-        values = items if len(blobs) == 1 else chain.from_iterable(items)
-        return [_pack_u64(len(items)), *(piece for value in values for piece in (_pack_u64(len(value)), value))]
+        values = items if len(blobs) == 1 else list(chain.from_iterable(items))
+        return [_pack_u64(len(items)), *_write_blobs(values)]
 
     def read(data: bytes, at: int) -> tuple[list[Any], int]:
         count, at = _checked(_unpack_u64(data, at)[0], limit), at + 8
-        items = []
+        items: list[Any] = []
         for _ in range(count):
             item, at = read_item(data, at)
             items.append(item)
         return items, at
 
+    def read_values(data: bytes, at: int) -> tuple[list[bytes], int]:
+        # As `read`, without a call for each of up to 131072 keys.
+        count, at, [most] = _checked(_unpack_u64(data, at)[0], limit), at + 8, limits
+        values = []
+        for _ in range(count):
+            size = _unpack_u64(data, at)[0]
+            if size > most:
+                _checked(size, most)
+            at += 8 + size
+            values.append(data[at - size : at])
+        return values, at
+
     def extent(number_at: NumberAt, at: int) -> Extent:
         yield at + 8
         end = at + 8
+        # Not `blob.extent`: a message may have 131072 keys, and this generator runs while other clients wait.
         for _ in range(_checked(number_at(at), limit)):
-            for blob in blobs:
-                end = yield from blob.extent(number_at, end)
+            for most in limits:
+                yield end + 8
+                size = number_at(end)
+                if size > most:
+                    _checked(size, most)
+                end += 8 + size
         return end
 
-    return FieldCodec(write, read, extent)
+    return FieldCodec(write, read_values if len(blobs) == 1 else read, extent)
 
 
 def _read_fields(codecs: Sequence[FieldCodec], data: bytes, at: int) -> tuple[tuple[Any, ...], int]:
@@ -262,13 +318,16 @@ def write_request(operation: Operation, *fields: Any, number: int | None = None)
     return _pack_header(FRAMED, number, len(body), operation.code) + body
 
 
-def write_reply(operation: Operation, fields: Sequence[Any], reply: Sequence[Any]) -> list[bytes]:
-    """Return the reply to a request with these fields, as pieces of bytes."""
+def write_reply(operation: Operation, reply: Sequence[Any]) -> list[Piece]:
+    """Return the reply to a request, as pieces of bytes."""
+    values = reply if operation.reply == "*" else reply[0] if operation.reply == "L" else ()
+    if len(values) > MANY_VALUES:
+        return [*([] if operation.reply == "*" else [_pack_u64(len(values))]), ManyValues(values)]
     writer = _WRITERS.get(operation.reply)
-    return writer(*reply) if writer else write(reply_kinds(operation, fields), reply)
+    return [*(writer(*reply) if writer else _write_blobs(reply))]
 
 
-def write_response(number: int, status: int, pieces: Sequence[bytes]) -> list[bytes]:
+def write_response(number: int, status: int, pieces: Sequence[Piece]) -> list[Piece]:
     """Return the response to a framed request, as pieces of bytes."""
     header = RESPONSE_HEADER.pack(number, sum(map(len, pieces)), status)
     return [header, *pieces] if pieces else [header]
@@ -349,6 +408,10 @@ class RequestDecoder:
             rest += data
             data = rest  # type: ignore[assignment]
         self._data, self._at, self.held = data, 0, len(data)
+
+    def clear(self) -> None:
+        """Release the memory of an unfinished request. Its extent refers to the parser: a cycle would keep both."""
+        self._data, self._at, self.held, self._extent = b"", 0, 0, None
 
     def next(self) -> Request | None:
         """Return the next complete request, or None until more bytes are fed.

@@ -4,7 +4,8 @@ The thread reads from the sockets, parses requests (`protocol`), runs them (`han
 of torch cannot authenticate themselves, so any process that reaches the port can connect, except those of other users
 on loopback. Each connection has limits:
 
-- a connection that sends no complete request within `HANDSHAKE_SECONDS` is closed;
+- a connection that sends no complete request within `HANDSHAKE_SECONDS` is closed, and so is the oldest of more than
+  `MAX_UNVALIDATED` such connections;
 - unfinished requests hold at most `MEMORY_LIMIT` bytes together. Above that, only one connection may continue a large
   request; the others are not read. One that is unfinished for `HANDSHAKE_SECONDS` while others wait is closed;
 - a client that does not read its replies is not read from.
@@ -24,12 +25,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 from torchdist_ref.stores.sockets import READ, TRUST_NETWORK, WRITE, adopt, listen, poller, refused_user
 from torchdist_ref.stores.tcp.handlers import RequestHandler, StoreClient
-from torchdist_ref.stores.tcp.protocol import ProtocolError, RequestDecoder
+from torchdist_ref.stores.tcp.protocol import ManyValues, Piece, ProtocolError, RequestDecoder
 from torchdist_ref.timeouts import Deadline
 
 logger = logging.getLogger("torchdist_ref.stores")
@@ -37,7 +39,11 @@ logger = logging.getLogger("torchdist_ref.stores")
 HANDSHAKE_SECONDS = 5.0
 MEMORY_LIMIT = 4 * 2**20
 READ_BYTES = 4096
-MAX_READ_BYTES = 256 * 1024
+MAX_READ_BYTES = 64 * 1024
+MAX_UNVALIDATED = 1024
+SEND_PIECES = 64
+SENDS_PER_TURN = 64
+TURN_SECONDS = 0.005
 PAUSED_CHECK_SECONDS = 0.25
 ACCEPT_RETRY_SECONDS = 0.1
 STOP_SECONDS = 5.0
@@ -51,6 +57,7 @@ class ServerConnection(StoreClient):
         accepted: when the connection was accepted, in seconds of the monotonic clock.
         unfinished_since: when the unfinished request began to hold memory.
         counted: bytes that it holds, as the loop has counted them.
+        recent_seconds: time that its requests took lately, in seconds.
     """
 
     def __init__(self, loop: ServerLoop, sock: socket.socket) -> None:
@@ -61,10 +68,20 @@ class ServerConnection(StoreClient):
         self.send_queue: deque[memoryview] = deque()
         self.accepted = self.unfinished_since = time.monotonic()
         self.counted = 0
+        self.recent_seconds = 0.0
+        self._more: Iterator[bytes] | None = None
         self.interest = READ
         self.closed = False
 
-    def send(self, pieces: Sequence[bytes | memoryview]) -> None:
+    def send(self, pieces: Sequence[Piece]) -> None:
+        last = pieces[-1] if pieces else b""
+        if isinstance(last, ManyValues):
+            self._more = last.pieces()
+            self.send_queue.extend(memoryview(piece) for piece in pieces if isinstance(piece, bytes))
+            return self.flush()
+        self._send_bytes(pieces)
+
+    def _send_bytes(self, pieces: Sequence[Any]) -> None:
         if not self.send_queue and sum(map(len, pieces)) <= READ_BYTES:
             # Most replies are small and are sent whole, without the queue.
             whole = b"".join(pieces)
@@ -79,15 +96,28 @@ class ServerConnection(StoreClient):
         self.flush()
 
     def flush(self) -> None:
-        """Send as much of the queue as the socket accepts."""
+        """Send as much of the queue as the socket accepts, a few megabytes at most: others wait for this thread."""
         try:
-            while self.send_queue and not self.closed:
-                self._drop_sent(self.sock.sendmsg(list(islice(self.send_queue, 64))))
+            for _ in range(SENDS_PER_TURN):
+                if self.closed or not self._has_more():
+                    break
+                self._drop_sent(self.sock.sendmsg(list(islice(self.send_queue, SEND_PIECES))))
         except BlockingIOError:
             pass
         except OSError as error:
             self.disconnect(str(error))
+        self._has_more()
         self.loop.watch(self)
+
+    def _has_more(self) -> bool:
+        """Return whether the queue has anything to send; get the next piece of a long reply if it is empty."""
+        while not self.send_queue and self._more is not None:
+            piece = next(self._more, None)
+            if piece is None:
+                self._more = None
+            else:
+                self.send_queue.append(memoryview(piece))
+        return bool(self.send_queue)
 
     def _drop_sent(self, size: int) -> None:
         while self.send_queue and size >= len(self.send_queue[0]):
@@ -139,16 +169,35 @@ class ServerLoop:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                for descriptor, events in self._poller.poll(self._poll_timeout()):
-                    connection = self.connections.get(descriptor)
-                    if connection is not None:
-                        self._serve(connection, events)
-                    else:
-                        self._accept(descriptor)
+                self._serve_all(self._poller.poll(self._poll_timeout()))
                 if self._unvalidated or self._paused or self._accept_again or self.handler.disconnected:
                     self._check_limits()
         finally:
             self.close_copies()
+
+    def _serve_all(self, ready: list[tuple[int, int]]) -> None:
+        """Serve the ready descriptors, clients that took little time lately first, until one takes long.
+
+        The poller reports the others again, together with clients that have sent requests meanwhile.
+        """
+        if len(ready) > 1:
+            ready.sort(key=self._recent_seconds)
+        before = time.monotonic()
+        for descriptor, events in ready:
+            connection = self.connections.get(descriptor)
+            if connection is None:
+                self._accept(descriptor)
+                continue
+            self._serve(connection, events)
+            now = time.monotonic()
+            connection.recent_seconds = connection.recent_seconds * 0.9 + (now - before)
+            if now - before > TURN_SECONDS:
+                return
+            before = now
+
+    def _recent_seconds(self, event: tuple[int, int]) -> float:
+        connection = self.connections.get(event[0])
+        return 0.0 if connection is None else connection.recent_seconds
 
     def _serve(self, connection: ServerConnection, events: int) -> None:
         try:
@@ -186,6 +235,8 @@ class ServerLoop:
 
     def _add(self, connection: ServerConnection) -> None:
         self.connections[connection.descriptor] = connection
+        if len(self._unvalidated) >= MAX_UNVALIDATED:
+            self.drop(next(iter(self._unvalidated)), "too many clients that sent no request")
         self._unvalidated[connection] = None
         self._poller.register(connection.descriptor, READ)
 
@@ -219,6 +270,7 @@ class ServerLoop:
             self._poller.unregister(connection.descriptor)
         connection.sock.close()
         connection.send_queue.clear()
+        connection.decoder.clear()
         self.handler.remove(connection)
 
     # Reading requests and sending replies

@@ -1,0 +1,261 @@
+"""Bounds of the store's server: memory of everything that clients leave there, and the time of one client's turn."""
+
+from __future__ import annotations
+
+import gc
+import random
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from tests.stores.test_tcp_protocol import RecordingClient, response_parts, validated
+from torchdist_ref.errors import ArgumentError
+from torchdist_ref.stores import TCPStore
+from torchdist_ref.stores.tcp import handlers, server
+from torchdist_ref.stores.tcp.handlers import KEY_OVERHEAD_BYTES, RequestHandler
+from torchdist_ref.stores.tcp.operations import MAX_FILED, Op
+from torchdist_ref.stores.tcp.protocol import (
+    MAGIC,
+    MANY_VALUES,
+    MAX_KEYS,
+    MAX_VALUE_BYTES,
+    ManyValues,
+    Request,
+    RequestDecoder,
+    Status,
+    write_request,
+)
+
+HOST = "127.0.0.1"
+MIB = 2**20
+HANDSHAKE = write_request(Op.VALIDATE, MAGIC)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
+    """A store with a budget of 1 MiB."""
+    monkeypatch.setenv("TORCHDIST_REF_STORE_MEMORY", "1")
+    store = TCPStore(HOST, 0, is_master=True)
+    yield store
+    store.close()
+
+
+def test_the_default_budget_is_256_mib() -> None:
+    assert RequestHandler().budget == 256 * MIB
+
+
+def test_a_full_store_names_its_budget_and_has_space_again(small: TCPStore) -> None:
+    half = bytes(MIB // 2)
+    small.set("a", half)
+    small.set("a", bytes(half))
+    full = r"the store is full: keys and values may use 1 MiB.*TORCHDIST_REF_STORE_MEMORY"
+    calls = (
+        lambda: small.set("b", half),
+        lambda: small.compare_set("b", "", half),
+        lambda: small.append("a", half),
+        lambda: small.multi_set(["b", "c"], [half[:-300], b""]),
+        lambda: small.queue_push("q", half),
+    )
+    for call in calls:
+        with pytest.raises(ArgumentError, match=full):
+            call()
+    assert small.get("a") == half and small.list_keys() == ["a"]
+    assert small.delete_key("a")
+    small.queue_push("q", half)
+    with pytest.raises(ArgumentError, match=full):
+        small.set("a", half)
+    assert small.queue_pop("q") == half
+    small.set("a", half)
+
+
+def test_a_client_of_torchs_that_fills_the_store_is_disconnected(small: TCPStore) -> None:
+    with socket.create_connection((HOST, small.port), timeout=20) as client:
+        client.sendall(HANDSHAKE + write_request(Op.SET, b"/k", bytes(2 * MIB)))
+        try:
+            assert client.recv(1) == b""
+        except ConnectionResetError:
+            pass
+    assert small.num_keys() == 0
+
+
+def test_a_value_does_not_grow_beyond_its_limit_by_appending() -> None:
+    handler = RequestHandler()
+    client = validated(handler, b"me")
+    for number, size in enumerate((MAX_VALUE_BYTES - 1, 1), 1):
+        handler.handle(client, Request(Op.APPEND, (b"a", bytes(size)), number))
+        assert response_parts(client.replies())[1] == Status.DONE
+    handler.handle(client, Request(Op.APPEND, (b"a", bytes(MIB)), 3))
+    _, status, text = response_parts(client.replies())
+    assert status == Status.REFUSED and b"longer than" in text
+    assert len(handler.table.values[b"a"]) == MAX_VALUE_BYTES
+
+
+def really_used(handler: RequestHandler) -> int:
+    table = handler.table
+    sizes = [len(key) + len(value) for key, value in table.values.items()]
+    sizes += [len(value) for queue in table.queues.values() for value in queue]
+    return sum(sizes) + KEY_OVERHEAD_BYTES * len(sizes)
+
+
+def test_the_memory_of_random_requests_is_counted_exactly() -> None:
+    handler, generator = RequestHandler(), random.Random(3)
+    handler.budget = 4000
+    clients = [validated(handler, name) for name in (b"a", b"b", b"c")]
+    refused = 0
+    for number in range(1, 3000):
+        client = clients[number % 3]
+        if client.pending is not None:
+            handler.handle(client, Request(Op.CANCEL_WAIT, ()))
+        key, value = generator.choice([b"x", b"yy", b"zzz"]), bytes(generator.randrange(900))
+        request = generator.choice(
+            [
+                (Op.SET, (key, value)),
+                (Op.COMPARE_SET, (key, b"", value)),
+                (Op.ADD, (b"n", generator.randrange(10**9))),
+                (Op.APPEND, (key, value)),
+                (Op.MULTI_SET, ([(key, value), (b"yy", b"1"), (key, b"")],)),
+                (Op.DELETE_KEY, (key,)),
+                (Op.QUEUE_PUSH, (key, value)),
+                (Op.QUEUE_POP, (key,)),
+                (Op.WAIT_POP, (key,)),
+                (Op.BARRIER, (b"barrier" + key, 2)),
+            ]
+        )
+        handler.handle(client, Request(*request, number))
+        sent = client.replies()
+        refused += bool(sent) and sent[struct.calcsize("<QQ")] == Status.REFUSED
+        assert handler.used == really_used(handler) <= handler.budget + 100, request
+    assert refused > 50
+
+
+def test_kept_responses_of_clients_that_have_gone_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once 600 gone clients kept 605 MiB."""
+    monkeypatch.setattr(handlers, "KEPT_RESPONSE_BYTES", 10 * MIB)
+    handler = RequestHandler()
+    for number in range(40):
+        client = validated(handler, b"client %d" % number)
+        handler.handle(client, Request(Op.COMPARE_SET, (b"k%d" % number, b"", bytes(MIB)), 1))
+        assert len(client.replies()) > MIB
+        handler.handle(client, Request(Op.DELETE_KEY, (b"k%d" % number,), 2) if number % 2 else Request(Op.PING, (7,)))
+        handler.remove(client)
+        kept = [sum(map(len, each.response)) for each in handler._sessions.values() if each.response]
+        assert sum(kept) == handler._kept <= 10 * MIB
+
+
+def test_a_request_that_was_broken_off_leaves_no_memory() -> None:
+    """Once a reference cycle kept it until Python's oldest generation was collected."""
+    decoder = RequestDecoder()
+    decoder.feed(HANDSHAKE + write_request(Op.SET, b"/k", bytes(MIB))[:-1])
+    while decoder.next() is not None:
+        pass
+    assert decoder.held > MIB // 2
+    gone = weakref.ref(decoder)
+    gc.disable()
+    try:
+        decoder.clear()
+        assert decoder.held == 0
+        del decoder
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_the_server_clears_what_a_client_left_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
+    cleared: list[int] = []
+    real = RequestDecoder.clear
+    monkeypatch.setattr(RequestDecoder, "clear", lambda self: (cleared.append(self.held), real(self)))
+    store = TCPStore(HOST, 0, is_master=True)
+    with socket.create_connection((HOST, store.port), timeout=20) as client:
+        client.sendall(HANDSHAKE + write_request(Op.SET, b"/k", bytes(1000))[:-1])
+        store.get("x") if store.check(["x"]) else store.set("x", "")
+    deadline = time.monotonic() + 20
+    while not cleared and time.monotonic() < deadline:
+        store.num_keys()
+    assert cleared and 0 < cleared[0] < 1100
+    store.close()
+
+
+def test_silent_connections_are_capped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_UNVALIDATED", 8)
+    store = TCPStore(HOST, 0, is_master=True)
+    silent = [socket.create_connection((HOST, store.port), timeout=20) for _ in range(20)]
+    assert silent[0].recv(1) == b"", "the oldest is closed, long before its time"
+    store.set("k", "v")
+    assert len([loop for loop in server._loops if loop.listeners[0].fileno() != -1][-1].connections) <= 10
+    for each in silent:
+        each.close()
+    store.close()
+
+
+# Big requests take turns
+
+
+def test_a_wait_for_many_keys_is_filed_under_a_few_at_a_time() -> None:
+    handler = RequestHandler()
+    waiter, setter = validated(handler, b"me"), validated(handler)
+    keys = [b"/k%d" % number for number in range(3 * MAX_FILED)]
+    handler.handle(waiter, Request(Op.WAIT, (keys,), 1))
+    assert sum(map(len, handler.pending.values())) == MAX_FILED
+    for key in reversed(keys[1:]):
+        handler.handle(setter, Request(Op.SET, (key, b"")))
+    assert waiter.sent == b""
+    handler.handle(setter, Request(Op.SET, (keys[0], b"")))
+    assert response_parts(waiter.replies())[1] == Status.DONE and not handler.pending
+
+
+def test_a_cancelled_wait_reports_all_missing_keys() -> None:
+    handler = RequestHandler()
+    waiter = validated(handler, b"me")
+    handler.table.values[b"/k5"] = b""
+    keys = [b"/k%d" % number for number in range(2 * MAX_FILED)]
+    handler.handle(waiter, Request(Op.WAIT_GET_ALL, (keys,), 1))
+    handler.handle(waiter, Request(Op.CANCEL_WAIT, ()))
+    _, status, body = response_parts(waiter.replies())
+    assert status == Status.CANCELLED and body.count(b"/k") == 2 * MAX_FILED - 1 and not handler.pending
+
+
+def test_a_long_reply_is_written_while_it_is_sent() -> None:
+    handler = RequestHandler()
+    handler.table.values.update((b"/%d" % number, b"") for number in range(2 * MANY_VALUES))
+    sent = []
+    client = validated(handler)
+    client.send = sent.extend  # type: ignore[method-assign]
+    handler.handle(client, Request(Op.LIST_KEYS, ()))
+    assert isinstance(sent[-1], ManyValues) and len(list(sent[-1].pieces())) == 2
+
+
+def test_long_replies_arrive_whole_and_nobody_waits_for_their_reader() -> None:
+    store = TCPStore(HOST, 0, is_master=True)
+    names = [f"{'long' * 50} {number:06d}" for number in range(20_000)]
+    for begin in range(0, len(names), 1000):
+        part = names[begin : begin + 1000]
+        store.multi_set(part, [name[-3:] for name in part])
+    with socket.create_connection((HOST, store.port), timeout=20) as slow:
+        slow.sendall(HANDSHAKE + bytes([Op.LIST_KEYS.code]) * 3)
+        assert store.list_keys() == names
+        assert store.multi_get(names) == [name[-3:].encode() for name in names]
+        data, expected = bytearray(), 3 * (8 + sum(9 + len(name) for name in names))
+        while len(data) < expected:
+            data += slow.recv(MIB)
+    assert len(data) == expected and data.endswith(f"/{names[-1]}".encode())
+    store.close()
+
+
+def test_one_turn_on_the_largest_request_is_short() -> None:
+    """The parser is given what the server reads at once; the last turn converts all 131,072 keys."""
+    message = write_request(Op.WAIT, [b"/never%07d" % number for number in range(MAX_KEYS)])
+    decoder, handler, client, longest = RequestDecoder(), RequestHandler(), RecordingClient(), 0.0
+    client.validated = True
+    decoder.feed(HANDSHAKE)
+    decoder.next()
+    for begin in range(0, len(message), server.MAX_READ_BYTES):
+        start = time.thread_time()
+        decoder.feed(message[begin : begin + server.MAX_READ_BYTES])
+        if (request := decoder.next()) is not None:
+            handler.handle(client, request)
+        longest = max(longest, time.thread_time() - start)
+    assert client.pending is not None and longest < 0.1
