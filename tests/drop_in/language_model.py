@@ -14,15 +14,17 @@ LETTERS, LENGTH, WIDTH = 11, 8, 16
 class GPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(LETTERS, WIDTH), nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        self.embedding, self.position = nn.Embedding(LETTERS, WIDTH), nn.Parameter(torch.zeros(LENGTH, WIDTH))
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, LETTERS, bias=False)
-        self.head.weight = self.token.weight
+        self.head.weight = self.embedding.weight
 
     def forward(self, text: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1])
-        found: Tensor = self.head(self.layers(self.token(text) + self.position[: text.shape[1]], mask, is_causal=True))
+        found: Tensor = self.head(
+            self.layers(self.embedding(text) + self.position[: text.shape[1]], mask, is_causal=True)
+        )
         return found
 
 

@@ -20,7 +20,7 @@ from torchdist_ref.testing import run
 
 # Forked ranks have the modules above loaded: each would import them for seconds.
 HERE = Path(__file__).parent
-PROGRAMS = sorted(path.stem for path in HERE.glob("*.py") if not path.stem.startswith(("test_", "__")))
+PROGRAMS = sorted(path.stem for path in HERE.glob("*.py") if not path.stem.startswith(("test_", "__", "packages")))
 IMPORTS = {
     "import torch.distributed as dist\n": "import torchdist_ref as dist\n",
     "from torch.nn.parallel import DistributedDataParallel as DDP\n": (
