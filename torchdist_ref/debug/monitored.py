@@ -74,8 +74,12 @@ def _missing_error(
         return RankDiedError(f"{here} (group {name!r}). {failure}")
     text = f"{here} in {timeout.total_seconds() * 1000:.0f} ms (group {name!r})."
     if rank in absent:
-        return RankStalledError(f"{text} This rank arrived after the others had timed out.")
-    return RankStalledError(f"{text} Check whether these ranks are alive, and at which call they are.")
+        return RankStalledError(f"{text} This rank arrived after the others had timed out in monitoredBarrier.")
+    reached = f"Rank {members[rank]} successfully reached monitoredBarrier, but received errors while waiting"
+    return RankStalledError(
+        f"{text} {reached}: {ranks} timed out in monitoredBarrier. Check whether these ranks are alive, and at which "
+        "call they are."
+    )
 
 
 def _delete_round(store: Store, number: int, rank: int) -> None:

@@ -39,6 +39,9 @@ logger = logging.getLogger("torchdist_ref.parallel")
 _SUM = AllReduce()
 
 
+_GRAPH_CHANGED = "Your training graph has changed in this iteration"
+
+
 class AllReduceExchange:
     """Average without a hook: divide, then sum.
 
@@ -213,16 +216,18 @@ class Reducer:
         if not (self._armed and self._begun) or self._failed:
             return
         missing = [repr(entry.name) for entry, left in zip(self.entries, self._hooks_left, strict=True) if left > 0]
+        # The phrases of torch's errors, which programs match, are in tests/groups/compatibility_table.py.
         advice = (
-            "static_graph=True promises the same graph every time, and this iteration's graph was another."
+            f"{_GRAPH_CHANGED}: static_graph=True promises the same graph every time."
             if self.static_graph
             else "If they are meant to take no part, pass find_unused_parameters=True; "
             "if they are not, make sure that every output of forward reaches the loss."
         )
         raise DistError(
-            "DistributedDataParallel: the last backward pass did not finish its reduction before this forward pass "
+            "DistributedDataParallel: Expected to have finished reduction in the prior iteration before starting a new "
+            "one: the last backward pass did not finish its reduction before this forward pass "
             f"(on rank {groups.get_rank(self.group)}): no gradient arrived for {', '.join(missing)}, "
-            f"so nothing was averaged. {advice}"
+            f"parameters that were not used in producing loss, so nothing was averaged. {advice}"
         )
 
     # ---- during backward
@@ -262,13 +267,14 @@ class Reducer:
 
     def _raise_marked_twice(self, index: int) -> None:
         advice = (
-            "static_graph=True promises the same graph every time, and in this iteration it was used more often."
+            f"{_GRAPH_CHANGED}: static_graph=True promises the same graph, and the parameter was used more often."
             if self.static_graph
             else "It is probably used by two forward passes, or in reentrant backward passes (activation "
             "checkpointing); if the graph is always the same, pass static_graph=True."
         )
         rank, name = groups.get_rank(self.group), self.entries[index].name
         fault = f"parameter {name!r} got its gradient twice in one iteration (on rank {rank})"
+        fault = f"Expected to mark a variable ready only once: {fault}"
         raise DistError(f"DistributedDataParallel: {fault}. {advice}")
 
     def mark_variable_ready(self, index: int) -> None:

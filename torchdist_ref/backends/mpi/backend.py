@@ -185,7 +185,7 @@ class Mpi(Backend):
                 received = self._bytes(row)
                 request = comm.Irecv(received, source, self._tag(call))
                 return Started(request, (received,), self._copy_message(call, outputs, row))
-        raise UnsupportedError(f"{call.op}: backend 'mpi' has no such operation.")
+        raise UnsupportedError(f"{call.op}: backend 'mpi' does not support this operation.")
 
     def _tag(self, call: Send | Recv) -> int:
         """Return the tag of a message.

@@ -269,7 +269,7 @@ class TorchBackend(Backend):
                 return backend.recv_anysource(self._message(call, outputs), call.tag)
             case Recv():
                 return backend.recv(self._message(call, outputs), call.src, call.tag)
-        raise UnsupportedError(f"{call.op}: {self.title} has no such operation.")
+        raise UnsupportedError(f"{call.op}: {self.title} does not support this operation.")
 
     def _options(self, kind: Any, reducing: AllReduce | Reduce | ReduceScatter | None = None, root: int = -1) -> Any:
         """Return torch's options of a kind, with a reduction or a root if the call has one."""
@@ -288,7 +288,7 @@ class TorchBackend(Backend):
         """
         if call.reduction not in _REDUCE_OPS:
             raise UnsupportedError(
-                f"{call.op}: reduction {call.reduction!r} is not available on backend {self.name!r}; use SUM and scale."
+                f"{call.op}: backend {self.name!r} does not support reduction {call.reduction!r}; use SUM and scale."
             )
         return _REDUCE_OPS[call.reduction]
 
