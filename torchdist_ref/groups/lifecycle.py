@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from datetime import timedelta
@@ -26,6 +27,7 @@ from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
     BackendArgumentError,
+    DistNetworkError,
     MismatchError,
     NotInitializedError,
     UsageError,
@@ -47,9 +49,10 @@ from torchdist_ref.groups.world import (
 from torchdist_ref.liveness import MemberWatch, Presence
 from torchdist_ref.rendezvous import rendezvous
 from torchdist_ref.stores import PrefixStore, Store
-from torchdist_ref.timeouts import STORE_TIMEOUT
+from torchdist_ref.timeouts import STORE_TIMEOUT, Deadline
 
 log = logging.getLogger("torchdist_ref.groups")
+_RECONNECT_SECONDS = 0.001
 
 
 def init_process_group(
@@ -111,16 +114,18 @@ def init_process_group(
     _check_backend(backend, "init_process_group")
     owned = store is None
     if store is None:
-        store, rank, world_size = _rendezvous(init_method, rank, world_size, seconds)
+        meeting, rank, world_size = _rendezvous(init_method, rank, world_size, seconds)
+        store = meeting.underlying_store
     elif init_method is not None:
         raise UsageError("init_process_group: give either 'store' or 'init_method', not both.")
     elif not hasattr(store, "compare_set"):
         raise ArgumentTypeError(explain("init_process_group", "store", "a store", store))
-    _check_rank(rank, world_size)
+    else:
+        _check_rank(rank, world_size)
+        meeting, _ = _meeting_store(store, rank)
     world.store, world.owns_store = store, owned
     try:
         members, options = tuple(range(world_size)), (pg_options, device_id)
-        meeting = _meeting_store(store, rank)
         presence = Presence(meeting, rank, world_size)
         watch = MemberWatch(meeting, rank, members, "init_process_group", presence.failure)
         with closing(presence), watch.published_on_disconnect():
@@ -145,12 +150,34 @@ def _check_backend(backend: str | None, operation: str) -> None:
         names_by_device(backend, operation)
 
 
-def _rendezvous(init_method: str | None, rank: int, world_size: int, seconds: float) -> tuple[Store, int, int]:
+def _rendezvous(init_method: str | None, rank: int, world_size: int, seconds: float) -> tuple[PrefixStore, int, int]:
+    """Return the part of the store for this initialization, the rank and the world size."""
     url, timeout = init_method or "env://", min(timedelta(seconds=seconds), STORE_TIMEOUT)
     if not url.startswith(("env://", "tcp://")):
-        return next(iter(rendezvous(url, rank, world_size, timeout=timeout)))
-    # The wait for the other ranks comes later, under watch.
-    return next(iter(rendezvous(url, rank, world_size, timeout=timeout, wait_for_workers=False)))
+        store, rank, world_size = next(iter(rendezvous(url, rank, world_size, timeout=timeout)))
+        _check_rank(rank, world_size)
+        return _meeting_store(store, rank)[0], rank, world_size
+    deadline, outlives_worlds = Deadline(seconds), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    while True:
+        # The wait for the other ranks comes later, under watch.
+        store, rank, world_size = next(iter(rendezvous(url, rank, world_size, timeout=timeout, wait_for_workers=False)))
+        try:
+            meeting, number = _meeting_store(store, rank)
+        except DistNetworkError:
+            if rank == 0 or outlives_worlds or deadline.passed():
+                raise
+            number = 2
+        if rank == 0 or outlives_worlds or number == 1 or deadline.passed():
+            return meeting, rank, world_size
+        # The server that rank 0 ran for the last world, which has not ended yet, or ended just now.
+        _close_store(store)
+        time.sleep(_RECONNECT_SECONDS)
+
+
+def _close_store(store: Store) -> None:
+    close = getattr(store, "close", None)
+    if close is not None:
+        close()
 
 
 def _check_rank(rank: int, world_size: int) -> None:
@@ -162,11 +189,14 @@ def _check_rank(rank: int, world_size: int) -> None:
         raise kind(explain("init_process_group", "rank", f"from 0 to {world_size - 1}", rank))
 
 
-def _meeting_store(store: Store, rank: int) -> PrefixStore:
-    """Return the part of a store for this initialization: the store may outlive worlds and restarted ranks."""
+def _meeting_store(store: Store, rank: int) -> tuple[PrefixStore, int]:
+    """Return the part of a store for this initialization, and how many this rank has begun on it.
+
+    The store may outlive worlds and restarted ranks.
+    """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     number = store.add(f"worlds/{attempt}/{rank}", 1)
-    return PrefixStore(f"world/{attempt}/{number}", store)
+    return PrefixStore(f"world/{attempt}/{number}", store), number
 
 
 def make_group(
