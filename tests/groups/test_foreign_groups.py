@@ -101,11 +101,12 @@ def disagreeing(rank: int, path: str, backends: list[str]) -> tuple[str, float]:
 
 @pytest.mark.parametrize("ranks", ["processes", "threads"])
 @pytest.mark.parametrize("backends", [["ref", "gloo"], ["gloo", "ref", "ref"], ["ref", "ref", "gloo"]], ids=str)
-def test_ranks_that_disagree_on_the_backend_raise_one_error_within_a_second(
+def test_ranks_that_disagree_on_the_backend_raise_one_error_soon(
     backends: list[str], ranks: Any, tmp_path: Any
 ) -> None:
     found = run(disagreeing, len(backends), str(tmp_path), backends, ranks=ranks, init=False)
-    assert max(seconds for _, seconds in found) < 1
+    # On an idle machine well below a second; a missed disagreement ends with the time-out of 30 minutes.
+    assert max(seconds for _, seconds in found) < 5
     for text, _ in found:
         assert text.startswith("init_process_group: rank ") and text.count("uses backend") == 1
         assert all(repr(name) in text for name in backends)
