@@ -8,6 +8,7 @@ backward, `construction` and `exchange` check arguments, `synchronization` keeps
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,12 +29,14 @@ from torchdist_ref.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
     _reducer_allreduce_and_upcast_hook,
 )
 from torchdist_ref.algorithms.join import Join, Joinable, JoinHook
-from torchdist_ref.errors import DistError
-from torchdist_ref.parallel import bucketing, construction, synchronization
+from torchdist_ref.errors import ArgumentError, DistError, explain
+from torchdist_ref.parallel import bucketing, construction, logging_data, synchronization
 from torchdist_ref.parallel.exchange import HookExchange, check_hook
 from torchdist_ref.parallel.modes import DelayedParameters, LowPrecision, MixedPrecision, take_over_optimizers
 from torchdist_ref.parallel.reducer import Reducer
 from torchdist_ref.parallel.synchronization import BufferHook, ModuleStates, _BufferCommHookLocation
+
+logger = logging.getLogger("torchdist_ref.parallel")
 
 __all__ = ["DistributedDataParallel"]
 
@@ -180,6 +183,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             synchronization.broadcast_tensors([parameter for _, parameter in delayed], self.process_group)
             self._delayed = DelayedParameters(delayed, param_to_hook_all_reduce, self.process_group)
         self._build()
+        if groups.get_debug_level() != groups.DebugLevel.OFF:
+            logger.info("DistributedDataParallel: constructed: %s", logging_data.as_text(self._get_ddp_logging_data()))
 
     def _synchronize(self, with_buffers: bool) -> None:
         """Check that all ranks hold the same kinds of parameters, then receive rank 0's values."""
@@ -191,6 +196,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _build(self) -> None:
         self.states = ModuleStates(self.module, self.parameters_to_ignore, self.process_group)
         self.reducer = Reducer(self._entries, self.process_group, self._options)
+        self._statistics = logging_data.RuntimeStatistics()
+        ddp = weakref.ref(self)
+        self.reducer.on_times = lambda times: _log_times(ddp(), times)
         self._before_first_forward = True
         if self.mixed_precision is not None:
             self.reducer.precision = LowPrecision(self.module, self.mixed_precision, self.parameters_to_ignore)
@@ -211,6 +219,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._before_first_forward = False
             if take_over_optimizers(entry.parameter for entry in self._entries):
                 self.register_comm_hook(weakref.ref(self), _apply_optim_in_backward_hook(self.gradient_as_bucket_view))
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.reducer.times = self._statistics.begin_iteration()
         joining = self._join_config.enable
         if joining:
             self._count_working_ranks()
@@ -520,27 +530,24 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.register_comm_hook(self.process_group, _hook_then_optimizer(allreduce_hook, state))
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return the configuration of this DDP, under the names of torch's statistics. Times are not among them."""
-        parameters = [entry.parameter for entry in self._entries]
-        members = ([self.reducer.parameters[m] for m in bucket] for bucket in self.reducer.assignment)
-        sizes = ", ".join(str(sum(parameter.nbytes for parameter in bucket)) for bucket in members)
+        """Return how this DDP was constructed, its buckets, and times of the last sampled iteration, as torch does."""
         return {
-            "backend_name": groups.get_backend(self.process_group),
-            "broadcast_buffers": int(self.broadcast_buffers),
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "rebuilt_bucket_sizes" if self.reducer.rebuilt else "bucket_sizes": sizes,
-            "comm_hook": self._hook_name or "",
-            "dtypes": ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})),
-            "find_unused_parameters": int(self._options.find_unused),
-            "gradient_as_bucket_view": int(self._options.gradient_as_view),
-            "has_rebuilt_buckets": int(self.reducer.rebuilt),
-            "module_name": type(self.module).__name__,
-            "num_parameter_tensors": len(parameters),
-            "rank": groups.get_rank(self.process_group),
-            "static_graph": int(self.static_graph),
-            "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
-            "world_size": groups.get_world_size(self.process_group),
+            **logging_data.construction_data(self),
+            **logging_data.runtime_data(self.reducer, self._statistics),
+            **({"comm_hook": self._hook_name} if self._hook_name else {}),
+            **({"static_graph": 1} if self.static_graph else {}),
         }
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Measure the times of every iteration whose number divides by the rate, and of the first ten.
+
+        Raises:
+            ArgumentError: A rate below 1.
+        """
+        if sample_rate < 1:
+            expected = "equal or greater than 1"
+            raise ArgumentError(explain("DistributedDataParallel", "sample_rate", expected, sample_rate))
+        self._statistics.sample_rate = sample_rate
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
@@ -565,6 +572,14 @@ class DistributedDataParallel(nn.Module, Joinable):
     @forward_sync_buffers.setter
     def forward_sync_buffers(self, wanted: bool) -> None:
         self.broadcast_buffers = wanted
+
+
+def _log_times(ddp: DistributedDataParallel | None, times: dict[str, Any]) -> None:
+    """Keep the times of a sampled iteration; at the debug levels INFO and DETAIL, log them too."""
+    if ddp is not None:
+        ddp._statistics.end_iteration(times)  # noqa: SLF001 (of this module)
+        if groups.get_debug_level() != groups.DebugLevel.OFF:
+            logger.info("DistributedDataParallel: runtime: %s", logging_data.as_text(times))
 
 
 class _JoinDDP(JoinHook):

@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from time import time_ns
 from typing import Any
 
 import torch
@@ -108,6 +109,9 @@ class Reducer:
         self.entries = entries
         self.group = group
         self.options = options
+        # Times of this iteration, if it is sampled; `logging_data` sets both.
+        self.times: dict[str, Any] | None = None
+        self.on_times: Callable[[dict[str, Any]], None] = lambda times: None
         self.static_graph = self._static_graph_first_iteration = options.static_graph
         # Whether unused parameters are searched for in every iteration.
         self.dynamic_graph_find_unused = options.find_unused and not options.static_graph
@@ -238,6 +242,8 @@ class Reducer:
             if self._begun or not self._armed:
                 return
             self._begun = True
+            if self.times is not None:
+                self.times["backward_compute_time_start"] = time_ns()
             for bucket in self.buckets:
                 bucket.set_packing(self.exchange.scale, self.exchange.wire_dtype)
             if self._usage_is_open:
@@ -287,7 +293,7 @@ class Reducer:
             bucket.pending -= 1
             if not bucket.pending:
                 self._launch_ready_buckets()
-        if not self.rebuilt:
+        if not self.rebuilt or self.times is not None:
             self._ready_order.append(index)
         self._pending -= 1
         if not (self._pending or self._usage_is_open):
@@ -303,6 +309,9 @@ class Reducer:
         """Launch the exchange of a bucket, unless it has no used parameter and is to be skipped then."""
         if self.options.skip_unused and all(member in self._unused for member in bucket.members):
             return
+        if self.times is not None:
+            self.times.setdefault("backward_comm_time_start", time_ns())
+            self.times["num_buckets_reduced"] += 1
         try:
             bucket.launched = self.exchange.launch(bucket)
         except BaseException:
@@ -329,6 +338,8 @@ class Reducer:
 
     def finalize_backward(self) -> None:
         """Wait for the buckets in order, and copy the results to the parameters."""
+        if self.times is not None:
+            self.times["backward_compute_time_end"] = time_ns()
         try:
             with torch.no_grad():
                 self._finalize_buckets()
@@ -336,7 +347,18 @@ class Reducer:
         except BaseException:
             self._failed = True
             raise
+        if self.times is not None:
+            self._end_times(self.times)
         self._reset()
+
+    def _end_times(self, times: dict[str, Any]) -> None:
+        times["backward_comm_time_end"] = time_ns()
+        # Others are averaged in place.
+        times["num_buckets_reduced"] += len(self.assignment) - len(self.buckets)
+        times["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, self._ready_order))
+        times["unused_parameter_size"] = sum(self.parameters[index].nbytes for index in self._unused)
+        self.times = None
+        self.on_times(times)
 
     def _finalize_buckets(self) -> None:
         # While one bucket is copied out, the next is still being communicated.
