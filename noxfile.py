@@ -122,7 +122,7 @@ def tests(session: nox.Session) -> None:
     """The tests, on `ref` and `gloo`. Arguments after -- go to pytest."""
     set_up(session, 3)
     session.log("[3/3] running the tests")
-    call(session, "-m", "pytest", "-m", "not long and not benchmark", *session.posargs)
+    call(session, "-m", "pytest", "-m", "not long and not benchmark and not browser", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -131,6 +131,16 @@ def long(session: nox.Session) -> None:
     set_up(session, 3)
     session.log("[3/3] running the long tests")
     call(session, "-m", "pytest", "-m", "long", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def site(session: nox.Session) -> None:
+    """Test the site of `nox -s docs` in Chromium, which the system provides. Arguments after -- go to pytest."""
+    set_up(session, 4)
+    with step(session, 3, 4, "installing the browser's driver"):
+        pip(session, "-e", ".[browser]")
+    with step(session, 4, 4, "opening the site in a browser"):
+        call(session, "-m", "pytest", "-q", "-m", "browser", "tests/docs/test_in_browser.py", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -160,7 +170,7 @@ def versions(session: nox.Session) -> None:
                 pip(session, "-e", ".[docs,notebook,test]", python=str(home / "bin" / "python"))
                 (home / "complete").touch()
             inside, results = str(home / "bin" / "python"), str(home / "results.xml")
-            marks = "not long and not benchmark"
+            marks = "not long and not benchmark and not browser"
             call(session, "-m", "pytest", "-q", "-m", marks, f"--junitxml={results}", python=inside, codes=(0, 1))
             call(session, "-m", "tests.versions", results, python=inside, codes=(0, 1))
             outcomes = Path(results).read_text(encoding="utf-8")

@@ -46,8 +46,9 @@ extensions = [
     "traces",
     "player",
     "collective_pages",
+    "head_tags",
 ]
-exclude_patterns = ["_build", "_generated", "_inventories", "**.ipynb_checkpoints"]
+exclude_patterns = ["_build", "_generated", "_templates", "_inventories", "**.ipynb_checkpoints"]
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
 default_role = "quoted"
 nitpicky = True
@@ -91,8 +92,12 @@ html_math_renderer = "mathml"
 html_theme = "pydata_sphinx_theme"
 html_title = "torchdist_ref"
 html_static_path = ["_static"]
+templates_path = ["_templates"]
 html_css_files = ["site.css", "player.css"]
-html_js_files = [("player.js", {"defer": "defer"})]
+html_js_files = [("site.js", {"defer": "defer"}), ("player.js", {"defer": "defer"})]
+# The address at which the site is published, and a template of the address at which a page can be edited.
+html_baseurl = os.environ.get("TORCHDIST_REF_SITE_URL", "")
+EDIT_URL = os.environ.get("TORCHDIST_REF_EDIT_URL", "")
 html_favicon = "_static/favicon.svg"
 html_show_sourcelink = False
 html_copy_source = False
@@ -104,8 +109,9 @@ html_theme_options = {
     "header_links_before_dropdown": 6,
     "footer_start": ["copyright"],
     "footer_end": ["sphinx-version"],
-    "secondary_sidebar_items": ["page-toc"],
+    "secondary_sidebar_items": ["page-toc", "edit-this-page"] if EDIT_URL else ["page-toc"],
+    "use_edit_page_button": bool(EDIT_URL),
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",
 }
-html_context = {"default_mode": "auto"}
+html_context = {"default_mode": "auto", "edit_page_url_template": EDIT_URL}

@@ -127,7 +127,7 @@ class ChooserDirective(SphinxDirective):
             page = data(path)
             rows.append(f"| {page['have']} | {page['want']} | {{doc}}`{page['title']} </collectives/{path.stem}>` |")
         header = ["| I have … | I want … | call |", "|---|---|---|"]
-        return self.parse_text_to_nodes("\n".join([*header, *rows]))
+        return [nodes.container("", *self.parse_text_to_nodes("\n".join([*header, *rows])), classes=["chooser"])]
 
 
 class BeforeAfterDirective(Directive):

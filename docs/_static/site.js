@@ -1,0 +1,6 @@
+"use strict";
+// Names for the arrows that unfold the theme's lists of pages: they have a picture and no text.
+for (const arrow of document.querySelectorAll("summary:has(> .toctree-toggle)")) {
+  const page = arrow.closest("li").querySelector("a");
+  arrow.setAttribute("aria-label", `Pages below ${page.textContent.trim()}`);
+}

@@ -1,0 +1,261 @@
+"""The built site in Chromium: accessible, steady, playable by keyboard, and without a request to another host.
+
+Needs Chromium or Chrome, and the site in `docs/_build/html` or in the folder that `TORCHDIST_REF_SITE` names. Run by
+`nox -s site`. One page of each kind is tested in light and dark, at the width of a desktop and of a phone.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import importlib.resources
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs import pages
+
+pytestmark = pytest.mark.browser
+
+SITE = Path(os.environ.get("TORCHDIST_REF_SITE", pages.DOCS / "_build" / "html"))
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+PAGES = (
+    "index.html",
+    "collectives/index.html",
+    "collectives/all_reduce.html",
+    "collectives/barrier.html",
+    "explanation/schedules.html",
+    "how-to/launch.html",
+    "reference/index.html",
+    "reference/errors.html",
+    "search.html",
+    "404.html",
+)
+LOOKS = [(1400, "light"), (1400, "dark"), (390, "light"), (390, "dark")]
+# Elements that may scroll sideways: code, tables, formulas and the boxes around tables.
+MAY_SCROLL = "pre, table, .formula, .player-table, .pst-scrollable-table-container, math"
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Server of the site as a host would serve it: unknown addresses get the page 404.html."""
+
+    def log_message(self, *args: object) -> None:
+        """Print nothing."""
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Send the site's own page for an unknown address."""
+        body = (SITE / "404.html").read_bytes() if code == 404 else b""
+        self.send_response(code, message)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Server that does not wait for connections that the browser keeps open."""
+
+    block_on_close = False
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Serve the site."""
+    assert (SITE / "index.html").exists(), f"build the site first: there is none in {SITE}"
+    server = Server(("127.0.0.1", 0), functools.partial(Quiet, directory=str(SITE)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Start the browser of this machine."""
+    from playwright.sync_api import sync_playwright
+
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    assert found, f"install one of {', '.join(BROWSERS)}"
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """Open an empty page."""
+    context = browser.new_context(viewport={"width": 1400, "height": 900})
+    yield context.new_page()
+    context.close()
+
+
+def look(page: Any, width: int, scheme: str, *, reduced: bool = True) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    page.emulate_media(color_scheme=scheme, reduced_motion="reduce" if reduced else "no-preference")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_axe_finds_nothing(page: Any, address: str, name: str) -> None:
+    axe = importlib.resources.files("axe_playwright_python").joinpath("axe.min.js").read_text("utf-8")
+    for width, scheme in LOOKS:
+        look(page, width, scheme)
+        page.goto(address + name)
+        page.evaluate(axe)
+        found = page.evaluate("axe.run().then(result => result.violations)")
+        shown = [(one["id"], [node["html"][:160] for node in one["nodes"][:3]]) for one in found]
+        assert not shown, (width, scheme)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_nothing_but_code_and_tables_scrolls_sideways_on_a_phone(page: Any, address: str, name: str) -> None:
+    look(page, 390, "light")
+    page.goto(address + name)
+    wide = page.evaluate(
+        """may => [...document.querySelectorAll("body, body *")].filter(element =>
+            element.scrollWidth > element.clientWidth + 1 && element.clientWidth > 1
+            && ["auto", "scroll"].includes(getComputedStyle(element).overflowX)
+            && element.checkVisibility() && !element.closest(may)).map(element => element.outerHTML.slice(0, 120))""",
+        MAY_SCROLL,
+    )
+    assert not wide
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.parametrize("name", ["index.html", "collectives/all_reduce.html", "collectives/scatter.html"])
+def test_text_in_drawings_is_at_least_11_pixels(page: Any, address: str, name: str) -> None:
+    for width in (1400, 390):
+        look(page, width, "light")
+        page.goto(address + name)
+        page.wait_for_selector(".player-stage svg text")
+        sizes = page.evaluate(
+            """[...document.querySelectorAll("article svg text")].map(text =>
+                parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a)"""
+        )
+        assert sizes and min(sizes) >= 11
+
+
+@pytest.mark.parametrize("name", PAGES[:5])
+def test_the_layout_is_steady(page: Any, address: str, name: str) -> None:
+    page.add_init_script(
+        """window.shift = 0; window.moved = []; new PerformanceObserver(list => { for (const entry of list.getEntries())
+            if (!entry.hadRecentInput) {
+                window.shift += entry.value;
+                window.moved.push(...entry.sources.map(source => source.node?.outerHTML?.slice(0, 100)));
+            }
+        }).observe({type: "layout-shift", buffered: true});"""
+    )
+    for width in (1400, 390):
+        look(page, width, "light")
+        page.goto(address + name)
+        page.wait_for_timeout(300)
+        assert page.evaluate("window.shift") < 0.1, page.evaluate("window.moved")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_request_stays_on_the_host(page: Any, address: str, name: str) -> None:
+    asked: list[str] = []
+    problems: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(address + name, wait_until="networkidle")
+    assert asked and all(url.startswith((address, "data:")) for url in asked)
+    assert not problems
+
+
+def test_ranks_move_within_five_seconds_of_the_landing(page: Any, address: str) -> None:
+    look(page, 1400, "light", reduced=False)
+    page.goto(address + "index.html")
+    page.wait_for_selector(".player-stage .flying", timeout=5000, state="attached")
+    assert "round" in page.locator(".player-status").inner_text().lower()
+
+
+def test_the_player_starts_by_itself_only_where_motion_is_welcome(page: Any, address: str) -> None:
+    look(page, 1400, "light", reduced=True)
+    page.goto(address + "index.html")
+    assert page.locator('.player [data-role="play"]').inner_text() == "Play"
+    assert page.locator(".player-stage .flying").count() == 0
+
+
+def test_the_player_works_by_keyboard(page: Any, address: str) -> None:
+    look(page, 1400, "light")
+    page.goto(address + "collectives/all_reduce.html")
+    player, status = page.locator(".player"), page.locator(".player-status")
+    player.locator('[data-role="stage"]').focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("document.querySelector('.player-status').textContent.startsWith('Round 1 of 2')")
+    assert page.url.endswith("all_reduce.html"), "the arrow keys turned the page"
+    page.keyboard.press("End")
+    assert status.inner_text().startswith("Round 2 of 2")
+    assert player.locator(".result").count() == 16
+    sums = {"+".join(sorted(text.split("+"))) for text in player.locator(".result text").all_text_contents()}
+    assert sums == {f"a{i}+b{i}+c{i}+d{i}" for i in range(4)}
+    page.keyboard.press("ArrowLeft")
+    assert status.inner_text().startswith("Round 1 of 2")
+    page.keyboard.press("Home")
+    assert status.inner_text().startswith("Before round 1 of 2")
+    page.keyboard.press("Space")
+    assert player.locator('[data-role="play"]').inner_text() == "Pause"
+    page.keyboard.press("Space")
+    assert player.locator('[data-role="play"]').inner_text() == "Play"
+
+
+def test_the_player_shows_other_ranks_networks_and_algorithms(page: Any, address: str) -> None:
+    look(page, 1400, "light")
+    page.goto(address + "collectives/all_reduce.html")
+    player, status = page.locator(".player"), page.locator(".player-status")
+    player.locator('[data-role="ranks"]').select_option("16")
+    page.wait_for_function("document.querySelectorAll('.player-stage .rank').length === 16")
+    player.locator('[data-role="network"]').select_option("one host per rank")
+    player.locator('[data-role="size"]').select_option(str(1 << 27))
+    assert "ring: 30 steps" in status.inner_text()
+    player.locator('[data-role="algorithm"]').select_option("tree")
+    assert "tree: 8 steps" in status.inner_text()
+    page.locator(".player-text summary").click()
+    page.wait_for_function("document.querySelectorAll('.player-text tbody tr').length === 8")
+
+
+def test_copy_buttons_copy_code_without_prompts(page: Any, address: str) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.goto(address + "collectives/all_reduce.html")
+    block = page.locator("div.highlight-python").first
+    block.hover()
+    block.locator("button.copybtn").click()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied.strip() == block.locator("pre").inner_text().strip()
+    assert copied.startswith("import torch") and ">>>" not in copied
+
+
+def test_an_unknown_address_gets_a_page_that_leads_back(page: Any, address: str) -> None:
+    answer = page.goto(address + "no/such/page.html")
+    assert answer.status == 404
+    assert page.locator("h1").inner_text().startswith("Page not found")
+    page.locator("article a", has_text="Start page").click()
+    assert page.title().startswith("torch.distributed you can read")
+    assert page.locator(".player").count() == 1
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name not in ("search.html", "404.html")])
+def test_pages_describe_themselves(page: Any, address: str, name: str) -> None:
+    page.goto(address + name)
+    description = page.locator('meta[name="description"]').get_attribute("content")
+    assert 40 <= len(description) <= 300
+
+
+def test_the_landing_is_small(page: Any, address: str) -> None:
+    import gzip
+
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(address + "index.html", wait_until="networkidle")
+    files = {SITE / url.removeprefix(address).partition("?")[0] for url in asked if url.startswith(address)}
+    packed = {".html", ".css", ".js", ".svg", ".json"}
+    total = sum(len(gzip.compress(f.read_bytes())) if f.suffix in packed else f.stat().st_size for f in files)
+    assert total <= 250_000, sorted((f.stat().st_size, f.name) for f in files)
