@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -372,3 +375,27 @@ def test_a_mesh_between_hosts_with_a_secret(secret_file: Path) -> None:
             expected,
             expected,
         ]
+
+
+OBJECTS = """
+import sys, torch, torchdist_ref as dist, torch.distributed as torchs
+from fractions import Fraction
+dist.init_process_group(sys.argv[1])
+rank, found = dist.get_rank(), []
+for library in (dist, torchs):
+    gathered = [None, None]
+    library.all_gather_object(gathered, Fraction(rank + 1, 7))
+    found.append(gathered)
+sys.stdout.write(f"{found}\\n")
+dist.destroy_process_group()
+"""
+
+
+# Some seconds: four ranks import torch.
+@pytest.mark.parametrize("launcher", ["torchdist_ref.launch", "torch.distributed.run"])
+def test_ranks_of_one_host_exchange_any_object_without_a_setting(launcher: str, tmp_path: Path) -> None:
+    script = tmp_path / "objects_of_ranks.py"
+    script.write_text(OBJECTS)
+    command = [sys.executable, "-m", launcher, "--nproc-per-node", "2", str(script), "gloo"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.count(str([[Fraction(1, 7), Fraction(2, 7)]] * 2)) == 2, done.stdout + done.stderr

@@ -26,7 +26,7 @@ from typing import Any
 
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.stores.hash import Table
-from torchdist_ref.stores.tcp.operations import Condition, Op, Operation
+from torchdist_ref.stores.tcp.operations import OPERATIONS, Condition, Op, Operation
 from torchdist_ref.stores.tcp.protocol import (
     MAGIC,
     MAX_KEY_BYTES,
@@ -45,12 +45,19 @@ MEMORY_VARIABLE = "TORCHDIST_REF_STORE_MEMORY"
 DEFAULT_MEMORY_MIB = 256
 KEY_OVERHEAD_BYTES = 200
 """Memory of a key or of a queued value besides its bytes."""
+MAX_NUMBER_BYTES = 20
 KEPT_RESPONSE_BYTES = 32 * 2**20
 """Memory of the kept responses of clients that have disconnected; the oldest large ones go first."""
 RECONNECT_SECONDS = 0.04
 """Time that a client whose connection broke has to open another. One that waits for a key does so at once."""
 # Looking up a member of an enumeration is a Python call, and every request needs this one.
 _DONE = int(Status.DONE)
+
+
+_CHANGES = {
+    row for row in OPERATIONS.values() if row.wakes != "none" or row in (Op.DELETE_KEY, Op.QUEUE_POP, Op.WAIT_POP)
+}
+"""Operations that change the memory of keys and values."""
 
 
 def memory_budget() -> int:
@@ -237,14 +244,26 @@ class RequestHandler:
         Raises:
             ArgumentError: the operation is not possible, or would exceed the budget.
         """
-        assert operation.execute is not None
-        if operation.wakes == "none" and operation not in (Op.DELETE_KEY, Op.QUEUE_POP, Op.WAIT_POP):
-            return operation.execute(self.table, *fields)
+        execute = operation.execute
+        assert execute is not None
+        if operation not in _CHANGES:
+            return execute(self.table, *fields)
+        if operation is Op.SET or operation is Op.ADD:
+            # The most frequent changes, without the general bookkeeping below, which would double their cost.
+            key, values = fields[0], self.table.values
+            old = values.get(key)
+            before = 0 if old is None else len(key) + len(old) + KEY_OVERHEAD_BYTES
+            new = len(key) + KEY_OVERHEAD_BYTES + (len(fields[1]) if operation is Op.SET else MAX_NUMBER_BYTES)
+            if self.used - before + new > self.budget:
+                raise self._full(operation)
+            reply = execute(self.table, *fields)
+            self.used += len(key) + len(values[key]) + KEY_OVERHEAD_BYTES - before
+            return reply
         keys = dict.fromkeys(key for key, _ in fields[0]) if operation is Op.MULTI_SET else (fields[0],)
         before = self._held(keys)
         if operation.wakes != "none":
             self._require_memory(operation, fields, before)
-        reply = operation.execute(self.table, *fields)
+        reply = execute(self.table, *fields)
         self.used += self._held(keys) - before
         if operation is Op.QUEUE_PUSH:
             self.used += len(fields[1]) + KEY_OVERHEAD_BYTES
@@ -269,11 +288,14 @@ class RequestHandler:
                 raise ArgumentError(f"append: the value would be longer than {MAX_VALUE_BYTES} bytes, the limit.")
         replaced = 0 if operation is Op.QUEUE_PUSH else before
         if self.used - replaced + wanted > self.budget:
-            raise ArgumentError(
-                f"{operation.name.lower()}: the store is full: keys and values may use {self.budget >> 20} MiB. "
-                f"A store is for addresses and small values. Delete keys that are not needed, send data with "
-                f"collectives, or set {MEMORY_VARIABLE} to a larger number of MiB where the server runs."
-            )
+            raise self._full(operation)
+
+    def _full(self, operation: Operation) -> ArgumentError:
+        return ArgumentError(
+            f"{operation.name.lower()}: the store is full: keys and values may use {self.budget >> 20} MiB. "
+            f"A store is for addresses and small values. Delete keys that are not needed, send data with "
+            f"collectives, or set {MEMORY_VARIABLE} to a larger number of MiB where the server runs."
+        )
 
     def _keep(self, session: ClientSession, response: Sequence[Piece] | None) -> None:
         """Keep the last response of a session in place of the one before."""
