@@ -134,7 +134,7 @@ ANCHORS = [
     for line in (pages.ROOT / "tests" / "docs" / "official_anchors.txt").read_text(encoding="utf-8").splitlines()
     if line and not line.startswith("#")
 ]
-HEAVY = ("schedules", "surface_members")
+HEAVY = ("surface_members",)
 
 
 def test_every_section_anchor_of_the_official_pages_exists(site: Path, parsed: dict[Path, Page]) -> None:
