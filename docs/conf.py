@@ -47,6 +47,7 @@ extensions = [
     "player",
     "collective_pages",
     "head_tags",
+    "workbench",
 ]
 exclude_patterns = ["_build", "_generated", "_templates", "_inventories", "**.ipynb_checkpoints"]
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}

@@ -34,6 +34,8 @@ from torchdist_ref import schedules
 from torchdist_ref.errors import GroupAbortedError
 from torchdist_ref.testing import fill, run
 
+# Pages of the folder that are not of a call.
+OTHERS = ("index", "workbench")
 FOLDER = Path(__file__).parents[1] / "collectives"
 TEMPLATE = Path(__file__).with_name("collective.md.jinja")
 # Operations of the schedules whose benchmark has another name.
@@ -43,7 +45,7 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 def sources() -> list[Path]:
     """Return the data files of all pages, in the order of the chooser."""
-    found = [path for path in FOLDER.glob("*.md") if path.stem != "index"]
+    found = [path for path in FOLDER.glob("*.md") if path.stem not in OTHERS]
     return sorted(found, key=lambda path: int(data(path)["order"]))
 
 
@@ -111,7 +113,7 @@ def own(caught: Exception | None) -> bool:
 def fill_in(app: Sphinx, docname: str, content: list[str]) -> None:
     """Replace the data of a page by the page."""
     path = Path(app.srcdir, f"{docname}.md")
-    if path.parent == FOLDER and path.stem != "index":
+    if path.parent == FOLDER and path.stem not in OTHERS:
         app.env.note_dependency(str(TEMPLATE), docname=docname)
         content[0] = render(data(path))
 

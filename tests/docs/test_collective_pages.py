@@ -11,6 +11,8 @@ import collective_pictures
 import player
 import pytest
 import schedule_data
+import workbench
+import workbench_run
 
 from tests.docs import pages
 from torchdist_ref import schedules
@@ -57,7 +59,7 @@ def test_there_is_a_page_for_each_operation_and_a_row_for_each_page() -> None:
     assert len(PAGES) == 16
     assert {collective_pages.data(path)["schedule"] for path in PAGES} == set(schedules.operations())
     index = (collective_pages.FOLDER / "index.md").read_text(encoding="utf-8")
-    assert [path.stem for path in PAGES] == re.findall(r"^(\w+)$", index, re.MULTILINE)
+    assert [*(path.stem for path in PAGES), "workbench"] == re.findall(r"^(\w+)$", index, re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
@@ -74,6 +76,21 @@ def test_every_precondition_raises_and_every_example_runs(path: Path) -> None:
 def test_an_accepted_call_is_no_precondition() -> None:
     with pytest.raises(RuntimeError, match="raises no error"):
         collective_pages.error("dist.barrier()")
+
+
+def test_the_workbench_accepts_a_ring_and_times_it() -> None:
+    found = json.loads(workbench_run.examine(workbench.START, "all_reduce", "4", "1048576", "10 Gbit/s Ethernet"))
+    assert found["right"] and not found["wrong"]
+    times = dict(reversed(line.split(" µs  ")) for line in found["said"].splitlines()[1:])  # type: ignore[misc]
+    assert times["yours"] == times["ring (catalogue)"]
+
+
+def test_the_workbench_names_the_wrong_slot() -> None:
+    wrong = workbench.START.replace("reduce=True", "reduce=step > 0")
+    found = json.loads(workbench_run.examine(wrong, "all_reduce", "4", "4", "one host"))
+    assert not found["right"] and "rank 0, data[0], at the end" in found["said"]
+    assert ["0.0.0", 0] in found["wrong"]
+    assert "line 3: ZeroDivisionError" in workbench_run.examine("\n\n1 / 0", "all_reduce", "4", "4", "one host")
 
 
 @pytest.mark.parametrize("operation", schedules.operations())

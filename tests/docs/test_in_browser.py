@@ -29,6 +29,7 @@ PAGES = (
     "collectives/index.html",
     "collectives/all_reduce.html",
     "collectives/barrier.html",
+    "collectives/workbench.html",
     "explanation/schedules.html",
     "how-to/launch.html",
     "reference/index.html",
@@ -38,7 +39,7 @@ PAGES = (
 )
 LOOKS = [(1400, "light"), (1400, "dark"), (390, "light"), (390, "dark")]
 # Elements that may scroll sideways: code, tables, formulas and the boxes around tables.
-MAY_SCROLL = "pre, table, .formula, .player-table, .pst-scrollable-table-container, math"
+MAY_SCROLL = "pre, textarea, table, .formula, .player-table, .pst-scrollable-table-container, math"
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -220,6 +221,26 @@ def test_the_player_shows_other_ranks_networks_and_algorithms(page: Any, address
     assert "tree: 8 steps" in status.inner_text()
     page.locator(".player-text summary").click()
     page.wait_for_function("document.querySelectorAll('.player-text tbody tr').length === 8")
+
+
+def test_the_workbench_runs_python_in_the_page(page: Any, address: str) -> None:
+    look(page, 1400, "light")
+    page.goto(address + "collectives/workbench.html")
+    page.locator('[data-role="run"]').click()
+    said = page.locator('[data-role="said"]')
+    if not (SITE / "_static" / "pyodide").exists():
+        page.wait_for_function("document.querySelector('[data-role=said]').textContent.includes('not be loaded')")
+        return
+    page.wait_for_selector('[data-role="said"][data-right="true"]', timeout=60_000)
+    assert "ring (catalogue)" in said.inner_text()
+    code = page.locator("#workbench-code")
+    code.fill(code.input_value().replace("reduce=True", "reduce=step > 0"))
+    page.locator('[data-role="run"]').click()
+    page.wait_for_selector('[data-role="said"][data-right="false"]')
+    assert "rank 0, data[0], at the end" in said.inner_text()
+    page.locator('[data-role="stage"]').focus()
+    page.keyboard.press("End")
+    assert page.locator(".player-stage .wrong").count() > 0
 
 
 def test_copy_buttons_copy_code_without_prompts(page: Any, address: str) -> None:
