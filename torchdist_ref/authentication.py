@@ -197,8 +197,8 @@ def _authenticate_by_user(
             return SealedStore(store, server.key)
         try:
             return SealedStore(store, receive_key(entries[0][-1].decode(), deadline.remaining()))
-        except ConnectionRefusedError as error:
-            # The entry may be that of an earlier run, or of another attempt; rank 0 then replaces it.
+        except (ConnectionRefusedError, ConnectionResetError) as error:
+            # Rank 0 died, or the entry is that of an earlier run or of another attempt; rank 0 then replaces it.
             if isinstance(store, WatchedStore):
                 store.raise_failure()
             if deadline.passed():

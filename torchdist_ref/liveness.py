@@ -40,8 +40,8 @@ _FAILURE_KEY = "failure"
 _SAME_TYPE = {kind.__name__: kind for kind in (MismatchError, RankDiedError, RankStalledError)}
 _STAT_EXIT_CODE = 49
 """Index of the exit code in /proc/PID/stat, counted from the state, which follows the name."""
-_END_SECONDS = 0.05
-"""Time from the close of a process's descriptors to its end, on a busy host."""
+_END_SECONDS = 0.08
+"""Time from the close of a process's descriptors until its end is known, here or to the store's server."""
 _PRESENCE_CHECKS = 8
 """Ranks that one check of `Presence` looks for."""
 
@@ -258,8 +258,8 @@ class MemberWatch:
     def _failure_soon(self) -> BaseException | None:
         """Return a failure that is known soon: a process closes its descriptors before it counts as ended."""
         deadline = monotonic() + _END_SECONDS
-        while (failure := self._find_failure(self._others, self.operation)) is None and monotonic() < deadline:
-            sleep(0.001)
+        while (failure := self.failure()) is None and monotonic() < deadline:
+            sleep(0.002)
         return failure
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 import torchdist_ref as dist
-from torchdist_ref import liveness
+from torchdist_ref import authentication, liveness
 from torchdist_ref.stores import HashStore, PrefixStore, TCPStore
 from torchdist_ref.testing import RankError, run
 from torchdist_ref.transports.link import Link
@@ -141,3 +142,27 @@ def test_a_client_that_connects_again_or_withdraws_is_not_reported() -> None:
 
 def test_other_stores_report_nothing() -> None:
     assert not PrefixStore("a", HashStore()).set_on_disconnect("key", "value")
+
+
+def take_the_key_from_a_dying_rank(rank: int, port: int) -> tuple[str, str, float]:
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setenv("TORCHDIST_REF_HOST_ID", f"host {rank}")
+
+    def die(server: authentication.KeyServer) -> None:
+        # Rank 1 has connected, and is not accepted.
+        select.select([server._socket], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 0:
+        monkeypatch.setattr(authentication.KeyServer, "_serve", die)
+    store = TCPStore("127.0.0.1", port)
+    return outcome(lambda: dist.init_process_group("ref", store=store, rank=rank, world_size=2))
+
+
+def test_a_rank_that_dies_while_it_serves_the_session_key_is_named() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    with pytest.raises(RankError) as caught:
+        run(take_the_key_from_a_dying_rank, 2, server.port, ranks="processes", init=False)
+    kind, text, seconds = caught.value.outcomes[1].value
+    assert kind == "RankDiedError" and "rank 0" in text and seconds < SOON
+    server.close()
