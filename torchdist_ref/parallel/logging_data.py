@@ -61,7 +61,7 @@ class RuntimeStatistics:
     Attributes:
         sample_rate: Every iteration whose number divides by it is sampled, and the first ones.
         iteration: Number of iterations that have begun, less one.
-        values: What was measured in the last sampled iteration, under torch's names.
+        values: Times and counts of the last sampled iteration, under torch's names.
     """
 
     def __init__(self) -> None:
