@@ -16,7 +16,9 @@ import schedule_data
 from torchdist_ref import schedules
 from torchdist_ref.schedules import Network, Schedule, simulate, violations
 
-MAX_VIOLATIONS = 8
+# Violations that are listed, and slots that are marked.
+MAX_SHOWN = 4
+MAX_MARKED = 512
 # Name -> seconds per message and per byte between ranks, each on a host of its own; 0 on one host.
 NETWORKS = {
     "one host": (0.0, 0.0),
@@ -40,12 +42,13 @@ def examine(code: str, operation: str, ranks: str, size: str, network: str) -> s
         found = names["algorithm"](world)
         if not isinstance(found, Schedule):
             raise TypeError(f"algorithm({world}) returns {type(found).__name__}, not a Schedule")
-        wrong = list(islice(violations(found, operation), MAX_VIOLATIONS))
+        wrong = list(islice(violations(found, operation), MAX_MARKED))
         packed = schedule_data.of_schedule(operation, found)
     except Exception as error:
         return json.dumps({"right": False, "said": explained(error), "schedule": None, "wrong": []})
     if wrong:
-        said = "Wrong.\n" + "\n".join(map(str, wrong))
+        more = f"\n… and {len(wrong) - MAX_SHOWN} more" if len(wrong) > MAX_SHOWN else ""
+        said = "Wrong.\n" + "\n".join(map(str, wrong[:MAX_SHOWN])) + more
         marks = [[".".join(map(str, (one.rank, *schedule_data.number(one.slot)))), one.round] for one in wrong]
         return json.dumps({"right": False, "said": said, "schedule": packed, "wrong": marks})
     said = f"Right on {world} ranks.\n{timed(found, operation, int(size), network)}"
