@@ -129,7 +129,8 @@ def speed_plot(operation: str, apart: bool) -> str:
         if x - before < 44:
             continue
         before = x
-        parts.append(f"<text x='{x:.1f}' y='{BOTTOM + 16}' text-anchor='middle'>{named(int(row['bytes']))}</text>")
+        left = min(x, WIDTH - 24)
+        parts.append(f"<text x='{left:.1f}' y='{BOTTOM + 16}' text-anchor='middle'>{named(int(row['bytes']))}</text>")
     for number, (name, label) in enumerate([*SERIES, ("predicted", "predicted")]):
         points = [at(row["bytes"], row[name]) for row in rows if name in row]
         if points:
