@@ -5,7 +5,7 @@ registry of names: DistributedSampler, torch's DDP, FSDP2, DTensor, functional c
 is of torch's type, so the same object serves both libraries. Either library's ``destroy_process_group`` destroys it in
 both.
 
-torch keeps its tables per process. Where ranks are threads, `TablesByRank` takes their place, and each rank finds its
+torch keeps its tables per process. If ranks are threads, `TablesByRank` takes their place, and each rank finds its
 own groups. torch's compiler keeps compiled code per process, so compiled programs that ask for a group raise there.
 
 All use of torch's private tables is in this module. Do not add translation of calls: backends do that.

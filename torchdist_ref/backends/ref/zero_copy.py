@@ -162,7 +162,7 @@ class RegisteredPath(ZeroCopyPath):
         """See `ZeroCopyPath.compile`. Windows run one after the other, while the last round's values are in the cache.
 
         A window's second round is in one phase with the next window's first: windows are independent, so one exchange
-        of signals serves both. Where there is one round, all windows are in one phase.
+        of signals serves both. With one round, all windows are in one phase.
         """
         there = zip(self._neighbours, MemoryHandle.unpack_all(locations), strict=True)
         tensors = [neighbour.view(place, self.plan.dtype, self.elements) for neighbour, place in there]
