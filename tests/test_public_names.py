@@ -117,12 +117,12 @@ def annotated(function: Any) -> bool:
 def documented() -> set[str]:
     """Return every name that the reference pages document, by reading their autodoc lines."""
     found = set()
-    for page in (pages.DOCS / "reference").glob("*.rst"):
+    for page in (pages.DOCS / "reference").rglob("*.rst"):
         text = page.read_text(encoding="utf-8")
         module = re.search(r"^\.\. (?:current)?module:: (\S+)", text, re.MULTILINE)
         for name in re.findall(r"^\.\. auto(?:function|class|exception|data|decorator)?:: (\S+)", text, re.MULTILINE):
             found.add(name if name.startswith("torchdist_ref") or module is None else f"{module[1]}.{name}")
-        for section in re.findall(r"^\.\. py:(?:data|attribute):: (\S+)", text, re.MULTILINE):
+        for section in re.findall(r"^\.\. py:(?:data|attribute|class):: (\S+)", text, re.MULTILINE):
             found.add(section)
     return found
 

@@ -251,7 +251,9 @@ def test_companions_are_torchs_own_and_modules_below_them_too() -> None:
     for path in (*COMPANIONS, "tensor.parallel", "checkpoint.state_dict", "elastic.rendezvous.dynamic_rendezvous"):
         ours = importlib.import_module(f"torchdist_ref.{path}")
         theirs = importlib.import_module(f"torch.distributed.{path}")
+        # Modules below are found by path: `sys.modules` may have one under both names.
         names = [name for name in dir(theirs) if not name.startswith("__") and hasattr(theirs, name)]
+        names = [name for name in names if not inspect.ismodule(getattr(theirs, name))]
         assert all(getattr(ours, name) is getattr(theirs, name) for name in names), path
     from torchdist_ref.checkpoint import state_dict as below
 

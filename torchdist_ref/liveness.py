@@ -237,7 +237,9 @@ class MemberWatch:
         known = self._store.set_on_disconnect(_FAILURE_KEY, f"{self._rank}|{RankDiedError.__name__}|{text}")
         yield
         if known:
-            self._store.set_on_disconnect(_FAILURE_KEY, "")
+            # All members have what they need: the one that serves the store may have left already.
+            with contextlib.suppress(RuntimeError):
+                self._store.set_on_disconnect(_FAILURE_KEY, "")
 
     @contextmanager
     def published(self) -> Iterator[None]:

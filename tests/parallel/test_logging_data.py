@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
 from tests.torchs_world import start_torch
-from torchdist_ref.parallel.logging_data import FIRST_ITERATIONS
+from torchdist_ref.parallel.reducer import FIRST_ITERATIONS
 from torchdist_ref.testing import fill, run
 
 DDP = dist.DistributedDataParallel

@@ -183,6 +183,9 @@ class TablesByRank:
             if not cls.ranks:
                 c10d._world = _torch_tables().of_process  # noqa: SLF001 - as above
                 names_in_torch._set_thread_isolation_mode(False)  # noqa: SLF001 - as above
+                # torch's DDP keeps the module whose forward runs per process: threads may leave one of theirs behind,
+                # and torch.compile would then divide any later module by the buckets of that one.
+                torch.nn.parallel.DistributedDataParallel._active_ddp_module = None  # noqa: SLF001 - as above
 
 
 class Registration:

@@ -33,7 +33,7 @@ from torchdist_ref.errors import ArgumentError, DistError, explain
 from torchdist_ref.parallel import bucketing, construction, logging_data, synchronization
 from torchdist_ref.parallel.exchange import HookExchange, check_hook
 from torchdist_ref.parallel.modes import DelayedParameters, LowPrecision, MixedPrecision, take_over_optimizers
-from torchdist_ref.parallel.reducer import Reducer
+from torchdist_ref.parallel.reducer import Reducer, RuntimeStatistics
 from torchdist_ref.parallel.synchronization import BufferHook, ModuleStates, _BufferCommHookLocation
 
 logger = logging.getLogger("torchdist_ref.parallel")
@@ -183,7 +183,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             synchronization.broadcast_tensors([parameter for _, parameter in delayed], self.process_group)
             self._delayed = DelayedParameters(delayed, param_to_hook_all_reduce, self.process_group)
         self._build()
-        if groups.get_debug_level() != groups.DebugLevel.OFF:
+        self._logs = groups.get_debug_level() != groups.DebugLevel.OFF
+        if self._logs:
             logger.info("DistributedDataParallel: constructed: %s", logging_data.as_text(self._get_ddp_logging_data()))
 
     def _synchronize(self, with_buffers: bool) -> None:
@@ -196,7 +197,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _build(self) -> None:
         self.states = ModuleStates(self.module, self.parameters_to_ignore, self.process_group)
         self.reducer = Reducer(self._entries, self.process_group, self._options)
-        self._statistics = logging_data.RuntimeStatistics()
+        self._statistics = RuntimeStatistics()
         ddp = weakref.ref(self)
         self.reducer.on_times = lambda times: _log_times(ddp(), times)
         self._before_first_forward = True
@@ -575,10 +576,10 @@ class DistributedDataParallel(nn.Module, Joinable):
 
 
 def _log_times(ddp: DistributedDataParallel | None, times: dict[str, Any]) -> None:
-    """Keep the times of a sampled iteration; at the debug levels INFO and DETAIL, log them too."""
+    """Keep the times of a sampled iteration; log them too if DDP was constructed at INFO or DETAIL."""
     if ddp is not None:
         ddp._statistics.end_iteration(times)  # noqa: SLF001 (of this module)
-        if groups.get_debug_level() != groups.DebugLevel.OFF:
+        if ddp._logs:  # noqa: SLF001 (of this module)
             logger.info("DistributedDataParallel: runtime: %s", logging_data.as_text(times))
 
 

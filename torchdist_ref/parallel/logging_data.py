@@ -1,6 +1,6 @@
 """Logging data of DDP, under torch's names: how it was constructed, and where the time of sampled iterations went.
 
-`RuntimeStatistics` has one dict of times for an iteration that is sampled, and the reducer writes times into it; else
+`reducer.RuntimeStatistics` has one dict of times for an iteration that is sampled, and the reducer writes into it; else
 there is none, and nothing is measured. `construction_data` and `runtime_data` describe a DDP for
 `_get_ddp_logging_data`. Times are in nanoseconds of `time.time_ns`. Do not add measurements of single calls here: a
 group's recorder has them.
@@ -9,17 +9,12 @@ group's recorder has them.
 from __future__ import annotations
 
 import os
-from time import time_ns
 from typing import Any
 
 import torch
 
 from torchdist_ref import groups
-from torchdist_ref.parallel.reducer import Reducer
-
-# The first iterations are sampled all, but for the first; later ones at the rate.
-FIRST_ITERATIONS = 10
-DEFAULT_SAMPLE_RATE = 100
+from torchdist_ref.parallel.reducer import Reducer, RuntimeStatistics
 
 # torch's names of dtypes in C++, where they differ from those in Python.
 _DTYPES = {
@@ -47,47 +42,6 @@ _OF_BACKENDS = {
         "nccl_ib_timeout": "NCCL_IB_TIMEOUT",
     },
 }
-_DURATIONS = {
-    "forward_compute_time": ("forward_compute_time_start", "backward_compute_time_start"),
-    "backward_compute_time": ("backward_compute_time_start", "backward_compute_time_end"),
-    "backward_comm_time": ("backward_comm_time_start", "backward_comm_time_end"),
-    "backward_compute_comm_overlap_time": ("backward_comm_time_start", "backward_compute_time_end"),
-}
-
-
-class RuntimeStatistics:
-    """Times of the last sampled iteration, and averages over all sampled ones.
-
-    Attributes:
-        sample_rate: Every iteration whose number divides by it is sampled, and the first ones.
-        iteration: Number of iterations that have begun, less one.
-        values: Times and counts of the last sampled iteration, under torch's names.
-    """
-
-    def __init__(self) -> None:
-        self.sample_rate = DEFAULT_SAMPLE_RATE
-        self.iteration = -1
-        self.values: dict[str, Any] = {}
-        self._sampled = 0
-        self._sums = dict.fromkeys(_DURATIONS, 0)
-
-    def begin_iteration(self) -> dict[str, Any] | None:
-        """Return a dict for the times of an iteration that begins now, or None if it is not sampled."""
-        self.iteration += 1
-        number = self.iteration
-        if not number or (number > FIRST_ITERATIONS and number % self.sample_rate):
-            return None
-        return {"iteration": number, "forward_compute_time_start": time_ns(), "num_buckets_reduced": 0}
-
-    def end_iteration(self, times: dict[str, Any]) -> None:
-        """Compute the durations of a sampled iteration, and add them to the averages."""
-        times.setdefault("backward_comm_time_start", times["backward_compute_time_end"])
-        self._sampled += 1
-        for name, (begin, end) in _DURATIONS.items():
-            times[name] = max(0, times[end] - times[begin])
-            self._sums[name] += times[name]
-            times[f"avg_{name}"] = self._sums[name] // self._sampled
-        self.values = times
 
 
 def construction_data(ddp: Any) -> dict[str, Any]:

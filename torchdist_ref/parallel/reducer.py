@@ -41,6 +41,51 @@ _SUM = AllReduce()
 
 
 _GRAPH_CHANGED = "Your training graph has changed in this iteration"
+# The first iterations are sampled all, but for the first; later ones at the rate.
+FIRST_ITERATIONS = 10
+DEFAULT_SAMPLE_RATE = 100
+
+_DURATIONS = {
+    "forward_compute_time": ("forward_compute_time_start", "backward_compute_time_start"),
+    "backward_compute_time": ("backward_compute_time_start", "backward_compute_time_end"),
+    "backward_comm_time": ("backward_comm_time_start", "backward_comm_time_end"),
+    "backward_compute_comm_overlap_time": ("backward_comm_time_start", "backward_compute_time_end"),
+}
+
+
+class RuntimeStatistics:
+    """Times of the last sampled iteration, and averages over all sampled ones.
+
+    Attributes:
+        sample_rate: Every iteration whose number divides by it is sampled, and the first ones.
+        iteration: Number of iterations that have begun, less one.
+        values: Times and counts of the last sampled iteration, under torch's names.
+    """
+
+    def __init__(self) -> None:
+        self.sample_rate = DEFAULT_SAMPLE_RATE
+        self.iteration = -1
+        self.values: dict[str, Any] = {}
+        self._sampled = 0
+        self._sums = dict.fromkeys(_DURATIONS, 0)
+
+    def begin_iteration(self) -> dict[str, Any] | None:
+        """Return a dict for the times of an iteration that begins now, or None if it is not sampled."""
+        self.iteration += 1
+        number = self.iteration
+        if not number or (number > FIRST_ITERATIONS and number % self.sample_rate):
+            return None
+        return {"iteration": number, "forward_compute_time_start": time_ns(), "num_buckets_reduced": 0}
+
+    def end_iteration(self, times: dict[str, Any]) -> None:
+        """Compute the durations of a sampled iteration, and add them to the averages."""
+        times.setdefault("backward_comm_time_start", times["backward_compute_time_end"])
+        self._sampled += 1
+        for name, (begin, end) in _DURATIONS.items():
+            times[name] = max(0, times[end] - times[begin])
+            self._sums[name] += times[name]
+            times[f"avg_{name}"] = self._sums[name] // self._sampled
+        self.values = times
 
 
 class AllReduceExchange:
