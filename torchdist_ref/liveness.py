@@ -6,7 +6,8 @@ raises what it finds. A rank has failed if its process has ended, or if it left 
 publishes for the others. `Presence` finds the processes of ranks that are about to form the world, and so have no
 group yet.
 
-Once a group exists, its `Link` watches the members. Do not add waits here, nor messages between ranks.
+Once a group exists, its `Link` watches the members, and `transports.link.Link.failure` makes an error of a death. Do
+not add waits here, nor messages between ranks.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 `reduction` refuses reductions that the dtype does not have, such as AVG of integers.
 
-The reductions are commutative. None is associative in floating point, so schedules fix an order. float16, bfloat16 and
-float8 are added in float32 (see `WIDENED`), and dtypes that torch stores but does not calculate with in a wider dtype.
-The sum of sparse tensors gathers the entries of all ranks, since ranks have entries at different indices.
+The reductions are commutative. None is associative in floating point, so schedules fix an order. Callers add float16,
+bfloat16 and float8 (`WIDENED`) in float32: `ref.steps.widened` and `ref.execute.reduce`, `torch_native.gloo`, `mpi`.
+Dtypes that torch stores but does not calculate with are reduced in a wider dtype here. The sum of sparse tensors
+gathers the entries of all ranks, since ranks have entries at different indices.
 
 Do not add averages here: an average is a sum that the caller divides once.
 """

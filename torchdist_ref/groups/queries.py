@@ -1,8 +1,8 @@
 """Queries that need no communication: ranks, group sizes, backend names, available backends, reduction properties.
 
-`Backend` spells backend names and registers third-party backends; the table of backends is `backends.registry`. A
-backend is available if this library has it and the software that it drives is installed. A backend that needs further
-software gets a check here.
+`world.ProcessGroup` translates between global ranks and group ranks. `Backend` spells backend names and registers
+third-party backends; the table of backends is `backends.registry`. A backend is available if this library has it and
+the software that it drives is installed. A backend that needs further software gets a check here.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ There is one `World` per process, as in torch: plain threads, completion callbac
 A context variable overrides it only where ranks are threads (`testing`, notebooks). This and the table of backends
 are the package's only module state.
 
-Do not add communication here, nor anything that a backend needs to know.
+A forked child starts without groups (`_after_fork`). Do not add communication here, nor anything that a backend needs
+to know.
 """
 
 from __future__ import annotations

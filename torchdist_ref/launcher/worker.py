@@ -1,4 +1,7 @@
-"""Rank as its supervisor sees it: a child process, and one line relay for each of its two output pipes."""
+"""Rank as its supervisor sees it: a child process, and one line relay for each of its two output pipes.
+
+`processes.die_with_parent` ends it with the launcher.
+"""
 
 from __future__ import annotations
 
