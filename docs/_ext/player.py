@@ -59,6 +59,7 @@ def markup(operation: str, source: str, world: int, size: int, network: str, *, 
     shown = everything["worlds"][world]
     own = everything | {"worlds": {world: shown | {"schedules": {chosen: shown["schedules"][chosen]}}}}
     found = schedule_data.schedule(operation, chosen, world)
+    counted = f"{len(found.rounds)} round" + "s" * (len(found.rounds) != 1)
     play = " data-autoplay" if autoplay else ""
     # The height of what is drawn first, so that nothing below moves when the script draws it.
     height = 22 + world * 37
@@ -68,7 +69,7 @@ def markup(operation: str, source: str, world: int, size: int, network: str, *, 
  style="height: {height}px"></div>
 <div class="player-controls">{"".join(map(button, BUTTONS))}
 <input type="range" data-role="round" min="0" max="{len(found.rounds)}" value="0" aria-label="Rounds completed"></div>
-<p class="player-status" data-role="status">{escape(f"{chosen}, {len(found.rounds)} rounds")}</p>
+<p class="player-status" data-role="status">{escape(f"{chosen}, {counted}")}</p>
 <noscript><p>The player needs JavaScript. The table below shows the same rounds.</p></noscript>
 <details class="player-text" data-role="text"><summary>The same rounds as text</summary>
 <div class="player-table" tabindex="0"><table class="table"><thead><tr><th>round</th><th>messages</th></tr></thead>

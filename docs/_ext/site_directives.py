@@ -235,7 +235,8 @@ class VersionsDirective(Directive):
         shown = [tuple(str(found[key]) for key in KEYS) + (", ".join(found["folders_not_run"]),) for found in runs]
         absent = [f"Python {version}" for version in PYTHONS if not recorded(runs, "python", version)]
         absent += [f"torch {version}" for version in TORCHES if not recorded(runs, "torch", version)]
-        rest = nodes.paragraph("", f"No run is recorded with {', '.join(absent)}.") if absent else None
+        sentence = f"No run of nox -s versions is recorded with {', '.join(absent)}."
+        rest = nodes.paragraph("", sentence) if absent else None
         details = [node for found in runs for key in ("failures", "reasons") for node in listed(found, key)]
         return [table("versions", header, shown), *([rest] if rest else []), *details]
 

@@ -29,12 +29,12 @@ START = """from torchdist_ref.schedules import Schedule, carry
 
 def algorithm(world):
     rounds = []
-    for step in range(world - 1):  # sums travel round the ring
+    for step in range(world - 1):  # sums travel around the ring
         rounds.append(tuple(
             carry((rank - 1) % world, rank, ("data", (rank - step - 2) % world), reduce=True)
             for rank in range(world)
         ))
-    for step in range(world - 1):  # copies travel round the ring
+    for step in range(world - 1):  # copies travel around the ring
         rounds.append(tuple(
             carry((rank - 1) % world, rank, ("data", (rank - step - 1) % world))
             for rank in range(world)

@@ -1,6 +1,6 @@
 """Ring: every rank receives only from the rank before it; all links are busy all the time.
 
-A chunk that travels once round the ring visits every rank: if contributions are collected on the way it is a
+A chunk that travels once around the ring visits every rank: if contributions are collected on the way it is a
 reduce-scatter, if copies are left it is an all-gather. One after the other they are the all-reduce that moves the
 fewest bytes. A ring needs no power of two and suits long messages; its price is ``n - 1`` steps.
 
@@ -24,7 +24,7 @@ from torchdist_ref.schedules.tree import scatter_in_place
 
 
 def reduce_scatter_in_place(world: int) -> Schedule:
-    """Reduce chunk ``c`` round the ring, from rank ``c + 1`` to rank ``c``, where it is complete.
+    """Reduce chunk ``c`` around the ring, from rank ``c + 1`` to rank ``c``, where it is complete.
 
     A chunk that starts on rank ``c + 1`` arrives on rank ``c + 2`` in step 0; so rank ``r`` receives chunk
     ``r - 2`` in step 0, and chunk ``r - step - 2`` in general.
@@ -38,7 +38,7 @@ def reduce_scatter_in_place(world: int) -> Schedule:
 
 
 def all_gather_in_place(world: int) -> Schedule:
-    """Copy chunk ``c`` round the ring, from rank ``c``: every rank keeps a copy and passes it on."""
+    """Copy chunk ``c`` around the ring, from rank ``c``: every rank keeps a copy and passes it on."""
 
     def arrivals(step: int, rank: int) -> list[Move]:
         return [carry((rank - 1) % world, rank, ("data", (rank - step - 1) % world))]
@@ -48,17 +48,17 @@ def all_gather_in_place(world: int) -> Schedule:
 
 
 def all_reduce(world: int) -> Schedule:
-    """Reduce once round the ring, then copy once round the ring."""
+    """Reduce once around the ring, then copy once around the ring."""
     return then(reduce_scatter_in_place(world), all_gather_in_place(world), name="ring all_reduce")
 
 
 def reduce(world: int, root: int = 0) -> Schedule:
-    """Reduce once round the ring, then copy every rank's finished chunk to the root."""
+    """Reduce once around the ring, then copy every rank's finished chunk to the root."""
     return then(reduce_scatter_in_place(world), gather_in_place(world, root), name="ring reduce")
 
 
 def all_gather(world: int) -> Schedule:
-    """Copy blocks round the ring; in the first step every rank also copies its own block to its output."""
+    """Copy blocks around the ring; in the first step every rank also copies its own block to its output."""
 
     def arrivals(step: int, rank: int) -> list[Move]:
         source, block = (rank - 1) % world, (rank - step - 1) % world
@@ -84,6 +84,6 @@ def reduce_scatter(world: int) -> Schedule:
 
 
 def scatter_all_gather_broadcast(world: int, root: int = 0) -> Schedule:
-    """Scatter down a tree, then all-gather round the ring, without the arrows to the root, which has all chunks."""
+    """Scatter down a tree, then all-gather around the ring, without the arrows to the root, which has all chunks."""
     spread = only(all_gather_in_place(world), lambda m: m.dst != 0)
     return rooted(then(scatter_in_place(world), spread, name="scatter_all_gather broadcast"), root)

@@ -108,5 +108,5 @@ def chain_reduce(world: int, root: int = 0, pieces: int = CHAIN_PIECES) -> Sched
 
 
 def chain_all_reduce(world: int) -> Schedule:
-    """Reduce towards rank 0, then broadcast from it."""
+    """Reduce toward rank 0, then broadcast from it."""
     return then(chain_reduce(world), chain_broadcast(world), name="chain all_reduce")
