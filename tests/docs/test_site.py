@@ -56,7 +56,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     leave_out = shutil.ignore_patterns("_build", "_generated", "__pycache__")
     for folder in ("docs", "torchdist_ref", "tutorials"):
         shutil.copytree(pages.ROOT / folder, root / folder, ignore=leave_out)
-    for file in ("README.md", "CHANGELOG.md"):
+    for file in ("README.md", "CHANGELOG.md", "SECURITY.md"):
         shutil.copy(pages.ROOT / file, root)
     subprocess.run([sys.executable, "docs/run_tutorials.py", "--unexecuted"], cwd=root, check=True, capture_output=True)
     command = [sys.executable, "-m", "sphinx", "-q", "-n", "-W", "--keep-going", "docs", "html"]
