@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -448,3 +450,15 @@ def test_parameters_and_buffers_are_broadcast_from_rank_0() -> None:
         assert torch.equal(begin[0], fill(0, (3, 5))) and torch.equal(begin[1], fill(0, (7,), torch.int64))
         assert torch.equal(begin[2], fill(0, (3,), torch.bool)) and torch.equal(begin[3], fill(rank, (2,)))
         assert torch.equal(seen, fill(0, (7,), torch.int64) + 1)
+
+
+def test_a_compiler_that_another_thread_imports_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(rank: int) -> Tensor:
+        ddp = DDP(nn.Linear(3, 2, bias=False))
+        ddp(fill(rank, (4, 3))).sum().backward()
+        return ddp.module.weight.grad
+
+    monkeypatch.setitem(sys.modules, "torch._dynamo", types.ModuleType("torch._dynamo"))
+    expected = (fill(0, (4, 3)).sum(0) + fill(1, (4, 3)).sum(0)) / 2
+    for found in run(program, 2):
+        torch.testing.assert_close(found, expected.expand(2, 3))

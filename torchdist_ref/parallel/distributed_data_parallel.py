@@ -56,8 +56,10 @@ def _untraced(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not disabled and "torch._dynamo" in sys.modules:
-            disabled.append(sys.modules["torch._dynamo"].disable(function))
+        # While another thread imports the compiler, it has no `disable` yet, and compiles nothing.
+        disable = None if disabled else getattr(sys.modules.get("torch._dynamo"), "disable", None)
+        if disable is not None:
+            disabled.append(disable(function))
         result: R = (disabled[0] if disabled else function)(*args, **kwargs)
         return result
 
