@@ -23,6 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -176,7 +177,7 @@ class Case:
     function: str
     transport: str
     victim: int
-    server: TCPStore = field(repr=False, kw_only=True)
+    port: int = field(repr=False, kw_only=True)
     runs: Iterator[int] = field(repr=False, kw_only=True)
 
     @property
@@ -252,11 +253,9 @@ class Case:
         torch.set_num_threads(1)
         if self.transport == "tcp":
             os.environ["TORCHDIST_REF_HOST_ID"] = f"host {rank}"
-        os.environ.update(
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.server.port), TORCHELASTIC_USE_AGENT_STORE="True"
-        )
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port), TORCHELASTIC_USE_AGENT_STORE="True")
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-        ready = TCPStore("127.0.0.1", self.server.port)
+        ready = TCPStore("127.0.0.1", self.port)
         first = self.function == "init_process_group"
         if not first:
             self._init(rank, number, TIMEOUT)
@@ -289,7 +288,7 @@ class Case:
         return began, time.monotonic(), "", ""
 
     def _init(self, rank: int, number: int, timeout: timedelta) -> None:
-        store = TCPStore("127.0.0.1", self.server.port)
+        store = TCPStore("127.0.0.1", self.port)
         dist.init_process_group(
             "ref", store=dist.PrefixStore(str(number), store), rank=rank, world_size=self.ranks, timeout=timeout
         )
@@ -334,6 +333,31 @@ def warm_up() -> None:
     dist.destroy_process_group()
 
 
+@contextmanager
+def store_server() -> Iterator[int]:
+    """Serve a store for the ranks from a process of its own, and yield its port.
+
+    A thread of this process that holds a lock while a rank is forked would leave the rank a lock that nobody releases.
+    """
+    receiver, sender = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(receiver)
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(sender, str(store.port).encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(sender)
+    try:
+        yield int(os.read(receiver, 64))
+    finally:
+        os.close(receiver)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
 def main() -> int:
     """Run the cases that the options choose, and return the exit status."""
     parser = argparse.ArgumentParser()
@@ -343,17 +367,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     warm_up()
-    server = TCPStore("127.0.0.1", 0, is_master=True)
     runs = iter(range(1, 10**9))
     failed = 0
-    for transport in options.transport or TRANSPORTS:
-        for function in options.functions or FUNCTIONS:
-            for victim in (0, 1):
-                case = Case(function, transport, victim, server=server, runs=runs)
-                wrong = check(case, options.share, options.seed, lambda line: print(line, flush=True))
-                failed += len(wrong)
-                for each in wrong[:5]:
-                    print(f"    at point {each.point}: {each.error}", flush=True)
+    with store_server() as port:
+        for transport in options.transport or TRANSPORTS:
+            for function in options.functions or FUNCTIONS:
+                for victim in (0, 1):
+                    case = Case(function, transport, victim, port=port, runs=runs)
+                    wrong = check(case, options.share, options.seed, lambda line: print(line, flush=True))
+                    failed += len(wrong)
+                    for each in wrong[:5]:
+                        print(f"    at point {each.point}: {each.error}", flush=True)
     return 1 if failed else 0
 
 
