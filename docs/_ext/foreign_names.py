@@ -46,16 +46,26 @@ def public(name: str) -> str:
     return name
 
 
-def exists(name: str) -> bool:
-    """Whether a dotted name can be imported or reached by attributes."""
+def load(name: str) -> Any:
+    """Return the object with a dotted name; raise AttributeError if there is none."""
     parts = name.split(".")
     for cut in range(len(parts), 0, -1):
         try:
             value: Any = importlib.import_module(".".join(parts[:cut]))
         except ImportError:
             continue
-        return all((value := getattr(value, part, None)) is not None for part in parts[cut:])
-    return False
+        for part in parts[cut:]:
+            value = getattr(value, part)
+        return value
+    raise AttributeError(name)
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name can be imported or reached by attributes."""
+    try:
+        return load(name) is not None
+    except AttributeError:
+        return False
 
 
 @cache

@@ -14,7 +14,6 @@ an entry in objects.inv too. Do not add what the rows show: it is the first sent
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -62,24 +61,10 @@ def torch_name(name: str) -> str | None:
     return None
 
 
-def load(name: str) -> Any:
-    """Return the object with a dotted name; raise AttributeError if there is none."""
-    parts = name.split(".")
-    for cut in range(len(parts), 0, -1):
-        try:
-            value: Any = importlib.import_module(".".join(parts[:cut]))
-        except ImportError:
-            continue
-        for part in parts[cut:]:
-            value = getattr(value, part)
-        return value
-    raise AttributeError(name)
-
-
 def summary(name: str) -> str:
     """Return the first sentence of an object's docstring as plain text."""
     try:
-        value = load(name)
+        value = foreign_names.load(name)
     except AttributeError:
         return ""
     if not (callable(value) or inspect.ismodule(value) or isinstance(value, property)):
@@ -91,7 +76,7 @@ def summary(name: str) -> str:
 
 def is_torchs_own(name: str) -> bool:
     """Return whether one of our names leads to an object that torch defines, in a module of its own."""
-    value = load(name)
+    value = foreign_names.load(name)
     return not isinstance(value, int) and str(getattr(value, "__module__", "")).startswith("torch.distributed.nn")
 
 
@@ -116,7 +101,7 @@ class TorchNamesDirective(SphinxDirective):
         reference = addnodes.pending_xref(
             "", nodes.inline(shown, shown), refdomain="py", reftype="obj", reftarget=target, refdoc=self.env.docname
         )
-        ids = [theirs, f"module-{theirs}"] if inspect.ismodule(load(ours)) else [theirs]
+        ids = [theirs, f"module-{theirs}"] if inspect.ismodule(foreign_names.load(ours)) else [theirs]
         term = nodes.term("", "", reference, ids=ids)
         term["torch_row"] = True
         return nodes.definition_list_item("", term, nodes.definition("", nodes.Text(summary(ours))))
@@ -194,17 +179,17 @@ def register_aliases(app: Sphinx, env: BuildEnvironment) -> None:
     for name, entry in list(objects.items()):
         if name.startswith("torchdist_ref.") and not entry.aliased:
             try:
-                value = load(name)
+                value = foreign_names.load(name)
             except AttributeError:
                 continue
             places.setdefault(id(value), (value, entry))
     rows = {counterpart(theirs): (theirs, at) for theirs, at in env.get_domain("torch").data["anchors"].items()}
     for name in missing:
-        found = places.get(id(load(name)))
+        found = places.get(id(foreign_names.load(name)))
         if found:
             entry = ObjectEntry(found[1].docname, found[1].node_id, found[1].objtype, True)
         elif name in rows:  # an object of torch's own, available here too: its row is all there is
-            entry = ObjectEntry(rows[name][1], rows[name][0], kind(load(name)), True)
+            entry = ObjectEntry(rows[name][1], rows[name][0], kind(foreign_names.load(name)), True)
         else:
             continue
         objects[name] = entry

@@ -284,4 +284,4 @@ def test_the_reference_executor_can_be_read() -> None:
     assert not any(isinstance(node, ast.FunctionDef) for node in nested)
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     ours = {module.rpartition(".")[2] for module in imported if module.startswith("torchdist_ref.backends.ref.")}
-    assert ours == {"handshake", "plan"}, "nor anything that only the fast executor needs"
+    assert ours == {"mismatches", "plan"}, "nor anything that only the fast executor needs"

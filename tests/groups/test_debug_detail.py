@@ -12,7 +12,7 @@ import torch
 
 import torchdist_ref as dist
 from torchdist_ref.debug import levels
-from torchdist_ref.debug.checked import CheckedBackend
+from torchdist_ref.debug.detail_level import CheckedBackend
 from torchdist_ref.testing import fill, run
 from torchdist_ref.testing.backend_contract import check_backend
 

@@ -18,7 +18,7 @@ from torchdist_ref.schedules import (
     violations,
 )
 from torchdist_ref.schedules.catalogue import make
-from torchdist_ref.schedules.entries import _rows
+from torchdist_ref.schedules.catalogue_rows import _rows
 
 ALL = [(op, name) for op in operations() for name in algorithms(op)]
 ROOTED = ("reduce", "broadcast", "gather", "scatter", "send")

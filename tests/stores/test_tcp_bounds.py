@@ -15,8 +15,7 @@ import pytest
 from tests.stores.test_tcp_protocol import RecordingClient, response_parts, validated
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.stores import TCPStore
-from torchdist_ref.stores.tcp import handlers, server
-from torchdist_ref.stores.tcp.handlers import KEY_OVERHEAD_BYTES, RequestHandler
+from torchdist_ref.stores.tcp import requests, server
 from torchdist_ref.stores.tcp.operations import MAX_FILED, Op
 from torchdist_ref.stores.tcp.protocol import (
     MAGIC,
@@ -29,6 +28,7 @@ from torchdist_ref.stores.tcp.protocol import (
     Status,
     write_request,
 )
+from torchdist_ref.stores.tcp.requests import KEY_OVERHEAD_BYTES, RequestHandler
 
 HOST = "127.0.0.1"
 MIB = 2**20
@@ -134,7 +134,7 @@ def test_the_memory_of_random_requests_is_counted_exactly() -> None:
 
 def test_kept_responses_of_clients_that_have_gone_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once 600 gone clients kept 605 MiB."""
-    monkeypatch.setattr(handlers, "KEPT_RESPONSE_BYTES", 10 * MIB)
+    monkeypatch.setattr(requests, "KEPT_RESPONSE_BYTES", 10 * MIB)
     handler = RequestHandler()
     for number in range(40):
         client = validated(handler, b"client %d" % number)

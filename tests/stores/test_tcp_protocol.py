@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchdist_ref.stores.tcp.handlers import RequestHandler, StoreClient
 from torchdist_ref.stores.tcp.operations import NONCE_MARK, OPERATIONS, Op, Operation, recognized
 from torchdist_ref.stores.tcp.protocol import (
     FRAMED,
@@ -31,6 +30,7 @@ from torchdist_ref.stores.tcp.protocol import (
     write_request,
     write_response,
 )
+from torchdist_ref.stores.tcp.requests import RequestHandler, StoreClient
 
 HANDSHAKE = bytes.fromhex("00cef7853c")
 

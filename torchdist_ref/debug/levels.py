@@ -1,7 +1,7 @@
 """Debug level of the process: OFF, INFO or DETAIL.
 
 The level is state of the process, as in torch. It is read from TORCH_DISTRIBUTED_DEBUG on first use. Do not add the
-effects of a level here: they belong to its users, such as `checked`.
+effects of a level here: they belong to its users, such as `detail_level`.
 """
 
 from __future__ import annotations

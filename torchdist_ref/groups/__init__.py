@@ -13,6 +13,7 @@ from torchdist_ref.errors import adopt_torch
 from torchdist_ref.groups.alltoall import all_to_all, all_to_all_single
 from torchdist_ref.groups.coalesced import all_gather_coalesced, all_reduce_coalesced
 from torchdist_ref.groups.collectives import all_reduce, barrier, broadcast, monitored_barrier, reduce
+from torchdist_ref.groups.creation import destroy_process_group, init_process_group, is_initialized, new_group
 from torchdist_ref.groups.gather_scatter import (
     all_gather,
     all_gather_into_tensor,
@@ -23,7 +24,6 @@ from torchdist_ref.groups.gather_scatter import (
     reduce_scatter_tensor,
     scatter,
 )
-from torchdist_ref.groups.lifecycle import destroy_process_group, init_process_group, is_initialized, new_group
 from torchdist_ref.groups.mesh import DeviceMesh, init_device_mesh
 from torchdist_ref.groups.multigpu import (
     all_gather_multigpu,

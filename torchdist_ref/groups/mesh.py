@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from torchdist_ref.errors import DistError, explain
-from torchdist_ref.groups.lifecycle import init_process_group, is_initialized, new_group
+from torchdist_ref.groups.creation import init_process_group, is_initialized, new_group
 from torchdist_ref.groups.queries import get_rank, get_world_size
 from torchdist_ref.groups.world import ProcessGroup, default_group, is_thread_rank, refuse_destroyed, resolve
 

@@ -30,7 +30,7 @@ from torchdist_ref.errors import (
     on_rank,
 )
 from torchdist_ref.groups.arguments import timeout_of
-from torchdist_ref.groups.lifecycle import make_group, new_group, watch_members
+from torchdist_ref.groups.creation import make_group, new_group, watch_members
 from torchdist_ref.groups.queries import get_process_group_ranks, get_rank
 from torchdist_ref.groups.registration import share
 from torchdist_ref.groups.world import ProcessGroup, current, default_group, refuse_destroyed, resolve

@@ -1,6 +1,6 @@
 """Differentiable collectives, for use inside a model.
 
-`functional` has the functions, which are exported here too; `transposes` has their gradients. Remote modules are
+`functional` has the functions, which are exported here too; `gradients` has their gradients. Remote modules are
 torch's own, since they use torch's RPC; `torch_paths` serves their paths.
 """
 

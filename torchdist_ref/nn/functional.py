@@ -1,12 +1,12 @@
 """Collectives for use inside a model: each returns its result as a new tensor, and gradients flow back through it.
 
 The names and arguments are those of ``torch.distributed.nn.functional``. Sums, averages and moves are linear, so their
-gradients are collectives too (`transposes`). A product, minimum or maximum gathers the tensors and reduces them on each
+gradients are collectives too (`gradients`). A product, minimum or maximum gathers the tensors and reduces them on each
 rank, since its derivative needs the tensors of all ranks, and torch differentiates it. Calls that change their
 arguments are in `torchdist_ref.groups`.
 
 The loss that is differentiated is the sum of the losses of all ranks. So every rank has to run backward, through the
-same collectives in the same order. Do not add the gradient of a linear collective here: it is in `transposes`.
+same collectives in the same order. Do not add the gradient of a linear collective here: it is in `gradients`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.distributed import ReduceOp
 from torchdist_ref import groups
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 from torchdist_ref.groups import ProcessGroup
-from torchdist_ref.nn import transposes
-from torchdist_ref.nn.transposes import apply
+from torchdist_ref.nn import gradients
+from torchdist_ref.nn.gradients import apply
 
 __all__ = [
     "all_gather",
@@ -124,7 +124,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
     """
     _check_tensor("broadcast", "tensor", tensor)
     found = member_group("broadcast", group)
-    return apply(transposes.BroadcastMap(found, groups.get_group_rank(found, src)), tensor)[0]
+    return apply(gradients.BroadcastMap(found, groups.get_group_rank(found, src)), tensor)[0]
 
 
 def gather(tensor: Tensor, dst: int = 0, group: Group = None) -> tuple[Tensor, ...]:
@@ -162,7 +162,7 @@ def gather(tensor: Tensor, dst: int = 0, group: Group = None) -> tuple[Tensor, .
     """
     _check_tensor("gather", "tensor", tensor)
     found = member_group("gather", group)
-    return apply(transposes.GatherMap(found, groups.get_group_rank(found, dst)), tensor)
+    return apply(gradients.GatherMap(found, groups.get_group_rank(found, dst)), tensor)
 
 
 def scatter(tensors: list[Tensor] | tuple[Tensor, ...], src: int = 0, group: Group = None) -> Tensor:
@@ -203,7 +203,7 @@ def scatter(tensors: list[Tensor] | tuple[Tensor, ...], src: int = 0, group: Gro
     if any(tensor.shape != tensors[0].shape for tensor in tensors):
         shapes = [tuple(tensor.shape) for tensor in tensors]
         raise ArgumentError(explain("scatter", "tensors", "tensors of one shape", shapes, rank=found.rank()))
-    return apply(transposes.ScatterMap(found, groups.get_group_rank(found, src)), *tensors)[0]
+    return apply(gradients.ScatterMap(found, groups.get_group_rank(found, src)), *tensors)[0]
 
 
 def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None) -> Tensor:
@@ -244,7 +244,7 @@ def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None
     found = member_group("reduce", group)
     if (local := nonlinear_reduction(op)) is not None:
         return local(torch.stack(gather(tensor, dst, found)))
-    return apply(transposes.ReduceMap(found, groups.get_group_rank(found, dst), op), tensor)[0]
+    return apply(gradients.ReduceMap(found, groups.get_group_rank(found, dst), op), tensor)[0]
 
 
 def reduce_scatter(output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.SUM, group: Group = None) -> Tensor:
@@ -286,7 +286,7 @@ def reduce_scatter(output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.
     _check_tensors("reduce_scatter", "input_list", input_list)
     found = member_group("reduce_scatter", group)
     if (local := nonlinear_reduction(op)) is None:
-        return apply(transposes.ReduceScatterMap(found, op, output), *input_list)[0]
+        return apply(gradients.ReduceScatterMap(found, op, output), *input_list)[0]
     result = local(torch.stack(all_to_all([torch.empty_like(output) for _ in input_list], input_list, found)))
     output.detach().copy_(result.detach())
     return result
@@ -326,7 +326,7 @@ def all_gather(tensor: Tensor, group: Group = None) -> tuple[Tensor, ...]:
         JAX, with them.
     """
     _check_tensor("all_gather", "tensor", tensor)
-    return apply(transposes.AllGatherMap(member_group("all_gather", group)), tensor)
+    return apply(gradients.AllGatherMap(member_group("all_gather", group)), tensor)
 
 
 def all_to_all(
@@ -371,7 +371,7 @@ def all_to_all(
     input_shapes = tuple(tensor.shape for tensor in input_tensor_list)
     outputs = tuple(output_tensor_list)
     return apply(
-        transposes.AllToAllMap(member_group("all_to_all", group), shapes, input_shapes, outputs), *input_tensor_list
+        gradients.AllToAllMap(member_group("all_to_all", group), shapes, input_shapes, outputs), *input_tensor_list
     )
 
 
@@ -421,7 +421,7 @@ def all_to_all_single(
     _check_tensor("all_to_all_single", "input", input)
     found = member_group("all_to_all_single", group)
     sizes = output_split_sizes, input_split_sizes
-    return apply(transposes.AllToAllSingleMap(found, output.shape, input.shape, *sizes, output), input)[0]
+    return apply(gradients.AllToAllSingleMap(found, output.shape, input.shape, *sizes, output), input)[0]
 
 
 def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None) -> Tensor:
@@ -465,4 +465,4 @@ def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None) -> T
     found = member_group("all_reduce", group)
     if (local := nonlinear_reduction(op)) is not None:
         return local(torch.stack(all_gather(tensor, found)))
-    return apply(transposes.AllReduceMap(found, op), tensor)[0]
+    return apply(gradients.AllReduceMap(found, op), tensor)[0]

@@ -1,7 +1,7 @@
 """Catalogue of the algorithms for each operation: names, choice, and building.
 
 The table in the documentation is made from it, the tests run over it, and a backend builds from it. To add an
-algorithm to the library, write its function and add its row in `entries`; a program adds its own with `register`.
+algorithm to the library, write its function and add its row in `catalogue_rows`; a program adds its own with `register`.
 
 `choose` is a pure function, so that every rank chooses the same algorithm without communication. It depends on nothing
 but its arguments: no clock, no environment, no machine. A rank that chose otherwise would wait for messages that no
@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 from torchdist_ref.errors import ArgumentError, explain
-from torchdist_ref.schedules.entries import ENTRIES, Entry, entry_of
+from torchdist_ref.schedules.catalogue_rows import ENTRIES, Entry, entry_of
 from torchdist_ref.schedules.measured import BETWEEN_HOSTS, BETWEEN_TWO, WITHIN_A_HOST, SizeTable
 from torchdist_ref.schedules.schedule import Schedule
 from torchdist_ref.schedules.verify import verify

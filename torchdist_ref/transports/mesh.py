@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError, RankStalledError
-from torchdist_ref.transports.connection import POSTED_RECEIVE, MeshConnection, MeshFrame, check_ranges, pack
+from torchdist_ref.transports.frames import POSTED_RECEIVE, MeshConnection, MeshFrame, check_ranges, pack
 from torchdist_ref.transports.segment import (
     MESSAGE_HEADER_BYTES,
     ROW_BYTES,

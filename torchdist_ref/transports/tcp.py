@@ -2,7 +2,7 @@
 
 All ranks have the same layout of the segment. The parts of ranks on this host are in shared memory. The parts of remote
 ranks are private copies, which those ranks update: a semaphore that crosses hosts travels in one frame with the bytes
-that it signals (see `connection`). So backends run the same code and the same schedules.
+that it signals (see `frames`). So backends run the same code and the same schedules.
 
 Every rank listens on one address (see `interface_address`) and publishes it in the store. Of each pair of remote ranks
 the higher one connects. Both then prove that they know the group's key, which is in no store (see `authentication`).
@@ -27,7 +27,7 @@ from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses, PeerP
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.sealed import channel_key, innermost
 from torchdist_ref.transports import shared_memory
-from torchdist_ref.transports.connection import Acceptor, authenticate_to
+from torchdist_ref.transports.frames import Acceptor, authenticate_to
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.mesh import (
     ConnectionMesh,

@@ -24,8 +24,8 @@ from torchdist_ref.backends.base import Backend, Membership, RowBlocks, is_profi
 from torchdist_ref.backends.ref.execute import ReferenceExecutor
 from torchdist_ref.backends.ref.fast import FastExecutor
 from torchdist_ref.backends.ref.plan import EXECUTOR_VARIABLE, IN_PLACE, Plan, Planner, executor_name
-from torchdist_ref.backends.ref.point_to_point import Messages
 from torchdist_ref.backends.ref.staging import contiguous, copy_back, side_streams
+from torchdist_ref.backends.ref.tag_matching import Messages
 from torchdist_ref.backends.worker_threads import CallbackThreads, CallOrder, OutOfOrderError, WorkFactory, settle
 from torchdist_ref.calls import Call, Number, Numbers, Recorder, Recv, Send
 from torchdist_ref.errors import GroupAbortedError

@@ -30,7 +30,7 @@ from torch import Tensor
 from torchdist_ref.backends import reductions
 from torchdist_ref.backends.reductions import WIDENED, Reduction
 from torchdist_ref.backends.ref import staging
-from torchdist_ref.backends.ref.handshake import Handshake
+from torchdist_ref.backends.ref.mismatches import Handshake
 from torchdist_ref.backends.ref.plan import Plan, exchange_of_sizes, with_sizes
 from torchdist_ref.calls import Number
 from torchdist_ref.schedules.schedule import Move, Slot

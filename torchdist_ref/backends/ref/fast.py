@@ -34,7 +34,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.ref.handshake import Handshake, SomeUnregisteredError
+from torchdist_ref.backends.ref.mismatches import Handshake, SomeUnregisteredError
 from torchdist_ref.backends.ref.one_gpu import DeviceBuffers, device_path
 from torchdist_ref.backends.ref.plan import Pairs, Plan, exchange_of_sizes, with_sizes
 from torchdist_ref.backends.ref.ring_buffer import RingBuffer, StagedRounds

@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.ref.handshake import SomeUnregisteredError
+from torchdist_ref.backends.ref.mismatches import SomeUnregisteredError
 from torchdist_ref.backends.ref.plan import ALIGNMENT, Plan, with_schedule
 from torchdist_ref.backends.ref.staging import settle
 from torchdist_ref.backends.ref.steps import Part, Step, StepMaker, Tensors

@@ -1,6 +1,6 @@
 """Server side of TCPStore: listening sockets, one thread with an event loop, bounded memory.
 
-The thread reads from the sockets, parses requests (`protocol`), runs them (`handlers`) and sends the replies. Clients
+The thread reads from the sockets, parses requests (`protocol`), runs them (`requests`) and sends the replies. Clients
 of torch cannot authenticate themselves, so any process that reaches the port can connect, except those of other users
 on loopback. Each connection has limits:
 
@@ -30,8 +30,8 @@ from itertools import islice
 from typing import Any
 
 from torchdist_ref.stores.sockets import READ, TRUST_NETWORK, WRITE, adopt, listen, poller, refused_user
-from torchdist_ref.stores.tcp.handlers import RequestHandler, StoreClient
 from torchdist_ref.stores.tcp.protocol import ManyValues, Piece, ProtocolError, RequestDecoder
+from torchdist_ref.stores.tcp.requests import RequestHandler, StoreClient
 from torchdist_ref.timeouts import Deadline
 
 logger = logging.getLogger("torchdist_ref.stores")

@@ -14,8 +14,8 @@ from time import monotonic, process_time
 import pytest
 
 from torchdist_ref.errors import AuthenticationError, DistNetworkError, RankStalledError
-from torchdist_ref.transports import connection
-from torchdist_ref.transports.connection import Acceptor, authenticate_to, check_ranges
+from torchdist_ref.transports import frames
+from torchdist_ref.transports.frames import Acceptor, authenticate_to, check_ranges
 
 KEY = bytes(range(32))
 ACCEPTING = 5
@@ -169,8 +169,8 @@ def test_ranks_that_do_not_connect_are_named() -> None:
 
 
 def test_silent_clients_are_closed_and_never_fill_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HANDSHAKE_SECONDS", 0.05)
-    monkeypatch.setattr(connection, "MAX_HANDSHAKES", 4)
+    monkeypatch.setattr(frames, "HANDSHAKE_SECONDS", 0.05)
+    monkeypatch.setattr(frames, "MAX_HANDSHAKES", 4)
     with acceptor_and_address() as (acceptor, clients, address):
         silent = [connect(clients, address) for _ in range(9)]
         with pytest.raises(RankStalledError):

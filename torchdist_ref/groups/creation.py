@@ -22,7 +22,7 @@ from typing import Any
 from torchdist_ref.authentication import authenticate
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.registry import create, default_name, names_by_device
-from torchdist_ref.debug.checked import apply_debug_level
+from torchdist_ref.debug.detail_level import apply_debug_level
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,

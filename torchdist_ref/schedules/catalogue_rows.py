@@ -90,7 +90,7 @@ def _source(op: str, algorithm: str) -> tuple[str, bool]:
     if algorithm not in SOURCES:
         raise LookupError(
             f"{op}: algorithm {algorithm!r} has no source. Add its paper or program to SOURCES in "
-            "torchdist_ref/schedules/entries.py, under this name."
+            "torchdist_ref/schedules/catalogue_rows.py, under this name."
         )
     forwards = op == "all_to_all" and algorithm in ("bruck", "hierarchical")
     return "Träff 2002" if forwards and algorithm == "hierarchical" else SOURCES[algorithm], forwards
