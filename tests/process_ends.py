@@ -1,11 +1,11 @@
-"""Wait for the end of processes that are not children of the test."""
+"""Ends of processes: those of others are waited for, and a forked child answers before its own."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import select
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 def all_ended(pids: Iterable[int]) -> bool:
@@ -18,3 +18,24 @@ def all_ended(pids: Iterable[int]) -> bool:
             if not ended:
                 return False
     return True
+
+
+def answer_of_child(answer: Callable[[], str]) -> str:
+    """Return what a function returns in a forked child, or the error that it raises there, as text.
+
+    The child ends without what Python does at an exit, as a worker of `multiprocessing` does.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, answer().encode())
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return text

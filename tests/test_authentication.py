@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import torchdist_ref as dist
+from tests.process_ends import answer_of_child
 from torchdist_ref import authentication
 from torchdist_ref.authentication import SECRET, SECRET_FILE, KeyServer, authenticate, receive_key
 from torchdist_ref.errors import AuthenticationError, RankStalledError
@@ -76,21 +77,13 @@ def join(stores: list[Any], timeout: float = 20.0) -> list[Any]:
 
 def in_child_as(user: int, action: Callable[[], Any]) -> Any:
     """Return the result of an action in a forked process of another user, as text."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setgid(user)
-            os.setuid(user)
-            os.write(writer, repr(action()).encode())
-        except BaseException as error:
-            os.write(writer, f"{type(error).__name__}: {error}".encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        text = pipe.read()
-    os.waitpid(child, 0)
-    return text
+
+    def answer() -> str:
+        os.setgid(user)
+        os.setuid(user)
+        return repr(action())
+
+    return answer_of_child(answer)
 
 
 # Sealed values

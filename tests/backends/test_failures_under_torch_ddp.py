@@ -7,10 +7,8 @@ ranks, which takes half a second; a stopped rank is noticed at the time-out of 6
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -23,10 +21,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import torchdist_ref  # noqa: F401, it registers ref with torch
+from tests.backends.failing_ranks import CULPRIT, WORLD, errors_of_survivors
 from torchdist_ref.backends.ref_in_torch.work import TorchFuture
 from torchdist_ref.calls import CallScope
-
-WORLD, CULPRIT = 3, 1
 
 
 def average(_, bucket):  # type: ignore[no-untyped-def]
@@ -72,37 +69,14 @@ def train(rank: int, folder: Path, hook: str, failure: str) -> None:
         ddp(torch.full((4, 64), rank + 1.5)).sum().backward()
 
 
-def run_rank(rank: int, folder: Path, hook: str, failure: str) -> None:
-    """Run one forked rank, and leave the error that it raised in a file."""
-    try:
-        train(rank, folder, hook, failure)
-    except BaseException as error:
-        found = [type(error).__name__, str(error), traceback.format_exc()]
-        (folder / f"{rank}.json").write_text(json.dumps(found))
-    finally:
-        os._exit(9)
-
-
 CASES = [(hook, failure) for hook in HOOKS for failure in FAILURES if failure != "stop" or hook == "no hook"]
 
 
 @pytest.mark.parametrize(("hook", "failure"), CASES)
 def test_survivors_raise_the_named_error(hook: str, failure: str, tmp_path: Path) -> None:
-    pids = []
-    for rank in range(WORLD):
-        pid = os.fork()
-        if pid == 0:
-            run_rank(rank, tmp_path, hook, failure)
-        pids.append(pid)
-    survivors = [rank for rank in range(WORLD) if rank != CULPRIT]
-    ended = {rank: os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1]) for rank in survivors}
-    os.kill(pids[CULPRIT], signal.SIGKILL)
-    os.waitpid(pids[CULPRIT], 0)
-    assert ended == dict.fromkeys(survivors, 9), "a negative code is the signal that ended the rank"
-    for rank in survivors:
-        kind, text, trace = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert kind in FAILURES[failure][1].split(), trace
-        assert f"rank {CULPRIT}" in text and "all_reduce" in text
+    for raised in errors_of_survivors(lambda rank: train(rank, tmp_path, hook, failure)).values():
+        assert raised.kind in FAILURES[failure][1].split(), raised.trace
+        assert f"rank {CULPRIT}" in raised.text and "all_reduce" in raised.text
 
 
 def test_a_failed_future_raises_in_callbacks_and_chains() -> None:

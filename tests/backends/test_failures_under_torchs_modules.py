@@ -6,11 +6,9 @@ the figure of 100 ms is held by `nox -s soak`.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -26,9 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.backends.failing_ranks import CULPRIT, WORLD, errors_of_survivors
+
 # Each rank is a fork of this process, which therefore imports what ranks use.
 
-WORLD, CULPRIT, SOON = 3, 1, 2.0
+SOON = 2.0
 
 
 def model() -> nn.Module:
@@ -101,7 +101,7 @@ def ends_at_the_timeout(module: str, failure: str) -> bool:
 
 
 def train(rank: int, folder: Path, module: str, failure: str) -> None:
-    """Train three steps; the culprit fails before the third, and the others leave their errors in a file."""
+    """Train three steps; the culprit fails before the third."""
     seconds = 2 if ends_at_the_timeout(module, failure) else 20
     meet = f"file://{folder / 'store'}"
     c10d.init_process_group("ref", init_method=meet, rank=rank, world_size=WORLD, timeout=timedelta(seconds=seconds))
@@ -112,27 +112,9 @@ def train(rank: int, folder: Path, module: str, failure: str) -> None:
     if rank == CULPRIT:
         (folder / "culprit").write_text(str(time.monotonic()))
         FAILURES[failure]()
-    try:
-        step()
-        # A rank whose own part needed no other learns of it in its next call.
-        c10d.barrier()
-    except BaseException as error:
-        found = [type(error).__name__, str(error), traceback.format_exc(), time.monotonic()]
-        (folder / "unfinished").mkdir(exist_ok=True)
-        unfinished = folder / "unfinished" / str(rank)
-        unfinished.write_text(json.dumps(found))
-        unfinished.rename(folder / f"{rank}.json")
-
-
-def run_rank(rank: int, folder: Path, module: str, failure: str) -> None:
-    """Run one forked rank."""
-    try:
-        torch.set_num_threads(1)
-        train(rank, folder, module, failure)
-        # A raise ends the culprit; the others stay, so that none is taken for dead before all have answered.
-        time.sleep(60)
-    finally:
-        os._exit(9)
+    step()
+    # A rank whose own part needed no other learns of it in its next call.
+    c10d.barrier()
 
 
 # Compiling takes several seconds on each rank.
@@ -145,29 +127,9 @@ CASES = [
 
 @pytest.mark.parametrize(("module", "failure"), CASES)
 def test_survivors_raise_the_named_error(module: str, failure: str, tmp_path: Path) -> None:
-    pids = []
-    for rank in range(WORLD):
-        pid = os.fork()
-        if pid == 0:
-            run_rank(rank, tmp_path, module, failure)
-        pids.append(pid)
-    survivors = [rank for rank in range(WORLD) if rank != CULPRIT]
-    deadline = time.monotonic() + 40
-    ended: dict[int, int] = {}
-    while time.monotonic() < deadline and not all((tmp_path / f"{rank}.json").exists() for rank in survivors):
-        for rank in set(survivors) - ended.keys():
-            if os.waitpid(pids[rank], os.WNOHANG)[0]:
-                ended[rank] = rank
-        if ended:
-            break
-        time.sleep(0.01)
-    for rank, pid in enumerate(pids):
-        if rank not in ended:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    assert not ended, f"ranks {list(ended)} ended"
-    for rank in survivors:
-        kind, text, trace, when = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert kind in ("RankDiedError", "GroupAbortedError", "MismatchError", "RankStalledError"), trace
-        assert f"rank {CULPRIT}" in text, text
-        assert ends_at_the_timeout(module, failure) or when - float((tmp_path / "culprit").read_text()) < SOON
+    for raised in errors_of_survivors(lambda rank: train(rank, tmp_path, module, failure)).values():
+        kinds = ("RankDiedError", "GroupAbortedError", "MismatchError", "RankStalledError")
+        assert raised.kind in kinds, raised.trace
+        assert f"rank {CULPRIT}" in raised.text, raised.text
+        failed_at = float((tmp_path / "culprit").read_text())
+        assert ends_at_the_timeout(module, failure) or raised.when - failed_at < SOON

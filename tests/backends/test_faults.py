@@ -6,13 +6,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
 
 import torchdist_ref as dist
+from tests.outcomes import failing
 from torchdist_ref.testing import RankError, fill, run
 
 # A loose bound: the goal of 100 ms is measured by the benchmark; a test on a busy machine must not be a timer.
@@ -28,16 +28,6 @@ def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     name: str = request.param
     monkeypatch.setenv("TORCHDIST_REF_EXECUTOR", name)
     return name
-
-
-def failing(call: Callable[[], object]) -> tuple[str, str, float]:
-    """Return the type and text of the error that a call raises, and the seconds until then."""
-    start = time.monotonic()
-    try:
-        call()
-    except dist.DistError as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "", "no error", time.monotonic() - start
 
 
 def all_reduce() -> None:

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Callable
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchdist_ref as dist
+from tests.process_ends import answer_of_child
 from torchdist_ref.testing import fill, run
 
 LARGE = 300_000
-
-
-def said_by_child(act: Callable[[], str]) -> str:
-    """What a forked child answers. It ends without what Python does at an exit, as `multiprocessing` has it."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.write(writing, act().encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as answer:
-        said = answer.read()
-    os.waitpid(pid, 0)
-    return said
 
 
 def try_to_reduce() -> str:
@@ -51,8 +36,8 @@ def fork_and_go_on(rank: int) -> tuple[str, list[bool]]:
 
     work = dist.all_reduce(torch.ones(3), async_op=True)
     assert work is not None
-    said = said_by_child(try_to_reduce)
-    said_by_child(let_go)
+    said = answer_of_child(try_to_reduce)
+    answer_of_child(let_go)
     work.wait()
     kept = torch.equal(tensor, fill(rank, (LARGE,)))
     dist.all_reduce(tensor)

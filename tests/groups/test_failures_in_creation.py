@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import torchdist_ref as dist
+from tests.outcomes import failing
 from torchdist_ref import authentication, liveness
 from torchdist_ref.stores import HashStore, PrefixStore, TCPStore
 from torchdist_ref.testing import RankError, run
@@ -27,20 +28,11 @@ CALLS: dict[str, Callable[[], Any]] = {
 }
 
 
-def outcome(call: Callable[[], Any]) -> tuple[str, str, float]:
-    start = time.monotonic()
-    try:
-        call()
-    except dist.DistError as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "", "no error", time.monotonic() - start
-
-
 def die_before_joining(rank: int, name: str) -> tuple[str, str, float]:
     if rank == 1:
         # All its keys are in the store and its pid is in the segment; its semaphores are not posted.
         Link.handshake = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    return outcome(CALLS[name])
+    return failing(CALLS[name])
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -60,7 +52,7 @@ def fail_before_joining(rank: int, name: str) -> tuple[str, str, float]:
     if rank == 1:
         Link.handshake = fail  # type: ignore[method-assign]
     try:
-        return outcome(CALLS[name])
+        return failing(CALLS[name])
     except OSError as error:
         return type(error).__name__, str(error), 0.0
 
@@ -78,10 +70,10 @@ def two_deaths(rank: int) -> tuple[str, str, float] | None:
     dist.barrier()
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    outcome(dist.barrier)
+    failing(dist.barrier)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    first = outcome(lambda: dist.shrink_group([3]))
+    first = failing(lambda: dist.shrink_group([3]))
     dist.shrink_group([2, 3])
     dist.barrier()
     return first
@@ -156,7 +148,7 @@ def take_the_key_from_a_dying_rank(rank: int, port: int) -> tuple[str, str, floa
     if rank == 0:
         monkeypatch.setattr(authentication.KeyServer, "_serve", die)
     store = TCPStore("127.0.0.1", port)
-    return outcome(lambda: dist.init_process_group("ref", store=store, rank=rank, world_size=2))
+    return failing(lambda: dist.init_process_group("ref", store=store, rank=rank, world_size=2))
 
 
 def test_a_rank_that_dies_while_it_serves_the_session_key_is_named() -> None:

@@ -5,6 +5,7 @@ A fixture of tests/conftest.py checks that no test leaves a process, thread or f
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -257,3 +258,34 @@ def test_wrong_arguments_are_reported(wrong: dict[str, Any], kind: type[Exceptio
     right: dict[str, Any] = {"fn": int, "world_size": 1}
     with pytest.raises(kind, match=words):
         run(**(right | wrong))
+
+
+class Garbage:
+    """Part of a cycle, which only the collector ends; says so on a descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.me, self.descriptor = self, descriptor
+
+    def __del__(self) -> None:
+        os.write(self.descriptor, b"collected")
+
+
+class Large:
+    """Result whose pickling creates as many objects as start a collection."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (str(len([[] for _ in range(10 * gc.get_threshold()[0])])),)
+
+
+def leave_garbage(rank: int, descriptor: int) -> Large:
+    gc.collect()
+    Garbage(descriptor)
+    return Large()
+
+
+def test_garbage_of_a_rank_that_has_ended_is_not_collected() -> None:
+    reader, writer = os.pipe()
+    run(leave_garbage, 1, writer, ranks="processes", init=False)
+    os.close(writer)
+    assert os.read(reader, 100) == b""
+    os.close(reader)

@@ -1,7 +1,7 @@
 """Catalogue of the algorithms for each operation: names, choice, and building.
 
 The table in the documentation is made from it, the tests run over it, and a backend builds from it. To add an
-algorithm to the library, write its function and add its row in `catalogue_rows`; a program adds its own with `register`.
+algorithm to the library, write its function and add its row in `catalogue_rows`; a program adds its own by `register`.
 
 `choose` is a pure function, so that every rank chooses the same algorithm without communication. It depends on nothing
 but its arguments: no clock, no environment, no machine. A rank that chose otherwise would wait for messages that no

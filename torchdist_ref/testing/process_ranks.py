@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import os
 import pickle
 import queue
@@ -178,7 +179,11 @@ def run_child(rank: int, program: RankProgram, store: Callable[[], Store], files
     status = 1
     try:
         _set_up_child(files)
-        files.result.write(_pack(program(rank, store)))
+        outcome = program(rank, store)
+        # Nothing is gained by a collection now, and torch's reducer may hang in one: it joins Gloo's threads while it
+        # holds the interpreter lock, for which a thread that releases a tensor waits.
+        gc.disable()
+        files.result.write(_pack(outcome))
         files.result.flush()
         status = 0
     finally:
