@@ -24,7 +24,7 @@ LATE = "only inside functions"
 FUTURES = "torch.futures only"
 YES = "yes"
 
-CORE = ("errors", "calls", "timeouts", "work")
+CORE = ("errors", "calls", "recorder", "timeouts", "work")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ SHARED_BY_BACKENDS = ("backends", "backends.base", "backends.reductions")
 PARTS = (
     Part("errors", "0 core types", torch=LATE),
     Part("calls", "0 core types", ("errors",), torch=NEVER),
+    Part("recorder", "0 core types", ("calls",), torch=NEVER),
     Part("timeouts", "0 core types", torch=NEVER),
     Part("work", "0 core types", ("errors", "calls", "timeouts"), torch=FUTURES),
     Part("schedules", "1 schedules", CORE, torch=NEVER, banned=("os",)),

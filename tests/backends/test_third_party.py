@@ -92,8 +92,9 @@ def on_theirs(rank: int, backend: str, path: str, size: int) -> Any:
         got = values(rank, size)
         with pytest.raises(dist.DistBackendError, match=rf"barrier.*on rank {rank} .*failed in backend '{backend}'"):
             dist.barrier()
-        ops = [event.call.op for event in dist.group.WORLD.recorder]  # type: ignore[union-attr]
-        assert ops == ["all_reduce", "all_reduce", "all_gather", "broadcast"]
+        events = [(event.call.op, event.state) for event in dist.group.WORLD.recorder]  # type: ignore[union-attr]
+        completed = [(op, "completed") for op in ("all_reduce", "all_reduce", "all_gather", "broadcast")]
+        assert events == [*completed, ("barrier", "failed")]
         return got, list(Borrowing.seen), dist.get_backend()
     finally:
         dist.destroy_process_group()

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from operator import attrgetter
 from typing import Any, TypeVar, overload
@@ -30,9 +30,10 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.futures import Future
 
-from torchdist_ref.calls import Call, Recorder
+from torchdist_ref.calls import Call
 from torchdist_ref.errors import UnsupportedError, on_rank
 from torchdist_ref.liveness import MemberWatch
+from torchdist_ref.recorder import Operands, Recorder
 from torchdist_ref.stores import Store
 from torchdist_ref.work import Work
 
@@ -51,6 +52,7 @@ class Membership:
         device: The caller's `device_id`, for backends that bind a device.
         existing: torch's process group whose backend to use, where torch made the group; else None.
         watch: Watch over the members until the backend is made; the waits of `store` obey it already.
+        recorder: The last calls of the group on this rank, for the backend's attribute `recorder`.
     """
 
     store: Store
@@ -62,6 +64,7 @@ class Membership:
     device: Any = None
     existing: Any = None
     watch: MemberWatch | None = None
+    recorder: Recorder = field(default_factory=Recorder, compare=False)
 
     @property
     def size(self) -> int:
@@ -117,13 +120,16 @@ def flat_operands(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return (tensors.tensor,) if type(tensors) is RowBlocks else tensors
 
 
-def nbytes_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
-    """Return the size of a call's inputs or outputs on this rank in bytes, whichever is larger, for recorders.
+operand_kind = attrgetter("dtype", "shape")
 
-    >>> nbytes_of([torch.zeros(2)], [torch.zeros(2), torch.zeros(2)])
-    16
+
+def operands_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operands:
+    """Return the dtypes and shapes of a call's operands on this rank, for recorders.
+
+    >>> operands_of([], [torch.zeros(2), torch.zeros(3)])
+    ((), ((torch.float32, torch.Size([2])), (torch.float32, torch.Size([3]))))
     """
-    return max(sum(tensor.nbytes for tensor in flat_operands(side)) for side in (inputs, outputs))
+    return tuple(map(operand_kind, flat_operands(inputs))), tuple(map(operand_kind, flat_operands(outputs)))
 
 
 _nbytes = attrgetter("nbytes")

@@ -15,7 +15,7 @@ from time import perf_counter
 
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, Membership, flat_operands, nbytes_of, profiled
+from torchdist_ref.backends.base import Backend, Membership, flat_operands, operands_of, profiled
 from torchdist_ref.backends.reductions import reduction
 from torchdist_ref.calls import (
     AllGather,
@@ -23,13 +23,13 @@ from torchdist_ref.calls import (
     AllToAll,
     Call,
     Gather,
-    Recorder,
     Recv,
     Reduce,
     ReduceScatter,
     Scatter,
     Send,
 )
+from torchdist_ref.recorder import END
 from torchdist_ref.work import Done, Work
 
 Tensors = Sequence[Tensor]
@@ -54,16 +54,16 @@ class Fake(Backend):
     name = "fake"
 
     def __init__(self, membership: Membership) -> None:
-        self.recorder = Recorder()
+        self.recorder = membership.recorder
         self._rank, self._size = membership.rank, membership.size
         self._sequence = 0
 
     @profiled
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`. The work is always complete."""
-        start = perf_counter()
+        entry = self.recorder.begin((self._number(call), 0), call, operands_of(inputs, outputs))
         self._run(call, [tensor.detach() for tensor in inputs], [tensor.detach() for tensor in outputs])
-        self.recorder.add(self._number(call), call, nbytes_of(inputs, outputs), start)
+        entry[END] = perf_counter()
         work = Done(call.op, flat_operands(outputs))
         if isinstance(call, Recv):
             work.source = self._rank if call.src is None else call.src

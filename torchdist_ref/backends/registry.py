@@ -20,7 +20,7 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from torchdist_ref.backends.base import Backend, Membership
-from torchdist_ref.calls import Call, Recorder
+from torchdist_ref.calls import Call
 from torchdist_ref.errors import UnsupportedError, UsageError, explain
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import all_on_one_host
@@ -158,7 +158,7 @@ class ByDevice(Backend):
 
     def __init__(self, backends: Mapping[str, str], membership: Membership) -> None:
         self.name = ",".join(f"{device}:{backend}" for device, backend in backends.items())
-        self.recorder = Recorder()
+        self.recorder = membership.recorder
         self._backends: dict[str, Backend] = {}
         for device, backend in backends.items():
             self._backends[device] = create(backend, _membership_for(membership, device))

@@ -29,10 +29,11 @@ from torchdist_ref.backends.base import Backend, BackendWrapper
 from torchdist_ref.benchmark.hooks_tasks import Batch, Contestant, Task
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.benchmark.ranks import HOSTS
-from torchdist_ref.calls import Call, CallRecord, Recorder
+from torchdist_ref.calls import Call
 from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
 from torchdist_ref.optim import PostLocalSGDOptimizer
 from torchdist_ref.parallel import DistributedDataParallel
+from torchdist_ref.recorder import CallRecord, Recorder
 from torchdist_ref.testing import namespaces
 
 if TYPE_CHECKING:
@@ -197,14 +198,13 @@ class Spans:
         self._calls: list[CallRecord] = []
 
     def __enter__(self) -> Spans:
-        self._total_before = self._recorder.total
+        self._entered = perf_counter()
         self._model.reducer.use(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._model.reducer.use(self._inner)
-        made = self._recorder.total - self._total_before
-        self._calls = list(self._recorder)[-made:] if made else []
+        self._calls = [record for record in self._recorder if record.start >= self._entered]
 
     @property
     def _recorder(self) -> Recorder:

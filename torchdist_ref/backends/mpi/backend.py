@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, Membership, flat_operands, nbytes_of, profiled, refuse_unsupported
+from torchdist_ref.backends.base import Backend, Membership, flat_operands, operands_of, profiled, refuse_unsupported
 from torchdist_ref.backends.mpi.work import Ended, Finish, MpiWork, RequestPoller, Started
 from torchdist_ref.backends.reductions import WIDENED, check
 from torchdist_ref.backends.worker_threads import CallbackThreads
@@ -29,7 +29,6 @@ from torchdist_ref.calls import (
     Broadcast,
     Call,
     Gather,
-    Recorder,
     Recv,
     Reduce,
     ReduceScatter,
@@ -44,6 +43,7 @@ from torchdist_ref.errors import (
     UnsupportedError,
     explain,
 )
+from torchdist_ref.recorder import END, Entry
 from torchdist_ref.stores import PrefixStore
 from torchdist_ref.work import Work
 
@@ -84,7 +84,7 @@ class Mpi(Backend):
         self._mpi = load()
         self._store = PrefixStore("mpi", m.store)
         self._comm = self._connect()
-        self.recorder = Recorder()
+        self.recorder = m.recorder
         self._sequence = 0
         self._callbacks, self._poller = CallbackThreads(m.name), RequestPoller(m.name)
 
@@ -110,18 +110,21 @@ class Mpi(Backend):
     @profiled
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""
-        start = perf_counter()
         refuse_unsupported(call, (*flat_operands(inputs), *flat_operands(outputs)), self.name, ("cpu",))
+        entry = self.recorder.begin((self._next_number(call), 0), call, operands_of(inputs, outputs))
         try:
             started = self._start(call, [tensor.detach().contiguous() for tensor in inputs], outputs)
-        except self._mpi.Exception as error:
-            raise self._failed(call, error) from error
+        except BaseException as error:
+            self.recorder.fail(entry, error)
+            if isinstance(error, self._mpi.Exception):
+                raise self._failed(call, error) from error
+            raise
         work = MpiWork(
             f"{call} on {self._location()}",
             flat_operands(outputs),
             started,
             self._mpi.Status(),
-            self._finisher(call, start, nbytes_of(inputs, outputs)),
+            self._finisher(call, entry),
             self._callbacks.runner(),
             self._membership.timeout,
             self._failure,
@@ -143,13 +146,21 @@ class Mpi(Backend):
         self._poller.watch(work)
         return work
 
-    def _finisher(self, call: Call, start: float, nbytes: int) -> Ended:
+    def _next_number(self, call: Call) -> int:
+        """Return the number of a call: messages have none, which is -1."""
+        if isinstance(call, Send | Recv):
+            return -1
+        number, self._sequence = self._sequence, self._sequence + 1
+        return number
+
+    def _finisher(self, call: Call, entry: Entry) -> Ended:
         """Return the function that records the end of a call and translates its error."""
-        number = -1 if isinstance(call, Send | Recv) else self._sequence
-        self._sequence += number >= 0
 
         def ended(error: BaseException | None) -> BaseException | None:
-            self.recorder.add(number, call, nbytes, start, type(error).__name__ if error else "")
+            if error is None:
+                entry[END] = perf_counter()
+                return None
+            self.recorder.fail(entry, error)
             return self._failed(call, error) if isinstance(error, self._mpi.Exception) else error
 
         return ended

@@ -9,7 +9,6 @@ Do not add algorithms (`schedules`), ways to move bytes (`transports`), or how a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -21,15 +20,15 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.backends.base import Backend, Membership, RowBlocks, is_profiling, run_in_range
-from torchdist_ref.backends.ref.execute import ReferenceExecutor
-from torchdist_ref.backends.ref.fast import FastExecutor
-from torchdist_ref.backends.ref.plan import EXECUTOR_VARIABLE, IN_PLACE, Plan, Planner, executor_name
+from torchdist_ref.backends.ref.fast import executor_for
+from torchdist_ref.backends.ref.plan import IN_PLACE, Plan, Planner
 from torchdist_ref.backends.ref.staging import contiguous, copy_back, side_streams
 from torchdist_ref.backends.ref.tag_matching import Messages
 from torchdist_ref.backends.worker_threads import CallbackThreads, CallOrder, OutOfOrderError, WorkFactory, settle
-from torchdist_ref.calls import Call, Number, Numbers, Recorder, Recv, Send
+from torchdist_ref.calls import Call, Number, Numbers, Recv, Send
 from torchdist_ref.errors import GroupAbortedError
-from torchdist_ref.transports import Link, connect, registered_memory
+from torchdist_ref.recorder import CALL, END, NUMBER, START, Entry
+from torchdist_ref.transports import connect, registered_memory
 from torchdist_ref.work import Done, Work, interrupted_since
 
 Tensors = Sequence[Tensor]
@@ -45,12 +44,6 @@ _OUTPUTS_ONLY = IN_PLACE | {"barrier"}
 _kind = attrgetter("dtype", "shape", "is_cpu", "requires_grad")
 
 
-def executor_for(link: Link) -> FastExecutor | ReferenceExecutor:
-    """Return the executor that the environment asks for; see `plan.executor_name`."""
-    name = executor_name(os.environ.get(EXECUTOR_VARIABLE, ""))
-    return ReferenceExecutor(link) if name == ReferenceExecutor.name else FastExecutor(link)
-
-
 class Ref(Backend):
     """Collectives on tensors of any strides, between threads, processes of one host, and hosts.
 
@@ -64,7 +57,7 @@ class Ref(Backend):
     def __init__(self, membership: Membership) -> None:
         m = membership
         self.link = connect(m.store, m.rank, m.members, m.name, m.timeout, m.watch)
-        self.recorder = Recorder()
+        self.recorder = m.recorder
         self._made = monotonic()
         self._numbers, self._callbacks = Numbers(m.name), CallbackThreads(m.name)
         self._order = CallOrder(m.name, self.link.check_awaited_call)
@@ -108,12 +101,14 @@ class Ref(Backend):
         if planned is None:
             planned = self._plan(key, call, tensors, len(tensors) - len(written), (inputs, outputs))
         number, order = self._numbers.next(), self._order
+        entry: Entry = [number, call, planned[0].operands, 0.0, 0.0, ""]
+        self.recorder.record(entry)
         if not wait or order.queued or not order.begin(False):
-            return self._later(planned, call, tensors, written, number, wait)
+            return self._later(planned, tensors, written, entry, wait)
         try:
-            self._run(planned, call, tensors, number)
+            self._run(planned, tensors, entry)
         except OutOfOrderError as first:
-            order.run_in_order(number, partial(self._run, planned, call, tensors, number), first)
+            self._run_in_order(entry, partial(self._run, planned, tensors, entry), first)
         finally:
             order.done()
         return _DONE
@@ -130,10 +125,10 @@ class Ref(Backend):
             raise
         return planned
 
-    def _later(
-        self, planned: Planned, call: Call, tensors: Tensors, written: Tensors, number: Number, wait: bool
-    ) -> Work:
+    def _later(self, planned: Planned, tensors: Tensors, written: Tensors, entry: Entry, wait: bool) -> Work:
         """Run a planned call on the progress thread."""
+        number: Number = entry[NUMBER]
+        call: Call = entry[CALL]
         work = self._make_work(call.op, written, number)
         on_side_streams = nullcontext if planned[0].on_host else side_streams(tensors)
 
@@ -141,36 +136,46 @@ class Ref(Backend):
             if self.link.broken is not None:
                 self.link.check_usable(call.op)
             with on_side_streams():
-                self._run(planned, call, tensors, number)
+                self._run(planned, tensors, entry)
 
-        self._order.later(number, partial(settle, work, partial(self._order.run_in_order, number, run)))
+        self._order.later(number, partial(settle, work, partial(self._run_in_order, entry, run)))
         if wait:
             work.wait()
         return work
 
-    def _run(self, planned: Planned, call: Call, tensors: Tensors, number: Number) -> None:
-        """Run a planned call on this thread, on contiguous copies where needed, and record it."""
-        start, (plan, program) = perf_counter(), planned
+    def _run_in_order(self, entry: Entry, run: Callable[[], None], first: OutOfOrderError | None = None) -> None:
+        """Run a call once those with smaller numbers have run on all ranks."""
+        try:
+            self._order.run_in_order(entry[NUMBER], run, first)
+        except BaseException as failure:
+            if not entry[END]:
+                self.recorder.fail(entry, failure)
+            raise
+
+    def _run(self, planned: Planned, tensors: Tensors, entry: Entry) -> None:
+        """Run a planned call on this thread, on contiguous copies where needed, and record its times."""
+        entry[START] = perf_counter()
+        plan, program = planned
         is_flat = plan.is_flat
         try:
             for tensor in tensors:
                 if not is_flat(tensor):
-                    self._run_on_copies(planned, call, tensors, number)
+                    self._run_on_copies(planned, tensors, entry)
                     break
             else:
-                self._executor.run(program, tensors, number)
+                self._executor.run(program, tensors, entry[NUMBER])
         except OutOfOrderError:
             raise
         except BaseException as failure:
-            self.recorder.add(number[0], call, plan.nbytes, start, type(failure).__name__)
+            self.recorder.fail(entry, failure)
             self.link.abort_unless_definite(failure, plan.text)
             raise
-        self.recorder.add(number[0], call, plan.nbytes, start)
+        entry[END] = perf_counter()
 
-    def _run_on_copies(self, planned: Planned, call: Call, tensors: Tensors, number: Number) -> None:
+    def _run_on_copies(self, planned: Planned, tensors: Tensors, entry: Entry) -> None:
         plan, program = planned
-        copies = [contiguous(t, call) for t in tensors]
-        self._executor.run(program, copies, number)
+        copies = [contiguous(t, entry[CALL]) for t in tensors]
+        self._executor.run(program, copies, entry[NUMBER])
         for tensor, result in zip(tensors[plan.inputs :], copies[plan.inputs :], strict=True):
             copy_back(result, tensor)
 

@@ -28,15 +28,17 @@ Every way to run a call has the same signature, `Run`. Do not add here: decision
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchdist_ref.backends.ref.execute import ReferenceExecutor
 from torchdist_ref.backends.ref.mismatches import Handshake, SomeUnregisteredError
 from torchdist_ref.backends.ref.one_gpu import DeviceBuffers, device_path
-from torchdist_ref.backends.ref.plan import Pairs, Plan, exchange_of_sizes, with_sizes
+from torchdist_ref.backends.ref.plan import EXECUTOR_VARIABLE, Pairs, Plan, exchange_of_sizes, executor_name, with_sizes
 from torchdist_ref.backends.ref.ring_buffer import RingBuffer, StagedRounds
 from torchdist_ref.backends.ref.staging import copy_from_host, copy_to_host
 from torchdist_ref.backends.ref.zero_copy import ZeroCopyPath, registered_path
@@ -240,3 +242,9 @@ def _through_host(plan: Plan, run: Run) -> Run:
         copy_from_host(plan, hosts, tensors)
 
     return through_host
+
+
+def executor_for(link: Link) -> FastExecutor | ReferenceExecutor:
+    """Return the executor that the environment asks for; see `plan.executor_name`."""
+    name = executor_name(os.environ.get(EXECUTOR_VARIABLE, ""))
+    return ReferenceExecutor(link) if name == ReferenceExecutor.name else FastExecutor(link)

@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import RowBlocks, refuse_unsupported
+from torchdist_ref.backends.base import RowBlocks, operand_kind, refuse_unsupported
 from torchdist_ref.backends.reductions import QUANTIZED, reduction
 from torchdist_ref.calls import Call, Shape, fingerprint, signature
 from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
+from torchdist_ref.recorder import Operands
 from torchdist_ref.schedules import catalogue
 from torchdist_ref.schedules.schedule import Move, Schedule, Slot
 from torchdist_ref.transports.link import Link
@@ -105,7 +106,7 @@ class Plan:
         sizes: Elements of every slot.
         dtype: The dtype of all tensors.
         inputs: Number of operands that are inputs only; the others are outputs.
-        nbytes: Bytes of the largest operand, for the recorder.
+        operands: Dtypes and shapes of the operands, for the recorder.
         shape: The shape of every tensor of the call, or None where they differ.
         capacity: Most bytes that a rank stages at once.
         reduction: Name of the reduction; None where nothing is reduced.
@@ -123,7 +124,7 @@ class Plan:
     sizes: Sizes
     dtype: torch.dtype
     inputs: int
-    nbytes: int
+    operands: Operands
     shape: tuple[int, ...] | None
     capacity: int
     reduction: str | None = None
@@ -398,7 +399,7 @@ class Planner:
             sizes=Sizes(call.op, blocks or (0,), schedule.chunks, rows),
             dtype=dtype,
             inputs=inputs,
-            nbytes=max(sum(t.nbytes for t in side) for side in (tensors[:inputs], tensors[inputs:])),
+            operands=(tuple(map(operand_kind, tensors[:inputs])), tuple(map(operand_kind, tensors[inputs:]))),
             shape=_shape_of_all(lists, flat=bool(rows)),
             capacity=self._link.layout.window,
             reduction=name,

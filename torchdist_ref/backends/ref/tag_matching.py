@@ -22,8 +22,9 @@ from torch import Tensor
 
 from torchdist_ref.backends.ref.staging import contiguous_on_host, copy_back, receive_buffer, side_streams
 from torchdist_ref.backends.worker_threads import WorkerThread, WorkFactory, settle
-from torchdist_ref.calls import Call, Number, Recorder, Recv, Send, fingerprint
+from torchdist_ref.calls import Call, Number, Recv, Send, fingerprint
 from torchdist_ref.errors import DistError, GroupAbortedError, MismatchError, RankDiedError, RankStalledError
+from torchdist_ref.recorder import END, Entry, Recorder
 from torchdist_ref.timeouts import CHECK_SECONDS
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.mailbox import Mailbox
@@ -382,15 +383,16 @@ class Messages:
         return receive.source
 
     def _timed(self, call: Call, tensor: Tensor, act: Callable[..., T], *arguments: Any) -> T:
-        start, error = perf_counter(), ""
+        entry: Entry = [POINT_TO_POINT, call, (((tensor.dtype, tensor.shape),), ()), perf_counter(), 0.0, ""]
+        self._recorder.record(entry)
         try:
-            return act(*arguments)
+            result = act(*arguments)
         except BaseException as failure:
-            error = type(failure).__name__
+            self._recorder.fail(entry, failure)
             self._pass_on(failure, call)
             raise
-        finally:
-            self._recorder.add(POINT_TO_POINT[0], call, tensor.nbytes, start, error)
+        entry[END] = perf_counter()
+        return result
 
     def _pass_on(self, failure: BaseException, call: Call) -> None:
         """End the group, for ranks that wait for this one, where it can't go on: a half-sent message, a failed peer."""

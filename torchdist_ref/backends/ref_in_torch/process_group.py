@@ -42,7 +42,6 @@ from torchdist_ref.calls import (
     Broadcast,
     Call,
     Gather,
-    Recorder,
     Recv,
     Reduce,
     ReduceScatter,
@@ -51,6 +50,7 @@ from torchdist_ref.calls import (
 )
 from torchdist_ref.errors import ArgumentError, UnsupportedError, adopt_torch, explain
 from torchdist_ref.liveness import MemberWatch, Presence
+from torchdist_ref.recorder import Recorder
 from torchdist_ref.stores import PrefixStore
 from torchdist_ref.work import Done
 

@@ -22,7 +22,7 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
-from torchdist_ref.backends.base import Backend, Membership, flat_operands, nbytes_of
+from torchdist_ref.backends.base import Backend, Membership, flat_operands, operands_of
 from torchdist_ref.backends.torch_native.stores import StoreForTorch
 from torchdist_ref.calls import (
     AllGather,
@@ -32,7 +32,6 @@ from torchdist_ref.calls import (
     Broadcast,
     Call,
     Gather,
-    Recorder,
     Recv,
     Reduce,
     ReduceScatter,
@@ -40,6 +39,7 @@ from torchdist_ref.calls import (
     Send,
 )
 from torchdist_ref.errors import DistBackendError, GroupAbortedError, UnsupportedError
+from torchdist_ref.recorder import END, Entry
 from torchdist_ref.work import CallFuture, Work
 
 Tensors = Sequence[Tensor]
@@ -168,7 +168,7 @@ class TorchBackend(Backend):
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
-        self.recorder = Recorder()
+        self.recorder = membership.recorder
         self._sequence = 0
         if membership.existing is not None:
             self._backend: Any = membership.existing._get_backend(torch.device(self.device))  # noqa: SLF001, as torch's
@@ -198,17 +198,18 @@ class TorchBackend(Backend):
 
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""
-        start = perf_counter()
         if self._backend is None:
             raise GroupAbortedError(f"{call} {self._location()}: the group was destroyed on this rank.")
         torch_call, sources, targets, copy_back = self._translate(call, inputs, outputs)
+        entry = self.recorder.begin((self._next_number(call), 0), call, operands_of(inputs, outputs))
         try:
             torch_work = self._start(torch_call, sources, targets)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            self.recorder.fail(entry, error)
             if isinstance(error, DistBackendError) and error.definite:
                 raise
             raise _failed(call, self._location(), self.title, error) from error
-        finished = self._finisher(call, nbytes_of(inputs, outputs), start)
+        finished = self._finisher(call, entry)
         work = self.kind(call.op, flat_operands(outputs), torch_work, copy_back, finished)
         if isinstance(call, Recv) and call.src is not None:
             work.source = call.src
@@ -226,16 +227,26 @@ class TorchBackend(Backend):
         """Return a contiguous tensor of one dimension: a view if possible, else a copy."""
         return tensor.detach().contiguous().view(-1)
 
-    def _finisher(self, call: Call, nbytes: int, start: float) -> Finished:
-        """Return the function that records the end of a call and translates its error."""
+    def _next_number(self, call: Call) -> int:
+        """Return the number of a call: messages have none, which is -1."""
+        if isinstance(call, Send | Recv):
+            return -1
         number, self._sequence = self._sequence, self._sequence + 1
+        return number
+
+    def _finisher(self, call: Call, entry: Entry) -> Finished:
+        """Return the function that records the end of a call and translates its error."""
         # The function must not hold the backend: the last reference may be dropped on a thread of Gloo's, which
         # would then join itself.
         recorder, location, title = self.recorder, self._location(), self.title
 
         def finished(error: BaseException | None) -> BaseException | None:
-            recorder.add(number, call, nbytes, start, type(error).__name__ if error else "")
-            return None if error is None else _failed(call, location, title, error)
+            if error is None:
+                entry[END] = perf_counter()
+                return None
+            failure = _failed(call, location, title, error)
+            recorder.fail(entry, failure)
+            return failure
 
         return finished
 

@@ -1,0 +1,167 @@
+"""Recorder of the last calls of one group on one rank: queued, running, completed and failed ones.
+
+Every call of every backend is recorded, so the recorder must cost nearly nothing. A backend appends one list to a ring
+buffer when the call is made, and writes two times into it, without a function of Python in between. Everything that
+can wait is done when somebody reads: sizes in bytes, texts, durations.
+
+`debug.flight_recorder` writes what is recorded to a file. Do not add work per call here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from time import perf_counter
+from typing import Any
+
+from torchdist_ref.calls import Call, Number, Scatter, signature
+
+# The first variable that is set counts; the others are torch's names, the last one its former name.
+SIZE_VARIABLES = ("TORCHDIST_REF_FLIGHT_RECORDER_SIZE", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+DEFAULT_CAPACITY = 1024
+MAX_CAPACITY = 1 << 20
+
+Operands = tuple[tuple[tuple[Any, Sequence[int]], ...], tuple[tuple[Any, Sequence[int]], ...]]
+"""(dtype, shape) of every input and of every output of a call. In-place calls have outputs only."""
+
+Entry = list[Any]
+"""Event in the ring buffer; the indices of its fields are the constants below."""
+
+NUMBER, CALL, OPERANDS, START, END, ERROR, FRAMES = range(7)
+"""Fields of an `Entry`. START is 0.0 until the call runs, END until it ends. FRAMES exists at debug level DETAIL."""
+
+Frame = tuple[str, str, int]
+"""Function, file and line."""
+
+
+def capacity_from_environment() -> int:
+    """Return the number of calls that a recorder keeps: at least 1, and the default if a value is not a number.
+
+    >>> capacity_from_environment()
+    1024
+    """
+    for variable in SIZE_VARIABLES:
+        text = os.environ.get(variable, "").strip()
+        if text.isdecimal():
+            return min(max(1, int(text)), MAX_CAPACITY)
+    return DEFAULT_CAPACITY
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """Call of one rank, as recorded.
+
+    Attributes:
+        sequence: Number of the call in its group, from 0; -1 for point-to-point calls.
+        call: The call.
+        operands: Dtypes and shapes of inputs and outputs on this rank.
+        start: Time at which the backend began, in seconds of `time.perf_counter`; 0.0 if it has not.
+        end: Time at which it ended; 0.0 if it has not.
+        error: Type and message of the exception that ended it, or the empty string.
+        path: Number below `sequence` of a call that a completion callback made; else 0.
+        frames: The caller's stack, innermost frame first; recorded at debug level DETAIL only.
+    """
+
+    sequence: int
+    call: Call
+    operands: Operands
+    start: float
+    end: float
+    error: str = ""
+    path: int = 0
+    frames: tuple[Frame, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the largest operand on this rank, in bytes. A list of tensors is one operand."""
+        sizes: list[int] = [sum(dtype.itemsize * prod(shape) for dtype, shape in side) for side in self.operands]
+        return max(sizes)
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of the first operand, or the empty string."""
+        return next((str(dtype).removeprefix("torch.") for side in self.operands for dtype, _ in side), "")
+
+    @property
+    def text(self) -> str:
+        """Everything in the call that all ranks must agree on; see `calls.signature`."""
+        inputs, outputs = self.operands
+        compared = outputs if isinstance(self.call, Scatter) or not inputs else inputs
+        if getattr(self.call, "uneven", False):
+            compared = ()
+        return signature(self.call, self.dtype, [tuple(shape) for _, shape in compared])
+
+    @property
+    def state(self) -> str:
+        """State of the call: ``"scheduled"``, ``"started"``, ``"completed"`` or ``"failed"``."""
+        if self.error:
+            return "failed"
+        return "completed" if self.end else "started" if self.start else "scheduled"
+
+    @property
+    def seconds(self) -> float:
+        """Duration in seconds."""
+        return self.end - self.start
+
+
+class Recorder:
+    """Ring buffer of the last calls of one group on one rank, oldest first.
+
+    Iteration yields the calls that have ended, as they were made; `events` has those in progress too.
+
+    Args:
+        capacity: Number of calls to keep; by default `capacity_from_environment`.
+
+    Attributes:
+        record: Function that appends an `Entry`.
+        on_failure: Function that is called with the exception of each failed call, or None.
+
+    >>> from torchdist_ref.calls import Barrier
+    >>> recorder = Recorder(capacity=2)
+    >>> for sequence in range(3):
+    ...     entry = [(sequence, 0), Barrier(), ((), ()), perf_counter(), 0.0, ""]
+    ...     recorder.record(entry)
+    ...     if sequence < 2:
+    ...         entry[END] = perf_counter()
+    >>> [(event.sequence, event.state) for event in recorder.events()], len(recorder)
+    ([(1, 'completed'), (2, 'started')], 1)
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self._ring: deque[Entry] = deque(maxlen=capacity_from_environment() if capacity is None else capacity)
+        self.record: Callable[[Entry], None] = self._ring.append
+        self.on_failure: Callable[[BaseException], None] | None = None
+
+    def begin(self, number: Number, call: Call, operands: Operands) -> Entry:
+        """Record a call that begins now, and return its entry; for backends that are not in a hurry."""
+        entry: Entry = [number, call, operands, perf_counter(), 0.0, ""]
+        self.record(entry)
+        return entry
+
+    def fail(self, entry: Entry, error: BaseException) -> None:
+        """Record that a call has ended with an exception, and report that."""
+        entry[END], entry[ERROR] = perf_counter(), f"{type(error).__name__}: {error}"
+        if self.on_failure is not None:
+            self.on_failure(error)
+
+    def drop(self, entry: Entry) -> None:
+        """Forget a call, which the backend records again; takes as long as the buffer is."""
+        self._ring.remove(entry)
+
+    def events(self) -> list[CallRecord]:
+        """Return all calls that are kept, oldest first, those in progress included."""
+        return [_record_of(entry) for entry in list(self._ring)]
+
+    def __iter__(self) -> Iterator[CallRecord]:
+        return (record for record in self.events() if record.end)
+
+    def __len__(self) -> int:
+        return sum(1 for entry in list(self._ring) if entry[END])
+
+
+def _record_of(entry: Entry) -> CallRecord:
+    (sequence, path), call, operands, start, end, error, *frames = entry
+    return CallRecord(sequence, call, operands, start, end, error, path, *frames)
