@@ -32,10 +32,12 @@ class FailureRecord:
     Attributes:
         message: Type and text of the exception.
         time_ns: Time at which it was written, in nanoseconds.
+        stack: Traceback; empty if the record has none.
     """
 
     message: str
     time_ns: int
+    stack: str = ""
 
 
 def message_of(error: BaseException) -> str:
@@ -73,8 +75,9 @@ def read(path: Path) -> FailureRecord | None:
     """Return the record of a rank, or None if it has none."""
     try:
         message = json.loads(path.read_text("utf-8"))["message"]
-        return FailureRecord(str(message["message"]), path.stat().st_mtime_ns)
-    except (OSError, ValueError, LookupError, TypeError):
+        text, stack = str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", ""))
+        return FailureRecord(text, path.stat().st_mtime_ns, stack)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 

@@ -7,19 +7,13 @@ its parts are in `torchdist_ref.launcher`.
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 
-from torchdist_ref.authentication import new_secret
-from torchdist_ref.errors import DistError
-from torchdist_ref.failure_record import ERROR_FILE
-from torchdist_ref.launcher.environment import STORE_ADDRESS, Job, job_store, worker_environment
+from torchdist_ref.errors import ArgumentError, DistError
+from torchdist_ref.launcher.api import LaunchConfig, run_job
+from torchdist_ref.launcher.local_workers import Outcome
 from torchdist_ref.launcher.options import parse
-from torchdist_ref.launcher.supervisor import Supervisor, run_with_restarts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,29 +32,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         2
     """
     options = parse(sys.argv[1:] if argv is None else argv)
-    job = Job(max_restarts=options.max_restarts)
-
-    def attempt(restarts: int) -> Supervisor:
-        current = replace(job, restarts=restarts, secret=new_secret())
-        with job_store(options.master_port) as port, tempfile.TemporaryDirectory(prefix="torchdist_ref") as folder:
-            records = [Path(folder, f"error-{rank}.json") for rank in range(options.nproc)]
-            environments = [
-                worker_environment(os.environ, options.nproc, rank, STORE_ADDRESS, port, current)
-                | {ERROR_FILE: str(record)}
-                for rank, record in enumerate(records)
-            ]
-            commands = [options.command] * options.nproc
-            supervisor = Supervisor(
-                commands, environments, prefix=options.prefix, grace=options.grace, log=_log, records=records
-            )
-            supervisor.run()
-            return supervisor
-
+    config = LaunchConfig(
+        1,
+        1,
+        options.nproc,
+        rdzv_endpoint=f"localhost:{options.master_port}",
+        role="default",
+        max_restarts=options.max_restarts,
+        log_line_prefix_template="[rank ${rank}] " if options.prefix else None,
+        shutdown_timeout=options.grace,
+    )
     try:
-        return run_with_restarts(attempt, options.max_restarts, _log).code
-    except DistError as error:
+        return run_job(
+            config, options.command[0], options.command[1:], log=_log, on_end=_report, own_descendants=True
+        ).code
+    except (DistError, ArgumentError) as error:
         _log(str(error))
-        return 1
+        return 2
+
+
+def _report(outcome: Outcome) -> None:
+    """Write the first failure, after everything else."""
+    if outcome.first_failure is None:
+        return
+    from torchdist_ref.launcher.failures import ProcessFailure, describe
+
+    first = outcome.first_failure
+    failure = ProcessFailure(first.local_rank, first.pid, first.status, first.error_file)
+    _log(f"the job failed; first failure:\n{describe(first.rank, failure)}")
 
 
 def _log(line: str) -> None:

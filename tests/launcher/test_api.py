@@ -127,9 +127,19 @@ def test_launch_outside_the_main_thread() -> None:
         ({}, None, "'entrypoint' must be a function or the name of a command, got None"),
         ({"nproc_per_node": 0}, jobs.add, "'config' must be one rank or more"),
         ({"max_restarts": -1}, jobs.add, "'config' must be one rank or more"),
-        ({"max_nodes": 2}, jobs.add, "'config' must be for one machine, got .1, 2.. torchrun"),
-        ({"start_method": "fork"}, jobs.add, "'config.start_method' must be 'spawn', got 'fork'"),
-        ({"logs_specs": "files"}, jobs.add, "'config.logs_specs' must be None"),
+        (
+            {"max_nodes": 2},
+            jobs.add,
+            "--nnodes: this release starts the workers of one host; start a job of several hosts with torchrun",
+        ),
+        (
+            {"start_method": "thread"},
+            jobs.add,
+            "'config.start_method' must be 'spawn', 'fork' or 'forkserver', got 'thr",
+        ),
+        ({"logs_specs": "files"}, jobs.add, "'config.logs_specs' must be a LogsSpecs or None, got 'files'"),
+        ({"rdzv_endpoint": "localhost:abc"}, jobs.add, "'config.rdzv_endpoint' must be HOST:PORT with a port"),
+        ({"signals_to_handle": "SIGFOO"}, jobs.add, "'SIGFOO' is not a signal; name signals as in SIGTERM,"),
     ],
 )
 def test_unsupported_configurations_raise(options: dict[str, Any], entrypoint: Any, message: str) -> None:

@@ -1,7 +1,8 @@
 """Launcher API for programs: run a function or a command on every rank and collect the results.
 
-Names are torch's. Ranks are processes of this machine under the same supervisor as those of ``python -m
-torchdist_ref.launch``. For jobs of several machines use torchrun, which works with this library too.
+Names are torch's. ``python -m torchdist_ref.launch`` runs its command line with the same functions. A job of several
+hosts is handed to an agent of `torchdist_ref.elastic`. Do not add the supervision of processes here: it belongs to
+`torchdist_ref.launcher.local_workers`.
 """
 
 from __future__ import annotations
@@ -9,65 +10,58 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import tempfile
+import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from pickle import loads
-from string import Template
-from typing import Any, NoReturn
+from typing import Any
 
 from torchdist_ref.authentication import new_secret
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
-from torchdist_ref.failure_record import ERROR_FILE
-from torchdist_ref.launcher import entrypoint as entry
-from torchdist_ref.launcher.environment import STORE_ADDRESS, Job, job_store, worker_environment
-from torchdist_ref.launcher.supervisor import Supervisor, run_with_restarts
+from torchdist_ref.launcher.environment import STORE_ADDRESS, Assignment, Job, job_store
+from torchdist_ref.launcher.local_workers import (
+    DEFAULT_SIGNALS,
+    SHUTDOWN_SECONDS,
+    LocalWorkers,
+    Outcome,
+    WorkerSettings,
+)
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
 logger = logging.getLogger("torchdist_ref.launcher")
 
-_UNSUPPORTED = (
-    "logs_specs",
-    "log_line_prefix_template",
-    "numa_options",
-    "duplicate_stdout_filters",
-    "duplicate_stderr_filters",
-)
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 @dataclass
 class LaunchConfig:
     """Configuration of a launch.
 
-    Options of torch's agent that this launcher does not need are accepted and ignored. There is no rendezvous, since
-    all ranks are on this machine. Failures are noticed at once, not at intervals. There are no metrics and no event
-    log.
-
     Args:
-        min_nodes: Number of machines; 1.
-        max_nodes: Number of machines; 1.
-        nproc_per_node: Number of ranks.
-        logs_specs: Not supported; output is forwarded line by line.
+        min_nodes: Smallest number of hosts.
+        max_nodes: Largest number of hosts. With 1 there is no rendezvous: all ranks are on this host.
+        nproc_per_node: Number of ranks on each host.
+        logs_specs: `LogsSpecs`, ours or torch's. Default None: no log files.
         run_id: Name of the job. Default: a new one.
         role: Value of ROLE_NAME in the ranks' environment.
-        rdzv_endpoint: ``host:port``; the port is used for the ranks' store. Default: a free one.
-        rdzv_backend: Ignored.
-        rdzv_configs: A dict; ignored.
-        rdzv_timeout: Ignored.
+        rdzv_endpoint: ``host:port`` of the rendezvous; on one host, of the ranks' store. Default: a free port.
+        rdzv_backend: Backend of the rendezvous of several hosts.
+        rdzv_configs: Dict of its further options.
+        rdzv_timeout: Time-out of the rendezvous in seconds. Default -1: 900.
         max_restarts: Number of times that all ranks are restarted when one fails. Default: 3.
-        monitor_interval: Ignored.
-        start_method: ``"spawn"``, the only one.
-        log_line_prefix_template: Not supported.
-        metrics_cfg: A dict; ignored.
-        local_addr: Ignored.
-        event_log_handler: Ignored.
-        numa_options: Not supported.
+        monitor_interval: Accepted and not needed: failures are noticed at once.
+        start_method: ``"spawn"``, ``"forkserver"`` (both start a new interpreter) or ``"fork"``, for functions.
+        log_line_prefix_template: Start of each line on the console, see `Template`; ``${role_name}``, ``${rank}`` and
+            ``${local_rank}`` are replaced. Default None: ``[role local_rank]:`` for lines that go to a file too.
+        metrics_cfg: Dict of the metrics of several hosts' agents.
+        local_addr: Address of this host for the others. Default None: looked up.
+        event_log_handler: Name of the handler of the agents' events.
+        numa_options: Value with an attribute `affinity_mode`, such as torch's `NumaOptions`. Default None: all
+            processors.
         signals_to_handle: Names of the signals that are forwarded to the ranks, with commas between them.
-        duplicate_stdout_filters: Not supported.
-        duplicate_stderr_filters: Not supported.
+        duplicate_stdout_filters: Texts; lines of teed standard output that contain one go to a file of their own too.
+        duplicate_stderr_filters: The same for standard error.
         virtual_local_rank: Whether each rank sees only its own device and has LOCAL_RANK 0.
         shutdown_timeout: Time from asking ranks to stop to killing them, in seconds. Default: the environment variable
             TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30.
@@ -99,18 +93,18 @@ class LaunchConfig:
     local_addr: str | None = None
     event_log_handler: str = "null"
     numa_options: Any = None
-    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    signals_to_handle: str = DEFAULT_SIGNALS
     duplicate_stdout_filters: list[str] | None = None
     duplicate_stderr_filters: list[str] | None = None
     virtual_local_rank: bool = False
-    shutdown_timeout: int | None = None
+    shutdown_timeout: float | None = None
 
     def __post_init__(self) -> None:
         self.rdzv_configs.setdefault("timeout", 900)
         if self.rdzv_timeout != -1:
             self.rdzv_configs["timeout"] = self.rdzv_timeout
         if self.shutdown_timeout is None:
-            self.shutdown_timeout = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+            self.shutdown_timeout = int(os.environ.get(SHUTDOWN_VARIABLE, SHUTDOWN_SECONDS))
         if self.shutdown_timeout < 0:
             raise ArgumentError(explain("LaunchConfig", "shutdown_timeout", "0 or more", self.shutdown_timeout))
 
@@ -163,80 +157,98 @@ def launch_agent(
     Raises:
         ArgumentError: A value of the configuration is wrong.
         ArgumentTypeError: The entry point is neither a function nor a command.
-        UnsupportedError: The configuration needs several machines, log files or another missing feature.
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: A rank failed and no restart was left. The
-            error contains the rank and its traceback.
-        torch.distributed.elastic.multiprocessing.SignalException: A signal ended the job.
+        ChildFailedError: A rank failed and no restart was left. The error contains the rank and its traceback. It is
+            torch's `ChildFailedError` too if torch's module is imported.
+        SignalException: A signal ended the job. It is torch's too if torch's module is imported.
 
     Example: as for `elastic_launch`, which calls this.
     """
     _check(config, entrypoint)
+    name = entrypoint_name(entrypoint, args)
+    outcome = run_job(config, entrypoint, args, log=logger.warning, on_end=lambda end: _raise(end, name))
+    return dict(zip((each.rank for each in outcome.exits), outcome.return_values.values(), strict=True))
+
+
+def run_job(
+    config: LaunchConfig,
+    entrypoint: Any,
+    args: list[Any],
+    *,
+    log: Callable[[str], None],
+    on_end: Callable[[Outcome], object] = lambda outcome: None,
+    own_descendants: bool = False,
+) -> Outcome:
+    """Run a job to its end: on this host alone, or as one of several hosts' agents.
+
+    Args:
+        config: Checked configuration.
+        entrypoint: Function or executable.
+        args: Its arguments.
+        log: Function that receives a line about each event.
+        on_end: Function that receives the outcome while log files and failure records still exist.
+        own_descendants: Whether all descendants of this process are the job's.
+
+    Returns:
+        The outcome of the last attempt.
+    """
     config.run_id = config.run_id or uuid.uuid4().hex
-    with tempfile.TemporaryDirectory(prefix="torchdist_ref") as folder:
-        agent = _Agent(config, entrypoint, args, Path(folder))
-        supervisor = run_with_restarts(agent.attempt, config.max_restarts, logger.warning)
-        if supervisor.code:
-            _fail(supervisor, agent.name, Path(folder))
-        return agent.results()
+    settings = worker_settings(config, entrypoint, args, own_descendants=own_descendants)
+    if config.max_nodes > 1:
+        raise UnsupportedError(
+            "--nnodes: this release starts the workers of one host; start a job of several hosts with torchrun, under "
+            "which init_process_group() of this library works."
+        )
+    with LocalWorkers(settings, log) as workers:
+        outcome = _run_with_restarts(workers, config, log)
+        on_end(outcome)
+    return outcome
 
 
-class _Agent:
-    """Job of one function or command, and the folder of its results."""
-
-    def __init__(self, config: LaunchConfig, entrypoint: Any, args: Sequence[Any], folder: Path) -> None:
-        self._config = config
-        self._folder = folder
-        self._function = callable(entrypoint)
-        self.name: str = entrypoint.__name__ if callable(entrypoint) else entrypoint
-        if self._function:
-            entry.write_call(folder, entrypoint, args)
-        self._command = [entrypoint, *map(str, args)]
-
-    def attempt(self, restarts: int) -> Supervisor:
-        """Run all ranks once."""
-        port = int(self._config.rdzv_endpoint.rpartition(":")[2] or 0) if ":" in self._config.rdzv_endpoint else 0
-        secret = new_secret()
-        with job_store(port) as port:
-            ranks = range(self._config.nproc_per_node)
-            supervisor = Supervisor(
-                [self._command_of(rank) for rank in ranks],
-                [self._environment(rank, port, restarts, secret) for rank in ranks],
-                prefix=False,
-                grace=float(self._config.shutdown_timeout or 0),
-                log=logger.warning,
-                signals=[signal.Signals[name.strip()] for name in self._config.signals_to_handle.split(",")],
-                records=[entry.error_path(self._folder, rank) for rank in ranks],
-            )
-            supervisor.run()
-            return supervisor
-
-    def _command_of(self, rank: int) -> list[str]:
-        if self._function:
-            return entry.command(self._folder)
-        return [Template(word).safe_substitute(local_rank=str(rank)) for word in self._command]
-
-    def _environment(self, rank: int, port: int, restarts: int, secret: str) -> dict[str, str]:
-        config = self._config
-        job = Job(config.run_id, config.role, restarts, config.max_restarts, secret)
-        error_file = entry.error_path(self._folder, rank)
-        # A file of an earlier attempt describes another failure.
-        error_file.unlink(missing_ok=True)
-        found = worker_environment(os.environ, config.nproc_per_node, rank, STORE_ADDRESS, port, job)
-        found |= {ERROR_FILE: str(error_file)}
-        return found | (_one_device(found, rank) if config.virtual_local_rank else {})
-
-    def results(self) -> dict[int, Any]:
-        """Return the result of each rank."""
-        ranks = range(self._config.nproc_per_node)
-        if not self._function:
-            return dict.fromkeys(ranks)
-        return {rank: loads(entry.result_path(self._folder, rank).read_bytes()) for rank in ranks}
+def worker_settings(
+    config: LaunchConfig, entrypoint: Any, args: list[Any], *, own_descendants: bool = False
+) -> WorkerSettings:
+    """Return what a configuration says about the workers of this host."""
+    return WorkerSettings(
+        entrypoint,
+        args,
+        Job(config.run_id, config.role, config.max_restarts),
+        logs_specs=config.logs_specs,
+        start_method=config.start_method,
+        signals=config.signals_to_handle,
+        shutdown_timeout=float(config.shutdown_timeout or 0),
+        prefix=config.log_line_prefix_template,
+        duplicate_stdout_filters=config.duplicate_stdout_filters or (),
+        duplicate_stderr_filters=config.duplicate_stderr_filters or (),
+        virtual_local_rank=config.virtual_local_rank,
+        own_descendants=own_descendants,
+    )
 
 
-def _one_device(environment: dict[str, str], rank: int) -> dict[str, str]:
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    device = visible.split(",")[rank] if visible else str(rank)
-    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
+def _run_with_restarts(workers: LocalWorkers, config: LaunchConfig, log: Callable[[str], None]) -> Outcome:
+    """Run all ranks; when one fails, restart all of them while restarts are left.
+
+    A single restarted rank would meet the others in the middle of a collective. So all are stopped, and all start again
+    with an empty store. State that they have not saved is lost.
+    """
+    ranks = range(config.nproc_per_node)
+    host, _, port = config.rdzv_endpoint.rpartition(":")
+    host = STORE_ADDRESS if host in ("", "localhost") else host.strip("[]")
+    for restarts in range(config.max_restarts + 1):
+        if restarts:
+            log(f"restarting all ranks ({restarts} of {config.max_restarts})")
+        with job_store(int(port or 0), host) as chosen:
+            assignment = Assignment(ranks, len(ranks), host, chosen, restart_count=restarts, secret=new_secret())
+            outcome = workers.run(assignment)
+        if outcome.first_failure is None:
+            break
+    return outcome
+
+
+def entrypoint_name(entrypoint: Any, args: list[Any]) -> str:
+    """Return the name of a job: that of its function, of its script, or of its executable."""
+    if callable(entrypoint):
+        return str(entrypoint.__name__)
+    return next((arg for arg in args if arg[:1] != "-"), "") if entrypoint == sys.executable else str(entrypoint)
 
 
 def _check(config: LaunchConfig, entrypoint: Any) -> None:
@@ -246,26 +258,31 @@ def _check(config: LaunchConfig, entrypoint: Any) -> None:
     if config.nproc_per_node < 1 or config.max_restarts < 0:
         got = config.nproc_per_node, config.max_restarts
         raise ArgumentError(explain("launch_agent", "config", "one rank or more, and 0 restarts or more", got))
-    if (config.min_nodes, config.max_nodes) != (1, 1):
-        hint = "torchrun starts jobs of several machines, and init_process_group() of this library works under it."
+    if not 1 <= config.min_nodes <= config.max_nodes:
         got = config.min_nodes, config.max_nodes
-        raise UnsupportedError(explain("launch_agent", "config", "for one machine", got, hint=hint))
-    if config.start_method != "spawn":
-        raise UnsupportedError(explain("launch_agent", "config.start_method", "'spawn'", config.start_method))
-    for name in _UNSUPPORTED:
-        if getattr(config, name) is not None:
-            raise UnsupportedError(explain("launch_agent", f"config.{name}", "None", getattr(config, name)))
+        raise ArgumentError(explain("launch_agent", "config", "1 <= min_nodes <= max_nodes", got))
+    if config.start_method not in ("spawn", "fork", "forkserver"):
+        expected = "'spawn', 'fork' or 'forkserver'"
+        raise ArgumentError(explain("launch_agent", "config.start_method", expected, config.start_method))
+    if config.logs_specs is not None and not hasattr(config.logs_specs, "reify"):
+        expected = "a LogsSpecs or None"
+        raise ArgumentTypeError(explain("launch_agent", "config.logs_specs", expected, config.logs_specs))
+    port = config.rdzv_endpoint.rpartition(":")[2] if ":" in config.rdzv_endpoint else "0"
+    if not port.isdecimal() or int(port) > 65535:
+        expected = "HOST:PORT with a port from 0 to 65535"
+        raise ArgumentError(explain("launch_agent", "config.rdzv_endpoint", expected, config.rdzv_endpoint))
 
 
-def _fail(supervisor: Supervisor, name: str, folder: Path) -> NoReturn:
-    # Programs catch torch's own types. Only here is torch needed.
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+def _raise(outcome: Outcome, name: str) -> None:
+    if not outcome.code:
+        return
+    from torchdist_ref.launcher.failures import ChildFailedError, ProcessFailure, SignalException, as_torchs
 
-    worker = supervisor.first_failure
-    if worker is None:
-        signum = signal.Signals(supervisor.code - 128)
-        raise SignalException(f"{name}: the launcher received {signum.name}", sigval=signum)
-    error_file = str(entry.error_path(folder, worker.rank))
-    failure = ProcessFailure(worker.rank, worker.process.pid, worker.process.status or 0, error_file)
-    raise ChildFailedError(name, {worker.rank: failure})
+    first = outcome.first_failure
+    if first is None:
+        signum = signal.Signals(outcome.signal)
+        message = f"{name}: the launcher received {signum.name}"
+        raise as_torchs(SignalException, "api")(message, sigval=signum)
+    kind = as_torchs(ProcessFailure, "errors")
+    failure = kind(first.local_rank, first.pid, first.status, first.error_file)
+    raise as_torchs(ChildFailedError, "errors")(name, {first.rank: failure})

@@ -1,28 +1,25 @@
-"""Entry point of a rank that runs a function: reads the call from a file and writes its result to another.
+"""Entry point of a worker that runs a function: reads the call from a file and writes its result to another.
 
-`torchdist_ref.launcher.api` starts it with `command`. The function's module is imported as `multiprocessing` does it:
-a program that launches itself has to guard its own work by ``if __name__ == "__main__"``.
+`torchdist_ref.launcher.local_workers` starts it. The function's module is imported as `multiprocessing` does it: a
+program that launches itself has to guard its own work by ``if __name__ == "__main__"``.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing import spawn
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from torchdist_ref import failure_record
 
-CALL = "call"
 
-
-def write_call(folder: Path, function: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Write a function and its arguments to the file that all ranks read.
+def write_call(folder: Path, local_rank: int, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Write a function and its arguments to the file that the worker of a local rank reads.
 
     Raises:
         pickle.PicklingError: Another process could not import the function.
@@ -30,41 +27,49 @@ def write_call(folder: Path, function: Callable[..., Any], args: Sequence[Any]) 
     preparation = spawn.get_preparation_data("rank")
     # A secret of multiprocessing, which is not needed here and must not be written to a file.
     preparation.pop("authkey", None)
-    (folder / CALL).write_bytes(pickle.dumps(preparation) + pickle.dumps((function, tuple(args))))
+    call = pickle.dumps(preparation) + pickle.dumps((function, tuple(args)))
+    (folder / f"call-{local_rank}").write_bytes(call)
 
 
-def command(folder: Path) -> list[str]:
-    """Return the command line of a rank."""
-    program = f"import sys, pathlib, {__name__} as entry; sys.exit(entry.main(pathlib.Path(sys.argv[1])))"
-    return [sys.executable, "-c", program, str(folder)]
+def command(folder: Path, local_rank: int) -> list[str]:
+    """Return the command line of a worker."""
+    program = f"import sys, {__name__} as entry; sys.exit(entry.main(sys.argv[1], int(sys.argv[2])))"
+    return [sys.executable, "-c", program, str(folder), str(local_rank)]
 
 
-def result_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's result."""
-    return folder / f"result-{rank}"
+def result(folder: Path, local_rank: int) -> Any:
+    """Return the result of a worker."""
+    return pickle.loads(_result_path(folder, local_rank).read_bytes())
 
 
-def error_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's error, which has the format of torch's launchers."""
-    return folder / f"error-{rank}.json"
-
-
-def main(folder: Path) -> int:
-    """Call the function.
+def main(folder: str, local_rank: int) -> int:
+    """Read the call and make it.
 
     Args:
-        folder: Folder of the call and of the results.
+        folder: Folder of the calls and of the results.
+        local_rank: Rank of this worker among those of its host.
 
     Returns:
         The exit code.
     """
-    rank = int(os.environ["RANK"])
+    return run(Path(folder), local_rank, partial(_read_call, Path(folder), local_rank))
+
+
+def run(folder: Path, local_rank: int, read: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -> int:
+    """Make a call and write its result, or its exception's record.
+
+    Args:
+        folder: Folder of the results.
+        local_rank: Rank of this worker among those of its host.
+        read: Function that returns the function to call and its arguments.
+
+    Returns:
+        The exit code.
+    """
     try:
-        with (folder / CALL).open("rb") as file:
-            spawn.prepare(pickle.load(file))
-            function, args = pickle.load(file)
-        result = function(*(_substituted(arg) for arg in args))
-        result_path(folder, rank).write_bytes(pickle.dumps(result))
+        function, args = read()
+        value = function(*args)
+        _result_path(folder, local_rank).write_bytes(pickle.dumps(value))
     except Exception as error:
         traceback.print_exc()
         failure_record.write(error)
@@ -72,7 +77,12 @@ def main(folder: Path) -> int:
     return 0
 
 
-def _substituted(argument: Any) -> Any:
-    if not isinstance(argument, str):
-        return argument
-    return Template(argument).safe_substitute(local_rank=os.environ["LOCAL_RANK"])
+def _read_call(folder: Path, local_rank: int) -> tuple[Callable[..., Any], Sequence[Any]]:
+    with (folder / f"call-{local_rank}").open("rb") as file:
+        spawn.prepare(pickle.load(file))
+        function, args = pickle.load(file)
+    return function, args
+
+
+def _result_path(folder: Path, local_rank: int) -> Path:
+    return folder / f"result-{local_rank}"

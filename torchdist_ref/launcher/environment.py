@@ -1,4 +1,4 @@
-"""Environment of the ranks of one job: their variables, and the store at the address that the variables name.
+"""Environment of the workers of one host: their variables, and the store at the address that the variables name.
 
 The launcher serves the store (TORCHELASTIC_USE_AGENT_STORE announces that to torch and to this library): it exists
 before the first rank and after the last one, and ranks cannot race for its port. Scripts written for torchrun find
@@ -8,102 +8,156 @@ every variable that torchrun sets, under the same name.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchdist_ref.authentication import SECRET
+from torchdist_ref.errors import ArgumentError
 from torchdist_ref.stores import TCPStore
 
 STORE_ADDRESS = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
+class Assignment:
+    """Ranks of the workers of one host in one attempt, and the address of the attempt's store.
+
+    Attributes:
+        global_ranks: Rank of each worker, by local rank.
+        world_size: Number of workers on all hosts.
+        master_addr: Host of the store.
+        master_port: Port of the store.
+        group_rank: Rank of this host.
+        group_world_size: Number of hosts.
+        role_ranks: Rank of each worker among those of its role, by local rank. Default: the global ranks.
+        role_world_size: Number of workers of the role. Default 0: the world size.
+        restart_count: Number of times that all workers have been started again.
+        use_agent_store: Whether a launcher serves the store; otherwise rank 0 does.
+        secret: Secret by which the ranks authenticate each other; empty for none.
+        environment: Further variables of all workers.
+    """
+
+    global_ranks: Sequence[int]
+    world_size: int
+    master_addr: str
+    master_port: int
+    group_rank: int = 0
+    group_world_size: int = 1
+    role_ranks: Sequence[int] = ()
+    role_world_size: int = 0
+    restart_count: int = 0
+    use_agent_store: bool = True
+    secret: str = field(default="", repr=False)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
-    """Properties that all ranks of a job share.
+    """Properties that all attempts of a job share.
 
     Attributes:
         run_id: Name of the job.
-        role: Role of its ranks.
-        restarts: Number of times that all ranks have been restarted.
-        max_restarts: Limit of `restarts`.
-        secret: Secret by which its ranks authenticate each other; empty for none.
+        role: Role of its workers.
+        max_restarts: Largest number of restarts.
     """
 
     run_id: str = "none"
     role: str = "default"
-    restarts: int = 0
     max_restarts: int = 0
-    secret: str = field(default="", repr=False)
 
 
 _DEFAULT_JOB = Job()
 
 
-def rank_environment(rank: int, world_size: int, address: str, port: int, job: Job = _DEFAULT_JOB) -> dict[str, str]:
-    """Return the variables of one rank of a job on one machine.
+def rank_environment(assignment: Assignment, local_rank: int, job: Job = _DEFAULT_JOB) -> dict[str, str]:
+    """Return the variables of one worker that describe the job; `worker_environment` returns all.
 
     Args:
-        rank: Rank, from 0.
-        world_size: Number of ranks.
-        address: Host of the store that the launcher serves.
-        port: Port of the store.
+        assignment: Ranks of this host.
+        local_rank: Rank of the worker among those of this host.
         job: Properties of the job.
 
-    Returns:
-        Only the variables that describe the job; `worker_environment` returns all.
-
     Example:
-        >>> found = rank_environment(2, 4, "127.0.0.1", 29500)
-        >>> found["RANK"], found["WORLD_SIZE"], found["MASTER_PORT"]
-        ('2', '4', '29500')
+        >>> found = rank_environment(Assignment([2, 3], 4, "127.0.0.1", 29500, group_rank=1, group_world_size=2), 1)
+        >>> found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"], found["GROUP_RANK"]
+        ('3', '1', '4', '1')
     """
-    per_rank = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-    per_job = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(world_size))
-    node = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": job.role}
-    store = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    elastic = {
-        "TORCHELASTIC_RESTART_COUNT": str(job.restarts),
-        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+    rank, local_size = assignment.global_ranks[local_rank], len(assignment.global_ranks)
+    found = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "ROLE_RANK": assignment.role_ranks[local_rank] if assignment.role_ranks else rank,
+        "WORLD_SIZE": assignment.world_size,
+        "LOCAL_WORLD_SIZE": local_size,
+        "ROLE_WORLD_SIZE": assignment.role_world_size or assignment.world_size,
+        "GROUP_RANK": assignment.group_rank,
+        "GROUP_WORLD_SIZE": assignment.group_world_size,
+        "ROLE_NAME": job.role,
+        "MASTER_ADDR": assignment.master_addr,
+        "MASTER_PORT": assignment.master_port,
+        "TORCHELASTIC_USE_AGENT_STORE": assignment.use_agent_store,
+        "TORCHELASTIC_RESTART_COUNT": assignment.restart_count,
+        "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
         "TORCHELASTIC_RUN_ID": job.run_id,
     }
-    return per_rank | per_job | node | store | elastic | ({SECRET: job.secret} if job.secret else {})
+    secret = {SECRET: assignment.secret} if assignment.secret else {}
+    return {name: str(value) for name, value in found.items()} | secret | dict(assignment.environment)
 
 
 def worker_environment(
-    base: Mapping[str, str], world_size: int, rank: int, address: str, port: int, job: Job = _DEFAULT_JOB
+    base: Mapping[str, str], assignment: Assignment, local_rank: int, job: Job = _DEFAULT_JOB
 ) -> dict[str, str]:
-    """Return the whole environment of one rank.
+    """Return the whole environment of one worker.
 
     Args:
         base: Environment of the launcher; the variables of the job override it.
-        world_size: Number of ranks.
-        rank: Rank, from 0.
-        address: Host of the store.
-        port: Port of the store.
+        assignment: Ranks of this host.
+        local_rank: Rank of the worker among those of this host.
         job: Properties of the job.
-
-    Returns:
-        The environment for starting the rank.
     """
-    # Ranks write to a pipe, which Python would buffer by blocks.
-    defaults = {"PYTHONUNBUFFERED": "1"}
-    if world_size > 1:
-        # Ranks compete for the cores if each starts as many threads as the machine has cores.
+    # Workers write to a pipe, which Python would buffer by blocks.
+    defaults = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    if len(assignment.global_ranks) > 1:
+        # Workers compete for the cores if each starts as many threads as the machine has cores.
         defaults["OMP_NUM_THREADS"] = "1"
-    return defaults | dict(base) | rank_environment(rank, world_size, address, port, job)
+    return defaults | dict(base) | rank_environment(assignment, local_rank, job)
+
+
+def one_device(environment: Mapping[str, str], local_rank: int) -> dict[str, str]:
+    """Return the variables by which a worker sees only its own GPU, as device 0.
+
+    Args:
+        environment: Environment of the launcher.
+        local_rank: Rank of the worker among those of this host.
+
+    Raises:
+        ArgumentError: CUDA_VISIBLE_DEVICES lists fewer devices.
+
+    >>> one_device({"CUDA_VISIBLE_DEVICES": "4,6"}, 1)
+    {'LOCAL_RANK': '0', 'CUDA_VISIBLE_DEVICES': '6'}
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible is not None else None
+    if devices is not None and local_rank >= len(devices):
+        raise ArgumentError(
+            f"--virtual-local-rank: local_rank {local_rank} exceeds available GPUs in CUDA_VISIBLE_DEVICES={visible}; "
+            "start fewer workers by --nproc-per-node, or list more devices."
+        )
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": devices[local_rank] if devices else str(local_rank)}
 
 
 @contextlib.contextmanager
-def job_store(port: int) -> Iterator[int]:
+def job_store(port: int, host: str = STORE_ADDRESS) -> Iterator[int]:
     """Serve the ranks' store until the end of the block.
 
     Args:
         port: Port; 0 selects a free one.
+        host: Address of this host that the ranks use.
 
     Yields:
         The port.
     """
-    store = TCPStore(STORE_ADDRESS, port, is_master=True, wait_for_workers=False)
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False)
     try:
         yield store.port
     finally:

@@ -1,12 +1,13 @@
-"""Supervisor of ranks: forwards their output until the last one ends, and stops the others when one fails.
+"""Supervisor of workers: forwards their output until the last one ends, and stops the others when one fails.
 
-One thread, one loop, five kinds of events: output, end of a pipe, end of a rank, a signal to the launcher, a deadline.
-However the loop ends, no rank and no process of a rank's process group is left alive. Do not add the choice of commands
-here: it belongs to `torchdist_ref.launch` and `torchdist_ref.launcher.api`.
+One thread, one loop, six kinds of events: output, end of a pipe, end of a worker, a signal to the launcher, a request
+to stop, a deadline. However the loop ends, no worker and no process of a worker's process group is left alive. Do not
+add the choice of commands here: it belongs to `torchdist_ref.launcher.local_workers`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import selectors
@@ -14,45 +15,71 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from torchdist_ref.failure_record import FailureRecord, read
-from torchdist_ref.launcher.worker import LineRelay, Worker
+from torchdist_ref.launcher.worker import LineRelay, Worker, WorkerPlan
 from torchdist_ref.processes import describe_exit, name_ranks, signal_name, signal_socket
 
 # Time to continue reading after all ranks have ended, while processes that they started hold their output open.
 _DRAIN_SECONDS = 2.0
 # Time that a reader of the launcher's output has to read something, once the job is to end.
 _READER_SECONDS = 0.5
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def run_with_restarts(attempt: Callable[[int], Supervisor], limit: int, log: Callable[[str], None]) -> Supervisor:
-    """Run all ranks; when one fails, restart all of them while restarts are left.
-
-    A single restarted rank would meet the others in the middle of a collective. So all are stopped, and all start again
-    with an empty store. State that they have not saved is lost.
-
-    Args:
-        attempt: Function that runs all ranks once. It receives the number of restarts so far and returns the
-            supervisor.
-        limit: Largest number of restarts.
-        log: Function that receives a line about each restart.
-
-    Returns:
-        The supervisor of the last attempt.
-    """
-    for restarts in range(limit):
-        supervisor = attempt(restarts)
-        if supervisor.first_failure is None:
-            return supervisor
-        log(f"restarting all ranks ({restarts + 1} of {limit})")
-    return attempt(limit)
+# Reads that empty a pipe of the usual capacity, while a process that the worker started may write more.
+_PIPE_READS = 4
 
 
 class OutputInterrupted(Exception):
     """A signal arrived while the launcher wrote output."""
+
+
+class Interrupts:
+    """Signals to the launcher for the time of a job, attempts and the time between them alike.
+
+    Outside the main thread, which alone receives signals, none arrives.
+
+    Args:
+        signals: Signals to catch.
+        children: Whether to report each end of a child of this process too, as SIGCHLD.
+
+    Attributes:
+        socket: Socket that becomes readable when a signal has arrived.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals], *, children: bool = False) -> None:
+        self._writing = False
+        self._stack = contextlib.ExitStack()
+        caught = (*signals, signal.SIGCHLD) if children else signals
+        self.socket: socket.socket = self._stack.enter_context(signal_socket(caught, self._interrupt))
+        self._poll = select.poll()
+        self._poll.register(self.socket, select.POLLIN)
+
+    def received(self) -> bytes:
+        """Return the numbers of the signals since the last call."""
+        return self.socket.recv(64) if self._poll.poll(0) else b""
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[bool]:
+        """Let a signal interrupt a write that blocks, by `OutputInterrupted`, until the end of the block.
+
+        Yields:
+            Whether a signal has arrived already.
+        """
+        try:
+            self._writing = True
+            yield bool(self._poll.poll(0))
+        finally:
+            self._writing = False
+
+    def close(self) -> None:
+        """Restore the former handlers."""
+        self._stack.close()
+
+    def _interrupt(self, signum: int, frame: object) -> None:
+        if self._writing and signum != signal.SIGCHLD:
+            self._writing = False
+            raise OutputInterrupted
 
 
 def _redirect_to_null(descriptor: int) -> None:
@@ -62,64 +89,67 @@ def _redirect_to_null(descriptor: int) -> None:
 
 
 class Supervisor:
-    """Supervisor of one process per environment.
+    """Supervisor of one process per plan.
 
     Args:
-        commands: Command line of each rank, in rank order.
-        environments: Environment of each rank.
-        prefix: Whether each line of output begins with its rank.
-        grace: Time from asking ranks to stop to killing them, in seconds.
+        plans: Descriptions of the workers.
+        grace: Time from asking workers to stop to killing them, in seconds.
         log: Function that receives the supervisor's own lines.
-        signals: Signals to forward to the ranks.
-        records: File of each rank's failure record, in rank order. Default: none.
+        interrupts: Signals to the launcher, to be forwarded to the workers.
+        stop: Descriptor that becomes readable when the workers shall stop. Default: none.
+        on_child_end: Function to call when any child of this process has ended. Default: none.
 
     Attributes:
-        first_failure: First rank that failed by itself. None if all is well, or if a signal ended the job.
+        workers: Started workers, in the order of their plans.
+        first_failure: First worker that failed by itself. None if all is well, or if a signal ended the job.
+        signal: Number of the signal that ended the job; 0 for none.
+        stopped: Whether `stop` ended the job.
     """
 
     def __init__(
         self,
-        commands: Sequence[Sequence[str]],
-        environments: Sequence[Mapping[str, str]],
+        plans: Sequence[WorkerPlan],
         *,
-        prefix: bool,
         grace: float,
         log: Callable[[str], None],
-        signals: Sequence[signal.Signals] = _FORWARDED,
-        records: Sequence[Path] = (),
+        interrupts: Interrupts,
+        stop: int | None = None,
+        on_child_end: Callable[[], object] | None = None,
     ) -> None:
-        self._commands = commands
-        self._environments = environments
-        self._prefix = prefix
+        self._plans = plans
         self._grace = grace
         self._log = log
-        self._signals = signals
-        self._records = records
+        self._interrupts = interrupts
+        self._stop_request = stop
+        self._on_child_end = on_child_end
+        self.workers: list[Worker] = []
         self.first_failure: Worker | None = None
-        self._workers: list[Worker] = []
+        self.signal = 0
+        self.stopped = False
         self._selector = selectors.DefaultSelector()
         self._deadline: float | None = None
         self._code: int | None = None
-        self._signal_poll = select.poll()
-        self._writing = False
 
     def run(self) -> int:
-        """Run all ranks until they have ended.
+        """Run all workers until they have ended.
 
         Returns:
             0 if all exited with 0. Otherwise the code of the first that did not, or 128 plus the number of the signal
             that ended it or that the launcher received.
         """
-        with signal_socket(self._signals, self._interrupt_output) as signals, self._selector:
-            self._signal_poll.register(signals, select.POLLIN)
-            self._selector.register(signals, selectors.EVENT_READ, self._on_signal)
+        with self._selector:
+            self._selector.register(self._interrupts.socket, selectors.EVENT_READ, self._on_signal)
+            if self._stop_request is not None:
+                self._selector.register(self._stop_request, selectors.EVENT_READ, self._on_stop_request)
+            not_of_workers = len(self._selector.get_map())
             try:
                 self._start()
-                # While more than the signal socket is registered, a rank is running or a pipe is open.
-                while len(self._selector.get_map()) > 1:
+                # While more is registered, a worker is running or a pipe is open.
+                while len(self._selector.get_map()) > not_of_workers - self.stopped:
                     self._step()
             finally:
-                self._end()
+                for worker in self.workers:
+                    worker.close()
         return self.code
 
     @property
@@ -128,18 +158,12 @@ class Supervisor:
         return self._code or 0
 
     def _start(self) -> None:
-        for rank, (command, environment) in enumerate(zip(self._commands, self._environments, strict=True)):
-            worker = Worker(rank, command, environment, f"[rank {rank}] ".encode() if self._prefix else b"")
-            self._workers.append(worker)
+        for plan in self._plans:
+            worker = Worker(plan, self._log)
+            self.workers.append(worker)
             self._selector.register(worker.process.descriptor, selectors.EVENT_READ, worker)
             for pipe, relay in worker.relays.items():
                 self._selector.register(pipe, selectors.EVENT_READ, relay)
-
-    def _end(self) -> None:
-        for worker in self._workers:
-            worker.process.signal(signal.SIGKILL)
-        for worker in self._workers:
-            worker.process.reap()
 
     def _step(self) -> None:
         timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
@@ -147,8 +171,8 @@ class Supervisor:
         for source, data in events:
             if isinstance(data, LineRelay):
                 self._on_output(int(source), data)  # type: ignore[arg-type]
-            elif data == self._on_signal:
-                self._on_signal(source)  # type: ignore[arg-type]
+            elif not isinstance(data, Worker):
+                data()
         self._on_ends([data for _, data in events if isinstance(data, Worker)])
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._on_deadline()
@@ -156,29 +180,21 @@ class Supervisor:
     def _on_output(self, pipe: int, relay: LineRelay) -> None:
         data = b"-"
         try:
-            self._writing = True
-            if self._signal_poll.poll(0):
-                # The signal first: a write may block for as long as nobody reads.
-                return
-            data = os.read(pipe, 1 << 16)
-            relay.feed(data) if data else relay.finish()
+            with self._interrupts.interrupting() as pending:
+                if pending:
+                    # The signal first: a write may block for as long as nobody reads.
+                    return
+                data = os.read(pipe, 1 << 16)
+                relay.feed(data) if data else relay.finish()
         except OutputInterrupted:
             pass
         except BrokenPipeError:
             self._on_closed_output()
-        finally:
-            self._writing = False
         if not data:
             self._selector.unregister(pipe)
 
-    def _interrupt_output(self, signum: int, frame: object) -> None:
-        """Interrupt a write of output that blocks, so that the loop handles the signal."""
-        if self._writing:
-            self._writing = False
-            raise OutputInterrupted
-
     def _discard_blocked_output(self) -> None:
-        """Discard what the ranks still print where nobody reads, since the job is to end."""
+        """Discard what the workers still print where nobody reads, since the job is to end."""
         for stream in (sys.stdout, sys.stderr):
             try:
                 descriptor = stream.fileno()
@@ -194,16 +210,30 @@ class Supervisor:
         """Stop the job without a message because nothing reads the launcher's output any more (``| head``)."""
         for stream in (sys.stdout, sys.stderr):
             _redirect_to_null(stream.fileno())
+        self.signal = self.signal or signal.SIGPIPE
         self._stop(signal.SIGTERM, 128 + signal.SIGPIPE)
 
-    def _on_signal(self, signals: socket.socket) -> None:
-        self._discard_blocked_output()
-        for signum in signals.recv(64):
+    def _on_signal(self) -> None:
+        received = self._interrupts.received()
+        if signal.SIGCHLD in received and self._on_child_end:
+            self._on_child_end()
+        for signum in received:
+            if signum == signal.SIGCHLD:
+                continue
+            self._discard_blocked_output()
             if self._code is None:
+                self.signal = signum
                 self._log(f"got {signal_name(signum)}: forwarding it to {self._running_names()}")
                 self._stop(signum, 128 + signum)
             else:
                 self._kill()
+
+    def _on_stop_request(self) -> None:
+        assert self._stop_request is not None
+        self._selector.unregister(self._stop_request)
+        self.stopped = True
+        if self._code is None:
+            self._stop(signal.SIGTERM, 128 + signal.SIGTERM)
 
     def _on_ends(self, ended: Sequence[Worker]) -> None:
         for worker in ended:
@@ -214,9 +244,19 @@ class Supervisor:
             (worker for worker in ended if worker.process.status), key=lambda w: (w.process.status or 0) > 0
         )
         if failed and self._code is None:
+            self._forward_rest(failed[0])
             self._on_failure(failed[0])
         if ended and not self._running():
             self._deadline = time.monotonic() + _DRAIN_SECONDS
+
+    def _forward_rest(self, worker: Worker) -> None:
+        """Forward what an ended worker has written, so that its traceback precedes the report of its failure."""
+        for pipe, relay in worker.relays.items():
+            poll = select.poll()
+            poll.register(pipe, select.POLLIN)
+            for _ in range(_PIPE_READS):
+                if pipe in self._selector.get_map() and poll.poll(0):
+                    self._on_output(pipe, relay)
 
     def _on_failure(self, ended: Worker) -> None:
         worker, record = self._first_to_fail(ended)
@@ -225,21 +265,21 @@ class Supervisor:
         status = worker.process.status
         how = describe_exit(status) if status else "failed"
         how += f" with {record.message}" if record and not status else f": {record.message}" if record else ""
-        stopping = f"; stopping {name_ranks(one.rank for one in others)}" if others else ""
-        self._log(f"rank {worker.rank} (process {worker.process.pid}) {how}{stopping}")
+        stopping = f"; stopping {name_ranks(one.plan.rank for one in others)}" if others else ""
+        self._log(f"rank {worker.plan.rank} (process {worker.process.pid}) {how}{stopping}")
         # A rank that has recorded its failure is still printing its traceback: it ends by itself.
         self._stop(signal.SIGTERM, 1 if not status else status if status > 0 else 128 - status, others)
 
     def _first_to_fail(self, ended: Worker) -> tuple[Worker, FailureRecord | None]:
-        """Return the rank whose failure made the others fail, and its record: it need not be the first that ended."""
+        """Return the worker whose failure made the others fail, and its record: it need not have ended first."""
         if ended.process.status and ended.process.status < 0:
             return ended, None
-        records = [(worker, read(path)) for worker, path in zip(self._workers, self._records, strict=False)]
-        found = [(record.time_ns, worker.rank, record) for worker, record in records if record is not None]
+        records = [(worker, read(Path(worker.plan.error_file))) for worker in self.workers if worker.plan.error_file]
+        found = [(record.time_ns, index, record) for index, (_, record) in enumerate(records) if record is not None]
         if not found:
             return ended, None
-        _, rank, record = min(found)
-        return self._workers[rank], record
+        _, index, record = min(found, key=lambda item: item[:2])
+        return records[index][0], record
 
     def _on_deadline(self) -> None:
         self._deadline = None
@@ -247,7 +287,7 @@ class Supervisor:
             self._log(f"{self._running_names()} did not stop within {self._grace:g} s: killing")
             self._kill()
         else:
-            for pipe in (pipe for worker in self._workers for pipe in worker.relays):
+            for pipe in (pipe for worker in self.workers for pipe in worker.relays):
                 if pipe in self._selector.get_map():
                     self._selector.unregister(pipe)
 
@@ -262,7 +302,7 @@ class Supervisor:
             worker.process.signal(signal.SIGKILL)
 
     def _running(self) -> list[Worker]:
-        return [worker for worker in self._workers if worker.process.status is None]
+        return [worker for worker in self.workers if worker.process.status is None]
 
     def _running_names(self) -> str:
-        return name_ranks(worker.rank for worker in self._running())
+        return name_ranks(worker.plan.rank for worker in self._running())

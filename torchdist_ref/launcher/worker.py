@@ -1,18 +1,23 @@
-"""Rank as its supervisor sees it: a child process, and one line relay for each of its two output pipes.
+"""Worker as its supervisor sees it: a child process, and a line relay for each of its output streams.
 
-`processes.die_with_parent` ends it with the launcher.
+`processes.die_with_parent` ends it with the launcher. A worker writes a stream without console directly to
+its file. Do not add reactions to failures here: they belong to the supervisor.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Protocol, TextIO
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, NoReturn, Protocol, TextIO
 
 from torchdist_ref import processes
+from torchdist_ref.launcher.logs import Output
 
 # Windows has neither, and this package can be imported there.
 with contextlib.suppress(ImportError):
@@ -21,52 +26,153 @@ with contextlib.suppress(ImportError):
 
 # Longer unfinished lines are cut, so that output without line ends cannot fill the memory.
 _MAX_LINE_BYTES = 1 << 16
+_CONSOLE = Output()
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """Description of one process to start.
+
+    Attributes:
+        rank: Global rank.
+        local_rank: Rank among the workers of this host.
+        environment: Whole environment.
+        command: Command line.
+        function: Function to call in a fork of this process instead of a command; it returns the exit code.
+        stdout: Destination of standard output.
+        stderr: Destination of standard error.
+        error_file: Path of the failure record; empty for none.
+        cpus: Processor numbers that the worker may use; empty for all.
+    """
+
+    rank: int
+    local_rank: int
+    environment: Mapping[str, str]
+    command: Sequence[str] = ()
+    function: Callable[[], int] | None = None
+    stdout: Output = _CONSOLE
+    stderr: Output = _CONSOLE
+    error_file: str = ""
+    cpus: tuple[int, ...] = ()
 
 
 class Worker:
-    """Running rank.
+    """Running worker.
 
     It leads a process group, so that a signal reaches the processes it started, and Ctrl-C reaches it only once,
     through the launcher. It stays in the launcher's session: Linux may distribute processor time by session (sched(7),
-    autogroup), and ranks that wait for one another should share one.
+    autogroup), and workers that wait for one another should share one.
 
-    Rank 0 reads the launcher's standard input, as under mpiexec; the other ranks read nothing.
+    Rank 0 reads the launcher's standard input, as under mpiexec; the other workers read nothing.
 
     Args:
-        rank: Rank.
-        command: Command line.
-        environment: Whole environment.
-        prefix: Start of each line of output.
+        plan: Description.
+        log: Function that receives a line if a log file cannot be written.
 
     Attributes:
-        rank: Rank.
+        plan: Description.
         process: Its process.
         relays: Relay of each open pipe, by descriptor.
     """
 
-    def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], prefix: bytes = b"") -> None:
-        self.rank = rank
-        self.process = processes.spawn(
-            command,
-            setup=_release_terminal,
-            env=environment,
-            stdin=None if rank == 0 else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        streams = (sys.stdout, sys.stderr)
+    def __init__(self, plan: WorkerPlan, log: Callable[[str], None] = lambda line: None) -> None:
+        self.plan = plan
+        streams = ((plan.stdout, sys.stdout), (plan.stderr, sys.stderr))
+        with contextlib.ExitStack() as stack:
+            ends = [_open(output, stack) for output, _ in streams]
+            if plan.function is None:
+                self.process = self._start_command(ends[0][1], ends[1][1])
+            else:
+                self.process = self._fork(ends[0][1], ends[1][1])
+            stack.pop_all()
+            for _, writer in ends:
+                writer.close()
+        self.process.pipes = [reader for reader, _ in ends if reader is not None]
         self.relays = {
-            pipe.fileno(): LineRelay(binary_sink(stream), prefix)
-            for pipe, stream in zip(self.process.pipes, streams, strict=True)
+            reader.fileno(): LineRelay(
+                binary_sink(stream),
+                output.prefix,
+                copy=LogFile(output.path, log) if output.path else None,
+                filtered=LogFile(output.filtered, log) if output.filters else None,
+                filters=output.filters,
+            )
+            for (reader, _), (output, stream) in zip(ends, streams, strict=True)
+            if reader is not None
         }
 
+    def close(self) -> None:
+        """Kill the process with its group, reap it and close descriptors."""
+        self.process.signal(signal.SIGKILL)
+        self.process.reap()
+        for relay in self.relays.values():
+            relay.close()
 
-def _release_terminal() -> None:
-    # A terminal stops processes outside its foreground group that read from it, but only processes that it controls.
-    with contextlib.suppress(OSError):
-        terminal = os.open("/dev/tty", os.O_RDWR)
-        fcntl.ioctl(terminal, termios.TIOCNOTTY)
-        os.close(terminal)
+    def _start_command(self, stdout: IO[bytes], stderr: IO[bytes]) -> processes.Child:
+        return processes.spawn(
+            self.plan.command,
+            setup=self._prepare,
+            env=self.plan.environment,
+            stdin=None if self.plan.rank == 0 else subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+        )
+
+    def _fork(self, stdout: IO[bytes], stderr: IO[bytes]) -> processes.Child:
+        function = self.plan.function
+        assert function is not None
+
+        def run() -> NoReturn:
+            self._prepare()
+            _become_worker(self.plan, (stdout.fileno(), stderr.fileno()))
+            code = 1
+            try:
+                code = function()
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        return processes.fork(run)
+
+    def _prepare(self) -> None:
+        if self.plan.cpus:
+            os.sched_setaffinity(0, self.plan.cpus)
+        # A terminal stops processes outside its foreground group that read from it, but only those that it controls.
+        with contextlib.suppress(OSError):
+            terminal = os.open("/dev/tty", os.O_RDWR)
+            fcntl.ioctl(terminal, termios.TIOCNOTTY)
+            os.close(terminal)
+
+
+def _open(output: Output, stack: contextlib.ExitStack) -> tuple[IO[bytes] | None, IO[bytes]]:
+    """Open the reader of a stream that this process relays, None for others, and the worker's end."""
+    if output.path and not output.tee:
+        return None, stack.enter_context(open(output.path, "wb", 0))
+    reader, writer = os.pipe()
+    return stack.enter_context(open(reader, "rb", 0)), stack.enter_context(open(writer, "wb", 0))
+
+
+def _become_worker(plan: WorkerPlan, descriptors: tuple[int, int]) -> None:
+    """Turn a fork of the launcher into a worker: environment, default signals, output and input."""
+    signal.set_wakeup_fd(-1)
+    for signum in signal.valid_signals():
+        if callable(signal.getsignal(signum)) and signum != signal.SIGINT:
+            signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(plan.environment)
+    for standard, descriptor in zip((1, 2), descriptors, strict=True):
+        os.dup2(descriptor, standard)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    if plan.rank != 0:
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
 
 
 class Sink(Protocol):
@@ -92,6 +198,35 @@ class _TextSink:
         self._stream.flush()
 
 
+class LogFile:
+    """Log file that the launcher writes. A full disk ends the file, not the job.
+
+    Args:
+        path: Path; bytes are appended.
+        log: Function that receives a line about the first write that fails.
+    """
+
+    def __init__(self, path: str, log: Callable[[str], None]) -> None:
+        self._path = path
+        self._log = log
+        self._file: IO[bytes] | None = open(path, "ab", 0)
+
+    def write(self, data: bytes) -> None:
+        """Append bytes."""
+        if self._file is not None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self._log(f"stopped writing the log file {self._path}: {error.strerror}")
+                self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
 def binary_sink(stream: TextIO) -> Sink:
     """Return a sink that writes bytes to a stream, without decoding them if the stream has a binary buffer."""
     binary: Sink = getattr(stream, "buffer", None) or _TextSink(stream)
@@ -106,6 +241,9 @@ class LineRelay:
     Args:
         sink: Destination.
         prefix: Start of each line.
+        copy: Log file of all bytes, without the prefix. Default: none.
+        filtered: Log file of the lines that contain a text of `filters`, with the prefix. Default: none.
+        filters: Texts.
 
     Example:
         >>> import io
@@ -120,13 +258,26 @@ class LineRelay:
         b'[rank 1] loss 0.5\n[rank 1] loss 0.25\n'
     """
 
-    def __init__(self, sink: Sink, prefix: bytes = b"") -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        prefix: bytes = b"",
+        *,
+        copy: LogFile | None = None,
+        filtered: LogFile | None = None,
+        filters: Sequence[bytes] = (),
+    ) -> None:
         self._sink = sink
         self._prefix = prefix
+        self._copy = copy
+        self._filtered = filtered
+        self._filters = filters
         self._rest = b""
 
     def feed(self, data: bytes) -> None:
         """Accept bytes, forward the lines that they complete and keep the rest."""
+        if self._copy is not None:
+            self._copy.write(data)
         data = self._rest + data
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if len(data) - end > _MAX_LINE_BYTES:
@@ -137,9 +288,22 @@ class LineRelay:
     def finish(self) -> None:
         """Complete and forward an unfinished last line."""
         if self._rest:
-            self.feed(b"\n")
+            rest, self._rest = self._rest, b""
+            self._write(rest + b"\n")
+
+    def close(self) -> None:
+        """Close the log files."""
+        for file in (self._copy, self._filtered):
+            if file is not None:
+                file.close()
 
     def _write(self, lines: bytes) -> None:
-        if lines:
-            self._sink.write(b"".join(self._prefix + line for line in lines.splitlines(keepends=True)))
-            self._sink.flush()
+        if not lines:
+            return
+        if self._filtered is not None:
+            wanted = (line for line in lines.splitlines(keepends=True) if any(text in line for text in self._filters))
+            self._filtered.write(b"".join(self._prefix + line for line in wanted))
+        if self._prefix:
+            lines = b"".join(self._prefix + line for line in lines.splitlines(keepends=True))
+        self._sink.write(lines)
+        self._sink.flush()

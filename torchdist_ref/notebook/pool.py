@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from torchdist_ref.errors import ArgumentError, explain
-from torchdist_ref.launcher.environment import STORE_ADDRESS, rank_environment
+from torchdist_ref.launcher.environment import STORE_ADDRESS, Assignment, rank_environment
 from torchdist_ref.notebook.display import BACKEND
 from torchdist_ref.notebook.output import Item, RankOrder
 from torchdist_ref.notebook.report import PoolError, Report
@@ -175,7 +175,8 @@ class RankPool:
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         defaults = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
         # The kernel's own MPLBACKEND displays figures in the kernel.
-        return defaults | rank_environment(rank, self.world_size, STORE_ADDRESS, port) | {"MPLBACKEND": BACKEND}
+        assignment = Assignment(range(self.world_size), self.world_size, STORE_ADDRESS, port)
+        return defaults | rank_environment(assignment, rank) | {"MPLBACKEND": BACKEND}
 
     def _request(
         self,

@@ -1,0 +1,286 @@
+"""Failures of workers, with torch's names: their records, the errors that report them, and the decorator `record`.
+
+A worker's entry function is decorated with `record`; its exception then lies in the file that TORCHELASTIC_ERROR_FILE
+names, in torch's JSON layout, and the launcher shows it last. `ChildFailedError` and `SignalException` are raised as
+subclasses of torch's classes where a program has imported those. This module never imports torch.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from torchdist_ref.failure_record import ERROR_FILE, message_of
+from torchdist_ref.processes import signal_name
+
+logger = logging.getLogger("torchdist_ref.launcher")
+
+_TORCH = "torch.distributed.elastic.multiprocessing"
+_NO_FILE = "<N/A>"
+_NO_TRACEBACK = "not recorded; decorate the entry function with elastic.multiprocessing.errors.record"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclass
+class ProcessFailure:
+    """Failure of one worker. Message and time come from its failure record if it has written one.
+
+    Args:
+        local_rank: Rank among the workers of its host.
+        pid: Process id.
+        exitcode: Exit code, or the negative number of the signal that killed it.
+        error_file: Path of its failure record, which need not exist.
+
+    Attributes:
+        error_file_data: Content of the record.
+        message: The record's message: a text, or a dict of torch's layout. Without a record, a sentence on the end.
+        timestamp: Time of the failure in seconds since the epoch.
+    """
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file: str
+    error_file_data: dict[str, Any] = field(init=False)
+    message: Any = field(init=False)
+    timestamp: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.error_file_data, self.message, self.timestamp = {"message": "<NONE>"}, "", int(time.time())
+        if os.path.isfile(self.error_file):
+            self.error_file_data = json.loads(Path(self.error_file).read_text("utf-8"))
+            self.message = self.error_file_data["message"]
+            extra = self.error_file_data if isinstance(self.message, str) else self.message["extraInfo"]
+            self.timestamp = int(extra.get("timestamp", 0))
+        else:
+            self.error_file = _NO_FILE
+        if not self.message and self.exitcode < 0:
+            self.message = f"Signal {-self.exitcode} ({self.signal_name()}) received by PID {self.pid}"
+        elif not self.message:
+            self.error_file_data["errorTraits"] = {"category": "system_terminated_error", "retryability": "False"}
+            self.message = f"To enable traceback: {_NO_TRACEBACK}"
+
+    def signal_name(self) -> str:
+        """Return the name of the signal that killed the worker, or ``<N/A>``."""
+        return signal_name(-self.exitcode) if self.exitcode < 0 else _NO_FILE
+
+    def timestamp_isoformat(self) -> str:
+        """Return the time of the failure, in the local time zone."""
+        return datetime.fromtimestamp(self.timestamp).isoformat(sep="_")
+
+
+class ChildFailedError(Exception):
+    """Workers failed.
+
+    Args:
+        name: Name of the job's function or command.
+        failures: Failure of each failed worker by global rank; one or more.
+    """
+
+    def __init__(self, name: str, failures: dict[int, Any]) -> None:
+        self.name = name
+        self.failures = failures
+        assert failures, "a ChildFailedError describes one failure or more"
+        Exception.__init__(self, self.format_msg())
+
+    def get_first_failure(self) -> tuple[int, Any]:
+        """Return the global rank that failed first, and its failure."""
+        return min(self.failures.items(), key=lambda item: item[1].timestamp)
+
+    def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
+        """Return the message: a block for each failure, the first failure last.
+
+        Args:
+            boarder_delim: Character of the first and the last line.
+            section_delim: Character of the lines between.
+        """
+        root, _ = self.get_first_failure()
+        blocks = {rank: describe(rank, failure) for rank, failure in self.failures.items()}
+        others = [block for rank, block in blocks.items() if rank != root] or ["  <NO_OTHER_FAILURES>"]
+        width = min(60, max(len(line) for block in blocks.values() for line in block.splitlines()))
+        border, section = boarder_delim * width, section_delim * width
+        title = f"{self.name} FAILED"
+        root_title = "Root Cause (first observed failure):"
+        return "\n".join(["", border, title, section, "Failures:", *others, section, root_title, blocks[root], border])
+
+
+def describe(rank: int, failure: Any) -> str:
+    """Return the block of lines that describes a failure.
+
+    Args:
+        rank: Global rank.
+        failure: `ProcessFailure`, or torch's.
+    """
+    killed = failure.exitcode < 0
+    ended = f"killed by {failure.signal_name()} ({failure.exitcode})" if killed else f"{failure.exitcode}"
+    rows = (
+        ("time", failure.timestamp_isoformat()),
+        ("host", socket.gethostname()),
+        ("rank", f"{rank} (local_rank: {failure.local_rank})"),
+        ("exitcode", f"{ended} (pid: {failure.pid})"),
+        ("error_file", failure.error_file),
+        ("traceback", _traceback(failure.message).replace("\n", "\n  ")),
+    )
+    return "\n".join(f"  {name:<10}: {value}" for name, value in rows)
+
+
+def _traceback(message: Any) -> str:
+    if isinstance(message, str):
+        return message
+    stack = message.get("extraInfo", {}).get("py_callstack") or message.get("message", _NO_FILE)
+    return str(stack).rstrip("\n")
+
+
+class SignalException(Exception):
+    """A signal ended the launcher's job.
+
+    Args:
+        msg: Message.
+        sigval: Signal.
+    """
+
+    def __init__(self, msg: str, sigval: signal.Signals) -> None:
+        Exception.__init__(self, msg)
+        self.sigval = sigval
+
+
+def as_torchs(kind: Any, module: str) -> Any:
+    """Return a class, or its subclass that derives from torch's class of the same name too, if torch's is imported.
+
+    Args:
+        kind: Class of this module.
+        module: Module of torch's class, below torch.distributed.elastic.multiprocessing.
+    """
+    return _subclass(kind, getattr(sys.modules.get(f"{_TORCH}.{module}"), kind.__name__, None))
+
+
+@functools.cache
+def _subclass(kind: Any, torchs: Any) -> Any:
+    return kind if torchs is None else type(kind.__name__, (kind, torchs), {"__module__": kind.__module__})
+
+
+class ErrorHandler:
+    """Writer of failure records. Subclass it to write more, and pass an instance to `record`."""
+
+    def initialize(self) -> None:
+        """Prepare the process: print the stacks of all threads if it crashes."""
+        try:
+            faulthandler.enable(all_threads=True)
+        except Exception as error:
+            warnings.warn(f"the fault handler cannot be enabled: {message_of(error)}", stacklevel=2)
+
+    def record_exception(self, e: BaseException) -> None:
+        """Write an exception to the file that TORCHELASTIC_ERROR_FILE names; without the variable, do nothing."""
+        path = os.environ.get(ERROR_FILE)
+        if path:
+            stack = "".join(traceback.format_exception(e))
+            extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
+            self._write(path, {"message": {"message": message_of(e), "extraInfo": extra}})
+
+    def override_error_code_in_rootcause_data(
+        self, rootcause_error_file: str, rootcause_error: dict[str, Any], error_code: int = 0
+    ) -> None:
+        """Set the exit code in the content of a child's failure record.
+
+        Args:
+            rootcause_error_file: Path of the record.
+            rootcause_error: Its content.
+            error_code: Exit code.
+        """
+        message = rootcause_error.get("message")
+        if isinstance(message, dict):
+            message["errorCode"] = error_code
+        else:
+            logger.warning("%s has no place for the exit code %d", rootcause_error_file, error_code)
+
+    def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
+        """Copy a child's failure record to the file that TORCHELASTIC_ERROR_FILE names.
+
+        Args:
+            rootcause_error_file: Path of the child's record.
+            error_code: Exit code to write into the copy; 0 keeps the child's.
+        """
+        content = json.loads(Path(rootcause_error_file).read_text("utf-8"))
+        if error_code:
+            self.override_error_code_in_rootcause_data(rootcause_error_file, content, error_code)
+        path = os.environ.get(ERROR_FILE)
+        if path:
+            self._write(path, content)
+        else:
+            logger.error("%s is not set: the failure record %s is not copied", ERROR_FILE, rootcause_error_file)
+
+    def _write(self, path: str, content: dict[str, Any]) -> None:
+        try:
+            # Readers see the whole record or none.
+            temporary = Path(f"{path}.{os.getpid()}")
+            temporary.write_text(json.dumps(content), "utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            warnings.warn(f"the failure record cannot be written: {error}", stacklevel=2)
+
+
+def get_error_handler() -> ErrorHandler:
+    """Return a new error handler."""
+    return ErrorHandler()
+
+
+def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> Callable[_P, _R | None]:
+    """Decorate the entry function of a worker, so that its exception is written to its failure record.
+
+    Use it once in a process, on its outermost function. `SystemExit` with code 0 makes the function return None.
+    A `ChildFailedError`, ours or torch's, hands on the record of the child that failed first.
+
+    Args:
+        fn: Function.
+        error_handler: Writer of the record. Default None: `get_error_handler`.
+
+    Example:
+        >>> @record
+        ... def main(number):
+        ...     return number + 1
+        >>> main(1)
+        2
+    """
+    handler = error_handler or get_error_handler()
+
+    @functools.wraps(fn)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+        handler.initialize()
+        try:
+            return fn(*args, **kwargs)
+        except SystemExit as end:
+            if end.code == 0:
+                return None
+            raise
+        except Exception as error:
+            if isinstance(error, ChildFailedError) or _is_torchs(error):
+                _, failure = error.get_first_failure()  # type: ignore[attr-defined]
+                if failure.error_file != _NO_FILE:
+                    handler.dump_error_file(failure.error_file, failure.exitcode)
+                else:
+                    logger.info("local rank %d left no failure record", failure.local_rank)
+            else:
+                handler.record_exception(error)
+            raise
+
+    return wrapper
+
+
+def _is_torchs(error: Exception) -> bool:
+    torchs = getattr(sys.modules.get(f"{_TORCH}.errors"), "ChildFailedError", None)
+    return torchs is not None and isinstance(error, torchs)

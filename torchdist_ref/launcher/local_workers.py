@@ -1,0 +1,312 @@
+"""Workers of this host: what they run and how, and `LocalWorkers.run`, which starts and supervises them once.
+
+A job on one host calls it for each attempt; an agent of a job on several hosts calls it after each rendezvous. This
+module knows neither hosts nor restarts. Do not add the choice of ranks here: they come as an `Assignment`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from string import Template
+from types import TracebackType
+from typing import Any
+
+from torchdist_ref.errors import ArgumentError
+from torchdist_ref.launcher import orphans
+from torchdist_ref.launcher.environment import Assignment, Job, one_device, worker_environment
+from torchdist_ref.launcher.logs import DefaultLogsSpecs, LogsDest, LogsSpecs, outputs
+from torchdist_ref.launcher.supervisor import Interrupts, Supervisor
+from torchdist_ref.launcher.worker import Worker, WorkerPlan
+
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+# torch's: the time between asking workers to stop and killing them.
+SHUTDOWN_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """Properties of the workers of a job that do not change from attempt to attempt.
+
+    Attributes:
+        entrypoint: Function, or executable.
+        args: Its arguments; in texts, ``${local_rank}`` becomes the local rank.
+        job: Name and role of the job, and its limit of restarts.
+        logs_specs: Rule of log files. Default None: failure records only, in a temporary folder that is removed.
+        start_method: Start method of a function: ``"spawn"`` and ``"forkserver"`` start a new interpreter, ``"fork"``
+            copies this process.
+        signals: Names of the signals to forward to the workers, with commas between them.
+        shutdown_timeout: Time from asking workers to stop to killing them, in seconds.
+        prefix: Template of the start of each line on the console; ``${role_name}``, ``${rank}`` and ``${local_rank}``
+            are replaced. Default: none for streams without a file, ``[role local_rank]:`` as torch's for others.
+        duplicate_stdout_filters: Texts; lines of standard output that contain one go to the filtered file too.
+        duplicate_stderr_filters: The same for standard error.
+        virtual_local_rank: Whether each worker sees only its own GPU and has LOCAL_RANK 0.
+        cpus: Function that returns the processors of a local rank. Default None: all.
+        own_descendants: Whether all descendants of this process are the job's, as in a launcher's own process.
+    """
+
+    entrypoint: Callable[..., Any] | str
+    args: Sequence[Any] = ()
+    job: Job = field(default_factory=Job)
+    logs_specs: LogsSpecs | None = None
+    start_method: str = "spawn"
+    signals: str = DEFAULT_SIGNALS
+    shutdown_timeout: float = SHUTDOWN_SECONDS
+    prefix: str | None = None
+    duplicate_stdout_filters: Sequence[str] = ()
+    duplicate_stderr_filters: Sequence[str] = ()
+    virtual_local_rank: bool = False
+    cpus: Callable[[int], tuple[int, ...]] | None = None
+    own_descendants: bool = False
+
+
+@dataclass(frozen=True)
+class Exit:
+    """End of one worker.
+
+    Attributes:
+        rank: Global rank.
+        local_rank: Rank among the workers of this host.
+        pid: Process id.
+        status: Exit code, or the negative number of the signal that killed it.
+        error_file: Path of its failure record, which need not exist.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    status: int
+    error_file: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of one attempt on this host. No worker is left when it exists.
+
+    Attributes:
+        code: Exit code of the attempt: 0 if all workers exited with 0, else that of the first that did not, or 128
+            plus the number of the signal that ended it or that the launcher received.
+        exits: End of each worker, by local rank.
+        first_failure: End of the worker that failed first, by itself. None if none did, if a signal to the launcher
+            ended the attempt, or a request to stop.
+        signal: Number of the signal to the launcher that ended the attempt; 0 for none. Such an attempt is not
+            repeated.
+        stopped: Whether `stop` ended the attempt.
+        return_values: Result of each worker's function by local rank, if all succeeded; None for a command.
+        logs: Paths of the log files.
+    """
+
+    code: int
+    exits: tuple[Exit, ...]
+    first_failure: Exit | None = None
+    signal: int = 0
+    stopped: bool = False
+    return_values: Mapping[int, Any] = field(default_factory=dict)
+    logs: LogsDest = field(default_factory=LogsDest)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether all workers exited with 0."""
+        return self.code == 0 and not self.stopped
+
+
+class LocalWorkers:
+    """Workers of this host, started once or more often. Use it in a ``with`` block, which ends what is left of them.
+
+    Signals are caught from the construction to the end of the block, so that none is lost between two attempts:
+    `interrupts` reports those that arrive then.
+
+    Args:
+        settings: Properties of the workers.
+        log: Function that receives a line about each event. Default: none is reported.
+
+    Attributes:
+        settings: Properties of the workers.
+        interrupts: Signals to this process. Its `socket` becomes readable when one has arrived.
+
+    Example:
+        >>> import os
+        >>> from torchdist_ref.launcher.environment import Assignment
+        >>> with LocalWorkers(WorkerSettings(os.getenv, ["RANK"])) as workers:
+        ...     outcome = workers.run(Assignment([2, 3], 4, "127.0.0.1", 29500, group_rank=1, group_world_size=2))
+        >>> outcome.code, outcome.return_values
+        (0, {0: '2', 1: '3'})
+    """
+
+    def __init__(self, settings: WorkerSettings, log: Callable[[str], None] = lambda line: None) -> None:
+        self.settings = settings
+        self._log = log
+        self._signals = parse_signals(settings.signals)
+        self._mark = uuid.uuid4().hex
+        self._folder = Path(tempfile.mkdtemp(prefix="torchdist_ref"))
+        self._logs = settings.logs_specs or DefaultLogsSpecs(str(self._folder / "logs"))
+        self._guard = orphans.Guard(self._mark, str(self._folder))
+        if settings.own_descendants:
+            orphans.become_subreaper()
+        self.interrupts = Interrupts(self._signals, children=settings.own_descendants)
+        self._running: Supervisor | None = None
+
+    def __enter__(self) -> LocalWorkers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End processes that workers have started, restore signal handlers and remove temporary files."""
+        self._end_orphans()
+        self._guard.close()
+        self.interrupts.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def run(self, assignment: Assignment, stop: int | None = None) -> Outcome:
+        """Start all workers and supervise them until they have ended.
+
+        When one fails, a signal arrives or `stop` becomes readable, the others are asked to stop and killed after the
+        shutdown time-out. Processes that workers have started are killed last, whatever their group or session.
+
+        Args:
+            assignment: Ranks of the workers and address of their store. The number of global ranks is the number of
+                workers.
+            stop: Descriptor whose readability asks to stop, such as an eventfd that another thread writes when a host
+                joins or leaves. The caller reads it empty before the next attempt. Default: none.
+
+        Returns:
+            The outcome.
+
+        Raises:
+            ArgumentError: The entry point cannot be executed.
+        """
+        environments = {rank: self._environment(assignment, rank) for rank in range(len(assignment.global_ranks))}
+        logs = self._logs.reify(environments)
+        plans = [self._plan(assignment, rank, environments[rank], logs) for rank in environments]
+        supervisor = self._running = Supervisor(
+            plans,
+            grace=self.settings.shutdown_timeout,
+            log=self._log,
+            interrupts=self.interrupts,
+            stop=stop,
+            on_child_end=self._reap_orphans if self.settings.own_descendants else None,
+        )
+        try:
+            supervisor.run()
+        except (FileNotFoundError, PermissionError, OSError) as error:
+            raise ArgumentError(f"{self.settings.entrypoint!r} cannot be executed: {error.strerror}.") from error
+        finally:
+            self._running = None
+            self._end_orphans()
+        return self._outcome(supervisor, logs)
+
+    def _environment(self, assignment: Assignment, rank: int) -> dict[str, str]:
+        found = worker_environment(os.environ, assignment, rank, self.settings.job)
+        found |= {orphans.MARK: self._mark, SIGNALS_VARIABLE: self.settings.signals}
+        return found | (one_device(os.environ, rank) if self.settings.virtual_local_rank else {})
+
+    def _plan(self, assignment: Assignment, rank: int, environment: Mapping[str, str], logs: LogsDest) -> WorkerPlan:
+        settings = self.settings
+        global_rank = assignment.global_ranks[rank]
+        words = {"role_name": settings.job.role, "rank": global_rank, "local_rank": rank}
+        prefix = None if settings.prefix is None else Template(settings.prefix).safe_substitute(words).encode()
+        prefixes = (prefix or b"", f"[{settings.job.role}{rank}]:".encode() if prefix is None else prefix)
+        filters = settings.duplicate_stdout_filters, settings.duplicate_stderr_filters
+        stdout, stderr = outputs(logs, rank, prefixes, filters)
+        args = [_substituted(arg, rank) for arg in settings.args]
+        return WorkerPlan(
+            global_rank,
+            rank,
+            environment,
+            *self._start(rank, args),
+            stdout,
+            stderr,
+            logs.error_files.get(rank, ""),
+            settings.cpus(rank) if settings.cpus else (),
+        )
+
+    def _start(self, rank: int, args: Sequence[Any]) -> tuple[list[str], Callable[[], int] | None]:
+        """Return the command line, or the function to call in a fork."""
+        target = self.settings.entrypoint
+        if isinstance(target, str):
+            return [target, *map(str, args)], None
+        # Only a job that runs a function needs pickle.
+        from torchdist_ref.launcher import entrypoint
+
+        if self.settings.start_method == "fork":
+            return [], partial(entrypoint.run, self._folder, rank, lambda: (target, args))
+        entrypoint.write_call(self._folder, rank, target, args)
+        return entrypoint.command(self._folder, rank), None
+
+    def _outcome(self, supervisor: Supervisor, logs: LogsDest) -> Outcome:
+        exits = {id(worker): _exit(worker) for worker in supervisor.workers}
+        first = supervisor.first_failure
+        values: dict[int, Any] = {}
+        if not supervisor.code and not supervisor.stopped:
+            values = dict.fromkeys(range(len(exits)))
+            if callable(self.settings.entrypoint):
+                from torchdist_ref.launcher import entrypoint
+
+                values = {rank: entrypoint.result(self._folder, rank) for rank in values}
+        return Outcome(
+            supervisor.code,
+            tuple(exits.values()),
+            exits[id(first)] if first else None,
+            supervisor.signal,
+            supervisor.stopped,
+            values,
+            logs,
+        )
+
+    def _own_pids(self) -> set[int]:
+        workers = self._running.workers if self._running else []
+        return {self._guard.pid, *(worker.process.pid for worker in workers)}
+
+    def _reap_orphans(self) -> None:
+        """Reap orphans that have become children of this process and have ended."""
+        own = self._own_pids()
+        for pid in orphans.children(os.getpid()):
+            if pid not in own:
+                orphans.reap(pid)
+
+    def _end_orphans(self) -> None:
+        if self.settings.own_descendants:
+            left = orphans.end_all(lambda: orphans.descendants(os.getpid(), {self._guard.pid}))
+        else:
+            left = orphans.end_all(lambda: [pid for pid in orphans.marked(self._mark) if pid != self._guard.pid])
+        if left:
+            self._log(f"processes {', '.join(map(str, left))} did not end; they may wait for a device or a file system")
+
+
+def _substituted(arg: Any, local_rank: int) -> Any:
+    return Template(arg).safe_substitute(local_rank=local_rank) if isinstance(arg, str) else arg
+
+
+def _exit(worker: Worker) -> Exit:
+    plan, status = worker.plan, worker.process.status
+    return Exit(plan.rank, plan.local_rank, worker.process.pid, status or 0, plan.error_file)
+
+
+def parse_signals(names: str) -> list[signal.Signals]:
+    """Return the signals that a comma-separated list names.
+
+    Raises:
+        ArgumentError: A name is unknown, or names a signal that no process can catch.
+
+    >>> [each.name for each in parse_signals("SIGTERM, SIGUSR1")]
+    ['SIGTERM', 'SIGUSR1']
+    """
+    found: list[signal.Signals] = []
+    for name in (word.strip() for word in names.split(",")):
+        signum = signal.Signals.__members__.get(name)
+        if signum is None or signum in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+            reason = "is not a signal" if signum is None else "cannot be forwarded"
+            raise ArgumentError(f"{name!r} {reason}; name signals as in {DEFAULT_SIGNALS},SIGUSR1")
+        found.append(signum)
+    return found
