@@ -278,7 +278,7 @@ class Supervisor:
         found = [(record.time_ns, index, record) for index, (_, record) in enumerate(records) if record is not None]
         if not found:
             return ended, None
-        _, index, record = min(found, key=lambda item: item[:2])
+        _, index, record = min(found)
         return records[index][0], record
 
     def _on_deadline(self) -> None:
