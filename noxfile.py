@@ -141,7 +141,7 @@ def site(session: nox.Session) -> None:
     with step(session, 3, 4, "installing the browser's driver"):
         pip(session, "-e", ".[browser]")
     with step(session, 4, 4, "opening the site in a browser"):
-        call(session, "-m", "pytest", "-q", "-m", "browser", "tests/docs/test_in_browser.py", *session.posargs)
+        call(session, "-m", "pytest", "-q", "-m", "browser", "tests/docs", *session.posargs)
 
 
 @nox.session(venv_backend="none")

@@ -6,24 +6,15 @@ Needs Chromium or Chrome, and the site in `docs/_build/html` or in the folder th
 
 from __future__ import annotations
 
-import functools
-import http.server
 import importlib.resources
-import os
-import shutil
-import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.docs import pages
+from tests.docs.conftest import SITE
 
 pytestmark = pytest.mark.browser
 
-SITE = Path(os.environ.get("TORCHDIST_REF_SITE", pages.DOCS / "_build" / "html"))
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PAGES = (
     "index.html",
     "collectives/index.html",
@@ -40,62 +31,6 @@ PAGES = (
 LOOKS = [(1400, "light"), (1400, "dark"), (390, "light"), (390, "dark")]
 # Elements that may scroll sideways: code, tables, formulas and the boxes around tables.
 MAY_SCROLL = "pre, textarea, table, .formula, .player-table, .pst-scrollable-table-container, math"
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Server of the site as a host would serve it: unknown addresses get the page 404.html."""
-
-    def log_message(self, *args: object) -> None:
-        """Print nothing."""
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Send the site's own page for an unknown address."""
-        body = (SITE / "404.html").read_bytes() if code == 404 else b""
-        self.send_response(code, message)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-
-class Server(http.server.ThreadingHTTPServer):
-    """Server that does not wait for connections that the browser keeps open."""
-
-    block_on_close = False
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """Serve the site."""
-    assert (SITE / "index.html").exists(), f"build the site first: there is none in {SITE}"
-    server = Server(("127.0.0.1", 0), functools.partial(Quiet, directory=str(SITE)))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Start the browser of this machine."""
-    from playwright.sync_api import sync_playwright
-
-    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    assert found, f"install one of {', '.join(BROWSERS)}"
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield started
-        started.close()
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    """Open an empty page."""
-    context = browser.new_context(viewport={"width": 1400, "height": 900})
-    yield context.new_page()
-    context.close()
 
 
 def look(page: Any, width: int, scheme: str, *, reduced: bool = True) -> None:

@@ -1,5 +1,7 @@
 """What the boxes "On torch" of the repaired pages say holds for the pinned torch."""
 
+import socket
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as c10d
 
 import torchdist_ref as dist
+from tests.docs import pages
 from tests.torchs_world import start_torch
 from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torchdist_ref.testing import fill, run
@@ -84,6 +87,46 @@ def test_what_the_boxes_say_of_torch_holds(tmp_path: Path) -> None:
         assert torch.cuda.is_available() or found["bf16"]
     assert first["barrier"].startswith("[Rank 0]: Rank 1 failed to pass monitoredBarrier in 200 ms")
     assert first["after"] == "unusable" and "barrier" not in second
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """Listen on a port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield int(listener.getsockname()[1])
+
+
+def test_messages_of_torch_that_the_page_on_hangs_explains_are_torchs(taken_port: int) -> None:
+    page = (pages.DOCS / "how-to" / "my_job_hangs.md").read_text(encoding="utf-8")
+    library = (Path(torch.__file__).parent / "lib" / "libtorch_cpu.so").read_bytes()
+    for message in (
+        "Connection closed by peer",
+        "Expected to have finished reduction in the prior iteration",
+        "Expected to mark a variable ready only once",
+        "wait timeout after",
+    ):
+        assert f"`{message}" in page and message.encode() in library
+    for call, message in (
+        (lambda: c10d.distributed_c10d._get_default_group(), "Default process group has not been initialized"),
+        (lambda: c10d.TCPStore("127.0.0.1", taken_port, is_master=True), "address already in use"),
+    ):
+        assert message in page or message.capitalize() in page
+        with pytest.raises(Exception, match=message):
+            call()
+
+
+def test_messages_of_ours_that_the_page_on_hangs_explains_are_ours(tmp_path: Path, taken_port: int) -> None:
+    page = (pages.DOCS / "how-to" / "my_job_hangs.md").read_text(encoding="utf-8")
+    short = timedelta(seconds=0.05)
+    for message, call in {
+        "Default process group has not been initialized": dist.barrier,
+        "Address already in use": lambda: dist.TCPStore("127.0.0.1", taken_port, is_master=True),
+        "ECONNREFUSED": lambda: dist.TCPStore("127.0.0.1", 1, is_master=False, timeout=short),
+        "wait timeout after": lambda: dist.FileStore(str(tmp_path / "store"), 1).wait(["key"], short),
+    }.items():
+        assert f"`{message}" in page
+        with pytest.raises(Exception, match=message):
+            call()
 
 
 def test_what_the_page_says_of_ours_beside_them(tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""The script of the page "Port a torchrun script" runs under each launcher of this machine, with one result."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs import pages
+
+LAUNCHERS = {
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "ours": ["-m", "torchdist_ref.launch", "--nproc-per-node", "2"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_it_trains_under_each_launcher(launcher: str, tmp_path: Path) -> None:
+    # Three Pythons load torch: 5 s.
+    page = pages.blocks(pages.DOCS / "how-to" / "port_a_torchrun_script.md")
+    script = tmp_path / "train.py"
+    script.write_text(next(block.text for block in page if block.language == "python") + "\n\nmain()\n")
+    answer = subprocess.run(
+        [sys.executable, *LAUNCHERS[launcher], str(script)],
+        env={**os.environ, "PYTHONPATH": str(pages.ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert answer.returncode == 0, answer.stderr
+    lines = sorted(line for line in answer.stdout.splitlines() if "loss" in line)
+    assert [line.partition(":")[0] for line in lines] == [f"rank {rank} (local rank {rank})" for rank in range(2)]
+    assert len({line.partition("loss")[2] for line in lines}) == 1
