@@ -49,6 +49,7 @@ from torchdist_ref.groups.world import (
 from torchdist_ref.liveness import MemberWatch, Presence
 from torchdist_ref.rendezvous import rendezvous
 from torchdist_ref.stores import PrefixStore, Store
+from torchdist_ref.stores.prefix import KeyRange
 from torchdist_ref.timeouts import STORE_TIMEOUT, Deadline
 
 log = logging.getLogger("torchdist_ref.groups")
@@ -368,11 +369,16 @@ def new_group(
     if use_local_synchronization and me not in members:
         return None
     store = _member_store(world, members) if use_local_synchronization else _agreed_store(world, default, members)
+    users = len(members) if use_local_synchronization else default.size()
+    keys = KeyRange(store.underlying_store, store.prefix, users)
     if me not in members:
+        keys.release()
         return GroupMember.NON_GROUP_MEMBER
     chosen, name = backend or default.backend.name, group_desc or store.prefix.replace("/", " ")
     watch, options = watch_members(store, default, members, "new_group"), (pg_options, device_id)
-    return world.add(make_group(watch, store, chosen, name, members, members.index(me), seconds, options))
+    group = make_group(watch, store, chosen, name, members, members.index(me), seconds, options)
+    group.keys = keys
+    return world.add(group)
 
 
 def _members(ranks: Iterable[int] | None, default: ProcessGroup, sort: bool) -> tuple[int, ...]:
@@ -412,8 +418,8 @@ def _agreed_store(world: World, default: ProcessGroup, members: tuple[int, ...])
     """
     assert world.store is not None
     own = ",".join(map(str, members))
-    first = world.store.compare_set(f"members/{world.created}", "", own).decode()
     store = _next_store(world)
+    first = store.compare_set("members", "", own).decode()
     if first == own:
         return store
     rank = default.members[default.rank()]

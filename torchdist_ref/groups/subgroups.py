@@ -36,6 +36,7 @@ from torchdist_ref.groups.registration import share
 from torchdist_ref.groups.world import ProcessGroup, current, default_group, refuse_destroyed, resolve
 from torchdist_ref.liveness import MemberWatch
 from torchdist_ref.stores import PrefixStore
+from torchdist_ref.stores.prefix import KeyRange
 
 Handle = ProcessGroup | int | None
 Subgroups = tuple[Handle, list[Handle]]
@@ -204,18 +205,22 @@ def split_group(
     parts = _checked_parts(split_ranks, parent)
     seconds = timeout_of("split_group", timeout, timedelta(seconds=parent.timeout)).total_seconds()
     number = parent.store.add(f"split/rounds/{parent.rank()}", 1)
-    _agree_on_parts("split_group", parent, number, parts)
+    keys = _keys_of("split_group", parent, number, parent.size())
+    _agree_on_parts("split_group", parent, keys, parts)
     index = next((index for index, ranks in enumerate(parts) if parent.rank() in ranks), None)
     if index is None:
+        keys.release()
         return None
     ranks = parts[index]
     members = tuple(parent.members[rank] for rank in ranks)
-    store = _part_store("split_group", parent, number, index)
+    store = _part_store(keys, index)
     watch = watch_members(store, parent, members, "split_group")
     _await_part(parent, watch, ranks, seconds)
     name = group_desc or f"{parent.group_desc}, split {number}, part {index}"
     own = ranks.index(parent.rank())
-    return current().add(make_group(watch, store, backend or parent.backend.name, name, members, own, seconds))
+    group = make_group(watch, store, backend or parent.backend.name, name, members, own, seconds)
+    group.keys = keys
+    return current().add(group)
 
 
 def _checked_parts(split_ranks: Any, parent: ProcessGroup) -> Parts:
@@ -284,9 +289,10 @@ def shrink_group(
     if shrink_flags == SHRINK_ABORT:
         parent.backend.abort(f"shrink_group: group {parent.group_desc!r} continues without ranks {ranks_to_exclude}")
     number = parent.store.add(f"shrink/rounds/{parent.rank()}", 1)
-    _agree_on_parts("shrink_group", parent, number, [remaining])
+    keys = _keys_of("shrink_group", parent, number, len(remaining))
+    _agree_on_parts("shrink_group", parent, keys, [remaining])
     old_ranks = [parent.members[rank] for rank in remaining]
-    store = _part_store("shrink_group", parent, number, 0)
+    store = _part_store(keys, 0)
     watch = watch_members(store, parent, old_ranks, "shrink_group")
     _await_part(parent, watch, remaining, parent.timeout)
     world, own = current(), remaining.index(parent.rank())
@@ -295,6 +301,9 @@ def shrink_group(
     name, backend = f"{parent.group_desc}, shrunk", parent.backend.name
     # The old group goes last: it watches those who stay.
     shrunk = make_group(watch, store, backend, name, members, own, parent.timeout, (pg_options,))
+    shrunk.keys = keys
+    if parent.keys is not None:
+        parent.keys = parent.keys._replace(users=len(remaining))
     for old in reversed(list(world.groups)) if is_default else [parent]:
         world.destroy(old)
     world.add(shrunk)
@@ -329,18 +338,28 @@ def _parent(operation: str, argument: str, group: ProcessGroup | int | None) -> 
     return parent
 
 
-def _part_store(operation: str, parent: ProcessGroup, number: int, index: int) -> PrefixStore:
-    """Return the store of one part, for the `number`-th time that this operation was called on the group."""
-    return PrefixStore(f"{operation}/{number}/{index}", parent.store)
+def _keys_of(operation: str, parent: ProcessGroup, number: int, users: int) -> KeyRange:
+    """Return the keys of the parts, for the `number`-th time that this operation was called on the group.
+
+    They are not below the parent's: a part outlives its parent.
+    """
+    store = parent.store
+    assert isinstance(store, PrefixStore)
+    return KeyRange(store.underlying_store, f"{operation}/{store.prefix.replace('/', '.')}/{number}", users)
 
 
-def _agree_on_parts(operation: str, parent: ProcessGroup, number: int, parts: Parts) -> None:
+def _part_store(keys: KeyRange, index: int) -> PrefixStore:
+    """Return the store of one part."""
+    return PrefixStore(f"{keys.prefix}/{index}", keys.store)
+
+
+def _agree_on_parts(operation: str, parent: ProcessGroup, keys: KeyRange, parts: Parts) -> None:
     """Compare this rank's parts with those of the first rank, which publishes them.
 
     Raises:
         MismatchError: They differ. Ranks that wait for this one raise it too.
     """
-    first: Parts = json.loads(parent.store.compare_set(f"{operation}/{number}/lists", "", json.dumps(parts)))
+    first: Parts = json.loads(keys.store.compare_set(f"{keys.prefix}/lists", "", json.dumps(parts)))
     if first == parts:
         return
     rank = parent.rank()
@@ -350,7 +369,7 @@ def _agree_on_parts(operation: str, parent: ProcessGroup, number: int, parts: Pa
     )
     for index, ranks in enumerate(first):
         if rank in ranks:
-            store = _part_store(operation, parent, number, index)
+            store = _part_store(keys, index)
             MemberWatch(store, ranks.index(rank), ranks, operation).publish(MismatchError(reason))
     raise MismatchError(reason)
 

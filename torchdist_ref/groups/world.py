@@ -42,6 +42,7 @@ from torchdist_ref.errors import (
 )
 from torchdist_ref.failure_record import message_of, on_uncaught
 from torchdist_ref.stores import Store
+from torchdist_ref.stores.prefix import KeyRange
 from torchdist_ref.timeouts import GROUP_TIMEOUT
 from torchdist_ref.work import Work
 
@@ -73,12 +74,14 @@ class ProcessGroup(CallsFromTorch):
         group_name: The same, or with a number where this process has another group of that name.
         timeout: Default time-out of a call on this group, in seconds.
         store: Store with a key prefix that only this group uses.
+        keys: The keys that the group's members and other callers of its creation release, or None.
         original: The group of torch's whose members and backend this group has, where torch made it; else None.
         on_shutdown: Function that destroys the group, called when torch destroys it; None while torch does not know it.
     """
 
     timeout: float
     store: Store
+    keys: KeyRange | None = None
     original: Any = None
     on_shutdown: Callable[[], None] | None = None
 
@@ -222,6 +225,7 @@ class World:
         groups: All groups that this rank is in, oldest first.
         created: Number of groups that all ranks created; equal on all ranks, and part of a new group's key prefix.
         member_only: Number of groups that only their members created, by member list.
+        keys: All keys of this world, if its store may outlive it; they include those of its groups.
         owns_store: True if this library created the store, and so closes it.
         on_close: Functions to call before the groups close.
         registration: Registration of the groups with torch, or None.
@@ -240,6 +244,7 @@ class World:
         self.created = 0
         self.member_only: Counter[tuple[int, ...]] = Counter()
         self.owns_store = False
+        self.keys: KeyRange | None = None
         self.on_close: list[Callable[[], None]] = []
         self.registration: Any = None
 
@@ -251,7 +256,12 @@ class World:
         return group
 
     def destroy(self, group: ProcessGroup) -> None:
-        """Close one group's backend and put a `DestroyedBackend` in its place."""
+        """Close one group's backend, put a `DestroyedBackend` in its place, and release the group's keys."""
+        self._remove(group)
+        if group.keys is not None:
+            group.keys.release()
+
+    def _remove(self, group: ProcessGroup) -> None:
         if self.registration is not None:
             self.registration.remove(group)
         self.groups.remove(group)
@@ -275,7 +285,9 @@ class World:
         """Destroy all groups, newest first, and close the store if this library created it."""
         self.run_on_close()
         for group in reversed(list(self.groups)):
-            self.destroy(group)
+            self._remove(group)
+        if self.keys is not None:
+            self.keys.release()
         store, owned = self.store, self.owns_store
         self.reset()
         close = getattr(store, "close", None)

@@ -25,6 +25,8 @@ Text = str | bytes | bytearray
 INT64 = range(-(2**63), 2**63)
 POLL_SECONDS = 0.01
 """Interval at which a store that is not notified of changes is polled."""
+RELEASED = "released"
+"""Last part of the key that counts the users who have released a prefix."""
 
 
 class Store:
@@ -215,6 +217,31 @@ class Store:
             Whether the store can do that. Its server has to be another process, and of this library.
         """
         return False
+
+    def release(self, prefix: Text, users: int, timeout: timedelta | None = None) -> bool:
+        """Count one more user of a prefix as gone. The last one deletes all keys ``prefix/...``, the count among them.
+
+        Args:
+            prefix: text before the keys, without the slash.
+            users: number of callers after whom the keys are deleted. A later user of the prefix starts a new count.
+            timeout: longest duration; the store's time-out by default.
+
+        Returns:
+            Whether the keys were deleted.
+
+        >>> from torchdist_ref.stores import HashStore
+        >>> store = HashStore()
+        >>> store.multi_set(["group/1/address", "group/10/address"], ["a", "b"])
+        >>> store.release("group/1", 2), store.release("group/1", 2), store.list_keys()
+        (False, True, ['group/10/address'])
+        """
+        start = f"{key_text('release', prefix, 'prefix')}/"
+        if self.add(f"{start}{RELEASED}", 1) < users:
+            return False
+        for key in self.list_keys():
+            if key.startswith(start):
+                self.delete_key(key)
+        return True
 
     def clone(self) -> Store:
         """Return another object for the same keys, with a time-out of its own, for use by another thread."""

@@ -19,6 +19,7 @@ from typing import TypeVar
 from torchdist_ref.errors import ArgumentError, QueueEmptyError, explain
 from torchdist_ref.stores.base import (
     INT64,
+    RELEASED,
     Store,
     Text,
     integer,
@@ -99,6 +100,24 @@ class Table:
         """Remove a value (not a queue). Return whether it existed."""
         return self.values.pop(key, None) is not None
 
+    def release(self, prefix: bytes, users: int) -> list[tuple[bytes, bytes]] | None:
+        """Count one more user of a prefix as gone; the last one deletes the keys (see `Store.release`).
+
+        Returns:
+            The deleted keys and values, queued values with an empty key; None if there are other users.
+        """
+        start = prefix + b"/"
+        counter = start + RELEASED.encode()
+        if self.number(counter) + 1 < users:
+            self.add(counter, 1)
+            return None
+        deleted = [pair for pair in self.values.items() if pair[0].startswith(start)]
+        for key, _ in deleted:
+            del self.values[key]
+        for key in [key for key in self.queues if key.startswith(start)]:
+            deleted += [(b"", value) for value in self.queues.pop(key)]
+        return deleted
+
     def push(self, key: bytes, value: bytes) -> None:
         """Append a value to a queue."""
         self.queues.setdefault(key, deque()).append(value)
@@ -168,6 +187,10 @@ class HashStore(Store):
     def delete_key(self, key: Text) -> bool:
         name = key_bytes("delete_key", key)
         return self._change(lambda table: table.delete(name))
+
+    def release(self, prefix: Text, users: int, timeout: timedelta | None = None) -> bool:
+        name, count = key_bytes("release", prefix, "prefix"), integer("release", "users", users)
+        return self._change(lambda table: table.release(name, count)) is not None
 
     def num_keys(self) -> int:
         return len(self._table.values)

@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from typing import NamedTuple
 
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, StoreTimeoutError, explain
 from torchdist_ref.stores.base import POLL_SECONDS, Store, Text, key_text
 from torchdist_ref.timeouts import CHECK_SECONDS, Deadline
+
+_RELEASE_TIMEOUT = timedelta(seconds=0.25)
+"""Longest duration of the release of a group's keys, which other ranks may not depend on."""
 
 
 class PrefixStore(Store):
@@ -124,6 +130,13 @@ class PrefixStore(Store):
         ask: Callable[[Text, Text], bool] | None = getattr(self._store, "set_on_disconnect", None)
         return ask is not None and ask(self._key("set_on_disconnect", key), value)
 
+    def release(self, prefix: Text, users: int, timeout: timedelta | None = None) -> bool:
+        # A store of torch's has no such method.
+        release: Callable[[Text, int, timedelta | None], bool] | None = getattr(self._store, "release", None)
+        if release is None:
+            return super().release(prefix, users, timeout)
+        return release(self._key("release", prefix, "prefix"), users, timeout)
+
     def clone(self) -> PrefixStore:
         return PrefixStore(self._prefix, self._store.clone())
 
@@ -138,6 +151,28 @@ class PrefixStore(Store):
         if isinstance(keys, (str, bytes, bytearray)):
             return keys
         return [self._key(operation, key, f"keys[{i}]") for i, key in enumerate(keys)]
+
+
+class KeyRange(NamedTuple):
+    """Keys with one prefix that several ranks use, until each of them has released them.
+
+    Attributes:
+        store: store of the keys.
+        prefix: text before the keys, without the slash.
+        users: number of ranks that release the keys; the last one deletes them.
+    """
+
+    store: Store
+    prefix: str
+    users: int
+
+    def release(self) -> None:
+        """Release the keys on this rank. Without effect if the store is gone or does not respond."""
+        release: Callable[[str, int, timedelta], bool] = getattr(self.store, "release", None) or partial(
+            Store.release, self.store
+        )
+        with suppress(RuntimeError, OSError):
+            release(self.prefix, self.users, _RELEASE_TIMEOUT)
 
 
 class WatchedStore(PrefixStore):

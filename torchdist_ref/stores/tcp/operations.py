@@ -88,6 +88,10 @@ def _recognize(table: Table, nonce: int) -> Fields:
     return (nonce if known is None else known,)
 
 
+def _release(table: Table, prefix: bytes, users: int) -> Fields:
+    return (int(table.release(prefix, users) is not None),)
+
+
 def _acknowledge(*_: Any) -> Fields:
     return (0,)
 
@@ -173,6 +177,7 @@ class Op:
         emulation=(MULTI_GET, lambda reply: (list(reply),)),
     )
     SET_ON_DISCONNECT = Operation("SET_ON_DISCONNECT", 0x86, "kv", "a", idempotent=True)
+    RELEASE = Operation("RELEASE", 0x87, "ki", "b", _release)
 
 
 OPERATIONS: dict[int, Operation] = {row.code: row for row in vars(Op).values() if isinstance(row, Operation)}

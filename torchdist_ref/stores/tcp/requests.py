@@ -25,6 +25,7 @@ from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import ArgumentError
+from torchdist_ref.stores.base import RELEASED
 from torchdist_ref.stores.hash import Table
 from torchdist_ref.stores.tcp.operations import OPERATIONS, Condition, Op, Operation
 from torchdist_ref.stores.tcp.protocol import (
@@ -246,6 +247,8 @@ class RequestHandler:
         """
         execute = operation.execute
         assert execute is not None
+        if operation is Op.RELEASE:
+            return self._release(*fields)
         if operation not in _CHANGES:
             return execute(self.table, *fields)
         if operation is Op.SET or operation is Op.ADD:
@@ -271,6 +274,18 @@ class RequestHandler:
             value = reply[0][1] if operation is Op.QUEUE_POP else reply[0]
             self.used -= 0 if value is None else len(value) + KEY_OVERHEAD_BYTES
         return reply
+
+    def _release(self, prefix: bytes, users: int) -> tuple[Any, ...]:
+        counter = prefix + b"/" + RELEASED.encode()
+        if users > 1:
+            self._require_memory(Op.RELEASE, (counter,), self._held([counter]))
+        before = self._held([counter])
+        deleted = self.table.release(prefix, users)
+        if deleted is None:
+            self.used += self._held([counter]) - before
+            return (0,)
+        self.used -= sum(len(key) + len(value) + KEY_OVERHEAD_BYTES for key, value in deleted)
+        return (1,)
 
     def _held(self, keys: Iterable[bytes]) -> int:
         """Return the memory of these keys and their values."""

@@ -182,6 +182,12 @@ class TCPStore(Store):
     def queue_len(self, key: Text) -> int:
         return int(self._request("queue_len", Op.QUEUE_LEN, _key("queue_len", key))[0])
 
+    def release(self, prefix: Text, users: int, timeout: timedelta | None = None) -> bool:
+        if self._pool.server.identity is None:
+            return super().release(prefix, users, timeout)
+        fields = _key("release", prefix), integer("release", "users", users)
+        return bool(self._request("release", Op.RELEASE, *fields, timeout=timeout)[0])
+
     def has_extended_api(self) -> bool:
         return True
 
