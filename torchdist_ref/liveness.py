@@ -32,13 +32,16 @@ from torchdist_ref.errors import (
     MismatchError,
     RankDiedError,
     RankStalledError,
+    RendezvousError,
     UnsupportedError,
 )
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.prefix import WatchedStore
 
 _FAILURE_KEY = "failure"
-_SAME_TYPE = {kind.__name__: kind for kind in (MismatchError, RankDiedError, RankStalledError)}
+_SAME_TYPE = {kind.__name__: kind for kind in (RankDiedError, RankStalledError)}
+_OF_ALL_RANKS = {kind.__name__: kind for kind in (MismatchError, RendezvousError)}
+"""Errors whose message is the same on all ranks."""
 _STAT_EXIT_CODE = 49
 """Index of the exit code in /proc/PID/stat, counted from the state, which follows the name."""
 _END_SECONDS = 0.08
@@ -210,17 +213,7 @@ class MemberWatch:
         return self._published() or self._find_failure(concerned, self.operation)
 
     def _published(self) -> BaseException | None:
-        try:
-            if not self._store.check([_FAILURE_KEY]):
-                return None
-            rank, kind, text = self._store.get(_FAILURE_KEY).decode().split("|", 2)
-        except RuntimeError:
-            # The store is gone, which the wait itself reports.
-            return None
-        here = f"{self.operation} on rank {self._members[self._rank]}"
-        if kind == MismatchError.__name__:
-            return MismatchError(text)
-        return _SAME_TYPE.get(kind, GroupAbortedError)(f"{here}: rank {self._members[int(rank)]} failed: {text}")
+        return read_failure(self._store, f"{self.operation} on rank {self._members[self._rank]}", self._members)
 
     def publish(self, error: BaseException) -> None:
         """Publish the error for which this rank leaves. The first one published in a meeting counts for all."""
@@ -230,8 +223,12 @@ class MemberWatch:
             self._store.compare_set(_FAILURE_KEY, "", f"{self._rank}|{kind}|{described}")
 
     @contextmanager
-    def published_on_disconnect(self) -> Iterator[None]:
-        """Have the store's server publish the end of this process, if it sees that during the block."""
+    def published_on_disconnect(self, then: str = "") -> Iterator[None]:
+        """Have the store's server publish the end of this process, if it sees that during the block.
+
+        Args:
+            then: Key that the server sets instead if it sees the end after the block; none by default.
+        """
         text = (
             f"its process (pid {os.getpid()} on {os.uname().nodename}) has ended, or lost its connection to the store"
         )
@@ -240,7 +237,7 @@ class MemberWatch:
         if known:
             # All members have what they need: the one that serves the store may have left already.
             with contextlib.suppress(RuntimeError):
-                self._store.set_on_disconnect(_FAILURE_KEY, "")
+                self._store.set_on_disconnect(then or _FAILURE_KEY, then)
 
     @contextmanager
     def published(self) -> Iterator[None]:
@@ -266,6 +263,27 @@ class MemberWatch:
         return failure
 
 
+def read_failure(store: Store, operation: str, members: Sequence[int] | None = None) -> BaseException | None:
+    """Return the error that a member of a meeting has published in its store, or None.
+
+    Args:
+        store: Store of the meeting.
+        operation: Beginning of the message.
+        members: Global ranks of all members; None if they are numbered from 0.
+    """
+    try:
+        if not store.check([_FAILURE_KEY]):
+            return None
+        rank, kind, text = store.get(_FAILURE_KEY).decode().split("|", 2)
+    except RuntimeError:
+        # The store is gone, which the wait itself reports.
+        return None
+    if kind in _OF_ALL_RANKS:
+        return _OF_ALL_RANKS[kind](text)
+    global_rank = int(rank) if members is None else members[int(rank)]
+    return _SAME_TYPE.get(kind, GroupAbortedError)(f"{operation}: rank {global_rank} failed: {text}")
+
+
 class Presence:
     """Processes of the ranks that are about to form a world, as far as they have announced themselves in the store.
 
@@ -278,18 +296,21 @@ class Presence:
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store, self._rank = store, rank
+        self._store, self._rank, self._size = store, rank, size
+        self._other_size: MismatchError | None = None
         self._unknown = deque(other for other in range(size) if other != rank)
         self._processes = PeerProcesses({})
 
     def announce(self) -> None:
         """Announce the process of this rank."""
-        self._store.set(f"present/{self._rank}", f"{host_identity()}|{os.getpid()}")
+        self._store.set(f"present/{self._rank}", f"{host_identity()}|{os.getpid()}|{self._size}")
 
     def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
-        """Return the error for the first of some ranks whose process has ended, or None."""
+        """Return the error for the first of some ranks whose process has ended or whose world size differs, or None."""
         with contextlib.suppress(RuntimeError):
             self._find()
+        if self._other_size is not None:
+            return self._other_size
         for rank in self._processes.dead():
             if rank in ranks:
                 ending = self._processes.ending(rank)
@@ -300,12 +321,32 @@ class Presence:
         """Look for the next announcements; a few at a time, since each costs a request."""
         for _ in range(min(_PRESENCE_CHECKS, len(self._unknown))):
             rank = self._unknown.popleft()
-            if not self._store.check([f"present/{rank}"]):
+            if (found := self._announced(rank)) is None:
                 self._unknown.append(rank)
                 continue
-            host, _, pid = self._store.get(f"present/{rank}").decode().rpartition("|")
-            if host == host_identity():
-                self._processes.watch(rank, int(pid))
+            host, pid, size = found
+            if size != self._size:
+                sizes = ", ".join(f"rank {r} has {n}" for r, n in sorted([(self._rank, self._size), (rank, size)]))
+                self._other_size = MismatchError(
+                    f"init_process_group: world sizes differ: {sizes}. Give all ranks the same WORLD_SIZE or 'world_size'."
+                )
+            elif host == host_identity():
+                self._processes.watch(rank, pid)
+
+    def _announced(self, rank: int) -> tuple[str, int, int] | None:
+        """Return host, process id and world size that a rank has announced; None if it has not yet."""
+        if not self._store.check([f"present/{rank}"]):
+            return None
+        host, pid, size = self._store.get(f"present/{rank}").decode().rsplit("|", 2)
+        return host, int(pid), int(size)
+
+    def is_another_process(self) -> bool:
+        """Return whether another living process of this host has announced itself as this rank."""
+        host, pid, _ = self._announced(self._rank) or ("", 0, 0)
+        if host != host_identity() or pid == os.getpid():
+            return False
+        with contextlib.closing(PeerProcesses({self._rank: pid})) as processes:
+            return not processes.dead()
 
     def close(self) -> None:
         """Close the descriptors."""

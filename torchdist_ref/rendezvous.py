@@ -68,7 +68,8 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -
         rank: rank of this process; -1 if the URL or the environment has it.
         world_size: number of ranks; -1 if the URL or the environment has it.
         options: passed to the handler. The built-in ones accept `timeout` (a timedelta, 30 minutes by default) and
-            `wait_for_workers` (by default, rank 0 waits until all ranks have connected to its store).
+            `wait_for_workers` (by default, rank 0 waits until all ranks have connected to its store), and those of TCP
+            `serve` (by default, rank 0 runs the server unless a launcher does).
 
     Returns:
         An iterator whose first item is (store, rank, world_size).
@@ -156,19 +157,28 @@ def _rank_from_query(scheme: str, query: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _make_tcp_store(
-    scheme: str, host: str, port: int, rank: int, world_size: int, timeout: timedelta, wait_for_workers: bool
+    scheme: str,
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    wait_for_workers: bool,
+    serve: bool,
 ) -> TCPStore:
     if not 0 < port < 2**16:
         hint = ". The system would choose the port, and the other ranks could not know it" if port == 0 else ""
         raise _wrong(scheme, f"port must have value from 1 to 65535 but was {port}{hint}")
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = serve and rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return TCPStore(host, port, world_size, serves, timeout, wait_for_workers, multi_tenant=serves)
 
 
 # The handlers
 
 
-def _tcp(url: str, timeout: timedelta = GROUP_TIMEOUT, wait_for_workers: bool = True, **_: Any) -> RendezvousResult:
+def _tcp(
+    url: str, timeout: timedelta = GROUP_TIMEOUT, wait_for_workers: bool = True, serve: bool = True, **_: Any
+) -> RendezvousResult:
     parts = urlsplit(url)
     port = _port_of(parts)
     if not parts.hostname:
@@ -176,7 +186,7 @@ def _tcp(url: str, timeout: timedelta = GROUP_TIMEOUT, wait_for_workers: bool = 
     if _is_multicast(parts.hostname):
         raise _wrong("tcp", f"{parts.hostname} is a multicast address. Use an address of rank 0's host")
     rank, world_size = _rank_from_query("tcp", _query(parts))
-    store = _make_tcp_store("tcp", parts.hostname, port, rank, world_size, timeout, wait_for_workers)
+    store = _make_tcp_store("tcp", parts.hostname, port, rank, world_size, timeout, wait_for_workers, serve)
     yield store, rank, world_size
     raise RuntimeError("Unable to perform re-rendezvous using tcp:// method")
 
@@ -199,13 +209,15 @@ def _port_of(parts: SplitResult) -> int:
     return port
 
 
-def _env(url: str, timeout: timedelta = GROUP_TIMEOUT, wait_for_workers: bool = True, **_: Any) -> RendezvousResult:
+def _env(
+    url: str, timeout: timedelta = GROUP_TIMEOUT, wait_for_workers: bool = True, serve: bool = True, **_: Any
+) -> RendezvousResult:
     query = _query(urlsplit(url))
     rank, world_size = (_from_query_or_env(query, name) for name in ("rank", "world_size"))
     _check_rank("env", rank, world_size)
     host = _variable("MASTER_ADDR")
     port = _integer("env", "environment variable MASTER_PORT", _variable("MASTER_PORT"))
-    yield _make_tcp_store("env", host, port, rank, world_size, timeout, wait_for_workers), rank, world_size
+    yield _make_tcp_store("env", host, port, rank, world_size, timeout, wait_for_workers, serve), rank, world_size
     raise RuntimeError("Unable to perform re-rendezvous using env:// method")
 
 

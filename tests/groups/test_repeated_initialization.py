@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,4 +45,10 @@ def test_on_one_port_where_rank_0_serves_the_store(method: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     results = run(initialize_again, WORLD, method.format(port), port, False, ranks="processes", init=False)
+    assert results == [EXPECTED] * WORLD
+
+
+def test_on_one_file(tmp_path: Path) -> None:
+    """The last rank that closes the file removes it, while others open it for the next world."""
+    results = run(initialize_again, WORLD, f"file://{tmp_path}/file", 0, False, ranks="processes", init=False)
     assert results == [EXPECTED] * WORLD

@@ -195,3 +195,22 @@ def test_set_wakes_a_wait_of_another_object(path: str) -> None:
     store.set("late", "1")
     thread.join()
     assert results == [b"1"]
+
+
+def test_the_last_one_to_close_does_not_remove_what_another_writes(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank opens the file for its next world between the last close of this world and the removal of the file."""
+    first, last = FileStore(path, 2), FileStore(path, 2)
+    first.close()
+    unlink = os.unlink
+    opener = threading.Thread(target=lambda: FileStore(path, 2).set("of the next world", "v"))
+
+    def unlink_late(name: str) -> None:
+        opener.start()
+        opener.join(timeout=0.1)
+        unlink(name)
+
+    monkeypatch.setattr("torchdist_ref.stores.file.os.unlink", unlink_late)
+    last.close()
+    monkeypatch.undo()
+    opener.join()
+    assert FileStore(path, 2).check(["of the next world"])

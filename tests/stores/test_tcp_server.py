@@ -301,3 +301,22 @@ def test_a_store_listens_on_no_other_interface_than_asked(host: str, monkeypatch
     for listener in sockets.listen(host, 0, Deadline(5.0)):
         assert listener.getsockname()[0] in ("::", "0.0.0.0")
         listener.close()
+
+
+def test_release_frees_the_memory_of_its_keys_and_the_wish_of_its_client() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    clients = [TCPStore("127.0.0.1", server.port) for _ in range(2)]
+    handler = server.server._loop.handler  # type: ignore[union-attr]
+    used = handler.used
+    clients[0].multi_set(["a/b/1", "a/b/2", "a/bc"], ["1", "2" * 1000, "3"])
+    clients[0].queue_push("a/b/queue", "4" * 100)
+    clients[1].set_on_disconnect("a/b/left", "1")
+    assert [client.release("a/b", 2) for client in clients] == [False, True]
+    assert server.list_keys() == ["a/bc"] and not server.queue_len("a/b/queue")
+    assert server.delete_key("a/bc") and handler.used == used
+    for client in clients:
+        client.close()
+    server.set("after", "the disconnect")
+    handler.set_for_disconnected(float("inf"))
+    assert server.list_keys() == ["after"]
+    server.close()

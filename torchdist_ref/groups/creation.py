@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Iterable, Sequence
-from contextlib import closing
 from datetime import timedelta
 from hashlib import sha256
 from typing import Any
@@ -26,8 +24,6 @@ from torchdist_ref.debug.detail_level import apply_debug_level
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
-    BackendArgumentError,
-    DistNetworkError,
     MismatchError,
     NotInitializedError,
     UsageError,
@@ -35,6 +31,7 @@ from torchdist_ref.errors import (
     on_rank,
 )
 from torchdist_ref.groups.arguments import timeout_of
+from torchdist_ref.groups.meeting import meet, meet_on
 from torchdist_ref.groups.registration import require_no_group_of_torch, share
 from torchdist_ref.groups.world import (
     GroupMember,
@@ -46,14 +43,11 @@ from torchdist_ref.groups.world import (
     default_group,
     resolve,
 )
-from torchdist_ref.liveness import MemberWatch, Presence
-from torchdist_ref.rendezvous import rendezvous
+from torchdist_ref.liveness import MemberWatch
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.prefix import KeyRange
-from torchdist_ref.timeouts import STORE_TIMEOUT, Deadline
 
 log = logging.getLogger("torchdist_ref.groups")
-_RECONNECT_SECONDS = 0.001
 
 
 def init_process_group(
@@ -115,32 +109,27 @@ def init_process_group(
     _check_backend(backend, "init_process_group")
     owned = store is None
     if store is None:
-        meeting, rank, world_size = _rendezvous(init_method, rank, world_size, seconds)
-        store = meeting.underlying_store
+        meeting = meet(init_method, rank, world_size, seconds)
     elif init_method is not None:
         raise UsageError("init_process_group: give either 'store' or 'init_method', not both.")
     elif not hasattr(store, "compare_set"):
         raise ArgumentTypeError(explain("init_process_group", "store", "a store", store))
     else:
-        _check_rank(rank, world_size)
-        meeting, _ = _meeting_store(store, rank)
-    world.store, world.owns_store = store, owned
+        meeting = meet_on(store, rank, world_size)
+    world.store, world.owns_store, world.leave_store = meeting.store, owned, meeting.leave
     try:
-        members, options = tuple(range(world_size)), (pg_options, device_id)
-        presence = Presence(meeting, rank, world_size)
-        watch = MemberWatch(meeting, rank, members, "init_process_group", presence.failure)
-        with closing(presence), watch.published_on_disconnect():
-            presence.announce()
+        members, options = tuple(range(meeting.size)), (pg_options, device_id)
+        with meeting.watched() as watch:
             with watch.published():
-                sealed = authenticate(watch.store, rank, world_size, seconds, world.on_close)
-            world.store = sealed.over(meeting)
+                sealed = authenticate(watch.store, meeting.rank, meeting.size, seconds, world.on_close)
+            world.store = sealed.over(meeting.store)
             name, own_store = group_name or "world", _next_store(world)
-            world.default = make_group(watch, own_store, backend, name, members, rank, seconds, options)
+            world.default = make_group(watch, own_store, backend, name, members, meeting.rank, seconds, options)
         world.add(world.default)
         share(world)
         abort_on_uncaught_exception()
     except BaseException:
-        world.close()
+        world.close(failed=True)
         raise
 
 
@@ -149,55 +138,6 @@ def _check_backend(backend: str | None, operation: str) -> None:
         raise ArgumentError(explain(operation, "backend", "a name", backend))
     if backend is not None:
         names_by_device(backend, operation)
-
-
-def _rendezvous(init_method: str | None, rank: int, world_size: int, seconds: float) -> tuple[PrefixStore, int, int]:
-    """Return the part of the store for this initialization, the rank and the world size."""
-    url, timeout = init_method or "env://", min(timedelta(seconds=seconds), STORE_TIMEOUT)
-    if not url.startswith(("env://", "tcp://")):
-        store, rank, world_size = next(iter(rendezvous(url, rank, world_size, timeout=timeout)))
-        _check_rank(rank, world_size)
-        return _meeting_store(store, rank)[0], rank, world_size
-    deadline, outlives_worlds = Deadline(seconds), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    while True:
-        # The wait for the other ranks comes later, under watch.
-        store, rank, world_size = next(iter(rendezvous(url, rank, world_size, timeout=timeout, wait_for_workers=False)))
-        try:
-            meeting, number = _meeting_store(store, rank)
-        except DistNetworkError:
-            if rank == 0 or outlives_worlds or deadline.passed():
-                raise
-            number = 2
-        if rank == 0 or outlives_worlds or number == 1 or deadline.passed():
-            return meeting, rank, world_size
-        # The server that rank 0 ran for the last world, which has not ended yet, or ended just now.
-        _close_store(store)
-        time.sleep(_RECONNECT_SECONDS)
-
-
-def _close_store(store: Store) -> None:
-    close = getattr(store, "close", None)
-    if close is not None:
-        close()
-
-
-def _check_rank(rank: int, world_size: int) -> None:
-    if world_size < 1:
-        raise UsageError(explain("init_process_group", "world_size", "at least 1 when a store is given", world_size))
-    if not 0 <= rank < world_size:
-        # torch asserts that it is not negative, and its backends that it is not too large.
-        kind = UsageError if rank < 0 else BackendArgumentError
-        raise kind(explain("init_process_group", "rank", f"from 0 to {world_size - 1}", rank))
-
-
-def _meeting_store(store: Store, rank: int) -> tuple[PrefixStore, int]:
-    """Return the part of a store for this initialization, and how many this rank has begun on it.
-
-    The store may outlive worlds and restarted ranks.
-    """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    number = store.add(f"worlds/{attempt}/{rank}", 1)
-    return PrefixStore(f"world/{attempt}/{number}", store), number
 
 
 def make_group(

@@ -41,12 +41,14 @@ from torchdist_ref.errors import (
     on_rank,
 )
 from torchdist_ref.failure_record import message_of, on_uncaught
-from torchdist_ref.stores import Store
+from torchdist_ref.stores import Store, TCPStore
 from torchdist_ref.stores.prefix import KeyRange
+from torchdist_ref.stores.sealed import innermost
 from torchdist_ref.timeouts import GROUP_TIMEOUT
 from torchdist_ref.work import Work
 
 default_pg_timeout = GROUP_TIMEOUT
+_LINGER_SECONDS = 0.05
 
 
 def as_integer(value: Any) -> int | None:
@@ -225,7 +227,7 @@ class World:
         groups: All groups that this rank is in, oldest first.
         created: Number of groups that all ranks created; equal on all ranks, and part of a new group's key prefix.
         member_only: Number of groups that only their members created, by member list.
-        keys: All keys of this world, if its store may outlive it; they include those of its groups.
+        leave_store: Function that releases all keys of this world, if its store may outlive it; or None.
         owns_store: True if this library created the store, and so closes it.
         on_close: Functions to call before the groups close.
         registration: Registration of the groups with torch, or None.
@@ -244,7 +246,7 @@ class World:
         self.created = 0
         self.member_only: Counter[tuple[int, ...]] = Counter()
         self.owns_store = False
-        self.keys: KeyRange | None = None
+        self.leave_store: Callable[[], None] | None = None
         self.on_close: list[Callable[[], None]] = []
         self.registration: Any = None
 
@@ -281,17 +283,24 @@ class World:
             with suppress(Exception):
                 group.backend.abort(f"its program ended with {message_of(error)}")
 
-    def close(self) -> None:
-        """Destroy all groups, newest first, and close the store if this library created it."""
+    def close(self, failed: bool = False) -> None:
+        """Destroy all groups, newest first, and close the store if this library created it.
+
+        Args:
+            failed: Whether this is the end of an initialization that failed. The other ranks then still read the cause
+                from the store, which this rank may serve.
+        """
         self.run_on_close()
         for group in reversed(list(self.groups)):
             self._remove(group)
-        if self.keys is not None:
-            self.keys.release()
+        if self.leave_store is not None:
+            self.leave_store()
         store, owned = self.store, self.owns_store
         self.reset()
-        close = getattr(store, "close", None)
-        if owned and close is not None:
+        store = innermost(store)
+        if owned and failed and isinstance(store, TCPStore):
+            store.close(_LINGER_SECONDS)
+        elif owned and (close := getattr(store, "close", None)) is not None:
             close()
 
 

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -73,6 +73,19 @@ class FileLog:
             records = [self._record(key, was) for key, was in zip(keys, before, strict=True)]
             self._append(descriptor, b"".join(records))
         return result
+
+    def close(self, world: int, deadline: Deadline) -> None:
+        """Count one more object that has closed the file; the last of `world` objects removes it.
+
+        All of it happens under the lock: an object that opens the file meanwhile is counted, or finds the file gone.
+        """
+        with self._lock, self._opened(os.O_RDWR, fcntl.LOCK_EX, deadline) as descriptor:
+            self._replay(descriptor)
+            users, closed = self.table.add(OPEN_COUNT, -1), self.table.add(CLOSED_COUNT, 1)
+            if users == 0 and 0 <= world <= closed:
+                os.unlink(self.path)
+            else:
+                self._append(descriptor, self._record(OPEN_COUNT, True) + self._record(CLOSED_COUNT, True))
 
     def _record(self, key: bytes, existed: bool) -> bytes:
         value = self.table.values.get(key)
@@ -135,14 +148,26 @@ class FileLog:
 
     @contextmanager
     def _opened(self, flags: int, lock: int, deadline: Deadline) -> Iterator[int]:
+        descriptor = self._open_locked(flags, lock, deadline)
         try:
-            descriptor = os.open(self.path, flags | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise self._cannot_open(error) from error
-        try:
-            self._acquire_lock(descriptor, lock, deadline)
             yield descriptor
         finally:
+            os.close(descriptor)
+
+    def _open_locked(self, flags: int, lock: int, deadline: Deadline) -> int:
+        while True:
+            try:
+                descriptor = os.open(self.path, flags | os.O_CLOEXEC, 0o644)
+            except OSError as error:
+                raise self._cannot_open(error) from error
+            try:
+                self._acquire_lock(descriptor, lock, deadline)
+                if os.fstat(descriptor).st_nlink:
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            # The last user removed the file while this one waited for the lock.
             os.close(descriptor)
 
     def _acquire_lock(self, descriptor: int, lock: int, deadline: Deadline) -> None:
@@ -290,14 +315,9 @@ class FileStore(Store):
 def _close_log(log: FileLog, world: int, owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked child's copy was never counted
-    deadline = Deadline(1.0)
-    try:
-        users = log.change([OPEN_COUNT], lambda table: table.add(OPEN_COUNT, -1), deadline)
-        closed = log.change([CLOSED_COUNT], lambda table: table.add(CLOSED_COUNT, 1), deadline)
-        if users == 0 and 0 <= world <= closed:
-            os.unlink(log.path)
-    except (DistStoreError, OSError):
-        pass  # the file is gone or unusable for all
+    # Without effect if the file is gone or unusable for all.
+    with suppress(DistStoreError, OSError):
+        log.close(world, Deadline(1.0))
 
 
 def _key(operation: str, key: Text) -> bytes:

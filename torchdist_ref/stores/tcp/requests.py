@@ -218,6 +218,8 @@ class RequestHandler:
             reply = self._run(operation, fields)
         except ArgumentError as error:
             return self._refuse(client, request, error)
+        if operation is Op.RELEASE:
+            self._forget_on_disconnect(client.session, fields[0])
         self._respond(client, request, reply)
         if self.pending and operation.wakes != "none":
             self._wake_changed(operation, fields)
@@ -286,6 +288,12 @@ class RequestHandler:
             return (0,)
         self.used -= sum(len(key) + len(value) + KEY_OVERHEAD_BYTES for key, value in deleted)
         return (1,)
+
+    @staticmethod
+    def _forget_on_disconnect(session: ClientSession | None, prefix: bytes) -> None:
+        """Withdraw the key that a client wants to be set when it disconnects, if it has released that key."""
+        if session is not None and session.on_disconnect and session.on_disconnect[0].startswith(prefix + b"/"):
+            session.on_disconnect = None
 
     def _held(self, keys: Iterable[bytes]) -> int:
         """Return the memory of these keys and their values."""

@@ -136,6 +136,7 @@ class ServerLoop:
         self.handler = RequestHandler()
         self.listeners = listeners
         self.connections: dict[int, ServerConnection] = {}
+        self.unused = threading.Event()
         self._unvalidated: dict[ServerConnection, None] = {}
         self._paused: dict[ServerConnection, None] = {}
         self._held = 0
@@ -235,6 +236,7 @@ class ServerLoop:
 
     def _add(self, connection: ServerConnection) -> None:
         self.connections[connection.descriptor] = connection
+        self.unused.clear()
         if len(self._unvalidated) >= MAX_UNVALIDATED:
             self.drop(next(iter(self._unvalidated)), "too many clients that sent no request")
         self._unvalidated[connection] = None
@@ -272,6 +274,8 @@ class ServerLoop:
         connection.send_queue.clear()
         connection.decoder.clear()
         self.handler.remove(connection)
+        if not self.connections:
+            self.unused.set()
 
     # Reading requests and sending replies
 
@@ -386,12 +390,17 @@ class TCPServer:
         )
         loop = ServerLoop(listeners)
         _loops.add(loop)
+        self._loop = loop
         self._finalizer = weakref.finalize(self, _stop, loop, os.getpid())
         loop.thread.start()
 
     def close(self) -> None:
         """Stop now; the connections of clients close."""
         self._finalizer()
+
+    def await_clients(self, seconds: float) -> None:
+        """Wait until no client is connected any more, for at most this time."""
+        self._loop.unused.wait(seconds)
 
 
 def _stop(loop: ServerLoop, owner: int) -> None:

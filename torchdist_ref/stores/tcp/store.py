@@ -112,12 +112,17 @@ class TCPStore(Store):
         """Value that was given as `use_libuv`."""
         return self._libuv
 
-    def close(self) -> None:
+    def close(self, linger: float = 0.0) -> None:
         """Close the connections of this store, and its server unless another store of this process shares it.
 
         Calls after this raise `DistNetworkError`. A store that is no longer referenced closes itself.
+
+        Args:
+            linger: seconds for which the server may wait for other clients to disconnect first.
         """
         self._finalizer()
+        if self.server is not None and linger:
+            self.server.await_clients(linger)
         self.server = None
 
     def set(self, key: Text, value: Text) -> None:
