@@ -328,7 +328,7 @@ class Presence:
             if size != self._size:
                 sizes = ", ".join(f"rank {r} has {n}" for r, n in sorted([(self._rank, self._size), (rank, size)]))
                 self._other_size = MismatchError(
-                    f"init_process_group: world sizes differ: {sizes}. Give all ranks the same WORLD_SIZE or 'world_size'."
+                    f"init_process_group: world sizes differ: {sizes}. Give all ranks the same WORLD_SIZE."
                 )
             elif host == host_identity():
                 self._processes.watch(rank, pid)
