@@ -40,6 +40,8 @@ _RECONNECT_SECONDS = 0.001
 _LEAVE_SECONDS = 0.3
 """Time that the last process with this rank has to end, or to destroy its world."""
 _HOLDER_TIMEOUT = timedelta(seconds=1)
+_MAX_CLAIMANTS = 16
+"""Claimants of one rank that are notified. Anybody can count in the store."""
 _OPERATION = "init_process_group"
 
 
@@ -87,7 +89,7 @@ class Meeting:
         with contextlib.suppress(RuntimeError):
             if (latest := self._whole.add(self._claims, 0)) != self.number:
                 error = self._claimed_twice()
-                for number in range(self.number + 1, latest + 1):
+                for number in range(max(self.number, latest - _MAX_CLAIMANTS) + 1, latest + 1):
                     MemberWatch(self._part(number), self.rank, range(self.size), _OPERATION).publish(error)
                 return error
             if self.number > 1 and (earlier := self.find_claimant(self.number - 1)) is not None:
@@ -102,12 +104,10 @@ class Meeting:
         if isinstance(known := read_failure(earlier, _OPERATION), RendezvousError):
             return known
         # A process that is about to end or to leave needs a moment.
-        if (
-            monotonic() < self._began + _LEAVE_SECONDS
-            or not Presence(earlier, self.rank, self.size).is_another_process()
-        ):
+        if monotonic() < self._began + _LEAVE_SECONDS:
             return None
-        return self._claimed_twice()
+        stays = Presence(earlier, self.rank, self.size).is_another_process()
+        return self._claimed_twice() if stays else None
 
     def _left(self) -> str:
         return f"left/{self.rank}"
