@@ -46,10 +46,10 @@ class Part:
     banned: tuple[str, ...] = ()
 
 
-API = (*CORE, "groups")
+API = (*CORE, "torch_private", "groups")
 ALL = "everything"
 
-BELOW_BACKENDS = (*CORE, "stores", "authentication", "liveness", "rendezvous", "transports")
+BELOW_BACKENDS = (*CORE, "torch_private", "stores", "authentication", "liveness", "rendezvous", "transports")
 SHARED_BY_BACKENDS = ("backends", "backends.base", "backends.reductions")
 
 PARTS = (
@@ -57,6 +57,7 @@ PARTS = (
     Part("calls", "0 core types", ("errors",), torch=NEVER),
     Part("recorder", "0 core types", ("calls",), torch=NEVER),
     Part("timeouts", "0 core types", torch=NEVER),
+    Part("torch_private", "0 core types", ("errors",)),
     Part("work", "0 core types", ("errors", "calls", "timeouts"), torch=FUTURES),
     Part("schedules", "1 schedules", CORE, torch=NEVER, banned=("os",)),
     Part("stores", "1 infrastructure", CORE, torch=LATE),
@@ -67,7 +68,7 @@ PARTS = (
     Part("authentication", "1 infrastructure", (*CORE, "stores", "job_environment"), torch=NEVER),
     Part("liveness", "1 infrastructure", (*CORE, "stores"), torch=LATE),
     Part("transports", "1 infrastructure", (*CORE, "stores", "liveness")),
-    Part("backends.base", "2 backends", (*CORE, "stores", "liveness")),
+    Part("backends.base", "2 backends", (*CORE, "torch_private", "stores", "liveness")),
     Part("backends.reductions", "2 backends", (*CORE, "backends.base")),
     Part("backends.registry", "2 backends", (*BELOW_BACKENDS, "backends.base")),
     Part(
@@ -89,6 +90,7 @@ PARTS = (
         "3 public API",
         (
             *CORE,
+            "torch_private",
             "stores",
             "authentication",
             "liveness",
@@ -107,7 +109,7 @@ PARTS = (
     Part("nn", "4 training", API),
     Part("optim", "4 training", (*API, "algorithms", "parallel")),
     Part("utilities", "4 training", (*API, "parallel", "algorithms")),
-    Part("pipeline", "4 training", ("errors",)),
+    Part("pipeline", "4 training", ("errors", "torch_private")),
     Part("elastic.data", "4 training", API),
     Part(
         "launch",

@@ -14,6 +14,8 @@
     The same in the shape of torch's page: call by backend and device.
 `.. versions::`
     Results of the tests with each pair of Python and torch, as `nox -s versions` recorded them.
+`.. private-names::`
+    The private names of torch that the library uses, from `torchdist_ref.torch_private`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from docutils import nodes
 from docutils.parsers.rst import Directive, directives
 from sphinx.application import Sphinx
 
-from torchdist_ref import schedules
+from torchdist_ref import schedules, torch_private
 
 VERSIONS = Path(__file__).parents[1] / "versions.json"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
@@ -241,6 +243,18 @@ class VersionsDirective(Directive):
         return [table("versions", header, shown), *([rest] if rest else []), *details]
 
 
+class PrivateNamesDirective(Directive):
+    """List the private names of torch: the name, its purpose, the consequence without it, and where it was seen."""
+
+    def run(self) -> list[nodes.Node]:
+        """Read the table of the library."""
+        header = ("name in torch", "purpose", "without it", "seen in torch")
+        rows = [
+            (str(name), name.purpose, name.without, ", ".join(name.versions)) for name in torch_private.NAMES.values()
+        ]
+        return [table("private-names", header, rows)]
+
+
 KEYS = ("python", "torch", "system", "date", "passed", "failed", "skipped")
 TITLES = {"failures": "Failed", "reasons": "Reasons of skipped tests"}
 
@@ -269,4 +283,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("capabilities", CapabilitiesDirective)
     app.add_directive("backend-table", BackendTableDirective)
     app.add_directive("versions", VersionsDirective)
+    app.add_directive("private-names", PrivateNamesDirective)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.futures import Future
 
+from torchdist_ref import torch_private
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import UnsupportedError, on_rank
 from torchdist_ref.liveness import MemberWatch
@@ -382,8 +383,8 @@ Submit = Callable[[AnyBackend, Call, Tensors, Tensors, bool], Work]
 # Ranges that outlived their profiler. They are kept, since destroying a range ends it.
 _left_open: list[Future[None]] = []
 
-# torch has no public names for the profiler's state and for ending a range later.
-is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # noqa: SLF001
+is_profiling: Callable[[], bool] = torch_private.PROFILER_ENABLED.bind()
+end_range_with: Callable[[Any, Future[None]], Any] = torch_private.END_RANGE_LATER.bind()
 
 
 def profiled(submit: Submit[AnyBackend]) -> Submit[AnyBackend]:
@@ -414,14 +415,14 @@ def run_in_range(backend: Backend, call: Call, wait: bool, start: Callable[[], W
         work = start()
         if not wait:
             end: Future[None] = Future()
-            named._call_end_callbacks_on_future(end)  # noqa: SLF001
+            end_range_with(named, end)
             work.run_before_completion(partial(_end, end))
     return work
 
 
 def _end(range_: Future[None]) -> None:
     """End a range if its profiler still runs."""
-    if profiler._is_profiler_enabled:  # noqa: SLF001
+    if torch_private.PROFILER_RUNS.get():
         range_.set_result(None)
     else:
         _left_open.append(range_)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+from torchdist_ref import torch_private
 from torchdist_ref.backends.base import Backend, Membership
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import UnsupportedError, UsageError, explain
@@ -106,7 +107,7 @@ def of_process_group(name: str, membership: Membership, group: Any) -> Backend:
 
 def _torch_plugins() -> Mapping[str, Any]:
     """Return the backends that were registered with torch, by name in upper case."""
-    return getattr(c10d.Backend, "_plugins", {})
+    return torch_private.PLUGINS.get() if torch_private.PLUGINS.exists() else {}
 
 
 def default_name(store: Store, rank: int, size: int) -> str:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as torch_distributed
 from torch import nn
 
+from torchdist_ref import torch_private
 from torchdist_ref.benchmark import report
 from torchdist_ref.benchmark.ddp_models import GLOO, HOOKS, LOCAL, MODELS, REF, TORCH, wrap
 from torchdist_ref.benchmark.report import show_millis, show_number
@@ -151,8 +152,7 @@ def run(harness: Harness) -> None:
         settings.sides = [REF]
     else:
         # torch's DDP loads the compiler, which takes seconds: once, before ranks are forked.
-        import torch._dynamo  # noqa: F401
-
+        torch_private.COMPILER.get()
         settings.sides = [LOCAL, *SIDES]
     cases = [(model, hook) for model in settings.models for hook in settings.hooks]
     harness.begin(len(cases) * (len(SIDES) if settings.memory else settings.repetitions))

@@ -8,7 +8,8 @@ both.
 torch keeps its tables per process. If ranks are threads, `TablesByRank` takes their place, and each rank finds its
 own groups. torch's compiler keeps compiled code per process, so compiled programs that ask for a group raise there.
 
-All use of torch's private tables is in this module. Do not add translation of calls: backends do that.
+All use of torch's tables of groups is in this module; `torch_private` names them. Do not add translation of calls:
+backends do that.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from functools import wraps
 from typing import Any
 
 import torch.distributed
-from torch._guards import CompileContext
 from torch.distributed import distributed_c10d as c10d
 
+from torchdist_ref import torch_private
 from torchdist_ref.backends import registry
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch
@@ -29,15 +30,9 @@ from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
 from torchdist_ref.groups.world import DestroyedGroupError, ProcessGroup, World, current, is_thread_rank
 from torchdist_ref.stores import PrefixStore
 
-# torch's stubs leave out some of its names.
-names_in_torch: Any = torch._C._distributed_c10d  # noqa: SLF001 - torch registers names in no public way
 _lock = threading.Lock()
 # Objects of torch's that a forked child inherits: destroying them would wait for threads that the child lacks.
 _inherited: list[Any] = []
-
-
-def _torch_tables() -> Any:
-    return c10d._world  # noqa: SLF001 - torch registers groups in no public way
 
 
 def _is_torchs_own(group: Any) -> bool:
@@ -51,7 +46,7 @@ def require_no_group_of_torch() -> None:
     Raises:
         ArgumentError: It has one.
     """
-    if is_thread_rank() or not _is_torchs_own(_torch_tables().default_pg):
+    if is_thread_rank() or not _is_torchs_own(torch_private.TABLES.get().default_pg):
         return
     raise ArgumentError(
         f"init_process_group: torch.distributed has a default group already, on backend "
@@ -75,7 +70,7 @@ def _explain_second_initialization() -> None:
         try:
             return original(*args, **kwargs)
         except ValueError as error:
-            group = _torch_tables().default_pg
+            group = torch_private.TABLES.get().default_pg
             if isinstance(group, ProcessGroup):
                 error.add_note(
                     f"torchdist_ref.init_process_group has made the default group{on_rank()}, on backend "
@@ -102,7 +97,10 @@ def share(world: World) -> None:
     _explain_second_initialization()
 
 
-class RankTables(c10d._World):  # noqa: SLF001 - as above
+_TorchTables: Any = torch_private.TABLES_CLASS.get()
+
+
+class RankTables(_TorchTables):  # type: ignore[misc]
     """torch's tables for one rank that is a thread."""
 
     # They replace torch's properties, which read variables of its module.
@@ -149,7 +147,7 @@ class TablesByRank:
         tables = current().torch_tables
         if tables is None:
             return self.of_process
-        if CompileContext.try_get() is not None:
+        if torch_private.COMPILE_CONTEXT.get().try_get() is not None:
             raise UnsupportedError(
                 f"torch.compile: ranks that are threads share compiled code, in which torch writes one rank's groups"
                 f"{on_rank()}. Start the ranks as processes, or call torch's functions outside the compiled function."
@@ -162,12 +160,12 @@ class TablesByRank:
         if world.torch_tables is not None:
             return True
         with _lock:
-            tables = _torch_tables()
+            tables = torch_private.TABLES.get()
             if not isinstance(tables, cls):
                 if _is_torchs_own(tables.default_pg):
                     return False
-                c10d._world = cls(tables)  # type: ignore[assignment]  # noqa: SLF001 - as above
-                names_in_torch._set_thread_isolation_mode(True)  # noqa: SLF001 - as above
+                torch_private.TABLES.set(cls(tables))
+                torch_private.NAMES_PER_THREAD.get()(True)
             cls.ranks += 1
         world.torch_tables = RankTables()
         return True
@@ -181,11 +179,11 @@ class TablesByRank:
         with _lock:
             cls.ranks -= 1
             if not cls.ranks:
-                c10d._world = _torch_tables().of_process  # noqa: SLF001 - as above
-                names_in_torch._set_thread_isolation_mode(False)  # noqa: SLF001 - as above
+                torch_private.TABLES.set(torch_private.TABLES.get().of_process)
+                torch_private.NAMES_PER_THREAD.get()(False)
                 # torch's DDP keeps the module whose forward runs per process: threads may leave one of theirs behind,
                 # and torch.compile would then divide any later module by the buckets of that one.
-                torch.nn.parallel.DistributedDataParallel._active_ddp_module = None  # noqa: SLF001 - as above
+                torch_private.ACTIVE_DDP.set(None)
 
 
 class Registration:
@@ -206,11 +204,11 @@ class Registration:
         self._counterparts: dict[Any, ProcessGroup] = {}
         for group in world.groups:
             self.add(group)
-        c10d._update_default_pg(self._default)  # noqa: SLF001 - as above
+        torch_private.SET_DEFAULT_GROUP.get()(self._default)
 
     def add(self, group: ProcessGroup) -> None:
         """Register a group."""
-        tables, name = _torch_tables(), _unique_name(group.group_desc)
+        tables, name = torch_private.TABLES.get(), _unique_name(group.group_desc)
         group.setGroupName(name)
         group.on_shutdown = lambda: self._shut_down(group)
         self._groups.add(group)
@@ -222,7 +220,7 @@ class Registration:
         tables.pg_to_tag[group] = tag
         for key in ("", tag):
             tables.tags_to_pg.setdefault(key, []).append(group)
-        names_in_torch._register_process_group(name, group)  # noqa: SLF001 - as above
+        torch_private.REGISTER_NAME.get()(name, group)
 
     def remove(self, group: ProcessGroup) -> None:
         """Withdraw a group, and with the default group everything."""
@@ -236,14 +234,14 @@ class Registration:
         if group not in self._groups:
             return
         self._release(group)
-        tables = _torch_tables()
+        tables = torch_private.TABLES.get()
         for table in (tables.pg_map, tables.pg_names, tables.pg_group_ranks, tables.pg_backend_config):
             table.pop(group, None)
         tables.pg_coalesce_state.pop(group, None)
         for key in ("", tables.pg_to_tag.pop(group, "")):
             if group in tables.tags_to_pg.get(key, ()):
                 tables.tags_to_pg[key].remove(group)
-        names_in_torch._unregister_process_group(group.group_name)  # noqa: SLF001 - as above
+        torch_private.UNREGISTER_NAME.get()(group.group_name)
 
     def counterpart(self, group: Any) -> ProcessGroup:
         """Return a group of ours with the members and the backend of a group that torch made.
@@ -251,7 +249,7 @@ class Registration:
         Raises:
             DestroyedGroupError: torch does not know the group, since it was destroyed or belongs to an earlier job.
         """
-        known = _torch_tables().pg_map
+        known = torch_private.TABLES.get().pg_map
         for each in [each for each in self._counterparts if each not in known]:
             self._counterparts.pop(each).destroy_backend()
         if group not in known:
@@ -264,7 +262,7 @@ class Registration:
         return self._counterparts[group]
 
     def _make_counterpart(self, group: Any) -> ProcessGroup:
-        tables = _torch_tables()
+        tables = torch_private.TABLES.get()
         members = tuple(sorted(tables.pg_group_ranks[group], key=tables.pg_group_ranks[group].get))
         store = PrefixStore(f"torch/{group.group_name}/ours", self._default.store)
         facts = group.rank(), members, group.group_desc or group.group_name, self._default.timeout
@@ -295,7 +293,7 @@ class Registration:
         self._world.registration = None
         if not self._groups:
             return
-        if _torch_tables().default_pg is not self._default:
+        if torch_private.TABLES.get().default_pg is not self._default:
             # The program has put another group in its place, which stays.
             for group in list(self._groups):
                 self._forget(group)
@@ -305,7 +303,7 @@ class Registration:
 
     def _destroy_all_in_torch(self) -> None:
         if os.getpid() != self._process:
-            tables = _torch_tables()
+            tables = torch_private.TABLES.get()
             _inherited.extend([self, *tables.pg_map, *tables.pg_map.values()])
             # Without names torch shuts down nothing; it clears its tables.
             tables.pg_names.clear()
@@ -330,7 +328,7 @@ class Registration:
 
 
 def _unique_name(name: str) -> str:
-    taken = set(_torch_tables().pg_names.values())
+    taken = set(torch_private.TABLES.get().pg_names.values())
     names = [name, *(f"{name} ({number})" for number in range(2, len(taken) + 3))]
     return next(each for each in names if each not in taken)
 

@@ -15,16 +15,16 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
-from torch._C._distributed_c10d import GradBucket as TorchBucket
+from torch.distributed import GradBucket as TorchBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from torchdist_ref import groups
+from torchdist_ref import groups, torch_private
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import NO_TRAITS, traits_of
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, RankStalledError, explain
 from torchdist_ref.parallel.bucket import Divisor, GradBucket, LaunchedBucket
 
 # Class of the futures of torch's own backends: torch.futures.Future is a subclass of it.
-AnyFuture = torch._C.Future  # noqa: SLF001 (torch's)
+AnyFuture = torch_private.FUTURE.get()
 
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 

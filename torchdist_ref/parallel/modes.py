@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
-from torchdist_ref import groups
+from torchdist_ref import groups, torch_private
 from torchdist_ref.errors import ArgumentError, DistError, explain
 from torchdist_ref.parallel.bucket import Divisor, average, split
 from torchdist_ref.parallel.construction import OPERATION, mapped
+
+engine = torch_private.ENGINE.bind()
 
 
 @dataclass
@@ -88,7 +89,7 @@ class LowPrecision:
         """Queue `restore` for the end of the backward pass that is running."""
         if not self._restore_queued and self._full is not None:
             self._restore_queued = True
-            Variable._execution_engine.queue_callback(self.restore)  # noqa: SLF001 (torch's)
+            engine.queue_callback(self.restore)
 
     def cast(self, value: Any) -> Any:
         """Return a copy of nested inputs with every floating-point tensor in the dtype of the parameters."""
@@ -155,7 +156,7 @@ class DelayedParameters:
                 view.copy_(parameter.grad) if parameter.grad is not None else view.zero_()
                 parameter.grad = view
         self._work = groups.all_reduce(average(self.buffer, self.divisor), group=self.group, async_op=True)
-        Variable._execution_engine.queue_callback(self._wait)  # noqa: SLF001 (torch's)
+        engine.queue_callback(self._wait)
 
     def _wait(self) -> None:
         work, self._work = self._work, None

@@ -25,16 +25,17 @@ from time import time_ns
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
-from torchdist_ref import groups
+from torchdist_ref import groups, torch_private
 from torchdist_ref.calls import AllReduce
 from torchdist_ref.errors import DistError
 from torchdist_ref.parallel import bucketing, storage, synchronization
 from torchdist_ref.parallel.bucket import BucketExchange, Divisor, LaunchedBucket, average
 from torchdist_ref.parallel.bucketing import ParameterEntry, ReducerOptions
 from torchdist_ref.parallel.modes import LowPrecision
+
+engine = torch_private.ENGINE.bind()
 
 logger = logging.getLogger("torchdist_ref.parallel")
 _SUM = AllReduce()
@@ -292,7 +293,7 @@ class Reducer:
             for bucket in self.buckets:
                 bucket.set_packing(self.exchange.scale, self.exchange.wire_dtype)
             if self._usage_is_open:
-                Variable._execution_engine.queue_callback(self._end_of_backward)  # noqa: SLF001 (torch's)
+                engine.queue_callback(self._end_of_backward)
             if not self._static_graph_first_iteration:
                 for index in self._unused:
                     self.mark_variable_ready(index)
@@ -342,7 +343,7 @@ class Reducer:
             self._ready_order.append(index)
         self._pending -= 1
         if not (self._pending or self._usage_is_open):
-            Variable._execution_engine.queue_callback(self.finalize_backward)  # noqa: SLF001 (torch's)
+            engine.queue_callback(self.finalize_backward)
 
     def _launch_ready_buckets(self) -> None:
         """Launch every bucket without pending gradients whose predecessors are launched."""

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
-from torchdist_ref import groups
+from torchdist_ref import groups, torch_private
 from torchdist_ref.calls import AllReduce
 from torchdist_ref.errors import DistError
 from torchdist_ref.parallel.bucket import Divisor, GradBucket, Packing, average, dense_strides, split
 from torchdist_ref.parallel.bucketing import ParameterEntry, ReducerOptions
+
+copy_many, scale_many = torch_private.COPY_MANY.bind(), torch_private.SCALE_MANY.bind()
 
 _SUM = AllReduce()
 # Elements of a gradient for which a call costs more than its copy: copied together with others, when the bucket fills.
@@ -166,9 +168,9 @@ class DenseBucket:
         if not self._postponed:
             return
         views = [self._targets[slot] for slot, _ in self._postponed]
-        torch._foreach_copy_(views, [gradient for _, gradient in self._postponed])
+        copy_many(views, [gradient for _, gradient in self._postponed])
         if self._factor is not None:
-            torch._foreach_mul_(views, self._factor)
+            scale_many(views, self._factor)
         if self.gradient_as_view:
             for slot, gradient in self._postponed:
                 self._replace_by_view(slot, gradient)
@@ -239,7 +241,7 @@ class DenseBucket:
                 parameter.grad = torch.empty_like(self.views[slot])
             targets.append(parameter.grad)
         if targets:
-            torch._foreach_copy_(targets, [sources[slot] for slot in slots])
+            copy_many(targets, [sources[slot] for slot in slots])
 
     def adopt_gradients(self) -> None:
         """Move existing gradients into the buffer, if they have to be views of it."""
@@ -402,11 +404,11 @@ class _PackedGradients:
 
     def load(self) -> None:
         """Copy the gradients in."""
-        torch._foreach_copy_(self._views, self._gradients())
+        copy_many(self._views, self._gradients())
 
     def store(self) -> None:
         """Copy the gradients out."""
-        torch._foreach_copy_(self._gradients(), self._views)
+        copy_many(self._gradients(), self._views)
 
     def _gradients(self) -> list[torch.Tensor]:
         return [parameter.grad.detach() for parameter in self.parameters if parameter.grad is not None]

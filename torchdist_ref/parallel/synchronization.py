@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchdist_ref import groups
+from torchdist_ref import groups, torch_private
 from torchdist_ref.errors import ArgumentTypeError, DistError, MismatchError, RankStalledError, explain
 from torchdist_ref.parallel.exchange import completed_within, timeout_seconds
+
+copy_many, keep_versions = torch_private.COPY_MANY.bind(), torch_private.KEEP_VERSIONS.bind()
 
 # Bytes of one broadcast when a model is sent: enough for speed, few enough to cost little memory.
 BROADCAST_BYTES = 25 * 1024 * 1024
@@ -111,11 +113,11 @@ class Pack:
 
     def load(self) -> None:
         """Copy the tensors into the bytes."""
-        torch._foreach_copy_(self.views, self.tensors)
+        copy_many(self.views, self.tensors)
 
     def store(self) -> None:
         """Copy the bytes back into the tensors."""
-        torch._foreach_copy_(self.tensors, self.views)
+        copy_many(self.tensors, self.views)
 
     def broadcast(self, group: Any, root: int) -> None:
         """Send the root's values to every rank. Tensors on the root are only read."""
@@ -223,8 +225,7 @@ class ModuleStates:
             return
         if self._pack is None or not _same(self._pack.tensors, buffers):
             self._pack = Pack(buffers)
-        keep_version = torch.autograd.grad_mode._unsafe_preserve_version_counter  # noqa: SLF001 (torch's)
-        with keep_version(tuple(buffers)):
+        with keep_versions(tuple(buffers)):
             self._pack.broadcast(self.group, root)
 
 

@@ -5,13 +5,13 @@ Do not add other layers here: no other layer of torch's depends on the size of t
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from torchdist_ref import torch_private
 from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.pipeline.checkpoint import is_recomputing
 
@@ -19,8 +19,10 @@ __all__ = ["DeferredBatchNorm"]
 
 M = TypeVar("M", bound=nn.Module)
 
+_BatchNorm: Any = torch_private.BATCH_NORM.get()
 
-class DeferredBatchNorm(_BatchNorm):
+
+class DeferredBatchNorm(_BatchNorm):  # type: ignore[misc]
     """Batch normalization with running statistics of whole batches.
 
     In training each micro-batch is normalized by its own statistics, since those of the batch are not known yet. They
@@ -120,15 +122,16 @@ class DeferredBatchNorm(_BatchNorm):
         if isinstance(module, DeferredBatchNorm) and module.chunks == chunks:
             return module
         if isinstance(module, _BatchNorm) and module.track_running_stats:
-            return cls._replacement_of(module, chunks)  # type: ignore[return-value]
+            return cls._replacement_of(module, chunks)
         for name, child in module.named_children():
             setattr(module, name, cls.convert_deferred_batch_norm(child, chunks))
         return module
 
     @classmethod
-    def _replacement_of(cls, norm: _BatchNorm, chunks: int) -> DeferredBatchNorm:
-        new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, chunks)
+    def _replacement_of(cls, norm: Any, chunks: int) -> DeferredBatchNorm:
+        new: DeferredBatchNorm = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, chunks)
         for name, value in [*norm.named_parameters(), *norm.named_buffers()]:
             setattr(new, name, value)
         new.sum, new.sum_squares = torch.zeros_like(new.running_mean), torch.zeros_like(new.running_var)
-        return new.train(norm.training)
+        new.train(norm.training)
+        return new

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchdist_ref import torch_private
 
 __all__ = ["OwnRandomNumbers", "checkpoint", "is_checkpointing", "is_recomputing", "random_state"]
 
@@ -101,7 +102,10 @@ def _with_random_state(device: torch.device, state: Tensor) -> Iterator[None]:
             _set_random_state(device, former)
 
 
-class OwnRandomNumbers(TorchDispatchMode):
+_DispatchMode: Any = torch_private.DISPATCH_MODE.get()
+
+
+class OwnRandomNumbers(_DispatchMode):  # type: ignore[misc]
     """Mode in which a thread draws from a generator of its own in place of a device's default generator.
 
     The default generator has the state of this one only while an operation draws, so that other threads can compute.
@@ -116,7 +120,7 @@ class OwnRandomNumbers(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device, seed: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._device, self._state = device, torch.Generator(device).manual_seed(seed).get_state()
         self.drawn = False
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from torchdist_ref import torch_private
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, BackendArgumentError, explain
 from torchdist_ref.pipeline.batchnorm import DeferredBatchNorm
 from torchdist_ref.pipeline.execution import Pipeline, gather, scatter
@@ -388,8 +389,7 @@ def _result(value: Any) -> Any:
     """Return a holder of the result."""
     from torch.distributed import rpc
 
-    # torch has no public function for it.
-    if rpc.is_available() and rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]  # noqa: SLF001
+    if rpc.is_available() and torch_private.RPC_RUNS.get()():
         return rpc.RRef(value)
     return LocalResult(value)
 

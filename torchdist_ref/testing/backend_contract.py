@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import torchdist_ref.groups as dist
+from torchdist_ref import torch_private
 from torchdist_ref.testing.filling import fill
 from torchdist_ref.testing.running import run
 
@@ -103,7 +104,7 @@ def multiplies_before_it_adds(rank: int, size: int) -> None:
     expected = torch.stack([(r + 0.5) * fill(r, (301,)) for r in range(size)]).sum(0)
     tensor, output = fill(rank, (301,)), torch.empty(301)
     # ReduceOp.PREMUL_SUM(factor) exists since torch 2.13 only.
-    times: Any = torch.distributed._make_nccl_premul_sum  # type: ignore[attr-defined]  # noqa: SLF001
+    times: Any = torch_private.PREMUL_SUM.get()
     dist.all_reduce(tensor, times(rank + 0.5))
     same(tensor, expected)
     inputs = [fill(rank, (301,)) for _ in range(size)]

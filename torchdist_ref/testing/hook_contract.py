@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import torchdist_ref.groups as dist
+from torchdist_ref import torch_private
 from torchdist_ref.algorithms.ddp_comm_hooks import HookTraits, traits_of
 from torchdist_ref.parallel import GradBucket
 from torchdist_ref.parallel.bucket import Packing, split
@@ -111,7 +112,7 @@ def _check(
 
 def _launch(hook: Hook, state: Any, bucket: GradBucket, step: int) -> Any:
     future = hook(state, bucket)
-    assert isinstance(future, torch._C.Future), (  # noqa: SLF001 (torch's)
+    assert isinstance(future, torch_private.FUTURE.get()), (
         f"a hook returns a torch.futures.Future; step {step}, bucket {bucket.index()}: {type(future).__name__}"
     )
     return future

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed
-from torch._C._distributed_c10d import GradBucket as TorchBucket
+from torch.distributed import GradBucket as TorchBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from torchdist_ref import groups

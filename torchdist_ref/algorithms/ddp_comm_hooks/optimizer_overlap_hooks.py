@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 from torch.futures import Future
 
+from torchdist_ref import torch_private
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import Hook, HookGroup, comm_hook, single_tensor
 from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.parallel.bucket import GradBucket, average
+
+engine = torch_private.ENGINE.bind()
 
 __all__: list[str] = []
 
@@ -108,9 +110,7 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> Hook:
     def apply_optim_in_backward_hook(hook_state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         if not finished:
             # Queued twice, to run after DDP, which copies gradients out in a callback that it queues later.
-            Variable._execution_engine.queue_callback(  # noqa: SLF001 (torch's)
-                lambda: Variable._execution_engine.queue_callback(clear_gradients)  # noqa: SLF001 (torch's)
-            )
+            engine.queue_callback(lambda: engine.queue_callback(clear_gradients))
         finished.append(bucket)
 
         def step(done: Future[torch.Tensor]) -> torch.Tensor:

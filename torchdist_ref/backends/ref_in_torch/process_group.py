@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as c10d
 from torch import Tensor
-from torch._C._dynamo import eval_frame as compiler
 from torch.distributed import distributed_c10d as options
 
+from torchdist_ref import torch_private
 from torchdist_ref.authentication import authenticate
 from torchdist_ref.backends.base import Backend, Membership, Request, RowBlocks, flat_operands, without_overlap
 from torchdist_ref.backends.reductions import start_sum
@@ -449,13 +449,16 @@ def hide_from_compilers(*kinds: type) -> None:
     C++ calls the methods while compiled programs run, such as DDP's, and the compiler then looks at every Python
     function. It refuses to trace process groups, and the program fails.
     """
-    # torch has no public names for these.
-    strategy, action = compiler._FrameExecStrategy, compiler._FrameAction  # noqa: SLF001
+    names = torch_private.EXEC_STRATEGY, torch_private.EXEC_ACTION, torch_private.SET_EXEC_STRATEGY
+    if not all(name.exists() for name in names):
+        # torch's compiler then raises at such a program; all others run.
+        return
+    strategy, action, set_strategy = (name.get() for name in names)
     skip = strategy(action.SKIP, action.SKIP)
     for kind in kinds:
         for method in vars(kind).values():
             if isfunction(method):
-                compiler.set_code_exec_strategy(method.__code__, skip)
+                set_strategy(method.__code__, skip)
 
 
 hide_from_compilers(CallsFromTorch, RefProcessGroup, RefWork)

@@ -17,8 +17,8 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future, collect_all
-from torch.utils._pytree import tree_leaves
 
+from torchdist_ref import torch_private
 from torchdist_ref.calls import REDUCTIONS, Call
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
 from torchdist_ref.work import CallFuture, Work
@@ -40,7 +40,7 @@ class FailedResult(Tensor):
     @staticmethod
     def __new__(cls, error: BaseException) -> FailedResult:
         """Make a tensor without storage; subclasses of tensors are made here, not in `__init__`."""
-        made: FailedResult = Tensor._make_wrapper_subclass(cls, ())  # noqa: SLF001, torch has no public name for it
+        made: FailedResult = torch_private.MAKE_WRAPPER.get()(cls, ())
         made.error = error
         return made
 
@@ -52,7 +52,9 @@ class FailedResult(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Raise the error of the first operand that has one."""
-        raise next(operand.error for operand in tree_leaves((args, kwargs)) if isinstance(operand, cls))
+        raise next(
+            operand.error for operand in torch_private.TREE_LEAVES.get()((args, kwargs)) if isinstance(operand, cls)
+        )
 
 
 class TorchFuture(CallFuture):

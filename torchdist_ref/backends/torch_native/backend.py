@@ -22,6 +22,7 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
+from torchdist_ref import torch_private
 from torchdist_ref.backends.base import Backend, Membership, flat_operands, operands_of
 from torchdist_ref.backends.torch_native.stores import StoreForTorch
 from torchdist_ref.calls import (
@@ -171,7 +172,7 @@ class TorchBackend(Backend):
         self.recorder = membership.recorder
         self._sequence = 0
         if membership.existing is not None:
-            self._backend: Any = membership.existing._get_backend(torch.device(self.device))  # noqa: SLF001, as torch's
+            self._backend: Any = torch_private.BACKEND_OF_GROUP.of(membership.existing)(torch.device(self.device))
             return
         # C++ keeps no reference to a Python store.
         self._store = StoreForTorch(membership.store)
@@ -336,8 +337,8 @@ def copy_results(results: Tensors, outputs: Tensors) -> bool:
 def _source(torch_work: Any) -> int:
     """Return the source of a received message, or -1 if the backend does not know it."""
     try:
-        return int(torch_work._source_rank())  # noqa: SLF001  torch has no public name for it.
-    except (RuntimeError, AttributeError):
+        return int(torch_private.SOURCE_RANK.of(torch_work)())
+    except RuntimeError:
         return -1
 
 

@@ -20,6 +20,7 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
+from torchdist_ref import torch_private
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchWork
 from torchdist_ref.calls import AllReduce, Call, Recv, Reduce, ReduceScatter, Send
@@ -184,13 +185,12 @@ class Nccl(TorchBackend):
     def coalescing(self) -> Iterator[None]:
         """See `Backend.coalescing`. Alone, a send keeps the receive after it from starting, on both ranks."""
         works = self._coalesced = []
-        # torch's own coalescing manager calls these methods, and has no public name for them.
-        self._backend._start_coalescing()  # noqa: SLF001
+        torch_private.START_COALESCING.of(self._backend)()
         try:
             yield
         finally:
             self._coalesced = None
-            torch_work = self._backend._end_coalescing()  # noqa: SLF001
+            torch_work = torch_private.END_COALESCING.of(self._backend)()
             for work in works:
                 work.started(torch_work)
 

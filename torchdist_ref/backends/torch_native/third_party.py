@@ -13,9 +13,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as c10d
 from torch import Tensor
 
+from torchdist_ref import torch_private
 from torchdist_ref.backends.base import Membership, profiled
 from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchWork
 from torchdist_ref.calls import Call
@@ -54,12 +54,11 @@ class ThirdParty(TorchBackend):
     def _connect(self) -> Any:
         if self._made is not None:
             return self._made
-        # torch has no public names for its plugins and their options.
-        m, plugin = self._membership, c10d.Backend._plugins[self.name.upper()]  # noqa: SLF001
+        m, plugin = self._membership, torch_private.PLUGINS.get()[self.name.upper()]
         timeout = timedelta(seconds=m.timeout)
         if not plugin.extended_api:
             return plugin.creator_fn(self._store, m.rank, m.size, timeout)
-        opts = torch._C._distributed_c10d._DistributedBackendOptions()  # noqa: SLF001
+        opts = torch_private.PLUGIN_OPTIONS.get()()
         opts.store, opts.group_rank, opts.group_size, opts.timeout = self._store, m.rank, m.size, timeout
         opts.group_id, opts.global_ranks_in_group = m.name, list(m.members)
         return plugin.creator_fn(opts, m.options)
