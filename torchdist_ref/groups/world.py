@@ -28,7 +28,8 @@ import torch.distributed
 from torch import Tensor
 
 from torchdist_ref.backends.base import Backend
-from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch, hide_from_compilers
+from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch
+from torchdist_ref.backends.ref_in_torch.work import hide_from_compilers
 from torchdist_ref.backends.registry import by_device_type
 from torchdist_ref.calls import Call
 from torchdist_ref.debug.monitored import run_monitored_barrier

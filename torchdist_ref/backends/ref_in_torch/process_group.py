@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,12 +26,18 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
-from torchdist_ref import torch_private
 from torchdist_ref.authentication import authenticate
 from torchdist_ref.backends.base import Backend, Membership, Request, RowBlocks, flat_operands, without_overlap
 from torchdist_ref.backends.reductions import start_sum
 from torchdist_ref.backends.ref_in_torch.method_forms import Operand, both_forms
-from torchdist_ref.backends.ref_in_torch.work import RefWork, limit, only, reduction, require_dense_cpu
+from torchdist_ref.backends.ref_in_torch.work import (
+    RefWork,
+    hide_from_compilers,
+    limit,
+    only,
+    reduction,
+    require_dense_cpu,
+)
 from torchdist_ref.backends.torch_native.stores import StoreFromTorch
 from torchdist_ref.calls import (
     AllGather,
@@ -441,24 +446,6 @@ class RefProcessGroup(CallsFromTorch):
     def abort(self) -> None:
         """Leave the group at once."""
         self.backend.abort("torch.distributed aborted the group")
-
-
-def hide_from_compilers(*kinds: type) -> None:
-    """Exclude the methods of classes, and the functions that they call, from torch's compiler.
-
-    C++ calls the methods while compiled programs run, such as DDP's, and the compiler then looks at every Python
-    function. It refuses to trace process groups, and the program fails.
-    """
-    names = torch_private.EXEC_STRATEGY, torch_private.EXEC_ACTION, torch_private.SET_EXEC_STRATEGY
-    if not all(name.exists() for name in names):
-        # torch's compiler then raises at such a program; all others run.
-        return
-    strategy, action, set_strategy = (name.get() for name in names)
-    skip = strategy(action.SKIP, action.SKIP)
-    for kind in kinds:
-        for method in vars(kind).values():
-            if isfunction(method):
-                set_strategy(method.__code__, skip)
 
 
 hide_from_compilers(CallsFromTorch, RefProcessGroup, RefWork)

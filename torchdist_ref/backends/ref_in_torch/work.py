@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from inspect import isfunction
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -189,3 +190,21 @@ def require_dense_cpu(call: Call, inputs: Sequence[Tensor], outputs: Sequence[Te
                 f"{call.op}: backend 'ref' works on dense CPU tensors, not {tensor.layout} on {tensor.device}. "
                 f"Use .to_dense() or .cpu(), or a group on 'gloo' or 'nccl'."
             )
+
+
+def hide_from_compilers(*kinds: type) -> None:
+    """Exclude the methods of classes, and the functions that they call, from torch's compiler.
+
+    C++ calls the methods while compiled programs run, such as DDP's, and the compiler then looks at every Python
+    function. It refuses to trace process groups, and the program fails.
+    """
+    names = torch_private.EXEC_STRATEGY, torch_private.EXEC_ACTION, torch_private.SET_EXEC_STRATEGY
+    if not all(name.exists() for name in names):
+        # torch's compiler then raises at such a program; all others run.
+        return
+    strategy, action, set_strategy = (name.get() for name in names)
+    skip = strategy(action.SKIP, action.SKIP)
+    for kind in kinds:
+        for method in vars(kind).values():
+            if isfunction(method):
+                set_strategy(method.__code__, skip)
