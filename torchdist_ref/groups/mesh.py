@@ -232,8 +232,11 @@ class DeviceMesh(TorchMesh):
         # torch's slice knows its root, which FSDP2 and DTensor look for.
         made = DeviceMesh.__new__(DeviceMesh)
         vars(made).update(vars(super().__getitem__(wanted)), _thread_id=self._thread_id)
+        made._names_of_groups = vars(made).pop("_dim_group_names")  # noqa: SLF001 - the same class
         made._set(self._ranks[index], wanted, tuple(self._groups[d] for d in kept))  # noqa: SLF001 - the same class
         return made
+
+    _names_of_groups: list[Any]
 
     @property
     def _dim_group_names(self) -> list[Any]:
@@ -241,12 +244,12 @@ class DeviceMesh(TorchMesh):
         for group in self._groups:
             if isinstance(group, ProcessGroup):
                 refuse_destroyed(group, "DeviceMesh")
-        names: list[Any] = vars(self)["_dim_group_names"]
-        return names
+        return self._names_of_groups
 
     @_dim_group_names.setter
     def _dim_group_names(self, names: list[Any]) -> None:
-        vars(self)["_dim_group_names"] = names
+        # Not in `vars` under the property's own name: torch 2.11's compiler would look for it there without end.
+        self._names_of_groups = names
 
     def __getstate__(self) -> dict[str, Any]:
         # Groups cannot be pickled; torch finds them again by name.
@@ -254,9 +257,13 @@ class DeviceMesh(TorchMesh):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._groups = ()
+        if "_dim_group_names" in state:
+            # A pickle of an earlier release.
+            state = {**state, "_names_of_groups": state["_dim_group_names"]}
+            del state["_dim_group_names"]
         super().__setstate__(state)
         found: dict[Any, Any] = self._pg_registry
-        self._groups = tuple(resolve(found[name]) or -100 for name in state["_dim_group_names"] if name in found)
+        self._groups = tuple(resolve(found[name]) or -100 for name in self._names_of_groups if name in found)
 
     def __repr__(self) -> str:
         return f"DeviceMesh({self._device_type!r}, {self._ranks.tolist()}, mesh_dim_names={self._names})"

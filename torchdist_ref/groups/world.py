@@ -29,7 +29,6 @@ from torch import Tensor
 
 from torchdist_ref.backends.base import Backend
 from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch
-from torchdist_ref.backends.ref_in_torch.work import hide_from_compilers
 from torchdist_ref.backends.registry import by_device_type
 from torchdist_ref.calls import Call
 from torchdist_ref.debug.monitored import run_monitored_barrier
@@ -446,8 +445,6 @@ def _after_fork() -> None:
     _of_process.run_on_close()
     _of_process.reset()
 
-
-hide_from_compilers(ProcessGroup)
 
 find_rank_with(_global_rank)
 os.register_at_fork(after_in_child=_after_fork)

@@ -107,6 +107,11 @@ class CallsFromTorch(c10d.ProcessGroup):
     backend: Backend
     members: tuple[int, ...]
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Exclude the methods of a subclass from torch's compiler too."""
+        super().__init_subclass__(**kwargs)
+        hide_from_compilers(cls)
+
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._name = self._description = name
@@ -448,4 +453,4 @@ class RefProcessGroup(CallsFromTorch):
         self.backend.abort("torch.distributed aborted the group")
 
 
-hide_from_compilers(CallsFromTorch, RefProcessGroup, RefWork)
+hide_from_compilers(CallsFromTorch, RefWork)
