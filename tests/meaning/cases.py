@@ -1,7 +1,7 @@
-"""A case: one call of one function, as a value that can be printed, sent to ranks, drawn at random and written by hand.
+"""A case: one call of one function, as a value that can be printed, sent to ranks and written by hand.
 
 `formulas` has the data, arguments and expected results of a case, `memory` the layouts of tensors. To add a function,
-add it to CALLS here and its formula to `formulas`.
+add it to CALLS here and its formula to `formulas`. Programs on bare machines import this module: torch is all it needs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import torch
-from hypothesis import strategies as st
 
 REDUCING = (
     "all_reduce",
@@ -99,22 +98,3 @@ def ops_for(call: str, dtype: str) -> tuple[str, ...]:
     if dtype in FLOATS:
         return ("SUM", "PRODUCT", "MIN", "MAX", "AVG", "PREMUL_SUM")
     return ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Draw any valid case."""
-    call = draw(st.sampled_from(CALLS))
-    dtype = draw(st.sampled_from(DTYPES))
-    return Case(
-        call=call,
-        dtype=dtype,
-        shape=draw(st.sampled_from(SHAPES)),
-        layout=draw(st.sampled_from(LAYOUTS)),
-        op=draw(st.sampled_from(ops_for(call, dtype))),
-        group=draw(st.sampled_from(GROUPS)),
-        way=draw(st.sampled_from(WAYS)),
-        root=draw(st.integers(0, 3)),
-        uneven=call in UNEVEN and draw(st.booleans()),
-        seed=draw(st.integers(0, 40)),
-    )

@@ -1,4 +1,4 @@
-"""Every function has the meaning of torch's: random cases against formulas, on ranks that are reused; see `cases`."""
+"""Every function has the meaning of torch's: random cases against formulas, on ranks that are reused."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
-from tests.meaning.cases import CALLS, LAYOUTS, Case, cases, ops_for
+from tests.meaning.cases import CALLS, DTYPES, GROUPS, LAYOUTS, SHAPES, UNEVEN, WAYS, Case, ops_for
 from tests.meaning.ranks import Pool
 
 WORLDS = (1, 2, 3, 4)
@@ -18,6 +19,25 @@ RULES = {
     "report_multiple_bugs": False,
     "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 }
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Draw any valid case."""
+    call = draw(st.sampled_from(CALLS))
+    dtype = draw(st.sampled_from(DTYPES))
+    return Case(
+        call=call,
+        dtype=dtype,
+        shape=draw(st.sampled_from(SHAPES)),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        op=draw(st.sampled_from(ops_for(call, dtype))),
+        group=draw(st.sampled_from(GROUPS)),
+        way=draw(st.sampled_from(WAYS)),
+        root=draw(st.integers(0, 3)),
+        uneven=call in UNEVEN and draw(st.booleans()),
+        seed=draw(st.integers(0, 40)),
+    )
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"world {world}")

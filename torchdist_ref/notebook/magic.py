@@ -85,7 +85,8 @@ class SpmdMagics:
     """Magics of one notebook, and the ranks that they use.
 
     Args:
-        shell: IPython shell to register them with.
+        shell: IPython shell to register them with, or an object with its `register_magic_function`, `user_ns` and
+            `display_pub`.
     """
 
     def __init__(self, shell: Any) -> None:
@@ -106,7 +107,9 @@ class SpmdMagics:
         shown = range(pool.world_size) if options.ranks is None else options.ranks
         if not set(shown) <= set(range(pool.world_size)):
             raise SpmdUsageError(f"%%spmd --ranks: there are ranks 0 to {pool.world_size - 1}, got {shown}")
-        pool.run(cell, timeout=options.timeout, show=lambda rank, item: _show(rank, item) if rank in shown else None)
+        pool.run(
+            cell, timeout=options.timeout, show=lambda rank, item: self._show(rank, item) if rank in shown else None
+        )
 
     def get(self, options: argparse.Namespace) -> None:
         """Fetch a variable."""
@@ -133,6 +136,14 @@ class SpmdMagics:
         if self._server is not None:
             self._server.close()
             self._server = None
+
+    def _show(self, rank: int, item: Item) -> None:
+        rich = not isinstance(item, str) and len(item) > 1
+        text = "" if rich else item if isinstance(item, str) else item["text/plain"]
+        for line in text.split("\n"):
+            sys.stdout.write(f"[rank {rank}] {line}".rstrip(" ") + "\n")
+        if rich:
+            self._shell.display_pub.publish(data=item)
 
     def _running(self, magic: str) -> RankPool:
         if self._pool is None:
@@ -164,14 +175,3 @@ def _magic(parser: _MagicParser, action: Callable[..., None]) -> Callable[..., N
     # IPython shows this for ``%%spmd?``.
     magic.__doc__ = parser.format_help()
     return magic
-
-
-def _show(rank: int, item: Item) -> None:
-    rich = not isinstance(item, str) and len(item) > 1
-    text = "" if rich else item if isinstance(item, str) else item["text/plain"]
-    for line in text.split("\n"):
-        sys.stdout.write(f"[rank {rank}] {line}".rstrip(" ") + "\n")
-    if rich:
-        from IPython import display
-
-        display.display(item, raw=True)  # type: ignore[no-untyped-call]
