@@ -57,7 +57,10 @@ def unsorted(library: Any, rank: int) -> int:
 def beside_torch(rank: int, path: str, program: Any) -> tuple[Any, Any]:
     start_torch(store=theirs.FileStore(path, 4), rank=rank, world_size=4)
     try:
-        return program(dist, rank), program(theirs, rank)
+        found = program(dist, rank), program(theirs, rank)
+        # A rank that left now would break the connections that others are still making.
+        theirs.barrier()
+        return found
     finally:
         theirs.destroy_process_group()
 

@@ -141,5 +141,5 @@ def test_contracts_exist_for_known_operations_and_roots_only() -> None:
 
 
 def test_a_new_algorithm_without_a_source_is_told_where_to_add_it() -> None:
-    with pytest.raises(LookupError, match=r"'zigzag' has no source. Add .* to SOURCES in .*entries\.py"):
+    with pytest.raises(LookupError, match=r"'zigzag' has no source. Add .* to SOURCES in .*catalogue_rows\.py"):
         _rows("barrier", ("zigzag", direct.barrier, "idea", "when", "cost"))
