@@ -87,12 +87,20 @@ class CallRecord:
 
     @property
     def text(self) -> str:
-        """Everything in the call that all ranks must agree on; see `calls.signature`."""
+        """The call in words, with the shapes of the operands that all ranks pass; see `calls.signature`."""
+        return signature(self.call, self.dtype, [tuple(shape) for _, shape in self._common])
+
+    @property
+    def compared(self) -> str:
+        """Everything in the call that all ranks must agree on: shapes may differ where sizes do not."""
+        return signature(self.call, self.dtype, [(sum(prod(shape) for _, shape in self._common),)])
+
+    @property
+    def _common(self) -> tuple[tuple[Any, Sequence[int]], ...]:
         inputs, outputs = self.operands
-        compared = outputs if isinstance(self.call, Scatter) or not inputs else inputs
         if getattr(self.call, "uneven", False):
-            compared = ()
-        return signature(self.call, self.dtype, [tuple(shape) for _, shape in compared])
+            return ()
+        return outputs if isinstance(self.call, Scatter) or not inputs else inputs
 
     @property
     def state(self) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import product
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchdist_ref.backends.base import Backend, BackendWrapper, Membership
 from torchdist_ref.calls import AllToAll, Call, Recv, Scatter, Send, signature
+from torchdist_ref.debug.flight_recorder import answer_requests, register
 from torchdist_ref.debug.levels import DebugLevel, get_debug_level
 from torchdist_ref.errors import MismatchError, RankStalledError, StoreTimeoutError
 from torchdist_ref.work import Work
@@ -28,8 +29,17 @@ Tensors = Sequence[Tensor]
 log = logging.getLogger("torchdist_ref.debug")
 
 
+def observe_process() -> Callable[[], None]:
+    """Let this process answer requests for dumps and dump its uncaught exceptions; return what ends the former."""
+    return answer_requests()
+
+
 def apply_debug_level(backend: Backend, membership: Membership) -> Backend:
-    """Return the backend for the debug level: itself, and at DETAIL wrapped; log the group unless the level is OFF."""
+    """Return the backend for the debug level: itself, and at DETAIL wrapped; log the group unless the level is OFF.
+
+    The flight recorder includes the group from now on.
+    """
+    register(backend.recorder, membership, backend.name)
     level = get_debug_level()
     if level != DebugLevel.OFF:
         m = membership

@@ -20,7 +20,7 @@ from typing import Any
 from torchdist_ref.authentication import authenticate
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.registry import create, default_name, names_by_device
-from torchdist_ref.debug.detail_level import apply_debug_level
+from torchdist_ref.debug.detail_level import apply_debug_level, observe_process
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -128,6 +128,7 @@ def init_process_group(
         world.add(world.default)
         share(world)
         abort_on_uncaught_exception()
+        world.on_close.append(observe_process())
     except BaseException:
         world.close(failed=True)
         raise

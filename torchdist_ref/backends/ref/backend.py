@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, Membership, RowBlocks, is_profiling, run_in_range
+from torchdist_ref.backends.base import Backend, Membership, RowBlocks, is_profiling, operands_of, run_in_range
 from torchdist_ref.backends.ref.fast import executor_for
 from torchdist_ref.backends.ref.plan import IN_PLACE, Plan, Planner
 from torchdist_ref.backends.ref.staging import contiguous, copy_back, side_streams
-from torchdist_ref.backends.ref.tag_matching import Messages
+from torchdist_ref.backends.ref.tag_matching import POINT_TO_POINT, Messages
 from torchdist_ref.backends.worker_threads import CallbackThreads, CallOrder, OutOfOrderError, WorkFactory, settle
 from torchdist_ref.calls import Call, Number, Numbers, Recv, Send
 from torchdist_ref.errors import GroupAbortedError
@@ -80,7 +80,7 @@ class Ref(Backend):
         if is_profiling() and not profiled:
             return run_in_range(self, call, wait, partial(self.submit, call, inputs, outputs, wait, profiled=True))
         if self.link.broken is not None:
-            self.link.check_usable(call.op)
+            self._refuse(call, inputs, outputs)
         point_to_point = self._submitters.get(type(call))
         if point_to_point is not None:
             return point_to_point(call, inputs, outputs, wait)
@@ -112,6 +112,17 @@ class Ref(Backend):
         finally:
             order.done()
         return _DONE
+
+    def _refuse(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
+        """Raise because the group has failed, and record that; a call that comes late is known by that record."""
+        number = POINT_TO_POINT if type(call) in self._submitters else self._numbers.next()
+        entry = self.recorder.begin(number, call, operands_of(inputs, outputs))
+        try:
+            self.link.check_usable(call.op)
+        except Exception as failure:
+            self.recorder.fail(entry, failure)
+            raise
+        self.recorder.drop(entry)
 
     def _plan(self, key: Any, call: Call, tensors: Tensors, inputs: int, lists: tuple[Tensors, Tensors]) -> Planned:
         """Plan a call of a new kind, compile the plan, and remember both."""

@@ -1,0 +1,311 @@
+"""Verdicts: each kind of failure on real ranks, whose dumps must name the right rank, call and line."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import select
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchdist_ref as dist
+from torchdist_ref.debug import flight_recorder
+from torchdist_ref.debug.dumps import read_directory
+from torchdist_ref.debug.verdict import Verdict, find_verdict
+from torchdist_ref.testing import RankError, fill, run
+
+SOON = timedelta(milliseconds=200)
+
+
+def verdict_on(
+    program: Callable[[int], None], size: int, folder: Path, monkeypatch: pytest.MonkeyPatch, backend: str = "ref"
+) -> Verdict:
+    """Run a program that fails on ranks that dump their failures, and return the verdict."""
+    monkeypatch.setenv(flight_recorder.DIRECTORY_VARIABLE, str(folder))
+
+    def with_one_good_call(rank: int) -> None:
+        dist.all_reduce(fill(rank, (3,)))
+        program(rank)
+
+    with suppress(RankError):
+        run(with_one_good_call, size, ranks="processes", backend=backend)
+    return find_verdict(read_directory(folder))
+
+
+def line_of(function: Callable[..., object], text: str) -> str:
+    """Return the place of the line of a function that holds a text, as verdicts show it."""
+    lines, first = inspect.getsourcelines(function)
+    [offset] = [number for number, line in enumerate(lines) if text in line]
+    return f"test_verdict.py:{first + offset} in {function.__name__}"
+
+
+# ---- a rank behind, in other code
+
+
+def blocked_in_the_system(read_end: int) -> None:
+    os.read(read_end, 1)  # where it hangs
+
+
+def wait_for_file(path: Path) -> None:
+    while not path.exists():
+        select.select([], [], [], 0.001)
+
+
+def others_wait(culprit: int, folder: Path, pipe: tuple[int, int], pids: Path, rank: int) -> None:
+    group = dist.new_group(timeout=SOON)
+    if rank == culprit:
+        pids.write_text(str(os.getpid()))
+        dist.barrier()
+        blocked_in_the_system(pipe[0])
+        return
+    dist.barrier()
+    try:
+        dist.all_reduce(fill(rank, (2, 5)), dist.ReduceOp.MAX, group=group)  # where they wait
+    finally:
+        if rank == (culprit + 1) % 3:
+            [line] = flight_recorder.request([int(pids.read_text())])
+            assert line.endswith("asked")
+            wait_for_file(folder / f"rank{culprit}.json")
+            os.write(pipe[1], b"x")
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_in_other_code_is_named_with_its_line(
+    culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "dumps"
+    program = partial(others_wait, culprit, folder, os.pipe(), tmp_path / "pid")
+    found = verdict_on(program, 3, folder, monkeypatch)
+    assert (found.kind, found.ranks, found.number, found.group) == ("behind", (culprit,), (0, 0), "group 1")
+    others = " and ".join(str(rank) for rank in range(3) if rank != culprit)
+    assert found.sentence == (
+        f"Rank {culprit} is behind: ranks {others} wait for it in call 0, all_reduce(reduction=max) of float32 [2, 5], "
+        f"of group 'group 1' at {line_of(others_wait, '# where they wait')}; rank {culprit} has made no call on it and "
+        f"is at {line_of(blocked_in_the_system, '# where it hangs')}."
+    )
+
+
+def chain(folder: Path, pipe: tuple[int, int], pids: Path, rank: int) -> None:
+    """Rank 0 waits for 1, 1 for 2, 2 for 3, and 3 is in other code."""
+    group = dist.new_group(timeout=SOON)
+    if rank == 3:
+        pids.write_text(str(os.getpid()))
+        dist.barrier()
+        blocked_in_the_system(pipe[0])
+        return
+    dist.barrier()
+    try:
+        dist.recv(torch.zeros(4), rank + 1, group=group)
+    finally:
+        if rank == 2:
+            list(flight_recorder.request([int(pids.read_text())]))
+            wait_for_file(folder / "rank3.json")
+            os.write(pipe[1], b"x")
+
+
+def test_the_end_of_a_chain_of_waits_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "dumps"
+    found = verdict_on(partial(chain, folder, os.pipe(), tmp_path / "pid"), 4, folder, monkeypatch)
+    assert (found.kind, found.ranks) == ("behind", (3,))
+    assert "rank 2 waits for it in recv(src=3, tag=0) of float32 [4]" in found.sentence
+    assert line_of(blocked_in_the_system, "# where it hangs") in found.sentence
+
+
+def waits_in_a_ring(rank: int) -> None:
+    group = dist.new_group(timeout=SOON)
+    dist.recv(torch.zeros(3), (rank + 1) % 3, group=group)  # the ring
+
+
+def test_ranks_that_wait_for_each_other_are_a_deadlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = verdict_on(waits_in_a_ring, 3, tmp_path, monkeypatch)
+    assert (found.kind, found.ranks) == ("deadlock", (0, 1, 2))
+    where = line_of(waits_in_a_ring, "# the ring")
+    for rank in range(3):
+        peer = (rank + 1) % 3
+        text = f"rank {rank} waits in recv(src={peer}, tag=0) of float32 [3] at {where} for rank {peer}"
+        assert text in found.sentence
+
+
+# ---- different calls
+
+
+def another_operation(rank: int) -> None:
+    if rank == 2:
+        dist.broadcast(fill(rank, (5,)), 1)  # the other call
+    else:
+        dist.all_reduce(fill(rank, (5,)))  # the usual call
+
+
+def test_the_rank_with_another_call_is_named_with_both_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = verdict_on(another_operation, 4, tmp_path, monkeypatch)
+    assert (found.kind, found.ranks, found.number) == ("mismatch", (2,), (1, 0))
+    usual, other = (line_of(another_operation, f"# the {which} call") for which in ("usual", "other"))
+    assert found.sentence == (
+        "Rank 2 made another call than the others as call 1 of group 'world': ranks 0, 1 and 3 made "
+        f"all_reduce(reduction=sum) of float32 [5] at {usual}, rank 2 made broadcast(root=1) of float32 [5] at {other}."
+    )
+
+
+DIFFERENT: dict[str, Callable[[int], torch.Tensor]] = {
+    "[6]": lambda rank: fill(rank, (6 if rank == 1 else 5,)),
+    "float64": lambda rank: fill(rank, (5,)).to(torch.float64 if rank == 1 else torch.float32),
+}
+
+
+@pytest.mark.parametrize("text", DIFFERENT)
+def test_the_rank_with_another_size_or_dtype_is_named(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = verdict_on(lambda rank: dist.all_reduce(DIFFERENT[text](rank)), 3, tmp_path, monkeypatch)
+    assert (found.kind, found.ranks, found.number) == ("mismatch", (1,), (1, 0))
+    assert text in found.sentence.partition("rank 1 made ")[2].partition(" at ")[0]
+
+
+def test_two_ranks_that_differ_are_both_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = verdict_on(lambda rank: dist.all_reduce(fill(rank, (2 + rank,))), 2, tmp_path, monkeypatch)
+    assert (found.kind, found.ranks, found.number) == ("mismatch", (0, 1), (1, 0))
+
+
+def calls_in_order(orders: dict[int, str], rank: int) -> None:
+    calls = {"a": lambda: dist.all_reduce(fill(rank, (3,))), "b": lambda: dist.broadcast(fill(rank, (2,)), 0)}
+    calls["c"] = dist.barrier
+    for letter in orders.get(rank, "abc"):
+        with suppress(dist.MismatchError):
+            calls[letter]()
+
+
+ORDERS = {
+    "bac": ("swapped", "Rank 1 made calls 1 and 2 in the other order in group 'world': "),
+    "bc": ("skipped", "Rank 1 left out call 1 in group 'world': "),
+    "babc": ("skipped", "Rank 1 made an additional call 1 in group 'world': "),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_calls_in_another_order_left_out_or_added_are_recognized(
+    order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(rank: int) -> None:
+        with suppress(dist.DistBackendError):
+            calls_in_order({1: order}, rank)
+        flight_recorder.dump()
+
+    kind, words = ORDERS[order]
+    found = verdict_on(program, 3, tmp_path, monkeypatch)
+    assert (found.kind, found.ranks, found.number) == (kind, (1,), (1, 0))
+    assert found.sentence.startswith(words)
+
+
+# ---- deaths and exceptions
+
+
+def dies(rank: int) -> None:
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(fill(rank, (7,)))  # where it is missed
+
+
+def test_a_dead_rank_is_named_with_its_end_and_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = verdict_on(dies, 3, tmp_path, monkeypatch)
+    assert (found.kind, found.ranks, found.number) == ("died", (1,), (2, 0))
+    start = (
+        "Rank 1 died: ranks 0 and 2 failed in call 2 of group 'world', all_reduce(reduction=sum) of float32 [7] at "
+        f"{line_of(dies, '# where it is missed')} (pid "
+    )
+    assert found.sentence.startswith(start) and found.sentence.endswith("was killed by SIGKILL).")
+
+
+def test_a_dead_sender_is_named_and_ranks_without_dumps_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(rank: int) -> None:
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0:
+            dist.recv(torch.zeros(7), 1)
+
+    found = verdict_on(program, 3, tmp_path, monkeypatch)
+    assert (found.kind, found.ranks, found.number) == ("died", (1,), None)
+    assert found.sentence.startswith("Rank 1 died: rank 0 failed in recv(src=1, tag=0) of float32 [7] at ")
+
+
+def raises(rank: int) -> None:
+    try:
+        if rank == 2:
+            torch.ones(2) @ torch.ones(3)  # the cause
+    except RuntimeError as error:
+        flight_recorder.dump_failure(error)
+        raise
+    dist.all_reduce(fill(rank, (7,)))
+
+
+def test_a_rank_that_raised_is_named_before_those_that_it_aborted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = verdict_on(raises, 3, tmp_path, monkeypatch)
+    assert (found.kind, found.ranks) == ("raised", (2,))
+    assert found.sentence.startswith("Rank 2 raised RuntimeError: ")
+    assert found.sentence.endswith(f" at {line_of(raises, '# the cause')}.")
+
+
+def comes_late(rank: int) -> None:
+    group, world = dist.new_group(timeout=SOON), dist.group.WORLD
+    assert world is not None
+    if rank == 1:
+        world.store.wait(["gone"])
+    try:
+        dist.all_reduce(fill(rank, (5,)), group=group)
+        flight_recorder.dump()
+    finally:
+        world.store.set("gone", "")
+
+
+def test_a_rank_that_comes_after_the_time_out_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = verdict_on(comes_late, 3, tmp_path, monkeypatch)
+    assert (found.kind, found.ranks, found.number, found.group) == ("late", (1,), (0, 0), "group 1")
+
+
+def test_nothing_is_said_of_ranks_that_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = verdict_on(lambda rank: flight_recorder.dump() and None, 3, tmp_path, monkeypatch)
+    assert (found.kind, found.ranks) == ("nothing", ())
+    (tmp_path / "rank2.json").unlink()
+    found = find_verdict(read_directory(tmp_path))
+    assert found.sentence == "No rank waits for another, and all calls agree, but rank 2 left no dump."
+
+
+# ---- another backend
+
+
+def test_a_mismatch_that_hangs_gloo_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(rank: int) -> None:
+        tensor = fill(rank, (4,))
+        work = dist.all_reduce(tensor, async_op=True) if rank else dist.broadcast(tensor, 0, async_op=True)
+        flight_recorder.dump()
+        for other in range(3):
+            wait_for_file(tmp_path / f"rank{other}.json")
+        os._exit(work is None)
+
+    found = verdict_on(program, 3, tmp_path, monkeypatch, backend="gloo")
+    assert (found.kind, found.ranks, found.number) == ("mismatch", (0,), (1, 0))
+
+
+def test_a_rank_behind_on_gloo_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(rank: int) -> None:
+        work = dist.all_reduce(fill(rank, (4,)), async_op=True) if rank != 1 else None
+        flight_recorder.dump()
+        for other in range(3):
+            wait_for_file(tmp_path / f"rank{other}.json")
+        os._exit(work is None)
+
+    found = verdict_on(program, 3, tmp_path, monkeypatch, backend="gloo")
+    assert (found.kind, found.ranks, found.number) == ("behind", (1,), (1, 0))
+    assert "rank 1 made call 0 last, all_reduce(reduction=sum) of float32 [3]," in found.sentence

@@ -1,0 +1,126 @@
+"""Command `python -m torchdist_ref.debug DIRECTORY`: the verdict on the dumps of a job, a table, and a trace.
+
+With ``--request PID ...`` it asks running ranks for dumps instead. Do not add conclusions here: they belong to
+`verdict`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump, read_directory
+from torchdist_ref.debug.flight_recorder import request, write_privately
+from torchdist_ref.debug.verdict import find_verdict, number_text, place
+
+_COLUMNS = ("rank", "group", "last completed", "not completed", "state", "where")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command, and return its exit status: 1 if there is no dump to read, else 0."""
+    parser = argparse.ArgumentParser(
+        "python -m torchdist_ref.debug", description="Explain the flight recorder dumps of a job, or ask for them."
+    )
+    parser.add_argument("directory", nargs="?", help="directory with the dumps of all ranks, ours or torch's")
+    parser.add_argument("--trace", metavar="FILE", help="file of the Chrome trace (default: DIRECTORY/trace.json)")
+    parser.add_argument("--no-trace", action="store_true", help="write no trace")
+    parser.add_argument("--request", metavar="PID", type=int, nargs="+", help="ask running ranks to write their dumps")
+    options = parser.parse_args(arguments)
+    if options.request:
+        sys.stdout.writelines(f"{line}\n" for line in request(options.request))
+        return 0
+    if options.directory is None:
+        parser.error("give a directory, or --request PID")
+    try:
+        dumps = read_directory(options.directory)
+    except OSError as error:
+        parser.error(str(error))
+    target = Path(options.trace) if options.trace else Path(options.directory) / "trace.json"
+    skipped = {name: reason for name, reason in dumps.skipped.items() if name != target.name}
+    sys.stdout.write(f"{find_verdict(dumps).sentence}\n\n{table(dumps)}\n")
+    for name, reason in skipped.items():
+        sys.stdout.write(f"\nNot read: {name}: {reason}\n")
+    if not dumps.ranks:
+        return 1
+    if not options.no_trace:
+        write_privately(target, json.dumps(chrome_trace(dumps)))
+        sys.stdout.write(f"\nTrace for https://ui.perfetto.dev: {target}\n")
+    return 0
+
+
+def table(dumps: Dumps) -> str:
+    """Return a table with a row for each rank and group: its last completed call, and the first that is not."""
+    rows = [_COLUMNS, *(_row(dump, group) for dump in dumps.ranks.values() for group in dump.groups)]
+    rows += [(str(rank), "", "", "", "no dump", "") for rank in dumps.missing]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def _row(dump: RankDump, group: GroupCalls) -> tuple[str, ...]:
+    completed = [event for event in group.events if event.state == "completed"]
+    pending = next((event for event in group.events if event.state != "completed"), None)
+    last = _words(completed[-1]) if completed else ""
+    if pending is None:
+        return str(dump.rank), group.name, last, "", "", place(dump)
+    state = f"failed: {pending.error.partition(':')[0]}" if pending.error else pending.state
+    return str(dump.rank), group.name, last, _words(pending), state, place(dump, pending)
+
+
+def _words(event: Event) -> str:
+    return event.text if event.is_message else f"{number_text(event.number)} {event.text}"
+
+
+def chrome_trace(dumps: Dumps) -> dict[str, Any]:
+    """Return the calls in the Trace Event Format, which Perfetto and chrome://tracing open.
+
+    Each rank is a process. Each group has as many threads as it has calls at the same time. Calls that have not ended
+    last until the dump. Times are in microseconds since the first call of any rank, by the clocks of the hosts.
+    """
+    begins = [e.start_ns for dump in dumps.ranks.values() for g in dump.groups for e in g.events if e.start_ns]
+    origin = min(begins, default=0)
+    events = [event for dump in dumps.ranks.values() for event in _trace_of(dump, origin)]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _trace_of(dump: RankDump, origin: int) -> Iterator[dict[str, Any]]:
+    yield _metadata("process_name", dump.rank, 0, f"rank {dump.rank}")
+    thread = 0
+    for group in dump.groups:
+        free_at: list[int] = []
+        for event in sorted((e for e in group.events if e.start_ns), key=lambda e: e.start_ns):
+            end = max(event.start_ns, event.end_ns or (event.start_ns if event.state == "completed" else dump.time_ns))
+            lane = next((n for n, free in enumerate(free_at) if free <= event.start_ns), len(free_at))
+            if lane == len(free_at):
+                free_at.append(end)
+                yield _metadata("thread_name", dump.rank, thread + lane, group.name)
+            free_at[lane] = end
+            yield {
+                "name": event.op,
+                "cat": group.name,
+                "ph": "X",
+                "pid": dump.rank,
+                "tid": thread + lane,
+                "ts": (event.start_ns - origin) / 1000,
+                "dur": (end - event.start_ns) / 1000,
+                "args": {
+                    "number": number_text(event.number),
+                    "call": event.text,
+                    "state": event.state,
+                    "bytes": event.nbytes,
+                    "error": event.error,
+                },
+            }
+        thread += len(free_at)
+
+
+def _metadata(name: str, rank: int, thread: int, value: str) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": rank, "tid": thread, "args": {"name": value}}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,384 @@
+"""Reader of flight recorder dumps: ours, and those of torch's own recorder, as pickle or as JSON.
+
+All become values of the same classes. Files may come from anywhere, so nothing in them is run or believed: pickles may
+hold plain data only, which is checked before they are loaded, sizes are bounded, and a wrong type is a `DumpError`.
+Do not add conclusions here: they belong to `verdict`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import pickletools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torchdist_ref.debug.flight_recorder import FORMAT
+from torchdist_ref.recorder import Frame
+
+MAX_FILE_BYTES = 64 << 20
+MAX_PICKLE_OPERATIONS = 20_000_000
+
+# Operations of a pickle that make plain data. Every other one could import or call something.
+_PLAIN = frozenset(
+    "PROTO FRAME STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT LONG LONG1 LONG4 BININT BININT1 BININT2 FLOAT "
+    "BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE BINUNICODE8 SHORT_BINUNICODE BINBYTES BINBYTES8 "
+    "SHORT_BINBYTES EMPTY_DICT DICT SETITEM SETITEMS EMPTY_LIST LIST APPEND APPENDS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 "
+    "TUPLE3 GET BINGET LONG_BINGET PUT BINPUT LONG_BINPUT MEMOIZE".split()
+)
+_STATES = ("scheduled", "started", "completed", "failed")
+
+
+class DumpError(ValueError):
+    """A file is not a dump of a flight recorder, or holds more than plain data."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Call of one rank.
+
+    Attributes:
+        number: Position among the collectives of its group; (-1, 0) for a message.
+        op: Name of the operation.
+        text: The call in words.
+        compared: Everything that all ranks must agree on.
+        state: ``"scheduled"``, ``"started"``, ``"completed"`` or ``"failed"``.
+        start_ns: Time of day at which it began, in nanoseconds; 0 if it has not.
+        end_ns: Time of day at which it ended; 0 if it has not, or if that is not known.
+        error: Type and message of its exception, or the empty string.
+        peer: Global rank of the other side of a message; None for collectives and if any rank may send.
+        nbytes: Size of the largest operand in bytes.
+        frames: The caller's stack, innermost frame first, if it was recorded.
+    """
+
+    number: tuple[int, int]
+    op: str
+    text: str
+    compared: str
+    state: str
+    start_ns: int = 0
+    end_ns: int = 0
+    error: str = ""
+    peer: int | None = None
+    nbytes: int = 0
+    frames: tuple[Frame, ...] = ()
+
+    @property
+    def is_message(self) -> bool:
+        """Whether this is a send or a receive."""
+        return self.op in ("send", "recv")
+
+
+@dataclass(frozen=True)
+class GroupCalls:
+    """The calls of one rank on one group.
+
+    Attributes:
+        name: The group's name.
+        members: Global ranks, in group order.
+        events: Oldest first.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    events: tuple[Event, ...]
+
+    @property
+    def collectives(self) -> dict[tuple[int, int], Event]:
+        """The collectives by number."""
+        return {event.number: event for event in self.events if not event.is_message}
+
+
+@dataclass(frozen=True)
+class RankDump:
+    """Dump of one rank.
+
+    Attributes:
+        rank: The global rank.
+        source: Name of the file.
+        time_ns: Time of day of the dump; 0 if it is not known.
+        attempt: Number of restarts of the job.
+        process: Host and pid, if known.
+        reason: Cause of the dump, if known.
+        error: Type and message of the exception that caused it, or the empty string.
+        error_frames: Stack of that exception, innermost frame first.
+        program: Stack of the thread that runs the program, innermost frame first.
+        groups: The calls of each group.
+    """
+
+    rank: int
+    source: str
+    groups: tuple[GroupCalls, ...]
+    time_ns: int = 0
+    attempt: int = 0
+    process: str = ""
+    reason: str = ""
+    error: str = ""
+    error_frames: tuple[Frame, ...] = ()
+    program: tuple[Frame, ...] = ()
+
+
+@dataclass(frozen=True)
+class Dumps:
+    """The dumps of one job.
+
+    Attributes:
+        ranks: The dump of each rank.
+        skipped: Files that are no dumps, or of an earlier attempt, each with the reason.
+    """
+
+    ranks: Mapping[int, RankDump]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Members of the groups that have left no dump."""
+        members = {member for dump in self.ranks.values() for group in dump.groups for member in group.members}
+        return tuple(sorted(members - set(self.ranks)))
+
+
+def read_directory(directory: str | Path) -> Dumps:
+    """Return the dumps of a directory: of the last attempt, and the newest of each rank.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    found: list[RankDump] = []
+    skipped: dict[str, str] = {}
+    for path in sorted(Path(directory).iterdir()):
+        if path.name.startswith(".") or not path.is_file():
+            continue
+        try:
+            found.append(read_file(path))
+        except (DumpError, OSError) as error:
+            skipped[path.name] = str(error)
+    last = max((dump.attempt for dump in found), default=0)
+    ranks: dict[int, RankDump] = {}
+    for dump in sorted(found, key=lambda dump: dump.time_ns):
+        if dump.attempt < last:
+            skipped[dump.source] = f"of attempt {dump.attempt}, and the last one is {last}"
+        else:
+            ranks[dump.rank] = dump
+    return Dumps(dict(sorted(ranks.items())), skipped)
+
+
+def read_file(path: Path) -> RankDump:
+    """Return the dump in a file.
+
+    Raises:
+        DumpError: It is none.
+    """
+    if path.stat().st_size > MAX_FILE_BYTES:
+        _refuse(f"larger than {MAX_FILE_BYTES} bytes")
+    data = path.read_bytes()
+    try:
+        content = json.loads(data) if data.lstrip()[:1] in (b"{", b"[") else load_plain_pickle(data)
+        if isinstance(content, dict) and content.get("format") == FORMAT:
+            return _our_dump(content, path.name)
+        if isinstance(content, dict) and "entries" in content:
+            return _torchs_dump(content, path.name)
+    except DumpError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
+        raise DumpError(f"not a dump of a flight recorder: {error!r}"[:300]) from error
+    _refuse("not a dump of a flight recorder")
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise DumpError(reason)
+
+
+# ---- pickles
+
+
+class _NothingToImport(pickle.Unpickler):
+    """Unpickler without classes and functions."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refuse to import anything."""
+        _refuse(f"the pickle imports {module}.{name}"[:200])
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Refuse a reference to an object outside."""
+        _refuse("the pickle refers to an object outside")
+
+
+def load_plain_pickle(data: bytes) -> Any:
+    """Return the value of a pickle of plain data: None, numbers, texts, bytes, lists, tuples and dicts.
+
+    All operations are looked at before the first is executed. A pickle that refers to a place of its memo that it has
+    not written is refused as well, because Python would allocate memory up to that place.
+
+    Raises:
+        DumpError: It holds anything else, or is damaged.
+    """
+    written = 0
+    try:
+        for count, (operation, argument, _) in enumerate(pickletools.genops(data)):
+            if operation.name not in _PLAIN:
+                _refuse(f"the pickle holds more than plain data ({operation.name})")
+            if operation.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+                written += 1
+                if operation.name != "MEMOIZE" and int(str(argument)) > written:
+                    _refuse("the pickle leaves gaps in its memo")
+            if count > MAX_PICKLE_OPERATIONS:
+                _refuse("the pickle has too many operations")
+        return _NothingToImport(io.BytesIO(data)).load()
+    except DumpError:
+        raise
+    except Exception as error:
+        raise DumpError(f"not a dump of a flight recorder: {error!r}"[:300]) from error
+
+
+# ---- checks of types
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, str) and re.fullmatch(r"-?\d{1,19}", value):
+        return int(value)
+    if not isinstance(value, int) or not -(1 << 63) <= value < 1 << 63:
+        _refuse(f"expected a number, got {type(value).__name__}")
+    return value
+
+
+def _text(value: Any, most: int = 4_000) -> str:
+    if not isinstance(value, str):
+        _refuse(f"expected a text, got {type(value).__name__}")
+    return "".join(c if c.isprintable() else " " for c in value[:most])
+
+
+def _list(value: Any) -> Sequence[Any]:
+    if not isinstance(value, (list, tuple)):
+        _refuse(f"expected a list, got {type(value).__name__}")
+    return value
+
+
+def _frames(value: Any) -> tuple[Frame, ...]:
+    return tuple((_text(name), _text(file), _int(line)) for name, file, line in _list(value))
+
+
+def _shapes(value: Any) -> list[list[int]]:
+    return [[_int(extent) for extent in _list(shape)] for shape in _list(value)]
+
+
+# ---- our format
+
+
+def _our_dump(content: dict[str, Any], source: str) -> RankDump:
+    stacks = [_frames(stack) for stack in _list(content["stacks"])]
+    threads = [thread for thread in _list(content["threads"]) if thread["program"] is True]
+    error = content["error"]
+    return RankDump(
+        rank=_int(content["rank"]),
+        source=source,
+        groups=tuple(_our_group(group, stacks) for group in _list(content["groups"])),
+        time_ns=_int(content["time_ns"]),
+        attempt=_int(content["attempt"]),
+        process=f"{_text(content['host'])}, pid {_int(content['pid'])}",
+        reason=_text(content["reason"]),
+        error="" if error is None else _text(error["text"]),
+        error_frames=() if error is None else _frames(error["frames"]),
+        program=_frames(threads[0]["frames"]) if threads else (),
+    )
+
+
+def _our_group(content: dict[str, Any], stacks: Sequence[tuple[Frame, ...]]) -> GroupCalls:
+    members = tuple(map(_int, _list(content["members"])))
+    events = tuple(_our_event(event, members, stacks) for event in _list(content["events"]))
+    return GroupCalls(_text(content["name"]), members, events)
+
+
+def _our_event(content: dict[str, Any], members: Sequence[int], stacks: Sequence[tuple[Frame, ...]]) -> Event:
+    op, state, stack = _text(content["op"]), _text(content["state"]), content["stack"]
+    if state not in _STATES:
+        _refuse(f"unknown state {state!r}")
+    peer = content["arguments"].get({"send": "dst", "recv": "src"}.get(op, ""))
+    sequence, path = _list(content["number"])
+    return Event(
+        number=(_int(sequence), _int(path)),
+        op=op,
+        text=_text(content["text"]),
+        compared=_text(content["compared"]),
+        state=state,
+        start_ns=_int(content["start_ns"]),
+        end_ns=_int(content["end_ns"]),
+        error=_text(content["error"]),
+        peer=None if peer is None else members[_int(peer)],
+        nbytes=_int(content["nbytes"]),
+        frames=() if stack is None else stacks[_int(stack)],
+    )
+
+
+# ---- torch's format
+
+
+def _torchs_dump(content: dict[str, Any], source: str) -> RankDump:
+    """Return a dump of torch's; it does not hold its rank, which ends the file's name."""
+    digits = re.search(r"(\d+)(?:\.\w+)?$", source)
+    if digits is None:
+        _refuse("a dump of torch's whose name does not end with the rank")
+    configured = content.get("pg_config") or {}
+    by_group: dict[tuple[str, str], list[Event]] = {}
+    latest = 0
+    for entry in _list(content["entries"]):
+        name, description = _list(entry["process_group"])
+        members = _torchs_members(configured, _text(name))
+        event = _torchs_event(entry, members)
+        latest = max(latest, event.start_ns, event.end_ns)
+        by_group.setdefault((_text(name), _text(description)), []).append(event)
+    groups = tuple(
+        GroupCalls(
+            name if description in ("", "undefined") else f"{description} ({name})" if name else description,
+            _torchs_members(configured, name),
+            tuple(events),
+        )
+        for (name, description), events in by_group.items()
+    )
+    return RankDump(_int(digits[1]), source, groups, time_ns=latest)
+
+
+def _torchs_members(configured: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """Return the members of a group; the default group is listed without a name by some versions."""
+    found = configured.get(name) or configured.get("") or {}
+    return tuple(map(_int, json.loads(_text(found.get("ranks", "[]")))))
+
+
+def _torchs_event(entry: dict[str, Any], members: Sequence[int]) -> Event:
+    backend, _, name = _text(entry["profiling_name"]).partition(":")
+    op, _, pair = (name or backend).partition(" ")
+    inputs, outputs = _shapes(entry["input_sizes"]), _shapes(entry["output_sizes"])
+    dtype = next(map(_text, _list(entry.get("input_dtypes") or [])), "").lower()
+    is_message = op in ("send", "recv")
+    state = {"scheduled": "scheduled", "started": "started", "completed": "completed"}.get(entry["state"], "scheduled")
+    if entry.get("retired") is True and state == "scheduled":
+        # Backends without events of the device, such as Gloo, only retire their calls.
+        state = "completed"
+    ends = [_int(found) for found in re.findall(r"\d+", pair)]
+    sizes = " ".join(map(str, inputs))
+    elements = 0 if op.startswith(("all_to_all", "scatter")) else sum(map(prod, inputs))
+    return Event(
+        number=(-1, 0) if is_message else (_int(entry["collective_seq_id"]), 0),
+        op=op,
+        text=f"{name or backend}{f' of {dtype} {sizes}' if inputs else ''}",
+        compared=f"{op} of {dtype} [{elements}]",
+        state=state,
+        start_ns=_int(entry.get("time_discovered_started_ns") or entry.get("time_created_ns") or 0),
+        end_ns=_int(entry.get("time_discovered_completed_ns") or 0),
+        peer=members[ends[1]] if is_message and len(ends) == 2 and ends[1] < len(members) else None,
+        nbytes=max(sum(map(prod, inputs)), sum(map(prod, outputs))) * _ITEM_BYTES.get(dtype, 1),
+        frames=tuple(_torchs_frames(entry.get("frames") or [])),
+    )
+
+
+_ITEM_BYTES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "int": 4, "long": 8, "short": 2}
+_ITEM_BYTES |= {"complexfloat": 8, "complexdouble": 16}
+
+
+def _torchs_frames(value: Any) -> Iterator[Frame]:
+    for frame in _list(value):
+        yield _text(frame["name"]), _text(frame["filename"]), _int(frame["line"])

@@ -1,0 +1,489 @@
+"""Flight recorder: writes the last calls of all groups of this process to a file, one for each rank.
+
+The calls are in the groups' recorders at all times. They are written after a failed call if a directory is set, when a
+signal asks for it, and by `dump`. The signal is served by a thread of its own, because the program's thread may be
+inside a function of C++ that waits for another rank. The environment variables are on the page "Environment variables".
+
+`dumps` reads the files, `verdict` explains them. Do not add explanations here: a process that hangs has to do little.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from torchdist_ref.errors import GroupAbortedError
+from torchdist_ref.recorder import CallRecord, Frame, Recorder
+
+if TYPE_CHECKING:
+    from torchdist_ref.backends.base import Membership
+
+FORMAT = "torchdist_ref flight recorder"
+VERSION = 1
+
+DIRECTORY_VARIABLE = "TORCHDIST_REF_FLIGHT_RECORDER_DIR"
+SIGNAL_VARIABLE = "TORCHDIST_REF_FLIGHT_RECORDER_SIGNAL"
+# torch's names: a prefix of the file, to which the rank is appended, and whether failures are dumped.
+PREFIX_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+ON_FAILURE_VARIABLES = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+
+# Bounds of a file. A program of 1,000 groups still leaves 20 calls of each.
+MAX_EVENTS = 20_000
+MAX_GROUPS = 1_000
+MAX_OPERANDS = 16
+MAX_STACKS = 2_000
+MAX_FRAMES = 64
+MAX_THREADS = 64
+MAX_TEXT = 1_000
+
+log = logging.getLogger("torchdist_ref.debug")
+
+
+@dataclass(frozen=True)
+class RecordedGroup:
+    """Facts of a group whose calls are recorded.
+
+    Attributes:
+        name: The group's name.
+        backend: Name of its backend.
+        members: Global ranks, in group order.
+        rank: This rank in the group.
+        timeout: Time-out of its calls in seconds.
+        thread: The thread that created it, on which the rank's program runs.
+    """
+
+    name: str
+    backend: str
+    members: tuple[int, ...]
+    rank: int
+    timeout: float
+    thread: int
+
+    @property
+    def global_rank(self) -> int:
+        """This rank in the world."""
+        return self.members[self.rank]
+
+
+_groups: WeakKeyDictionary[Recorder, RecordedGroup] = WeakKeyDictionary()
+_writing = threading.Lock()
+# The last failure that each rank has dumped: the calls after it fail for the same reason.
+_dumped_failures: dict[int, str] = {}
+
+
+def register(recorder: Recorder, membership: Membership, backend: str) -> None:
+    """Include a group in this process's dumps, as long as its recorder exists.
+
+    Args:
+        recorder: The group's recorder on this rank.
+        membership: The group.
+        backend: Name of its backend.
+    """
+    m = membership
+    group = RecordedGroup(m.name, backend, m.members, m.rank, m.timeout, threading.get_ident())
+    _groups[recorder] = group
+    _dumped_failures.pop(group.global_rank, None)
+    recorder.on_failure = lambda error: dump_failure(error, group.global_rank)
+
+
+# ---- what a dump holds
+
+
+def snapshot(rank: int, reason: str, error: BaseException | None = None) -> dict[str, Any]:
+    """Return the dump of one rank of this process, made of plain data.
+
+    Args:
+        rank: The global rank.
+        reason: Cause of the dump.
+        error: The exception that caused it, if any.
+    """
+    groups = list({group.name: (recorder, group) for recorder, group in _of_rank(rank)}.values())[-MAX_GROUPS:]
+    stacks: dict[tuple[Frame, ...], int] = {}
+    wall = time.time() - time.perf_counter()
+    most = max(1, MAX_EVENTS // max(1, len(groups)))
+    thread = groups[0][1].thread if groups else threading.main_thread().ident
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "rank": rank,
+        "world_size": max((len(group.members) for _, group in groups), default=1),
+        "attempt": _number("TORCHELASTIC_RESTART_COUNT"),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "time_ns": time.time_ns(),
+        "reason": reason[:MAX_TEXT],
+        "error": None if error is None else _error(error),
+        "threads": _threads(thread),
+        "groups": [
+            {
+                "name": group.name,
+                "backend": group.backend,
+                "members": group.members,
+                "rank": group.rank,
+                "timeout": group.timeout,
+                "events": [_event(event, wall, stacks) for event in recorder.events()[-most:]],
+            }
+            for recorder, group in groups
+        ],
+        "stacks": list(stacks),
+    }
+
+
+def _of_rank(rank: int | None) -> list[tuple[Recorder, RecordedGroup]]:
+    found = [(recorder, group) for recorder, group in list(_groups.items()) if group.global_rank == rank]
+    return [pair for pair in found if pair[0] in _groups]
+
+
+def _number(variable: str) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() and len(text) < 10 else 0
+
+
+def _event(event: CallRecord, wall: float, stacks: dict[tuple[Frame, ...], int]) -> dict[str, Any]:
+    """Return a call as plain data; `wall` is the time of day at which `perf_counter` was zero."""
+    stack = None
+    if event.frames and (event.frames in stacks or len(stacks) < MAX_STACKS):
+        stack = stacks.setdefault(event.frames, len(stacks))
+    inputs, outputs = ([list(shape) for _, shape in side[:MAX_OPERANDS]] for side in event.operands)
+    return {
+        "number": [event.sequence, event.path],
+        "op": event.call.op,
+        "arguments": {field.name: getattr(event.call, field.name) for field in fields(event.call)},
+        "text": event.text[:MAX_TEXT],
+        "compared": event.compared[:MAX_TEXT],
+        "dtype": event.dtype,
+        "inputs": inputs,
+        "outputs": outputs,
+        "nbytes": event.nbytes,
+        "state": event.state,
+        "start_ns": int((event.start + wall) * 1e9) if event.start else 0,
+        "end_ns": int((event.end + wall) * 1e9) if event.end else 0,
+        "error": event.error[:MAX_TEXT],
+        "stack": stack,
+    }
+
+
+def _error(error: BaseException) -> dict[str, Any]:
+    return {"text": f"{type(error).__name__}: {error}"[:MAX_TEXT], "frames": frames_of_traceback(error.__traceback__)}
+
+
+def frames_of_traceback(trace: TracebackType | None) -> list[Frame]:
+    """Return the frames of a traceback, innermost first."""
+    frames: list[Frame] = []
+    while trace is not None:
+        frames.append((trace.tb_frame.f_code.co_name, trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    return frames[::-1][:MAX_FRAMES]
+
+
+def frames_of(frame: FrameType | None, most: int = MAX_FRAMES) -> tuple[Frame, ...]:
+    """Return the frames of a stack, innermost first."""
+    frames: list[Frame] = []
+    while frame is not None and len(frames) < most:
+        frames.append((frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(frames)
+
+
+def _threads(program: int | None) -> list[dict[str, Any]]:
+    """Return the stacks of all threads, that of the rank's program first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    running = sys._current_frames()  # noqa: SLF001, the documented way to other threads' stacks
+    idents = sorted(running, key=lambda ident: ident != program)[:MAX_THREADS]
+    return [
+        {
+            "name": names.get(ident, "unknown")[:MAX_TEXT],
+            "program": ident == program,
+            "frames": frames_of(running[ident]),
+        }
+        for ident in idents
+        if names.get(ident) != listener.name
+    ]
+
+
+# ---- where dumps go
+
+
+def dump(directory: str | os.PathLike[str] | None = None, *, reason: str = "dump() was called") -> list[Path]:
+    """Write the flight recorder of each rank of this process to a file.
+
+    Args:
+        directory: Directory of the files, which is created if need be. None: as the environment variables say.
+        reason: Cause of the dump, for readers.
+
+    Returns:
+        The files. `python -m torchdist_ref.debug DIRECTORY` explains them.
+
+    Raises:
+        OSError: A file cannot be written, or another user owns the default directory.
+
+    Example:
+        >>> import tempfile, torch, torchdist_ref as dist
+        >>> from torchdist_ref.debug.flight_recorder import dump
+        >>> from torchdist_ref.testing import run
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     def program(rank):
+        ...         dist.all_reduce(torch.ones(3))
+        ...         return [path.name for path in dump(folder)]
+        ...     run(program, 2, ranks="processes")
+        [['rank0.json'], ['rank1.json']]
+    """
+    ranks = sorted({group.global_rank for group in list(_groups.values())})
+    return [_write(rank, reason, None, directory) for rank in ranks]
+
+
+def dump_failure(error: BaseException, rank: int | None = None) -> None:
+    """Write the flight recorder after an exception, if the environment asks for that.
+
+    Args:
+        error: The exception.
+        rank: The rank that failed. None: all ranks of this process.
+    """
+    if not _wants_failures():
+        return
+    text = f"{type(error).__name__}: {error}"
+    ranks = [rank] if rank is not None else sorted({group.global_rank for group in list(_groups.values())})
+    for each in ranks:
+        if each in _dumped_failures and (_dumped_failures[each] == text or isinstance(error, GroupAbortedError)):
+            continue
+        _dumped_failures[each] = text
+        try:
+            path = _write(each, text, error)
+        except OSError as failure:
+            log.warning("flight recorder of rank %d: %r", each, failure)
+        else:
+            log.warning("flight recorder of rank %d after %s: %s", each, type(error).__name__, path)
+
+
+def _wants_failures() -> bool:
+    """Return whether failures are dumped: a place is set or torch's variable asks, and it does not forbid it."""
+    asked = next((os.environ[name].lower() for name in ON_FAILURE_VARIABLES if name in os.environ), None)
+    if asked is not None and asked not in ("1", "true", "y", "yes", "t"):
+        return False
+    return asked is not None or any(map(os.environ.get, (DIRECTORY_VARIABLE, *PREFIX_VARIABLES)))
+
+
+def path_of(rank: int, directory: str | os.PathLike[str] | None = None) -> Path:
+    """Return the file of a rank, and create its directory.
+
+    Raises:
+        PermissionError: The default directory is another user's, or a link.
+    """
+    chosen = directory or os.environ.get(DIRECTORY_VARIABLE)
+    if chosen:
+        Path(chosen).mkdir(0o700, parents=True, exist_ok=True)
+        return Path(chosen) / f"rank{rank}.json"
+    prefix = next(filter(None, map(os.environ.get, PREFIX_VARIABLES)), None)
+    if prefix:
+        return Path(f"{prefix}{rank}")
+    folder = Path(tempfile.gettempdir()) / f"torchdist_ref_flight_recorder_{os.getuid()}"
+    folder.mkdir(0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{folder} is not a directory of this user alone; set {DIRECTORY_VARIABLE}")
+    variables = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+    job = repr([*map(os.environ.get, variables), *([] if "MASTER_PORT" in os.environ else [os.getppid()])])
+    (folder / blake2b(job.encode(), digest_size=4).hexdigest()).mkdir(0o700, exist_ok=True)
+    return folder / blake2b(job.encode(), digest_size=4).hexdigest() / f"rank{rank}.json"
+
+
+def _write(
+    rank: int, reason: str, error: BaseException | None, directory: str | os.PathLike[str] | None = None
+) -> Path:
+    """Write a rank's dump, and return its file."""
+    with _writing:
+        path = path_of(rank, directory)
+        write_privately(path, json.dumps(snapshot(rank, reason, error), separators=(",", ":"), default=str))
+    return path
+
+
+def write_privately(path: Path, text: str) -> None:
+    """Write a file that only this user can read; readers see the whole text or the former file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    with suppress(FileNotFoundError):
+        temporary.unlink()
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        temporary.replace(path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+        raise
+
+
+# ---- requests from outside
+
+
+class SignalListener:
+    """Thread that writes a dump when this process gets the signal.
+
+    Attributes:
+        name: Name of the thread.
+    """
+
+    name = "torchdist_ref flight recorder"
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._number: int | None = None
+        self._pipe: tuple[int, int] | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Listen until `stop`, if the signal is free and this is the main thread, the only one that may."""
+        self._users += 1
+        number = signal_number()
+        if self._pipe is not None or number is None or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(number) is not signal.SIG_DFL:
+            name = signal.Signals(number).name
+            log.info("flight recorder: the program uses %s itself; set %s to another", name, SIGNAL_VARIABLE)
+            return
+        self._number, self._pipe = number, os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        former = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        if former != -1:
+            # An event loop of the program needs the bytes; `_on_signal` serves requests then.
+            signal.set_wakeup_fd(former)
+        signal.signal(number, self._on_signal)
+        arguments = (self._pipe[0], number)
+        self._thread = threading.Thread(target=self._listen, args=arguments, name=self.name, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread when all who started it have stopped it, and give the signal back; on the main thread."""
+        self._users = max(0, self._users - 1)
+        if self._users or self._pipe is None or threading.current_thread() is not threading.main_thread():
+            return
+        if self._number is not None and signal.getsignal(self._number) == self._on_signal:
+            signal.signal(self._number, signal.SIG_DFL)
+        self._replace_wakeup(-1)
+        (read_end, write_end), self._pipe = self._pipe, None
+        os.close(write_end)
+        if self._thread is not None:
+            self._thread.join()
+        os.close(read_end)
+
+    def _replace_wakeup(self, descriptor: int) -> bool:
+        """Set the descriptor that C writes signals to, if it is the pipe's, and return whether it was."""
+        current = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+        if self._pipe is not None and current == self._pipe[1]:
+            return True
+        signal.set_wakeup_fd(current, warn_on_full_buffer=False)
+        return False
+
+    def _listen(self, read_end: int, number: int) -> None:
+        """Write a dump for each byte that is the signal's number; C writes them, whatever the main thread does."""
+        while received := os.read(read_end, 64):
+            if number in received:
+                self._serve(number)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Write a dump on the main thread, if an event loop has replaced the descriptor that the thread reads."""
+        if self._pipe is None or not self._replace_wakeup(self._pipe[1]):
+            self._serve(number)
+
+    def _serve(self, number: int) -> None:
+        try:
+            for path in dump(reason=f"signal {signal.Signals(number).name}"):
+                log.warning("flight recorder: %s", path)
+        except Exception as error:
+            log.warning("flight recorder: %r", error)
+
+    def forget(self) -> None:
+        """Leave the parent's thread and pipe to the parent; for a forked child."""
+        pipe, number = self._pipe, self._number
+        if pipe is not None and number is not None:
+            with suppress(ValueError):
+                self._replace_wakeup(-1)
+                signal.signal(number, signal.SIG_DFL)
+            for descriptor in pipe:
+                os.close(descriptor)
+        self._users, self._number, self._pipe, self._thread = 0, None, None, None
+
+
+listener = SignalListener()
+
+
+def answer_requests() -> Callable[[], None]:
+    """Answer the signal, and dump uncaught exceptions; return the function that ends the former."""
+    _dump_uncaught()
+    listener.start()
+    return listener.stop
+
+
+@cache
+def _dump_uncaught() -> None:
+    former = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            dump_failure(error)
+        former(kind, error, frames)
+
+    sys.excepthook = hook
+
+
+def _after_fork_in_child() -> None:
+    global _writing
+    _writing = threading.Lock()
+    _groups.clear()
+    _dumped_failures.clear()
+    listener.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def signal_number() -> int | None:
+    """Return the number of the signal that asks for a dump: SIGUSR2 by default; None if the variable is ``0``.
+
+    >>> signal_number() == signal.SIGUSR2
+    True
+    """
+    text = os.environ.get(SIGNAL_VARIABLE, "SIGUSR2").strip().upper()
+    if text.isdecimal():
+        return int(text) if 0 < int(text) < signal.NSIG else None
+    return getattr(signal, text if text.startswith("SIG") else f"SIG{text}", None)
+
+
+def request(pids: Iterable[int]) -> Iterator[str]:
+    """Ask running ranks for dumps, and yield a line on each.
+
+    A process that would be ended by the signal gets none.
+
+    Args:
+        pids: Process ids of ranks on this host.
+    """
+    number = signal_number()
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/status").read_text("utf-8").splitlines()
+            status = dict(line.split(":\t", 1) for line in lines)
+            if number is None or not int(status["SigCgt"], 16) >> number - 1 & 1:
+                yield f"{pid}: this process does not listen for dump requests"
+                continue
+            os.kill(pid, number)
+        except (OSError, KeyError, ValueError) as error:
+            yield f"{pid}: {error}"
+        else:
+            yield f"{pid}: asked"

@@ -1,0 +1,436 @@
+"""Verdict on the dumps of a job: which rank is behind, which call differs, and where in the user's code.
+
+Four questions are asked in this order, since each kind of failure causes those below it: Did ranks make different
+calls under one number? Has a rank raised an exception of its own? Has a rank died? For which rank do the others wait?
+The answer to the last one is the end of a chain: a rank may wait for one that waits for a third.
+
+Do not add ways to read dumps here: they belong to `dumps`.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import eq
+from pathlib import Path
+
+from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump
+from torchdist_ref.recorder import Frame
+
+Number = tuple[int, int]
+
+_PACKAGES = ("/torch/", "/torchdist_ref/")
+_STDLIB = sysconfig.get_path("stdlib")
+# Failures that a rank has because of another one.
+_CAUSED_BY_ANOTHER = ("GroupAbortedError", "RankDiedError", "RankStalledError")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Conclusion from the dumps.
+
+    Attributes:
+        kind: ``"mismatch"``, ``"swapped"``, ``"skipped"``, ``"raised"``, ``"died"``, ``"late"``, ``"behind"``,
+            ``"deadlock"``, ``"sites"`` or ``"nothing"``.
+        ranks: The ranks to look at; several if the dumps do not show who is wrong.
+        sentence: The verdict in words.
+        group: Name of the group, if there is one.
+        number: Number of the call, if there is one.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    sentence: str
+    group: str = ""
+    number: Number | None = None
+
+
+@dataclass(frozen=True)
+class JobGroup:
+    """The calls of all ranks on one group.
+
+    Attributes:
+        name: The group's name.
+        members: Global ranks, in group order.
+        calls: For each rank with a dump, its collectives by number.
+        first: Smallest number that no rank has dropped from its buffer.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    calls: Mapping[int, Mapping[Number, Event]]
+    first: Number
+
+    @property
+    def numbers(self) -> list[Number]:
+        """All numbers that can be compared, in order."""
+        return sorted({n for calls in self.calls.values() for n in calls if n >= self.first})
+
+    def at(self, number: Number) -> dict[int, Event]:
+        """Return the calls of the ranks that have made one with this number."""
+        return {rank: calls[number] for rank, calls in self.calls.items() if number in calls}
+
+
+def job_groups(dumps: Dumps) -> list[JobGroup]:
+    """Return the groups of a job; those of one name but other members are different groups."""
+    found: dict[tuple[str, tuple[int, ...]], dict[int, GroupCalls]] = {}
+    for rank, dump in dumps.ranks.items():
+        for group in dump.groups:
+            found.setdefault((group.name, group.members), {})[rank] = group
+    groups = []
+    for (name, members), calls in found.items():
+        # torch's Gloo does not record the members. Its default group is that of all ranks.
+        everybody = members or tuple(dumps.ranks if name.startswith("default_pg") else calls)
+        collectives = {r: calls[r].collectives if r in calls else {} for r in everybody if r in dumps.ranks}
+        first = max((min(each) for each in collectives.values() if each), default=(0, 0))
+        groups.append(JobGroup(name, everybody, collectives, first))
+    return groups
+
+
+def find_verdict(dumps: Dumps) -> Verdict:
+    """Return the conclusion from the dumps of a job."""
+    groups = job_groups(dumps)
+    if not dumps.ranks:
+        return Verdict("nothing", (), "There is no dump to read.")
+    for find in (_difference, _raised, _death, _wait, _call_sites):
+        found = find(dumps, groups)
+        if found is not None:
+            return found
+    text = "No rank waits for another, and all calls agree"
+    if dumps.missing:
+        return Verdict("nothing", dumps.missing, f"{text}, but {_ranks(dumps.missing)} left no dump.")
+    return Verdict("nothing", (), f"{text}.")
+
+
+# ---- words
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """Return the names of ranks in words.
+
+    >>> _ranks([2]), _ranks([0, 1, 3])
+    ('rank 2', 'ranks 0, 1 and 3')
+    """
+    names = [str(rank) for rank in sorted(ranks)]
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def number_text(number: Number) -> str:
+    """Return the number of a call as errors show it.
+
+    >>> number_text((5, 0)), number_text((5, 2 << 42))
+    ('5', '5.2')
+    """
+    main, path = number
+    levels = [path >> 42 & 0x1FFFFF, path >> 21 & 0x1FFFFF, path & 0x1FFFFF]
+    return ".".join([str(main), *(str(level) for level in levels if level)])
+
+
+def user_frame(frames: Sequence[Frame]) -> Frame | None:
+    """Return the innermost frame of the user's program: not of torch, this library, or Python's own."""
+    candidates = [frame for frame in frames if not any(part in frame[1] for part in _PACKAGES)]
+    own = [f for f in candidates if not f[1].startswith((_STDLIB, "<frozen")) and "site-packages" not in f[1]]
+    return next(iter(own), next(iter(candidates), None))
+
+
+def frame_text(frame: Frame | None) -> str:
+    """Return the place of a frame: file, line and function."""
+    if frame is None:
+        return "an unknown place"
+    function, file, line = frame
+    return f"{Path(file).name}:{line} in {function}"
+
+
+def place(dump: RankDump, event: Event | None = None) -> str:
+    """Return where a rank is, or where it made a call."""
+    stacks = [event.frames if event else (), dump.error_frames, dump.program]
+    if event is not None and not event.frames and event.state == "completed":
+        # The stack is that of a later moment.
+        return ""
+    return next((frame_text(frame) for stack in stacks if (frame := user_frame(stack))), "")
+
+
+def _at(dump: RankDump, event: Event | None = None) -> str:
+    where = place(dump, event)
+    return f" at {where}" if where else ""
+
+
+# ---- different calls
+
+
+def _difference(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
+    """Return the verdict on the first number, in time, under which ranks made different calls."""
+    found = []
+    for group in groups:
+        for number in group.numbers:
+            calls = group.at(number)
+            if len({event.compared for event in calls.values()}) > 1:
+                found.append((min(event.start_ns for event in calls.values()), group, number, calls))
+                break
+    if not found:
+        return None
+    _, group, number, calls = min(found, key=lambda entry: entry[0])
+    counted = Counter(event.compared for event in calls.values()).most_common()
+    usual = counted[0][0]
+    odd = tuple(sorted(rank for rank, event in calls.items() if event.compared != usual))
+    tied = len(counted) > 1 and counted[0][1] == counted[1][1]
+    where = f"call {number_text(number)} of group {group.name!r}"
+    order = None if tied and len(calls) > 2 else _order(group, number, odd[0], min(set(calls) - set(odd)))
+    if order is not None and len({event.compared for r, event in calls.items() if r in odd}) == 1:
+        kind, words = order
+        both = "" if not tied else " or the reverse"
+        sentence = f"{_capital(_ranks(odd))} {words} in group {group.name!r}{both}: {_sides(dumps, calls)}."
+        return Verdict(kind, tuple(sorted(calls)) if tied else odd, sentence, group.name, number)
+    if tied:
+        sentence = f"{_capital(_ranks(calls))} made different calls as {where}: {_sides(dumps, calls)}."
+        return Verdict("mismatch", tuple(sorted(calls)), sentence, group.name, number)
+    sentence = f"{_capital(_ranks(odd))} made another call than the others as {where}: {_sides(dumps, calls)}."
+    return Verdict("mismatch", odd, sentence, group.name, number)
+
+
+def _sides(dumps: Dumps, calls: Mapping[int, Event]) -> str:
+    """Return what each rank called, with equal calls together."""
+    sides: dict[str, list[int]] = {}
+    for rank, event in calls.items():
+        sides.setdefault(f"{event.text}{_at(dumps.ranks[rank], event)}", []).append(rank)
+    return ", ".join(f"{_ranks(ranks)} made {text}" for text, ranks in sides.items())
+
+
+def _order(group: JobGroup, number: Number, odd: int, usual: int) -> tuple[str, str] | None:
+    """Return whether a rank made two calls in the other order, or left one out, as kind and words."""
+    mine, theirs = (_following(group.calls[rank], number) for rank in (odd, usual))
+    if len(mine) < 2 or len(theirs) < 2:
+        return None
+    text = number_text(number)
+    for later in range(1, min(len(mine), len(theirs))):
+        crossed = mine[0] == theirs[later] and mine[later] == theirs[0] and mine[0] != mine[later]
+        if crossed and all(map(eq, mine[later + 1 :], theirs[later + 1 :])):
+            return "swapped", f"made calls {text} and {number[0] + later} in the other order"
+    if mine[0] == theirs[1] and mine[: len(theirs) - 1] == theirs[1 : len(mine) + 1]:
+        return "skipped", f"left out call {text}"
+    if theirs[0] == mine[1] and theirs[: len(mine) - 1] == mine[1 : len(theirs) + 1]:
+        return "skipped", f"made an additional call {text}"
+    return None
+
+
+def _following(calls: Mapping[Number, Event], number: Number, most: int = 16) -> list[str]:
+    return [calls[n].compared for n in sorted(calls) if n >= number][:most]
+
+
+# ---- exceptions and deaths
+
+
+def _raised(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
+    """Return the verdict on the first rank with an exception that no other rank caused."""
+    own = [d for d in dumps.ranks.values() if d.error and not d.error.startswith(_CAUSED_BY_ANOTHER)]
+    if not own:
+        return None
+    dump = min(own, key=lambda dump: dump.time_ns)
+    return Verdict("raised", (dump.rank,), f"Rank {dump.rank} raised {_short(dump.error)}{_at(dump)}.")
+
+
+def _short(text: str, most: int = 300) -> str:
+    """Return the first sentences of an error."""
+    line = text.split("\n")[0].rstrip(".")
+    return line if len(line) <= most else f"{line[:most]}…"
+
+
+def _death(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
+    """Return the verdict on ranks that others found dead."""
+    reports = [
+        (event.end_ns, rank, group, number, event)
+        for group in groups
+        for rank, calls in group.calls.items()
+        for number, event in calls.items()
+        if event.error.startswith("RankDiedError")
+    ]
+    messages = [
+        (event.end_ns, dump.rank, event)
+        for dump in dumps.ranks.values()
+        for group in dump.groups
+        for event in group.events
+        if event.is_message and event.error.startswith("RankDiedError")
+    ]
+    if not reports and not messages:
+        return None
+    if reports:
+        _, witness, group, number, event = min(reports, key=lambda report: report[0])
+        where = f"call {number_text(number)} of group {group.name!r}, {event.text}"
+        name, at, failed = group.name, number, [r for r, e in group.at(number).items() if e.state == "failed"]
+    else:
+        _, witness, event = min(messages, key=lambda report: report[0])
+        where, name, at, failed = event.text, "", None, [witness]
+    dead = tuple(sorted(set(_named_dead(event.error)))) or dumps.missing
+    which = _ranks(dead) if dead else "a rank"
+    cause = next(iter(re.findall(r"\brank \d+ died \(([^()]*)\)", event.error)), "")
+    witnesses = f"{_ranks(failed)} failed in {where}{_at(dumps.ranks[witness], event)}"
+    sentence = f"{_capital(which)} died: {witnesses}{f' ({cause})' if cause else ''}."
+    return Verdict("died", dead, sentence, name, at)
+
+
+def _named_dead(error: str) -> Iterator[int]:
+    for found in re.finditer(r"\brank (\d+) died\b", error):
+        yield int(found[1])
+
+
+# ---- waits
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """A call in which a rank waits for others."""
+
+    rank: int
+    ends: frozenset[int]
+    event: Event
+    group: str
+
+
+def _wait(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
+    """Return the verdict on the rank at the end of the chain of waits."""
+    late = _late(dumps, groups)
+    if late is not None:
+        return late
+    waits: dict[int, _Wait] = {}
+    for each in sorted(_waits(dumps, groups), key=lambda wait: (not wait.event.start_ns, wait.event.start_ns)):
+        waits.setdefault(each.rank, each)
+    if not waits:
+        return None
+    rank, chain = min(waits), []
+    while rank in waits and rank not in chain:
+        chain.append(rank)
+        free = sorted(waits[rank].ends - set(waits))
+        rank = (free or sorted(waits[rank].ends))[0]
+    if rank in waits:
+        cycle = chain[chain.index(rank) :]
+        steps = ", ".join(
+            f"rank {r} waits in {waits[r].event.text}{_at(dumps.ranks[r], waits[r].event)} for {_ranks(waits[r].ends)}"
+            for r in cycle
+        )
+        return Verdict("deadlock", tuple(sorted(cycle)), f"{_capital(_ranks(cycle))} wait for each other: {steps}.")
+    last = waits[chain[-1]]
+    return _behind(dumps, groups, last, waits)
+
+
+def _behind(dumps: Dumps, groups: Sequence[JobGroup], last: _Wait, waits: Mapping[int, _Wait]) -> Verdict:
+    absent = tuple(sorted(last.ends - set(waits)))
+    number = None if last.event.is_message else last.event.number
+    call = last.event.text if number is None else f"call {number_text(number)}, {last.event.text},"
+    same = [w.rank for w in waits.values() if (w.group, w.event.number, w.event.op) == _key(last)] or [last.rank]
+    if number is None:
+        same = [last.rank]
+    waiting = f"{_ranks(same)} {'waits' if len(same) == 1 else 'wait'}"
+    for_whom = "it" if len(absent) == 1 else "them"
+    states = "; ".join(_state(dumps, groups, rank, last.group) for rank in absent)
+    verb = "is" if len(absent) == 1 else "are"
+    where = _at(dumps.ranks[last.rank], last.event)
+    sentence = (
+        f"{_capital(_ranks(absent))} {verb} behind: {waiting} for {for_whom} in {call} of group {last.group!r}{where}; "
+        f"{states}."
+    )
+    return Verdict("behind", absent, sentence, last.group, number)
+
+
+def _key(wait: _Wait) -> tuple[str, Number, str]:
+    return wait.group, wait.event.number, wait.event.op
+
+
+def _state(dumps: Dumps, groups: Sequence[JobGroup], rank: int, name: str) -> str:
+    """Return what is known about a rank that others wait for."""
+    dump = dumps.ranks.get(rank)
+    if dump is None:
+        return f"rank {rank} left no dump"
+    calls = next((group.calls.get(rank, {}) for group in groups if group.name == name and rank in group.members), {})
+    last = calls[max(calls)] if calls else None
+    made = f"made call {number_text(last.number)} last, {last.text}," if last else "has made no call on it"
+    where = place(dump)
+    return f"rank {rank} {made} and is at {where}" if where else f"rank {rank} {made.rstrip(',')}"
+
+
+def _waits(dumps: Dumps, groups: Sequence[JobGroup]) -> Iterator[_Wait]:
+    """Yield the calls that have not ended, or ran into a time-out, and whom they wait for."""
+    for group in groups:
+        for number in group.numbers:
+            calls = group.at(number)
+            ends = frozenset(set(group.members) - set(calls))
+            for rank, event in calls.items():
+                if ends and _is_waiting(event):
+                    yield _Wait(rank, ends, event, group.name)
+    for dump in dumps.ranks.values():
+        for calls_of_rank in dump.groups:
+            for event in calls_of_rank.events:
+                if event.is_message and event.peer is not None and _is_waiting(event):
+                    yield _Wait(dump.rank, frozenset([event.peer]), event, calls_of_rank.name)
+
+
+def _is_waiting(event: Event) -> bool:
+    return event.state in ("scheduled", "started") or event.error.startswith(("RankStalledError", "GroupAbortedError"))
+
+
+def _late(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
+    """Return the verdict on ranks that made a call after others had given it up."""
+    for group in groups:
+        for number in group.numbers:
+            calls = group.at(number)
+            stalled = {r: e for r, e in calls.items() if e.error.startswith("RankStalledError")}
+            if not stalled:
+                continue
+            given_up = min(event.end_ns for event in stalled.values())
+            late = tuple(r for r, e in calls.items() if e.start_ns >= given_up)
+            if not late:
+                continue
+            first = min(event.start_ns for event in stalled.values())
+            seconds = (max(calls[r].start_ns for r in late) - first) / 1e9
+            text = (
+                f"{_capital(_ranks(late))} came late to call {number_text(number)} of group {group.name!r}, "
+                f"{calls[late[0]].text}{_at(dumps.ranks[late[0]], calls[late[0]])}: {seconds:.3g} s after "
+                f"{_ranks(stalled)}, whose time-out had passed."
+            )
+            return Verdict("late", late, text, group.name, number)
+    return None
+
+
+# ---- call sites
+
+
+def _call_sites(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
+    """Return the verdict on equal calls that two ranks made at each other's lines, in another order."""
+    for group in groups:
+        differing: list[tuple[Number, dict[int, Event]]] = []
+        for number in group.numbers:
+            calls = {rank: event for rank, event in group.at(number).items() if event.frames}
+            if len({event.frames for event in calls.values()}) < 2:
+                continue
+            for earlier, others in differing:
+                pair = _crossed(calls, others)
+                if pair is not None:
+                    one, other = pair
+                    texts = (frame_text(user_frame(others[rank].frames)) for rank in (one, other))
+                    where = dict(zip((one, other), texts, strict=True))
+                    sentence = (
+                        f"{_capital(_ranks(pair))} made calls {number_text(earlier)} and {number_text(number)} of "
+                        f"group {group.name!r}, {calls[one].text}, in different orders: call {number_text(earlier)} is "
+                        f"that of {where[one]} on rank {one}, and that of {where[other]} on rank {other}."
+                    )
+                    return Verdict("sites", pair, sentence, group.name, earlier)
+            differing.append((number, calls))
+    return None
+
+
+def _crossed(calls: Mapping[int, Event], earlier: Mapping[int, Event]) -> tuple[int, int] | None:
+    """Return two ranks of which one makes a call now that the other made before, at the same line, or None."""
+    for one in sorted(calls):
+        for other in sorted(earlier):
+            if one == other or one not in earlier or other not in calls:
+                continue
+            same = calls[one].compared == earlier[other].compared and calls[one].frames == earlier[other].frames
+            if same and earlier[one].frames != earlier[other].frames and calls[one].op != "barrier":
+                return (one, other) if one < other else (other, one)
+    return None
