@@ -114,7 +114,7 @@ PARTS = (
     Part(
         "launch",
         "launcher",
-        ("errors", "stores", "authentication", "rendezvous", "processes", "failure_record", "launcher"),
+        ("errors", "stores", "authentication", "rendezvous", "processes", "failure_record", "launcher", "elastic"),
         torch=LATE,
     ),
     Part(
@@ -124,7 +124,12 @@ PARTS = (
         torch=LATE,
     ),
     Part("torch_paths", "compatibility", (ALL,), torch=LATE),
-    Part("elastic", "launcher", ("errors", "stores", "rendezvous"), torch=LATE),
+    Part(
+        "elastic",
+        "launcher",
+        (*CORE, "stores", "authentication", "rendezvous", "processes", "failure_record", "launcher"),
+        torch=LATE,
+    ),
     Part("testing", "tools", (ALL,)),
     Part("benchmark", "tools", (ALL,)),
     Part("notebook", "tools", (ALL,)),

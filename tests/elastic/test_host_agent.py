@@ -1,0 +1,257 @@
+"""Agents of several hosts: the hosts are processes of one machine, or network namespaces."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.agents import Agents, Start, is_running
+from torchdist_ref.elastic.bootstrap import get_free_port
+from torchdist_ref.stores import TCPStore
+from torchdist_ref.testing import namespaces
+
+BACK_AT_WORK_SECONDS = 2.0
+PORT = 29400
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Agents]:
+    """Agents on this host, whose rendezvous is on a free port."""
+    with Agents(tmp_path, port=get_free_port()) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Sequence[namespaces.Host]]:
+    if reason := namespaces.missing():
+        pytest.skip(reason)
+    with namespaces.hosts(4) as made:
+        yield made
+
+
+def check_ranks(starts: Sequence[Start], sizes: Sequence[int], restarts: int) -> None:
+    """Check the numbers of all workers of an attempt on hosts with so many workers each."""
+    world = sum(sizes)
+    expected = [(group, local) for group, size in enumerate(sizes) for local in range(size)]
+    assert [start.rank for start in starts] == list(range(world))
+    assert [(start.group_rank, start.local_rank) for start in starts] == expected
+    assert {(start.world_size, start.group_world_size, start.restarts) for start in starts} == {
+        (world, len(sizes), restarts)
+    }
+    assert [start.role_rank for start in starts] == list(range(world))
+    assert len({(start.address, start.port, start.token) for start in starts}) == 1
+
+
+def test_workers_of_all_hosts_get_their_ranks_and_the_job_ends_when_all_have_finished(agents: Agents) -> None:
+    for number, workers in enumerate((2, 1, 3)):
+        agents.start(number, min=3, max=3, workers=workers, node_rank=number, serves=number == 0, task="end")
+    starts = agents.starts(6)
+    check_ranks(starts, (2, 1, 3), 0)
+    assert agents.ends(["host-0", "host-1", "host-2"]) == dict.fromkeys(("host-0", "host-1", "host-2"), (0, ""))
+
+
+def test_a_failure_restarts_all_workers_once_and_the_last_one_names_rank_and_host(agents: Agents) -> None:
+    for number in range(2):
+        agents.start(number, min=2, max=2, workers=2, restarts=1, node_rank=number, serves=number == 0)
+    first = agents.starts(4)
+    os.kill(first[3].pid, signal.SIGKILL)
+    second = agents.starts(4)
+    check_ranks(second, (2, 2), 1)
+    assert {start.port for start in first}.isdisjoint(start.port for start in second)
+    os.kill(second[1].pid, signal.SIGKILL)
+    text = f"rank 1 on host-0 (process {second[1].pid}) was killed by SIGKILL"
+    assert agents.ends(["host-0", "host-1"]) == dict.fromkeys(("host-0", "host-1"), (137, text))
+    assert not any(is_running(start.pid) for start in (*first, *second))
+
+
+def test_the_token_of_the_workers_is_new_for_each_attempt(agents: Agents, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.touch(0o600)
+    path.write_text(secrets.token_hex())
+    for number in range(2):
+        agents.start(number, {"TORCHDIST_REF_TOKEN_FILE": str(path)}, min=2, max=2, restarts=1)
+    first = agents.starts(2)
+    check_ranks(first, (1, 1), 0)
+    os.kill(first[0].pid, signal.SIGKILL)
+    second = agents.starts(2)
+    check_ranks(second, (1, 1), 1)
+    tokens = {first[0].token, second[0].token}
+    assert len(tokens) == 2 and all(len(token) == 64 for token in tokens)
+    assert path.read_text() not in tokens
+
+
+def test_a_host_with_another_token_is_refused_and_the_job_goes_on(agents: Agents, tmp_path: Path) -> None:
+    environments = []
+    for name in ("ours", "theirs"):
+        path = tmp_path / name
+        path.touch(0o600)
+        path.write_text(secrets.token_hex())
+        environments.append({"TORCHDIST_REF_TOKEN_FILE": str(path)})
+    agents.start(0, environments[0], max=2, task="wait")
+    agents.starts(1)
+    for environment, have in ((environments[1], "another job token than"), ({}, "no job token, unlike")):
+        agents.start(1, environment, max=2)
+        code, text = agents.ends(["host-1"])["host-1"]
+        assert code == 2 and f"host-1 has {have} the agent at 127.0.0.1" in text and "--token-file" in text
+    agents.start(2, environments[0], max=2)
+    check_ranks(agents.starts(2), (1, 1), 0)
+
+
+def test_two_hosts_with_one_node_rank(agents: Agents) -> None:
+    agents.start(0, min=2, max=2, node_rank=0, serves=True)
+    agents.start(1, min=2, max=2, node_rank=0, serves=False)
+    code, text = agents.ends(["host-1"])["host-1"]
+    assert code == 2 and text == "--node-rank 0 of host-1 is that of host-0 already; give each its own."
+    agents.start(2, min=2, max=2, node_rank=1, serves=False)
+    check_ranks(agents.starts(2), (1, 1), 0)
+
+
+def test_hosts_that_never_come_are_named_at_the_time_out(agents: Agents) -> None:
+    agents.start(0, min=2, max=2, node_rank=0, serves=True, join=0.5)
+    code, text = agents.ends(["host-0"])["host-0"]
+    assert code == 2
+    assert text.startswith("1 of 2 hosts (--nnodes) are there (host-0), node rank 1 did not join within 0.5 s.")
+
+
+def test_a_rendezvous_that_never_comes_is_named_at_the_time_out(agents: Agents) -> None:
+    agents.start(0, serves=False, join=0.1)
+    code, text = agents.ends(["host-0"])["host-0"]
+    assert code == 2 and "host-0: no agent answers at 127.0.0.1" in text and "--rdzv-endpoint" in text
+
+
+def test_a_store_without_an_agent(agents: Agents) -> None:
+    with_no_agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agents.start(0, port=with_no_agent.port, join=0.1)
+    code, text = agents.ends(["host-0"])["host-0"]
+    with_no_agent.close()
+    assert code == 2 and "has no agent that coordinates a job" in text
+
+
+def test_other_versions_of_torch_or_of_this_library_are_refused(agents: Agents, tmp_path: Path) -> None:
+    agents.start(0, max=2)
+    agents.starts(1)
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "version.py").write_text("__version__ = '9.9.9+cpu'\n")
+    own = str(Path(__file__).parents[2])
+    agents.start(1, {"PYTHONPATH": f"{tmp_path}{os.pathsep}{own}"}, max=2)
+    code, text = agents.ends(["host-1"])["host-1"]
+    assert code == 2 and text.startswith("host-1 has torch 9.9.9, and the agent at 127.0.0.1")
+    assert "pip install torch==" in text
+
+
+# Hosts with networks of their own
+
+
+class Measured:
+    """Agents of three hosts, and the time until all workers run again."""
+
+    def __init__(self, agents: Agents) -> None:
+        self.agents = agents
+        self.started = agents.starts(3)
+        check_ranks(self.started, (1, 1, 1), 0)
+        self._since = time.monotonic()
+
+    def on(self, name: str) -> Start:
+        return next(start for start in self.started if start.name == name)
+
+    def begin(self) -> None:
+        self._since = time.monotonic()
+
+    def expect(self, names: Sequence[str], restarts: int = 0) -> float:
+        """Wait for the next attempt; check its ranks, hosts and time, and that no worker of the last one is left."""
+        before, self.started = self.started, self.agents.starts(len(names))
+        seconds = max(start.time for start in self.started) - self._since
+        check_ranks(self.started, (1,) * len(names), restarts)
+        assert sorted(start.name for start in self.started) == sorted(names)
+        assert seconds < BACK_AT_WORK_SECONDS
+        assert not any(is_running(start.pid) for start in before if start.name in names)
+        return seconds
+
+
+@pytest.fixture
+def measured(hosts: Sequence[namespaces.Host], tmp_path: Path) -> Iterator[Measured]:
+    with Agents(tmp_path, hosts, port=PORT, min=2, max=3, restarts=3, last_call=20.0) as agents:
+        for number in range(3):
+            agents.start(number)
+        yield Measured(agents)
+
+
+def set_link(host: namespaces.Host, state: str) -> None:
+    subprocess.run(["ip", "link", "set", host.interface, state], check=True, preexec_fn=host.enter)
+
+
+def test_worker_killed(measured: Measured) -> None:
+    measured.begin()
+    os.kill(measured.on("host-2").pid, signal.SIGKILL)
+    measured.expect(("host-0", "host-1", "host-2"), restarts=1)
+
+
+def test_agent_killed_and_another_one_joins(measured: Measured) -> None:
+    orphan = measured.on("host-2").pid
+    measured.begin()
+    measured.agents.kill("host-2")
+    measured.expect(("host-0", "host-1"))
+    assert not is_running(orphan)
+    measured.agents.start(3)
+    measured.agents.log("host-3 joins")
+    measured.begin()
+    measured.expect(("host-0", "host-1", "host-3"))
+
+
+def test_agent_leaves(measured: Measured) -> None:
+    measured.begin()
+    measured.agents.kill("host-1", signal.SIGTERM)
+    measured.expect(("host-0", "host-2"))
+
+
+def test_host_cut_off_and_back(measured: Measured, hosts: Sequence[namespaces.Host]) -> None:
+    cut = measured.on("host-2").pid
+    measured.begin()
+    set_link(hosts[2], "down")
+    try:
+        measured.expect(("host-0", "host-1"))
+        # The host that is cut off stops its own workers.
+        measured.agents.log("host-2 ")
+        measured.begin()
+    finally:
+        set_link(hosts[2], "up")
+    measured.expect(("host-0", "host-1", "host-2"))
+    assert not is_running(cut)
+
+
+def test_host_of_the_store_killed_and_started_again(measured: Measured) -> None:
+    orphan = measured.on("host-0").pid
+    measured.begin()
+    measured.agents.kill("host-0")
+    measured.expect(("host-1", "host-2"))
+    assert not is_running(orphan)
+    measured.agents.start(0)
+    measured.agents.log("host-0 joins")
+    measured.begin()
+    measured.expect(("host-0", "host-1", "host-2"))
+
+
+def test_host_of_the_store_cut_off(measured: Measured, hosts: Sequence[namespaces.Host]) -> None:
+    measured.begin()
+    set_link(hosts[0], "down")
+    try:
+        measured.expect(("host-1", "host-2"))
+        measured.begin()
+    finally:
+        set_link(hosts[0], "up")
+    measured.expect(("host-0", "host-1", "host-2"))
+
+
+def test_host_of_the_store_leaves(measured: Measured) -> None:
+    measured.begin()
+    measured.agents.kill("host-0", signal.SIGTERM)
+    measured.expect(("host-1", "host-2"))

@@ -1,0 +1,526 @@
+"""Rendezvous of the agents of a job on a store: the coordinator, and an agent's session with it.
+
+One agent serves the store and runs the coordinator. Each agent pushes reports to a queue; the coordinator gives them to
+a `Roster` and publishes its decisions under numbered keys, for which all agents wait. So nothing is polled but the
+keep-alive keys, and a decision arrives within a millisecond.
+
+Everything is sealed with a session key, which follows from the job token and a random number of the coordinator. It
+proves to each agent that it knows the token by sealing that number for a random number of the agent's. So neither a
+stranger nor a recording of an earlier job is believed. Do not add rules here: they belong to `roster`.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import json
+import logging
+import os
+import re
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torchdist_ref.authentication import SECRET_FILE
+from torchdist_ref.elastic.roster import Decision, HostInfo, Roster, Rules
+from torchdist_ref.errors import (
+    ArgumentError,
+    AuthenticationError,
+    DistError,
+    DistNetworkError,
+    QueueEmptyError,
+    StoreTimeoutError,
+)
+from torchdist_ref.stores import PrefixStore, TCPStore
+from torchdist_ref.stores.sealed import KEY_BYTES, SealedStore
+
+_PREFIX = "torchdist_ref.agents"
+_EVENTS, _HELLOS, _GONE = "events", "hellos", f"{_PREFIX}/gone"
+KEEP_ALIVE_SECONDS, SILENCE_SECONDS = 0.3, 1.0
+"""Interval of an agent's keep-alive, and the silence after which it counts as lost."""
+REDIRECTION_SECONDS = 1.0
+WELCOME_SECONDS = 2.0
+_FAREWELL_SECONDS = 5.0
+_LONGEST_WAIT = timedelta(hours=1)
+_MEBIBYTE_OF_KEYS = 1024
+log = logging.getLogger("torchdist_ref.elastic")
+
+Message = dict[str, Any]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that have to be equal on all hosts, without importing torch."""
+    found = find_spec("torch")
+    text = ""
+    if found is not None and found.origin is not None:
+        with suppress(OSError):
+            text = Path(found.origin).with_name("version.py").read_text("utf-8")
+    torch = re.search(r"__version__ = '([^'+]*)", text)
+    own = sys.modules["torchdist_ref"].__version__
+    return {"torchdist_ref": str(own), "torch": torch[1] if torch else "none"}
+
+
+def _derive(secret: bytes, purpose: bytes, nonce: str) -> bytes:
+    return hmac.digest(secret, b"agents %b %b" % (purpose, nonce.encode()), "sha256")
+
+
+def _session_store(store: TCPStore, secret: bytes, nonce: str) -> SealedStore:
+    """Return the part of a store that belongs to one session; a standby store may serve several, one after another."""
+    part = PrefixStore(f"{_PREFIX}/{nonce[:16]}", store)
+    return SealedStore(part, _derive(secret, b"session", nonce), bool(secret))
+
+
+class AgentCoordinator:
+    """Coordinator of the agents of a job, on a thread of its own.
+
+    Args:
+        store: Store that this process serves.
+        roster: Rules and state of the job.
+        secret: Job token; empty for none.
+        address: Address of this host at which the others reach it, for the store of each attempt.
+        own: Key of the agent of this process.
+    """
+
+    def __init__(self, store: TCPStore, roster: Roster, secret: bytes, address: str, own: str) -> None:
+        self._store, self._roster, self._address, self._own = store.clone(), roster, address, own
+        self._secret, self._nonce = secret, secrets.token_hex(KEY_BYTES)
+        self._sealed = _session_store(self._store, secret, self._nonce)
+        self._hellos_store = store.clone()
+        self._hellos_store.set_timeout(_LONGEST_WAIT)
+        self._hellos = PrefixStore(_PREFIX, self._hellos_store)
+        self._gone = PrefixStore(_GONE, self._store)
+        self._plans = 0
+        self._serials: dict[str, int] = {}
+        self._alive: dict[str, tuple[bytes, float]] = {}
+        self._check_at = 0.0
+        self._own_joined, self._early = False, list[tuple[str, str, Message]]()
+        self._job_store: TCPStore | None = None
+        self._closing, self._closed = False, threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"torchdist_ref {name}", daemon=True)
+            for target, name in ((self._welcome_agents, "welcome"), (self._run, "coordinator"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def deposed(self) -> bool:
+        """Whether another agent may coordinate most hosts now."""
+        return self._roster.deposed
+
+    def close(self) -> None:
+        """End the coordinator once it has handled all reports; if the job has ended, once all agents know that."""
+        own = self._store.clone()
+        with suppress(DistError):
+            message = {"kind": "close", "key": "", "serial": 1}
+            _session_store(own, self._secret, self._nonce).queue_push(_EVENTS, json.dumps(message))
+        own.close()
+        self._threads[1].join(_FAREWELL_SECONDS)
+        self._closed.set()
+        for store in (self._hellos_store, self._store):
+            store.close()
+        if self._job_store is not None:
+            self._job_store.close()
+
+    # Authentication
+
+    def _welcome_agents(self) -> None:
+        """Tell each new agent this session's random number, and prove to know the job token."""
+        with suppress(DistError):
+            while not self._closed.is_set():
+                with suppress(StoreTimeoutError, ValueError, LookupError):
+                    hello = json.loads(self._hellos.queue_pop(_HELLOS))
+                    key, nonce = str(hello["key"]), str(hello["nonce"])
+                    welcome = SealedStore(self._hellos, _derive(self._secret, b"welcome", nonce))
+                    welcome.set(f"welcome/{key}", json.dumps({"nonce": self._nonce, "versions": versions()}))
+
+    # Reports and decisions
+
+    def _run(self) -> None:
+        try:
+            while not self._closed.is_set() and not self._roster.deposed and not self._is_over():
+                until = min(self._roster.next_time(), self._check_at)
+                self._receive(max(until - time.monotonic(), 0.0))
+                now = time.monotonic()
+                if now >= self._check_at:
+                    self._check_agents(now)
+                    self._check_at = now + KEEP_ALIVE_SECONDS
+                self._roster.tick(now)
+                self._publish_decisions()
+        except DistError as error:
+            if not self._closed.is_set():
+                log.error("the coordinator of the agents has failed: %s", error)
+        if self._roster.deposed:
+            self._publish("deposed", {"text": "most hosts of the job are out of reach"})
+
+    def _is_over(self) -> bool:
+        """Return whether no agent needs the coordinator any more."""
+        if self._roster.ended:
+            return not self._roster.seats and not self._roster.waiting
+        return self._closing
+
+    def _receive(self, seconds: float) -> None:
+        """Handle the reports that arrive within a time, and all that are there already."""
+        block = seconds > 0
+        while not self._closed.is_set():
+            try:
+                if block:
+                    self._sealed.set_timeout(timedelta(seconds=seconds))
+                event = json.loads(self._sealed.queue_pop(_EVENTS, block))
+            except (StoreTimeoutError, QueueEmptyError):
+                break
+            except (AuthenticationError, ValueError):
+                log.warning("ignored a report that no agent of this job has written")
+                continue
+            finally:
+                self._sealed.set_timeout(timedelta(seconds=WELCOME_SECONDS))
+            block = False
+            key, serial = event["key"], event["serial"]
+            if serial > self._serials.get(key, 0):
+                self._serials[key] = serial
+                self._roster.now = time.monotonic()
+                self._handle(event["kind"], key, event)
+
+    def _handle(self, kind: str, key: str, event: Message) -> None:
+        if kind == "join" and not self._own_joined and key != self._own:
+            # Its own host comes first, so that it is never refused in favor of another one.
+            self._early.append((kind, key, event))
+        elif kind == "join":
+            self._roster.join(HostInfo(**event["info"]), Rules(**event["rules"]))
+            early, self._early, self._own_joined = self._early, [], True
+            for each in early:
+                self._handle(*each)
+        elif kind == "ready":
+            self._roster.ready(key, event["attempt"])
+        elif kind == "finish":
+            self._roster.finish(key, event["attempt"])
+        elif kind == "fail":
+            self._roster.fail(key, event["attempt"], event["failure"])
+        elif kind == "close":
+            self._closing = True
+        elif kind == "moved" and event["attempt"] > self._roster.progress.attempt:
+            where = {"host": event["host"], "port": event["port"]}
+            self._publish("moved", where | {"text": f"the job runs at {event['host']}:{event['port']}"})
+            self._closing = True
+        elif kind == "leave" and self._roster.ended:
+            self._roster.seats.pop(key, None)
+            self._roster.waiting.pop(key, None)
+        elif kind == "leave" and key == self._own and self._roster.can_spare_one:
+            self._publish("handover", {"text": "the host that coordinates the job leaves"})
+            self._closing = True
+        elif kind == "leave":
+            self._roster.leave(key, event["text"])
+
+    def _check_agents(self, now: float) -> None:
+        """Remove agents that have disconnected, or whose keep-alive does not arrive any more."""
+        present = [*self._roster.seats, *self._roster.waiting]
+        if not present:
+            return
+        gone = set(self._gone.list_keys())
+        values = self._sealed.multi_get([f"alive/{key}" for key in present])
+        for key, value in zip(present, values, strict=True):
+            before, since = self._alive.get(key, (b"", now))
+            if value != before:
+                self._alive[key] = (value, now)
+            if key in gone:
+                ended = self._has_ended(key)
+                self._lose(key, "has ended" if ended else "has left", certain=ended)
+            elif value == before and now - since > SILENCE_SECONDS:
+                self._lose(key, f"has not been heard of for {now - since:.1f} s", certain=False)
+
+    def _has_ended(self, key: str) -> bool:
+        """Return whether an agent that has disconnected runs no more; it may have gone to another coordinator."""
+        seat = self._roster.seats.get(key)
+        if seat is None:
+            return False
+        try:
+            open_store(seat.info.address, seat.info.port, KEEP_ALIVE_SECONDS).close()
+        except CoordinatorLost as error:
+            return error.certain
+        return False
+
+    def _lose(self, key: str, reason: str, certain: bool) -> None:
+        if self._roster.ended:
+            self._roster.seats.pop(key, None)
+            self._roster.waiting.pop(key, None)
+        else:
+            self._roster.lose(key, reason, certain)
+
+    def _publish_decisions(self) -> None:
+        decisions, self._roster.decisions = self._roster.decisions, []
+        for decision in decisions:
+            if decision.kind == "start":
+                decision = self._with_job_store(decision)
+            if decision.key:
+                reply = decision.content | {"kind": decision.kind, "next": self._plans}
+                self._sealed.set(f"reply/{decision.key}", json.dumps(reply))
+            else:
+                self._publish(decision.kind, decision.content)
+
+    def _with_job_store(self, decision: Decision) -> Decision:
+        """Serve a new store to the workers of each attempt, so that they find no key of an earlier one."""
+        former, self._job_store = self._job_store, TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+        if former is not None:
+            former.close()
+        where = {"master_addr": self._address, "master_port": self._job_store.port}
+        return Decision("start", decision.content | where)
+
+    def _publish(self, kind: str, content: Message) -> None:
+        self._sealed.set(f"plan/{self._plans}", json.dumps(content | {"kind": kind}))
+        self._plans += 1
+        if self._plans > _MEBIBYTE_OF_KEYS:
+            self._sealed.delete_key(f"plan/{self._plans - _MEBIBYTE_OF_KEYS}")
+
+
+def _authenticate(store: TCPStore, secret: bytes, key: str, host: str, where: str, timeout: float) -> str:
+    """Return the random number of the session with a coordinator that knows the job token.
+
+    Args:
+        store: Store of the coordinator.
+        secret: Job token; empty for none.
+        key: Key of this agent.
+        host: Name of this host.
+        where: Address of the store, for messages.
+        timeout: Longest time to wait for the answer, in seconds.
+    """
+    nonce = secrets.token_hex(KEY_BYTES)
+    public = PrefixStore(_PREFIX, store)
+    store.set_timeout(timedelta(seconds=timeout))
+    try:
+        public.queue_push(_HELLOS, json.dumps({"key": key, "nonce": nonce}))
+        opened = SealedStore(public, _derive(secret, b"welcome", nonce))
+        welcome = json.loads(opened.get(f"welcome/{key}"))
+        public.delete_key(f"sealed/welcome/{key}")
+    except AuthenticationError as error:
+        have = "another job token than" if secret else "no job token, unlike"
+        raise AuthenticationError(
+            f"{host} has {have} the agent at {where}, or that one has none. Give all hosts the same file by "
+            f"--token-file or {SECRET_FILE}."
+        ) from error
+    except (StoreTimeoutError, DistNetworkError) as error:
+        raise CoordinatorLost(f"the store at {where} has no agent that coordinates a job", False) from error
+    for name, other in welcome["versions"].items():
+        if (own := versions()[name]) != other:
+            raise ArgumentError(
+                f"{host} has {name} {own}, and the agent at {where} has {other}. Install the same version on all "
+                f"hosts (pip install {name}=={other})."
+            )
+    return str(welcome["nonce"])
+
+
+class Redirection:
+    """Thread that leads agents which come to the first address of a job to the present one.
+
+    An agent that is started again where the first coordinator ran would serve a rendezvous of its own there.
+
+    Args:
+        host: First address.
+        port: Its port.
+        secret: Job token; empty for none.
+        info: Host that coordinates the job now.
+        attempt: Function that returns the number of the present attempt.
+    """
+
+    def __init__(self, host: str, port: int, secret: bytes, info: HostInfo, attempt: Callable[[], int]) -> None:
+        self._host, self._port, self._secret, self._info, self._attempt = host, port, secret, info, attempt
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torchdist_ref redirection", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(REDIRECTION_SECONDS):
+            with suppress(CoordinatorLost, ArgumentError, DistError):
+                self._redirect(open_store(self._host, self._port, KEEP_ALIVE_SECONDS))
+
+    def _redirect(self, store: TCPStore) -> None:
+        key, info = secrets.token_hex(8), self._info
+        try:
+            where = f"{self._host}:{self._port}"
+            nonce = _authenticate(store, self._secret, key, info.host, where, WELCOME_SECONDS)
+            message = {"kind": "moved", "key": key, "serial": 1, "host": info.address, "port": info.port}
+            message["attempt"] = self._attempt()
+            _session_store(store, self._secret, nonce).queue_push(_EVENTS, json.dumps(message))
+        finally:
+            store.close()
+
+
+class CoordinatorLost(Exception):
+    """The coordinator has ended or is out of reach.
+
+    Attributes:
+        certain: Whether it has certainly ended.
+    """
+
+    def __init__(self, text: str, certain: bool) -> None:
+        super().__init__(text)
+        self.certain = certain
+
+
+class AgentSession:
+    """Session of an agent with the coordinator: it keeps alive, reports, and receives decisions on two threads.
+
+    Args:
+        store: Store of the coordinator.
+        info: Description of this host.
+        rules: Settings of the job here.
+        secret: Job token; empty for none.
+        where: Address of the coordinator, for messages.
+        wake: Descriptor of an eventfd that is written when a decision has arrived, or the coordinator is lost.
+        notify: Function that receives lines for the user.
+        timeout: Longest time to wait for the coordinator's answer, in seconds.
+
+    Raises:
+        AuthenticationError: The tokens differ.
+        ArgumentError: The versions or settings differ, or the coordinator refuses this host.
+        CoordinatorLost: There is no coordinator at that store.
+    """
+
+    def __init__(
+        self,
+        store: TCPStore,
+        info: HostInfo,
+        rules: Rules,
+        secret: bytes,
+        where: str,
+        wake: int,
+        notify: Callable[[str], None],
+        timeout: float = WELCOME_SECONDS,
+    ) -> None:
+        self.info = info
+        self._store, self.where, self._wake, self._notify = store, where, wake, notify
+        self._serial = time.time_ns()
+        self._inbox: list[Message] = []
+        self._lost: CoordinatorLost | None = None
+        self._closed = threading.Event()
+        self._nonce = _authenticate(store, secret, info.key, info.host, where, timeout)
+        store.set_timeout(timedelta(seconds=WELCOME_SECONDS))
+        self._secret = secret
+        self._sealed = _session_store(store, secret, self._nonce)
+        self._next = self._join(rules)
+        # Silence counts from the last answer on, so the time-out is what is left of it.
+        self._pulse = store.clone()
+        self._pulse.set_timeout(timedelta(seconds=SILENCE_SECONDS - KEEP_ALIVE_SECONDS))
+        self._threads = [
+            threading.Thread(target=target, name=f"torchdist_ref {name}", daemon=True)
+            for target, name in ((self._keep_alive, "keep-alive"), (self._read_decisions, "decisions"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def report(self, kind: str, **content: Any) -> None:
+        """Push a report. If the coordinator is lost, `next` says so."""
+        self._serial += 1
+        message = content | {"kind": kind, "key": self.info.key, "serial": self._serial}
+        try:
+            self._sealed.queue_push(_EVENTS, json.dumps(message))
+        except DistError as error:
+            self._lose(error)
+
+    def has_news(self) -> bool:
+        """Return whether `next` would return a decision or raise."""
+        return bool(self._inbox) or self._lost is not None
+
+    def next(self) -> Message | None:
+        """Return the next decision, or None if there is none yet.
+
+        Raises:
+            CoordinatorLost: All decisions are read, and there will be no other.
+        """
+        if self._inbox:
+            return self._inbox.pop(0)
+        if self._lost is not None:
+            raise self._lost
+        return None
+
+    def close(self) -> None:
+        """End the session and its threads."""
+        self._closed.set()
+        self._pulse.close()
+        self._store.close()
+        for thread in self._threads:
+            thread.join()
+
+    def attempt_secret(self, attempt: int) -> str:
+        """Return the token of the workers of one attempt; empty without a job token."""
+        return _derive(self._secret, b"attempt %d" % attempt, self._nonce).hex() if self._secret else ""
+
+    # Joining
+
+    def _join(self, rules: Rules) -> int:
+        self._store.set_on_disconnect(f"{_GONE}/{self.info.key}", "1")
+        self._sealed.set(f"alive/{self.info.key}", "0")
+        self.report("join", info=asdict(self.info), rules=asdict(rules))
+        try:
+            reply = json.loads(self._sealed.get(f"reply/{self.info.key}"))
+        except StoreTimeoutError as error:
+            raise CoordinatorLost(f"the agent at {self.where} does not answer", False) from error
+        self._sealed.delete_key(f"reply/{self.info.key}")
+        if reply["kind"] == "reject":
+            raise ArgumentError(f"{reply['text']}.")
+        return int(reply["next"])
+
+    # Threads
+
+    def _keep_alive(self) -> None:
+        sealed = _session_store(self._pulse, self._secret, self._nonce)
+        beats = 0
+        try:
+            while not self._closed.wait(KEEP_ALIVE_SECONDS):
+                beats += 1
+                sealed.set(f"alive/{self.info.key}", str(beats))
+        except DistError as error:
+            self._lose(error)
+
+    def _read_decisions(self) -> None:
+        try:
+            while not self._closed.is_set():
+                with suppress(StoreTimeoutError):
+                    self._sealed.wait([f"plan/{self._next}"], _LONGEST_WAIT)
+                    message = json.loads(self._sealed.get(f"plan/{self._next}"))
+                    self._next += 1
+                    self._deliver(message)
+                    if message["kind"] in ("end", "handover", "deposed", "moved"):
+                        return
+        except DistError as error:
+            self._lose(error)
+
+    def _deliver(self, message: Message) -> None:
+        if message["kind"] == "note":
+            self._notify(message["text"])
+            return
+        self._inbox.append(message)
+        os.eventfd_write(self._wake, 1)
+
+    def _lose(self, error: DistError) -> None:
+        if self._lost is None and not self._closed.is_set():
+            cause = error.__cause__
+            certain = isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED
+            self._lost = CoordinatorLost(f"the agent at {self.where} is lost ({cause or error})", certain)
+            os.eventfd_write(self._wake, 1)
+
+
+def open_store(host: str, port: int, seconds: float) -> TCPStore:
+    """Connect to the store of a coordinator.
+
+    Raises:
+        CoordinatorLost: There is none within that time.
+    """
+    try:
+        return TCPStore(host, port, timeout=timedelta(seconds=seconds))
+    except (DistNetworkError, StoreTimeoutError) as error:
+        cause = error.__cause__
+        certain = isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED
+        raise CoordinatorLost(f"no agent answers at {host}:{port} ({error})", certain) from error

@@ -1,0 +1,436 @@
+"""Agent of one host of a job on several hosts: it joins the rendezvous, and runs the workers of each attempt.
+
+The coordinator of the job is one of the agents. When it ends or is cut off, the next host in rank order takes its
+place: all agents know the progress of the job, and the next attempt has a new store, so that no key needs a copy. Do
+not add the rules of a job here: they belong to `roster`; workers belong to `torchdist_ref.launcher`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchdist_ref import failure_record
+from torchdist_ref.authentication import CURES, SECRET_FILE
+from torchdist_ref.elastic.coordinator import (
+    WELCOME_SECONDS,
+    AgentCoordinator,
+    AgentSession,
+    CoordinatorLost,
+    Message,
+    Redirection,
+    open_store,
+)
+from torchdist_ref.elastic.roster import REPORT_SECONDS, HostInfo, Progress, Roster, Rules
+from torchdist_ref.errors import ArgumentError, AuthenticationError, DistNetworkError
+from torchdist_ref.launcher.environment import Assignment
+from torchdist_ref.launcher.local_workers import Outcome
+from torchdist_ref.processes import describe_exit, signal_name
+from torchdist_ref.stores import TCPStore
+from torchdist_ref.stores.sockets import is_loopback, look_up
+from torchdist_ref.timeouts import Deadline
+
+BAD_INPUT_CODE = 2
+_CONNECT_SECONDS = 0.5
+_FIRST_CONNECT_SECONDS = 2.0
+# Time in which all survivors notice that the coordinator is silent.
+_SUCCESSION_SECONDS = 0.9
+_RETRY_SECONDS = 0.2
+_ENDPOINT_CURE = "Check --rdzv-endpoint or --master-addr, and that the launcher runs there and no firewall is between."
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """Settings of one host's agent.
+
+    Attributes:
+        rules: Settings that are the same on all hosts.
+        host: Host of the rendezvous, as all hosts reach it.
+        port: Its port.
+        workers: Number of workers on this host.
+        node_rank: Rank of this host; -1 if the order of joining decides.
+        serves: Whether this host serves the rendezvous; None if it does where `host` is its own address.
+        role: Role of the workers.
+        local_addr: Address of this host for the others. Default: that of its route to `host`.
+        secret: Job token; empty for none.
+    """
+
+    rules: Rules
+    host: str
+    port: int
+    workers: int
+    node_rank: int = -1
+    serves: bool | None = None
+    role: str = "default"
+    local_addr: str = ""
+    secret: bytes = field(default=b"", repr=False)
+
+
+class Interruptions(Protocol):
+    """Signals to this process: see `launcher.supervisor.Interrupts`."""
+
+    @property
+    def socket(self) -> socket.socket:
+        """Socket that becomes readable when a signal has arrived."""
+
+    def received(self) -> bytes:
+        """Return the numbers of the signals that have arrived."""
+
+
+class Workers(Protocol):
+    """Workers of one host: see `launcher.local_workers.LocalWorkers`."""
+
+    @property
+    def interrupts(self) -> Interruptions:
+        """Signals to this process."""
+
+    def run(self, assignment: Assignment, stop: int | None = None) -> Outcome:
+        """Start the workers, and return when none is left."""
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """End of a job, as an agent learned it.
+
+    Attributes:
+        code: Exit code of the agent.
+        text: Reason; empty for success.
+        outcome: Outcome of this host's last attempt; None if there was none.
+        failure: First failure of the job, on any host: ``rank``, ``host``, ``pid``, ``code``, ``text``.
+    """
+
+    code: int
+    text: str = ""
+    outcome: Outcome | None = None
+    failure: Mapping[str, Any] | None = None
+
+
+def run_agent(settings: AgentSettings, workers: Workers, log: Callable[[str], None]) -> JobEnd:
+    """Take part in a job until it ends.
+
+    Args:
+        settings: Settings of this host.
+        workers: Workers of this host; the caller closes them.
+        log: Function that receives lines for the user.
+
+    Returns:
+        The end of the job. Code 2 stands for a wrong option or a host that did not come.
+    """
+    agent = _HostAgent(settings, workers, log)
+    try:
+        return agent.run()
+    except (ArgumentError, AuthenticationError) as error:
+        return JobEnd(BAD_INPUT_CODE, str(error))
+    finally:
+        agent.close()
+
+
+class _Interrupted(Exception):
+    """A signal asks this agent to leave."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal_name(signum))
+        self.signum = signum
+
+
+class _HostAgent:
+    """Agent of this host."""
+
+    def __init__(self, settings: AgentSettings, workers: Workers, log: Callable[[str], None]) -> None:
+        self._settings, self._workers, self._log = settings, workers, log
+        self._name = os.environ.get("TORCHDIST_REF_HOST_ID") or socket.gethostname()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._wake, select.POLLIN)
+        self._poll.register(workers.interrupts.socket, select.POLLIN)
+        self._key = secrets.token_hex(8)
+        self._served: TCPStore | None = None
+        self._standby: TCPStore | None = None
+        self._coordinator: AgentCoordinator | None = None
+        self._redirection: Redirection | None = None
+        self._first_address = settings.host, settings.port
+        self._logged = ""
+        self._own_address = settings.local_addr
+        # Attempt in which the coordinator was lost: there is one succession, since another one reaches no more hosts.
+        self._attempt_lost = 0
+        self._session: AgentSession | None = None
+        self._progress = Progress()
+        self._outcome: Outcome | None = None
+
+    def run(self) -> JobEnd:
+        """Join, and join again when the coordinator is lost, until the job ends."""
+        lost: CoordinatorLost | None = None
+        deadline = Deadline(self._settings.rules.join_seconds)
+        try:
+            while True:
+                try:
+                    self._session = self._succeed(lost, deadline) if lost else self._enter(deadline)
+                    return self._follow(self._session)
+                except CoordinatorLost as error:
+                    if str(error) != self._logged:
+                        self._logged = str(error)
+                        self._log(self._logged)
+                    self._leave_session()
+                    if lost is None or self._progress.hosts:
+                        deadline = Deadline(self._settings.rules.join_seconds)
+                    lost = error
+        except _Interrupted as error:
+            if self._session is not None:
+                self._session.report("leave", text=str(error))
+            return JobEnd(128 + error.signum, outcome=self._outcome)
+
+    def close(self) -> None:
+        """End all threads and close the stores."""
+        self._leave_session()
+        if self._standby is not None:
+            self._standby.close()
+        os.close(self._wake)
+
+    # Rendezvous
+
+    def _enter(self, deadline: Deadline) -> AgentSession:
+        """Serve the rendezvous if that is this host's part, and join it."""
+        settings = self._settings
+        if settings.serves is not False and (store := self._serve()) is not None:
+            self._served = store
+            self._log_trust()
+            info = self._describe(settings.host)
+            roster = Roster(settings.rules, time.monotonic(), info.key)
+            self._coordinator = AgentCoordinator(store, roster, settings.secret, settings.host, info.key)
+            return self._join(store.clone(), info, f"{settings.host}:{settings.port}")
+        report_at = time.monotonic() + REPORT_SECONDS
+        while True:
+            try:
+                seconds = min(_FIRST_CONNECT_SECONDS, deadline.remaining())
+                return self._join_at(settings.host, settings.port, seconds)
+            except CoordinatorLost as error:
+                self._require_time(deadline, str(error))
+                if time.monotonic() >= report_at:
+                    report_at += REPORT_SECONDS
+                    self._log(f"{error}; trying for {deadline.remaining():.0f} s more. {_ENDPOINT_CURE}")
+                self._pause(_RETRY_SECONDS)
+
+    def _serve(self) -> TCPStore | None:
+        """Return the store of the rendezvous; None if another process serves it."""
+        settings = self._settings
+        try:
+            return TCPStore(settings.host, settings.port, is_master=True, wait_for_workers=False)
+        except DistNetworkError as error:
+            if settings.serves:
+                raise ArgumentError(f"{self._name} cannot serve the rendezvous: {error}") from error
+            return None
+
+    def _succeed(self, lost: CoordinatorLost, deadline: Deadline) -> AgentSession:
+        """Join the next coordinator, or become it; if neither is possible, any agent that can be reached again."""
+        if self._progress.attempt > self._attempt_lost:
+            self._attempt_lost = self._progress.attempt
+            with suppress(CoordinatorLost):
+                return self._join_successor(lost)
+        self._require_time(deadline, str(lost))
+        self._pause(_RETRY_SECONDS)
+        self._key = secrets.token_hex(8)
+        with suppress(CoordinatorLost):
+            return self._join_at(self._settings.host, self._settings.port, _CONNECT_SECONDS)
+        for host in self._others():
+            with suppress(CoordinatorLost):
+                return self._join_at(host.address, host.port, _CONNECT_SECONDS, _CONNECT_SECONDS)
+        raise lost
+
+    def _join_successor(self, lost: CoordinatorLost) -> AgentSession:
+        """Join the next host in rank order; this host becomes the coordinator if it is that one."""
+        leader, others = self._progress.leader, self._others()
+        gone = {leader} if lost.certain else set[str]()
+        for candidate in self._progress.hosts:
+            if candidate not in others and candidate.key != leader:
+                return self._coordinate(frozenset(gone))
+            try:
+                if candidate.key != leader:
+                    return self._join_at(candidate.address, candidate.port, _CONNECT_SECONDS)
+            except CoordinatorLost as error:
+                gone |= {candidate.key} if error.certain else set()
+        raise lost
+
+    def _others(self) -> list[HostInfo]:
+        """Return the other hosts of the last attempt."""
+        own = self._standby.port if self._standby is not None else 0
+        return [host for host in self._progress.hosts if (host.address, host.port) != (self._address(), own)]
+
+    def _coordinate(self, gone: frozenset[str]) -> AgentSession:
+        assert self._standby is not None
+        info = self._describe(self._address())
+        rules, now = self._settings.rules, time.monotonic()
+        roster = Roster(rules, now, info.key, self._progress, gone, _SUCCESSION_SECONDS)
+        self._coordinator = AgentCoordinator(self._standby, roster, self._settings.secret, info.address, info.key)
+        self._redirection = Redirection(
+            *self._first_address, self._settings.secret, info, lambda: self._progress.attempt
+        )
+        self._log(f"{self._name} coordinates the job now")
+        return self._join(self._standby.clone(), info, f"{info.address}:{info.port}")
+
+    def _join_at(self, host: str, port: int, seconds: float, timeout: float = WELCOME_SECONDS) -> AgentSession:
+        store = open_store(host, port, seconds)
+        try:
+            return self._join(store, self._describe(self._address()), f"{host}:{port}", timeout)
+        except BaseException:
+            store.close()
+            raise
+
+    def _join(self, store: TCPStore, info: HostInfo, where: str, timeout: float = WELCOME_SECONDS) -> AgentSession:
+        rules, secret = self._settings.rules, self._settings.secret
+        self._drain()
+        return AgentSession(store, info, rules, secret, where, self._wake, self._log, timeout)
+
+    def _describe(self, address: str) -> HostInfo:
+        settings = self._settings
+        if self._standby is None:
+            self._standby = TCPStore(self._address(), 0, is_master=True, wait_for_workers=False)
+        return HostInfo(
+            self._key, self._name, address, self._standby.port, settings.workers, settings.node_rank, settings.role
+        )
+
+    def _address(self) -> str:
+        """Return the address of this host at which the others reach it."""
+        if not self._own_address:
+            self._own_address = self._address_of_route()
+        return self._own_address
+
+    def _address_of_route(self) -> str:
+        for family, where in look_up(self._settings.host, self._settings.port):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                # No packet is sent: the kernel only looks up the route.
+                probe.connect(where)
+                return str(probe.getsockname()[0])
+        return socket.gethostname()
+
+    def _log_trust(self) -> None:
+        if not self._settings.secret and not is_loopback(self._settings.host):
+            self._log(f"without a job token, whoever reaches {self._settings.host} can join this job. {CURES}")
+
+    # Attempts
+
+    def _follow(self, session: AgentSession) -> JobEnd:
+        """Do what the coordinator decides until the job ends."""
+        while True:
+            message = self._next_message(session)
+            kind = message["kind"]
+            if kind == "start":
+                self._run_attempt(session, message)
+            elif kind == "stop":
+                self._log(message["text"])
+                session.report("ready", attempt=message["attempt"])
+            elif kind == "end":
+                session.report("leave", text="the job has ended")
+                return JobEnd(message["code"], message["text"], self._outcome, message.get("failure"))
+            elif kind == "moved":
+                self._settings = replace(self._settings, host=message["host"], port=message["port"], serves=False)
+                raise CoordinatorLost(message["text"], certain=True)
+            else:
+                raise CoordinatorLost(message["text"], certain=kind == "handover")
+
+    def _run_attempt(self, session: AgentSession, message: Message) -> None:
+        self._drain()
+        if session.has_news():
+            return
+        self._progress = Progress.from_message(message)
+        assignment = self._assignment(session, message)
+        if assignment is None:
+            return
+        self._outcome = outcome = self._workers.run(assignment, stop=self._wake)
+        attempt = self._progress.attempt
+        if outcome.signal:
+            raise _Interrupted(outcome.signal)
+        if outcome.stopped:
+            return
+        if outcome.succeeded:
+            session.report("finish", attempt=attempt)
+        else:
+            session.report("fail", attempt=attempt, failure=self._failure(outcome))
+
+    def _assignment(self, session: AgentSession, message: Message) -> Assignment | None:
+        """Return the ranks of this host's workers; None for a spare host."""
+        hosts = self._progress.hosts
+        index = next((index for index, host in enumerate(hosts) if host.key == self._key), None)
+        if index is None:
+            return None
+        own, before = hosts[index], hosts[:index]
+        first = sum(host.workers for host in before)
+        first_of_role = sum(host.workers for host in before if host.role == own.role)
+        secret = session.attempt_secret(self._progress.attempt)
+        return Assignment(
+            range(first, first + own.workers),
+            sum(host.workers for host in hosts),
+            message["master_addr"],
+            message["master_port"],
+            group_rank=index,
+            group_world_size=len(hosts),
+            role_ranks=range(first_of_role, first_of_role + own.workers),
+            role_world_size=sum(host.workers for host in hosts if host.role == own.role),
+            restart_count=self._progress.restarts,
+            secret=secret,
+            # The workers' token is that of their attempt.
+            environment={SECRET_FILE: ""} if secret else {},
+        )
+
+    def _failure(self, outcome: Outcome) -> Message:
+        """Describe the first failure of this host's workers."""
+        first = outcome.first_failure
+        if first is None:
+            text = f"the workers of {self._name} exited with code {outcome.code}"
+            return {"code": outcome.code, "text": text, "time": time.time(), "host": self._name}
+        record = failure_record.read(Path(first.error_file)) if first.error_file else None
+        how = describe_exit(first.status) + (f": {record.message}" if record else "")
+        return {
+            "code": outcome.code,
+            "text": f"rank {first.rank} on {self._name} (process {first.pid}) {how}",
+            "time": record.time_ns / 1e9 if record else time.time(),
+            "host": self._name,
+            "rank": first.rank,
+            "pid": first.pid,
+        }
+
+    # Waiting
+
+    def _next_message(self, session: AgentSession) -> Message:
+        while (message := session.next()) is None:
+            self._poll.poll()
+            self._raise_signal()
+            self._drain()
+        return message
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, unless a signal arrives."""
+        select.select([self._workers.interrupts.socket], [], [], seconds)
+        self._raise_signal()
+
+    def _raise_signal(self) -> None:
+        for signum in self._workers.interrupts.received():
+            if signum != signal.SIGCHLD:
+                raise _Interrupted(signum)
+
+    def _drain(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    def _require_time(self, deadline: Deadline, text: str) -> None:
+        if deadline.passed():
+            raise ArgumentError(f"{self._name}: {text}; gave up after {deadline.seconds:g} s. {_ENDPOINT_CURE}")
+
+    def _leave_session(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
+        if self._redirection is not None:
+            self._redirection.close()
+        if self._served is not None:
+            self._served.close()
+        self._session = self._coordinator = self._redirection = self._served = None
