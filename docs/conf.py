@@ -43,6 +43,7 @@ extensions = [
     "torch_names",
     "each_rank",
     "speed",
+    "measured",
     "traces",
     "player",
     "collective_pages",
