@@ -34,7 +34,8 @@ USED = re.compile(r"\{measured\} ?(?:`([\w.]+)`|(\w+))|:measured:`([\w.]+)`|\.\.
 def literals(path: Path) -> list[str]:
     """Return the timings and counts in the prose of a page, without code, roles and formulas."""
     text = path.read_text(encoding="utf-8")
-    text = re.sub(r"(?ms)^(:::|```).*?^\1$", "", text) if path.suffix == ".md" else re.sub(r"(?m)^\s*(>>>|\.\.\.).*(\n.+)*", "", text)
+    fences = r"(?ms)^(:::|```).*?^\1$" if path.suffix == ".md" else r"(?m)^\s*(>>>|\.\.\.).*(\n.+)*"
+    text = re.sub(fences, "", text)
     text = re.sub(r"`[^`\n]*`|\$[^$\n]*\$", "", text)
     return [" ".join(found[0].split()) for found in LITERAL.finditer(text)]
 

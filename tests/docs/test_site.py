@@ -134,7 +134,6 @@ ANCHORS = [
     for line in (pages.ROOT / "tests" / "docs" / "official_anchors.txt").read_text(encoding="utf-8").splitlines()
     if line and not line.startswith("#")
 ]
-HEAVY = ("surface_members",)
 
 
 def test_every_section_anchor_of_the_official_pages_exists(site: Path, parsed: dict[Path, Page]) -> None:
@@ -183,7 +182,7 @@ def test_reference_pages_are_small(site: Path, parsed: dict[Path, Page]) -> None
     large = {
         str(path.relative_to(site)): (path.stat().st_size, page.nodes, page.contents)
         for path, page in parsed.items()
-        if path.is_relative_to(site / "reference") and path.stem not in HEAVY
+        if path.is_relative_to(site / "reference")
         if path.stat().st_size > 150_000 or page.nodes >= 3_000 or page.contents > 35
     }
     assert not large

@@ -168,8 +168,13 @@ def lasting(found: Signature | None) -> Signature | None:
 
 def page() -> str:
     """Return the page that shows the table."""
-    lines = [f"| `{name}` | {state} | {why} |" for name, (state, why) in rows().items()]
-    return "\n".join([HEAD.strip(), "", "| name | here | why |", "| --- | --- | --- |", *lines, "", TAIL.strip(), ""])
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    for name, (state, why) in rows().items():
+        owner, _, last = name.rpartition(".")
+        grouped.setdefault((owner, state, why), []).append(last)
+    lines = [f"| `{key[0]}` | `{' '.join(names)}` | {key[1]} | {key[2]} |" for key, names in grouped.items()]
+    head = ["| class or module | names | here | why |", "| --- | --- | --- | --- |"]
+    return "\n".join([HEAD.strip(), "", *head, *lines, "", TAIL.strip(), ""])
 
 
 HEAD = """
@@ -198,7 +203,7 @@ TAIL = """
 | `TORCHELASTIC_RUN_ID` | read by `is_torchelastic_launched`; set by the launcher |
 | `TORCHELASTIC_RESTART_COUNT`, `LOCAL_WORLD_SIZE`, `GROUP_RANK` | set by the launcher |
 | `TORCH_NCCL_BLOCKING_WAIT`, `TORCH_NCCL_ASYNC_ERROR_HANDLING` | read by torch's backend |
-| `TORCH_DIST_INIT_BARRIER` | not read: initialisation always ends when all ranks are there |
+| `TORCH_DIST_INIT_BARRIER` | not read: initialization always ends when all ranks are there |
 | `USE_LIBUV` | not read: there is one kind of store server |
 | `PYTORCH_DDP_USE_SIDE_STREAM` | not read: DDP moves inputs on the current stream |
 | `TORCH_DISTRIBUTED_USE_TORCHCOMMS` | not read: it chooses among torch's own backends |
