@@ -310,7 +310,9 @@ def _value(path: str, name: str) -> Any:
         raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
     found = _load(home, name)
     try:
-        return getattr(found, name)
+        value = getattr(found, name)
+        # An older torch lacks some names that are ours at this path.
+        return value if name != "__all__" else sorted({*value, *names} - {EVERYTHING})
     except AttributeError:
         if home.startswith(TORCH) and _torch_has(f"{path}.{name}"):
             return importlib.import_module(f"{home}.{name}")

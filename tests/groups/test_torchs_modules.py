@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import torchdist_ref as dist
+from tests.torch_versions import needs_torch
 from torchdist_ref.testing import fill, run
 
 # A program gets its rank, the library that makes groups and meshes, and a folder; it returns tensors.
@@ -171,7 +172,7 @@ def compiled(rank: int, library: Any, path: str) -> list[Tensor]:
     return [torch.compile(program, backend="aot_eager", fullgraph=True)(fill(rank, (2, 3)))]
 
 
-PROGRAMS: list[Program] = [
+PROGRAMS: list[Any] = [
     sampled,
     fsdp1,
     fsdp2,
@@ -180,7 +181,8 @@ PROGRAMS: list[Program] = [
     functions,
     compiled,
     checkpoints,
-    pipelined,
+    # torch 2.11's schedules raise in batch_isend_irecv, on torch's own Gloo.
+    pytest.param(pipelined, marks=needs_torch("2.13", "torch.distributed.pipelining on Gloo")),
 ]
 
 

@@ -116,6 +116,8 @@ class RankTables(_TorchTables):  # type: ignore[misc]
     group_count = 0
 
     def __init__(self) -> None:
+        # A newer torch has tables that are not listed here.
+        super().__init__()
         self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config = {}, {}, {}, {}
         self.tags_to_pg, self.pg_to_tag, self.pg_coalesce_state, self.comms = {}, {}, {}, []
 
