@@ -211,6 +211,13 @@ SET_EXEC_STRATEGY = PrivateName(
     "the same",
     "torch raises when it compiles a program that uses `ref`",
 )
+SELF_RECORDING = PrivateName(
+    _C10D,
+    "_FR_SELF_RECORDING_BACKENDS",
+    "tells torch 2.15 that `ref` records its own calls",
+    "torch's flight recorder attaches to groups on `ref`, where older releases have none",
+    ("2.15",),
+)
 TREE_LEAVES = PrivateName(
     "torch.utils._pytree", "tree_leaves", "finds a failed result among operands", "`ref` inside torch raises"
 )

@@ -33,6 +33,7 @@ from torchdist_ref.backends.ref_in_torch.method_forms import Operand, both_forms
 from torchdist_ref.backends.ref_in_torch.work import (
     RefWork,
     hide_from_compilers,
+    keep_flight_recorder_off,
     limit,
     only,
     reduction,
@@ -454,3 +455,4 @@ class RefProcessGroup(CallsFromTorch):
 
 
 hide_from_compilers(CallsFromTorch, RefWork)
+keep_flight_recorder_off("ref")

@@ -208,3 +208,9 @@ def hide_from_compilers(*kinds: type) -> None:
         for method in vars(kind).values():
             if isfunction(method):
                 set_strategy(method.__code__, skip)
+
+
+def keep_flight_recorder_off(backend: str) -> None:
+    """Tell torch that a backend records its calls itself: torch's recorder needs a backend in C++."""
+    if torch_private.SELF_RECORDING.exists():
+        torch_private.SELF_RECORDING.get().add(backend)
