@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from torchdist_ref.errors import DistNetworkError
@@ -16,7 +18,7 @@ class StoreThatLeaves(HashStore):
         super().__init__()
         self.requests: list[str] = []
 
-    def set_on_disconnect(self, key: str | bytes, value: str | bytes) -> bool:
+    def set_on_disconnect(self, key: Any, value: Any, now: Any = None) -> bool:
         self.requests.append(str(value))
         if len(self.requests) > 1:
             raise DistNetworkError("the server is gone")

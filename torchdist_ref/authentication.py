@@ -106,14 +106,14 @@ def _entry(rank: int) -> str:
 def _read_entries(store: Store, ranks: range, size: int, rank: int, timeout: float) -> list[list[bytes]]:
     keys = [_entry(each) for each in ranks]
     try:
-        store.wait(keys, timedelta(seconds=timeout))
+        values = store.wait_get(keys, timedelta(seconds=timeout))
     except StoreTimeoutError as error:
         absent = ", ".join(str(each) for each in ranks if not store.check([_entry(each)]))
         raise RankStalledError(
             f"init_process_group or new_group on rank {rank}: group ranks {absent} of {size} did not join in time. "
             f"Every member has to create the group."
         ) from error
-    return [bytes(store.get(key)).split() or [b""] for key in keys]
+    return [bytes(value).split() or [b""] for value in values]
 
 
 def _require(entries: list[list[bytes]], kind: bytes, rank: int) -> None:

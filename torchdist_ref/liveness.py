@@ -19,7 +19,7 @@ import select
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from time import monotonic, sleep
@@ -223,16 +223,20 @@ class MemberWatch:
             self._store.compare_set(_FAILURE_KEY, "", f"{self._rank}|{kind}|{described}")
 
     @contextmanager
-    def published_on_disconnect(self, then: str = "") -> Iterator[None]:
+    def published_on_disconnect(self, then: str = "", announced: Mapping[str, str] | None = None) -> Iterator[None]:
         """Have the store's server publish the end of this process, if it sees that during the block.
 
         Args:
             then: Key that the server sets instead if it sees the end after the block; none by default.
+            announced: Keys and values to set before the block, with the same request.
         """
         text = (
             f"its process (pid {os.getpid()} on {os.uname().nodename}) has ended, or lost its connection to the store"
         )
-        known = self._store.set_on_disconnect(_FAILURE_KEY, f"{self._rank}|{RankDiedError.__name__}|{text}")
+        now, value = announced or {}, f"{self._rank}|{RankDiedError.__name__}|{text}"
+        known = self._store.set_on_disconnect(_FAILURE_KEY, value, now)
+        for key, text in () if known else now.items():
+            self._store.set(key, text)
         yield
         if known:
             # All members have what they need: the one that serves the store may have left already.
@@ -301,9 +305,9 @@ class Presence:
         self._unknown = deque(other for other in range(size) if other != rank)
         self._processes = PeerProcesses({})
 
-    def announce(self) -> None:
-        """Announce the process of this rank."""
-        self._store.set(f"present/{self._rank}", f"{host_identity()}|{os.getpid()}|{self._size}")
+    def announcement(self) -> dict[str, str]:
+        """Return key and value that announce the process of this rank."""
+        return {f"present/{self._rank}": f"{host_identity()}|{os.getpid()}|{self._size}"}
 
     def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
         """Return the error for the first of some ranks whose process has ended or whose world size differs, or None."""

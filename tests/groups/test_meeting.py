@@ -13,6 +13,7 @@ import pytest
 
 import torchdist_ref as dist
 from torchdist_ref.stores import HashStore, TCPStore
+from torchdist_ref.stores.tcp.client import ConnectionPool
 from torchdist_ref.testing import run
 
 GROUPS, WORLD, SOON = 6, 3, 1.0
@@ -156,3 +157,32 @@ def test_a_rank_of_a_complete_world_is_named(method: str, tmp_path: Path) -> Non
     assert "two processes claim rank 1 of 2" in found[2][1] and found[2][2] < SOON
     for descriptor in (*gates[0], *gates[1]):
         os.close(descriptor)
+
+
+def count_round_trips(rank: int, port: int, token: str) -> tuple[int, int]:
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setenv("TORCHDIST_REF_TOKEN", token)
+    trips, store, request = [0], TCPStore("127.0.0.1", port), ConnectionPool.request
+
+    def counting(*arguments: Any) -> Any:
+        trips[0] += 1
+        return request(*arguments)
+
+    monkeypatch.setattr(ConnectionPool, "request", counting)
+    dist.init_process_group("ref", store=store, rank=rank, world_size=2)
+    created = trips[0]
+    dist.new_group()
+    monkeypatch.undo()
+    dist.barrier()
+    dist.destroy_process_group()
+    return created, trips[0] - created
+
+
+@pytest.mark.parametrize(("token", "more"), [("0" * 64, 0), ("", 1)])
+def test_round_trips_to_the_store(token: str, more: int) -> None:
+    """Each costs a switch to the server and back. Waits longer than a check for failures add some."""
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    run(count_round_trips, 2, server.port, token, ranks="processes", init=False)
+    found = run(count_round_trips, 2, server.port, token, ranks="processes", init=False)
+    assert min(created for created, _ in found) <= 4 + more and min(grouped for _, grouped in found) <= 3
+    server.close()

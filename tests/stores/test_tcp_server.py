@@ -11,13 +11,14 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import psutil
 import pytest
 
-from tests.stores.store_helpers import in_child
-from torchdist_ref.errors import DistNetworkError
+from tests.stores.store_helpers import LossyRelay, in_child
+from torchdist_ref.errors import ArgumentError, DistNetworkError
 from torchdist_ref.stores import TCPStore, sockets
 from torchdist_ref.stores.tcp import server
 from torchdist_ref.stores.tcp.operations import NONCE_MARK, Op
@@ -319,4 +320,42 @@ def test_release_frees_the_memory_of_its_keys_and_the_wish_of_its_client() -> No
     server.set("after", "the disconnect")
     handler.set_for_disconnected(float("inf"))
     assert server.list_keys() == ["after"]
+    server.close()
+
+
+def test_keys_are_published_and_awaited_in_one_write() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    with LossyRelay(server.port) as relay:
+        client = TCPStore("127.0.0.1", relay.port)
+        server.set("theirs", "1")
+        before = relay.requests
+        assert client.wait_get(["theirs", "own"], timedelta(seconds=5), {"own": "2" * 5000}) == [b"1", b"2" * 5000]
+        assert relay.requests - before <= 2, "5,000 bytes may take two reads"
+        relay.lose_responses = 1
+        assert client.wait_get(["own"], timedelta(seconds=5), {"own": "3"}) == [b"3"]
+        client.close()
+    server.close()
+
+
+def test_a_posted_request_does_not_confuse_the_next_responses() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    client = TCPStore("127.0.0.1", server.port)
+    for number in range(3):
+        client.set_on_disconnect("gone", "")
+        client.set_on_disconnect("gone", str(number))
+        assert client.add("count", 1) == number + 1
+        assert client.wait_get(["count"], timedelta(seconds=5), {"other": "x"}) == [b"%d" % (number + 1)]
+    client.set_on_disconnect("gone", "at last")
+    client.close()
+    assert server.wait_get(["gone"], timedelta(seconds=5)) == [b"at last"]
+    server.close()
+
+
+def test_a_full_store_refuses_what_is_sent_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDIST_REF_STORE_MEMORY", "1")
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    with pytest.raises(ArgumentError, match="the store is full"):
+        server.wait_get([], timedelta(seconds=5), {"big": "x" * 2**21})
+    server.set("small", "x")
+    assert server.list_keys() == ["small"]
     server.close()

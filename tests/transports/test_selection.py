@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,12 @@ class RecordingStore(PrefixStore):
         self.requests.append("multi_get")
         return super().multi_get(keys)
 
+    def wait_get(
+        self, keys: Sequence[Text], timeout: timedelta, publish: Mapping[str, Text] | None = None
+    ) -> list[bytes]:
+        self.requests.append("set and get")
+        return super().wait_get(keys, timeout, publish)
+
 
 def connect_and_record(rank: int, path: str, prepared: int) -> list[str]:
     selection._MAX_PREPARED_RANKS = prepared
@@ -70,34 +76,28 @@ def connect_and_record(rank: int, path: str, prepared: int) -> list[str]:
     return store.requests
 
 
-def test_ranks_of_one_host_connect_with_one_set_and_one_get(tmp_path: Path) -> None:
+def test_ranks_of_one_host_connect_with_one_request(tmp_path: Path) -> None:
     """Every request costs a context switch to the server and back, most of the cost of creating a group."""
     assert (
         run(partial(connect_and_record, path=str(tmp_path / "a"), prepared=3), 3, ranks="processes", init=False)
-        == [["set", "multi_get"]] * 3
+        == [["set and get"]] * 3
     )
     # For more ranks the segment is created once it is known that they share a host.
     found = run(partial(connect_and_record, path=str(tmp_path / "b"), prepared=2), 3, ranks="processes", init=False)
-    assert found == [["set", "multi_get", "set"], *[["set", "multi_get", "get"]] * 2]
+    assert found == [["set and get", "set"], *[["set and get", "get"]] * 2]
 
 
 def test_the_timeout_of_a_group_may_exceed_that_of_its_store() -> None:
-    timed_out = threading.Event()
-
-    class ShortTimeoutStore(HashStore):
-        def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
-            try:
-                return super().multi_get(keys)
-            except StoreTimeoutError:
-                timed_out.set()
-                raise
-
-    store = ShortTimeoutStore()
+    store, waiting = HashStore(), threading.Event()
     store.set_timeout(timedelta(seconds=0.01))
 
     def program(rank: int) -> int:
         if rank:
-            assert timed_out.wait(10)
+            assert waiting.wait(10)
+            with pytest.raises(StoreTimeoutError):
+                store.get("never")
+        else:
+            waiting.set()
         return transports.connect(store, rank, range(2), "world", 20.0).size
 
     assert run(program, 2, init=False) == [2, 2]

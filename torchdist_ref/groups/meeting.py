@@ -80,8 +80,8 @@ class Meeting:
     def watched(self) -> Iterator[MemberWatch]:
         """Announce this rank, and yield a watch over all ranks while they meet."""
         watch = MemberWatch(self.store, self.rank, range(self.size), _OPERATION, self.failure)
-        with closing(self._presence), watch.published_on_disconnect(then="" if self._outlives_worlds else self._left()):
-            self._presence.announce()
+        then = "" if self._outlives_worlds else self._left()
+        with closing(self._presence), watch.published_on_disconnect(then, self._presence.announcement()):
             yield watch
 
     def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:

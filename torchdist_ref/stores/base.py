@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, SupportsIndex
 
@@ -206,17 +206,32 @@ class Store:
         """Return whether ``append``, ``multi_get`` and ``multi_set`` are atomic operations of the store itself."""
         return False
 
-    def set_on_disconnect(self, key: Text, value: Text) -> bool:
+    def set_on_disconnect(self, key: Text, value: Text, now: Mapping[str, Text] | None = None) -> bool:
         """Ask the server to set a key if this process ends without another request, unless the key exists then.
 
         Args:
             key: key.
             value: value; empty to withdraw the last such request.
+            now: keys and values to set at once, with the same request.
 
         Returns:
-            Whether the store can do that. Its server has to be another process, and of this library.
+            Whether the store can do that; if not, nothing is set. Its server has to be another process, and of this
+            library.
         """
         return False
+
+    def wait_get(
+        self, keys: Sequence[Text], timeout: timedelta, publish: Mapping[str, Text] | None = None
+    ) -> list[bytes]:
+        """Set some keys, and return the values of others once all exist. A `TCPStore` does it in one round trip.
+
+        Raises:
+            StoreTimeoutError: a key was not set in time.
+        """
+        for key, value in (publish or {}).items():
+            self.set(key, value)
+        self.wait(keys, timeout)
+        return self.multi_get(keys)
 
     def release(self, prefix: Text, users: int, timeout: timedelta | None = None) -> bool:
         """Count one more user of a prefix as gone. The last one deletes all keys ``prefix/...``, the count among them.

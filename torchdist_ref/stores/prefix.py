@@ -9,7 +9,7 @@ forwarded, or the detection of failures.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -107,6 +107,16 @@ class PrefixStore(Store):
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
         return self._store.multi_get(self._keys("multi_get", keys))
 
+    def wait_get(
+        self, keys: Sequence[Text], timeout: timedelta, publish: Mapping[str, Text] | None = None
+    ) -> list[bytes]:
+        # A store of torch's has no such method.
+        wait_get: Callable[..., list[bytes]] | None = getattr(self._store, "wait_get", None)
+        if wait_get is None:
+            return super().wait_get(keys, timeout, publish)
+        set_first = {self._key("wait_get", key): value for key, value in (publish or {}).items()}
+        return wait_get(self._keys("wait_get", keys), timeout, set_first)
+
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         self._store.multi_set(self._keys("multi_set", keys), values)
 
@@ -125,10 +135,12 @@ class PrefixStore(Store):
     def has_extended_api(self) -> bool:
         return self._store.has_extended_api()
 
-    def set_on_disconnect(self, key: Text, value: Text) -> bool:
+    def set_on_disconnect(self, key: Text, value: Text, now: Mapping[str, Text] | None = None) -> bool:
         # A store of torch's has no such method.
-        ask: Callable[[Text, Text], bool] | None = getattr(self._store, "set_on_disconnect", None)
-        return ask is not None and ask(self._key("set_on_disconnect", key), value)
+        ask: Callable[[Text, Text, Mapping[str, Text]], bool] | None = getattr(self._store, "set_on_disconnect", None)
+        operation = "set_on_disconnect"
+        set_now = {self._key(operation, each): text for each, text in (now or {}).items()}
+        return ask is not None and ask(self._key(operation, key), value, set_now)
 
     def release(self, prefix: Text, users: int, timeout: timedelta | None = None) -> bool:
         # A store of torch's has no such method.
@@ -198,20 +210,46 @@ class WatchedStore(PrefixStore):
         self._failure = failure
 
     def get(self, key: Text) -> bytes:
-        self.wait([key])
-        return super().get(key)
+        return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
-        self.wait(keys)
+        return self.wait_get(keys, self.timeout)
+
+    def wait_get(
+        self, keys: Sequence[Text], timeout: timedelta, publish: Mapping[str, Text] | None = None
+    ) -> list[bytes]:
+        deadline = self._deadline("wait", timeout)
+        store: object = self._underlying_non_prefix_store
+        if isinstance(store, Store):
+            while (values := self._values(keys, deadline, publish)) is None:
+                publish = None
+                self._raise_in_vain(keys, deadline)
+            return values
+        for key, value in (publish or {}).items():
+            self.set(key, value)
+        self.wait(keys, timeout)
         return super().multi_get(keys)
 
     def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
         deadline = self._deadline("wait", timeout)
         while not self._appeared(keys, Deadline(min(CHECK_SECONDS, deadline.remaining()))):
-            failure = self._failure()
-            # The keys may have been set just before the failure.
-            if (failure is not None or deadline.passed()) and not self.check(keys):
-                raise failure or self._timed_out("wait", self._missing(keys), deadline)
+            self._raise_in_vain(keys, deadline)
+
+    def _raise_in_vain(self, keys: Sequence[Text], deadline: Deadline) -> None:
+        """Raise if a rank has failed or the deadline has passed, and the keys have not appeared meanwhile."""
+        failure = self._failure()
+        # The keys may have been set just before the failure.
+        if (failure is not None or deadline.passed()) and not self.check(keys):
+            raise failure or self._timed_out("wait", self._missing(keys), deadline)
+
+    def _values(
+        self, keys: Sequence[Text], deadline: Deadline, publish: Mapping[str, Text] | None
+    ) -> list[bytes] | None:
+        """Return the values of the keys, or None if they do not appear before the next check for failures."""
+        try:
+            return super().wait_get(keys, timedelta(seconds=min(CHECK_SECONDS, deadline.remaining())), publish)
+        except StoreTimeoutError:
+            return None
 
     def raise_failure(self) -> None:
         """Raise the failure of a rank if there is one; for waits that repeat other operations."""

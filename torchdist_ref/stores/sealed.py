@@ -12,7 +12,8 @@ a session key here: `torchdist_ref.authentication` has those.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from torchdist_ref.errors import AuthenticationError
@@ -62,6 +63,13 @@ class SealedStore(PrefixStore):
         values = super().multi_get(keys)
         return [self._open("multi_get", key, value) for key, value in zip(keys, values, strict=True)]
 
+    def wait_get(
+        self, keys: Sequence[Text], timeout: timedelta, publish: Mapping[str, Text] | None = None
+    ) -> list[bytes]:
+        sealed = {key: self._seal("wait_get", key, value) for key, value in (publish or {}).items()}
+        values = super().wait_get(keys, timeout, sealed)
+        return [self._open("wait_get", key, value) for key, value in zip(keys, values, strict=True)]
+
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         pairs = pair_list("multi_set", keys, values)
         super().multi_set(keys, [self._seal("multi_set", key, value) for key, value in pairs])
@@ -94,8 +102,10 @@ class SealedStore(PrefixStore):
         """Return a store with the same session key over another store."""
         return SealedStore(store, self._session_key, self.authenticated)
 
-    def set_on_disconnect(self, key: Text, value: Text) -> bool:
-        return super().set_on_disconnect(key, self._seal("set_on_disconnect", key, value) if value else value)
+    def set_on_disconnect(self, key: Text, value: Text, now: Mapping[str, Text] | None = None) -> bool:
+        operation = "set_on_disconnect"
+        set_now = {each: self._seal(operation, each, text) for each, text in (now or {}).items()}
+        return super().set_on_disconnect(key, self._seal(operation, key, value) if value else value, set_now)
 
     def derived_key(self, purpose: str) -> bytes:
         """Return a key for one purpose; those of different purposes reveal nothing about each other."""

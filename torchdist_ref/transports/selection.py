@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import NamedTuple
 
-from torchdist_ref.errors import DistStoreError, RankStalledError, StoreTimeoutError
+from torchdist_ref.errors import RankStalledError, StoreTimeoutError
 from torchdist_ref.liveness import MemberWatch, host_identity
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import shared_memory, tcp, threads
@@ -179,10 +179,10 @@ def _exchange_endpoints(
     operation: str = "init_process_group",
 ) -> list[RankEndpoint]:
     """Publish the endpoint of this rank, and return those of all ranks."""
-    store.set(f"endpoint/{rank}", b"|".join([host_identity().encode(), b"%d" % os.getpid(), segment]))
+    own = {f"endpoint/{rank}": b"|".join([host_identity().encode(), b"%d" % os.getpid(), segment])}
     keys = [f"endpoint/{r}" for r in range(size)]
     try:
-        values = _wait_for_values(store, keys, timeout)
+        values = store.wait_get(keys, store.timeout if timeout is None else timedelta(seconds=timeout), own)
     except StoreTimeoutError as error:
         absent = ", ".join(str(r) for r, key in enumerate(keys) if not store.check([key]))
         raise RankStalledError(
@@ -190,17 +190,3 @@ def _exchange_endpoints(
             f"Every member has to create the group."
         ) from error
     return [RankEndpoint(*value.rsplit(b"|", 2)) for value in values]
-
-
-def _wait_for_values(store: Store, keys: Sequence[str], timeout: float | None) -> list[bytes]:
-    """Return the values of the keys once all exist: with one request, unless `timeout` exceeds the store's own."""
-    more = 0.0 if timeout is None else timeout - store.timeout.total_seconds()
-    if more < 0 and timeout is not None:
-        store.wait(keys, timedelta(seconds=timeout))
-    try:
-        return store.multi_get(keys)
-    except DistStoreError:
-        if more <= 0:
-            raise
-    store.wait(keys, timedelta(seconds=more))
-    return store.multi_get(keys)

@@ -21,6 +21,7 @@ import socket
 import struct
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, NoReturn
@@ -46,6 +47,10 @@ MAX_READ_BYTES = 2**20
 _HEADER_BYTES, _unpack_header = RESPONSE_HEADER.size, RESPONSE_HEADER.unpack_from
 _DONE = int(Status.DONE)
 _PROBE_NONCE = 0x5E7
+
+
+Ahead = tuple[Operation, tuple[Any, ...]]
+"""Request that is sent ahead of another: operation and fields."""
 
 
 class ConnectionLost(Exception):
@@ -113,6 +118,11 @@ class DeadlineSocket:
         piece = bytes(self._buffer[:size])
         del self._buffer[:size]
         return piece
+
+    def take_rest(self) -> bytes:
+        """Return the bytes that were received with those already taken; it may be none."""
+        rest, self._buffer = bytes(self._buffer), bytearray()
+        return rest
 
     def receive(self, deadline: Deadline, limit: int = READ_BYTES) -> bytes:
         """Return the next bytes, between 1 and `limit`. Raises as `send`."""
@@ -185,12 +195,12 @@ class ClientConnection:
         self._framed = False
         self._name = os.urandom(16)
         self._socket: DeadlineSocket | None = None
-        self._number = 0
+        self._number = self._unread = 0
         self._aborted = False
 
     def close(self) -> None:
         """Close the socket; the next request opens another."""
-        sock, self._socket = self._socket, None
+        sock, self._socket, self._unread = self._socket, None, 0
         if sock is not None:
             sock.close()
 
@@ -221,31 +231,37 @@ class ClientConnection:
                 time.sleep(min(pause, deadline.remaining()))
                 pause = min(pause * 1.5, 0.25)
 
-    def request(self, operation: Operation, fields: tuple[Any, ...], seconds: float) -> tuple[Any, ...]:
+    def request(
+        self, operation: Operation, fields: tuple[Any, ...], seconds: float, ahead: Sequence[Ahead] = ()
+    ) -> tuple[Any, ...]:
         """Send a request and return the fields of its response.
 
         Args:
             operation: the operation.
             fields: fields of the request.
             seconds: time-out in seconds.
+            ahead: requests to run before, sent in the same write. They may run twice, and so may the operation.
 
         Raises:
             RequestTimeout: the keys did not appear in time, or the server did not respond.
             ArgumentError: the server refused the request.
             DistNetworkError: the connection broke, and the request could not be repeated.
         """
-        self._number += 1
+        self._number += 1 + len(ahead)
         deadline = Deadline(seconds)
         for attempt in range(MAX_ATTEMPTS):
             try:
                 sock = self._socket or self.connect(_extended(deadline))
                 if self._framed:
-                    return self._exchange_framed(sock, operation, fields, deadline)
+                    return self._exchange_framed(sock, operation, fields, deadline, ahead)
+                for each, values in ahead:
+                    _exchange_plain(sock, each, values, deadline)
                 if operation.emulation is not None:
                     return _emulate(sock, operation, fields, deadline)
                 return _exchange_plain(sock, operation, fields, deadline)
             except ConnectionLost as lost:
                 self.close()
+                self._number += len(ahead) and 1 + len(ahead)
                 if self._aborted or attempt == MAX_ATTEMPTS - 1 or not (self._framed or operation.idempotent):
                     raise self._broken(operation, lost) from lost
             except TimeoutError:
@@ -258,8 +274,26 @@ class ClientConnection:
                 raise
         raise AssertionError("unreachable")
 
+    def post(self, operation: Operation, fields: tuple[Any, ...], seconds: float) -> None:
+        """Send a request without waiting for the response, which the next request skips. Raises as `request`."""
+        if not self._framed or self._socket is None:
+            self.request(operation, fields, seconds)
+            return
+        self._number += 1
+        try:
+            self._socket.send(write_request(operation, *fields, number=self._number), Deadline(seconds))
+        except (ConnectionLost, TimeoutError) as error:
+            self.close()
+            raise self._broken(operation, ConnectionLost(str(error))) from error
+        self._unread += 1
+
     def _exchange_framed(
-        self, sock: DeadlineSocket, operation: Operation, fields: tuple[Any, ...], deadline: Deadline
+        self,
+        sock: DeadlineSocket,
+        operation: Operation,
+        fields: tuple[Any, ...],
+        deadline: Deadline,
+        ahead: Sequence[Ahead] = (),
     ) -> tuple[Any, ...]:
         """Run a request at our server, whose response has the request id and its length in front.
 
@@ -269,9 +303,20 @@ class ClientConnection:
             ArgumentError: the server refused the request.
             ConnectionLost: the connection broke.
         """
-        sock.send(write_request(operation, *fields, number=self._number), deadline)
+        data = write_request(operation, *fields, number=self._number)
+        if ahead:
+            first = self._number - len(ahead)
+            data = (
+                b"".join([write_request(each, *values, number=first + i) for i, (each, values) in enumerate(ahead)])
+                + data
+            )
+        sock.send(data, deadline)
+        response = b""
+        if self._unread or ahead:
+            self._skip_responses(sock, self._unread + len(ahead), deadline)
+            response = sock.take_rest()
         try:
-            response = sock.receive(deadline)
+            response = response or sock.receive(deadline)
         except TimeoutError:
             if operation.unmet is not None:
                 sock.send(write_request(Op.CANCEL_WAIT), _extended(deadline))
@@ -286,6 +331,16 @@ class ClientConnection:
         if status != _DONE:
             _raise_status(status, response[_HEADER_BYTES:])
         return read(operation.reply, response, _HEADER_BYTES) if len(response) > _HEADER_BYTES else ()
+
+    def _skip_responses(self, sock: DeadlineSocket, count: int, deadline: Deadline) -> None:
+        """Read the responses to earlier requests, and raise if one of them was refused."""
+        for _ in range(count):
+            _, size, status = _unpack_header(sock.take(_HEADER_BYTES, _extended(deadline)))
+            text = sock.take(size, _extended(deadline))
+            self._unread = max(0, self._unread - 1)
+            if status != _DONE:
+                self.close()
+                _raise_status(status, text)
 
     # Handshake
 
@@ -424,21 +479,38 @@ class ConnectionPool:
         connection.connect(deadline)
         self._idle.append(connection)
 
-    def request(self, operation: Operation, fields: tuple[Any, ...], seconds: float) -> tuple[Any, ...]:
+    def request(
+        self, operation: Operation, fields: tuple[Any, ...], seconds: float, ahead: Sequence[Ahead] = ()
+    ) -> tuple[Any, ...]:
         """Run a request on a connection that no other thread uses. Returns and raises as `ClientConnection.request`."""
+        connection = self._acquire()
+        try:
+            return connection.request(operation, fields, seconds, ahead)
+        finally:
+            self._return(connection)
+
+    def post(self, operation: Operation, fields: tuple[Any, ...], seconds: float) -> None:
+        """Send a request without waiting for the response. Raises as `ClientConnection.request`."""
+        connection = self._acquire()
+        try:
+            connection.post(operation, fields, seconds)
+        finally:
+            self._return(connection)
+
+    def _acquire(self) -> ClientConnection:
         try:
             connection = self._idle.pop()
         except IndexError:
             connection = self._new_connection()
         self._busy.add(connection)
-        try:
-            return connection.request(operation, fields, seconds)
-        finally:
-            self._busy.discard(connection)
-            if self._closed:
-                connection.close()
-            else:
-                self._idle.append(connection)
+        return connection
+
+    def _return(self, connection: ClientConnection) -> None:
+        self._busy.discard(connection)
+        if self._closed:
+            connection.close()
+        else:
+            self._idle.append(connection)
 
     def close(self) -> None:
         """Close all connections. Calls of other threads raise `DistNetworkError`."""

@@ -176,7 +176,7 @@ class Op:
         idempotent=True,
         emulation=(MULTI_GET, lambda reply: (list(reply),)),
     )
-    SET_ON_DISCONNECT = Operation("SET_ON_DISCONNECT", 0x86, "kv", "a", idempotent=True)
+    SET_ON_DISCONNECT = Operation("SET_ON_DISCONNECT", 0x86, "kvP", "a", idempotent=True)
     RELEASE = Operation("RELEASE", 0x87, "ki", "b", _release)
 
 

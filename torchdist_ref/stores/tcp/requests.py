@@ -190,9 +190,7 @@ class RequestHandler:
         elif request.operation is Op.HELLO and client.pending is None:
             self._open_session(client, request)
         elif request.operation is Op.SET_ON_DISCONNECT and client.session is not None and client.pending is None:
-            key, value = request.fields
-            client.session.on_disconnect = (key, value) if value else None
-            self._respond(client, request, (0,))
+            self._set_on_disconnect(client, client.session, request)
         else:
             raise ProtocolError(f"{request.operation.name} in the wrong state")
 
@@ -288,6 +286,17 @@ class RequestHandler:
             return (0,)
         self.used -= sum(len(key) + len(value) + KEY_OVERHEAD_BYTES for key, value in deleted)
         return (1,)
+
+    def _set_on_disconnect(self, client: StoreClient, session: ClientSession, request: Request) -> None:
+        key, value, pairs = request.fields
+        session.on_disconnect = (key, value) if value else None
+        try:
+            self._run(Op.MULTI_SET, (pairs,))
+        except ArgumentError as error:
+            return self._refuse(client, request, error)
+        self._respond(client, request, (0,))
+        if self.pending:
+            self._wake_changed(Op.MULTI_SET, (pairs,))
 
     @staticmethod
     def _forget_on_disconnect(session: ClientSession | None, prefix: bytes) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +30,7 @@ from torchdist_ref.stores.base import (
     timeout_seconds,
     value_bytes,
 )
-from torchdist_ref.stores.tcp.client import ConnectionPool, RequestTimeout
+from torchdist_ref.stores.tcp.client import Ahead, ConnectionPool, RequestTimeout
 from torchdist_ref.stores.tcp.operations import Op, Operation
 from torchdist_ref.stores.tcp.protocol import MAX_KEY_BYTES, MAX_VALUE_BYTES
 from torchdist_ref.stores.tcp.server import TCPServer
@@ -162,6 +162,14 @@ class TCPStore(Store):
         names = _keys("multi_get", keys)
         return list(self._request("multi_get", Op.WAIT_GET_ALL, names)[0]) if names else []
 
+    def wait_get(
+        self, keys: Sequence[Text], timeout: timedelta, publish: Mapping[str, Text] | None = None
+    ) -> list[bytes]:
+        names = _keys("wait_get", keys)
+        pairs = [(_key("wait_get", key), _value("wait_get", value)) for key, value in (publish or {}).items()]
+        ahead = [(Op.MULTI_SET, (pairs,))] if pairs else []
+        return list(self._request("wait", Op.WAIT_GET_ALL, names, timeout=timeout, ahead=ahead)[0])
+
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         pairs = pair_list("multi_set", keys, values)
         checked = [(_key("multi_set", key), _value("multi_set", value)) for key, value in pairs]
@@ -196,11 +204,17 @@ class TCPStore(Store):
     def has_extended_api(self) -> bool:
         return True
 
-    def set_on_disconnect(self, key: Text, value: Text) -> bool:
+    def set_on_disconnect(self, key: Text, value: Text, now: Mapping[str, Text] | None = None) -> bool:
         if self._pool.server.identity is None:
             return False
         operation = "set_on_disconnect"
-        self._request(operation, Op.SET_ON_DISCONNECT, _key(operation, key), _value(operation, value))
+        pairs = [(_key(operation, each), _value(operation, text)) for each, text in (now or {}).items()]
+        fields = _key(operation, key), _value(operation, value), pairs
+        if pairs:
+            self._request(operation, Op.SET_ON_DISCONNECT, *fields)
+        else:
+            # Nobody depends on it before the end of this connection, which the server sees later.
+            self._pool.post(Op.SET_ON_DISCONNECT, fields, self._timeout.total_seconds())
         return True
 
     def clone(self) -> TCPStore:
@@ -212,11 +226,16 @@ class TCPStore(Store):
         return f"TCPStore({self._pool.server}{', master' if self.server else ''})"
 
     def _request(
-        self, operation: str, row: Operation, *fields: Any, timeout: timedelta | None = None
+        self,
+        operation: str,
+        row: Operation,
+        *fields: Any,
+        timeout: timedelta | None = None,
+        ahead: Sequence[Ahead] = (),
     ) -> tuple[Any, ...]:
         limit = self._timeout.total_seconds() if timeout is None else timeout_seconds(operation, timeout)
         try:
-            return self._pool.request(row, fields, limit)
+            return self._pool.request(row, fields, limit, ahead)
         except RequestTimeout as report:
             raise self._timeout_error(report, operation, fields, Deadline(limit)) from None
 
