@@ -169,20 +169,23 @@ def count_round_trips(rank: int, port: int, token: str) -> tuple[int, int]:
         return request(*arguments)
 
     monkeypatch.setattr(ConnectionPool, "request", counting)
-    dist.init_process_group("ref", store=store, rank=rank, world_size=2)
-    created = trips[0]
-    dist.new_group()
+    created, grouped = [], []
+    for _ in range(4):
+        trips[0] = 0
+        dist.init_process_group("ref", store=store, rank=rank, world_size=2)
+        created.append(trips[0])
+        dist.new_group()
+        grouped.append(trips[0] - created[-1])
+        dist.barrier()
+        dist.destroy_process_group()
     monkeypatch.undo()
-    dist.barrier()
-    dist.destroy_process_group()
-    return created, trips[0] - created
+    return min(created), min(grouped)
 
 
 @pytest.mark.parametrize(("token", "more"), [("0" * 64, 0), ("", 1)])
 def test_round_trips_to_the_store(token: str, more: int) -> None:
     """Each costs a switch to the server and back. Waits longer than a check for failures add some."""
     server = TCPStore("127.0.0.1", 0, is_master=True)
-    run(count_round_trips, 2, server.port, token, ranks="processes", init=False)
     found = run(count_round_trips, 2, server.port, token, ranks="processes", init=False)
-    assert min(created for created, _ in found) <= 4 + more and min(grouped for _, grouped in found) <= 3
+    assert min(created for created, _ in found) == 4 + more and min(grouped for _, grouped in found) == 3
     server.close()
