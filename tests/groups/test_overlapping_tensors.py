@@ -78,15 +78,15 @@ def overlapping(memory: Tensor, world: int, block: int) -> Iterator[tuple[Run, l
     """Yield a function with inputs and outputs that lie in one memory of ``(world + 1) * block`` elements."""
     rows = [memory[i * block : (i + 1) * block] for i in range(world)]
     shifted = [memory[i * block // 2 : i * block // 2 + block] for i in range(world)]
+    close = [memory[start : start + block] for i in range(world) for start in (i, world * block - i)]
     turned = [*rows[1:], rows[0]]
     whole, next_whole = memory[: world * block], memory[1 : world * block + 1]
     for views in [rows[0], rows[0]], shifted, [memory[:block:2], memory[1:block:2]]:
         yield all_reduce, views, views
-    yield all_gather, [fill(dist.get_rank(), (block,))], [rows[0]] * world
     yield all_gather, [rows[0]], shifted
     yield all_gather, [rows[dist.get_rank()]], turned
     yield all_gather_tensor, [memory[block // 2 : block // 2 + block]], [whole]
-    yield all_gather_coalesced, [rows[0], rows[1]], [rows[1], rows[0]] * world
+    yield all_gather_coalesced, [rows[0], rows[1]], close
     yield gather, [rows[0]], turned
     yield gather, [rows[0]], shifted
     yield scatter, turned, [rows[1]]

@@ -151,13 +151,13 @@ def all_to_all_single(
         own = found.rank()
         argument = f"output_split_sizes[{own}]"
         check_elements(operation, argument, outputs[own], inputs[own].numel(), "as this rank sends to itself")
-        work = submit_lists(found, _UNEVEN, list(inputs), list(outputs), async_op)
+        work = submit_lists(found, _UNEVEN, list(inputs), list(outputs), async_op, operation)
         if work is not None:
             work.outputs = [output]
         return work
     if output.numel() != input.numel():
         check_elements(operation, "output", output, input.numel(), "as the input has")
-    return submit_lists(found, _EVEN, inputs, outputs, async_op)
+    return submit_lists(found, _EVEN, inputs, outputs, async_op, operation)
 
 
 def _split(name: str, tensor: Tensor, sizes: Sequence[int] | None, group: ProcessGroup) -> Sequence[Tensor]:

@@ -46,6 +46,15 @@ _REDUCTION_NAMES = {
 ALL_REDUCE = {name: AllReduce(name) for name in _REDUCTION_NAMES.values()}
 REDUCE_SCATTER = {name: ReduceScatter(name) for name in _REDUCTION_NAMES.values()}
 reduce_call = cache(Reduce)
+# Names of the outputs of functions whose output has another name than `output`.
+_OUTPUTS = {
+    "all_gather": "tensor_list",
+    "all_gather_into_tensor": "output_tensor",
+    "all_gather_single": "output_tensor",
+    "all_to_all": "output_tensor_list",
+    "gather": "gather_list",
+    "scatter": "tensor",
+}
 
 
 def member_group(operation: str, group: ProcessGroup | int | None) -> ProcessGroup | None:
@@ -217,6 +226,35 @@ def check_writable(operation: str, argument: str, tensor: Tensor) -> None:
         raise ArgumentError(explain(operation, argument, expected, f"strides {tensor.stride()}"))
 
 
+def check_outputs(operation: str, outputs: Sequence[Tensor]) -> None:
+    """Raise if an output overlaps itself, or if a list of outputs holds one tensor twice.
+
+    Outputs that overlap in part are accepted, as torch does: the later block remains.
+    """
+    if isinstance(outputs, RowBlocks):
+        check_writable(operation, _OUTPUTS.get(operation, "output"), outputs.tensor)
+        return
+    argument = _OUTPUTS.get(operation, "output")
+    names = [f"{argument}[{index}]" if argument.endswith("_list") else argument for index in range(len(outputs))]
+    for name, tensor in zip(names, outputs, strict=True):
+        check_writable(operation, name, tensor)
+    check_distinct(operation, names, outputs)
+
+
+def check_distinct(operation: str, names: Sequence[str], outputs: Sequence[Tensor]) -> None:
+    """Raise if two outputs are the same memory, so that only the later block would remain."""
+    first: dict[tuple[int, int], str] = {}
+    for name, tensor in zip(names, outputs, strict=True):
+        if tensor.is_meta or not tensor.numel():
+            continue
+        other = first.setdefault((tensor.data_ptr(), tensor.nbytes), name)
+        if other is not name:
+            raise ArgumentError(
+                f"{operation}: {other} and {name} share memory, so only the later block would remain{on_rank()}. "
+                "Allocate each output, as in [torch.empty_like(tensor) for _ in range(world_size)]."
+            )
+
+
 def root_of(
     group: ProcessGroup,
     operation: str,
@@ -243,7 +281,8 @@ def root_of(
     if group_rank is not None:
         number = as_integer(group_rank)
         if number is None or not 0 <= number < group.size():
-            expected = f"a group rank from 0 to {group.size() - 1}"
+            kind = "a group rank" if number is not None else "an int, a group rank"
+            expected = f"{kind} from 0 to {group.size() - 1}"
             raise BackendArgumentError(explain(operation, f"group_{argument}", expected, group_rank))
         return number
     if rank is None:
@@ -270,16 +309,22 @@ def timeout_of(operation: str, timeout: Any, default: timedelta = GROUP_TIMEOUT)
     return timeout
 
 
-def blocks_of(operation: str, argument: str, tensor: Tensor, group: ProcessGroup) -> Sequence[Tensor]:
+def blocks_of(
+    operation: str, argument: str, tensor: Tensor, group: ProcessGroup, written: bool = False
+) -> Sequence[Tensor]:
     """Return a tensor as one equal block for each rank; its elements divide by the number of ranks.
 
     Raises:
+        ArgumentError: The tensor is `written`, and its elements overlap.
         BackendArgumentError: The blocks are no views: the tensor has strides, and too few rows.
     """
     size = len(group.members)
-    if not tensor.is_contiguous() and tensor.shape[0] % size:
-        expected = f"a contiguous tensor, or one whose first dimension divides by {size}"
-        raise BackendArgumentError(explain(operation, argument, expected, list(tensor.shape)))
+    if not tensor.is_contiguous():
+        if written:
+            check_writable(operation, argument, tensor)
+        if tensor.shape[0] % size:
+            expected = f"a contiguous tensor, or one whose first dimension divides by {size}"
+            raise BackendArgumentError(explain(operation, argument, expected, list(tensor.shape)))
     # As `contiguous_blocks`, but a call of a function shorter.
     return RowBlocks(tensor, size) if size > 1 else (tensor,)
 

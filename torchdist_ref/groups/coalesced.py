@@ -18,6 +18,7 @@ from torchdist_ref.groups.arguments import (
     ALL_REDUCE,
     SUM,
     as_real,
+    check_distinct,
     check_elements,
     check_not_empty,
     check_one_dtype,
@@ -149,6 +150,13 @@ def all_gather_coalesced(
             for index, tensor in enumerate(input_tensor_list)
         ],
     )
+    if copy_back is not None:
+        named = {
+            f"output_tensor_lists[{rank}][{index}]": output
+            for rank, outputs in enumerate(output_tensor_lists)
+            for index, output in enumerate(outputs)
+        }
+        check_distinct("all_gather_coalesced", list(named), list(named.values()))
     parts = [submit(found, *request, async_op) for request in requests]
     return _joined("all_gather_coalesced", output_tensor_lists, parts, copy_back, async_op)
 

@@ -31,6 +31,7 @@ from torchdist_ref.errors import BackendArgumentError, RankStalledError, explain
 from torchdist_ref.groups.arguments import (
     ALL_REDUCE,
     SUM,
+    check_outputs,
     check_tensor,
     check_writable,
     member_group,
@@ -58,12 +59,21 @@ def submit(
 
 
 def submit_lists(
-    group: ProcessGroup, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], async_op: bool
+    group: ProcessGroup,
+    call: Call,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    async_op: bool,
+    operation: str | None = None,
 ) -> Work | None:
-    """Submit a call of several tensors, as `submit` does; tensors may share memory."""
+    """Submit a call of several tensors, as `submit` does; tensors may share memory.
+
+    The operation is the name of the public function for error messages. Default: the call's.
+    """
     if are_apart(inputs, outputs):
         work = group.backend.submit(call, inputs, outputs, not async_op)
         return work if async_op else None
+    check_outputs(operation or call.op, outputs)
     requests, copy_back = without_overlap(group.rank(), ((call, inputs, outputs),))
     if copy_back is None:
         return submit(group, call, inputs, outputs, async_op)
@@ -274,7 +284,8 @@ def barrier(
         return None
     if async_op or timeout is None:
         return submit(found, _BARRIER, (), (), async_op)
-    found.backend.submit(_BARRIER, (), (), False).wait(timeout)
+    limit = timeout_of("barrier", timeout)
+    found.backend.submit(_BARRIER, (), (), False).wait(limit)
     return None
 
 

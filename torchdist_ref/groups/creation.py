@@ -245,7 +245,7 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
         raise NotInitializedError(
             "destroy_process_group: there is no group to destroy; init_process_group comes first."
         )
-    found = resolve(group)
+    found = resolve(group, "destroy_process_group")
     if found is world.default:
         world.close()
     elif found is not None:
@@ -336,10 +336,12 @@ def _members(ranks: Iterable[int] | None, default: ProcessGroup, sort: bool) -> 
 
 
 def _integers(ranks: Any) -> list[int]:
-    values = [as_integer(rank) for rank in ranks] if isinstance(ranks, Iterable) else []
-    integers = [value for value in values if value is not None]
-    if not integers or len(integers) < len(values):
-        raise ArgumentTypeError(explain("new_group", "ranks", "a list of at least one global rank", ranks))
+    listed = list(ranks) if isinstance(ranks, Iterable) else []
+    integers = [value for rank in listed if (value := as_integer(rank)) is not None]
+    if not integers or len(integers) < len(listed):
+        types = sorted({type(rank).__name__ for rank in listed if as_integer(rank) is None})
+        hint = f"Ranks are int, not {' or '.join(types)}." if types else ""
+        raise ArgumentTypeError(explain("new_group", "ranks", "a list of at least one global rank", ranks, hint=hint))
     return integers
 
 

@@ -167,7 +167,8 @@ def _gather_blocks(operation: str, output: Tensor, input: Tensor, group: Process
         output, input = as_real([output, input])
     if output.numel() != (count := input.numel() * len(group.members)):
         check_elements(operation, "output_tensor", output, count, "world size times the input")
-    return submit_lists(group, _ALL_GATHER, (input,), blocks_of(operation, "output_tensor", output, group), async_op)
+    blocks = blocks_of(operation, "output_tensor", output, group, written=True)
+    return submit_lists(group, _ALL_GATHER, (input,), blocks, async_op, operation)
 
 
 def gather(
@@ -463,4 +464,4 @@ def _submit_reduce_scatter(
     call = REDUCE_SCATTER[reduction_name(op, operation)]
     if call.reduction == "premul_sum":
         inputs = [premultiplied(operation, tensor, op) for tensor in inputs]
-    return submit_lists(group, call, inputs, (output,), async_op)
+    return submit_lists(group, call, inputs, (output,), async_op, operation)

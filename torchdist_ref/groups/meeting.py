@@ -23,6 +23,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from torchdist_ref.errors import (
+    ArgumentTypeError,
     BackendArgumentError,
     DistError,
     DistNetworkError,
@@ -128,6 +129,8 @@ class Meeting:
 
 def meet(init_method: str | None, rank: int, world_size: int, seconds: float) -> Meeting:
     """Find the other ranks by a URL, as `init_process_group` does; `env://` by default."""
+    if init_method is not None and not isinstance(init_method, str):
+        raise ArgumentTypeError(explain(_OPERATION, "init_method", "a URL, as text", init_method))
     url, timeout = init_method or "env://", min(timedelta(seconds=seconds), STORE_TIMEOUT)
     if not url.startswith(("env://", "tcp://")):
         store, rank, world_size = next(iter(rendezvous(url, rank, world_size, timeout=timeout)))
@@ -185,9 +188,14 @@ def meet_on(store: Store, rank: int, world_size: int) -> Meeting:
     """Meet the other ranks on a store.
 
     Raises:
+        ArgumentTypeError: The rank or the world size is no integer.
         BackendArgumentError: The rank is too large.
         UsageError: The rank is negative, or the world has no rank.
     """
+    for argument, value in (("rank", rank), ("world_size", world_size)):
+        if not hasattr(value, "__index__"):
+            hint = "Convert text from the environment with int()."
+            raise ArgumentTypeError(explain(_OPERATION, argument, "an int", value, hint=hint))
     if world_size < 1:
         raise UsageError(explain(_OPERATION, "world_size", "at least 1 when a store is given", world_size))
     if not 0 <= rank < world_size:

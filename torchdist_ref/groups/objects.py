@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.calls import AllGather, Broadcast, Call, Gather, Recv, Scatter, Send
-from torchdist_ref.errors import ArgumentError, DistError, EntryError, explain, on_rank
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, EntryError, explain, on_rank
 from torchdist_ref.groups.arguments import member_group, root_of
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.payloads import Payload, ReceiveBuffer, error_payload, pack, raise_error_of, unpack
@@ -66,7 +66,8 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | in
     found = member_group(operation, group)
     if found is None:
         return
-    payload = pack(found, operation, obj)
+    error = _no_list(operation, "object_list", object_list, found)
+    payload = pack(found, operation, obj) if error is None else error_payload(error)
     parts = _all_gather_payloads(found, payload, _all_gather_headers(found, payload))
     if len(object_list) < found.size():
         raise _too_few_entries(operation, "object_list", object_list, found)
@@ -130,14 +131,18 @@ def gather_object(
             object_gather_list[rank] = unpack(found, part, operation, rank)
 
 
-def _gather_list_error(group: ProcessGroup, root: int, objects: list[Any] | None) -> ArgumentError | None:
+def _gather_list_error(
+    group: ProcessGroup, root: int, objects: list[Any] | None
+) -> ArgumentError | ArgumentTypeError | None:
     ranks = f"(the destination is group rank {root}, this is {group.rank()})"
     if group.rank() != root:
         text = f"gather_object: Argument ``object_gather_list`` must NOT be specified on non-destination ranks {ranks}."
         return ArgumentError(text) if objects else None
-    if not objects:
+    if objects is None or objects == []:
         text = f"gather_object: Argument ``object_gather_list`` must be specified on destination rank {ranks}."
         return ArgumentError(text)
+    if (error := _no_list("gather_object", "object_gather_list", objects, group)) is not None:
+        return error
     if len(objects) < group.size():
         return _too_few_entries("gather_object", "object_gather_list", objects, group)
     return None
@@ -190,8 +195,12 @@ def broadcast_object_list(
     if found is None:
         return
     root, rank = root_of(found, operation, src, group_src, default=0), _global_rank(found)
-    own = pack(found, operation, list(object_list), len(object_list)) if found.rank() == root else None
+    error, own = _no_list(operation, "object_list", object_list, found), None
+    if found.rank() == root:
+        own = pack(found, operation, list(object_list), len(object_list)) if error is None else error_payload(error)
     received, count = _broadcast_payload(found, root, own, device)
+    if error is not None:
+        raise error
     if own is None:
         _replace(object_list, unpack(found, received.data, operation, root), count, operation, rank)
 
@@ -255,8 +264,8 @@ def scatter_object_list(
 def _scatter_payloads_of(group: ProcessGroup, objects: list[Any] | None) -> list[Payload]:
     # The source's payloads, or a single one with an error.
     operation, rank = "scatter_object_list", _global_rank(group)
-    if objects is None or len(objects) != group.size():
-        got = None if objects is None else len(objects)
+    if not isinstance(objects, Sequence) or len(objects) != group.size():
+        got = len(objects) if isinstance(objects, Sequence) else objects
         expected = f"a list of {group.size()} objects, one for each rank, on the source"
         text = explain(operation, "scatter_object_input_list", expected, got, rank=rank)
         return [error_payload(ArgumentError(text))]
@@ -310,6 +319,8 @@ def send_object_list(
         return
     peer = root_of(found, operation, dst, group_dst, "dst")
     _refuse_self(found, operation, peer, "destination")
+    if (error := _no_list(operation, "object_list", object_list, found)) is not None:
+        raise error
     payload = pack(found, operation, list(object_list), len(object_list))
     for tensor in (payload.header(), payload.tensor()):
         _on_device([tensor], found, device, lambda moved: found.backend.submit(Send(peer), (moved,), (), True))
@@ -359,6 +370,8 @@ def recv_object_list(
         return -1
     peer = None if src is None and group_src is None else root_of(found, operation, src, group_src)
     _refuse_self(found, operation, peer, "source")
+    if (error := _no_list(operation, "object_list", object_list, found)) is not None:
+        raise error
     header = torch.zeros(3, dtype=torch.int64)
     source = _receive(found, peer, header, device)
     size, kind, count = header.tolist()
@@ -383,6 +396,13 @@ def _refuse_self(group: ProcessGroup, operation: str, peer: int | None, role: st
             f"{operation}: Invalid {role} rank: {role} rank should not be the same as the rank of "
             f"the current process{on_rank()}."
         )
+
+
+def _no_list(operation: str, argument: str, value: Any, group: ProcessGroup) -> ArgumentTypeError | None:
+    """Return the error for an argument that is not a list, or None."""
+    if isinstance(value, list):
+        return None
+    return ArgumentTypeError(explain(operation, argument, "a list of objects", value, rank=_global_rank(group)))
 
 
 def _global_rank(group: ProcessGroup) -> int:

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.authentication import CURES
-from torchdist_ref.errors import ArgumentError, AuthenticationError, EntryError, PicklingError
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, AuthenticationError, EntryError, PicklingError
 from torchdist_ref.groups.plain_data import PLAIN_TYPES, NotPlainError, decode, encode
 from torchdist_ref.groups.world import ProcessGroup
 from torchdist_ref.stores.sealed import channel_key, is_authenticated
 from torchdist_ref.stores.sockets import trusts_network
 
-_ERROR_KINDS: tuple[type[Exception], ...] = (PicklingError, ArgumentError, EntryError)
+_ERROR_KINDS: tuple[type[Exception], ...] = (PicklingError, ArgumentError, EntryError, ArgumentTypeError)
 _CODE_BYTES = 32
 _LENGTH = struct.Struct("<Q")
 

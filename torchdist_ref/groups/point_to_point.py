@@ -288,7 +288,7 @@ class P2POp:
         self.op = op
         self.tensor = tensor
         self.group = resolve(group, "P2POp")
-        self.tag = tag
+        self.tag = _tag("P2POp", tag)
         self.group_peer, self.peer = group_peer, peer
         if self.group is not None:
             refuse_destroyed(self.group, "P2POp")

@@ -22,7 +22,7 @@ from torchdist_ref.backends import base, registry
 from torchdist_ref.backends.reductions import check
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, BackendArgumentError, DistError, explain, on_rank
 from torchdist_ref.groups.arguments import reduction_name
-from torchdist_ref.groups.world import ProcessGroup, current, refuse_destroyed, resolve
+from torchdist_ref.groups.world import ProcessGroup, as_integer, current, refuse_destroyed, resolve
 
 
 def get_rank(group: ProcessGroup | int | None = None) -> int:
@@ -44,7 +44,7 @@ def get_rank(group: ProcessGroup | int | None = None) -> int:
     Elsewhere:
         ``MPI_Comm_rank`` in MPI, ``ncclCommUserRank`` in NCCL, ``jax.process_index`` in JAX.
     """
-    found = resolve(group)
+    found = resolve(group, "get_rank")
     if found is None:
         return -1
     refuse_destroyed(found, "get_rank")
@@ -69,7 +69,7 @@ def get_world_size(group: ProcessGroup | int | None = None) -> int:
     Elsewhere:
         ``MPI_Comm_size`` in MPI, ``ncclCommCount`` in NCCL, ``jax.process_count`` in JAX.
     """
-    found = resolve(group)
+    found = resolve(group, "get_world_size")
     return -1 if found is None else found.size()
 
 
@@ -139,6 +139,7 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
         ``MPI_Group_translate_ranks`` in MPI; none in NCCL and JAX.
     """
     found = _member(group, "get_global_rank")
+    _check_integer("get_global_rank", "group_rank", group_rank)
     if not 0 <= group_rank < found.size():
         raise ArgumentError(
             f"get_global_rank: Group rank {group_rank} is not part of group {found.group_desc!r}{on_rank()}."
@@ -169,14 +170,20 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
         ``MPI_Group_translate_ranks`` in MPI; none in NCCL and JAX.
     """
     found = _member(group, "get_group_rank")
+    _check_integer("get_group_rank", "global_rank", global_rank)
     if global_rank not in found.members:
         words = f"Global rank {global_rank} is not part of group {found.group_desc!r}"
         raise ArgumentError(f"get_group_rank: {words}{on_rank()}.")
     return found.members.index(global_rank)
 
 
+def _check_integer(operation: str, argument: str, rank: Any) -> None:
+    if as_integer(rank) is None:
+        raise ArgumentError(explain(operation, argument, "an int", rank))
+
+
 def _member(group: ProcessGroup | int | None, operation: str) -> ProcessGroup:
-    found = resolve(group)
+    found = resolve(group, operation)
     if found is None:
         raise ArgumentError(explain(operation, "group", "a group that this rank is in", group))
     refuse_destroyed(found, operation)

@@ -57,7 +57,7 @@ def empty_registered(
         >>> run(program, 2, ranks="processes")
         [[1.0, 3.0, 3.0], [2.0, 3.0, 3.0]]
     """
-    found = resolve(group)
+    found = resolve(group, "empty_registered")
     if found is None:
         raise ArgumentError(explain("empty_registered", "group", "a group that this rank is in", group))
     tensor = found.backend.empty(_shape(size), dtype or torch.get_default_dtype())

@@ -148,7 +148,7 @@ def new_subgroups_by_enumeration(
 
 
 def _check_disjoint(lists: Any) -> None:
-    if not lists:
+    if not lists or not isinstance(lists, Sequence):
         expected = "a list of at least one list of ranks"
         raise ArgumentError(explain("new_subgroups_by_enumeration", "ranks_per_subgroup_list", expected, lists))
     seen: dict[int, Sequence[int]] = {}
@@ -224,12 +224,12 @@ def split_group(
 
 
 def _checked_parts(split_ranks: Any, parent: ProcessGroup) -> Parts:
-    if not split_ranks:
+    if not split_ranks or not isinstance(split_ranks, Sequence):
         raise ArgumentError(explain("split_group", "split_ranks", "a list of at least one list of ranks", split_ranks))
     listed = [rank for ranks in split_ranks for rank in ranks]
     for rank in listed:
         if not isinstance(rank, int) or not 0 <= rank < parent.size():
-            expected = f"lists of group ranks from 0 to {parent.size() - 1}"
+            expected = f"lists of group ranks (int) from 0 to {parent.size() - 1}"
             raise ArgumentError(explain("split_group", "split_ranks", expected, split_ranks))
     if len(set(listed)) != len(listed) or not all(split_ranks):
         expected = "lists with at least one rank each and no rank twice"
@@ -330,7 +330,7 @@ def _remaining(group: ProcessGroup, excluded: Any, flags: Any) -> list[int]:
 
 
 def _parent(operation: str, argument: str, group: ProcessGroup | int | None) -> ProcessGroup:
-    parent = resolve(group)
+    parent = resolve(group, operation)
     if parent is None:
         rank = default_group().rank()
         raise ArgumentError(explain(operation, argument, "a group that this rank is in", group, rank=rank))

@@ -156,11 +156,14 @@ class ProcessGroup(CallsFromTorch):
         Raises:
             ArgumentError: The rank is not in the group.
         """
-        found = self._group_ranks.get(rank)
-        if found is None and (number := as_integer(rank)) is not None:
+        # A float that equals a rank would be found in the table.
+        found = self._group_ranks.get(rank) if type(rank) is int else None
+        number = as_integer(rank) if found is None else rank
+        if found is None and number is not None:
             found = self._group_ranks.get(number)
         if found is None:
-            expected = f"a global rank in the group, one of {list(self.members)}"
+            kind = "a global rank" if number is not None else "an int, a global rank"
+            expected = f"{kind} in the group, one of {list(self.members)}"
             raise ArgumentError(explain(operation, argument, expected, rank, rank=self.members[self._rank]))
         return found
 
@@ -206,6 +209,26 @@ class DestroyedBackend(Backend):
 
     def abort(self, reason: str) -> None:
         """See `Backend.abort`."""
+
+
+class InheritedBackend(DestroyedBackend):
+    """Placeholder backend of a group in a forked child: the group is its parent's, whose links it must not use."""
+
+    def __init__(self, backend: Backend, group: str) -> None:
+        super().__init__(backend, group)
+        # Kept: its finalizers would release what the parent uses.
+        self._backend_of_parent = backend
+
+    def refuse(self, operation: str) -> NoReturn:
+        """Raise the error for any use of the group.
+
+        Raises:
+            DestroyedGroupError: Always.
+        """
+        raise DestroyedGroupError(
+            f"{operation}: group {self._group!r} belongs to the process that forked this one. A forked process has no "
+            "groups: call collectives in its parent, or init_process_group here."
+        )
 
 
 def refuse_destroyed(group: ProcessGroup, operation: str) -> None:
@@ -442,8 +465,11 @@ def _global_rank() -> int | None:
 
 def _after_fork() -> None:
     # The child has no backend threads and must not use its parent's links.
+    groups = list(_of_process.groups)
     _of_process.run_on_close()
     _of_process.reset()
+    for group in groups:
+        group.backend = InheritedBackend(group.backend, group.group_desc)
 
 
 find_rank_with(_global_rank)

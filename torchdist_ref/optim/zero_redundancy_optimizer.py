@@ -103,6 +103,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             expected = "a group that this rank is in"
             raise ArgumentError(explain("ZeroRedundancyOptimizer", "process_group", expected, process_group))
         _check_class(optimizer_class)
+        if not isinstance(params, Iterable):
+            expected = "an iterable of tensors, or of dicts"
+            raise ArgumentTypeError(explain("ZeroRedundancyOptimizer", "params", expected, params))
         self.overlap_with_ddp = overlap_with_ddp
         self.parameters_as_bucket_view = parameters_as_bucket_view and not overlap_with_ddp
         self._class, self._options = optimizer_class, defaults

@@ -11,8 +11,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
+
+from torchdist_ref.errors import ArgumentTypeError, explain
 
 MIB_BYTES = 1024 * 1024
 DEFAULT_CAP_MIB = 25
@@ -72,7 +75,13 @@ def bucket_caps(cap_mib: float | None, cap_mib_list: Sequence[float] | None, fin
         cap_mib: Limit in MiB, or None for the default.
         cap_mib_list: Limits of the first bucket, the second and so on; replaces ``cap_mib``.
         final: Whether buckets are never rebuilt, so that the initial limits have to be the real ones.
+
+    Raises:
+        ArgumentTypeError: A limit is not a number.
     """
+    for name, limits in (("bucket_cap_mb", [cap_mib]), ("bucket_cap_mb_list", cap_mib_list or ())):
+        if not all(limit is None or isinstance(limit, Real) for limit in limits):
+            raise ArgumentTypeError(explain("DistributedDataParallel", name, "in MiB, as numbers", list(limits)))
     if cap_mib_list:
         listed = tuple(int(mib * MIB_BYTES) for mib in cap_mib_list)
         return Caps(listed, listed)

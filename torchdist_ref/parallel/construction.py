@@ -13,14 +13,20 @@ import torch
 from torch import nn
 
 from torchdist_ref import groups
-from torchdist_ref.errors import ArgumentError, DistError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, explain
 from torchdist_ref.parallel.bucketing import ParameterEntry
 
 OPERATION = "DistributedDataParallel"
 
 
 def entries(module: nn.Module, ignored: Collection[str]) -> list[ParameterEntry]:
-    """Return the parameters that take part, each once, in the order of definition."""
+    """Return the parameters that take part, each once, in the order of definition.
+
+    Raises:
+        ArgumentTypeError: Not a module.
+    """
+    if not isinstance(module, nn.Module):
+        raise ArgumentTypeError(explain(OPERATION, "module", "a torch.nn.Module", module))
     seen: set[torch.Tensor] = set()
     found = []
     for name, parameter, sparse in _all_parameters(module):

@@ -118,6 +118,11 @@ def _unusable(bucket: GradBucket, value: torch.Tensor) -> str:
         return "" if value.is_sparse and value.shape == shape else _SPARSE.format(tuple(shape))
     if value.layout is not torch.strided or value.is_meta or value.is_quantized or value.is_complex():
         return f"It has to be dense and hold real numbers, best {bucket.buffer().dtype} as the buffer does."
+    if value.dtype is not bucket.buffer().dtype:
+        # The buffer may be narrower than the gradients: a wrapper has rounded it for the wire.
+        wanted = bucket.parameters()[0].dtype
+        if torch.promote_types(value.dtype, wanted) is not wanted:
+            return f"The gradients are {wanted} and cannot hold it exactly: convert with .to({wanted})."
     return ""
 
 
@@ -178,8 +183,9 @@ def check_hook(hook: Any, registered: str | None, rank: int) -> None:
     """
     if registered is not None:
         raise DistError(
-            f"{OPERATION}: DistributedDataParallel has a hook already, {registered!r} (on rank {rank}), and takes one. "
-            "Combine hooks with a wrapper such as fp16_compress_wrapper, or build another DistributedDataParallel."
+            f"{OPERATION}: DistributedDataParallel has a hook already, {registered!r} (on rank {rank}), and takes one: "
+            "register_comm_hook or register_builtin_comm_hook can only be called once. Combine hooks with a wrapper "
+            "such as fp16_compress_wrapper, or build another DistributedDataParallel."
         )
     if not callable(hook):
         hint = "Pass the function itself, and the state first: register_comm_hook(state, hook)."

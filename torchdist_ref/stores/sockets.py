@@ -109,7 +109,7 @@ def _finish_connecting(connection: socket.socket, code: int, deadline: Deadline)
                 raise TimeoutError(errno.ETIMEDOUT, "no response to the attempt to connect")
         code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if code:
-        raise OSError(code, errno.errorcode.get(code, str(code)))
+        raise OSError(code, f"{errno.errorcode.get(code, code)}: {os.strerror(code)}")
 
 
 def listen(host: str, port: int, deadline: Deadline) -> list[socket.socket]:

@@ -23,7 +23,15 @@ from torch import Tensor
 from torchdist_ref.backends.ref.staging import contiguous_on_host, copy_back, receive_buffer, side_streams
 from torchdist_ref.backends.worker_threads import WorkerThread, WorkFactory, settle
 from torchdist_ref.calls import Call, Number, Recv, Send, fingerprint
-from torchdist_ref.errors import DistError, GroupAbortedError, MismatchError, RankDiedError, RankStalledError
+from torchdist_ref.errors import (
+    ArgumentError,
+    DistError,
+    GroupAbortedError,
+    MismatchError,
+    RankDiedError,
+    RankStalledError,
+    on_rank,
+)
 from torchdist_ref.recorder import END, Entry, Recorder
 from torchdist_ref.timeouts import CHECK_SECONDS
 from torchdist_ref.transports.link import Link
@@ -144,6 +152,20 @@ class Receiver:
                 return
             self._unexpected.remove(message)
         self._give(receive, message)
+
+    def refuse_unsent(self, receive: PostedReceive) -> None:
+        """Raise if a receive of this rank from itself has no message yet: its thread would wait for itself.
+
+        Raises:
+            ArgumentError: There is none.
+        """
+        if not receive.ended:
+            self._forget(receive)
+            raise ArgumentError(
+                f"recv: Invalid source rank: source rank should not be the same as the rank of the current process"
+                f"{on_rank()}, unless a message to itself was sent before, and none with tag {receive.call.tag} is "
+                "pending. Call isend first, or use irecv."
+            )
 
     def _arrived(self, message: UnexpectedMessage) -> None:
         with self._queues:
@@ -369,7 +391,10 @@ class Messages:
     def _receive_now(self, call: Recv, buffer: Tensor, tensor: Tensor) -> Work:
         if buffer is tensor and self._receiver.take_at_once(call, tensor):
             return self._received[call.src]
-        return self._received[self._finish(self._post(call, buffer), tensor)]
+        receive = self._post(call, buffer)
+        if call.src == self._rank:
+            self._receiver.refuse_unsent(receive)
+        return self._received[self._finish(receive, tensor)]
 
     def _post(self, call: Recv, buffer: Tensor) -> PostedReceive:
         receive = PostedReceive(call, buffer, monotonic() + self._timeout)

@@ -25,7 +25,7 @@ from torchdist_ref.backends.base import flat_operands, refuse_unsupported
 from torchdist_ref.backends.reductions import WIDENED, check, divide, reduction
 from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchCall, TorchWork, copy_results
 from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Barrier, Call, Recv, Reduce, ReduceScatter, Send
-from torchdist_ref.errors import UnsupportedError
+from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
 
 Tensors = Sequence[Tensor]
 
@@ -107,6 +107,11 @@ class Gloo(TorchBackend):
             raise UnsupportedError(
                 f"{call} {self._location()}: Gloo has no messages from a rank to itself. "
                 f"Use backend 'ref', or .copy_()."
+            )
+        if isinstance(call, Recv) and call.src == self._membership.rank:
+            raise ArgumentError(
+                "recv: Invalid source rank: source rank should not be the same as the rank of the current process"
+                f"{on_rank()}. Gloo has no messages from a rank to itself. Use backend 'ref', or .copy_()."
             )
         refuse_unsupported(call, (*flat_operands(inputs), *flat_operands(outputs)), self.name, ("cpu", "cuda"))
         return gloo_call(call, inputs, outputs, self._membership.rank, self._membership.size)

@@ -288,6 +288,8 @@ class TCPStore(Store):
 def _checked_host(host: str) -> str:
     if not isinstance(host, str):
         raise ArgumentTypeError(explain("TCPStore", "host_name", "a str", host))
+    if not host.strip():
+        raise ArgumentError(explain("TCPStore", "host_name", "a host name or an address", host))
     return host
 
 

@@ -1,0 +1,53 @@
+"""Wrong calls get an exception within a second that names the operation, the argument and the fault."""
+
+from __future__ import annotations
+
+import pytest
+
+import torchdist_ref as dist
+from tests.wrong_calls.execution import Attempt, attempts
+from tests.wrong_calls.table import Kind, load
+from tests.wrong_calls.verdict import faults
+
+KINDS = load()
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the variables away by which a launcher tells a process its rank."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_table_has_three_hundred_calls_and_none_twice() -> None:
+    calls = [(kind.world, row.call) for kind in KINDS for row in kind.rows]
+    assert len(calls) >= 300
+    assert len(set(calls)) == len(calls)
+    assert len({kind.id for kind in KINDS}) == len(KINDS)
+    assert all(row.phrases for kind in KINDS for row in kind.rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [(kind, backend) for kind in KINDS for backend in kind.backends],
+    ids=lambda v: getattr(v, "id", v),
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_wrong_call_raises_an_error_that_names_the_fault(kind: Kind, backend: str) -> None:
+    wrong = [
+        f"{row.call}: {fault}"
+        for row, outcomes in zip(kind.rows, attempts(kind, backend), strict=True)
+        for fault in faults(kind, row, outcomes)
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert not dist.is_initialized()
+
+
+def test_the_verdict_notices_a_silent_call_and_a_message_without_the_fault() -> None:
+    kind = KINDS[0]
+    row = kind.rows[0]
+    silent, other = Attempt((), "", 0.0), Attempt((kind.error,), "something is wrong", 0.0)
+    slow = Attempt((kind.error,), " ".join(row.phrases), 2.0)
+    assert faults(kind, row, [silent]) == ["rank 0 raised nothing", f"no rank raised {kind.error}"]
+    assert all("the message lacks" in fault for fault in faults(kind, row, [other]))
+    assert faults(kind, row, [slow]) == ["rank 0 took 2.0 s"]
