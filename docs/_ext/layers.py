@@ -120,7 +120,7 @@ PARTS = (
     Part(
         "launcher",
         "launcher",
-        ("errors", "stores", "authentication", "rendezvous", "processes", "failure_record"),
+        ("errors", "stores", "authentication", "rendezvous", "processes", "failure_record", "elastic"),
         torch=LATE,
     ),
     Part("torch_paths", "compatibility", (ALL,), torch=LATE),

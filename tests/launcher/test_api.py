@@ -128,9 +128,9 @@ def test_launch_outside_the_main_thread() -> None:
         ({"nproc_per_node": 0}, jobs.add, "'config' must be one rank or more"),
         ({"max_restarts": -1}, jobs.add, "'config' must be one rank or more"),
         (
-            {"max_nodes": 2},
+            {"max_nodes": 2, "rdzv_endpoint": "localhost:1"},
             jobs.add,
-            "--nnodes: this release starts the workers of one host; start a job of several hosts with torchrun",
+            "--rdzv-backend 'etcd' is not available; give c10d, or static with --node-rank",
         ),
         (
             {"start_method": "thread"},

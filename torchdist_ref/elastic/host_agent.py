@@ -17,10 +17,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from torchdist_ref import failure_record
-from torchdist_ref.authentication import CURES, SECRET_FILE
+from torchdist_ref.authentication import CURES, SECRET_FILE, job_secret
 from torchdist_ref.elastic.coordinator import (
     WELCOME_SECONDS,
     AgentCoordinator,
@@ -40,6 +41,7 @@ from torchdist_ref.stores.sockets import is_loopback, look_up
 from torchdist_ref.timeouts import Deadline
 
 BAD_INPUT_CODE = 2
+_PORT = 29400
 _CONNECT_SECONDS = 0.5
 _FIRST_CONNECT_SECONDS = 2.0
 # Time in which all survivors notice that the coordinator is silent.
@@ -73,6 +75,68 @@ class AgentSettings:
     role: str = "default"
     local_addr: str = ""
     secret: bytes = field(default=b"", repr=False)
+
+
+def agent_settings(
+    rules: Rules,
+    endpoint: str,
+    workers: int,
+    backend: str = "c10d",
+    options: Mapping[str, Any] = MappingProxyType({}),
+    role: str = "default",
+    local_addr: str | None = None,
+) -> AgentSettings:
+    """Return the settings that the options of a launcher mean.
+
+    Args:
+        rules: Name of the job, numbers of hosts and restarts; time-outs are taken from `options`.
+        endpoint: ``HOST:PORT`` of the rendezvous; without a port it is 29400.
+        workers: Number of workers on this host.
+        backend: ``c10d``, where hosts come and go, or ``static``, where each has the rank ``rank`` of `options`.
+        options: Options of the rendezvous: ``join_timeout`` (600) or, if static, ``timeout``; ``last_call_timeout``
+            (30), both in seconds; ``is_host``.
+        role: Role of the workers.
+        local_addr: Address of this host for the others.
+
+    Raises:
+        ArgumentError: A value is wrong.
+        AuthenticationError: The job token cannot be read.
+
+    >>> found = agent_settings(Rules("job", 2, 2), "[fd77::1]:400", 4, "static", {"rank": 1, "timeout": 60})
+    >>> found.host, found.port, found.node_rank, found.serves, found.rules.join_seconds
+    ('fd77::1', 400, 1, False, 60.0)
+    """
+    if backend not in ("c10d", "static"):
+        raise ArgumentError(f"--rdzv-backend {backend!r} is not available; give c10d, or static with --node-rank.")
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or host.endswith(":"):
+        host, port = endpoint, str(_PORT)
+    is_static = backend == "static"
+    node_rank = _number(options, "rank", 0) if is_static else -1
+    join = _number(options, "timeout", 900.0) if is_static else _number(options, "join_timeout", rules.join_seconds)
+    last_call = _number(options, "last_call_timeout", rules.last_call_seconds)
+    is_host = options.get("is_host")
+    serves = node_rank == 0 if is_static else None
+    if is_host is not None:
+        serves = str(is_host).lower() in ("1", "true", "t", "yes", "y")
+    return AgentSettings(
+        replace(rules, join_seconds=float(join), last_call_seconds=float(last_call)),
+        host.strip("[]"),
+        int(port),
+        workers,
+        int(node_rank),
+        serves,
+        role,
+        local_addr or "",
+        job_secret(),
+    )
+
+
+def _number(options: Mapping[str, Any], name: str, default: float) -> float:
+    try:
+        return float(options.get(name, default))
+    except ValueError:
+        raise ArgumentError(f"--rdzv-conf {name}={options[name]!r} is not a number.") from None
 
 
 class Interruptions(Protocol):

@@ -13,11 +13,11 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchdist_ref.authentication import new_secret
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, RankDiedError, explain
 from torchdist_ref.launcher.environment import STORE_ADDRESS, Assignment, Job, job_store
 from torchdist_ref.launcher.local_workers import (
     DEFAULT_SIGNALS,
@@ -193,13 +193,9 @@ def run_job(
     """
     config.run_id = config.run_id or uuid.uuid4().hex
     settings = worker_settings(config, entrypoint, args, own_descendants=own_descendants)
-    if config.max_nodes > 1:
-        raise UnsupportedError(
-            "--nnodes: this release starts the workers of one host; start a job of several hosts with torchrun, under "
-            "which init_process_group() of this library works."
-        )
     with LocalWorkers(settings, log) as workers:
-        outcome = _run_with_restarts(workers, config, log)
+        run = _run_with_restarts if config.max_nodes == 1 else _run_with_other_hosts
+        outcome = run(workers, config, log)
         on_end(outcome)
     return outcome
 
@@ -244,6 +240,36 @@ def _run_with_restarts(workers: LocalWorkers, config: LaunchConfig, log: Callabl
     return outcome
 
 
+def _run_with_other_hosts(workers: LocalWorkers, config: LaunchConfig, log: Callable[[str], None]) -> Outcome:
+    """Run the ranks of this host in a job of several hosts.
+
+    Raises:
+        ArgumentError: An option is wrong or differs between hosts, or hosts are missing.
+    """
+    from torchdist_ref.elastic.host_agent import BAD_INPUT_CODE, agent_settings, run_agent
+    from torchdist_ref.elastic.roster import Rules
+
+    rules = Rules(config.run_id, config.min_nodes, config.max_nodes, config.max_restarts)
+    settings = agent_settings(
+        rules,
+        config.rdzv_endpoint,
+        config.nproc_per_node,
+        config.rdzv_backend,
+        config.rdzv_configs,
+        config.role,
+        config.local_addr,
+    )
+    end = run_agent(settings, workers, log)
+    if end.code == BAD_INPUT_CODE and end.failure is None:
+        raise ArgumentError(end.text)
+    found = end.outcome or Outcome(end.code, ())
+    own = found.first_failure
+    if end.text and not (own and end.failure and own.pid == end.failure.get("pid")):
+        log(f"the job failed; first failure: {end.text}")
+        return replace(found, code=end.code, first_failure=None, reason=end.text)
+    return replace(found, code=end.code, signal=max(0, end.code - 128) if not end.text else 0)
+
+
 def entrypoint_name(entrypoint: Any, args: list[Any]) -> str:
     """Return the name of a job: that of its function, of its script, or of its executable."""
     if callable(entrypoint):
@@ -279,6 +305,8 @@ def _raise(outcome: Outcome, name: str) -> None:
     from torchdist_ref.launcher.failures import ChildFailedError, ProcessFailure, SignalException, as_torchs
 
     first = outcome.first_failure
+    if outcome.reason:
+        raise RankDiedError(f"{name}: {outcome.reason}")
     if first is None:
         signum = signal.Signals(outcome.signal)
         message = f"{name}: the launcher received {signum.name}"

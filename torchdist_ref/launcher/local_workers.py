@@ -103,6 +103,7 @@ class Outcome:
         stopped: Whether `stop` ended the attempt.
         return_values: Result of each worker's function by local rank, if all succeeded; None for a command.
         logs: Paths of the log files.
+        reason: Sentence about a failure on another host; empty otherwise.
     """
 
     code: int
@@ -112,6 +113,7 @@ class Outcome:
     stopped: bool = False
     return_values: Mapping[int, Any] = field(default_factory=dict)
     logs: LogsDest = field(default_factory=LogsDest)
+    reason: str = ""
 
     @property
     def succeeded(self) -> bool:

@@ -1,0 +1,75 @@
+"""The launcher's functions on several hosts, each a process of this machine."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from torchdist_ref.elastic.bootstrap import get_free_port
+from torchdist_ref.elastic.host_agent import agent_settings
+from torchdist_ref.elastic.roster import Rules
+from torchdist_ref.errors import ArgumentError, RankDiedError
+from torchdist_ref.launcher.api import LaunchConfig, launch_agent
+
+
+def launch(node_rank: int, port: int, script: str, backend: str = "static", **settings: object) -> object:
+    """Run a program on one of two hosts; return the ranks' results, or the error."""
+    configs = {"rank": node_rank} if backend == "static" else {}
+    config = LaunchConfig(
+        2, 2, 2, rdzv_endpoint=f"127.0.0.1:{port}", rdzv_backend=backend, run_id="job", rdzv_configs=configs, **settings
+    )
+    try:
+        return launch_agent(config, sys.executable, ["-S", "-c", script])
+    except Exception as error:
+        return error
+
+
+def both(script: str, **settings: object) -> list[object]:
+    port = get_free_port()
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda rank: launch(rank, port, script, **settings), range(2)))
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_two_hosts(backend: str, tmp_path: Path) -> None:
+    script = f"import os; open('{tmp_path}/' + os.environ['RANK'], 'w').write(os.environ['WORLD_SIZE'])"
+    results = both(script, backend=backend)
+    assert sorted(rank for result in results for rank in result) == [0, 1, 2, 3]  # type: ignore[attr-defined]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys("0123", "4")
+
+
+def test_a_failure_on_one_host_is_raised_on_both() -> None:
+    script = "import os, signal; os.environ['RANK'] == '2' and os._exit(7); signal.pause()"
+    first, second = both(script, max_restarts=0)
+    assert isinstance(first, RankDiedError) and "rank 2 on " in str(first) and "exited with code 7" in str(first)
+    assert type(second).__name__ == "ChildFailedError" and "exitcode  : 7" in str(second)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "options", "expected"),
+    [
+        ("host-0:123", {}, ("host-0", 123, None, -1)),
+        ("host-0", {"is_host": "false"}, ("host-0", 29400, False, -1)),
+        ("[fd77::1]:5", {"is_host": "true"}, ("fd77::1", 5, True, -1)),
+        ("[fd77::1]", {}, ("fd77::1", 29400, None, -1)),
+    ],
+)
+def test_endpoint_and_options(endpoint: str, options: dict[str, str], expected: tuple[object, ...]) -> None:
+    found = agent_settings(Rules("job", 1, 2), endpoint, 1, "c10d", {"join_timeout": "7", **options})
+    assert (found.host, found.port, found.serves, found.node_rank) == expected
+    assert (found.rules.join_seconds, found.rules.last_call_seconds) == (7.0, 30.0)
+
+
+def test_options_that_cannot_be_used() -> None:
+    with pytest.raises(ArgumentError, match="--rdzv-backend 'etcd' is not available"):
+        agent_settings(Rules("job", 1, 2), "host-0:1", 1, "etcd")
+    with pytest.raises(ArgumentError, match="--rdzv-conf join_timeout='soon' is not a number"):
+        agent_settings(Rules("job", 1, 2), "host-0:1", 1, "c10d", {"join_timeout": "soon"})
+
+
+def test_the_first_node_rank_serves_a_static_rendezvous() -> None:
+    found = [agent_settings(Rules("job", 2, 2), "host-0", 1, "static", {"rank": rank}) for rank in range(2)]
+    assert [(each.serves, each.node_rank) for each in found] == [(True, 0), (False, 1)]
