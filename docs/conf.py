@@ -47,6 +47,7 @@ extensions = [
     "traces",
     "player",
     "collective_pages",
+    "error_index",
     "head_tags",
     "workbench",
 ]
