@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +13,9 @@ import pytest
 import torch
 
 import torchdist_ref as dist
-from torchdist_ref.testing import fill, run
+from torchdist_ref.testing import RankError, fill, run
+
+SHRINK_SECONDS = 0.5
 
 
 def total(*ranks: int) -> list[float]:
@@ -52,6 +58,37 @@ def test_remaining_ranks_continue(backend: str, ranks: str) -> None:
     sums = [total(0, 2, 3), total(2, 3), total(0, 3)]
     left = [((place, 3, backend), sums) for place in range(3)]
     assert run(without_one, 4, backend=backend, ranks=ranks) == [left[0], None, left[1], left[2]]
+
+
+def without_the_server(rank: int, port: int, hosts: bool) -> Any:
+    """Rank 0 dies, which served the store, then the one that served its successor."""
+    if hosts:
+        os.environ["TORCHDIST_REF_HOST_ID"] = f"host {rank % 2}"
+    dist.init_process_group("ref", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
+    seen = [sum_of(rank)]
+    for dying in (0, 1):
+        if rank == dying:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(dist.DistBackendError):
+            dist.all_reduce(torch.ones(3))
+        start = time.monotonic()
+        dist.shrink_group([0])
+        dist.new_group()
+        dist.monitored_barrier()
+        assert time.monotonic() - start < SHRINK_SECONDS
+        seen.append(sum_of(rank))
+    dist.destroy_process_group()
+    return seen
+
+
+@pytest.mark.parametrize("hosts", [False, True], ids=["shared memory", "TCP"])
+def test_ranks_continue_without_the_one_that_served_the_store(hosts: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with pytest.raises(RankError) as caught:
+        run(without_the_server, 4, port, hosts, ranks="processes", init=False)
+    sums = [total(0, 1, 2, 3), total(1, 2, 3), total(2, 3)]
+    assert [caught.value.outcomes[rank].value for rank in (2, 3)] == [sums, sums], caught.value
 
 
 def a_smaller_group(rank: int) -> Any:

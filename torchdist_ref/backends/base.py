@@ -35,7 +35,7 @@ from torchdist_ref.calls import Call
 from torchdist_ref.errors import UnsupportedError, on_rank
 from torchdist_ref.liveness import MemberWatch
 from torchdist_ref.recorder import Operands, Recorder
-from torchdist_ref.stores import Store
+from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.work import Work
 
 
@@ -333,6 +333,21 @@ class Backend(ABC):
         """
         return None
 
+    def successor_store(self, store: Store, server: int, timeout: float) -> PrefixStore | None:
+        """Return a new, empty store in place of the group's, which has ended with the rank that served it.
+
+        All members that remain call this.
+
+        Args:
+            store: The group's store.
+            server: Group rank that serves the new one.
+            timeout: Longest duration of a wait in seconds.
+
+        Returns:
+            The store; None if this backend has no way to find it.
+        """
+        return None
+
     def coalescing(self) -> AbstractContextManager[None]:
         """Return a context in which sends and receives may be held back, to be started as one group at its end.
 
@@ -372,6 +387,7 @@ class BackendWrapper(Backend):
 
     shares_memory = property(lambda self: self.wrapped.shares_memory)
     empty, failure, coalescing, close, abort = map(_forwarded, ("empty", "failure", "coalescing", "close", "abort"))
+    successor_store = _forwarded("successor_store")
 
 
 # ---- profiler ranges

@@ -195,6 +195,11 @@ class ByDevice(Backend):
         """See `Backend.failure`."""
         return next(filter(None, (backend.failure(ranks, description) for backend in self._backends.values())), None)
 
+    def successor_store(self, store: Store, server: int, timeout: float) -> PrefixStore | None:
+        """See `Backend.successor_store`."""
+        made = (backend.successor_store(store, server, timeout) for backend in self._backends.values())
+        return next(filter(None, made), None)
+
     @contextmanager
     def coalescing(self) -> Iterator[None]:
         """See `Backend.coalescing`."""

@@ -4,8 +4,8 @@ new_subgroups calls new_group on every rank of the default group. split_group an
 the parent group, which meet in the parent's part of the store.
 
 A group with a dead member cannot run any call. Its surviving ranks still have the store, where shrink_group creates a
-group of them. It needs a store that survives: without a launcher rank 0 holds the store, under a launcher the store
-outlives every rank.
+group of them. Under a launcher the store outlives every rank. Without one, rank 0 serves it. When rank 0 has died, the
+first remaining rank serves a new one, which the others find through the memory of the group (`transports.successor`).
 
 Do not add functions that communicate through a backend here.
 """
@@ -23,6 +23,7 @@ from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
     BackendArgumentError,
+    DistNetworkError,
     MismatchError,
     RankStalledError,
     StoreTimeoutError,
@@ -264,7 +265,7 @@ def shrink_group(
         BackendArgumentError: This rank is excluded.
         MismatchError: The remaining ranks passed different lists.
         RankStalledError: A remaining rank did not call within the group's time-out.
-        DistNetworkError: The store died with the rank that held it.
+        DistNetworkError: The store died with the rank that served it, on a backend other than ``ref``.
 
     torch supports this on NCCL only, after whose ``ncclCommShrink`` it is named; here it works on every backend.
 
@@ -288,19 +289,18 @@ def shrink_group(
     remaining = _remaining(parent, ranks_to_exclude, shrink_flags)
     if shrink_flags == SHRINK_ABORT:
         parent.backend.abort(f"shrink_group: group {parent.group_desc!r} continues without ranks {ranks_to_exclude}")
-    number = parent.store.add(f"shrink/rounds/{parent.rank()}", 1)
-    keys = _keys_of("shrink_group", parent, number, len(remaining))
-    _agree_on_parts("shrink_group", parent, keys, [remaining])
+    try:
+        keys, watch = _meet_remaining(parent, remaining)
+    except DistNetworkError as gone:
+        _replace_store(parent, remaining, gone)
+        keys, watch = _meet_remaining(parent, remaining)
     old_ranks = [parent.members[rank] for rank in remaining]
-    store = _part_store(keys, 0)
-    watch = watch_members(store, parent, old_ranks, "shrink_group")
-    _await_part(parent, watch, remaining, parent.timeout)
     world, own = current(), remaining.index(parent.rank())
     is_default = parent is world.default
     members = tuple(range(len(remaining)) if is_default else old_ranks)
     name, backend = f"{parent.group_desc}, shrunk", parent.backend.name
     # The old group goes last: it watches those who stay.
-    shrunk = make_group(watch, store, backend, name, members, own, parent.timeout, (pg_options,))
+    shrunk = make_group(watch, _part_store(keys, 0), backend, name, members, own, parent.timeout, (pg_options,))
     shrunk.keys = keys
     if parent.keys is not None:
         parent.keys = parent.keys._replace(users=len(remaining))
@@ -311,6 +311,32 @@ def shrink_group(
         world.default = shrunk
         share(world)
     return shrunk
+
+
+def _meet_remaining(parent: ProcessGroup, remaining: list[int]) -> tuple[KeyRange, MemberWatch]:
+    """Wait until all remaining ranks have arrived; return the keys of the new group, and a watch over its members."""
+    number = parent.store.add(f"shrink/rounds/{parent.rank()}", 1)
+    keys = _keys_of("shrink_group", parent, number, len(remaining))
+    _agree_on_parts("shrink_group", parent, keys, [remaining])
+    members = [parent.members[rank] for rank in remaining]
+    watch = watch_members(_part_store(keys, 0), parent, members, "shrink_group")
+    _await_part(parent, watch, remaining, parent.timeout)
+    return keys, watch
+
+
+def _replace_store(parent: ProcessGroup, remaining: list[int], gone: DistNetworkError) -> None:
+    """Have the first remaining rank serve a new store in place of the group's, whose server is gone.
+
+    Raises:
+        DistNetworkError: The group's backend has no way to find the new one.
+    """
+    world, is_default = current(), parent is current().default
+    successor = parent.backend.successor_store(parent.store, remaining[0], parent.timeout)
+    if successor is None:
+        raise gone
+    parent.store, parent.keys = successor, None
+    if is_default:
+        world.replace_store(successor.underlying_store)
 
 
 def _remaining(group: ProcessGroup, excluded: Any, flags: Any) -> list[int]:

@@ -292,6 +292,13 @@ class World:
         self.groups.remove(group)
         group.destroy_backend().close()
 
+    def replace_store(self, store: Store) -> None:
+        """Use another store from now on, which this library has created, and close the old one if it was such."""
+        old, owned = innermost(self.store), self.owns_store
+        self.store, self.owns_store, self.leave_store = store, True, None
+        if owned:
+            old.close()
+
     def run_on_close(self) -> None:
         """Withdraw the groups from torch, and call the functions in `on_close`, each once."""
         if self.registration is not None:

@@ -9,5 +9,6 @@ from __future__ import annotations
 
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.selection import TRANSPORTS, all_on_one_host, connect
+from torchdist_ref.transports.successor import succeed
 
-__all__ = ["Link", "TRANSPORTS", "all_on_one_host", "connect"]
+__all__ = ["Link", "TRANSPORTS", "all_on_one_host", "connect", "succeed"]

@@ -179,6 +179,7 @@ _TEXTS, _TEXT_BYTES = 192, 256
 _REASON = _TEXTS + 2 * _TEXT_BYTES
 
 ROW_BYTES = 2048
+_STORE_ADDRESS = ROW_BYTES - 128
 ANNOUNCEMENT_BYTES = _REASON
 """Size of the part of a row that changes in every call: everything before the reason of an abort."""
 
@@ -289,7 +290,7 @@ class StatusRow:
     def abort(self, reason: str) -> None:
         """Mark the rank as aborted, with the reason. Later aborts do not overwrite the first reason."""
         if self.status == PRESENT:
-            _put_text(self._bytes[_REASON:], reason.encode())
+            _put_text(self._bytes[_REASON:_STORE_ADDRESS], reason.encode())
             self.fields[_ABORTED_AT] = monotonic_ns()
             self.status = ABORTED
 
@@ -301,7 +302,16 @@ class StatusRow:
     @property
     def reason(self) -> str:
         """Reason of the abort."""
-        return _get_text(self._bytes[_REASON:])
+        return _get_text(self._bytes[_REASON:_STORE_ADDRESS])
+
+    @property
+    def store_address(self) -> str:
+        """Host and port of a store that the rank serves in place of one that has ended; empty if it serves none."""
+        return _get_text(self._bytes[_STORE_ADDRESS:])
+
+    @store_address.setter
+    def store_address(self, address: str) -> None:
+        _put_text(self._bytes[_STORE_ADDRESS:], address.encode())
 
     def set_waiting_for(self, peer: int) -> None:
         """Record that this rank waits for `peer`. Call again while the wait lasts: the entry expires."""
@@ -332,8 +342,8 @@ class StatusRow:
 def _put_text(field: memoryview, text: bytes) -> None:
     """Write a text and its length into a field, shortened if it does not fit."""
     text = text[: len(field) - 2]
-    field[:2] = len(text).to_bytes(2, "little")
     field[2 : 2 + len(text)] = text
+    field[:2] = len(text).to_bytes(2, "little")
 
 
 def _get_text(field: memoryview) -> str:

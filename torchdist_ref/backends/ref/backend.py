@@ -28,7 +28,8 @@ from torchdist_ref.backends.worker_threads import CallbackThreads, CallOrder, Ou
 from torchdist_ref.calls import Call, Number, Numbers, Recv, Send
 from torchdist_ref.errors import GroupAbortedError
 from torchdist_ref.recorder import CALL, END, NUMBER, START, Entry
-from torchdist_ref.transports import connect, registered_memory
+from torchdist_ref.stores import PrefixStore, Store
+from torchdist_ref.transports import connect, registered_memory, succeed
 from torchdist_ref.work import Done, Work, interrupted_since
 
 Tensors = Sequence[Tensor]
@@ -202,6 +203,10 @@ class Ref(Backend):
     def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
         """See `Backend.failure`."""
         return self.link.process_failure(ranks, description)
+
+    def successor_store(self, store: Store, server: int, timeout: float) -> PrefixStore | None:
+        """See `Backend.successor_store`. The address is in the status table."""
+        return succeed(self.link, store, server, timeout)
 
     def close(self) -> None:
         """See `Backend.close`. Pending calls complete first, unless nobody waits for them any more."""
