@@ -23,6 +23,7 @@ from torchdist_ref.stores import TCPStore, sockets
 from torchdist_ref.stores.tcp import server
 from torchdist_ref.stores.tcp.operations import NONCE_MARK, Op
 from torchdist_ref.stores.tcp.protocol import MAGIC, MAX_MESSAGE_BYTES, write_request
+from torchdist_ref.stores.tcp.requests import ClientSession
 from torchdist_ref.timeouts import Deadline
 
 HOST = "127.0.0.1"
@@ -358,4 +359,15 @@ def test_a_full_store_refuses_what_is_sent_ahead(monkeypatch: pytest.MonkeyPatch
         server.wait_get([], timedelta(seconds=5), {"big": "x" * 2**21})
     server.set("small", "x")
     assert server.list_keys() == ["small"]
+    server.close()
+
+
+def test_a_busy_server_does_not_take_a_slow_client_for_one_that_has_gone() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    loop = server.server._loop  # type: ignore[union-attr]
+    loop.handler.disconnected[ClientSession(on_disconnect=(b"/gone", b"1"))] = time.monotonic()
+    loop._check_limits(idle=False)
+    assert loop.handler.disconnected and not loop.handler.table.values
+    loop._check_limits(idle=True)
+    assert not loop.handler.disconnected and loop.handler.table.values == {b"/gone": b"1"}
     server.close()

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from time import monotonic, perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,11 @@ from torchdist_ref.backends.worker_threads import CallbackThreads, CallOrder, Ou
 from torchdist_ref.calls import Call, Number, Numbers, Recv, Send
 from torchdist_ref.errors import GroupAbortedError
 from torchdist_ref.recorder import CALL, END, NUMBER, START, Entry
-from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import connect, registered_memory, succeed
 from torchdist_ref.work import Done, Work, interrupted_since
+
+if TYPE_CHECKING:
+    from torchdist_ref.stores import PrefixStore, Store
 
 Tensors = Sequence[Tensor]
 Planned = tuple[Plan, Any]

@@ -43,6 +43,8 @@ from torchdist_ref.timeouts import CHECK_SECONDS, Deadline, max_sleep
 
 MAX_ATTEMPTS = 5
 READ_BYTES = 4096
+BUSY_SECONDS = 0.5
+"""Longest wait for responses that a server gives at once."""
 MAX_READ_BYTES = 2**20
 _HEADER_BYTES, _unpack_header = RESPONSE_HEADER.size, RESPONSE_HEADER.unpack_from
 _DONE = int(Status.DONE)
@@ -313,7 +315,8 @@ class ClientConnection:
         sock.send(data, deadline)
         response = b""
         if self._unread or ahead:
-            self._skip_responses(sock, self._unread + len(ahead), deadline)
+            # These need no wait, so a server without a response is busy, or stopped.
+            self._skip_responses(sock, self._unread + len(ahead), deadline.extended(BUSY_SECONDS))
             response = sock.take_rest()
         try:
             response = response or sock.receive(deadline)

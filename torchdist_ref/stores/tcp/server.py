@@ -36,6 +36,8 @@ from torchdist_ref.timeouts import Deadline
 
 logger = logging.getLogger("torchdist_ref.stores")
 
+BUSY_SECONDS = 0.2
+"""Time that a busy server waits longer for clients that have disconnected to connect again."""
 HANDSHAKE_SECONDS = 5.0
 MEMORY_LIMIT = 4 * 2**20
 READ_BYTES = 4096
@@ -170,9 +172,10 @@ class ServerLoop:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._serve_all(self._poller.poll(self._poll_timeout()))
+                ready = self._poller.poll(self._poll_timeout())
+                self._serve_all(ready)
                 if self._unvalidated or self._paused or self._accept_again or self.handler.disconnected:
-                    self._check_limits()
+                    self._check_limits(idle=not ready)
         finally:
             self.close_copies()
 
@@ -347,9 +350,10 @@ class ServerLoop:
             waits.append(min(self.handler.disconnected.values()) - time.monotonic())
         return max(0.0, min(waits)) if waits else None
 
-    def _check_limits(self) -> None:
+    def _check_limits(self, idle: bool) -> None:
         now = time.monotonic()
-        self.handler.set_for_disconnected(now)
+        # A client that connects again may be among those that wait for this thread.
+        self.handler.set_for_disconnected(now if idle else now - BUSY_SECONDS)
         if self._accept_again and now >= self._accept_again:
             self._accept_again = 0.0
             self._listen(True)
