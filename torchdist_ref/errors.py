@@ -193,6 +193,11 @@ def find_rank_with(function: Callable[[], int | None]) -> None:
     _get_rank = function
 
 
+def known_rank() -> int | None:
+    """Return the global rank in the current world, or None if there is no group yet."""
+    return _get_rank()
+
+
 def on_rank() -> str:
     """Return the rank as a suffix of an error message; an empty string if there is no group yet."""
     rank = _get_rank()

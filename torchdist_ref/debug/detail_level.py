@@ -15,14 +15,18 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import product
+from typing import Any
 
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, BackendWrapper, Membership
+from torchdist_ref.backends.base import Backend, BackendWrapper, Membership, operands_of
 from torchdist_ref.calls import AllToAll, Call, Recv, Scatter, Send, signature
+from torchdist_ref.debug.call_sites import CallSites, SiteComparingExecutor, log_stack, record_stacks
 from torchdist_ref.debug.flight_recorder import answer_requests, register
 from torchdist_ref.debug.levels import DebugLevel, get_debug_level
+from torchdist_ref.debug.logs import configure_logging
 from torchdist_ref.errors import MismatchError, RankStalledError, StoreTimeoutError
+from torchdist_ref.recorder import FRAMES, Entry
 from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]
@@ -30,7 +34,8 @@ log = logging.getLogger("torchdist_ref.debug")
 
 
 def observe_process() -> Callable[[], None]:
-    """Let this process answer requests for dumps and dump its uncaught exceptions; return what ends the former."""
+    """Configure logging, answer requests for dumps, dump uncaught exceptions; return what ends the second of these."""
+    configure_logging()
     return answer_requests()
 
 
@@ -46,8 +51,14 @@ def apply_debug_level(backend: Backend, membership: Membership) -> Backend:
         log.info(
             "group %r on %s: rank %d of members %s, time-out %g s", m.name, backend.name, m.rank, m.members, m.timeout
         )
-    if level == DebugLevel.DETAIL and backend.name != "ref":
+    if level != DebugLevel.DETAIL:
+        return backend
+    record_stacks(backend.recorder)
+    if backend.name != "ref":
         return CheckedBackend(backend, membership)
+    any_backend: Any = backend
+    m, sites = membership, CallSites(membership.name, membership.members)
+    any_backend.wrap_executor(lambda each: SiteComparingExecutor(each, backend.recorder, m.store, m.rank, sites))
     return backend
 
 
@@ -58,6 +69,7 @@ class CheckedBackend(BackendWrapper):
         super().__init__(backend)
         self._membership = membership
         self._count = 0
+        self._sites = CallSites(membership.name, membership.members)
         self._submitting = threading.Lock()
 
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
@@ -65,16 +77,24 @@ class CheckedBackend(BackendWrapper):
         if isinstance(call, (Send, Recv)):
             return self.wrapped.submit(call, inputs, outputs, wait)
         with self._submitting:
-            if isinstance(call, AllToAll) and call.uneven:
-                self._check_sizes(call, inputs, outputs)
-            else:
-                self._check_equal(call, outputs if isinstance(call, Scatter) else inputs)
+            # The backend does not record the call before the check has passed, which takes until all ranks make it.
+            entry = self.recorder.begin((self._count, 0), call, operands_of(inputs, outputs))
+            try:
+                if isinstance(call, AllToAll) and call.uneven:
+                    self._check_sizes(call, inputs, outputs, entry)
+                else:
+                    self._check_equal(call, outputs if isinstance(call, Scatter) else inputs, entry)
+            except BaseException as error:
+                self.recorder.fail(entry, error)
+                raise
+            self.recorder.drop(entry)
             return self.wrapped.submit(call, inputs, outputs, wait)
 
-    def _check_sizes(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
+    def _check_sizes(self, call: Call, inputs: Tensors, outputs: Tensors, entry: Entry) -> None:
         """Compare the sizes of an uneven all_to_all: those that one rank sends are those that the other receives."""
         mine = [tensor.numel() for tensor in (*inputs, *outputs)]
-        sizes = [list(map(int, text.split())) for text in self._check_equal(call, (), " ".join(map(str, mine)))]
+        texts = self._check_equal(call, (), entry, " ".join(map(str, mine)))
+        sizes = [list(map(int, text.split())) for text in texts]
         size = len(sizes)
         for source, target in product(range(size), repeat=2):
             if (sent := sizes[source][target]) != (expected := sizes[target][size + source]):
@@ -84,24 +104,28 @@ class CheckedBackend(BackendWrapper):
                     f"{sent} elements to rank {m.members[target]}, which expects {expected}. Nothing was written."
                 )
 
-    def _check_equal(self, call: Call, tensors: Tensors, own: str = "") -> list[str]:
-        """Compare the ranks' calls, and return what each rank has added in `own`."""
+    def _check_equal(self, call: Call, tensors: Tensors, entry: Entry, own: str = "") -> list[str]:
+        """Compare the ranks' calls and their call sites, and return what each rank has added in `own`."""
         number, self._count, m = self._count, self._count + 1, self._membership
         keys = [f"checked/{number}/{rank}" for rank in range(m.size)]
-        m.store.set(keys[m.rank], f"{_described(call, tensors)}\n{own}")
+        frames = entry[FRAMES]
+        m.store.set(keys[m.rank], f"{_described(call, tensors)}\n{own}\n{CallSites.text(frames)}")
         self._wait(keys, call)
-        calls = [value.decode() for value in m.store.multi_get(keys)]
+        calls = [value.decode().split("\n") for value in m.store.multi_get(keys)]
+        sites = [lines[3] for lines in calls]
         # All ranks have made this call, so none reads the keys of the previous one any more.
         m.store.delete_key(f"checked/{number - 1}/{m.rank}")
-        if len({text.split("\n")[0] for text in calls}) > 1:
-            sides = "; ".join(
-                f"rank {member}: {text.split(chr(10))[1]}" for member, text in zip(m.members, calls, strict=True)
-            )
-            raise MismatchError(
+        if len({lines[0] for lines in calls}) > 1:
+            sides = "; ".join(f"rank {member}: {lines[1]}" for member, lines in zip(m.members, calls, strict=True))
+            error = MismatchError(
                 f"{call.op} (call {number} of group {m.name!r}, on rank {m.members[m.rank]}): ranks make different "
-                f"calls. {sides}. Nothing was written; all ranks must make the same calls in the same order."
+                f"calls. {sides}. Nothing was written; all ranks must make the same calls in the same order. "
+                f"Call sites: {self._sites.sides(sites)}."
             )
-        return [text.split("\n")[2] for text in calls]
+            log_stack(error, frames)
+            raise error
+        self._sites.compare(call, calls[0][0], (number, 0), sites)
+        return [lines[2] for lines in calls]
 
     def _wait(self, keys: list[str], call: Call) -> None:
         m = self._membership

@@ -29,6 +29,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from torchdist_ref.debug.call_sites import frames_of
 from torchdist_ref.errors import GroupAbortedError
 from torchdist_ref.recorder import CallRecord, Frame, Recorder
 
@@ -193,15 +194,6 @@ def frames_of_traceback(trace: TracebackType | None) -> list[Frame]:
     return frames[::-1][:MAX_FRAMES]
 
 
-def frames_of(frame: FrameType | None, most: int = MAX_FRAMES) -> tuple[Frame, ...]:
-    """Return the frames of a stack, innermost first."""
-    frames: list[Frame] = []
-    while frame is not None and len(frames) < most:
-        frames.append((frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return tuple(frames)
-
-
 def _threads(program: int | None) -> list[dict[str, Any]]:
     """Return the stacks of all threads, that of the rank's program first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -211,7 +203,7 @@ def _threads(program: int | None) -> list[dict[str, Any]]:
         {
             "name": names.get(ident, "unknown")[:MAX_TEXT],
             "program": ident == program,
-            "frames": frames_of(running[ident]),
+            "frames": frames_of(running[ident], MAX_FRAMES),
         }
         for ident in idents
         if names.get(ident) != listener.name

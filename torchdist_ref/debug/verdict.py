@@ -10,20 +10,17 @@ Do not add ways to read dumps here: they belong to `dumps`.
 from __future__ import annotations
 
 import re
-import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import eq
-from pathlib import Path
 
+from torchdist_ref.debug.call_sites import frame_text, user_frames
 from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump
 from torchdist_ref.recorder import Frame
 
 Number = tuple[int, int]
 
-_PACKAGES = ("/torch/", "/torchdist_ref/")
-_STDLIB = sysconfig.get_path("stdlib")
 # Failures that a rank has because of another one.
 _CAUSED_BY_ANOTHER = ("GroupAbortedError", "RankDiedError", "RankStalledError")
 
@@ -134,18 +131,8 @@ def number_text(number: Number) -> str:
 
 
 def user_frame(frames: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame of the user's program: not of torch, this library, or Python's own."""
-    candidates = [frame for frame in frames if not any(part in frame[1] for part in _PACKAGES)]
-    own = [f for f in candidates if not f[1].startswith((_STDLIB, "<frozen")) and "site-packages" not in f[1]]
-    return next(iter(own), next(iter(candidates), None))
-
-
-def frame_text(frame: Frame | None) -> str:
-    """Return the place of a frame: file, line and function."""
-    if frame is None:
-        return "an unknown place"
-    function, file, line = frame
-    return f"{Path(file).name}:{line} in {function}"
+    """Return the innermost frame of the user's program."""
+    return next(iter(user_frames(frames)), None)
 
 
 def place(dump: RankDump, event: Event | None = None) -> str:

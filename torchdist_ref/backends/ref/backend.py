@@ -116,6 +116,10 @@ class Ref(Backend):
             order.done()
         return _DONE
 
+    def wrap_executor(self, wrap: Callable[[Any], Any]) -> None:
+        """Replace the executor by what a function makes of it, before the first call; for debugging."""
+        self._executor = wrap(self._executor)
+
     def _refuse(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
         """Raise because the group has failed, and record that; a call that comes late is known by that record."""
         number = POINT_TO_POINT if type(call) in self._submitters else self._numbers.next()

@@ -1,0 +1,213 @@
+"""Dumps: ours round trip, torch's are read in both forms, and hostile files are refused before anything runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchdist_ref as dist
+from torchdist_ref.debug import flight_recorder
+from torchdist_ref.debug.dumps import DumpError, load_plain_pickle, read_directory, read_file
+from torchdist_ref.debug.verdict import find_verdict
+from torchdist_ref.testing import fill, run
+
+
+def our_dump(folder: Path) -> dict[str, Any]:
+    """Return the dump of rank 1 after an all_reduce, a message and a failed call."""
+
+    def program(rank: int) -> None:
+        dist.all_reduce(fill(rank, (2, 3)))
+        if rank == 0:
+            dist.send(fill(0, (4,)), 1, tag=5)
+        else:
+            dist.recv(torch.zeros(4), 0, tag=5)
+        with pytest.raises(dist.MismatchError):
+            dist.broadcast(fill(rank, (1,)), rank)
+        flight_recorder.dump(folder, reason="for a test")
+
+    run(program, 2, ranks="processes")
+    content: dict[str, Any] = json.loads((folder / "rank1.json").read_text("utf-8"))
+    return content
+
+
+def test_a_dump_holds_sizes_dtypes_numbers_states_and_times(tmp_path: Path) -> None:
+    content = our_dump(tmp_path)
+    found = read_file(tmp_path / "rank1.json")
+    assert (found.rank, found.reason, found.source) == (1, "for a test", "rank1.json")
+    [group] = found.groups
+    assert (group.name, group.members) == ("world", (0, 1))
+    first, message, failed = group.events
+    assert (first.number, first.text, first.state) == (
+        (0, 0),
+        "all_reduce(reduction=sum) of float32 [2, 3]",
+        "completed",
+    )
+    assert first.nbytes == 24 and 0 < first.start_ns <= first.end_ns <= found.time_ns
+    assert (message.number, message.op, message.peer, message.nbytes) == ((-1, 0), "recv", 0, 16)
+    assert (failed.number, failed.state) == ((1, 0), "failed") and failed.error.startswith("MismatchError: ")
+    raw = content["groups"][0]["events"][0]
+    assert (raw["arguments"], raw["dtype"], raw["outputs"]) == ({"reduction": "sum"}, "float32", [[2, 3]])
+    assert content["pid"] != os.getpid() and content["world_size"] == 2
+
+
+BROKEN: dict[str, Any] = {
+    "a rank that is a text": {"rank": "one"},
+    "no groups": {"groups": None},
+    "a member that is a list": {"groups": [{"name": "a", "members": [[1]], "events": []}]},
+    "an event of no state": {
+        "groups": [{"name": "a", "members": [0], "events": [{"op": "x", "state": "y", "stack": 0}]}]
+    },
+    "a number without end": {"time_ns": 10**400},
+    "threads that are numbers": {"threads": [1, 2]},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_damaged_dumps_are_refused_and_the_others_read(name: str, tmp_path: Path) -> None:
+    good = our_dump(tmp_path)
+    (tmp_path / "rank0.json").write_text(json.dumps(good | BROKEN[name]))
+    with pytest.raises(DumpError):
+        read_file(tmp_path / "rank0.json")
+    found = read_directory(tmp_path)
+    assert list(found.ranks) == [1] and list(found.skipped) == ["rank0.json"] and found.missing == (0,)
+
+
+# ---- torch's own
+
+
+# Over a second: torch is imported anew, since a process decides once whether to record.
+def test_dumps_that_torch_has_written_are_read(tmp_path: Path) -> None:
+    folders = [tmp_path / "pickles", tmp_path / "texts"]
+    for folder in folders:
+        folder.mkdir()
+    program = [sys.executable, str(Path(__file__).with_name("torchs_dumps.py")), *map(str, folders)]
+    subprocess.run(program, check=True, env=os.environ | {"TORCH_FR_BUFFER_SIZE": "100"}, timeout=60)
+    for found in map(read_directory, folders):
+        assert list(found.ranks) == [0, 1, 2] and not found.skipped
+        [group] = found.ranks[2].groups
+        assert group.name == "default_pg (0)"
+        assert [(e.number[0], e.op, e.state) for e in group.events] == [
+            (1, "all_reduce", "completed"),
+            (2, "broadcast", "completed"),
+            (3, "all_reduce", "scheduled"),
+        ]
+        assert [event.nbytes for event in group.events] == [48, 48, 20]
+        verdict = find_verdict(found)
+        assert (verdict.kind, verdict.ranks, verdict.number) == ("behind", (1,), (3, 0))
+        start = "Rank 1 is behind: ranks 0 and 2 wait for it in call 3, all_reduce of float [5],"
+        assert verdict.sentence.startswith(start)
+
+
+def entry(number: int, name: str, state: str = "completed", **more: Any) -> dict[str, Any]:
+    """Return a call as torch's recorder for NCCL writes it."""
+    return {
+        "record_id": number, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": number,
+        "p2p_seq_id": 0, "op_id": number, "profiling_name": f"nccl:{name}", "time_created_ns": 1000 * number,
+        "input_sizes": [[4]], "input_dtypes": ["Float"], "output_sizes": [[4]], "output_dtypes": ["Float"],
+        "state": state, "time_discovered_started_ns": None, "time_discovered_completed_ns": None,
+        "retired": state == "completed", "timeout_ms": 600000, "is_p2p": False,
+        "frames": [{"name": "step", "filename": "/job/train.py", "line": 40 + number}],
+    } | more  # fmt: skip
+
+
+def write_nccl_dumps(folder: Path, entries: dict[int, list[dict[str, Any]]]) -> None:
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(entries))}}
+    for rank, calls in entries.items():
+        content = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": calls}
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(content, protocol=2))
+
+
+def test_calls_of_nccl_in_another_order_are_named(tmp_path: Path) -> None:
+    usual = [entry(1, "all_reduce"), entry(2, "broadcast"), entry(3, "all_reduce", "started")]
+    other = [entry(1, "broadcast"), entry(2, "all_reduce"), entry(3, "all_reduce", "started")]
+    write_nccl_dumps(tmp_path, {0: usual, 1: usual, 2: usual, 3: other})
+    found = find_verdict(read_directory(tmp_path))
+    assert (found.kind, found.ranks, found.number) == ("swapped", (3,), (1, 0))
+    assert found.sentence.startswith("Rank 3 made calls 1 and 2 in the other order in group 'default_pg (0)'")
+
+
+def test_a_receive_of_nccl_that_waits_names_its_sender(tmp_path: Path) -> None:
+    waiting = entry(2, "recv 1<-2", "started", is_p2p=True)
+    write_nccl_dumps(
+        tmp_path, {0: [entry(1, "all_reduce")], 1: [entry(1, "all_reduce"), waiting], 2: [entry(1, "all_reduce")]}
+    )
+    found = find_verdict(read_directory(tmp_path))
+    assert (found.kind, found.ranks) == ("behind", (2,))
+    assert "rank 1 waits for it in recv 1<-2" in found.sentence and "train.py:42 in step" in found.sentence
+
+
+# ---- hostile files
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (os.environ["BOMB"],)
+
+
+HOSTILE: dict[str, bytes] = {
+    "a class": pickle.dumps(Path("x")),
+    "an import without a call": b"cos\nsystem\n.",
+    "an import by name": b"\x80\x04\x8c\x02os\x8c\x06system\x93.",
+    "an instance": b"(ios\nsystem\n.",
+    "a persistent reference": b"Pname\n.",
+    "an extension": b"\x82\x01.",
+    "a build": b"\x80\x02}}b.",
+    "a gap in the memo": b"\x80\x02]r" + struct.pack("<I", 1 << 31) + b".",
+    "a gap in the memo in text": b"]p4000000000\n.",
+    "a huge text": b"X\xff\xff\xff\x7fabc.",
+    "a huge number": b"\x8b\xff\xff\xff\x7f1.",
+    "an empty file": b"",
+    "no end": b"\x80\x02]",
+    "nothing to return": b"\x80\x02.",
+    "recursion": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "nested JSON": b"[" * 200_000,
+    "a list that holds itself": b"\x80\x02}(X\x07\x00\x00\x00entries]q\x00h\x00au.",
+    "a long number": b'{"format": ' + b"9" * 100_000 + b"}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "nccl_trace_rank_0"
+    path.write_bytes(HOSTILE[name])
+    with pytest.raises(DumpError):
+        read_file(path)
+
+
+def test_nothing_in_a_pickle_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        data = pickle.dumps({"entries": [Bomb()]}, protocol=protocol)
+        with pytest.raises(DumpError, match="more than plain data"):
+            load_plain_pickle(data)
+    assert not (tmp_path / "exploded").exists()
+    pickle.loads(data)
+    assert (tmp_path / "exploded").exists(), "the bomb works"
+
+
+def test_plain_data_survives_every_protocol() -> None:
+    data = {
+        "a": [1, -(1 << 40), 1 << 80, 1.5, None, True, "text"],
+        "b": ((), (1,), (1, 2), (1, 2, 3), (1,) * 9),
+        3: {},
+    }
+    data["again"] = data["a"]  # type: ignore[assignment]
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert load_plain_pickle(pickle.dumps(data, protocol=protocol)) == data
+    assert load_plain_pickle(pickle.dumps(b"bytes")) == b"bytes"
+
+
+def test_files_of_an_unbounded_size_are_refused(tmp_path: Path) -> None:
+    with (tmp_path / "rank0.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(DumpError, match="larger than"):
+        read_file(tmp_path / "rank0.json")
