@@ -91,7 +91,7 @@ def _code(text: str) -> str:
 
 
 def _link(found: dict[str, Any]) -> str:
-    return f"[{found['title']}](#{found['id']})"
+    return f"{{ref}}`{found['title']} <{found['id']}>`"
 
 
 def fill_in(app: Sphinx, docname: str, content: list[str]) -> None:

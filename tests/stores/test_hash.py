@@ -110,3 +110,9 @@ def test_keys_in_any_collection() -> None:
         assert store.check({"a"}) and store.check({"a": 5}.keys()) and not store.check({"a", "b"})
         store.wait({"a"}, timedelta(seconds=1))
         assert store.multi_get({"a": 5}.keys()) == [b"1"]
+
+
+def test_the_longest_timeout_is_accepted() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta.max)
+    assert store.timeout == timedelta.max

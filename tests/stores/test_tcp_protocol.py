@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchdist_ref.errors import ArgumentError
 from torchdist_ref.stores.tcp.operations import NONCE_MARK, OPERATIONS, Op, Operation, recognized
 from torchdist_ref.stores.tcp.protocol import (
     FRAMED,
@@ -352,3 +353,9 @@ def test_requests_in_the_wrong_state_are_refused(request_: Request) -> None:
 def test_response_has_number_status_and_reply() -> None:
     pieces = write_response(2**40, Status.DONE, write(Op.ADD.reply, (-1,)))
     assert response_parts(b"".join(pieces)) == (2**40, Status.DONE, b"\xff" * 8)
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**70])
+def test_a_number_beyond_64_bits_is_not_written(number: int) -> None:
+    with pytest.raises(ArgumentError, match=rf"ADD: .*64 bits, got .*{number}"):
+        write_request(Op.ADD, b"/k", number)

@@ -61,6 +61,18 @@ def test_direct_bytes_without_a_posted_receive_are_rejected() -> None:
         mesh.close()
 
 
+def test_a_frame_of_an_unknown_kind_names_the_peer_and_the_kind() -> None:
+    layout = SegmentLayout(2, window=8192)
+    memory = bytearray(layout.nbytes)
+    mesh = ConnectionMesh(0, layout, lambda rank: memoryview(memory))
+    with socket_pair() as (peer_end, own_end):
+        mesh.add(1, own_end)
+        peer_end.sendall(pack(MeshFrame(200, 1, ())))
+        with pytest.raises(DistNetworkError, match=r"rank 1 .*frame of an unknown kind, 200"):
+            mesh.progress(1.0)
+        mesh.close()
+
+
 def test_sending_to_a_peer_that_does_not_read_times_out() -> None:
     layout = SegmentLayout(2, window=8192)
     memory = bytearray(layout.nbytes)

@@ -59,7 +59,8 @@ class Store:
             ArgumentError: the time-out is negative.
             ArgumentTypeError: it is not a timedelta.
         """
-        self._timeout = timedelta(seconds=timeout_seconds("set_timeout", timeout))
+        timeout_seconds("set_timeout", timeout)
+        self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
 
     def set(self, key: Text, value: Text) -> None:
         """Store a value under a key, and replace any old one. It is in the store when the call returns."""

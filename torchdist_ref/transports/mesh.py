@@ -103,7 +103,13 @@ class ConnectionMesh:
         return views.popleft()
 
     def _on_frame(self, peer: int, frame: MeshFrame) -> None:
-        kind = SEMAPHORE_KINDS[frame.kind]
+        try:
+            kind = SEMAPHORE_KINDS[frame.kind]
+        except IndexError:
+            raise DistNetworkError(
+                f"rank {peer} sent a frame of an unknown kind, {frame.kind}: it is of another version of this library, "
+                "or its bytes were damaged."
+            ) from None
         if kind == "doorbell":
             self.ring_doorbell()
         else:

@@ -22,6 +22,7 @@ from enum import IntEnum
 from itertools import chain
 from typing import Any, NamedTuple
 
+from torchdist_ref.errors import ArgumentError
 from torchdist_ref.stores.tcp.operations import OPERATIONS, Op, Operation
 
 MAGIC = 0x3C85F7CE
@@ -312,7 +313,10 @@ def write_request(operation: Operation, *fields: Any, number: int | None = None)
     >>> write_request(Op.SET, b"/k", b"v").hex()
     '0102000000000000002f6b010000000000000076'
     """
-    body = b"".join(_WRITERS[operation.request](*fields))
+    try:
+        body = b"".join(_WRITERS[operation.request](*fields))
+    except struct.error:
+        raise ArgumentError(f"{operation.name}: numbers must fit in 64 bits, got {fields!r}"[:500]) from None
     if number is None:
         return _pack_u8(operation.code) + body
     return _pack_header(FRAMED, number, len(body), operation.code) + body

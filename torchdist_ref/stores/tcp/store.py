@@ -84,7 +84,8 @@ class TCPStore(Store):
         master_listen_fd: int | None = None,
         use_libuv: bool = True,
     ) -> None:
-        self._timeout = timedelta(seconds=timeout_seconds("TCPStore", timeout))
+        timeout_seconds("TCPStore", timeout)
+        self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self._host, self._libuv = _checked_host(host_name), bool(use_libuv)
         world = None if world_size is None or world_size == -1 else checked_world_size("TCPStore", world_size)
         wanted = _checked_port(port)
