@@ -36,11 +36,19 @@ def test_most_names_are_present() -> None:
 
 def test_the_page_shows_the_table() -> None:
     again = "run `python -m tests.groups.member_table`"
-    shown, written = (text.splitlines() for text in (table.PAGE.read_text(encoding="utf-8"), table.page()))
-    newer = tuple(f"| `{name}` |" for name in table.newer())
-    assert [line for line in shown if not line.startswith(newer)] == [
-        line for line in written if not line.startswith(newer)
-    ], again
+    shown, written = (listed(text) for text in (table.PAGE.read_text(encoding="utf-8"), table.page()))
+    newer = set(table.newer())
+    assert {name for name, *_ in shown} == set(ROWS)
+    assert [row for row in shown if row[0] not in newer] == [row for row in written if row[0] not in newer], again
+
+
+def listed(page: str) -> list[tuple[str, ...]]:
+    """Return name, state and reason of each name of the page's first table, by name."""
+    first = page.partition("\n## ")[0]
+    cells = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in first.splitlines() if line[:3] == "| `"]
+    return sorted(
+        (".".join(filter(None, (owner, name))), *rest) for owner, names, *rest in cells for name in names.split()
+    )
 
 
 @pytest.mark.skipif(not torch.__version__.startswith(table.VERSION), reason="the signatures are those of torch 2.13")
