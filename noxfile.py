@@ -146,6 +146,13 @@ def site(session: nox.Session) -> None:
         call(session, "-m", "pytest", "-q", "-m", "browser", "tests/docs", *session.posargs)
 
 
+@nox.session(venv_backend="none", name="site-check")
+def site_check(session: nox.Session) -> None:
+    """Test every page of the site of `nox -s docs` in Chromium, in light and dark, on a desktop and a phone."""
+    session.env["TORCHDIST_REF_EVERY_PAGE"] = "1"
+    site(session)
+
+
 @nox.session(venv_backend="none")
 def soak(session: nox.Session) -> None:
     """Kill a rank at every line of every function that ranks run together. Arguments after -- choose functions."""

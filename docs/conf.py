@@ -50,6 +50,7 @@ extensions = [
     "error_index",
     "head_tags",
     "workbench",
+    "notebook_pages",
 ]
 exclude_patterns = ["_build", "_generated", "_templates", "_inventories", "**.ipynb_checkpoints"]
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}

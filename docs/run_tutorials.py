@@ -80,7 +80,8 @@ def publish(notebook: nbformat.NotebookNode, source: Path, code: str, again: boo
     packed = pack(source, own_metadata(notebook))
     (TARGETS / f"{source.stem}.zip").write_bytes(packed)
     if unexecuted:
-        (TARGETS / source.name).write_bytes(source.read_bytes())
+        notebook.metadata.language_info["pygments_lexer"] = "ipython3"
+        nbformat.write(notebook, TARGETS / source.name)
         return "without outputs"
     key = hashlib.sha256(packed + code.encode()).hexdigest()
     kept = CACHE / f"{source.stem}-{key[:16]}.ipynb"

@@ -1,12 +1,14 @@
 """The built site in Chromium: accessible, steady, playable by keyboard, and without a request to another host.
 
 Needs Chromium or Chrome, and the site in `docs/_build/html` or in the folder that `TORCHDIST_REF_SITE` names. Run by
-`nox -s site`. One page of each kind is tested in light and dark, at the width of a desktop and of a phone.
+`nox -s site`. One page of each kind is tested in light and dark, at the width of a desktop and of a phone;
+`nox -s site-check` tests every page.
 """
 
 from __future__ import annotations
 
 import importlib.resources
+import os
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from tests.docs.conftest import SITE
 
 pytestmark = pytest.mark.browser
 
-PAGES = (
+KINDS = (
     "index.html",
     "collectives/index.html",
     "collectives/all_reduce.html",
@@ -25,9 +27,16 @@ PAGES = (
     "how-to/launch.html",
     "reference/index.html",
     "reference/errors.html",
+    "reference/surface_members.html",
+    "tutorials/02_collectives_by_pictures.html",
     "search.html",
     "404.html",
 )
+# Pages that only send readers elsewhere, and copies of the theme's templates, are no pages of the site.
+EVERY = tuple(
+    str(path.relative_to(SITE)) for path in sorted(SITE.rglob("*.html")) if not path.is_relative_to(SITE / "_static")
+)
+PAGES = EVERY if os.environ.get("TORCHDIST_REF_EVERY_PAGE") else KINDS
 LOOKS = [(1400, "light"), (1400, "dark"), (390, "light"), (390, "dark")]
 # Elements that may scroll sideways: code, tables, formulas and the boxes around tables.
 MAY_SCROLL = "pre, textarea, table, .formula, .player-table, .pst-scrollable-table-container, math"
@@ -65,12 +74,22 @@ def test_nothing_but_code_and_tables_scrolls_sideways_on_a_phone(page: Any, addr
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-@pytest.mark.parametrize("name", ["index.html", "collectives/all_reduce.html", "collectives/scatter.html"])
+DRAWN = [
+    "index.html",
+    "collectives/all_reduce.html",
+    "collectives/scatter.html",
+    "explanation/schedules.html",
+    "explanation/one_all_reduce.html",
+    "design.html",
+]
+
+
+@pytest.mark.parametrize("name", DRAWN)
 def test_text_in_drawings_is_at_least_11_pixels(page: Any, address: str, name: str) -> None:
     for width in (1400, 390):
         look(page, width, "light")
         page.goto(address + name)
-        page.wait_for_selector(".player-stage svg text")
+        page.wait_for_selector(".player-stage svg text, .drawing svg text")
         sizes = page.evaluate(
             """[...document.querySelectorAll("article svg text")].map(text =>
                 parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a)"""
@@ -78,7 +97,7 @@ def test_text_in_drawings_is_at_least_11_pixels(page: Any, address: str, name: s
         assert sizes and min(sizes) >= 11
 
 
-@pytest.mark.parametrize("name", PAGES[:5])
+@pytest.mark.parametrize("name", (*KINDS[:5], *KINDS[9:11]))
 def test_the_layout_is_steady(page: Any, address: str, name: str) -> None:
     page.add_init_script(
         """window.shift = 0; window.moved = []; new PerformanceObserver(list => { for (const entry of list.getEntries())
@@ -187,6 +206,44 @@ def test_copy_buttons_copy_code_without_prompts(page: Any, address: str) -> None
     copied = page.evaluate("navigator.clipboard.readText()")
     assert copied.strip() == block.locator("pre").inner_text().strip()
     assert copied.startswith("import torch") and ">>>" not in copied
+
+
+def test_copy_buttons_of_notebooks_copy_the_code_of_the_cell(page: Any, address: str) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.goto(address + "tutorials/01_ranks_stores_groups.html")
+    assert page.locator(".prompt button.copybtn").count() == 0
+    cell = page.locator("div.nbinput div.input_area").nth(1)
+    cell.hover()
+    cell.locator("button.copybtn").click()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied.startswith("%%spmd -n 4\nimport os") and copied.strip() == cell.locator("pre").inner_text().strip()
+
+
+def test_cells_with_a_magic_have_colors(page: Any, address: str) -> None:
+    page.goto(address + "tutorials/01_ranks_stores_groups.html")
+    cell = page.locator("div.nbinput div.input_area pre", has_text="import os").first
+    colors = cell.evaluate("pre => new Set([...pre.querySelectorAll('span')].map(s => getComputedStyle(s).color)).size")
+    assert colors >= 3
+    assert cell.locator("span").first.evaluate("span => span.nextElementSibling.textContent") == "%%spmd"
+    assert cell.locator("span.kn").first.inner_text() == "import"
+
+
+def test_pictures_have_a_text_that_says_what_they_show(page: Any, address: str) -> None:
+    page.goto(address + "tutorials/02_collectives_by_pictures.html")
+    texts = [image.get_attribute("alt") or "" for image in page.locator("article img").all()]
+    assert texts and all(len(text) > 15 and not text.endswith((".svg", ".png")) for text in texts)
+
+
+@pytest.mark.parametrize("name", ["index.html", "collectives/all_reduce.html", "reference/distributed.html"])
+def test_a_printed_page_has_the_text_alone(page: Any, address: str, name: str) -> None:
+    page.set_viewport_size({"width": 800, "height": 1100})
+    page.goto(address + name)
+    page.emulate_media(media="print", color_scheme="light")
+    for gone in (".bd-header", ".bd-sidebar-primary", ".bd-sidebar-secondary", ".bd-footer", ".copybtn"):
+        assert not [one for one in page.locator(gone).all() if one.is_visible()], gone
+    assert page.locator("article").bounding_box()["width"] > 700
+    code = "[...document.querySelectorAll('article .highlight pre')]"
+    assert page.evaluate(f"{code}.filter(pre => pre.scrollWidth > pre.clientWidth + 1).length") == 0
 
 
 def test_an_unknown_address_gets_a_page_that_leads_back(page: Any, address: str) -> None:
