@@ -162,6 +162,14 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def soak_hosts(session: nox.Session) -> None:
+    """Let hosts of a job fail, leave, join and be cut off, 100 times each. Arguments after -- choose scenarios."""
+    set_up(session, 3)
+    session.log("[3/3] running jobs on three hosts; this needs root and network namespaces")
+    call(session, "-m", "tests.soak.hosts", *session.posargs)
+
+
+@nox.session(venv_backend="none")
 def versions(session: nox.Session) -> None:
     """Run the tests on each Python found with each supported torch, and record what passed in docs/versions.json.
 

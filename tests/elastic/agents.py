@@ -127,6 +127,13 @@ class Agents:
             *lines, self._rest = (self._rest + os.read(self._descriptor, 1 << 16).decode()).split("\n")
             self.lines += lines
 
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition, which is looked at again whenever a line arrives, and 100 times a second."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, "not so in time; the lines:\n" + "\n".join(self.lines)
+            select.select([self._descriptor], [], [], 0.01)
+
     def starts(self, count: int) -> list[Start]:
         """Return the next workers that start, in rank order."""
         lines = self.wait_for(lambda line: line.startswith("start "), count)

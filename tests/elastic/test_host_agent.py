@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.elastic.agents import Agents, Start, is_running
+from tests.elastic.agents import Agents, is_running
+from tests.elastic.scenarios import SCENARIOS, check_ranks, three_hosts
 from torchdist_ref.elastic.bootstrap import get_free_port
 from torchdist_ref.stores import TCPStore
 from torchdist_ref.testing import namespaces
-
-BACK_AT_WORK_SECONDS = 2.0
-PORT = 29400
 
 
 @pytest.fixture
@@ -32,21 +28,8 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
 def hosts() -> Iterator[Sequence[namespaces.Host]]:
     if reason := namespaces.missing():
         pytest.skip(reason)
-    with namespaces.hosts(4) as made:
+    with namespaces.hosts(3) as made:
         yield made
-
-
-def check_ranks(starts: Sequence[Start], sizes: Sequence[int], restarts: int) -> None:
-    """Check the numbers of all workers of an attempt on hosts with so many workers each."""
-    world = sum(sizes)
-    expected = [(group, local) for group, size in enumerate(sizes) for local in range(size)]
-    assert [start.rank for start in starts] == list(range(world))
-    assert [(start.group_rank, start.local_rank) for start in starts] == expected
-    assert {(start.world_size, start.group_world_size, start.restarts) for start in starts} == {
-        (world, len(sizes), restarts)
-    }
-    assert [start.role_rank for start in starts] == list(range(world))
-    assert len({(start.address, start.port, start.token) for start in starts}) == 1
 
 
 def test_workers_of_all_hosts_get_their_ranks_and_the_job_ends_when_all_have_finished(agents: Agents) -> None:
@@ -151,107 +134,18 @@ def test_other_versions_of_torch_or_of_this_library_are_refused(agents: Agents, 
 # Hosts with networks of their own
 
 
-class Measured:
-    """Agents of three hosts, and the time until all workers run again."""
-
-    def __init__(self, agents: Agents) -> None:
-        self.agents = agents
-        self.started = agents.starts(3)
-        check_ranks(self.started, (1, 1, 1), 0)
-        self._since = time.monotonic()
-
-    def on(self, name: str) -> Start:
-        return next(start for start in self.started if start.name == name)
-
-    def begin(self) -> None:
-        self._since = time.monotonic()
-
-    def expect(self, names: Sequence[str], restarts: int = 0) -> float:
-        """Wait for the next attempt; check its ranks, hosts and time, and that no worker of the last one is left."""
-        before, self.started = self.started, self.agents.starts(len(names))
-        seconds = max(start.time for start in self.started) - self._since
-        check_ranks(self.started, (1,) * len(names), restarts)
-        assert sorted(start.name for start in self.started) == sorted(names)
-        assert seconds < BACK_AT_WORK_SECONDS
-        assert not any(is_running(start.pid) for start in before if start.name in names)
-        return seconds
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_back_at_work(name: str, hosts: Sequence[namespaces.Host], tmp_path: Path) -> None:
+    with three_hosts(tmp_path, hosts) as job:
+        SCENARIOS[name](job)
 
 
-@pytest.fixture
-def measured(hosts: Sequence[namespaces.Host], tmp_path: Path) -> Iterator[Measured]:
-    with Agents(tmp_path, hosts, port=PORT, min=2, max=3, restarts=3, last_call=20.0) as agents:
-        for number in range(3):
-            agents.start(number)
-        yield Measured(agents)
-
-
-def set_link(host: namespaces.Host, state: str) -> None:
-    subprocess.run(["ip", "link", "set", host.interface, state], check=True, preexec_fn=host.enter)
-
-
-def test_worker_killed(measured: Measured) -> None:
-    measured.begin()
-    os.kill(measured.on("host-2").pid, signal.SIGKILL)
-    measured.expect(("host-0", "host-1", "host-2"), restarts=1)
-
-
-def test_agent_killed_and_another_one_joins(measured: Measured) -> None:
-    orphan = measured.on("host-2").pid
-    measured.begin()
-    measured.agents.kill("host-2")
-    measured.expect(("host-0", "host-1"))
-    assert not is_running(orphan)
-    measured.agents.start(3)
-    measured.agents.log("host-3 joins")
-    measured.begin()
-    measured.expect(("host-0", "host-1", "host-3"))
-
-
-def test_agent_leaves(measured: Measured) -> None:
-    measured.begin()
-    measured.agents.kill("host-1", signal.SIGTERM)
-    measured.expect(("host-0", "host-2"))
-
-
-def test_host_cut_off_and_back(measured: Measured, hosts: Sequence[namespaces.Host]) -> None:
-    cut = measured.on("host-2").pid
-    measured.begin()
-    set_link(hosts[2], "down")
-    try:
-        measured.expect(("host-0", "host-1"))
-        # The host that is cut off stops its own workers.
-        measured.agents.log("host-2 ")
-        measured.begin()
-    finally:
-        set_link(hosts[2], "up")
-    measured.expect(("host-0", "host-1", "host-2"))
-    assert not is_running(cut)
-
-
-def test_host_of_the_store_killed_and_started_again(measured: Measured) -> None:
-    orphan = measured.on("host-0").pid
-    measured.begin()
-    measured.agents.kill("host-0")
-    measured.expect(("host-1", "host-2"))
-    assert not is_running(orphan)
-    measured.agents.start(0)
-    measured.agents.log("host-0 joins")
-    measured.begin()
-    measured.expect(("host-0", "host-1", "host-2"))
-
-
-def test_host_of_the_store_cut_off(measured: Measured, hosts: Sequence[namespaces.Host]) -> None:
-    measured.begin()
-    set_link(hosts[0], "down")
-    try:
-        measured.expect(("host-1", "host-2"))
-        measured.begin()
-    finally:
-        set_link(hosts[0], "up")
-    measured.expect(("host-0", "host-1", "host-2"))
-
-
-def test_host_of_the_store_leaves(measured: Measured) -> None:
-    measured.begin()
-    measured.agents.kill("host-0", signal.SIGTERM)
-    measured.expect(("host-1", "host-2"))
+def test_the_job_goes_on_when_every_host_in_turn_has_held_the_store(
+    hosts: Sequence[namespaces.Host], tmp_path: Path
+) -> None:
+    with three_hosts(tmp_path, hosts) as job:
+        leaders = []
+        for _ in range(2):
+            leaders.append(job.leader)
+            SCENARIOS["store_host_killed_and_joins"](job)
+        assert leaders[0] == "host-0" != job.leader and leaders[1] != leaders[0]

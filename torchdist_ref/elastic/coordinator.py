@@ -87,9 +87,19 @@ class AgentCoordinator:
         secret: Job token; empty for none.
         address: Address of this host at which the others reach it, for the store of each attempt.
         own: Key of the agent of this process.
+        forward: Host and port to which this coordinator sends all agents, since another one leads the job.
     """
 
-    def __init__(self, store: TCPStore, roster: Roster, secret: bytes, address: str, own: str) -> None:
+    def __init__(
+        self,
+        store: TCPStore,
+        roster: Roster,
+        secret: bytes,
+        address: str,
+        own: str,
+        forward: tuple[str, int] | None = None,
+    ) -> None:
+        self._forward = forward
         self._store, self._roster, self._address, self._own = store.clone(), roster, address, own
         self._secret, self._nonce = secret, secrets.token_hex(KEY_BYTES)
         self._sealed = _session_store(self._store, secret, self._nonce)
@@ -190,7 +200,10 @@ class AgentCoordinator:
                 self._handle(event["kind"], key, event)
 
     def _handle(self, kind: str, key: str, event: Message) -> None:
-        if kind == "join" and not self._own_joined and key != self._own:
+        if kind == "join" and self._forward is not None:
+            host, port = self._forward
+            self._sealed.set(f"reply/{key}", json.dumps({"kind": "moved", "host": host, "port": port}))
+        elif kind == "join" and not self._own_joined and key != self._own:
             # Its own host comes first, so that it is never refused in favor of another one.
             self._early.append((kind, key, event))
         elif kind == "join":
@@ -206,10 +219,9 @@ class AgentCoordinator:
             self._roster.fail(key, event["attempt"], event["failure"])
         elif kind == "close":
             self._closing = True
-        elif kind == "moved" and event["attempt"] > self._roster.progress.attempt:
-            where = {"host": event["host"], "port": event["port"]}
-            self._publish("moved", where | {"text": f"the job runs at {event['host']}:{event['port']}"})
-            self._closing = True
+        elif kind == "moved" and self._forward is None and event["attempt"] > self._roster.progress.attempt:
+            self._forward = str(event["host"]), int(event["port"])
+            self._publish("moved", {"host": event["host"], "port": event["port"]})
         elif kind == "leave" and self._roster.ended:
             self._roster.seats.pop(key, None)
             self._roster.waiting.pop(key, None)
@@ -369,6 +381,19 @@ class CoordinatorLost(Exception):
         self.certain = certain
 
 
+class CoordinatorMoved(Exception):
+    """Another agent coordinates the job.
+
+    Attributes:
+        host: Its address.
+        port: Port of its store.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(f"the job runs at {host}:{port}")
+        self.host, self.port = host, port
+
+
 class AgentSession:
     """Session of an agent with the coordinator: it keeps alive, reports, and receives decisions on two threads.
 
@@ -386,6 +411,7 @@ class AgentSession:
         AuthenticationError: The tokens differ.
         ArgumentError: The versions or settings differ, or the coordinator refuses this host.
         CoordinatorLost: There is no coordinator at that store.
+        CoordinatorMoved: Another agent coordinates the job.
     """
 
     def __init__(
@@ -468,6 +494,8 @@ class AgentSession:
         except StoreTimeoutError as error:
             raise CoordinatorLost(f"the agent at {self.where} does not answer", False) from error
         self._sealed.delete_key(f"reply/{self.info.key}")
+        if reply["kind"] == "moved":
+            raise CoordinatorMoved(reply["host"], reply["port"])
         if reply["kind"] == "reject":
             raise ArgumentError(f"{reply['text']}.")
         return int(reply["next"])

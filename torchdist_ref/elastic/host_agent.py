@@ -27,6 +27,7 @@ from torchdist_ref.elastic.coordinator import (
     AgentCoordinator,
     AgentSession,
     CoordinatorLost,
+    CoordinatorMoved,
     Message,
     Redirection,
     open_store,
@@ -220,8 +221,10 @@ class _HostAgent:
         self._served: TCPStore | None = None
         self._standby: TCPStore | None = None
         self._coordinator: AgentCoordinator | None = None
+        self._forwarder: AgentCoordinator | None = None
         self._redirection: Redirection | None = None
-        self._first_address = settings.host, settings.port
+        # As the user gave them; a job that moves has another address.
+        self._given = settings
         self._logged = ""
         self._own_address = settings.local_addr
         # Attempt in which the coordinator was lost: there is one succession, since another one reaches no more hosts.
@@ -237,8 +240,15 @@ class _HostAgent:
         try:
             while True:
                 try:
-                    self._session = self._succeed(lost, deadline) if lost else self._enter(deadline)
+                    if lost is not None and self._progress.hosts:
+                        self._session = self._succeed(lost, deadline)
+                    else:
+                        self._session = self._enter(deadline)
+                    self._forward(self._session)
                     return self._follow(self._session)
+                except CoordinatorMoved as error:
+                    self._leave_session()
+                    self._settings = replace(self._settings, host=error.host, port=error.port, serves=False)
                 except CoordinatorLost as error:
                     if str(error) != self._logged:
                         self._logged = str(error)
@@ -264,8 +274,7 @@ class _HostAgent:
     def _enter(self, deadline: Deadline) -> AgentSession:
         """Serve the rendezvous if that is this host's part, and join it."""
         settings = self._settings
-        if settings.serves is not False and (store := self._serve()) is not None:
-            self._served = store
+        if settings is self._given and (store := self._serve()) is not None:
             self._log_trust()
             info = self._describe(settings.host)
             roster = Roster(settings.rules, time.monotonic(), info.key)
@@ -278,20 +287,31 @@ class _HostAgent:
                 return self._join_at(settings.host, settings.port, seconds)
             except CoordinatorLost as error:
                 self._require_time(deadline, str(error))
+                # The job may have moved on from where it had moved to.
+                settings = self._settings = self._given
                 if time.monotonic() >= report_at:
                     report_at += REPORT_SECONDS
                     self._log(f"{error}; trying for {deadline.remaining():.0f} s more. {_ENDPOINT_CURE}")
                 self._pause(_RETRY_SECONDS)
 
     def _serve(self) -> TCPStore | None:
-        """Return the store of the rendezvous; None if another process serves it."""
-        settings = self._settings
-        try:
-            return TCPStore(settings.host, settings.port, is_master=True, wait_for_workers=False)
-        except DistNetworkError as error:
-            if settings.serves:
-                raise ArgumentError(f"{self._name} cannot serve the rendezvous: {error}") from error
+        """Return the store at the job's first address; None if another process has to serve it."""
+        settings = self._given
+        if settings.serves is False:
             return None
+        try:
+            self._served = TCPStore(settings.host, settings.port, is_master=True, wait_for_workers=False)
+        except DistNetworkError as error:
+            if settings.serves and not self._progress.attempt:
+                raise ArgumentError(f"{self._name} cannot serve the rendezvous: {error}") from error
+        return self._served
+
+    def _forward(self, session: AgentSession) -> None:
+        """Lead agents that come to the job's first address to its coordinator, if the address is this host's."""
+        if self._served is None and (store := self._serve()) is not None:
+            host, _, port = session.where.rpartition(":")
+            roster, secret = Roster(self._settings.rules, time.monotonic()), self._settings.secret
+            self._forwarder = AgentCoordinator(store, roster, secret, host, "", (host, int(port)))
 
     def _succeed(self, lost: CoordinatorLost, deadline: Deadline) -> AgentSession:
         """Join the next coordinator, or become it; if neither is possible, any agent that can be reached again."""
@@ -334,9 +354,8 @@ class _HostAgent:
         rules, now = self._settings.rules, time.monotonic()
         roster = Roster(rules, now, info.key, self._progress, gone, _SUCCESSION_SECONDS)
         self._coordinator = AgentCoordinator(self._standby, roster, self._settings.secret, info.address, info.key)
-        self._redirection = Redirection(
-            *self._first_address, self._settings.secret, info, lambda: self._progress.attempt
-        )
+        given, secret = self._given, self._settings.secret
+        self._redirection = Redirection(given.host, given.port, secret, info, lambda: self._progress.attempt)
         self._log(f"{self._name} coordinates the job now")
         return self._join(self._standby.clone(), info, f"{info.address}:{info.port}")
 
@@ -395,8 +414,7 @@ class _HostAgent:
                 session.report("leave", text="the job has ended")
                 return JobEnd(message["code"], message["text"], self._outcome, message.get("failure"))
             elif kind == "moved":
-                self._settings = replace(self._settings, host=message["host"], port=message["port"], serves=False)
-                raise CoordinatorLost(message["text"], certain=True)
+                raise CoordinatorMoved(message["host"], message["port"])
             else:
                 raise CoordinatorLost(message["text"], certain=kind == "handover")
 
@@ -489,12 +507,8 @@ class _HostAgent:
             raise ArgumentError(f"{self._name}: {text}; gave up after {deadline.seconds:g} s. {_ENDPOINT_CURE}")
 
     def _leave_session(self) -> None:
-        if self._session is not None:
-            self._session.close()
-        if self._coordinator is not None:
-            self._coordinator.close()
-        if self._redirection is not None:
-            self._redirection.close()
-        if self._served is not None:
-            self._served.close()
-        self._session = self._coordinator = self._redirection = self._served = None
+        """End everything that belongs to the present coordinator."""
+        for part in (self._session, self._forwarder, self._coordinator, self._redirection, self._served):
+            if part is not None:
+                part.close()
+        self._session = self._forwarder = self._coordinator = self._redirection = self._served = None
