@@ -155,10 +155,15 @@ def site_check(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def soak(session: nox.Session) -> None:
-    """Kill a rank at every line of every function that ranks run together. Arguments after -- choose functions."""
+    """Kill a rank at every line of every function that ranks run together. Arguments after -- choose functions.
+
+    `-- restarts --restarts 30` restarts jobs instead, under each launcher.
+    """
     set_up(session, 3)
-    session.log("[3/3] killing ranks")
-    call(session, "-m", "tests.soak.deaths", *session.posargs)
+    restarts = session.posargs[:1] == ["restarts"]
+    session.log("[3/3] " + ("restarting jobs" if restarts else "killing ranks"))
+    module = "tests.soak.restarts" if restarts else "tests.soak.deaths"
+    call(session, "-m", module, *session.posargs[restarts:])
 
 
 @nox.session(venv_backend="none")

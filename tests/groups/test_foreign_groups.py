@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed.device_mesh as their_mesh
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.data import DistributedSampler
 
 import torchdist_ref as dist
 from torchdist_ref.testing import fill, run
@@ -42,11 +44,18 @@ def uses(group: Any, mesh: Any, path: str) -> list[Callable[[], Any]]:
     ]
 
 
-def destroyed(rank: int, path: str) -> list[str]:
+def files(path: str) -> dict[str, bytes]:
+    """Return the files of a checkpoint."""
+    return {each.name: each.read_bytes() for each in Path(path).iterdir()}
+
+
+def destroyed(rank: int, path: str) -> bool:
     pair: Any = dist.new_group([0, 1], group_desc="pair")
     mesh = dist.DeviceMesh.from_group(pair, "cpu", mesh_dim_names=("x",))
     theirs_pair: Any = theirs.new_group([0, 1])
+    checkpoint.save({"a": fill(5, (2,))}, checkpoint_id=path, process_group=pair)
     dist.barrier()
+    kept = files(path)
     dist.destroy_process_group(pair)
     for use in uses(pair, mesh, path):
         raised(use, dist.ArgumentError, "group 'pair' was destroyed")
@@ -59,12 +68,12 @@ def destroyed(rank: int, path: str) -> list[str]:
     tensor = fill(rank, (2,))
     dist.all_reduce(tensor)
     assert torch.equal(tensor, fill(0, (2,)) + fill(1, (2,)))
-    return os.listdir(path)
+    return bool(kept) and files(path) == kept
 
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
 def test_a_destroyed_group_is_named_and_nothing_is_written(backend: str, tmp_path: Any) -> None:
-    assert run(destroyed, 2, str(tmp_path), backend=backend, ranks="processes") == [[], []]
+    assert run(destroyed, 2, str(tmp_path), backend=backend, ranks="processes") == [True, True]
 
 
 def of_an_earlier_job(rank: int, path: str, backend: str) -> None:
@@ -72,12 +81,16 @@ def of_an_earlier_job(rank: int, path: str, backend: str) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=2)
     earlier, mesh = dist.group.WORLD, dist.init_device_mesh("cpu", (2,))
     made_by_torch: Any = theirs.new_group([0, 1])
+    sampler = DistributedSampler(range(7), shuffle=False)
     dist.barrier()
     dist.destroy_process_group()
+    raised(lambda: DistributedSampler(range(7)), ValueError, "Default process group has not been initialized")
     dist.init_process_group(backend, store=store, rank=rank, world_size=2)
     for use in uses(earlier, mesh, path):
         raised(use, dist.ArgumentError, "group 'world' was destroyed")
     raised(lambda: dist.all_reduce(fill(1, (2,)), group=made_by_torch), dist.ArgumentError, "earlier default group")
+    again = DistributedSampler(range(7), shuffle=False)
+    assert list(again) == list(sampler)
     tensor = fill(rank, (2,))
     theirs.all_reduce(tensor, group=theirs.new_group([0, 1]))
     assert torch.equal(tensor, fill(0, (2,)) + fill(1, (2,)))

@@ -193,3 +193,53 @@ def test_tensors_that_are_called_apart_share_no_element(
     in_a_row = all(n > 0 and (step == 1 or n == 1) for _, n, step in (*read, *written))
     if alone and in_a_row:
         assert are_apart(inputs, blocks)
+
+
+def batch(rank: int, first: int, second: int, later: int) -> list[Any]:
+    """Receive from two ranks into parts of one row; rank `later` sends after the other's message was received."""
+    row = torch.zeros(9)
+    if rank:
+        if rank == later:
+            dist.recv(torch.empty(1), 3 - rank)
+        dist.send(fill(rank, (5,)), 0)
+        if rank != later:
+            dist.send(torch.ones(1), later)
+        return []
+    receives = [dist.P2POp(dist.irecv, row[begin : begin + 5], peer) for begin, peer in ((first, 1), (second, 2))]
+    refused = ""
+    try:
+        works = dist.batch_isend_irecv(receives)
+    except dist.ArgumentError as error:
+        refused = str(error)
+        # No receive was posted: both messages arrive here.
+        works = [dist.irecv(torch.empty(5), peer) for peer in (3 - later, later)]
+    for work in works:
+        work.wait()
+    return [refused, row.tolist()]
+
+
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+@pytest.mark.parametrize("later", [1, 2])
+def test_a_batch_that_receives_twice_into_one_element_is_refused(backend: str, later: int) -> None:
+    """torch keeps the message that arrives last, by chance."""
+    refused, row = run(batch, 3, 0, 4, later, ranks="processes", backend=backend)[0]
+    assert "receives 0 and 1 of the list write to the same memory" in refused and "(on rank 0)" in refused
+    assert row == [0.0] * 9
+
+
+def neighbors(rank: int) -> list[float]:
+    """Receive from two ranks into parts of one row that share no element."""
+    row = torch.zeros(10)
+    if rank:
+        dist.send(fill(rank, (5,)), 0)
+    else:
+        parts = [row[:5], row[5:]]
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, part, 2 - i) for i, part in enumerate(parts)]):
+            work.wait()
+    return row.tolist()
+
+
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+def test_a_batch_may_receive_into_neighboring_parts_of_one_tensor(backend: str) -> None:
+    found = run(neighbors, 3, ranks="processes", backend=backend)
+    assert found[0] == [*fill(2, (5,)).tolist(), *fill(1, (5,)).tolist()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -315,7 +316,8 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
         One Work per operation, in list order; an empty list, with a warning, if this rank is not in the group.
 
     Raises:
-        ArgumentError: Not a list of `P2POp`, or operations on several groups. None of them was started.
+        ArgumentError: Not a list of `P2POp`, operations on several groups, or two receives into the same memory, where
+            chance decides which is last. None of them was started.
         EntryError: The list is empty.
 
     Example:
@@ -349,5 +351,25 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     found = member_group("batch_isend_irecv", groups.pop() or GroupMember.NON_GROUP_MEMBER)
     if found is None:
         return []
+    _require_separate_receives(p2p_op_list)
     with found.backend.coalescing():
         return [op.op(op.tensor, None, found, op.tag, op.group_peer) for op in p2p_op_list]
+
+
+def _require_separate_receives(operations: list[P2POp]) -> None:
+    """Raise if two receives write to the same bytes; tensors with gaps are not examined."""
+    if sum(op.op is irecv for op in operations) < 2:
+        return
+    spans = []
+    for index, op in enumerate(operations):
+        if op.op is irecv and op.tensor.is_contiguous() and op.tensor.numel():
+            begin = op.tensor.data_ptr()
+            spans.append((begin, begin + op.tensor.numel() * op.tensor.element_size(), index))
+    spans.sort()
+    for (_, end, one), (begin, _, other) in pairwise(spans):
+        if begin < end:
+            first, second = sorted((one, other))
+            raise ArgumentError(
+                f"batch_isend_irecv: receives {first} and {second} of the list write to the same memory{on_rank()}. "
+                f"Chance decides which message arrives last. Receive into separate tensors."
+            )
