@@ -34,6 +34,7 @@ from torchdist_ref.calls import Call
 from torchdist_ref.debug.monitored import run_monitored_barrier
 from torchdist_ref.errors import (
     ArgumentError,
+    ArgumentTypeError,
     GroupAbortedError,
     NotInitializedError,
     explain,
@@ -164,12 +165,17 @@ class ProcessGroup(CallsFromTorch):
         if found is None:
             kind = "a global rank" if number is not None else "an int, a global rank"
             expected = f"{kind} in the group, one of {list(self.members)}"
-            raise ArgumentError(explain(operation, argument, expected, rank, rank=self.members[self._rank]))
+            error = ArgumentError if number is not None else RankTypeError
+            raise error(explain(operation, argument, expected, rank, rank=self.members[self._rank]))
         return found
 
     def __repr__(self) -> str:
         backend = self.backend.name if hasattr(self, "backend") else type(self).__name__
         return f"<ProcessGroup {self.group_desc!r} on {backend}: rank {self._rank} of {self.size()}>"
+
+
+class RankTypeError(ArgumentError, ArgumentTypeError):
+    """A rank that is no integer. torch raises a TypeError in the default group, and a ValueError in others."""
 
 
 class DestroyedGroupError(GroupAbortedError, ArgumentError):
