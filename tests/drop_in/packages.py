@@ -43,7 +43,11 @@ ROWS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         (f"{SHARED}::test_torchs_default_group_is_ours",),
     ),
     "elastic": (EITHER, "Its agent starts our scripts.", ("elastic/test_bootstrap_and_data.py::*",)),
-    "flight_recorder": (TORCHS, "Reads NCCL's traces; our groups have `recorder`.", ()),
+    "flight_recorder": (
+        TORCHS,
+        "Analyzes dumps of torch's recorder; `python -m torchdist_ref.debug` reads them and ours.",
+        (),
+    ),
     "fsdp": (TORCHS, "FSDP1 and `fully_shard`, on our groups and meshes.", (MODULES, DROP_IN)),
     "launch": (EITHER, "", ("test_launch.py::*",)),
     "launcher": (EITHER, "", ()),

@@ -314,12 +314,12 @@ def _behind(dumps: Dumps, groups: Sequence[JobGroup], last: _Wait, waits: Mappin
     if number is None:
         same = [last.rank]
     waiting = f"{_ranks(same)} {'waits' if len(same) == 1 else 'wait'}"
-    for_whom = "it" if len(absent) == 1 else "them"
+    pronoun = "it" if len(absent) == 1 else "them"
     states = "; ".join(_state(dumps, groups, rank, last.group) for rank in absent)
     verb = "is" if len(absent) == 1 else "are"
     where = _at(dumps.ranks[last.rank], last.event)
     sentence = (
-        f"{_capital(_ranks(absent))} {verb} behind: {waiting} for {for_whom} in {call} of group {last.group!r}{where}; "
+        f"{_capital(_ranks(absent))} {verb} behind: {waiting} for {pronoun} in {call} of group {last.group!r}{where}; "
         f"{states}."
     )
     return Verdict("behind", absent, sentence, last.group, number)
