@@ -19,6 +19,7 @@ from tests.stores.store_helpers import in_child
 from tests.stores.store_model import machine
 from torchdist_ref.errors import DistStoreError, StoreTimeoutError
 from torchdist_ref.stores import FileStore
+from torchdist_ref.stores.file import OPEN_COUNT
 from torchdist_ref.testing.store_contract import check_store
 
 numbers = count()
@@ -202,7 +203,13 @@ def test_the_last_one_to_close_does_not_remove_what_another_writes(path: str, mo
     first, last = FileStore(path, 2), FileStore(path, 2)
     first.close()
     unlink = os.unlink
-    opener = threading.Thread(target=lambda: FileStore(path, 2).set("of the next world", "v"))
+    opened: list[FileStore] = []
+
+    def open_and_set() -> None:
+        opened.append(FileStore(path, 2))
+        opened[0].set("of the next world", "v")
+
+    opener = threading.Thread(target=open_and_set)
 
     def unlink_late(name: str) -> None:
         opener.start()
@@ -213,4 +220,5 @@ def test_the_last_one_to_close_does_not_remove_what_another_writes(path: str, mo
     last.close()
     monkeypatch.undo()
     opener.join()
-    assert FileStore(path, 2).check(["of the next world"])
+    other = FileStore(path, 2)
+    assert other.check(["of the next world"]) and other._log.table.number(OPEN_COUNT) == 2
