@@ -1,7 +1,8 @@
 """The table of what each backend can do: measured on ranks, kept as JSON, shown by the site.
 
 CPU cells are measured anew by a test. CUDA cells are measured where there is a device, by ``python -m
-tests.capabilities --cuda``, and otherwise kept as they were recorded; until somebody has recorded them they say so.
+tests.capabilities --cuda`` or by `tests.gpu`, and otherwise kept as they were recorded. Until somebody has recorded
+them they say so.
 """
 
 from __future__ import annotations
@@ -46,24 +47,63 @@ def agreed(results: list[Cells]) -> Cells:
     }
 
 
-def _under_mpiexec() -> Cells:
+def _under_mpiexec(device: str = "cpu") -> Cells:
     with tempfile.TemporaryDirectory() as folder:
-        command = [str(MPIEXEC), "-n", str(WORLD), sys.executable, "-m", "tests.capabilities", "--mpi-rank", folder]
+        command = [
+            str(MPIEXEC),
+            "-n",
+            str(WORLD),
+            sys.executable,
+            "-m",
+            "tests.capabilities",
+            "--mpi-rank",
+            folder,
+            device,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=os.environ)
         if done.returncode:
             raise RuntimeError(done.stdout + done.stderr)
         return agreed([json.loads((Path(folder) / str(rank)).read_text()) for rank in range(WORLD)])
 
 
-def on_cuda(backend: str) -> Cells:
-    """Measure a backend on CUDA tensors: with one rank for each device, at most two."""
-    ranks = min(WORLD, torch.cuda.device_count())
+def missing_for_cuda(backend: str, gpus: int) -> str:
+    """Return the reason why a backend cannot be measured on CUDA tensors here; empty if it can."""
+    if backend == "nccl" and gpus < WORLD:
+        return f"not measured: two ranks of nccl need two GPUs, and there was {gpus}"
+    if backend == "mpi" and not MPIEXEC.exists():
+        return "not measured: no mpiexec was installed"
+    return ""
+
+
+def on_cuda(backend: str) -> Cells | str:
+    """Measure a backend with two ranks, on CUDA tensors; return the reason if it cannot be measured.
+
+    The ranks share the devices. They are forked from a process of their own, because CUDA survives no fork.
+    """
+    reason = missing_for_cuda(backend, torch.cuda.device_count())
+    if reason:
+        return reason
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "cells")
+        command = [sys.executable, "-m", "tests.capabilities", "--cuda-cells", backend, str(path)]
+        environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, env=environment)
+        if done.returncode:
+            raise RuntimeError(done.stdout + done.stderr)
+        cells: Cells = json.loads(path.read_text(encoding="utf-8"))
+        return cells
+
+
+def here_on_cuda(backend: str) -> Cells:
+    """Measure a backend on CUDA tensors in children of this process, which must not have used CUDA."""
+    if backend == "mpi":
+        return _under_mpiexec("cuda")
 
     def program(rank: int) -> Cells:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
         return measured("cuda")
 
-    return agreed(run(program, ranks, backend=backend, ranks="processes"))
+    return agreed(run(program, WORLD, backend=backend, ranks="processes"))
 
 
 def kept() -> dict[str, Any]:
@@ -73,7 +113,19 @@ def kept() -> dict[str, Any]:
 
 
 def written(cpu: dict[str, Cells], cuda: dict[str, Any]) -> None:
-    """Write the table."""
+    """Write the table with CPU cells measured now; CUDA cells keep the note of their own run."""
     today = datetime.date.today().isoformat()
     table = {"torch": torch.__version__, "date": today, "world": WORLD, "cpu": cpu, "cuda": cuda}
+    run = kept().get("cuda_run", "") if FILE.exists() else ""
+    save(table | {"cuda_run": run})
+
+
+def with_cuda(cells: dict[str, Any], run: str) -> dict[str, Any]:
+    """Return the table with new CUDA cells, and the date, machine and torch of their run; others stay as they were."""
+    table = kept()
+    return table | {"cuda": {name: cells.get(name, table["cuda"].get(name, UNKNOWN)) for name in CUDA}, "cuda_run": run}
+
+
+def save(table: dict[str, Any]) -> None:
+    """Write the table."""
     FILE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")

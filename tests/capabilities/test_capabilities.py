@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.capabilities import table
@@ -33,4 +35,22 @@ def test_cuda_cells_are_as_the_page_says(backend: str) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    assert table.kept()["cuda"][backend] in (table.UNKNOWN, table.on_cuda(backend))
+    found, said = table.on_cuda(backend), table.kept()["cuda"][backend]
+    if isinstance(found, str):
+        pytest.skip(found)
+    # Unmeasured cells hold a sentence.
+    assert isinstance(said, str) or said == found
+
+
+def test_new_cuda_cells_leave_the_others() -> None:
+    old = table.kept()
+    new = table.with_cuda({"ref": {"barrier": {"plain": "yes"}}}, "some day")
+    assert new["cpu"] == old["cpu"] and new["date"] == old["date"] and new["cuda_run"] == "some day"
+    assert new["cuda"] == old["cuda"] | {"ref": {"barrier": {"plain": "yes"}}}
+
+
+def test_reasons_why_a_backend_is_not_measured_on_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(table, "MPIEXEC", tmp_path / "absent")
+    assert table.missing_for_cuda("ref", 1) == "" and table.missing_for_cuda("nccl", 2) == ""
+    assert table.missing_for_cuda("nccl", 1) == "not measured: two ranks of nccl need two GPUs, and there was 1"
+    assert table.missing_for_cuda("mpi", 1) == "not measured: no mpiexec was installed"

@@ -76,7 +76,7 @@ def run(command: Sequence[str], seconds: float, environment: dict[str, str] | No
     """Run a command from the root of the repository; kill its process group at the limit."""
     started, timed_out = time.monotonic(), False
     settings = {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
         # Without this, asking for a device makes it unusable in forked ranks.

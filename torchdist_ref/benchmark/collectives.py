@@ -47,6 +47,13 @@ def _dtype(command: str, option: str, name: str) -> str:
     return name
 
 
+def _device(command: str, option: str, name: str) -> str:
+    """Check the device."""
+    if name not in ("cpu", "cuda") or (name == "cuda" and not torch.cuda.device_count()):
+        raise ArgumentError(explain(command, option, "cpu, or cuda where there is such a device", name))
+    return name
+
+
 OPTIONS = {
     "ops": Option(",".join(OPERATIONS), "operations", among(OPERATIONS)),
     "sizes": Option("4,1K,64K,1M,16M", "bytes of the whole buffer", sizes),
@@ -56,6 +63,7 @@ OPTIONS = {
     "seconds": Option(0.05, "length of a backend's turn"),
     "loop": Option(False, "calls back to back, not each from a common start line"),
     "dtype": Option("float32", "of the tensors", _dtype),
+    "device": Option("cpu", "of the tensors: cpu or cuda; ranks share the devices", _device),
     "window": Option(None, "of the limit column (the backend's)", size),
     "namespaces": Option(False, "half the ranks on a host of their own (needs root)"),
     "against": Option(None, "backend that the others are compared with (the last one)"),
@@ -72,7 +80,9 @@ def cases(settings: Settings) -> list[tuple[MeasuredOperation, int]]:
 def measure(context: RankContext, settings: Settings) -> None:
     """Measure all cases on one rank. Reports the names of operations, and results."""
     bounds: dict[str, limit.Stages] = {}
-    if context.sides == 1:
+    if settings.device == "cuda":
+        torch.cuda.set_device(context.rank % torch.cuda.device_count())
+    elif context.sides == 1:
         bounds[LIMIT] = limit.Stages(context.memory, settings.window, len(os.sched_getaffinity(0)))
     if competitors.REGISTERED in settings.backends:
         behind = context.memory[settings.world * settings.window :]
@@ -102,6 +112,7 @@ class Case:
         self.nbytes = self.buffers.whole * self.dtype.itemsize
 
     def _buffers(self, make: Make | None) -> Buffers:
+        make = make or partial(_empty, self.settings.device)
         return self.operation.buffers(self.context.rank, self.context.world, self.size, self.dtype, make)
 
     def result(self, contestants: Sequence[competitors.Competitor], bounds: Mapping[str, limit.Stages]) -> Result:
@@ -111,6 +122,7 @@ class Case:
         buffers = {each.name: self._buffers(each.make) if each.make else self.buffers for each in contestants}
         for each in contestants:
             action = self.operation.bind(each.api, each.group, buffers[each.name])
+            action = partial(_finish_on_device, action) if self.settings.device == "cuda" else action
             try:
                 self.check(each.name, action, buffers[each.name])
             except UnsupportedError as error:
@@ -141,8 +153,8 @@ class Case:
         self.operation.load(b)
         action()
         expected = self.operation.answer(b)
-        if expected is not None and not torch.equal(b.result, expected):
-            wrong = int((b.result != expected).nonzero()[0])
+        if expected is not None and not torch.equal(b.result.cpu(), expected):
+            wrong = int((b.result.cpu() != expected).nonzero()[0])
             raise DistBackendError(
                 f"benchmark: {self.operation.name} of {show_size(self.nbytes)} on {name!r} is wrong on rank {b.rank}: "
                 f"element {wrong} of {expected.numel()} is {b.result[wrong]} and should be {expected[wrong]}."
@@ -169,6 +181,16 @@ class Case:
         return self.context.calls(first, self.settings.seconds)
 
 
+def _empty(device: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(count, dtype=dtype, device=device)
+
+
+def _finish_on_device(action: Action) -> None:
+    """Call, and wait for the device: a call may return before its work is done."""
+    action()
+    torch.cuda.synchronize()
+
+
 def run(harness: Harness) -> None:
     """Measure; print a table for each operation as soon as it is complete."""
     from torchdist_ref.transports.segment import window_for
@@ -179,6 +201,8 @@ def run(harness: Harness) -> None:
     if settings.against and settings.against not in settings.backends:
         expected = f"one of {', '.join(settings.backends)}"
         raise ArgumentError(explain("benchmark", "--against", expected, settings.against))
+    if settings.device != "cpu" and competitors.REGISTERED in settings.backends:
+        raise ArgumentError("benchmark: registered buffers are in the host's memory; leave out --device.")
     if settings.namespaces and mpi:
         raise ArgumentError("benchmark: --namespaces is for forked ranks, and those of MPI are started by mpiexec.")
     settings.window = settings.window or window_for(settings.world)
