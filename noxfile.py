@@ -154,6 +154,14 @@ def site_check(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """Run all that needs a GPU, within ten minutes, and write gpu_report.json."""
+    set_up(session, 3)
+    session.log("[3/3] running everything that needs a GPU")
+    call(session, "-m", "tests.gpu", *(session.posargs or ["--report", "gpu_report.json"]))
+
+
+@nox.session(venv_backend="none")
 def soak(session: nox.Session) -> None:
     """Kill a rank at every line of every function that ranks run together. Arguments after -- choose functions.
 

@@ -16,6 +16,8 @@
     Results of the tests with each pair of Python and torch, as `nox -s versions` recorded them.
 `.. private-names::`
     The private names of torch that the library uses, from `torchdist_ref.torch_private`.
+`.. gpu-report::`
+    What ran on a GPU, as `python -m tests.gpu --land` recorded it; a sentence if nothing has.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from sphinx.application import Sphinx
 from torchdist_ref import schedules, torch_private
 
 VERSIONS = Path(__file__).parents[1] / "versions.json"
+GPU = Path(__file__).parents[1] / "gpu.json"
+GPU_TUTORIALS = Path(__file__).parents[1] / "gpu_tutorials.json"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 TORCHES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 CAPABILITIES = Path(__file__).parents[1] / "reference" / "capabilities.json"
@@ -162,6 +166,7 @@ class CapabilitiesDirective(Directive):
         when += f"{', '.join(kept['cpu'])}: where a cell names none of them, it holds for each. "
         rest = [backend for backend in kept["cuda"] if backend not in devices]
         when += f"CUDA tensors on {', '.join(rest)}: {', '.join(sorted(unmeasured))}." if rest else ""
+        when += f" CUDA tensors were measured on {kept['cuda_run']}." if kept.get("cuda_run") else ""
         return [table("capabilities", header, rows), nodes.paragraph("", when)]
 
 
@@ -274,6 +279,59 @@ def listed(found: dict[str, Any], key: str) -> list[nodes.Node]:
     return [nodes.paragraph("", title), nodes.bullet_list("", *items)]
 
 
+NO_GPU = "Nothing has run on a GPU yet: no machine with one was available to the project."
+
+
+class GpuDirective(Directive):
+    """Show the last landed run on a GPU: machine, counts, failures, times, and the outputs of the tutorials."""
+
+    def run(self) -> list[nodes.Node]:
+        """Read what `python -m tests.gpu --land` wrote."""
+        if not GPU.exists():
+            return [nodes.paragraph("", NO_GPU)]
+        return gpu_report(
+            json.loads(GPU.read_text(encoding="utf-8")), json.loads(GPU_TUTORIALS.read_text(encoding="utf-8"))
+        )
+
+
+def gpu_report(found: dict[str, Any], outputs: dict[str, Any]) -> list[nodes.Node]:
+    """Build the nodes of a landed report."""
+    machine = found["machine"]
+    facts = f"CUDA {machine['cuda']}, NCCL {machine['nccl']}, driver {machine['driver']}, Python {machine['python']}"
+    stamp = f"Run on {found['stamp']}; {facts}, {machine['system']}; commit {found['commit'][:10] or 'unknown'}."
+    outcomes = ("passed", "failed", "crashed", "timed out", "not run", "skipped")
+    rows = [
+        (part["name"], *(str(part["counts"].get(each, 0)) for each in outcomes), f"{part['seconds']:.0f} s")
+        for part in found["parts"]
+    ]
+    shown: list[nodes.Node] = [nodes.paragraph("", stamp), table("gpu", ("part", *outcomes, "time"), rows)]
+    for part in found["parts"]:
+        texts = [f"{name}: {why}" for name, why in part["failures"].items()]
+        texts += [f"{count} skipped: {why}" for why, count in part["skips"].items()]
+        if texts:
+            items = [nodes.list_item("", nodes.paragraph("", text)) for text in texts]
+            shown += [nodes.paragraph("", f"Not passed in {part['name']}:"), nodes.bullet_list("", *items)]
+        if part["rows"]:
+            header = ("collective", "bytes", "ranks", "backend", "microseconds")
+            times = [
+                (
+                    each["op"],
+                    str(each["size_bytes"]),
+                    str(each["world"]),
+                    each["backend"],
+                    f"{each['seconds'] * 1e6:.1f}",
+                )
+                for each in part["rows"]
+            ]
+            shown.append(table("gpu-times", header, times))
+    for name, tutorials in outputs.items():
+        for tutorial, cells in tutorials.items():
+            lines = "\n".join(f"# {cell}\n{each['output']}" for cell, each in cells.items() if each["output"])
+            summary = f"<summary>Outputs of {tutorial}, {name}</summary>"
+            shown.append(nodes.raw("", f"<details>{summary}<pre>{text(lines)}</pre></details>", format="html"))
+    return shown
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directives with Sphinx."""
     app.add_directive("schedule", ScheduleDirective)
@@ -283,5 +341,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("capabilities", CapabilitiesDirective)
     app.add_directive("backend-table", BackendTableDirective)
     app.add_directive("versions", VersionsDirective)
+    app.add_directive("gpu-report", GpuDirective)
     app.add_directive("private-names", PrivateNamesDirective)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

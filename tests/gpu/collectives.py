@@ -26,14 +26,8 @@ def main(path: str, device: str, world: str, ops: str, sizes: str, backend: str)
     """Measure, and record each result as it comes."""
     events = Events(Path(path))
     typed = {name: option.default for name, option in collectives.OPTIONS.items()}
-    typed |= {
-        "benchmark": "collectives",
-        **RUN,
-        "sizes": sizes,
-        "device": device,
-        "world": int(world),
-        "backends": backend,
-    }
+    typed |= {"benchmark": "collectives", **RUN, "device": device, "world": int(world)}
+    typed |= {"ops": ops, "sizes": sizes, "backends": backend}
     settings: Settings = checked(collectives.OPTIONS, argparse.Namespace(**typed))
     settings.window = window_for(settings.world)
 

@@ -108,3 +108,22 @@ def test_what_is_no_report_of_a_device_changes_nothing(
 def test_a_file_that_is_not_json_is_refused(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (site / "report").write_text("{")
     assert command.main(["--land", str(site / "report")]) == 1 and "cannot be read" in capsys.readouterr().err
+
+
+def test_the_page_shows_a_landed_report_and_says_in_one_line_that_there_is_none() -> None:
+    import site_directives
+
+    made = full()
+    shown = "\n".join(node.astext() for node in site_directives.gpu_report(land.summary(made), land.outputs(made)))
+    for part in (
+        "Run on 2026-11-22 with torch 2.11.0+cu130 on 2 x Planted GPU",
+        "a::two: crashed: SIGSEGV",
+        "1 skipped: needs CPU tensors",
+        "all_reduce\n\n1024\n\n2\n\nref\n\n5.0",
+        "[rank 0] 5",
+    ):
+        assert part in shown, shown
+    # Whether a run has been landed or not, the page exists; this holds until one has.
+    if not site_directives.GPU.exists():
+        directive = site_directives.GpuDirective.__new__(site_directives.GpuDirective)
+        assert [node.astext() for node in directive.run()] == [site_directives.NO_GPU]

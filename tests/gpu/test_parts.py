@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from tests.gpu import __main__ as command
-from tests.gpu import land, parts, report, supervise
+from tests.gpu import collectives, land, parts, report, supervise
 from tests.gpu.test_cells import written
+from torchdist_ref.benchmark import ranks
+from torchdist_ref.benchmark.rounds import Result
 
 PLANTED = """
 import os, threading
@@ -138,8 +140,8 @@ def test_a_part_that_raises_is_a_result(tmp_path: Path, monkeypatch: pytest.Monk
     assert made["parts"][0]["reason"] == "OSError: no space left"
 
 
-def test_collectives_are_timed_without_the_package_for_tables() -> None:
-    # Seconds: a benchmark starts.
+@pytest.mark.benchmark
+def test_collectives_are_timed_on_ranks() -> None:
     setting = parts.Setting("cpu", 0, operations="all_reduce,barrier", sizes="1K")
     found = parts.collectives(setting, time.monotonic() + 100)
     assert [item["outcome"] for item in found["items"]] == ["passed", "skipped"], found["items"]
@@ -148,6 +150,27 @@ def test_collectives_are_timed_without_the_package_for_tables() -> None:
         ("barrier", 0, 2),
     ]
     assert all(row["seconds"] > 0 for row in found["rows"])
+
+
+def test_results_of_the_benchmark_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ranks, which would wait for each other on a busy machine."""
+    wanted: list[Any] = []
+
+    def run_ranks(program: Any, world: int, on_report: Any, extra: int) -> None:
+        settings = program.keywords["settings"]
+        wanted.append((world, settings.ops, settings.sizes, settings.backends, settings.device))
+        on_report(0, "all_reduce")
+        more = {"calls": {"ref": 5, "limit": 5}, "missing": {"other": "no such thing"}}
+        cell = {"op": "all_reduce", "size_bytes": 1024, "world": 2}
+        on_report(0, Result(cell, {"ref": [3e-6, 5e-6, 4e-6], "limit": [1e-6] * 3}, (False,) * 3, more))
+        on_report(0, 1)
+
+    monkeypatch.setattr(ranks, "run_ranks", run_ranks)
+    collectives.main(str(tmp_path / "events"), "cpu", "2", "all_reduce", "1K", "ref")
+    assert wanted == [(2, ("all_reduce",), (1024,), ("ref",), "cpu")]
+    row, missing = supervise.Events(tmp_path / "events").read()
+    assert row["backend"] == "ref" and row["seconds"] == 4e-6 and row["bus_bytes_per_second"] == 1024 / 4e-6
+    assert missing == {"event": "missing", "op": "all_reduce", "backend": "other", "reason": "no such thing"}
 
 
 def test_children_of_a_process_are_killed_at_its_limit() -> None:

@@ -97,8 +97,8 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         self.total_size = self.num_samples * ranks
 
     def __iter__(self) -> Iterator[Any]:
-        generator = torch.Generator().manual_seed(self.epoch)
-        shuffled = (torch.randperm(self._left, generator=generator) + self.start_index).tolist()
+        generator = torch.Generator("cpu").manual_seed(self.epoch)
+        shuffled = (torch.randperm(self._left, generator=generator, device="cpu") + self.start_index).tolist()
         return islice(cycle(shuffled), self.rank, self.total_size, self.num_replicas)
 
     def __len__(self) -> int:

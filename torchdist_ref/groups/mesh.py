@@ -309,7 +309,7 @@ def init_device_mesh(
         _refuse("backend_override", f"about dimensions of {mesh_dim_names or mesh_shape}, each once", backend_override)
     if not all(isinstance(size, int) and size > 0 for size in mesh_shape):
         _refuse("mesh_shape", "positive numbers of ranks", mesh_shape)
-    ranks = torch.arange(prod(mesh_shape), dtype=torch.int).view(tuple(mesh_shape))
+    ranks = torch.arange(prod(mesh_shape), dtype=torch.int, device="cpu").view(tuple(mesh_shape))
     return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, backend_override=backends)
 
 

@@ -372,7 +372,7 @@ def recv_object_list(
     _refuse_self(found, operation, peer, "source")
     if (error := _no_list(operation, "object_list", object_list, found)) is not None:
         raise error
-    header = torch.zeros(3, dtype=torch.int64)
+    header = torch.zeros(3, dtype=torch.int64, device="cpu")
     source = _receive(found, peer, header, device)
     size, kind, count = header.tolist()
     received = ReceiveBuffer(size)
@@ -468,7 +468,7 @@ def _abort_on_failure(step: Callable[Concatenate[ProcessGroup, P], T]) -> Callab
 
 def _all_gather_headers(group: ProcessGroup, payload: Payload) -> list[list[int]]:
     """Return size, error kind and object count of every rank."""
-    headers = [torch.zeros(3, dtype=torch.int64) for _ in range(group.size())]
+    headers = [torch.zeros(3, dtype=torch.int64, device="cpu") for _ in range(group.size())]
     _run(group, AllGather(), [payload.header()], headers)
     return [header.tolist() for header in headers]
 
@@ -504,7 +504,7 @@ def _broadcast_payload(
     group: ProcessGroup, root: int, own: Payload | None, device: torch.device | None
 ) -> tuple[ReceiveBuffer, int]:
     """Return the source's payload and object count; raise the source's error on all ranks if there is one."""
-    header = torch.zeros(3, dtype=torch.int64) if own is None else own.header()
+    header = torch.zeros(3, dtype=torch.int64, device="cpu") if own is None else own.header()
     _run(group, Broadcast(root), [header], [header], device)
     size, kind, count = header.tolist()
     received = ReceiveBuffer(size)
@@ -519,7 +519,7 @@ def _broadcast_payload(
 @_abort_on_failure
 def _scatter_payloads(group: ProcessGroup, root: int, payloads: list[Payload]) -> ReceiveBuffer:
     """Return this rank's one of the source's payloads."""
-    header = torch.zeros(3, dtype=torch.int64)
+    header = torch.zeros(3, dtype=torch.int64, device="cpu")
     if payloads:
         header = payloads[0].header()
         header[0] = max(len(payload.data) for payload in payloads)

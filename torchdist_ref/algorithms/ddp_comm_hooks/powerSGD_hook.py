@@ -56,13 +56,13 @@ class SeedStream:
     """
 
     def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator("cpu").manual_seed(seed)
 
     def randint(self, limit: int) -> int:
         """Return a number from 0 to ``limit`` - 1, by rejection."""
         mask = (1 << (limit - 1).bit_length()) - 1
         while True:
-            drawn = int(torch.empty(1, dtype=torch.int32).random_(generator=self.generator)) & mask
+            drawn = int(torch.empty(1, dtype=torch.int32, device="cpu").random_(generator=self.generator)) & mask
             if drawn < limit:
                 return drawn
 
@@ -72,7 +72,7 @@ class SeedStream:
 
     def __setstate__(self, state: dict[str, torch.Tensor]) -> None:
         """Restore the generator."""
-        self.generator = torch.Generator()
+        self.generator = torch.Generator("cpu")
         self.generator.set_state(state["generator"])
 
 
@@ -490,9 +490,9 @@ def _factor_memory(
         state.p_memory_dict[index] = like.new_empty(plan.rest_size + p_size)
     if index not in state.q_memory_dict:
         state.q_memory_dict[index] = like.new_empty(q_size)
-        generator = torch.Generator().manual_seed(state.rng.randint(1_000_000_000))
+        generator = torch.Generator("cpu").manual_seed(state.rng.randint(1_000_000_000))
         for Qs in torch.split(state.q_memory_dict[index], plan.draws(state.batch_tensors_with_same_shape)):
-            Qs.copy_(torch.randn(Qs.shape, generator=generator, dtype=like.dtype))
+            Qs.copy_(torch.randn(Qs.shape, generator=generator, dtype=like.dtype, device="cpu"))
     return state.p_memory_dict[index], state.q_memory_dict[index]
 
 

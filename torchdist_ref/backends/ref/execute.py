@@ -72,7 +72,9 @@ class ReferenceExecutor:
 
     def _run_rounds(self, plan: Plan, tensors: Sequence[Tensor], check: bool) -> None:
         link, rank, last = self._link, plan.rank, len(plan.rounds) - 1
-        scratch = {slot: torch.empty(plan.window, dtype=plan.dtype) for slot in plan.slots if slot[0] == "tmp"}
+        scratch = {
+            slot: torch.empty(plan.window, dtype=plan.dtype, device="cpu") for slot in plan.slots if slot[0] == "tmp"
+        }
         reduction = reductions.reduction(plan.reduction, plan.dtype, plan.op) if plan.reduction else None
         for begin in plan.windows:
             own = {slot: _window_of(plan, tensors, scratch, slot, begin) for slot in plan.slots}
@@ -117,8 +119,8 @@ class ReferenceExecutor:
     def _exchange_sizes(self, plan: Plan, tensors: Sequence[Tensor]) -> Plan:
         """Exchange the sizes of all blocks of an uneven exchange, and return its plan with them."""
         world = plan.schedule.world
-        mine = torch.tensor([tensor.numel() for tensor in tensors])
-        table = torch.empty(world, 2, world, dtype=torch.int64)
+        mine = torch.tensor([tensor.numel() for tensor in tensors], device="cpu")
+        table = torch.empty(world, 2, world, dtype=torch.int64, device="cpu")
         self._run_rounds(exchange_of_sizes(plan), (mine, table), check=True)
         sent, expected = table[:, 0], table[:, 1].t()
         self._handshake.compare_sizes(plan, sent, expected)

@@ -215,8 +215,8 @@ class FastExecutor:
         world, exchange = plan.schedule.world, self._staged(exchange_of_sizes(plan))
 
         def run(tensors: Sequence[Tensor], check: bool) -> None:
-            mine = torch.tensor([tensor.numel() for tensor in tensors])
-            table = torch.empty(world, 2, world, dtype=torch.int64)
+            mine = torch.tensor([tensor.numel() for tensor in tensors], device="cpu")
+            table = torch.empty(world, 2, world, dtype=torch.int64, device="cpu")
             exchange((mine, table), check)
             sent, expected = table[:, 0], table[:, 1].t()
             self._handshake.compare_sizes(plan, sent, expected)

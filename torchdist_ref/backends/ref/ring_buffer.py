@@ -101,7 +101,7 @@ class StagedRounds:
         scratch = [slot for slot in plan.slots if slot[0] == "tmp"]
         self.whole = undivided and plan.shape is not None and len(plan.windows) == 1 and not scratch
         with torch.inference_mode(False):
-            self.scratch = {slot: torch.empty(plan.window, dtype=plan.dtype) for slot in scratch}
+            self.scratch = {slot: torch.empty(plan.window, dtype=plan.dtype, device="cpu") for slot in scratch}
         self._maker = StepMaker(plan)
         self._smallest = min((plan.sizes.of(m.src, m.read) for moves in plan.rounds for m in moves), default=0)
         # With one round nobody needs to release: a rank that announces its next call has read this one's data, and the

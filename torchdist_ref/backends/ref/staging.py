@@ -69,7 +69,7 @@ def _is_flat_on_host(tensor: Tensor) -> bool:
 
 def _pinned(tensor: Tensor) -> Tensor:
     # torch caches pinned memory, and reuses it once no stream uses it any more.
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def copy_back(result: Tensor, tensor: Tensor) -> None:

@@ -138,7 +138,7 @@ class Receiver:
 
     def send_to_self(self, tag: int, tensor: Tensor) -> None:
         """Add a message from this rank to itself."""
-        copy = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().view(-1))
+        copy = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu").copy_(tensor.detach().view(-1))
         record, data = record_of(tensor), copy.view(torch.uint8)
         self._arrived(UnexpectedMessage(self._link.rank, tag, record.fingerprint, record.text.decode(), data))
 
@@ -279,7 +279,7 @@ class Receiver:
         if receive is not None:
             self._receive(receive, box)
             return
-        data, text = torch.empty(nbytes, dtype=torch.uint8), box.text()
+        data, text = torch.empty(nbytes, dtype=torch.uint8, device="cpu"), box.text()
         box.receive(data, f"a message with tag {tag}")
         self._arrived(UnexpectedMessage(peer, tag, fingerprint, text, data))
 

@@ -124,7 +124,7 @@ class Gloo(TorchBackend):
 
     def _message(self, call: Send | Recv, tensors: list[Tensor]) -> list[Tensor]:
         """Return the tensors, with one byte for an empty message, which Gloo refuses."""
-        return [tensor if tensor.numel() else torch.zeros(1, dtype=torch.uint8) for tensor in tensors]
+        return [tensor if tensor.numel() else torch.zeros(1, dtype=torch.uint8, device="cpu") for tensor in tensors]
 
 
 def gloo_call(call: Call, inputs: Tensors, outputs: Tensors, rank: int, size: int) -> TorchCall:
