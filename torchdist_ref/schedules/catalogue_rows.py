@@ -124,7 +124,7 @@ ENTRIES: tuple[Entry, ...] = (
         (
             "ring",
             ring.all_reduce,
-            "chunks travel twice round the ring",
+            "chunks travel twice around the ring",
             "large, between hosts",
             "2(n-1)a + 2(n-1)/n mb + (n-1)/n mg",
         ),
@@ -165,11 +165,11 @@ ENTRIES: tuple[Entry, ...] = (
         (
             "ring",
             ring.reduce,
-            "chunks travel round the ring, then to the root",
+            "chunks travel around the ring, then to the root",
             "large, between hosts, any n",
             "2(n-1)a + 2(n-1)/n mb + (n-1)/n mg",
         ),
-        ("chain", tree.chain_reduce, "towards the root in 8 pieces", "long, between hosts", "(n+6)(a + mb/8 + mg/8)"),
+        ("chain", tree.chain_reduce, "toward the root in 8 pieces", "long, between hosts", "(n+6)(a + mb/8 + mg/8)"),
         (
             "hierarchical",
             hierarchical.reduce,
@@ -215,7 +215,7 @@ ENTRIES: tuple[Entry, ...] = (
             "small, between hosts, any n",
             "lg(n) a + (n-1)/n mb",
         ),
-        ("ring", ring.all_gather, "blocks travel round the ring", "large, between hosts", "(n-1)a + (n-1)/n mb"),
+        ("ring", ring.all_gather, "blocks travel around the ring", "large, between hosts", "(n-1)a + (n-1)/n mb"),
         (
             "hierarchical",
             hierarchical.all_gather,
@@ -268,7 +268,7 @@ ENTRIES: tuple[Entry, ...] = (
         (
             "ring",
             ring.reduce_scatter,
-            "partial sums travel round the ring",
+            "partial sums travel around the ring",
             "large, neighbors only",
             "(n-1)(a + mb/n + mg/n)",
         ),

@@ -37,8 +37,8 @@ class Store:
 
     >>> from torchdist_ref.stores import HashStore
     >>> store = HashStore()
-    >>> store.set("colour", "red")
-    >>> store.get("colour")
+    >>> store.set("color", "red")
+    >>> store.get("color")
     b'red'
     """
 
@@ -95,7 +95,7 @@ class Store:
         """Store `desired_value` only if the key holds `expected_value` (or is missing and that is empty).
 
         Returns:
-            Value of the key afterwards. If the key is missing and `expected_value` is not empty, nothing is stored and
+            Value of the key afterward. If the key is missing and `expected_value` is not empty, nothing is stored and
             `expected_value` is returned, as in torch.
         """
         raise self._unsupported("compare_set")
