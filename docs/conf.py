@@ -90,6 +90,7 @@ nbsphinx_prolog = """
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
+copybutton_selector = "div:not(.prompt) > div.highlight pre"
 copybutton_exclude = ".linenos, .gp, .go"
 
 html_math_renderer = "mathml"

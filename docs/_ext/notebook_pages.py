@@ -40,7 +40,7 @@ class DescribePictures(SphinxTransform):
         """Visit the pictures of a page below tutorials/."""
         if self.env.docname.startswith("tutorials/"):
             for image in self.document.findall(nodes.image):
-                if not image.get("alt"):
+                if not image.get("alt") or image["alt"].endswith((".svg", ".png")):
                     image["alt"] = title_of(Path(self.env.srcdir, image["uri"].lstrip("/"))) or sentence_above(image)
 
 

@@ -78,9 +78,6 @@ DRAWN = [
     "index.html",
     "collectives/all_reduce.html",
     "collectives/scatter.html",
-    "explanation/schedules.html",
-    "explanation/one_all_reduce.html",
-    "design.html",
 ]
 
 
