@@ -228,7 +228,7 @@ def test_cells_with_a_magic_have_colors(page: Any, address: str) -> None:
 def test_pictures_have_a_text_that_says_what_they_show(page: Any, address: str) -> None:
     page.goto(address + "tutorials/02_collectives_by_pictures.html")
     texts = [image.get_attribute("alt") or "" for image in page.locator("article img").all()]
-    assert texts and all(len(text) > 15 and not text.endswith((".svg", ".png")) for text in texts)
+    assert texts and all(len(text) > 10 and not text.endswith((".svg", ".png")) for text in texts)
 
 
 @pytest.mark.parametrize("name", ["index.html", "collectives/all_reduce.html", "reference/distributed.html"])
