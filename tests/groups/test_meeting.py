@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import torchdist_ref as dist
+from torchdist_ref.groups.meeting import Meeting
 from torchdist_ref.stores import HashStore, TCPStore
 from torchdist_ref.stores.tcp.client import ConnectionPool
 from torchdist_ref.testing import run
@@ -189,3 +190,8 @@ def test_round_trips_to_the_store(token: str, more: int) -> None:
     found = run(count_round_trips, 2, server.port, token, ranks="processes", init=False)
     assert min(created for created, _ in found) == 4 + more and min(grouped for _, grouped in found) == 3
     server.close()
+
+
+def test_each_initialization_has_keys_of_its_own() -> None:
+    store = HashStore()
+    assert [Meeting(store, 0, 1).store.prefix for _ in range(2)] == ["world/0/1", "world/0/2"]
