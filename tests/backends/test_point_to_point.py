@@ -150,6 +150,45 @@ def test_a_message_that_arrives_while_another_is_received_is_not_lost() -> None:
     assert time.monotonic() - start < 10, "it was found only at the time-out"
 
 
+def test_a_message_whose_ring_was_heard_before_its_receive_was_posted_is_taken() -> None:
+    """Rank 1 waits for rank 0, which waits for rank 2, whose message came before rank 1 posted its receive."""
+    rung, heard = threading.Event(), threading.Semaphore(0)
+
+    def receive(backend: Any) -> list[float]:
+        receiver, into = backend._messages._receiver, [torch.zeros(3), torch.zeros(3)]
+        check = receiver._fail_receives
+        receiver._fail_receives = lambda: (check(), heard.release())
+        first = dist.irecv(into[0], 0)
+        dist.barrier()
+        assert rung.wait(5)
+        while heard.acquire(False):
+            pass
+        # The thread that waits for rank 0 checks for failures after each ring without a message for it.
+        assert heard.acquire(timeout=5) and heard.acquire(timeout=5)
+        works = [first, dist.irecv(into[1], 2)]
+        assert all(work is not None and work.wait() for work in works)
+        return torch.cat(into).tolist()
+
+    def program(rank: int) -> list[float]:
+        group = dist.GroupMember.WORLD
+        assert group is not None
+        if rank == 1:
+            return receive(group.backend)
+        dist.barrier()
+        if rank == 0:
+            dist.recv(torch.zeros(1), 2)
+        else:
+            box = group.backend._messages._sender._mailboxes[1][0]
+            ring = box._ring_doorbell
+            box._ring_doorbell = lambda: (ring(), rung.set())
+        dist.send(fill(rank, (3,)), 1)
+        if rank == 2:
+            dist.send(torch.zeros(1), 0)
+        return []
+
+    assert run(program, 3, timeout=10)[1] == [*fill(0, (3,)).tolist(), *fill(2, (3,)).tolist()]
+
+
 def sources(rank: int) -> list[int]:
     """What works of all kinds say of their source: a receive from rank 1, one from anybody; the others raise."""
     tensor, known = torch.zeros(2), []

@@ -149,9 +149,14 @@ class Receiver:
             message = next(messages, None) if self._unexpected else None
             if message is None:
                 self._posted.append(receive)
-                return
-            self._unexpected.remove(message)
-        self._give(receive, message)
+            else:
+                self._unexpected.remove(message)
+        if message is not None:
+            self._give(receive, message)
+        elif self._taking.locked():
+            # A thread that waits for another receive may have heard the ring of this one's message, and left it: its
+            # sender waits for this rank, perhaps before it does what the other receive is about.
+            self._doorbell.release()
 
     def refuse_unsent(self, receive: PostedReceive) -> None:
         """Raise if a receive of this rank from itself has no message yet: its thread would wait for itself.
