@@ -122,7 +122,7 @@ def test_a_newer_torch_is_warned_of_once(version: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch_private, "_warned", False)
     with pytest.warns(RuntimeWarning, match=f"torch {TESTED[0]} to {TESTED[-1]}, and this is torch") as caught:
         torch_private.TABLES.get()
-        torch_private.ENGINE.get()
+        torch_private.AUTOGRAD.get()
     assert len(caught) == 1 and version in str(caught[0].message)
 
 

@@ -238,7 +238,7 @@ END_RANGE_LATER = PrivateName(
 )
 
 # Training.
-ENGINE = PrivateName(
+AUTOGRAD = PrivateName(
     "torch.autograd", "Variable._execution_engine", "queues the end of backward", "backward of DDP raises"
 )
 COPY_MANY = PrivateName("torch", "_foreach_copy_", "copies gradients to buckets", "backward of DDP raises")

@@ -150,21 +150,21 @@ def test_a_message_that_arrives_while_another_is_received_is_not_lost() -> None:
     assert time.monotonic() - start < 10, "it was found only at the time-out"
 
 
-def test_a_message_whose_ring_was_heard_before_its_receive_was_posted_is_taken() -> None:
+def test_a_message_that_rang_before_its_receive_was_posted_is_taken() -> None:
     """Rank 1 waits for rank 0, which waits for rank 2, whose message came before rank 1 posted its receive."""
-    rung, heard = threading.Event(), threading.Semaphore(0)
+    rung, checked = threading.Event(), threading.Semaphore(0)
 
     def receive(backend: Any) -> list[float]:
         receiver, into = backend._messages._receiver, [torch.zeros(3), torch.zeros(3)]
         check = receiver._fail_receives
-        receiver._fail_receives = lambda: (check(), heard.release())
+        receiver._fail_receives = lambda: (check(), checked.release())
         first = dist.irecv(into[0], 0)
         dist.barrier()
         assert rung.wait(5)
-        while heard.acquire(False):
+        while checked.acquire(False):
             pass
         # The thread that waits for rank 0 checks for failures after each ring without a message for it.
-        assert heard.acquire(timeout=5) and heard.acquire(timeout=5)
+        assert checked.acquire(timeout=5) and checked.acquire(timeout=5)
         works = [first, dist.irecv(into[1], 2)]
         assert all(work is not None and work.wait() for work in works)
         return torch.cat(into).tolist()

@@ -17,10 +17,14 @@ LITERAL = re.compile(rf"(?<![\w.`/-])\d[\d,.]*\s?(?:{UNITS}|{COUNTED})(?![\w/])"
 CONSTANTS = {
     ("design.md", "400 lines of code"),
     ("explanation/stores_and_rendezvous.md", "5 s"),
+    ("explanation/agents.md", "0.3 seconds"),
     ("how-to/benchmark.md", "95 %"),
     ("how-to/benchmark.md", "1 times"),
     ("how-to/my_job_hangs.md", "30 minutes"),
     ("how-to/notebook.md", "30 seconds"),
+    ("how-to/several_hosts.md", "10 seconds"),
+    ("how-to/several_hosts.md", "15 minutes"),
+    ("how-to/several_hosts.md", "30 seconds"),
     ("reference/distributed/initialization.rst", "30 minutes"),
 }
 PAGES = [

@@ -342,7 +342,7 @@ def _state(dumps: Dumps, groups: Sequence[JobGroup], rank: int, name: str) -> st
 
 
 def _waits(dumps: Dumps, groups: Sequence[JobGroup]) -> Iterator[_Wait]:
-    """Yield the calls that have not ended, or ran into a time-out, and whom they wait for."""
+    """Yield the calls that have not ended, or ran into a time-out, and the ranks that they wait for."""
     for group in groups:
         for number in group.numbers:
             calls = group.at(number)

@@ -151,7 +151,7 @@ class Roster:
         self._give_up_at = self.now + self.rules.join_seconds
         self._report_at = self.now + REPORT_SECONDS
         # Before this time, fewer hosts than possible do not start.
-        self._patient_until = self.now + (self.grace if self._inherited else self.rules.join_seconds)
+        self._waits_until = self.now + (self.grace if self._inherited else self.rules.join_seconds)
         self._actions: list[tuple[float, Callable[[], None]]] = []
         self._failures: list[dict[str, Any]] = []
 
@@ -241,7 +241,7 @@ class Roster:
         times = [at for at, _ in self._actions]
         if not self.running:
             times += [self._report_at, self._give_up_at]
-            times += [self._patient_until] if self._patient_until > self.now else []
+            times += [self._waits_until] if self._waits_until > self.now else []
         return min(times, default=float("inf"))
 
     def tick(self, now: float) -> None:
@@ -255,13 +255,13 @@ class Roster:
             return
         if self._may_start():
             self._start()
-        elif self._inherited and now >= self._patient_until and not self._has_quorum(leads=False):
+        elif self._inherited and now >= self._waits_until and not self._has_quorum(leads=False):
             self.deposed = True
         elif now >= self._give_up_at and not self._is_enough():
             self._end(2, f"{self._missing()} within {self.rules.join_seconds:g} s. {_CURE}")
         elif now >= self._report_at:
             self._report_at = now + REPORT_SECONDS
-            left = max(0.0, (self._give_up_at if not self._is_enough() else self._patient_until) - now)
+            left = max(0.0, (self._give_up_at if not self._is_enough() else self._waits_until) - now)
             self._note(f"{self._missing()} yet; waiting for {left:.0f} s more. {_CURE}")
 
     # Decisions
@@ -282,7 +282,7 @@ class Roster:
         self.seats[info.key] = _Seat(info)
         first = not self.progress.attempt
         if first and len(self.seats) == self.rules.min_hosts:
-            self._patient_until = self.now + self.rules.last_call_seconds
+            self._waits_until = self.now + self.rules.last_call_seconds
         if self.running:
             # Hosts that join together cause one restart.
             self._after(SETTLE_SECONDS, lambda: self._restart(f"{info.host} joins"))
@@ -302,7 +302,7 @@ class Roster:
         complete = len(self.seats) == self.rules.max_hosts
         if self._inherited and not self._has_quorum(leads=False):
             return False
-        return complete or known or self.now >= self._patient_until
+        return complete or known or self.now >= self._waits_until
 
     def _is_enough(self) -> bool:
         return len(self.seats) >= self.rules.min_hosts
@@ -339,7 +339,7 @@ class Roster:
             return
         self.running = False
         self._actions.clear()
-        self._patient_until = self.now
+        self._waits_until = self.now
         self._give_up_at, self._report_at = self.now + self.rules.join_seconds, self.now + REPORT_SECONDS
         self._decide("stop", attempt=self.progress.attempt, text=reason)
 

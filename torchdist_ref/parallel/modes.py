@@ -22,7 +22,7 @@ from torchdist_ref.errors import ArgumentError, DistError, explain
 from torchdist_ref.parallel.bucket import Divisor, average, split
 from torchdist_ref.parallel.construction import OPERATION, mapped
 
-engine = torch_private.ENGINE.bind()
+autograd = torch_private.AUTOGRAD.bind()
 
 
 @dataclass
@@ -89,7 +89,7 @@ class LowPrecision:
         """Queue `restore` for the end of the backward pass that is running."""
         if not self._restore_queued and self._full is not None:
             self._restore_queued = True
-            engine.queue_callback(self.restore)
+            autograd.queue_callback(self.restore)
 
     def cast(self, value: Any) -> Any:
         """Return a copy of nested inputs with every floating-point tensor in the dtype of the parameters."""
@@ -156,7 +156,7 @@ class DelayedParameters:
                 view.copy_(parameter.grad) if parameter.grad is not None else view.zero_()
                 parameter.grad = view
         self._work = groups.all_reduce(average(self.buffer, self.divisor), group=self.group, async_op=True)
-        engine.queue_callback(self._wait)
+        autograd.queue_callback(self._wait)
 
     def _wait(self) -> None:
         work, self._work = self._work, None

@@ -35,7 +35,7 @@ from torchdist_ref.parallel.bucket import BucketExchange, Divisor, LaunchedBucke
 from torchdist_ref.parallel.bucketing import ParameterEntry, ReducerOptions
 from torchdist_ref.parallel.modes import LowPrecision
 
-engine = torch_private.ENGINE.bind()
+autograd = torch_private.AUTOGRAD.bind()
 
 logger = logging.getLogger("torchdist_ref.parallel")
 _SUM = AllReduce()
@@ -293,7 +293,7 @@ class Reducer:
             for bucket in self.buckets:
                 bucket.set_packing(self.exchange.scale, self.exchange.wire_dtype)
             if self._usage_is_open:
-                engine.queue_callback(self._end_of_backward)
+                autograd.queue_callback(self._end_of_backward)
             if not self._static_graph_first_iteration:
                 for index in self._unused:
                     self.mark_variable_ready(index)
@@ -343,7 +343,7 @@ class Reducer:
             self._ready_order.append(index)
         self._pending -= 1
         if not (self._pending or self._usage_is_open):
-            engine.queue_callback(self.finalize_backward)
+            autograd.queue_callback(self.finalize_backward)
 
     def _launch_ready_buckets(self) -> None:
         """Launch every bucket without pending gradients whose predecessors are launched."""

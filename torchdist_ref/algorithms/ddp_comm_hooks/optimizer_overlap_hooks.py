@@ -18,7 +18,7 @@ from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import Hook, HookGroup
 from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.parallel.bucket import GradBucket, average
 
-engine = torch_private.ENGINE.bind()
+autograd = torch_private.AUTOGRAD.bind()
 
 __all__: list[str] = []
 
@@ -110,7 +110,7 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> Hook:
     def apply_optim_in_backward_hook(hook_state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         if not finished:
             # Queued twice, to run after DDP, which copies gradients out in a callback that it queues later.
-            engine.queue_callback(lambda: engine.queue_callback(clear_gradients))
+            autograd.queue_callback(lambda: autograd.queue_callback(clear_gradients))
         finished.append(bucket)
 
         def step(done: Future[torch.Tensor]) -> torch.Tensor:
