@@ -247,7 +247,7 @@ COMPANIONS = [path for path, names in torch_paths.PATHS.items() if names == {"*"
 
 
 def test_companions_are_torchs_own_and_modules_below_them_too() -> None:
-    assert {"tensor", "fsdp", "checkpoint", "pipelining", "rpc", "autograd", "utils", "run"} <= set(COMPANIONS)
+    assert {"tensor", "fsdp", "checkpoint", "pipelining", "rpc", "autograd", "utils"} <= set(COMPANIONS)
     for path in (*COMPANIONS, "tensor.parallel", "checkpoint.state_dict", "elastic.rendezvous.dynamic_rendezvous"):
         ours = importlib.import_module(f"torchdist_ref.{path}")
         theirs = importlib.import_module(f"torch.distributed.{path}")
@@ -284,7 +284,7 @@ def test_the_module_of_functions_has_ours_and_torchs_private_ones() -> None:
     assert {name for name in public if getattr(module, name) is not getattr(dist, name)} == set()
 
 
-def test_torchs_launcher_runs_by_our_path() -> None:
+def test_the_launcher_runs_by_torchs_path() -> None:
     arguments = [sys.executable, "-m", "torchdist_ref.run", "--help"]
     shown = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
     assert "--nproc-per-node" in shown and "torchdist_ref.run" in shown

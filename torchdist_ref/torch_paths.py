@@ -107,7 +107,7 @@ constants                                  torch     *
 collective_utils                           torch     *
 remote_device                              torch     *
 flight_recorder                            torch     *
-run                                        torch     *
+run                                        launch    *
 c10d_logger                                torch     *
 config                                     torch     *
 logging_handlers                           torch     *

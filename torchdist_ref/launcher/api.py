@@ -14,6 +14,7 @@ import sys
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torchdist_ref.authentication import new_secret
@@ -216,8 +217,19 @@ def worker_settings(
         duplicate_stdout_filters=config.duplicate_stdout_filters or (),
         duplicate_stderr_filters=config.duplicate_stderr_filters or (),
         virtual_local_rank=config.virtual_local_rank,
+        cpus=_processors(config.numa_options),
         own_descendants=own_descendants,
     )
+
+
+def _processors(numa_options: Any) -> Callable[[int], tuple[int, ...]] | None:
+    """Return the function that binds a local rank to processors, if the options ask for it."""
+    if numa_options is None:
+        return None
+    from torchdist_ref.launcher.devices import processors_near_gpu
+
+    mode = str(getattr(numa_options.affinity_mode, "value", numa_options.affinity_mode))
+    return partial(processors_near_gpu, mode=mode)
 
 
 def _run_with_restarts(workers: LocalWorkers, config: LaunchConfig, log: Callable[[str], None]) -> Outcome:
@@ -228,7 +240,7 @@ def _run_with_restarts(workers: LocalWorkers, config: LaunchConfig, log: Callabl
     """
     ranks = range(config.nproc_per_node)
     host, _, port = config.rdzv_endpoint.rpartition(":")
-    host = STORE_ADDRESS if host in ("", "localhost") else host.strip("[]")
+    host = config.local_addr or (STORE_ADDRESS if host in ("", "localhost") else host.strip("[]"))
     for restarts in range(config.max_restarts + 1):
         if restarts:
             log(f"restarting all ranks ({restarts} of {config.max_restarts})")

@@ -68,7 +68,13 @@ def run(folder: Path, local_rank: int, read: Callable[[], tuple[Callable[..., An
     """
     try:
         function, args = read()
-        value = function(*args)
+        try:
+            value = function(*args)
+        except SystemExit as end:
+            # A script that ends by sys.exit() has run to its end.
+            if end.code:
+                raise
+            value = None
         _result_path(folder, local_rank).write_bytes(pickle.dumps(value))
     except Exception as error:
         traceback.print_exc()

@@ -127,6 +127,10 @@ class Worker:
             code = 1
             try:
                 code = function()
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else 1
+                if not isinstance(end.code, int):
+                    sys.stderr.write(f"{end.code}\n")
             except BaseException:
                 traceback.print_exc()
             finally:
