@@ -29,6 +29,7 @@ _PROC = Path("/proc")
 # A process in an uninterruptible system call (state D) ends later; the launcher does not wait for it.
 _KILL_SECONDS = 5.0
 _POLL_SECONDS = 0.001
+_GUARD_SCANS, _GUARD_SECONDS = 5, 0.02
 
 
 def become_subreaper() -> bool:
@@ -153,7 +154,10 @@ def _watch(launcher: int, mark: str, folder: str) -> None:
     poll = select.poll()
     poll.register(3, select.POLLIN)
     poll.poll()
-    end_all(lambda: marked(mark))
+    # A process has no environment for the moment of its exec: look again.
+    for _ in range(_GUARD_SCANS):
+        end_all(lambda: marked(mark))
+        time.sleep(_GUARD_SECONDS)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 
