@@ -83,7 +83,8 @@ def create(torchs_options: Any) -> RefProcessGroup:
     seconds, on_connected = o.timeout.total_seconds(), list[Callable[[], None]]()
     try:
         with closing(presence), watch.published():
-            presence.announce()
+            for key, value in presence.announcement().items():
+                store.set(key, value)
             sealed = authenticate(watch.store, o.group_rank, o.group_size, seconds, on_connected)
             membership = Membership(sealed, o.group_rank, members, name, seconds, watch=watch)
             return RefProcessGroup(Ref(membership), members)
