@@ -83,7 +83,8 @@ def _entry(found: dict[str, Any]) -> str:
 
 
 def _block(language: str, text: str) -> str:
-    return f"````{{code-block}} {language}\n{text.strip()}\n````"
+    # Messages and calls are long lines: they are shown wrapped.
+    return f"````{{code-block}} {language}\n:class: error-text\n\n{text.strip()}\n````"
 
 
 def _code(text: str) -> str:

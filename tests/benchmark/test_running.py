@@ -120,7 +120,7 @@ def test_mpi_is_left_out_where_ranks_are_forked() -> None:
 
 def test_wrong_result_raises() -> None:
     def program(context: RankContext) -> None:
-        case = Case(context, Settings(dtype="float32"), OPERATIONS["broadcast"], 64)
+        case = Case(context, Settings(dtype="float32", device="cpu"), OPERATIONS["broadcast"], 64)
         case.check("careless", lambda: None, case.buffers)
 
     with pytest.raises(RankError, match=r"broadcast of 64 B on 'careless' is wrong on rank 1: element 0 of 16"):

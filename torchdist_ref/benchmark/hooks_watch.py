@@ -152,7 +152,7 @@ def counted(group: Any) -> Iterator[SentBytes]:
     ...     group = dist.new_group()
     ...     with counted(group) as counter:
     ...         dist.all_reduce(torch.zeros(1000), group=group)
-    ...         dist.all_gather([torch.zeros(1000)] * 4, torch.zeros(1000), group=group)
+    ...         dist.all_gather(list(torch.zeros(4, 1000)), torch.zeros(1000), group=group)
     ...     return counter.sent
     >>> run(program, 4)[0] == 2 * 3 / 4 * 4000 + 3 * 4000
     True
