@@ -16,6 +16,8 @@
     Results of the tests with each pair of Python and torch, as `nox -s versions` recorded them.
 `.. private-names::`
     The private names of torch that the library uses, from `torchdist_ref.torch_private`.
+`.. launcher-options::`
+    The options of the launcher, from its parser.
 `.. gpu-report::`
     What ran on a GPU, as `python -m tests.gpu --land` recorded it; a sentence if nothing has.
 """
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Action
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,6 +36,7 @@ from docutils.parsers.rst import Directive, directives
 from sphinx.application import Sphinx
 
 from torchdist_ref import schedules, torch_private
+from torchdist_ref.launcher.options import get_args_parser
 
 VERSIONS = Path(__file__).parents[1] / "versions.json"
 GPU = Path(__file__).parents[1] / "gpu.json"
@@ -332,6 +336,29 @@ def gpu_report(found: dict[str, Any], outputs: dict[str, Any]) -> list[nodes.Nod
     return shown
 
 
+class LauncherOptionsDirective(Directive):
+    """Tables of the launcher's options, one for each group of its help."""
+
+    def run(self) -> list[nodes.Node]:
+        """Read the parser, and write the groups that have options with values or switches."""
+        shown: list[nodes.Node] = []
+        for group in get_args_parser()._action_groups:  # noqa: SLF001 (argparse has no public list)
+            found = [option for option in group._group_actions if option.dest != "help"]  # noqa: SLF001
+            found = [option for option in found if option.option_strings]
+            if not found:
+                continue
+            rows = [(spelling(option), f"{option.help or ''}", f"PET_{option.dest.upper()}") for option in found]
+            shown.append(nodes.rubric("", f"{group.title}".capitalize()))
+            shown.append(table("launcher-options", ("option", "meaning", "default from"), rows))
+        return shown
+
+
+def spelling(option: Action) -> str:
+    """Return the spellings of an option with dashes; underscores are accepted in their place."""
+    flags = [flag for flag in option.option_strings if "_" not in flag]
+    return f"{', '.join(flags)} {option.metavar or ''}".strip()
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directives with Sphinx."""
     app.add_directive("schedule", ScheduleDirective)
@@ -342,5 +369,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("backend-table", BackendTableDirective)
     app.add_directive("versions", VersionsDirective)
     app.add_directive("gpu-report", GpuDirective)
+    app.add_directive("launcher-options", LauncherOptionsDirective)
     app.add_directive("private-names", PrivateNamesDirective)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
