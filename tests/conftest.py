@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import threading
@@ -65,6 +66,14 @@ def wait_for(pid: int, seconds: float) -> None:
         select.select([descriptor], [], [], seconds)
     finally:
         os.close(descriptor)
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_rendezvous_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the rendezvous handlers that a test or an example of the documentation registers."""
+    # The package has a function of the module's name.
+    module = importlib.import_module("torchdist_ref.rendezvous")
+    monkeypatch.setattr(module, "_handlers", dict(module._handlers))
 
 
 @pytest.fixture(autouse=True)
