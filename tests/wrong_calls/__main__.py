@@ -1,9 +1,14 @@
-"""Record what the first call of each kind raises, for the error index of the site: python -m tests.wrong_calls."""
+"""Record what the first call of each kind raises, for the error index of the site: python -m tests.wrong_calls.
+
+With a path, the record is written there instead of the site's.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import warnings
+from pathlib import Path
 
 from tests.wrong_calls.record import RECORD, as_text
 
@@ -11,5 +16,6 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    RECORD.write_text(as_text(), encoding="utf-8")
-    print(f"wrote {RECORD}")
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RECORD
+    path.write_text(as_text(), encoding="utf-8")
+    print(f"wrote {path}")
