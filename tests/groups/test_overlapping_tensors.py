@@ -173,6 +173,34 @@ def test_torch_on_ref_sums_overlapping_tensors_once(tmp_path: Path) -> None:
     assert run(through_torch, 2, str(tmp_path / "store"), init=False, ranks="processes") == [expected] * 2
 
 
+def one_row_through_torch(rank: int, elements: int, registered: bool) -> list[bool]:
+    """Call torch's functions with outputs that are parts of the inputs, and compare with formulas."""
+    data = [fill(r, (2 * elements,)) for r in range(2)]
+    row = dist.empty_registered(2 * elements) if registered else torch.empty(2 * elements)
+    mine, other, middle = row[rank * elements :][:elements], row[(1 - rank) * elements :][:elements], elements // 2
+    row.copy_(data[rank])
+    oracle.all_to_all_single(row, row)
+    equal = [torch.equal(row, torch.cat([given.view(2, -1)[rank] for given in data]))]
+    for output in (mine, other, row[middle:][:elements]):
+        row.copy_(data[rank])
+        oracle.reduce_scatter_tensor(output, row)
+        equal.append(torch.equal(output, sum(data).view(2, -1)[rank]))  # type: ignore[union-attr]
+    for begin in (rank * elements, (1 - rank) * elements, middle):
+        row.copy_(data[rank])
+        oracle.all_gather_into_tensor(row, row[begin:][:elements])
+        begins = (begin, begin if begin == middle else elements - begin)[:: -1 if rank else 1]
+        equal.append(torch.equal(row, torch.cat([d[b:][:elements] for d, b in zip(data, begins, strict=True)])))
+    return equal
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("elements", [6, LARGE, 40 * LARGE])
+def test_torchs_calls_read_all_inputs_before_an_output_is_written(elements: int, registered: bool) -> None:
+    """A shifted block was an error of torch's addition, or a sum that was read again."""
+    assert run(one_row_through_torch, 2, elements, registered, ranks="processes") == [[True] * 7] * 2
+
+
 # (first element, elements, stride) of a view of a row.
 VIEWS = st.tuples(st.integers(0, 12), st.integers(0, 5), st.integers(1, 3))
 

@@ -137,26 +137,16 @@ class RegisteredPath(ZeroCopyPath):
         return self._locations[addresses]
 
     def _find(self, first: Tensor, addresses: Sequence[int]) -> MemoryHandle | None:
-        """Return the location of tensors that are consecutive in one region and that no output overlaps; else None."""
+        """Return the location of tensors that are consecutive in one region; else None."""
         begin, block, place = addresses[0], self.stride * self.plan.dtype.itemsize, registered_memory.handle_of(first)
         end = begin + self.elements * self.plan.dtype.itemsize
         read = [self._address(("in", i), addresses) for i in range(self._slots)] if self._slots > 1 else [begin]
         in_a_row = all(address == begin + i * block for i, address in enumerate(read))
-        if place is None or not in_a_row or place.position + end - begin > place.end:
-            return None
-        outputs = [slot for slot in self.plan.slots if slot[0] == "out"]
-        return place if all(self._apart(slot, addresses, read, end) for slot in outputs) else None
+        return place if place is not None and in_a_row and place.position + end - begin <= place.end else None
 
     def _address(self, slot: Slot, addresses: Sequence[int]) -> int:
         operand, first = self.plan.address_of(slot)
         return addresses[operand] + first * self.plan.dtype.itemsize
-
-    def _apart(self, slot: Slot, addresses: Sequence[int], read: Sequence[int], end: int) -> bool:
-        """Return whether an output is elsewhere, or exactly where only this rank reads: its own block, for itself."""
-        address, rank = self._address(slot, addresses), self.plan.rank
-        own, nbytes = read[rank if self._slots > 1 else 0], self.stride * self.plan.dtype.itemsize
-        alone = self.plan.op == "reduce_scatter" or slot[1] == rank
-        return address >= end or address + nbytes <= read[0] or (address == own and alone)
 
     def compile(self, locations: bytes) -> Phases:
         """See `ZeroCopyPath.compile`. Windows run one after the other, while the last round's values are in the cache.

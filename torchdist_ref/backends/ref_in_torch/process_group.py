@@ -27,7 +27,15 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
 from torchdist_ref.authentication import authenticate
-from torchdist_ref.backends.base import Backend, Membership, Request, RowBlocks, flat_operands, without_overlap
+from torchdist_ref.backends.base import (
+    Backend,
+    Membership,
+    Request,
+    RowBlocks,
+    are_apart,
+    flat_operands,
+    without_overlap,
+)
 from torchdist_ref.backends.reductions import start_sum
 from torchdist_ref.backends.ref_in_torch.method_forms import Operand, both_forms
 from torchdist_ref.backends.ref_in_torch.work import (
@@ -91,6 +99,23 @@ def create(torchs_options: Any) -> RefProcessGroup:
     finally:
         for function in on_connected:
             function()
+
+
+def _in_place(call: Call, tensor: Tensor) -> Request:
+    """Return the request of a call whose one tensor is its input and its output."""
+    operand = (tensor,)
+    return call, operand, operand
+
+
+def _is_apart(requests: Sequence[Request]) -> bool:
+    """Return whether a request is the only one and no output of it shares memory with another tensor, at little cost.
+
+    False where only `without_overlap` can tell.
+    """
+    if len(requests) > 1:
+        return False
+    _, inputs, outputs = requests[0]
+    return not inputs or not outputs or inputs is outputs or are_apart(inputs, outputs)
 
 
 class CallsFromTorch(c10d.ProcessGroup):
@@ -189,7 +214,7 @@ class CallsFromTorch(c10d.ProcessGroup):
         seconds = limit(opts)
         wait = opts is not None and not opts.asyncOp and seconds is None
         written = [tensor for request in requests for tensor in flat_operands(request[2])]
-        apart, copy_back = (requests, None) if len(written) < 2 else without_overlap(self.rank(), requests)
+        apart, copy_back = (requests, None) if _is_apart(requests) else without_overlap(self.rank(), requests)
         works = [self.backend.submit(*request, wait) for request in apart]
         if copy_back is not None:
             RefWork(works, written, seconds).wait()
@@ -246,13 +271,13 @@ class CallsFromTorch(c10d.ProcessGroup):
         tensor, name = only("all_reduce", "tensors", tensors), reduction("all_reduce", opts)
         if tensor.layout is torch.sparse_coo and name == "sum":
             return self._sum_sparse(tensor, limit(opts))
-        return self._submit(opts, (AllReduce(name), (tensor,), (tensor,)))
+        return self._submit(opts, _in_place(AllReduce(name), tensor))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> RefWork:
         """Start torch's `allreduce_coalesced`."""
         opts = opts or options.AllreduceCoalescedOptions()
         call = AllReduce(reduction("all_reduce_coalesced", opts))
-        return self._submit(opts, *((call, (tensor,), (tensor,)) for tensor in tensors))
+        return self._submit(opts, *(_in_place(call, tensor) for tensor in tensors))
 
     @both_forms(options.ReduceOptions, "root op timeout", _TENSORS)
     def reduce(self, tensors: Tensors, opts: Any = None) -> RefWork:
@@ -260,14 +285,14 @@ class CallsFromTorch(c10d.ProcessGroup):
         opts = opts or options.ReduceOptions()
         tensor = only("reduce", "tensors", tensors)
         call = Reduce(self._root("reduce", opts), reduction("reduce", opts))
-        return self._submit(opts, (call, (tensor,), (tensor,)))
+        return self._submit(opts, _in_place(call, tensor))
 
     @both_forms(options.BroadcastOptions, "root timeout", _TENSORS)
     def broadcast(self, tensors: Tensors, opts: Any = None) -> RefWork:
         """Start torch's `broadcast`."""
         opts = opts or options.BroadcastOptions()
         tensor = only("broadcast", "tensors", tensors)
-        return self._submit(opts, (Broadcast(self._root("broadcast", opts)), (tensor,), (tensor,)))
+        return self._submit(opts, _in_place(Broadcast(self._root("broadcast", opts)), tensor))
 
     @both_forms(
         options.AllgatherOptions,
