@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from typing import Any
 
@@ -71,6 +72,9 @@ def test_naive_averages_over_its_group_only() -> None:
 
 
 def test_the_naive_one_is_at_most_thirty_lines() -> None:
-    source = inspect.getsource(NaiveDataParallel).replace(NaiveDataParallel.__doc__ or "", "")
-    assert len([line for line in source.splitlines() if line.strip()]) <= 30
+    source = inspect.getsource(NaiveDataParallel)
+    docstring = ast.parse(source).body[0].body[0]  # type: ignore[attr-defined]
+    lines = source.splitlines()
+    del lines[docstring.lineno - 1 : docstring.end_lineno]
+    assert docstring.end_lineno and len([line for line in lines if line.strip()]) <= 30
     assert naive.__all__ == ["NaiveDataParallel"]
