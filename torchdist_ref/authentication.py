@@ -1,7 +1,7 @@
 """Authentication of a job's ranks to one another: how they agree on a session key that nobody else knows.
 
 The store through which ranks find each other can be written by anybody who reaches it. So ranks agree on a key first,
-and everything that they believe afterwards is sealed with it (`stores.sealed`) or follows a challenge that only its
+and everything that they believe afterward is sealed with it (`stores.sealed`) or follows a challenge that only its
 owners can answer (`Challenge`). There are three ways, in this order:
 
 *Token.* ``TORCHDIST_REF_TOKEN_FILE`` names a file with a secret, the same on all hosts. Each rank publishes a random

@@ -137,7 +137,7 @@ class PeerProcesses:
 
 
 def _exit_of(pid: int) -> str:
-    """Return how a process ended, while its parent has not collected its exit status; afterwards an empty text."""
+    """Return how a process ended, while its parent has not collected its exit status; afterward an empty text."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

@@ -46,7 +46,7 @@ TORCHS = SimpleNamespace(
     hierarchical=their_hierarchical.HierarchicalModelAverager,
 )
 WORLD, STEPS = 3, 14
-# Averager, whether neighbours average gradients later on, whether training is saved and loaded on the way.
+# Averager, whether neighbors average gradients later on, whether training is saved and loaded on the way.
 WAYS = {
     "periodic": ("periodic", True, False),
     "hierarchical": ("hierarchical", True, False),
@@ -62,9 +62,9 @@ def averager(side: Any, kind: str) -> Any:
 
 
 def trained(side: Any, rank: int, way: str) -> tuple[Tensor, int, int]:
-    kind, neighbours, resumed = WAYS[way]
+    kind, neighbors, resumed = WAYS[way]
     pair, last = side.api.new_group([0, 1]), side.api.new_group([2])
-    state = side.hook.PostLocalSGDState(None, last if rank == 2 else pair, 3, neighbours)
+    state = side.hook.PostLocalSGDState(None, last if rank == 2 else pair, 3, neighbors)
     model = build("mlp")
     ddp = side.ddp(model, bucket_cap_mb=0.004)
     ddp.register_comm_hook(state, side.hook.post_localSGD_hook)

@@ -181,7 +181,7 @@ def wrong(trial: Trial, rank: int, outcome: Outcome, hit: float) -> str:
     late = outcome.when - hit - (STALL if trial.fault == "stall" else 0.0)
     if outcome.kind not in EXPECTED[trial.fault]:
         return f"rank {rank} got {outcome.kind or 'no error'}: {outcome.text}"
-    # In a ring a rank waits for its own neighbour, who may be a survivor that aborted first.
+    # In a ring a rank waits for its own neighbor, who may be a survivor that aborted first.
     if NAMED[trial.fault].format(trial.victim) not in outcome.text and trial.operation != "ring":
         return f"rank {rank} does not name rank {trial.victim}: {outcome.text}"
     if not re.search(r"\w+\(", outcome.text) or "group 'world'" not in outcome.text:

@@ -143,7 +143,7 @@ def test_this_checkout_against_itself(
     out = tmp_path / "out.json"
     assert main([*command, "--repetitions", "2", "--against-checkout", str(HERE), "--json", str(out)]) == 0
     report = json.loads(out.read_text())
-    assert report["benchmark"] == f"{command[0]} against checkout" and report["schema"] == 1
+    assert report["benchmark"] == f"{command[0]} against checkout" and report["schema"] == 2
     assert [entry["cell"] for entry in report["results"]] == cells
     for entry in report["results"]:
         assert [len(samples) for samples in (entry["this_seconds"], *entry["old_seconds"])] == [2, 2, 2]

@@ -231,7 +231,7 @@ def test_report_has_machine_date_and_versions(tmp_path: Path) -> None:
         report.report("collectives", {"world": 4}, collectives.result_entries(row()), ["a note"]),
     )
     found = json.loads((tmp_path / "out.json").read_text())
-    assert found["schema"] == 1 and found["benchmark"] == "collectives" and found["notes"] == ["a note"]
+    assert found["schema"] == 2 and found["benchmark"] == "collectives" and found["notes"] == ["a note"]
     assert torch.__version__.startswith(found["versions"]["torch"])
     assert {"processor", "processors_for_us", "memory_kib", "load_average"} <= set(found["machine"])
     entry = next(entry for entry in found["results"] if entry["backend"] == "ref")

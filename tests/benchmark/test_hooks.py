@@ -290,9 +290,9 @@ def test_the_table_shows_hooks_beside_the_first_one_on_each_link() -> None:
     ones = [result(), result("fp16", times=2.0, sent_bytes=2000.0, error=[3e-4])]
     assert hooks_results.table([*ones, *(one.on(slow) for one in ones)]) == (
         "text: 1,000 parameters, 2 ranks on ref\n"
-        "hook   bytes  x less   error  fast ms  x none  1mbit (modelled) ms  x none   loss\n"
-        "none   4,000    1.00     0.3     11.0    1.00                 43.0    1.00  2.250\n"
-        "fp16  2,000!    2.00  0.0003     22.0    2.00                 38.0    0.88  2.250"
+        "hook   bytes  x less   error  fast ms  x none  1mbit (modeled) ms  x none   loss\n"
+        "none   4,000    1.00     0.3     11.0    1.00                43.0    1.00  2.250\n"
+        "fp16  2,000!    2.00  0.0003     22.0    2.00                38.0    0.88  2.250"
     )
     assert hooks_results.table(ones, ratios=False).splitlines()[1] == "hook   bytes  x less   error  fast ms   loss"
 
@@ -355,6 +355,7 @@ def test_the_command_measures_models_and_draws(tmp_path: Path, capsys: pytest.Ca
         "none,fp16,powersgd-1",
         "--links",
         "fast,100mbit",
+        # The former spelling of --modeled.
         "--modelled",
         "--quick",
     ]
@@ -362,12 +363,12 @@ def test_the_command_measures_models_and_draws(tmp_path: Path, capsys: pytest.Ca
     assert main(["hooks", "--quick", *wanted, *outputs]) == 0
     printed = capsys.readouterr()
     assert "digits on gloo, fast ..." in printed.err
-    assert "100mbit is modelled, as asked" in printed.out and "3,124" in printed.out
+    assert "100mbit is modeled, as asked" in printed.out and "3,124" in printed.out
     report = json.loads(files[0].read_text())
     found = [from_json(entry) for entry in report["results"]]
     assert len(found) == 3 * 2 * 2 and report["date"] and report["machine"]["processor"]
     assert all(one.sent_bytes == one.expected_bytes and len(one.seconds) == 12 for one in found)
-    assert {one.link for one in found if one.modelled} == {"100mbit"}
+    assert {one.link for one in found if one.modeled} == {"100mbit"}
     assert all("<svg" in path.read_text() for path in files[1:])
 
 
@@ -386,14 +387,14 @@ def test_on_a_slow_link_bytes_take_the_time_that_the_rate_allows() -> None:
         assert (nothing.wire_bytes or 0.0) < 0.1 * full.wire_bytes
 
 
-def test_link_that_cannot_be_made_is_modelled(
+def test_link_that_cannot_be_made_is_modeled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(namespaces, "missing", lambda: "there is no cable")
     wanted = ["--tasks", "digits", "--hooks", "none", "--links", "10mbit", "--backends", "ref", "--turns", "2"]
     assert main(["hooks", *wanted]) == 0
     printed = capsys.readouterr().out
-    assert "10mbit is modelled, there is no cable" in printed and "10mbit (modelled) ms" in printed
+    assert "10mbit is modeled, there is no cable" in printed and "10mbit (modeled) ms" in printed
 
 
 def test_a_task_that_lacks_its_data_is_left_out_with_a_reason(

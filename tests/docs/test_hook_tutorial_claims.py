@@ -38,7 +38,7 @@ def test_the_recording_is_of_every_hook_on_measured_links(measured: list[HookRes
         for link in ("fast", "1gbit", "100mbit"):
             assert [result.hook for result in select(measured, task=task, backend="ref", link=link)] == [*CONTESTANTS]
             assert select(measured, task=task, backend="gloo", link=link)
-    assert not any(result.modelled for result in measured)
+    assert not any(result.modeled for result in measured)
     for path in RECORDED:
         report = json.loads(path.read_text())
         assert report["benchmark"] == "hooks" and report["date"] and report["machine"]["processor"]

@@ -207,7 +207,7 @@ def test_a_wait_for_many_keys_is_filed_under_a_few_at_a_time() -> None:
     assert response_parts(waiter.replies())[1] == Status.DONE and not handler.pending
 
 
-def test_a_cancelled_wait_reports_all_missing_keys() -> None:
+def test_a_canceled_wait_reports_all_missing_keys() -> None:
     handler = RequestHandler()
     waiter = validated(handler, b"me")
     handler.table.values[b"/k5"] = b""
@@ -215,7 +215,7 @@ def test_a_cancelled_wait_reports_all_missing_keys() -> None:
     handler.handle(waiter, Request(Op.WAIT_GET_ALL, (keys,), 1))
     handler.handle(waiter, Request(Op.CANCEL_WAIT, ()))
     _, status, body = response_parts(waiter.replies())
-    assert status == Status.CANCELLED and body.count(b"/k") == 2 * MAX_FILED - 1 and not handler.pending
+    assert status == Status.CANCELED and body.count(b"/k") == 2 * MAX_FILED - 1 and not handler.pending
 
 
 def test_a_long_reply_is_written_while_it_is_sent() -> None:

@@ -29,7 +29,7 @@ def descriptors() -> Iterator[None]:
 @pytest.mark.long
 @pytest.mark.usefixtures("descriptors")
 def test_two_thousand_clients() -> None:
-    """Takes seconds: each client connects, sets, reads its neighbour's value, and passes two barriers."""
+    """Takes seconds: each client connects, sets, reads its neighbor's value, and passes two barriers."""
     with server() as (port, process):
         view = psutil.Process(process.pid)
         before = view.memory_info().rss
@@ -38,8 +38,8 @@ def test_two_thousand_clients() -> None:
         for number, store in enumerate(stores):
             store.set(f"key {number}", f"value {number**2}")
         for number, store in enumerate(stores):
-            neighbour = (number + 1) % CLIENTS
-            assert store.get(f"key {neighbour}") == f"value {neighbour**2}".encode()
+            neighbor = (number + 1) % CLIENTS
+            assert store.get(f"key {neighbor}") == f"value {neighbor**2}".encode()
         assert sorted(store.add("all", 1) for store in stores) == list(range(1, CLIENTS + 1))
         for barrier in ("first", "second"):
             _pass_barrier(stores, barrier)

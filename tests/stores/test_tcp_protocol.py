@@ -314,13 +314,13 @@ def test_popped_value_is_kept_for_a_client_that_reconnects() -> None:
     assert b"item" in after.replies() and handler.table.length(b"q") == 0
 
 
-def test_cancelled_request_reports_the_missing_keys() -> None:
+def test_canceled_request_reports_the_missing_keys() -> None:
     handler = RequestHandler()
     handler.table.values[b"there"] = b"1"
     client = validated(handler, b"me")
     handler.handle(client, Request(Op.WAIT_GET_ALL, ([b"there", b"gone"],), 9))
     handler.handle(client, Request(Op.CANCEL_WAIT, ()))
-    assert response_parts(client.replies()) == (9, Status.CANCELLED, b"".join(write("L", [[b"gone"]])))
+    assert response_parts(client.replies()) == (9, Status.CANCELED, b"".join(write("L", [[b"gone"]])))
     handler.handle(client, Request(Op.CANCEL_WAIT, ()))
     assert client.replies() == b"" and handler.pending == {}
 

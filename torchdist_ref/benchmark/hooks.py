@@ -3,7 +3,7 @@
 Two models: a small convolutional network on handwritten digits (scikit-learn's), and a character transformer on the
 standard library's own sources. Links: ``fast`` is this machine's own; a rate such as ``100mbit`` puts the ranks on two
 hosts (network namespaces; needs root and iproute2) with a cable of that rate between them. Where that can't be done,
-times on that link are modelled from bytes and marked so.
+times on that link are modeled from bytes and marked so.
 
 All models of a round are alive at once and get the same batches; each step of a turn begins at the start line. Between
 turns every model takes a step that isn't timed, in which its gradients are compared with exact ones.
@@ -44,7 +44,7 @@ OPTIONS = {
     "world": Option(2, "ranks", at_least(2)),
     "turns": Option(10, f"of {TURN_STEPS} steps for each hook; the first isn't counted", at_least(2)),
     "quick": Option(False, f"{QUICK_TURNS} turns: to look at, not to rely on"),
-    "modelled": Option(False, "compute slow links, even if they can be made"),
+    "modeled": Option(False, "compute slow links, even if they can be made", alias="modelled"),
     "plot": Option(None, "draw time, error and loss", file, "FILE.svg"),
     "timeline": Option(None, "draw one step of each hook", file, "FILE.svg"),
 }
@@ -135,7 +135,7 @@ def _mean(columns: Sequence[Sequence[float]]) -> list[float]:
 
 
 def run(harness: Harness) -> None:
-    """Measure on every link; one that can't be made, or is not to be, is modelled."""
+    """Measure on every link; one that can't be made, or is not to be, is modeled."""
     settings = harness.settings
     settings.backends = harness.choose_backends()
     if not set(settings.backends) <= set(registry.names()):
@@ -151,11 +151,11 @@ def run(harness: Harness) -> None:
     rounds = len(settings.tasks) * len(settings.backends) * settings.turns
     harness.begin(rounds * len(settings.links))
     for link in settings.links:
-        why = "as asked" if settings.modelled and link.bits_per_second else hooks_watch.obstacle(link)
+        why = "as asked" if settings.modeled and link.bits_per_second else hooks_watch.obstacle(link)
         if not why:
             on_link(harness, link)
             continue
-        harness.note(f"{link.name} is modelled, {why}: the step on the fast link, and the time that its bytes take.")
+        harness.note(f"{link.name} is modeled, {why}: the step on the fast link, and the time that its bytes take.")
         if not select(harness.results, link=FAST):
             on_link(harness, BenchmarkLink(FAST))
         harness.results += [result.on(link) for result in select(harness.results, link=FAST)]

@@ -65,7 +65,7 @@ def times(panel: Any, results: Sequence[HookResult]) -> None:
     hooks = list(dict.fromkeys(result.hook for result in results))[::-1]
     for number, link in enumerate(dict.fromkeys(result.link for result in results)):
         here = select(results, link=link)
-        name = f"{link} (modelled)" if here[0].modelled else link
+        name = f"{link} (modeled)" if here[0].modeled else link
         heights = [hooks.index(result.hook) for result in here]
         marker = {"marker": MARKERS[number % len(MARKERS)], "color": COLORS[number % len(COLORS)]}
         panel.plot([1e3 * result.step for result in here], heights, linestyle="", label=name, **marker)
@@ -104,9 +104,9 @@ def losses(panel: Any, results: Sequence[HookResult]) -> None:
             "linestyle": "-" if number < MAX_CURVES else "--",
         }
         panel.plot(result.clock, smooth(result.losses), label=result.hook, **style)
-    modelled = ", modelled" if results[0].modelled else ""
+    modeled = ", modeled" if results[0].modeled else ""
     panel.set(xlabel="seconds", ylabel="loss")
-    panel.set_title(_title(results, f"loss, {results[0].link}{modelled}"))
+    panel.set_title(_title(results, f"loss, {results[0].link}{modeled}"))
     panel.grid(alpha=0.3)
     panel.legend(fontsize=7)
 

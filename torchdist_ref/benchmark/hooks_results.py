@@ -25,7 +25,7 @@ error: of the gradients, relative to their exact average.
 x none: a step's time by the first hook's, so that less than 1 is faster.
 loss: the mean over the ranks at the end.
 !: bytes are not those of the hook's formula.
-(modelled): computed from bytes, not measured."""
+(modeled): computed from bytes, not measured."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class HookResult:
         seconds: Time of each step, from the last rank's begin to the last rank's end.
         losses: Loss of each step, the mean over the ranks.
         turn: Number of steps of a turn. The first turn doesn't count.
-        modelled: Whether the times were computed from those of the fast link.
+        modeled: Whether the times were computed from those of the fast link.
         spans: Timeline of one step on rank 0.
     """
 
@@ -63,7 +63,7 @@ class HookResult:
     seconds: Sequence[float]
     losses: Sequence[float]
     turn: int
-    modelled: bool = False
+    modeled: bool = False
     spans: Sequence[Span] = ()
 
     def turns(self) -> list[float]:
@@ -96,7 +96,7 @@ class HookResult:
         return list(accumulate(self.seconds))
 
     def on(self, link: BenchmarkLink) -> HookResult:
-        """Return the result modelled on a slower link, if communication and computation do not overlap.
+        """Return the result modeled on a slower link, if communication and computation do not overlap.
 
         >>> from torchdist_ref.benchmark.hooks_watch import parse_link
         >>> fast = HookResult("text", "ref", "fast", "none", 2, 8, 1e6, 1e6, None, [0.0], [9, 0.02], [4.0, 3.0], 1)
@@ -104,7 +104,7 @@ class HookResult:
         0.1
         """
         seconds = [one + link.seconds(self.sent_bytes) for one in self.seconds]
-        return replace(self, link=link.name, seconds=seconds, modelled=True, spans=())
+        return replace(self, link=link.name, seconds=seconds, modeled=True, spans=())
 
     def as_json(self) -> dict[str, Any]:
         """Return a flat entry, with the significant digits."""
@@ -142,8 +142,8 @@ def table(results: Sequence[HookResult], ratios: bool = True) -> str:
     head = f"{first.task}: {first.parameters:,} parameters, {first.world} ranks on {first.backend}"
     titles = ["hook", "bytes", "x less", "error"]
     for link in links:
-        modelled = " (modelled)" if select(results, link=link)[0].modelled else ""
-        titles += [f"{link}{modelled} ms", *([f"x {hooks[0]}"] if ratios else [])]
+        modeled = " (modeled)" if select(results, link=link)[0].modeled else ""
+        titles += [f"{link}{modeled} ms", *([f"x {hooks[0]}"] if ratios else [])]
     lines = [_line(select(results, hook=hook), results, links, ratios) for hook in hooks]
     return f"{head}\n{columns([*titles, 'loss'], lines)}"
 

@@ -7,7 +7,7 @@ pass without DDP, so that a hook cannot look better than it is.
 Links: ``fast`` is the one of a backend on one host: shared memory for ``ref``, the loopback for ``gloo``. A rate such
 as ``100mbit`` puts the first half of the ranks on one host of `torchdist_ref.testing.namespaces` and the rest on
 another, with a cable of that rate. If such hosts cannot be made, the rate goes into a formula, and results are
-marked as modelled.
+marked as modeled.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
 
-SCHEMA = 1
+SCHEMA = 2
 _PACKAGES = ("torch", "torchdist_ref", "numpy", "mpi4py")
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(i?B)?", re.IGNORECASE)

@@ -29,17 +29,20 @@ class Option:
         help: Help, to which the default is added.
         check: Function that returns the setting. Default: as typed.
         metavar: Form of the value in the help. Default: by its type.
+        alias: Former name, which is still accepted.
     """
 
     default: Any
     help: str
     check: Check | None = None
     metavar: str = ""
+    alias: str = ""
 
     def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
         """Add the option to a parser."""
         if self.default is False:
-            parser.add_argument(f"--{name}", action="store_true", help=self.help)
+            names = [f"--{each}" for each in (name, self.alias) if each]
+            parser.add_argument(*names, action="store_true", help=self.help)
             return
         kind = str if self.default is None else type(self.default)
         text = "A,B,..." if name.endswith("s") else name.upper()

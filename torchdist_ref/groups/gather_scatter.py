@@ -48,7 +48,7 @@ def all_gather(
     Args:
         tensor_list: Output, one tensor for each rank, in rank order: entry `r` has the shape of rank `r`'s `tensor`.
             Shapes may differ between ranks, but all ranks pass the same list of shapes. If entries share
-            memory, it holds the values of the last of their ranks afterwards.
+            memory, it holds the values of the last of their ranks afterward.
         tensor: Input: this rank's tensor, of the outputs' dtype.
         group: Process group. Default: all ranks.
         async_op: Return a `Work` at once instead of waiting. Default: False.

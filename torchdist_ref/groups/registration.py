@@ -317,7 +317,7 @@ class Registration:
         self._counterparts.clear()
 
     def _shut_down(self, group: ProcessGroup) -> None:
-        """Destroy a group that torch is destroying; torch clears its own tables afterwards."""
+        """Destroy a group that torch is destroying; torch clears its own tables afterward."""
         if group is self._default:
             for each in list(self._groups):
                 self._release(each)

@@ -44,7 +44,7 @@ def each(schedule: Schedule, change: Callable[[Move], Iterable[Move]], symmetric
     return replace(schedule, rounds=_changed(schedule.rounds, changed, spacing=1 if symmetric else 0))
 
 
-def relabelled(schedule: Schedule, change: Callable[[Move], Move], spacing: int) -> Schedule:
+def relabeled(schedule: Schedule, change: Callable[[Move], Move], spacing: int) -> Schedule:
     """Rename ranks or slots; runs stay runs.
 
     Args:
@@ -110,7 +110,7 @@ def reversed_(schedule: Schedule, reduce: bool = False, name: str = "") -> Sched
     Returns:
         A schedule whose round ``i`` is the reversed round ``len - 1 - i``.
     """
-    turned = relabelled(schedule, lambda m: Move(m.dst, m.src, m.write, m.read, reduce), spacing=1).rounds
+    turned = relabeled(schedule, lambda m: Move(m.dst, m.src, m.write, m.read, reduce), spacing=1).rounds
     last = len(turned) - 1
     rounds = Rounds(last + 1, lambda step: runs_of(turned, last - step), lambda step: pattern_of(turned, last - step))
     return replace(schedule, name=name or f"{schedule.name} reversed", rounds=rounds)
@@ -161,7 +161,7 @@ def on_ranks(schedule: Schedule, ranks: Sequence[int], world: int) -> Schedule:
         return schedule
     spacing = world // len(ranks)
     even = list(ranks) == list(range(0, world, spacing))
-    moved = relabelled(schedule, lambda m: Move(ranks[m.src], ranks[m.dst], m.read, m.write, m.reduce), even * spacing)
+    moved = relabeled(schedule, lambda m: Move(ranks[m.src], ranks[m.dst], m.read, m.write, m.reduce), even * spacing)
     return replace(moved, world=world)
 
 
@@ -187,7 +187,7 @@ def renamed(schedule: Schedule, buffers: Mapping[str, str], name: str = "") -> S
     def slot(old: Slot) -> Slot:
         return (buffers.get(old[0], old[0]), old[1])
 
-    moved = relabelled(schedule, lambda m: Move(m.src, m.dst, slot(m.read), slot(m.write), m.reduce), spacing=1)
+    moved = relabeled(schedule, lambda m: Move(m.src, m.dst, slot(m.read), slot(m.write), m.reduce), spacing=1)
     return replace(moved, name=name or schedule.name)
 
 

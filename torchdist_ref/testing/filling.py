@@ -1,7 +1,7 @@
 """Test data that reveals wrong collectives.
 
 With constant tensors, a collective that swaps two chunks passes. With data linear in the rank, a sum passes that counts
-one rank twice and omits its neighbours. So `fill` mixes rank and position: the position selects a shuffle of sixteen
+one rank twice and omits its neighbors. So `fill` mixes rank and position: the position selects a shuffle of sixteen
 small integers, the rank selects one of them. Do not add ranks or groups here.
 """
 

@@ -27,7 +27,7 @@ def check_store(make_store: MakeStore) -> None:
 
     Args:
         make_store: function that returns a new, empty store each time. Its ``clone`` must see the same keys. The store
-            is closed afterwards if it has a ``close``.
+            is closed afterward if it has a ``close``.
 
     Raises:
         AssertionError: a clause does not hold; the traceback shows which one.
@@ -111,7 +111,7 @@ def _comparing(store: Store) -> None:
 
 
 def _deleting(store: Store) -> None:
-    # True once, for a key that existed; afterwards it is missing for all.
+    # True once, for a key that existed; afterward it is missing for all.
     store.set("k", "v")
     before = store.num_keys()
     assert store.delete_key("k") is True

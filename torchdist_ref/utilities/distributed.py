@@ -36,7 +36,7 @@ Hook = Callable[..., Any]
 
 _OPS = {
     "sum": ReduceOp.SUM,
-    # A sum, divided afterwards: that supports integers too.
+    # A sum, divided afterward: that supports integers too.
     "avg": ReduceOp.SUM,
     "mean": ReduceOp.SUM,
     "product": ReduceOp.PRODUCT,

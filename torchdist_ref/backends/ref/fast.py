@@ -75,8 +75,8 @@ class FastExecutor:
 
     def __init__(self, link: Link) -> None:
         self._link, self._handshake, self._ring = link, Handshake(link), RingBuffer(link)
-        self._neighbours = tuple(PeerMemory(line.pid) for line in link.rows)
-        self._device_buffers = DeviceBuffers(link, self._neighbours)
+        self._neighbors = tuple(PeerMemory(line.pid) for line in link.rows)
+        self._device_buffers = DeviceBuffers(link, self._neighbors)
         self._exchanges: dict[tuple[torch.dtype, Pairs], Run] = {}
 
     def run(self, program: Program, tensors: Sequence[Tensor], number: Number) -> None:
@@ -124,7 +124,7 @@ class FastExecutor:
         if plan.on_host:
             # A call that fits an eager buffer is staged: it is over before zero-copy could save anything.
             eager = plan.most_staged * plan.stride <= EAGER_BYTES
-            return None if eager else registered_path(plan, self._neighbours)
+            return None if eager else registered_path(plan, self._neighbors)
         return device_path(plan, self._device_buffers)
 
     def _staged(self, plan: Plan, repeated: bool = True) -> Run:

@@ -193,16 +193,16 @@ class DeviceBuffers:
 
     Args:
         link: The group's link.
-        neighbours: The registered memory of every rank, including this one.
+        neighbors: The registered memory of every rank, including this one.
 
     Attributes:
         nbytes: Bytes of each buffer.
         found: The buffers of all ranks, by the locations of their control blocks.
     """
 
-    def __init__(self, link: Link, neighbours: Sequence[PeerMemory]) -> None:
+    def __init__(self, link: Link, neighbors: Sequence[PeerMemory]) -> None:
         self._rank, self._peers, self._pids = link.rank, link.peers, [row.pid for row in link.rows]
-        self._neighbours, self._name, self.nbytes = neighbours, link.name, BUFFER_BYTES
+        self._neighbors, self._name, self.nbytes = neighbors, link.name, BUFFER_BYTES
         self._blocks: dict[torch.device, ControlBlock | None] = {}
         self.found: dict[bytes, list[Tensor]] = {}
 
@@ -254,9 +254,9 @@ class DeviceBuffers:
         return place is not None and place == MemoryHandle.unpack_all(locations)[self._rank]
 
     def _open_blocks(self, locations: bytes) -> list[ControlBlock]:
-        there = zip(self._neighbours, MemoryHandle.unpack_all(locations), strict=True)
+        there = zip(self._neighbors, MemoryHandle.unpack_all(locations), strict=True)
         size = ControlBlock.size(len(self._pids))
-        return [ControlBlock(neighbour.view(place, torch.uint8, size)) for neighbour, place in there]
+        return [ControlBlock(neighbor.view(place, torch.uint8, size)) for neighbor, place in there]
 
     def _export(self, device: torch.device, mine: ControlBlock) -> tuple[list[Tensor], str]:
         """Allocate this rank's buffer and write its handles for other processes; or return why that failed."""

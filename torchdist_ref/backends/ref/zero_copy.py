@@ -81,7 +81,7 @@ class ZeroCopyPath(ABC):
         return found
 
 
-def registered_path(plan: Plan, neighbours: Sequence[PeerMemory]) -> RegisteredPath | None:
+def registered_path(plan: Plan, neighbors: Sequence[PeerMemory]) -> RegisteredPath | None:
     """Return how a call runs on registered tensors; None where staging is as good, or the only way."""
     op, world, blocks = plan.op, plan.schedule.world, plan.sizes.blocks
     if op not in SCHEDULES or len(blocks) > 1:
@@ -90,7 +90,7 @@ def registered_path(plan: Plan, neighbours: Sequence[PeerMemory]) -> RegisteredP
     # Between its rounds and at its end every rank waits for every other one.
     worthwhile = MIN_BYTES * (world - 1) ** 2
     least = max(worthwhile, _one_round(world)) if op == "all_reduce" else worthwhile
-    return RegisteredPath(with_schedule(plan, SCHEDULES[op](world, plan.root)), neighbours) if nbytes > least else None
+    return RegisteredPath(with_schedule(plan, SCHEDULES[op](world, plan.root)), neighbors) if nbytes > least else None
 
 
 def _one_round(world: int) -> float:
@@ -107,14 +107,14 @@ class RegisteredPath(ZeroCopyPath):
 
     Args:
         plan: The call, with one of `SCHEDULES`.
-        neighbours: The registered memory of every rank, including this one.
+        neighbors: The registered memory of every rank, including this one.
     """
 
     mark = REGISTERED_MEMORY
 
-    def __init__(self, plan: Plan, neighbours: Sequence[PeerMemory]) -> None:
+    def __init__(self, plan: Plan, neighbors: Sequence[PeerMemory]) -> None:
         super().__init__()
-        self.plan, self._neighbours = plan, neighbours
+        self.plan, self._neighbors = plan, neighbors
         # Elements of a slot: a chunk of the one tensor, or a block of the list; and the number of slots peers access.
         self.stride = plan.sizes.largest
         self._slots = plan.schedule.world if plan.op in ("reduce_scatter", "all_to_all") else 1
@@ -154,8 +154,8 @@ class RegisteredPath(ZeroCopyPath):
         A window's second round is in one phase with the next window's first: windows are independent, so one exchange
         of signals serves both. With one round, all windows are in one phase.
         """
-        there = zip(self._neighbours, MemoryHandle.unpack_all(locations), strict=True)
-        tensors = [neighbour.view(place, self.plan.dtype, self.elements) for neighbour, place in there]
+        there = zip(self._neighbors, MemoryHandle.unpack_all(locations), strict=True)
+        tensors = [neighbor.view(place, self.plan.dtype, self.elements) for neighbor, place in there]
         rounds, maker = self.plan.schedule.rounds, StepMaker(self.plan)
         window = max(1, WINDOW_BYTES // self.plan.dtype.itemsize)
         slots, windows = RegisteredSlots(self, tensors, window), range(0, self.stride, window)

@@ -29,8 +29,8 @@ class StoreFromTorch(Store):
 
     >>> import torch.distributed
     >>> store = StoreFromTorch(torch.distributed.HashStore())
-    >>> store.set("colour", "red")
-    >>> store.get("colour"), store.add("arrived", 2)
+    >>> store.set("color", "red")
+    >>> store.get("color"), store.add("arrived", 2)
     (b'red', 2)
     """
 
@@ -107,8 +107,8 @@ class StoreForTorch(c10d.Store):
 
     >>> from torchdist_ref.stores import HashStore
     >>> store = StoreForTorch(HashStore())
-    >>> store.set("colour", "red")
-    >>> store.get("colour"), store.add("arrived", 2)
+    >>> store.set("color", "red")
+    >>> store.get("color"), store.add("arrived", 2)
     (b'red', 2)
     """
 

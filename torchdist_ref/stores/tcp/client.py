@@ -1,7 +1,7 @@
 """Client side of TCPStore: one request and its response, deadlines, reconnecting, and a pool of connections.
 
 *Deadlines.* A call ends at its deadline, or a short grace period later. A server that does not respond (stopped, or cut
-off from the network) costs the connection, not more time. A request that waits for keys is cancelled at its deadline,
+off from the network) costs the connection, not more time. A request that waits for keys is canceled at its deadline,
 and the server reports which keys are missing.
 
 *Reconnecting.* If the connection breaks, the next attempt opens another. Our server recognizes the client and does not
@@ -418,7 +418,7 @@ class ClientConnection:
 def _raise_status(status: int, body: bytes) -> NoReturn:
     if status == Status.REFUSED:
         raise ArgumentError(body.decode())
-    if status == Status.CANCELLED:
+    if status == Status.CANCELED:
         raise RequestTimeout(read("L", body)[0])
     raise ProtocolError(f"a response of status {status}")
 

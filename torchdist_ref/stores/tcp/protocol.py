@@ -50,7 +50,7 @@ class Status(IntEnum):
 
     DONE = 0
     REFUSED = 1
-    CANCELLED = 2
+    CANCELED = 2
 
 
 class Request(NamedTuple):

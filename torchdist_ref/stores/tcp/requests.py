@@ -458,4 +458,4 @@ class RequestHandler:
         if client.session is None:
             client.send([b"\x01"])
         elif pending is not None and pending.request.number is not None:
-            client.send(write_response(pending.request.number, Status.CANCELLED, write("L", [missing])))
+            client.send(write_response(pending.request.number, Status.CANCELED, write("L", [missing])))
