@@ -19,6 +19,8 @@ torch.set_num_threads(1)
 # A shell that starts the tests in its background has them ignore Ctrl-C, and ranks inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# `nohup` has them ignore that the terminal is gone; some tests send that signal.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TIMEOUT_SECONDS = 3.0
 # multiprocessing starts these once per process and keeps them.
