@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as c10d
 
+import torchdist_ref as dist
 from torchdist_ref.errors import RendezvousError
 from torchdist_ref.job_environment import derived, first_host
 from torchdist_ref.rendezvous import rendezvous
@@ -75,9 +77,15 @@ def test_with_slurms_variables(script: str) -> None:
 
 
 STARTED = {
-    "MPICH": {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"},
-    "OpenMPI": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-    "Slurm": {"SLURM_PROCID": "1", "SLURM_NTASKS": "9", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[3-4]"},
+    "MPICH": {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "5"},
+    "OpenMPI": {
+        **{"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+        **{"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "5"},
+    },
+    "Slurm": {
+        **{"SLURM_PROCID": "1", "SLURM_NTASKS": "9", "SLURM_STEP_NUM_TASKS": "2"},
+        **{"SLURM_STEP_NODELIST": "n[3-4]", "SLURM_LOCALID": "5"},
+    },
 }
 
 
@@ -92,6 +100,20 @@ def test_variables_that_are_set_are_not_derived(launcher: str) -> None:
     # A rank of one's own and somebody else's size would not go together.
     for name in ("RANK", "WORLD_SIZE"):
         assert derived({**given, name: "0"}).keys() == {"MASTER_ADDR", "MASTER_PORT"}
+
+
+@pytest.mark.parametrize("launcher", STARTED)
+def test_local_rank_is_derived_only_where_nothing_else_names_it(
+    launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith(OURS)]:
+        monkeypatch.delenv(name)
+    for name, value in STARTED[launcher].items():
+        monkeypatch.setenv(name, value)
+    # torch returns the fallback here, and raises without one.
+    assert (dist.get_node_local_rank(), dist.get_node_local_rank(7), c10d.get_node_local_rank(7)) == (5, 7, 7)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert dist.get_node_local_rank() == dist.get_node_local_rank(7) == 3
 
 
 def test_mpiexec_within_a_slurm_job_takes_precedence() -> None:

@@ -1,4 +1,4 @@
-"""RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, derived from the variables of mpiexec or Slurm.
+"""RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, derived from the variables of mpiexec or Slurm.
 
 Only missing variables are derived. Rank and world size are derived both or not at all. The address is derived if it is
 certain: the loopback address if all ranks are on one host, else the first host of Slurm's list. The port is between
@@ -28,20 +28,24 @@ class JobLauncher:
     Attributes:
         rank: Variable of the rank.
         sizes: Variables of the world size; the first one that is set counts.
+        local_rank: Variable of the rank among those of this host.
         local_size: Variable of the number of ranks on this host.
     """
 
     rank: str
     sizes: tuple[str, ...]
+    local_rank: str
     local_size: str = ""
 
 
 # In this order: ranks of mpiexec in a Slurm job inherit Slurm's variables, which describe mpiexec's own process.
 LAUNCHERS = (
-    JobLauncher("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    JobLauncher("MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",), "MV2_COMM_WORLD_LOCAL_SIZE"),
-    JobLauncher("PMI_RANK", ("PMI_SIZE",), "MPI_LOCALNRANKS"),
-    JobLauncher("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
+    *(
+        JobLauncher(f"{name}_RANK", (f"{name}_SIZE",), f"{name}_LOCAL_RANK", f"{name}_LOCAL_SIZE")
+        for name in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD")
+    ),
+    JobLauncher("PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    JobLauncher("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"),
 )
 
 
@@ -58,7 +62,7 @@ def derived(environment: Variables) -> dict[str, str]:
     >>> found
     {'RANK': '1', 'WORLD_SIZE': '4', 'MASTER_ADDR': '127.0.0.1'}
     """
-    launcher = next((each for each in LAUNCHERS if each.rank in environment and _size(environment, each)), None)
+    launcher = _launcher(environment)
     if launcher is None:
         return {}
     rank, size = environment[launcher.rank], _size(environment, launcher)
@@ -77,6 +81,21 @@ def ranks_on_this_host(environment: Variables) -> int:
     names = ["LOCAL_WORLD_SIZE", *(each.local_size for each in LAUNCHERS if each.rank in environment)]
     found = next((environment[name] for name in names if environment.get(name)), "")
     return int(found) if found.isdecimal() else 0
+
+
+def local_rank(environment: Variables) -> str | None:
+    """Return the rank among those of this host as mpiexec or Slurm reports it; None if neither started the process.
+
+    >>> local_rank({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"})
+    '1'
+    """
+    launcher = _launcher(environment)
+    return (environment.get(launcher.local_rank) or None) if launcher else None
+
+
+def _launcher(environment: Variables) -> JobLauncher | None:
+    """Return the launcher that set both a rank and a world size."""
+    return next((each for each in LAUNCHERS if each.rank in environment and _size(environment, each)), None)
 
 
 def _size(environment: Variables, launcher: JobLauncher) -> str:

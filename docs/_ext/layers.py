@@ -95,6 +95,7 @@ PARTS = (
             "authentication",
             "liveness",
             "rendezvous",
+            "job_environment",
             "failure_record",
             "backends.base",
             "backends.reductions",

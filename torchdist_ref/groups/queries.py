@@ -18,6 +18,7 @@ import torch
 import torch.distributed as c10d
 from torch.distributed import ReduceOp
 
+from torchdist_ref import job_environment
 from torchdist_ref.backends import base, registry
 from torchdist_ref.backends.reductions import check
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, BackendArgumentError, DistError, explain, on_rank
@@ -329,12 +330,14 @@ def is_torchelastic_launched() -> bool:
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
     """Return this process's rank among those of its host, as the launcher set it in ``LOCAL_RANK``.
 
+    Without that variable and without a fallback, it is derived from the variables of mpiexec or Slurm.
+
     Args:
-        fallback_rank: Value to return if ``LOCAL_RANK`` is not set. Default: none, which makes that an error.
+        fallback_rank: Value to return if ``LOCAL_RANK`` is not set. Default: none.
 
     Raises:
-        DistError: ``LOCAL_RANK`` is not set and there is no fallback.
-        ArgumentError: ``LOCAL_RANK`` is not an integer.
+        DistError: ``LOCAL_RANK`` is not set, there is no fallback, and neither mpiexec nor Slurm started this process.
+        ArgumentError: The variable is not an integer.
 
     Example:
         >>> import torchdist_ref as dist
@@ -342,10 +345,11 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
         0
     """
     text = os.environ.get("LOCAL_RANK", fallback_rank)
+    text = job_environment.local_rank(os.environ) if text is None else text
     if text is None:
         raise DistError(
             "get_node_local_rank: LOCAL_RANK is not in the environment. Start the program with a launcher, "
-            "or pass fallback_rank."
+            "mpiexec or srun, or pass fallback_rank."
         )
     try:
         return int(text)
