@@ -103,9 +103,7 @@ def test_variables_that_are_set_are_not_derived(launcher: str) -> None:
 
 
 @pytest.mark.parametrize("launcher", STARTED)
-def test_local_rank_is_derived_only_where_nothing_else_names_it(
-    launcher: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_rank_is_derived_only_where_nothing_else_names_it(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(OURS)]:
         monkeypatch.delenv(name)
     for name, value in STARTED[launcher].items():
