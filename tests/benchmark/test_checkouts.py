@@ -5,11 +5,13 @@ Three interpreters that import torch take some 5 s, so most runs here fork them 
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,38 +21,33 @@ import torchdist_ref
 from torchdist_ref import processes
 from torchdist_ref.benchmark import ranks, started_rank
 from torchdist_ref.benchmark.__main__ import main
-from torchdist_ref.benchmark.checkouts import SIDES, Comparison, geometric_mean, show
+from torchdist_ref.benchmark.checkouts import COMMANDS, SIDES, compared, old_spread, ratio_to_old, show, slower
 from torchdist_ref.benchmark.rounds import ParentAddress, RankContext, Result, take_turns
 from torchdist_ref.errors import DistBackendError
 
 HERE = Path(torchdist_ref.__file__).parents[1]
 
 
-def table() -> list[Comparison]:
+def table() -> list[Result]:
     """Three cells: twice as fast, slower within the noise of the old checkout, and slower beyond it."""
     return [
-        Comparison({"op": "all_reduce", "size_bytes": 4}, [1e-6, 3e-6, 2e-6], ([4e-6] * 3, [4e-6] * 3)),
-        Comparison({"op": "all_reduce", "size_bytes": 1024}, [6e-6] * 3, ([4e-6] * 3, [8e-6] * 3)),
-        Comparison({"op": "barrier", "size_bytes": 0}, [5e-6] * 3, ([4e-6] * 3, [4e-6, 4.2e-6, 3e-6])),
+        compared({"op": "all_reduce", "size_bytes": 4}, [1e-6, 3e-6, 2e-6], [4e-6] * 3, [4e-6] * 3),
+        compared({"op": "all_reduce", "size_bytes": 1024}, [6e-6] * 3, [4e-6] * 3, [8e-6] * 3),
+        compared({"op": "barrier", "size_bytes": 0}, [5e-6] * 3, [4e-6] * 3, [4e-6, 4.2e-6, 3e-6]),
     ]
 
 
-def test_geometric_mean_is_the_root_of_the_product() -> None:
-    assert geometric_mean([2.0, 4.0, 1.0]) == pytest.approx(2.0)
-    assert geometric_mean([each.ratio for each in table()]) == pytest.approx((0.5 * 1.0 * 1.25) ** (1 / 3))
-
-
 def test_ratio_is_of_medians_and_spread_is_old_against_old() -> None:
-    assert [each.ratio for each in table()] == pytest.approx([0.5, 1.0, 1.25])
-    assert [each.old_spread for each in table()] == pytest.approx([1.0, 2.0, 1.0])
+    assert list(map(ratio_to_old, table())) == pytest.approx([0.5, 1.0, 1.25])
+    assert list(map(old_spread, table())) == pytest.approx([1.0, 2.0, 1.0])
 
 
 def test_slower_needs_more_than_three_percent_and_more_than_the_spread() -> None:
-    assert [each.slower for each in table()] == [False, False, True]
+    assert list(map(slower, table())) == [False, False, True]
     cell = {"op": "barrier", "size_bytes": 0}
-    assert not Comparison(cell, [1.02], ([1.0], [1.0])).slower
-    assert Comparison(cell, [1.04], ([1.0], [1.0])).slower
-    assert not Comparison(cell, [1.04], ([0.98], [1.05])).slower
+    assert not slower(compared(cell, [1.02], [1.0], [1.0]))
+    assert slower(compared(cell, [1.04], [1.0], [1.0]))
+    assert not slower(compared(cell, [1.04], [0.98], [1.05]))
 
 
 def test_table_names_cells_that_are_slower() -> None:
@@ -149,7 +146,9 @@ def test_this_checkout_against_itself(
         assert [len(samples) for samples in (entry["this_seconds"], *entry["old_seconds"])] == [2, 2, 2]
         assert min(min(samples) for samples in (entry["this_seconds"], *entry["old_seconds"])) > 0
         assert entry["ratio"] > 0 and entry["old_spread"] >= 1 and entry["slower"] in (False, True)
-    assert report["geometric_mean"] == pytest.approx(geometric_mean([each["ratio"] for each in report["results"]]))
+    assert report["geometric_mean"] == pytest.approx(
+        prod(each["ratio"] for each in report["results"]) ** (1 / len(cells))
+    )
     assert f"over {len(cells)} cells" in capsys.readouterr().out
 
 
@@ -190,3 +189,22 @@ def test_wrong_options_of_a_comparison_are_named(
 ) -> None:
     assert main(options) == 1
     assert named in capsys.readouterr().err
+
+
+def imported_at_load(module: str) -> set[str]:
+    """Names that a module of the benchmark, and those that it imports, take from the library when they are loaded."""
+    found, folder, waiting = set[str](), Path(ranks.__file__).parent, [module]
+    for name in waiting:
+        for node in ast.parse((folder / f"{name}.py").read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module == "torchdist_ref.benchmark":
+                waiting += [alias.name for alias in node.names if alias.name not in waiting]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchdist_ref.benchmark."):
+                waiting += {str(node.module).rpartition(".")[2]} - set(waiting)
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchdist_ref"):
+                found.add(str(node.module))
+    return found
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ranks_of_an_old_checkout_load_what_it_has(command: str) -> None:
+    assert imported_at_load(command) <= {"torchdist_ref.errors", "torchdist_ref.testing"}

@@ -16,8 +16,7 @@ from torchdist_ref.benchmark.collectives import DIRECT, LIMIT, bus_bandwidth
 from torchdist_ref.benchmark.faults import BUSY
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.benchmark.report import ProgressBar, parse_size, show_size
-from torchdist_ref.benchmark.rounds import Result
-from torchdist_ref.benchmark.timing import OtherProcesses, busy, calls_for, durations, own_clock, shared_out
+from torchdist_ref.benchmark.rounds import OtherProcesses, Result, busy, calls_for, durations, own_clock, shared_out
 from torchdist_ref.errors import ArgumentError
 
 # nccl-tests, doc/PERFORMANCE.md, for 4 ranks.

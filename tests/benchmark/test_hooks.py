@@ -22,11 +22,10 @@ from torchdist_ref import groups
 from torchdist_ref.benchmark import hooks, hooks_pictures, hooks_results
 from torchdist_ref.benchmark.__main__ import main
 from torchdist_ref.benchmark.ddp_models import EXACT_STEPS
-from torchdist_ref.benchmark.harness import Harness
+from torchdist_ref.benchmark.harness import Harness, Settings
 from torchdist_ref.benchmark.hooks_results import HookResult, from_json, select
 from torchdist_ref.benchmark.hooks_tasks import CONTESTANTS, LOCAL_STEPS, TASKS, Digits, Text, source
 from torchdist_ref.benchmark.hooks_watch import Trainee, counted, parse_link
-from torchdist_ref.benchmark.settings import Settings
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.testing import namespaces, run
 

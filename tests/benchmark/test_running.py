@@ -18,12 +18,12 @@ from torchdist_ref.benchmark import competitors
 from torchdist_ref.benchmark.__main__ import main
 from torchdist_ref.benchmark.calls import ADDED, TORCH, WITHOUT
 from torchdist_ref.benchmark.collectives import Case
+from torchdist_ref.benchmark.competitors import available
 from torchdist_ref.benchmark.faults import death, interrupt, mismatches
-from torchdist_ref.benchmark.harness import split
+from torchdist_ref.benchmark.harness import Settings
 from torchdist_ref.benchmark.operations import OPERATIONS, Buffers
 from torchdist_ref.benchmark.ranks import run_ranks
 from torchdist_ref.benchmark.rounds import RankContext
-from torchdist_ref.benchmark.settings import Settings
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.testing import RankError, namespaces, run
 
@@ -105,7 +105,7 @@ def test_a_backend_that_cannot_be_made_is_left_out_with_a_reason(
 def test_mpi_ranks_under_mpiexec(tmp_path: Path) -> None:
     # mpiexec starts Pythons of its own, which import torch: seconds, once.
     # Without MPI, ref runs alone and a note has the reason.
-    names, left_out = split(["ref", "mpi4py"])
+    names, left_out = available(["ref", "mpi4py"])
     assert names == ["ref", "mpi4py"] or "mpi4py is left out" in str(left_out[0])
     out = tmp_path / "out.json"
     assert main(["--sizes", "64", *BRIEF, "--backends", "ref,mpi4py", "--json", str(out)]) == 0
@@ -114,7 +114,7 @@ def test_mpi_ranks_under_mpiexec(tmp_path: Path) -> None:
 
 
 def test_mpi_is_left_out_where_ranks_are_forked() -> None:
-    names, left_out = split(["ref", "mpi4py"], forked=True)
+    names, left_out = available(["ref", "mpi4py"], forked=True)
     assert names == ["ref"] and "mpi4py" in str(left_out[0])
 
 
@@ -164,7 +164,7 @@ def test_without_rich_one_sentence_has_the_cure(
 
 def test_an_unknown_backend_is_an_argument_error() -> None:
     with pytest.raises(ArgumentError, match="glue"):
-        split(["ref", "glue"])
+        available(["ref", "glue"])
 
 
 def test_stores_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 from tests.gpu.supervise import Events
 from torchdist_ref.benchmark import collectives, ranks
+from torchdist_ref.benchmark.harness import Settings, checked
 from torchdist_ref.benchmark.rounds import Result
-from torchdist_ref.benchmark.settings import Settings, checked
 from torchdist_ref.transports.segment import window_for
 
 KEPT = ("op", "size_bytes", "world", "backend", "seconds", "bus_bytes_per_second", "quartiles_seconds")

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from torchdist_ref.benchmark import calls, checkouts, collectives, ddp, faults, hooks, start, store
-from torchdist_ref.benchmark.harness import Harness
-from torchdist_ref.benchmark.settings import Option, checked, file
+from torchdist_ref.benchmark.harness import Harness, Option, checked, file
 from torchdist_ref.errors import ArgumentError, DistError
 from torchdist_ref.testing import RankError
 

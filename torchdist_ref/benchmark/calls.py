@@ -16,23 +16,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torchdist_ref import groups
 from torchdist_ref.backends.base import Backend, BackendWrapper
-from torchdist_ref.benchmark import competitors, report
+from torchdist_ref.benchmark import competitors
+from torchdist_ref.benchmark.harness import Harness, Option, Settings, among, at_least, numbers
 from torchdist_ref.benchmark.operations import OPERATIONS
-from torchdist_ref.benchmark.report import show_micros, show_millis
-from torchdist_ref.benchmark.rounds import RankContext, Result, take_turns
-from torchdist_ref.benchmark.settings import Option, Settings, among, at_least, numbers
-from torchdist_ref.benchmark.timing import Action, calls_in_a_row
+from torchdist_ref.benchmark.report import columns, show_micros, show_millis
+from torchdist_ref.benchmark.rounds import Action, RankContext, Result, calls_in_a_row, take_turns
 from torchdist_ref.groups.world import default_group
 from torchdist_ref.work import Work
-
-if TYPE_CHECKING:
-    from torchdist_ref.benchmark.harness import Harness
 
 NBYTES = 64
 PUBLIC, BACKEND = "public", "backend"
@@ -140,10 +136,10 @@ def show(harness: Harness, results: Sequence[Result]) -> str:
         for each in results
         if each.cell
     ]
-    table = report.columns(["", "ranks", "whole us", "backend us", "public API us"], rows)
+    table = columns(["", "ranks", "whole us", "backend us", "public API us"], rows)
     loaded = [each for each in results if not each.cell]
     imported = [[what, show_millis(each.median(what))] for each in loaded for what in each.samples]
-    return f"{table}\n\n{report.columns(['import', 'ms'], imported)}"
+    return f"{table}\n\n{columns(['import', 'ms'], imported)}"
 
 
 def entries(harness: Harness) -> list[dict[str, Any]]:

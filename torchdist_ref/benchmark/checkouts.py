@@ -10,18 +10,16 @@ Do not add measuring code here: the ranks run that of the command.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import exp, log
+from itertools import chain
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 import torchdist_ref
-from torchdist_ref.benchmark import ranks, report
-from torchdist_ref.benchmark.harness import Harness
-from torchdist_ref.benchmark.report import show_micros, show_size
+from torchdist_ref.benchmark import ranks
+from torchdist_ref.benchmark.harness import Harness, Option
+from torchdist_ref.benchmark.report import columns, show_micros, show_size
 from torchdist_ref.benchmark.rounds import Result
-from torchdist_ref.benchmark.settings import Option
 from torchdist_ref.errors import ArgumentError, explain
 
 SIDES = ("this", "old A", "old B")
@@ -46,60 +44,36 @@ OPTION = Option(
 )
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Times of one cell: operation and size, model and hook, store operation and clients, or start.
-
-    Attributes:
-        cell: Name of the cell by its parts.
-        this: Seconds of a call in this checkout, one value a round.
-        old: The same of the two runs of the old checkout.
-    """
-
-    cell: Mapping[str, Any]
-    this: Sequence[float]
-    old: tuple[Sequence[float], Sequence[float]]
-
-    @property
-    def ratio(self) -> float:
-        """Median of this checkout over the median of the old one's rounds, A and B together."""
-        return median(self.this) / median([*self.old[0], *self.old[1]])
-
-    @property
-    def old_spread(self) -> float:
-        """Larger median of A and B over the smaller one: at least 1.
-
-        >>> Comparison({}, [3.0], ([2.0], [1.0])).old_spread
-        2.0
-        """
-        first, second = sorted(map(median, self.old))
-        return second / first
-
-    @property
-    def slower(self) -> bool:
-        """Whether this checkout is slower by more than the tolerated ratio and than the noise between A and B."""
-        return self.ratio > max(TOLERATED_RATIO, self.old_spread)
-
-    @property
-    def name(self) -> str:
-        """Parts of the cell as one text."""
-        shown = (show_size(part) if key == "size_bytes" and part else str(part) for key, part in self.cell.items())
-        return ", ".join(shown)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return a flat entry of a report."""
-        old = [list(samples) for samples in self.old]
-        figures = {"ratio": self.ratio, "old_spread": self.old_spread, "slower": self.slower}
-        return {"cell": dict(self.cell), "this_seconds": list(self.this), "old_seconds": old, **figures}
+def compared(cell: Mapping[str, Any], *samples: Sequence[float]) -> Result:
+    """Return the result of a cell whose contestants are the `SIDES`: seconds of a call, one value a round."""
+    return Result(cell, dict(zip(SIDES, samples, strict=True)))
 
 
-def geometric_mean(ratios: Sequence[float]) -> float:
-    """Return the n-th root of the product of n ratios.
+def ratio_to_old(result: Result) -> float:
+    """Return this checkout's median over the median of the old one's rounds, A and B together."""
+    this, *old = result.samples.values()
+    return median(this) / median(chain(*old))
 
-    >>> round(geometric_mean([0.5, 2.0, 8.0]), 6)
+
+def old_spread(result: Result) -> float:
+    """Return the larger median of A and B over the smaller one: at least 1.
+
+    >>> old_spread(compared({}, [3.0], [2.0], [1.0]))
     2.0
     """
-    return exp(sum(map(log, ratios)) / len(ratios))
+    first, second = sorted(map(result.median, SIDES[1:]))
+    return second / first
+
+
+def slower(result: Result) -> bool:
+    """Return whether this checkout is slower by more than the tolerated ratio and than the noise between A and B."""
+    return ratio_to_old(result) > max(TOLERATED_RATIO, old_spread(result))
+
+
+def name(result: Result) -> str:
+    """Return the parts of the cell as one text."""
+    shown = (show_size(part) if key == "size_bytes" and part else str(part) for key, part in result.cell.items())
+    return ", ".join(shown)
 
 
 class CheckoutHarness(Harness):
@@ -128,13 +102,13 @@ class CheckoutHarness(Harness):
             return
         self._pending[side].append(event)
         while all(self._pending):
-            this, *old = (results.pop(0) for results in self._pending)
-            for contestant, samples in this.samples.items():
+            sides = [results.pop(0) for results in self._pending]
+            for contestant in sides[0].samples:
                 # Without a choice of contestants the cell has its whole name.
-                cell = {"backend": contestant, **this.cell} if "backends" in self.settings else this.cell
-                first, second = (result.samples[contestant] for result in old)
-                self.results.append(Comparison(cell, samples, (first, second)))
-            self.bar.advance(self.results[-1].name)
+                chosen = {"backend": contestant} if "backends" in self.settings else {}
+                cell = {**chosen, **sides[0].cell}
+                self.results.append(compared(cell, *(result.samples[contestant] for result in sides)))
+            self.bar.advance(name(self.results[-1]))
 
     def choose_backends(self, forked: bool = True) -> list[str]:
         """Return the backends of ``--backends`` that are the library's own."""
@@ -153,25 +127,35 @@ class CheckoutHarness(Harness):
 
     def entries(self) -> list[Any]:
         """Return the comparisons."""
-        return [each.as_json() for each in self.results]
+        return [
+            {
+                "cell": dict(each.cell),
+                "this_seconds": list(each.samples[SIDES[0]]),
+                "old_seconds": [list(each.samples[side]) for side in SIDES[1:]],
+                "ratio": ratio_to_old(each),
+                "old_spread": old_spread(each),
+                "slower": slower(each),
+            }
+            for each in self.results
+        ]
 
     def summary(self) -> dict[str, Any]:
         """Return the geometric mean, and the names of the cells that are slower."""
-        slower = [each.name for each in self.results if each.slower]
-        return {"geometric_mean": geometric_mean([each.ratio for each in self.results]), "slower": slower}
+        found = [name(each) for each in self.results if slower(each)]
+        return {"geometric_mean": geometric_mean(map(ratio_to_old, self.results)), "slower": found}
 
 
-def show(results: Sequence[Comparison]) -> str:
+def show(results: Sequence[Result]) -> str:
     """Return the table, the geometric mean, and the cells that are slower."""
     rows = [
-        [each.name, *(show_micros(median(samples)) for samples in (each.this, *each.old))]
-        + [f"{each.ratio:.3f}", f"{each.old_spread:.3f}"]
+        [name(each), *(show_micros(each.median(side)) for side in SIDES)]
+        + [f"{ratio_to_old(each):.3f}", f"{old_spread(each):.3f}"]
         for each in results
     ]
     titles = ["cell", *(f"{side} us" for side in SIDES), "this / old", "old spread"]
-    mean = geometric_mean([each.ratio for each in results])
-    slower = "; ".join(each.name for each in results if each.slower) or "none"
+    behind = "; ".join(map(name, filter(slower, results))) or "none"
     return (
-        f"{report.columns(titles, rows)}\n\ngeometric mean of this / old over {len(results)} cells: {mean:.3f}\n"
-        f"slower than {TOLERATED_RATIO} and than the old spread: {slower}"
+        f"{columns(titles, rows)}\n\n"
+        f"geometric mean of this / old over {len(results)} cells: {geometric_mean(map(ratio_to_old, results)):.3f}\n"
+        f"slower than {TOLERATED_RATIO} and than the old spread: {behind}"
     )

@@ -11,20 +11,26 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median, quantiles
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torchdist_ref.benchmark import competitors, limit, report
+from torchdist_ref.benchmark.harness import Harness, Option, Settings, among, at_least, file, size, sizes, texts
 from torchdist_ref.benchmark.operations import OPERATIONS, Buffers, Make, MeasuredOperation
 from torchdist_ref.benchmark.report import show_micros, show_number, show_size
-from torchdist_ref.benchmark.rounds import RankContext, Result, take_turns
-from torchdist_ref.benchmark.settings import Option, Settings, among, at_least, file, size, sizes, texts
-from torchdist_ref.benchmark.timing import Action, calls_apart, calls_in_a_row, durations, own_clock, shared_out
+from torchdist_ref.benchmark.rounds import (
+    Action,
+    RankContext,
+    Result,
+    calls_apart,
+    calls_in_a_row,
+    durations,
+    own_clock,
+    shared_out,
+    take_turns,
+)
 from torchdist_ref.errors import ArgumentError, DistBackendError, UnsupportedError, explain
-
-if TYPE_CHECKING:
-    from torchdist_ref.benchmark.harness import Harness
 
 # Contestants that are bounds: the least cost with staging, and the least with direct reads of peers' tensors.
 LIMIT, DIRECT = "limit", "direct"
@@ -227,7 +233,7 @@ def finish(harness: Harness) -> None:
     """Print the remark on noise, and draw the plot."""
     if any(result.noisy for result in harness.results):
         print("~: other processes used the processors in most rounds; run it again when the machine is quiet.")
-    if harness.settings.plot and report.matplotlib_available():
+    if harness.settings.plot:
         plot(harness.settings.plot, harness.results, harness.settings.backends)
 
 
@@ -332,21 +338,14 @@ def plot(path: str, results: Sequence[Result], names: Sequence[str]) -> None:
         results: What was measured. Operations without sizes are left out.
         names: The contestants, in the order of their colors.
     """
-    from matplotlib.figure import Figure
-
     sized = [result for result in results if result.cell["size_bytes"]]
-    ops = list(dict.fromkeys(result.cell["op"] for result in sized))
-    with report.style():
-        width, height = max(1, min(PLOT_COLUMNS, len(ops))), max(1, -(-len(ops) // PLOT_COLUMNS))
-        figure = Figure(figsize=(4.2 * width, 3.2 * height), layout="constrained")
-        for number, op in enumerate(ops, 1):
-            panel = figure.add_subplot(height, width, number)
-            _panel(panel, op, [result for result in sized if result.cell["op"] == op], names)
-        report.save(figure, path)
-    print(f"wrote {path}")
+    ops = dict.fromkeys(result.cell["op"] for result in sized)
+    panels = [(partial(_panel, names), [each for each in sized if each.cell["op"] == op]) for op in ops]
+    rows = [panels[begin : begin + PLOT_COLUMNS] for begin in range(0, len(panels), PLOT_COLUMNS)]
+    report.draw(path, rows, (4.2, 3.2))
 
 
-def _panel(panel: Any, op: str, results: Sequence[Result], names: Sequence[str]) -> None:
+def _panel(names: Sequence[str], panel: Any, results: Sequence[Result]) -> None:
     for name in (*names, *BOUNDS):
         there = [result for result in results if name in result.samples]
         style = {"linestyle": ":", "color": "gray"} if name in BOUNDS else {"marker": "o", "markersize": 3}
@@ -354,7 +353,7 @@ def _panel(panel: Any, op: str, results: Sequence[Result], names: Sequence[str])
             micros = [result.median(name) * 1e6 for result in there]
             panel.plot([result.cell["size_bytes"] for result in there], micros, label=name, **style)
     sizes = [result.cell["size_bytes"] for result in results]
-    panel.set_title(f"{op}, {results[0].cell['world']} ranks", fontsize=10)
+    panel.set_title("{op}, {world} ranks".format_map(results[0].cell), fontsize=10)
     panel.set(xscale="log", yscale="log", ylabel="microseconds a call")
     panel.set_xticks(sizes, list(map(show_size, sizes)), rotation=45, fontsize=7)
     panel.minorticks_off()

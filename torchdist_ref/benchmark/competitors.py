@@ -9,7 +9,10 @@ Ranks of an older library run this file too: use the library's public API alone.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from torchdist_ref.benchmark.operations import Make
 from torchdist_ref.benchmark.rounds import RankContext, library
-from torchdist_ref.errors import UnsupportedError
+from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
 
 TIMEOUT = timedelta(minutes=5)
 TORCH_PREFIX = "torch:"
@@ -63,6 +66,51 @@ class LeftOut:
 def torch_has_gloo() -> bool:
     """Return whether torch was built with Gloo."""
     return torch_distributed.is_available() and torch_distributed.is_gloo_available()
+
+
+def available(asked: tuple[str, ...] | list[str], forked: bool = False) -> tuple[list[str], list[LeftOut]]:
+    """Return the names that may run here, and those that can't.
+
+    Args:
+        asked: Names as in ``--backends``.
+        forked: Whether ranks are forked in any case, so that those of MPI can't be had.
+
+    Raises:
+        ArgumentError: A name is unknown.
+
+    >>> available(["ref", "torch:gloo"])
+    (['ref', 'torch:gloo'], [])
+    """
+    out = [LeftOut(name, reason) for name in dict.fromkeys(asked) if (reason := _obstacle(name, forked))]
+    return [name for name in dict.fromkeys(asked) if name not in {each.name for each in out}], out
+
+
+def _obstacle(name: str, forked: bool) -> str:
+    """Return why a backend cannot run here; empty if it can."""
+    from torchdist_ref.backends.registry import names
+
+    if name == "torch:gloo":
+        return "" if torch_has_gloo() else "this torch was built without Gloo"
+    package = UNDER_MPIEXEC.get(name)
+    if package and importlib.util.find_spec(package) is None:
+        return f"needs the package {package}: pip install 'torchdist_ref[mpi]'"
+    if package and forked:
+        return "this benchmark forks its ranks, and MPI's are started by mpiexec"
+    if package and not find_mpiexec():
+        return "no mpiexec was found, which has to start the ranks"
+    others = (MPI4PY, REGISTERED)
+    if name in (*names(), *others):
+        return ""
+    if package:
+        return "this version of torchdist_ref has no such backend yet"
+    expected = f"among {', '.join(dict.fromkeys([*names(), others[1], *UNDER_MPIEXEC, 'torch:gloo']))}"
+    raise ArgumentError(explain("benchmark", "--backends", expected, name))
+
+
+def find_mpiexec() -> str:
+    """Return the path of MPI's launcher, beside this Python or on the path; empty if there is none."""
+    beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
+    return beside if os.access(beside, os.X_OK) else shutil.which("mpiexec") or ""
 
 
 def join(asked: Sequence[str], context: RankContext) -> list[Competitor]:

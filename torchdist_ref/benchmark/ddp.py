@@ -14,22 +14,16 @@ import gc
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as torch_distributed
 from torch import nn
 
-from torchdist_ref import torch_private
-from torchdist_ref.benchmark import report
 from torchdist_ref.benchmark.ddp_models import GLOO, HOOKS, LOCAL, MODELS, REF, TORCH, wrap
-from torchdist_ref.benchmark.report import show_millis, show_number
-from torchdist_ref.benchmark.rounds import RankContext, Result, library, take_turns
-from torchdist_ref.benchmark.settings import Option, Settings, among, at_least
-from torchdist_ref.benchmark.timing import Action, calls_in_a_row, durations
-
-if TYPE_CHECKING:
-    from torchdist_ref.benchmark.harness import Harness
+from torchdist_ref.benchmark.harness import Harness, Option, Settings, among, at_least
+from torchdist_ref.benchmark.report import columns, show_millis, show_number
+from torchdist_ref.benchmark.rounds import Action, RankContext, Result, calls_in_a_row, durations, library, take_turns
 
 SIDES = (TORCH, REF, GLOO)
 OURS = (REF, GLOO)
@@ -151,6 +145,8 @@ def run(harness: Harness) -> None:
     if harness.compares_checkouts:
         settings.sides = [REF]
     else:
+        from torchdist_ref import torch_private
+
         # torch's DDP loads the compiler, which takes seconds: once, before ranks are forked.
         torch_private.COMPILER.get()
         settings.sides = [LOCAL, *SIDES]
@@ -178,7 +174,7 @@ def show(harness: Harness, results: Sequence[Result]) -> str:
     titles = ["model", "hook", *(f"{side} {unit}" for side in sides), *(f"{side} / torch" for side in OURS)]
     if not harness.settings.memory:
         titles += [*(f"excess {side} / torch" for side in OURS), *(f"{side} us/parameter" for side in OURS)]
-    return report.columns(titles, rows, left=2)
+    return columns(titles, rows, left=2)
 
 
 def _time_rows(results: Sequence[Result]) -> list[list[str]]:

@@ -17,23 +17,18 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 from time import perf_counter, sleep
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torchdist_ref import groups
-from torchdist_ref.benchmark import competitors, report
+from torchdist_ref.benchmark import competitors, ranks
+from torchdist_ref.benchmark.harness import Harness, Option, among, at_least, size, texts
 from torchdist_ref.benchmark.operations import OPERATIONS
-from torchdist_ref.benchmark.ranks import run_ranks
-from torchdist_ref.benchmark.report import show_millis
-from torchdist_ref.benchmark.rounds import RankContext, Result
-from torchdist_ref.benchmark.settings import Option, among, at_least, size, texts
-from torchdist_ref.benchmark.timing import Action
+from torchdist_ref.benchmark.report import columns, show_millis
+from torchdist_ref.benchmark.rounds import Action, RankContext, Result
 from torchdist_ref.errors import MismatchError
 from torchdist_ref.testing import RankError
-
-if TYPE_CHECKING:
-    from torchdist_ref.benchmark.harness import Harness
 
 # Seconds in which survivors repeat their call, and wait for each other. Less than the grace of `testing.run`.
 SURVIVOR_SECONDS = 2.0
@@ -72,7 +67,7 @@ def death(backend: str, op: str, nbytes: int, world: int, busy: bool, seed: int)
     killed: list[float] = []
     try:
         program = partial(_until_death, backend=backend, op=op, nbytes=nbytes, busy=busy, seed=seed)
-        run_ranks(program, world, lambda side, when: killed.append(when))
+        ranks.run_ranks(program, world, lambda side, when: killed.append(when))
     except RankError as error:
         if not killed or error.rank != world - 1:
             raise
@@ -146,7 +141,7 @@ MISMATCHES: dict[str, Callable[[int], Any]] = {
 
 def mismatches(backend: str, kind: str, world: int, trials: int) -> list[float]:
     """Let ranks make different calls, repeatedly on one group; return the seconds to the error on each rank."""
-    by_rank = run_ranks(lambda context: _mismatch(context, backend, kind, trials), world)
+    by_rank = ranks.run_ranks(lambda context: _mismatch(context, backend, kind, trials), world)
     return [seconds for times in by_rank for seconds in times]
 
 
@@ -167,7 +162,7 @@ def _mismatch(context: RankContext, backend: str, kind: str, trials: int) -> lis
 
 def interrupt(backend: str, op: str, nbytes: int) -> float | None:
     """Send Ctrl-C to rank 0, which waits in a call for rank 1; return the seconds to the KeyboardInterrupt."""
-    caught, sent = run_ranks(lambda context: _interrupted(context, backend, op, nbytes), 2)
+    caught, sent = ranks.run_ranks(lambda context: _interrupted(context, backend, op, nbytes), 2)
     return None if caught is None or sent is None else in_time(caught - sent)
 
 
@@ -236,7 +231,7 @@ def row(result: Result) -> list[str]:
 
 def show(harness: Harness, results: Sequence[Result]) -> str:
     """Return the table."""
-    return f"{report.columns(TITLES, list(map(row, results)), left=3)}\nlate: no error within {SURVIVOR_SECONDS:g} s"
+    return f"{columns(TITLES, list(map(row, results)), left=3)}\nlate: no error within {SURVIVOR_SECONDS:g} s"
 
 
 def entries(harness: Harness) -> list[dict[str, Any]]:

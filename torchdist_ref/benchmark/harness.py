@@ -1,26 +1,150 @@
-"""Harness of all benchmarks: it starts ranks, shows their progress, keeps their results and writes the report.
+"""Harness of all benchmarks: it reads the settings, starts ranks, shows progress, keeps results and writes the report.
 
-A command is a module with its `OPTIONS` and three functions: ``run(harness)`` measures, with `Harness.run`; what each
-rank runs reports headings, numbers and results. ``show(harness, results)`` returns the tables of results, and
-``entries(harness)`` the list for the JSON file. If there is a ``finish(harness)``, it draws pictures at the end.
+A command is a module with its `OPTIONS` and two functions. ``run(harness)`` measures, with `Harness.run`; what each
+rank runs reports headings, numbers and results. ``show(harness, results)`` returns the tables of results. A command may
+also have ``entries(harness)``, the list for the JSON file, and ``finish(harness)``, which draws pictures at the end.
 `checkouts` replaces `Harness.run` by one on several checkouts.
 
-Do not add here: what is measured.
+Each option of a command names its default, its help, and a function that checks what was typed.
+
+Ranks of an older library load this file too, since the settings come with their program: what starts ranks is imported
+where it is used. Do not add here: what is measured, or options of one command.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import argparse
+import os
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torchdist_ref.backends.registry import names
-from torchdist_ref.benchmark import competitors, ranks, report
-from torchdist_ref.benchmark.competitors import LeftOut
-from torchdist_ref.benchmark.settings import Settings
+from torchdist_ref.benchmark import competitors, report
+from torchdist_ref.benchmark.rounds import RankContext
 from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
-from torchdist_ref.testing import namespaces
+
+# From the command's name, the option's and what was typed to the setting.
+Check = Callable[[str, str, Any], Any]
+
+
+@dataclass(frozen=True)
+class Option:
+    """Option of a command.
+
+    Attributes:
+        default: Default as it would be typed, whose type is the option's; False for a flag, None for no text.
+        help: Help, to which the default is added.
+        check: Function that returns the setting. Default: as typed.
+        metavar: Form of the value in the help. Default: by its type.
+        alias: Former name, which is still accepted.
+    """
+
+    default: Any
+    help: str
+    check: Check | None = None
+    metavar: str = ""
+    alias: str = ""
+
+    def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
+        """Add the option to a parser."""
+        if self.default is False:
+            names = [f"--{each}" for each in (name, self.alias) if each]
+            parser.add_argument(*names, action="store_true", help=self.help)
+            return
+        kind = str if self.default is None else type(self.default)
+        text = "A,B,..." if name.endswith("s") else name.upper()
+        metavar = self.metavar or {str: text, int: "N", float: "S"}[kind]
+        shown = self.help if self.default is None else f"{self.help} (%(default)s)"
+        parser.add_argument(f"--{name}", default=self.default, type=kind, metavar=metavar, help=shown)
+
+
+class Settings(argparse.Namespace):
+    """Settings of a command by the names of its options, and ``benchmark``, its name."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the settings that are part of a report."""
+        left_out = ("benchmark", "json", "plot")
+        return {name: _plain(value) for name, value in vars(self).items() if name not in left_out}
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting for JSON: of links, their attributes."""
+    return list(map(_plain, value)) if isinstance(value, list | tuple) else getattr(value, "__dict__", value)
+
+
+def checked(options: Mapping[str, Option], typed: argparse.Namespace) -> Settings:
+    """Return the settings for what was typed.
+
+    Raises:
+        ArgumentError: An option has a wrong value.
+    """
+    settings = Settings(**vars(typed))
+    for name, option in options.items():
+        value = getattr(typed, name.replace("-", "_"))
+        if option.check and value is not None:
+            setattr(settings, name.replace("-", "_"), option.check(f"benchmark {typed.benchmark}", f"--{name}", value))
+    return settings
+
+
+def among(known: Iterable[str], separator: str = ",") -> Check:
+    """Return the check of a list of known names.
+
+    >>> among(["reduce", "barrier", "gather"])("benchmark", "--ops", "barrier,reduce")
+    ('barrier', 'reduce')
+    """
+    names = list(known)
+
+    def check(command: str, option: str, text: str) -> tuple[str, ...]:
+        found = tuple(dict.fromkeys(text.split(separator)))
+        if unknown := [name for name in found if name not in names]:
+            raise ArgumentError(explain(command, option, f"among {', '.join(names)}", unknown[0]))
+        return found
+
+    return check
+
+
+def texts(command: str, option: str, text: str) -> tuple[str, ...]:
+    """Split a list."""
+    return tuple(dict.fromkeys(text.split(",")))
+
+
+def numbers(command: str, option: str, text: str) -> tuple[int, ...]:
+    """Split a list of positive numbers, and sort them."""
+    if not all(part.isdigit() and int(part) > 0 for part in text.split(",")):
+        raise ArgumentError(explain(command, option, "positive numbers, with commas between", text))
+    return tuple(sorted(map(int, text.split(","))))
+
+
+def size(command: str, option: str, text: str) -> int:
+    """Return bytes."""
+    return report.parse_size(text)
+
+
+def sizes(command: str, option: str, text: str) -> tuple[int, ...]:
+    """Split a list of sizes in bytes."""
+    return tuple(map(report.parse_size, text.split(",")))
+
+
+def at_least(least: int) -> Check:
+    """Return the check of a number that must not be less."""
+
+    def check(command: str, option: str, number: int) -> int:
+        if number < least:
+            raise ArgumentError(explain(command, option, f"at least {least}", number))
+        return number
+
+    return check
+
+
+def file(command: str, option: str, path: str) -> str:
+    """Check that a file can be written, before minutes of measuring."""
+    target = Path(path)
+    if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise ArgumentError(explain(command, option, "a file that can be written, in a folder that exists", path))
+    return path
 
 
 class Harness:
@@ -56,7 +180,7 @@ class Harness:
 
     def run(
         self,
-        program: ranks.Program,
+        program: Callable[[RankContext], Any],
         world: int,
         extra: int = 0,
         hosts: bool = False,
@@ -76,6 +200,9 @@ class Harness:
         Raises:
             UnsupportedError: This machine has no network namespaces, or this process may not make them.
         """
+        from torchdist_ref.benchmark import ranks
+        from torchdist_ref.testing import namespaces
+
         if mpi:
             ranks.run_mpi_ranks(program, world, self.on_report, extra)
             return []
@@ -93,7 +220,7 @@ class Harness:
                 self.bar.heading(event)
             case int():
                 self.bar.advance()
-            case LeftOut():
+            case competitors.LeftOut():
                 self.note(str(event))
             case _:
                 self.results.append(event)
@@ -114,7 +241,7 @@ class Harness:
         Raises:
             ArgumentError: A name is unknown, or none is left.
         """
-        found, left_out = split(self.settings.backends, forked)
+        found, left_out = competitors.available(self.settings.backends, forked)
         for each in left_out:
             self.note(str(each))
         if not found:
@@ -150,44 +277,9 @@ class Harness:
 
     def entries(self) -> list[Any]:
         """Return the results for the report."""
-        return list(self.command.entries(self))
+        entries = getattr(self.command, "entries", None)
+        return list(entries(self)) if entries else [each.entry() for each in self.results]
 
     def summary(self) -> dict[str, Any]:
         """Return further keys of the report."""
         return {}
-
-
-def split(asked: tuple[str, ...] | list[str], forked: bool = False) -> tuple[list[str], list[LeftOut]]:
-    """Return the names that may run here, and those that can't.
-
-    Args:
-        asked: Names as in ``--backends``.
-        forked: Whether ranks are forked in any case, so that those of MPI can't be had.
-
-    Raises:
-        ArgumentError: A name is unknown.
-
-    >>> split(["ref", "torch:gloo"])
-    (['ref', 'torch:gloo'], [])
-    """
-    out = [LeftOut(name, reason) for name in dict.fromkeys(asked) if (reason := _obstacle(name, forked))]
-    return [name for name in dict.fromkeys(asked) if name not in {each.name for each in out}], out
-
-
-def _obstacle(name: str, forked: bool) -> str:
-    if name == "torch:gloo":
-        return "" if competitors.torch_has_gloo() else "this torch was built without Gloo"
-    package = competitors.UNDER_MPIEXEC.get(name)
-    if package and importlib.util.find_spec(package) is None:
-        return f"needs the package {package}: pip install 'torchdist_ref[mpi]'"
-    if package and forked:
-        return "this benchmark forks its ranks, and MPI's are started by mpiexec"
-    if package and not ranks.find_mpiexec():
-        return "no mpiexec was found, which has to start the ranks"
-    others = (competitors.MPI4PY, competitors.REGISTERED)
-    if name in (*names(), *others):
-        return ""
-    if package:
-        return "this version of torchdist_ref has no such backend yet"
-    expected = f"among {', '.join(dict.fromkeys([*names(), others[1], *competitors.UNDER_MPIEXEC, 'torch:gloo']))}"
-    raise ArgumentError(explain("benchmark", "--backends", expected, name))

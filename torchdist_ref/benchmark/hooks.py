@@ -16,21 +16,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchdist_ref.backends import registry
-from torchdist_ref.benchmark import competitors, hooks_pictures, hooks_results, hooks_watch, report
+from torchdist_ref.benchmark import competitors, hooks_pictures, hooks_results, hooks_watch
+from torchdist_ref.benchmark.harness import Harness, Option, Settings, among, at_least, file, texts
 from torchdist_ref.benchmark.hooks_results import HookResult, select
 from torchdist_ref.benchmark.hooks_tasks import CONTESTANTS, LOCAL_STEPS, TASKS, missing
 from torchdist_ref.benchmark.hooks_watch import FAST, BenchmarkLink, Span, Trainee, counted
-from torchdist_ref.benchmark.rounds import RankContext, take_turns
-from torchdist_ref.benchmark.settings import Option, Settings, among, at_least, file, texts
-from torchdist_ref.benchmark.timing import Times, durations
+from torchdist_ref.benchmark.rounds import RankContext, Times, durations, take_turns
 from torchdist_ref.errors import ArgumentError, explain
-
-if TYPE_CHECKING:
-    from torchdist_ref.benchmark.harness import Harness
 
 # Steps of a turn: events of every few steps happen in each turn.
 TURN_STEPS = LOCAL_STEPS
@@ -120,8 +117,8 @@ def _result(context: RankContext, trainee: Trainee, record: TraineeRecord, where
         context.world,
         parameters=sum(parameter.numel() for parameter in trainee.model.parameters()),
         expected_bytes=trainee.expected_bytes(),
-        sent_bytes=sum(sent) / len(sent),
-        wire_bytes=sum(wire) / len(wire) / TURN_STEPS if any(wire) else None,
+        sent_bytes=fmean(sent),
+        wire_bytes=fmean(wire) / TURN_STEPS if any(wire) else None,
         error=_mean([each.errors[1:] for each in records]),
         seconds=durations([each.times for each in records]),
         losses=_mean([each.losses for each in records]),
@@ -131,7 +128,7 @@ def _result(context: RankContext, trainee: Trainee, record: TraineeRecord, where
 
 
 def _mean(columns: Sequence[Sequence[float]]) -> list[float]:
-    return [sum(row) / len(row) for row in zip(*columns, strict=True)]
+    return list(map(fmean, zip(*columns, strict=True)))
 
 
 def run(harness: Harness) -> None:
@@ -192,6 +189,5 @@ def finish(harness: Harness) -> None:
     if settings.timeline:
         hooks_pictures.write_timelines(settings.timeline, harness.results)
         print(f"wrote {settings.timeline}")
-    if settings.plot and report.matplotlib_available():
+    if settings.plot:
         hooks_pictures.plot(settings.plot, harness.results)
-        print(f"wrote {settings.plot}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchdist_ref.benchmark.hooks_results import HookResult, select
 from torchdist_ref.benchmark.hooks_watch import Span
-from torchdist_ref.benchmark.report import save, style
+from torchdist_ref.benchmark.report import Panel, draw
 from torchdist_ref.schedules import drawing
 from torchdist_ref.schedules.drawing import BLUE, GREY, ORANGE, duration
 
@@ -40,20 +40,11 @@ def plot(path: str, results: Sequence[HookResult]) -> None:
         path: File to write.
         results: Results to show.
     """
-    from matplotlib.figure import Figure
-
     kinds = dict.fromkeys((result.task, result.backend) for result in results)
-    rows = [list(_panels(select(results, task=task, backend=backend))) for task, backend in kinds]
-    columns = max(map(len, rows))
-    with style():
-        figure = Figure(figsize=(4.6 * columns, 4.0 * len(rows)), layout="constrained")
-        for number, row in enumerate(rows):
-            for column, (panel, found) in enumerate(row, 1):
-                panel(figure.add_subplot(len(rows), columns, number * columns + column), found)
-        save(figure, path)
+    draw(path, [list(_panels(select(results, task=task, backend=backend))) for task, backend in kinds], (4.6, 4.0))
 
 
-def _panels(results: Sequence[HookResult]) -> Iterator[tuple[Any, Sequence[HookResult]]]:
+def _panels(results: Sequence[HookResult]) -> Iterator[Panel]:
     yield times, results
     yield errors, results
     for link in dict.fromkeys(result.link for result in results):

@@ -1,7 +1,7 @@
 """Training under observation: one model with one hook on one rank, its bytes, its errors, its timeline, and the link.
 
-Both observers take the place of something that DDP calls, record, and forward: `SentBytes` of the backend, `Spans` of
-the reducer's exchange. Neither changes a computation. A hook's error is measured outside of it, by a second backward
+Bytes and calls are those of the group's recorder. `Spans` also takes the place of the reducer's exchange, records, and
+forwards. Neither changes a computation. A hook's error is measured outside of it, by a second backward
 pass without DDP, so that a hook cannot look better than it is.
 
 Links: ``fast`` is the one of a backend on one host: shared memory for ``ref``, the loopback for ``gloo``. A rate such
@@ -13,7 +13,7 @@ marked as modeled.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,20 +25,17 @@ from torch import Tensor
 
 from torchdist_ref import groups
 from torchdist_ref.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torchdist_ref.backends.base import Backend, BackendWrapper
 from torchdist_ref.benchmark.hooks_tasks import Batch, Contestant, Task
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.benchmark.ranks import HOSTS
-from torchdist_ref.calls import Call
 from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
 from torchdist_ref.optim import PostLocalSGDOptimizer
 from torchdist_ref.parallel import DistributedDataParallel
-from torchdist_ref.recorder import CallRecord, Recorder
+from torchdist_ref.recorder import CallRecord
 from torchdist_ref.testing import namespaces
 
 if TYPE_CHECKING:
     from torchdist_ref.parallel.bucket import LaunchedBucket
-    from torchdist_ref.work import Work
 
 Span = tuple[str, str, float, float]
 # MiB. Several buckets even in a small model, so that computation and communication can overlap.
@@ -121,30 +118,22 @@ def sent_by(table: str, interface: str) -> int:
     return int(line.partition(":")[2].split()[8])
 
 
-class SentBytes(BackendWrapper):
-    """Backend that counts the bytes of its calls, and submits them to another.
-
-    The convention is that of nccl-tests' bus bandwidth: the bytes that a rank has to send at the least for the
-    operation, with any algorithm. So the figure is the same on every backend and link.
+class CountedBytes:
+    """Bytes of a group's calls, as `counted` counts them.
 
     Attributes:
-        sent: Bytes of this rank so far.
+        sent: Bytes of this rank.
     """
 
-    def __init__(self, backend: Backend, world: int) -> None:
-        super().__init__(backend)
-        self.sent, self._world = 0.0, world
-
-    def submit(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
-        """Count, and submit."""
-        whole = max(sum(tensor.nbytes for tensor in side) for side in (inputs, outputs))
-        self.sent += whole * OPERATIONS[call.op].factor(self._world)
-        return self.wrapped.submit(call, inputs, outputs, wait)
+    sent = 0.0
 
 
 @contextmanager
-def counted(group: Any) -> Iterator[SentBytes]:
-    """Count the bytes of a group's calls while this is open.
+def counted(group: Any) -> Iterator[CountedBytes]:
+    """Count the bytes of a group's calls in this block; the result has them after it.
+
+    The convention is that of nccl-tests' bus bandwidth: the bytes that a rank has to send at the least for the
+    operation, with any algorithm. So the figure is the same on every backend and link.
 
     >>> import torch, torchdist_ref as dist
     >>> from torchdist_ref.testing import run
@@ -157,12 +146,15 @@ def counted(group: Any) -> Iterator[SentBytes]:
     >>> run(program, 4)[0] == 2 * 3 / 4 * 4000 + 3 * 4000
     True
     """
-    backend = group.backend
-    group.backend = counter = SentBytes(backend, group.size())
-    try:
-        yield counter
-    finally:
-        group.backend = backend
+    counter, begin = CountedBytes(), perf_counter()
+    yield counter
+    calls = calls_since(group, begin)
+    counter.sent = sum(each.nbytes * OPERATIONS[each.call.op].factor(group.size()) for each in calls)
+
+
+def calls_since(group: Any, begin: float) -> list[CallRecord]:
+    """Return a group's calls that began after a moment and have ended, as its recorder keeps them."""
+    return [record for record in group.recorder if record.start >= begin]
 
 
 class Spans:
@@ -204,12 +196,7 @@ class Spans:
 
     def __exit__(self, *_: object) -> None:
         self._model.reducer.use(self._inner)
-        self._calls = [record for record in self._recorder if record.start >= self._entered]
-
-    @property
-    def _recorder(self) -> Recorder:
-        recorder: Recorder = self._model.process_group.recorder
-        return recorder
+        self._calls = calls_since(self._model.process_group, self._entered)
 
     @contextmanager
     def part(self, what: str) -> Iterator[None]:

@@ -4,7 +4,7 @@ The work of each rank is a formula (`work`), in blocks of one rank's part of the
 the same tensor kernels that a backend would use, in the backend's windows, over a shared staging buffer (`Stages`) or
 over tensors in shared memory (`Tensors`: registered buffers). Ranks do not wait for one another, so the result is
 garbage and the time is a bound. It is one more contestant; where ranks outnumber processors, its time is the processor
-time of all ranks (see `timing.shared_out`). Below some 64 KiB the bound is the cost of calling torch from Python, not
+time of all ranks (see `rounds.shared_out`). Below some 64 KiB the bound is the cost of calling torch from Python, not
 of memory.
 
 Ranks of an older library load this file too: use the library's public API alone.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.benchmark.operations import ROOT, Buffers, Make, MeasuredOperation
-from torchdist_ref.benchmark.timing import LINE_BYTES, Action
+from torchdist_ref.benchmark.rounds import LINE_BYTES, Action
 
 Work = tuple[tuple[str, int], ...]
 # Elements of a block, where in it a window begins, and how many it has.

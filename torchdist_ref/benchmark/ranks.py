@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 
 import torchdist_ref
 from torchdist_ref import processes
-from torchdist_ref.benchmark import started_rank
-from torchdist_ref.benchmark.rounds import CONNECTED, EVERYONE, REPORT, ParentAddress, RankContext, segment_bytes
+from torchdist_ref.benchmark import competitors, started_rank
+from torchdist_ref.benchmark.rounds import EVERYONE, HUB, JOIN, REPORT, ParentAddress, RankContext, segment_bytes
 from torchdist_ref.errors import DistBackendError
 from torchdist_ref.testing import namespaces, run
 
@@ -37,6 +37,8 @@ OnReport = Callable[[int, Any], None]
 DAY_SECONDS = 86_400.0
 TERMINATE_SECONDS = 5.0
 HOSTS = 2
+# Number of a rank that has not sent its own yet.
+UNKNOWN = -1
 
 
 def _ignore(side: int, event: Any) -> None:
@@ -121,7 +123,7 @@ def start_child(
     """Start the ranks of one side from a checkout; they have ended when the block ends."""
     folder = os.path.join(address.folder, str(side))
     Path(folder, started_rank.TASK).write_bytes(pickle.dumps((str(checkout), address, side, program)))
-    launcher = [find_mpiexec(), "-n", str(address.world)] if mpi else []
+    launcher = [competitors.find_mpiexec(), "-n", str(address.world)] if mpi else []
     environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": "1"}
     # -P keeps the folder of the script off the path.
     command = [*launcher, sys.executable, "-P", started_rank.__file__, folder, *(["mpi"] if mpi else [])]
@@ -133,66 +135,56 @@ def start_child(
         child.terminate(TERMINATE_SECONDS)
 
 
-def find_mpiexec() -> str:
-    """Return the path of MPI's launcher, beside this Python or on the path; empty if there is none."""
-    beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
-    return beside if os.access(beside, os.X_OK) else shutil.which("mpiexec") or ""
-
-
 @contextmanager
 def hub(world: int, on_report: OnReport, extra: int = 0, sides: int = 1) -> Iterator[ParentAddress]:
     """Serve ranks until the block ends, when they have ended: yield the address to which they connect."""
-    down, up = ([Pipe(duplex=False) for _ in range(world * sides)] for _ in range(2))
     stopped, stop = Pipe(duplex=False)
     memory = os.memfd_create("torchdist_ref", os.MFD_CLOEXEC)
     os.ftruncate(memory, sides * segment_bytes(world, extra))
-    thread = threading.Thread(target=_serve, args=(down, up, stopped, world, on_report), name="benchmark hub")
-    with tempfile.TemporaryDirectory(prefix="torchdist_ref-") as folder:
+    with tempfile.TemporaryDirectory(prefix="torchdist_ref-") as folder, socket.socket(socket.AF_UNIX) as listener:
         for side in range(sides):
             os.mkdir(os.path.join(folder, str(side)))
-        ends = [(reads.fileno(), writes.fileno()) for (reads, _), (_, writes) in zip(down, up, strict=True)]
+        listener.bind(os.path.join(folder, HUB))
+        listener.listen(world * sides)
+        arguments = (listener, stopped, world, sides, on_report)
+        thread = threading.Thread(target=_serve, args=arguments, name="benchmark hub")
         thread.start()
         try:
-            yield ParentAddress(os.getpid(), folder, world, sides, extra, memory, ends)
+            yield ParentAddress(os.getpid(), folder, world, sides, extra, memory)
         finally:
             stop.send(None)
             thread.join()
-            for end in (stopped, stop, *(end for pair in (*down, *up) for end in pair)):
-                end.close()
+            stopped.close()
+            stop.close()
             os.close(memory)
 
 
-Pipes = Sequence[tuple[Connection, Connection]]
-
-
-def _serve(down: Pipes, up: Pipes, stopped: Connection, world: int, on_report: OnReport) -> None:
-    """Pass on reports, and answer exchanges that are complete, until stopped and no message is left."""
-    readers = {reads: number for number, (reads, _) in enumerate(up)}
+def _serve(listener: socket.socket, stopped: Connection, world: int, sides: int, on_report: OnReport) -> None:
+    """Accept ranks, pass on reports, and answer exchanges that are complete, until stopped and no message is left."""
+    numbers: dict[Any, int] = {}
     values: defaultdict[range, dict[int, Any]] = defaultdict(dict)
-    while (ready := wait([stopped, *readers])) != [stopped]:
-        for reader in ready:
-            if reader is stopped:
-                continue
-            assert isinstance(reader, Connection)
-            number = readers[reader]
+    while (ready := wait([stopped, listener, *numbers])) != [stopped]:
+        if listener in ready:
+            numbers[Connection(listener.accept()[0].detach())] = UNKNOWN
+        for each in numbers.keys() & set(ready):
             try:
-                kind, value = reader.recv()
+                kind, value = each.recv()
             except (EOFError, OSError):
-                del readers[reader]
+                del numbers[each]
+                each.close()
                 continue
-            if kind == REPORT:
-                _handle(on_report, number // world, value)
-            elif kind == CONNECTED:
-                # With these open, the end of the rank would go unnoticed here.
-                down[number][0].close()
-                up[number][1].close()
+            if kind == JOIN:
+                numbers[each] = value
+            elif kind == REPORT:
+                _handle(on_report, numbers[each] // world, value)
             else:
-                first = number // world * world
-                members = range(len(up)) if kind == EVERYONE else range(first, first + world)
-                values[members][number] = value
+                first = numbers[each] // world * world
+                members = range(world * sides) if kind == EVERYONE else range(first, first + world)
+                values[members][numbers[each]] = value
                 if len(values[members]) == len(members):
-                    _answer([down[member][1] for member in members], [values[members][each] for each in members])
-                    del values[members]
+                    _answer([each for each, number in numbers.items() if number in members], values.pop(members))
+    for connection in numbers:
+        connection.close()
 
 
 def _handle(on_report: OnReport, side: int, event: Any) -> None:
@@ -203,8 +195,9 @@ def _handle(on_report: OnReport, side: int, event: Any) -> None:
         logging.getLogger("torchdist_ref.benchmark").exception("could not show %r", event)
 
 
-def _answer(ranks: Sequence[Connection], values: Sequence[Any]) -> None:
+def _answer(ranks: Sequence[Any], values: Mapping[int, Any]) -> None:
+    """Send all values to each rank, in rank order."""
     for rank in ranks:
         # A rank that has ended is reported by whatever started it.
         with suppress(OSError):
-            rank.send(values)
+            rank.send([values[number] for number in sorted(values)])

@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
 
 SCHEMA = 2
+Panel = tuple[Callable[[Any, Any], None], Any]
 _PACKAGES = ("torch", "torchdist_ref", "numpy", "mpi4py")
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(i?B)?", re.IGNORECASE)
@@ -176,12 +177,27 @@ class ProgressBar:
         self._bar.update(self._task, advance=steps, description=f"{self.text} {text}", refresh=True)
 
 
-def matplotlib_available() -> bool:
-    """Return whether plots can be drawn; print a line if not."""
-    found = importlib.util.find_spec("matplotlib") is not None
-    if not found:
+def draw(path: str, rows: Sequence[Sequence[Panel]], size: tuple[float, float]) -> None:
+    """Write a figure with rows of panels as SVG; equal panels give equal files. Without matplotlib, print that instead.
+
+    Args:
+        path: File to write.
+        rows: Panels: a function of axes and results, and the results.
+        size: Width and height of a panel, in inches.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
         print("no plot: matplotlib is not installed (pip install matplotlib)")
-    return found
+        return
+    from matplotlib.figure import Figure
+
+    across = max(map(len, rows), default=1)
+    with style():
+        figure = Figure(figsize=(size[0] * across, size[1] * max(1, len(rows))), layout="constrained")
+        for number, row in enumerate(rows):
+            for column, (panel, results) in enumerate(row, 1):
+                panel(figure.add_subplot(len(rows), across, number * across + column), results)
+        save(figure, path)
+    print(f"wrote {path}")
 
 
 @contextmanager

@@ -11,18 +11,13 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as torch_distributed
 
-from torchdist_ref.benchmark import report
-from torchdist_ref.benchmark.report import show_millis, show_number
-from torchdist_ref.benchmark.rounds import RankContext, Result, library, take_turns
-from torchdist_ref.benchmark.settings import Option, Settings, at_least, numbers, texts
-from torchdist_ref.benchmark.timing import durations
-
-if TYPE_CHECKING:
-    from torchdist_ref.benchmark.harness import Harness
+from torchdist_ref.benchmark.harness import Harness, Option, Settings, at_least, numbers, texts
+from torchdist_ref.benchmark.report import columns, show_millis, show_number
+from torchdist_ref.benchmark.rounds import RankContext, Result, durations, library, take_turns
 
 HOST = "127.0.0.1"
 INIT, CYCLE = "init", "init and destroy"
@@ -87,7 +82,7 @@ def show(harness: Harness, results: Sequence[Result]) -> str:
         + [show_number(each.ratio(against, name)) for name in others]
         for each in results
     ]
-    return report.columns(titles, rows)
+    return columns(titles, rows)
 
 
 def entries(harness: Harness) -> list[dict[str, Any]]:

@@ -14,18 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as torch_distributed
 
-from torchdist_ref.benchmark import report
-from torchdist_ref.benchmark.report import show_micros, show_number
-from torchdist_ref.benchmark.rounds import RankContext, Result, library, take_turns
-from torchdist_ref.benchmark.settings import Option, Settings, at_least, numbers
-from torchdist_ref.benchmark.timing import Action, durations
-
-if TYPE_CHECKING:
-    from torchdist_ref.benchmark.harness import Harness
+from torchdist_ref.benchmark.harness import Harness, Option, Settings, at_least, numbers
+from torchdist_ref.benchmark.report import columns, show_micros, show_number
+from torchdist_ref.benchmark.rounds import Action, RankContext, Result, durations, library, take_turns
 
 HOST = "127.0.0.1"
 VALUE = b"sixteen bytes..."
@@ -234,5 +229,5 @@ def show(harness: Harness, results: Sequence[Result]) -> str:
             cells += [show_number(1 / each.median(side)) for side in SIDES]
             rates.append([*cells, show_number(each.ratio(TORCH, OURS)), show_number(each.ratio(OURS, ECHO))])
     titles = ["", "clients", *(f"{side} /s" for side in SIDES), f"rate / {TORCH}", f"time / {ECHO}"]
-    below = report.columns(["", "clients", f"{OURS} us", f"{TORCH} us", f"time / {TORCH}"], barriers)
-    return f"{report.columns(titles, rates)}\n\ntorch's set is not acknowledged; ours is.\n\n{below}"
+    below = columns(["", "clients", f"{OURS} us", f"{TORCH} us", f"time / {TORCH}"], barriers)
+    return f"{columns(titles, rates)}\n\ntorch's set is not acknowledged; ours is.\n\n{below}"
