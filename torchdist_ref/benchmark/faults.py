@@ -21,14 +21,12 @@ from typing import Any
 
 import torch
 
-from torchdist_ref import groups
+from torchdist_ref import errors, groups, testing
 from torchdist_ref.benchmark import competitors, ranks
 from torchdist_ref.benchmark.harness import Harness, Option, among, at_least, size, texts
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.benchmark.report import columns, show_millis
 from torchdist_ref.benchmark.rounds import Action, RankContext, Result
-from torchdist_ref.errors import MismatchError
-from torchdist_ref.testing import RankError
 
 # Seconds in which survivors repeat their call, and wait for each other. Less than the grace of `testing.run`.
 SURVIVOR_SECONDS = 2.0
@@ -68,7 +66,7 @@ def death(backend: str, op: str, nbytes: int, world: int, busy: bool, seed: int)
     try:
         program = partial(_until_death, backend=backend, op=op, nbytes=nbytes, busy=busy, seed=seed)
         ranks.run_ranks(program, world, lambda side, when: killed.append(when))
-    except RankError as error:
+    except testing.RankError as error:
         if not killed or error.rank != world - 1:
             raise
         ends = [error.outcomes[rank].value if rank in error.outcomes else None for rank in range(world - 1)]
@@ -115,13 +113,13 @@ def _action(competitor: competitors.Competitor, context: RankContext, op: str, n
     return action
 
 
-def _call_until_error(action: Action, errors: tuple[type[BaseException], ...] = (RuntimeError,)) -> float | None:
+def _call_until_error(action: Action, expected: tuple[type[BaseException], ...] = (RuntimeError,)) -> float | None:
     """Call repeatedly, since some backends' calls return although a rank is missing; return the time of the error."""
     end = perf_counter() + SURVIVOR_SECONDS
     try:
         while perf_counter() < end:
             action()
-    except errors:
+    except expected:
         return perf_counter()
     return None
 
@@ -153,7 +151,7 @@ def _mismatch(context: RankContext, backend: str, kind: str, trials: int) -> lis
         begin = perf_counter()
         try:
             MISMATCHES[kind](context.rank)
-        except MismatchError:
+        except errors.MismatchError:
             times.append(perf_counter() - begin)
         else:
             raise AssertionError("ranks made different calls and got no error")

@@ -23,14 +23,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchdist_ref import groups
+from torchdist_ref import groups, optim, parallel
 from torchdist_ref.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torchdist_ref.benchmark.hooks_tasks import Batch, Contestant, Task
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.benchmark.ranks import HOSTS
 from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
-from torchdist_ref.optim import PostLocalSGDOptimizer
-from torchdist_ref.parallel import DistributedDataParallel
 from torchdist_ref.recorder import CallRecord
 from torchdist_ref.testing import namespaces
 
@@ -153,7 +151,7 @@ def counted(group: Any) -> Iterator[CountedBytes]:
 
 
 def calls_since(group: Any, begin: float) -> list[CallRecord]:
-    """Return a group's calls that began after a moment and have ended, as its recorder keeps them."""
+    """Return a group's calls that began after a moment and have ended; at most as many as its recorder keeps, 1,024."""
     return [record for record in group.recorder if record.start >= begin]
 
 
@@ -181,7 +179,7 @@ class Spans:
      ('calls', 'all_reduce, 12 bytes')]
     """
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    def __init__(self, model: parallel.DistributedDataParallel) -> None:
         self._model = model
         self._inner = model.reducer.exchange
         self._parts: list[tuple[str, float, float]] = []
@@ -271,7 +269,7 @@ class Trainee:
 
     def __init__(self, task: Task, contestant: Contestant, group: Any = None) -> None:
         self.task, self.contestant = task, contestant
-        self.model = DistributedDataParallel(task.model(), process_group=group, bucket_cap_mb=BUCKET_MIB)
+        self.model = parallel.DistributedDataParallel(task.model(), process_group=group, bucket_cap_mb=BUCKET_MIB)
         self.group = self.model.process_group
         contestant.hook.register(self.model, self.group)
         self._own_optimizer = task.optimizer(self.model)
@@ -284,7 +282,7 @@ class Trainee:
         """Return the optimizer, which also averages the models after every so many steps, if the hook has that."""
         if not every:
             return self._own_optimizer
-        return PostLocalSGDOptimizer(self._own_optimizer, PeriodicModelAverager(every, every - 1, self.group))
+        return optim.PostLocalSGDOptimizer(self._own_optimizer, PeriodicModelAverager(every, every - 1, self.group))
 
     def batch(self) -> Batch:
         """Return the next batch, another one at each call."""
