@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import compileall
 import contextlib
+import gc
 import importlib
 import os
 import runpy
@@ -37,7 +38,7 @@ RUNS_AT_ONCE = 3
 # Tests that run without a fault at first.
 CONTROL = "tests/stores/test_prefix.py tests/parallel/test_bucketing.py"
 # Loaded once, before the forks. Pytest's plugins are not: pytest must load them itself.
-PRELOADED = ("torch", "torch.distributed", "torch.nn.parallel", "hypothesis.strategies", "pytest")
+PRELOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "hypothesis.strategies", "pytest")
 PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")
 
 
@@ -66,7 +67,7 @@ class Run:
         return self.started + LIMIT - time.monotonic()
 
     def end(self) -> tuple[str, float]:
-        """Kill what is left of the group, and say how the tests noticed the fault, empty if they did not; and the CPU seconds.
+        """Kill what is left of the group; return how the tests noticed, empty if they did not, and the CPU seconds.
 
         Raises:
             RuntimeError: Pytest could not do its work.
@@ -190,6 +191,8 @@ def preload() -> None:
         importlib.import_module(name)
     del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
     assert "torchdist_ref" not in sys.modules
+    # What is loaded stays: collections in the forks need not visit it.
+    gc.freeze()
 
 
 def main(words: str = "") -> int:
