@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks 
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchdist_ref as dist
+from tests.covering import covering
 from tests.parallel.training import batch, build, forked
 from tests.torchs_world import start_torch
 from torchdist_ref.algorithms.ddp_comm_hooks import (
@@ -171,11 +172,12 @@ def sharded(rank: int, way: str, shard: bool, kind: str, idle: int = 2, **kw: An
     return states(model), states(plain.module), len(zero.optim.state)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("way", ddp_zero_hook.__all__)
-@pytest.mark.parametrize("backend", ["ref", "gloo"])
+CASES = covering(["ref", "gloo"], ddp_zero_hook.__all__, [False, True], list(KINDS), together=2)
+
+
+@pytest.mark.parametrize(("backend", "way", "shard", "kind"), CASES)
 def test_sharded_steps_inside_backward_equal_steps_after_it(way: str, shard: bool, kind: str, backend: str) -> None:
+    """CI has each pair of values."""
     # Two ranks, where a half is exact, whether DDP multiplies by it or the hook divides.
     outcomes = run(sharded, 2, way, shard, kind, backend=backend)
     assert all(torch.equal(found, wanted) for found, wanted, _ in outcomes)

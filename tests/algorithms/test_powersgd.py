@@ -215,8 +215,8 @@ def large(rank: int, path: str, r: int) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-# Some 2 s each: torch's DDP and hook take their time.
-@pytest.mark.parametrize("r", [1, 2, 4])
+# Some 2 s each: torch's DDP and hook take their time. The test of twenty steps has rank 2 in CI.
+@pytest.mark.parametrize("r", [1, pytest.param(2, marks=pytest.mark.long), 4])
 def test_large_layers_equal_torchs(r: int, tmp_path: Path) -> None:
     for wanted, found in forked(large, 2, str(tmp_path / "meet"), r):
         # The bits of products depend on where in memory their operands begin; 20 steps amplify that to 4e-6.
@@ -269,7 +269,7 @@ def by_products(rank: int, products: Products, r: int) -> tuple[Tensor, int]:
 
 
 # With one column, bits depend on the addresses of matrices, which differ from run to run.
-@pytest.mark.parametrize("r", [2, 3, 4])
+@pytest.mark.parametrize("r", [pytest.param(2, marks=pytest.mark.long), 3, 4])
 def test_training_with_straight_and_blocked_products_has_the_same_bits(r: int) -> None:
     straight, blocked = (run(by_products, 2, products, r, ranks="processes") for products in (STRAIGHT, BLOCKED))
     for (wanted, large), (found, _) in zip(straight, blocked, strict=True):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,10 +18,18 @@ CASES = [
     for op in ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
     for algorithm in catalogue.algorithms(op)
 ]
+# All ranks are threads of this process.
+expected = functools.cache(fill)
 
 
+def data(*args: Any) -> torch.Tensor:
+    """Return a copy, so that a call that writes its input is noticed."""
+    return expected(*args).clone()
+
+
+@functools.cache
 def total(size: int, count: int, shift: int = 0) -> torch.Tensor:
-    return torch.stack([fill(r + shift, (count,), torch.int64) for r in range(size)]).sum(0)
+    return torch.stack([expected(r + shift, (count,), torch.int64) for r in range(size)]).sum(0)
 
 
 def check(rank: int, op: str, size: int) -> None:
@@ -28,51 +39,51 @@ def check(rank: int, op: str, size: int) -> None:
 
 
 def check_all_reduce(rank: int, size: int, count: int, root: int) -> None:
-    tensor = fill(rank, (count,), torch.int64)
+    tensor = data(rank, (count,), torch.int64)
     dist.all_reduce(tensor)
     assert torch.equal(tensor, total(size, count))
 
 
 def check_reduce(rank: int, size: int, count: int, root: int) -> None:
-    tensor = fill(rank, (count,), torch.int64)
+    tensor = data(rank, (count,), torch.int64)
     dist.reduce(tensor, root)
     assert rank != root or torch.equal(tensor, total(size, count))
 
 
 def check_broadcast(rank: int, size: int, count: int, root: int) -> None:
-    tensor = fill(rank, (count,))
+    tensor = data(rank, (count,))
     dist.broadcast(tensor, root)
-    assert torch.equal(tensor, fill(root, (count,)))
+    assert torch.equal(tensor, expected(root, (count,)))
 
 
 def check_all_gather(rank: int, size: int, count: int, root: int) -> None:
     outputs = [torch.zeros(count) for _ in range(size)]
-    dist.all_gather(outputs, fill(rank, (count,)))
-    assert all(torch.equal(outputs[r], fill(r, (count,))) for r in range(size))
+    dist.all_gather(outputs, data(rank, (count,)))
+    assert all(torch.equal(outputs[r], expected(r, (count,))) for r in range(size))
 
 
 def check_gather(rank: int, size: int, count: int, root: int) -> None:
     outputs = [torch.zeros(count) for _ in range(size)] if rank == root else None
-    dist.gather(fill(rank, (count,)), outputs, root)
-    assert outputs is None or all(torch.equal(outputs[r], fill(r, (count,))) for r in range(size))
+    dist.gather(data(rank, (count,)), outputs, root)
+    assert outputs is None or all(torch.equal(outputs[r], expected(r, (count,))) for r in range(size))
 
 
 def check_scatter(rank: int, size: int, count: int, root: int) -> None:
     tensor = torch.zeros(count)
-    dist.scatter(tensor, [fill(r + 9, (count,)) for r in range(size)] if rank == root else None, root)
-    assert torch.equal(tensor, fill(rank + 9, (count,)))
+    dist.scatter(tensor, [data(r + 9, (count,)) for r in range(size)] if rank == root else None, root)
+    assert torch.equal(tensor, expected(rank + 9, (count,)))
 
 
 def check_reduce_scatter(rank: int, size: int, count: int, root: int) -> None:
     output = torch.zeros(count, dtype=torch.int64)
-    dist.reduce_scatter(output, [fill(rank + 7 * block, (count,), torch.int64) for block in range(size)])
+    dist.reduce_scatter(output, [data(rank + 7 * block, (count,), torch.int64) for block in range(size)])
     assert torch.equal(output, total(size, count, 7 * rank))
 
 
 def check_all_to_all(rank: int, size: int, count: int, root: int) -> None:
     outputs = [torch.zeros(count) for _ in range(size)]
-    dist.all_to_all(outputs, [fill(rank + 5 * target, (count,)) for target in range(size)])
-    assert all(torch.equal(outputs[r], fill(r + 5 * rank, (count,))) for r in range(size))
+    dist.all_to_all(outputs, [data(rank + 5 * target, (count,)) for target in range(size)])
+    assert all(torch.equal(outputs[r], expected(r + 5 * rank, (count,))) for r in range(size))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

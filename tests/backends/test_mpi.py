@@ -6,38 +6,50 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import torchdist_ref as dist
+from torchdist_ref.testing import run
+
+CHECKS = ("contract", "other_dtypes", "unequal_blocks", "callbacks", "faults")
 ROOT = Path(__file__).parents[2]
 RANKS = Path(__file__).with_name("mpi_ranks.py")
 # The wheel of the extra `mpi` puts it beside Python.
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 
 
-def started(command: list[str], path: str = "", timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([path, str(ROOT)] if path else [str(ROOT)])}
+def started(command: list[str], timeout: float = 100.0) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
 
 
-# Over a second: each rank is a new interpreter that imports torch.
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("check", ["contract", "other_dtypes", "unequal_blocks", "callbacks", "faults"])
-def test_under_mpiexec(check: str, size: int, tmp_path: Path) -> None:
-    result = started([str(MPIEXEC), "-n", str(size), sys.executable, str(RANKS), check, str(tmp_path)])
+@pytest.fixture(scope="module", params=[2, 4])
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Any]:
+    """Run all checks one after the other on new ranks of MPI; return their number and the outcome."""
+    # Seconds: each rank is a new interpreter that imports torch, and MPI's ranks wait busily.
+    size, folder = request.param, tmp_path_factory.mktemp("mpi")
+    return size, started([str(MPIEXEC), "-n", str(size), sys.executable, str(RANKS), str(folder), *CHECKS])
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_under_mpiexec(check: str, job: tuple[int, Any]) -> None:
+    size, result = job
     # mpiexec may join lines of several ranks.
     wanted = [f"rank {rank} of {size}: {check} passed" for rank in range(size)]
-    assert result.returncode == 0 and all(line in result.stdout for line in wanted), result.stdout + result.stderr
+    assert all(line in result.stdout for line in wanted), result.stdout + result.stderr
+
+
+def test_mpiexec_ends_well(job: tuple[int, Any]) -> None:
+    assert job[1].returncode == 0, job[1].stdout + job[1].stderr
 
 
 ASK = """
 import torchdist_ref as dist
-try:
-    dist.init_process_group("mpi", store=dist.HashStore(), rank=0, world_size=1)
-    print("made")
-    dist.destroy_process_group()
-except dist.UnsupportedError as error:
-    print(error)
+dist.init_process_group("mpi", store=dist.HashStore(), rank=0, world_size=1)
+print("made")
+dist.destroy_process_group()
 """
 
 
@@ -54,10 +66,18 @@ def test_a_single_rank_needs_no_mpiexec() -> None:
     ],
 )
 def test_a_missing_mpi_is_an_error_that_names_the_remedy(module: str, words: str, tmp_path: Path) -> None:
+    def program(rank: int) -> str:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "mpi4py"]:
+            del sys.modules[name]
+        sys.path.insert(0, str(tmp_path))
+        with pytest.raises(dist.UnsupportedError) as caught:
+            dist.init_process_group("mpi", store=dist.HashStore(), rank=0, world_size=1)
+        return str(caught.value)
+
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("")
     (tmp_path / "mpi4py" / "MPI.py").write_text(module)
-    said = started([sys.executable, "-c", ASK], str(tmp_path)).stdout
+    said = run(program, 1, ranks="processes", init=False)[0]
     assert words in said and ("pip install torchdist_ref[mpi]" in said or "thread_level" in said), said
 
 

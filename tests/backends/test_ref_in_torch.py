@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.backends.inside_torch import compared
+from tests.covering import covering
 from torchdist_ref.testing import fill
 
 # The older names of functional collectives are the ones that torch 2.11 has too.
@@ -152,9 +153,9 @@ APART = {ddp_with_half_precision: 1e-2}
 
 
 # Over a second: two groups, on two backends, in more processes than there are cores; dynamo is slow to start.
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("user", USERS, ids=lambda user: user.__name__)
+@pytest.mark.parametrize(("size", "user"), covering((2, 3), list(USERS)), ids=lambda it: getattr(it, "__name__", None))
 def test_torch_on_ref_gives_the_values_of_gloo(user: Any, size: int, tmp_path: Path) -> None:
+    """CI has each user in one of two worlds."""
     for ours, theirs, seen in compared(user, size, str(tmp_path / "meet")):
         assert len(ours) == len(theirs) >= STEPS
         for got, wanted in zip(ours, theirs, strict=True):

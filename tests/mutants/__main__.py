@@ -37,6 +37,8 @@ LIMIT = 120.0
 RUNS_AT_ONCE = 3
 # Tests that run without a fault at first.
 CONTROL = "tests/stores/test_prefix.py tests/parallel/test_bucketing.py"
+# The tests that CI runs.
+MARKS = "not long and not benchmark and not browser"
 # Loaded once, before the forks. Pytest's plugins are not: pytest must load them itself.
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "hypothesis.strategies", "pytest")
 PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")
@@ -120,7 +122,7 @@ def run_pytest(folder: str, tests: str) -> NoReturn:
         os.dup2(output, 2)
         os.chdir(folder)
         forget_project(folder)
-        sys.argv = ["pytest", "-x", "-q", "-p", "no:cacheprovider", "--disable-plugin-autoload"]
+        sys.argv = ["pytest", "-x", "-q", "-m", MARKS, "-p", "no:cacheprovider", "--disable-plugin-autoload"]
         sys.argv += [word for name in PLUGINS for word in ("-p", name)] + split(tests)
         runpy.run_module("pytest", run_name="__main__", alter_sys=True)
     except SystemExit as end:

@@ -6,6 +6,7 @@ local name or moving a function to another file of the folder does not lose it. 
 
 from __future__ import annotations
 
+import functools
 import re
 import tomllib
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ def planted() -> list[Fault]:
     return [Fault(**row) for table in read for row in table["fault"]]
 
 
+@functools.cache
 def tokens(source: str) -> list[Token]:
     """Split source, or a fragment of it, into tokens; white space, comments and trailing commas are dropped."""
     found = [
