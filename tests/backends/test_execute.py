@@ -110,7 +110,7 @@ TURNS = range(MOST_ALGORITHMS)
 
 @pytest.mark.parametrize(("size", "turn"), [*covering((2, 3), TURNS), *covering((5, 4), TURNS)])
 def test_both_executors_give_the_same_bits(size: int, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a second: hundreds of calls by every algorithm, twice. CI has each algorithm in a world of 2 or 4 and one of 3 or 5."""
+    """Over a second: hundreds of calls, twice. CI has each algorithm in a world of 2 or 4 and one of 3 or 5."""
     taken = {op: (known := catalogue.algorithms(op))[turn % len(known)] for op in OPS}
     monkeypatch.setenv("TORCHDIST_REF_ALGORITHM", ",".join(f"{op}={name}" for op, name in taken.items()))
     fast, reference = both(monkeypatch, every_call, size, size, (turn + size) % len(DTYPES))
