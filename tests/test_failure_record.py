@@ -36,6 +36,27 @@ if rank == 1:
 dist.all_reduce(torch.ones(1))
 """
 
+# Rank 1 exits without an exception once rank 0, which fails because of it, has ended.
+EXIT_LAST = """
+import os, select, sys
+from torchdist_ref import failure_record
+from torchdist_ref.errors import RankDiedError
+
+fifo = os.path.join(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]), "..", "pid")
+try:
+    os.mkfifo(fifo)
+except FileExistsError:
+    pass
+if os.environ["RANK"] == "0":
+    open(fifo, "w").write(str(os.getpid()))
+    failure_record.write(RankDiedError("rank 1 died"))
+    sys.exit(1)
+poll = select.poll()
+poll.register(os.pidfd_open(int(open(fifo).read())), select.POLLIN)
+assert poll.poll(30_000), "rank 0 ends at once"
+sys.exit(3)
+"""
+
 
 def recorded(path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> failure_record.FailureRecord | None:
     monkeypatch.setenv(failure_record.ERROR_FILE, str(path))
@@ -101,3 +122,19 @@ def test_launcher_and_survivors_name_the_rank_that_failed_first(tmp_path: Path) 
     survivors = [line for line in result.stderr.splitlines() if "GroupAbortedError: call" in line]
     assert len(survivors) == 2 and all(quoted in line for line in survivors)
     assert result.returncode == 1
+
+
+def test_a_rank_that_exits_later_than_the_ranks_that_it_made_fail_is_named(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(EXIT_LAST)
+    result = subprocess.run(
+        [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node", "2", "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    named = [line for line in result.stderr.splitlines() if line.startswith("torchdist_ref.launch: rank")]
+    assert len(named) == 1 and named[0].startswith("torchdist_ref.launch: rank 1 (process ")
+    assert named[0].endswith(" exited with code 3")
+    assert result.returncode == 3

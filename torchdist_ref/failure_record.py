@@ -3,7 +3,8 @@
 When one rank fails, the others fail soon after it, because of it, and may even end before it. So the order in which
 processes end does not tell which failed first. A rank therefore writes its exception to the file that the variable
 ``TORCHELASTIC_ERROR_FILE`` names, in the format of torch's launchers, before it aborts its groups. An exception that
-another rank has caused is not recorded. Do not add reactions to a failure here: they belong to the launcher.
+another rank has caused is not recorded; for our launcher an empty file marks it. Do not add reactions to a failure
+here: they belong to the launcher.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from types import TracebackType
 from torchdist_ref.errors import GroupAbortedError, RankDiedError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+LAUNCH_ID = "TORCHDIST_REF_LAUNCH_ID"
+"""Variable that our launcher sets in the environment of its workers."""
+_CONSEQUENCE = ".consequence"
 _CAUSED_BY_ANOTHER_RANK = (GroupAbortedError, RankDiedError)
 
 
@@ -52,7 +56,12 @@ def message_of(error: BaseException) -> str:
 def write(error: BaseException) -> None:
     """Record an exception of this rank, unless another rank caused it, an earlier one is recorded, or nobody asked."""
     name = os.environ.get(ERROR_FILE)
-    if not name or _is_caused_by_another_rank(error) or Path(name).exists():
+    if not name or Path(name).exists():
+        return
+    if _is_caused_by_another_rank(error):
+        if LAUNCH_ID in os.environ:
+            with suppress(OSError):
+                Path(name + _CONSEQUENCE).touch()
         return
     stack = "".join(traceback.format_exception(error))
     extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
@@ -79,6 +88,14 @@ def read(path: Path) -> FailureRecord | None:
         return FailureRecord(text, path.stat().st_mtime_ns, stack)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
+
+
+def is_consequence(path: Path) -> bool:
+    """Return whether the rank of a record has ended because of another rank, and remove the mark that says so."""
+    mark = Path(f"{path}{_CONSEQUENCE}")
+    found = mark.exists()
+    mark.unlink(missing_ok=True)
+    return found
 
 
 def on_uncaught(tell: Callable[[BaseException], None]) -> None:

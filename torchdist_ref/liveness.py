@@ -38,7 +38,7 @@ from torchdist_ref.errors import (
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.prefix import WatchedStore
 
-_FAILURE_KEY = "failure"
+_FAILURE_KEY, _GROUP_FAILURE_KEY = "failure", "failure in the group"
 _SAME_TYPE = {kind.__name__: kind for kind in (RankDiedError, RankStalledError)}
 _OF_ALL_RANKS = {kind.__name__: kind for kind in (MismatchError, RendezvousError)}
 """Errors whose message is the same on all ranks."""
@@ -267,18 +267,21 @@ class MemberWatch:
         return failure
 
 
-def read_failure(store: Store, operation: str, members: Sequence[int] | None = None) -> BaseException | None:
+def read_failure(
+    store: Store, operation: str, members: Sequence[int] | None = None, key: str = _FAILURE_KEY
+) -> BaseException | None:
     """Return the error that a member of a meeting has published in its store, or None.
 
     Args:
         store: Store of the meeting.
         operation: Beginning of the message.
         members: Global ranks of all members; None if they are numbered from 0.
+        key: Key of the error.
     """
     try:
-        if not store.check([_FAILURE_KEY]):
+        if not store.check([key]):
             return None
-        rank, kind, text = store.get(_FAILURE_KEY).decode().split("|", 2)
+        rank, kind, text = store.get(key).decode().split("|", 2)
     except RuntimeError:
         # The store is gone, which the wait itself reports.
         return None
@@ -286,6 +289,93 @@ def read_failure(store: Store, operation: str, members: Sequence[int] | None = N
         return _OF_ALL_RANKS[kind](text)
     global_rank = int(rank) if members is None else members[int(rank)]
     return _SAME_TYPE.get(kind, GroupAbortedError)(f"{operation}: rank {global_rank} failed: {text}")
+
+
+class MemberFailures:
+    """Failures of a group's members, for a backend whose own errors name no rank.
+
+    A rank that aborts the group publishes why in the group's store. A rank that is killed cannot; its process is looked
+    for on this host. Nothing is done before a call fails.
+
+    Args:
+        store: Store with a prefix that only the group uses.
+        rank: This rank in the group.
+        members: Global ranks of all members.
+
+    >>> from torchdist_ref.stores import HashStore
+    >>> shared = PrefixStore("group/1", HashStore())
+    >>> MemberFailures(shared, 1, [0, 4]).publish("its program ended with ValueError: no data")
+    >>> MemberFailures(shared, 0, [0, 4]).find("barrier")
+    GroupAbortedError('barrier: rank 4 failed: its program ended with ValueError: no data')
+    """
+
+    def __init__(self, store: Store, rank: int, members: Sequence[int]) -> None:
+        # The waits of a watched store obey the watch over the group's creation, which has ended.
+        self._store = PrefixStore(store.prefix, store.underlying_store) if isinstance(store, WatchedStore) else store
+        self._rank, self._members = rank, tuple(members)
+        self._processes: dict[int, int] = {}
+        self._found: tuple[type[DistBackendError], str] | None = None
+
+    def watch(self, processes: Mapping[int, str]) -> None:
+        """Look for these processes after a failure, by group rank, each as `process_identity` has described it."""
+        for rank, (host, _, pid) in ((rank, text.rpartition("|")) for rank, text in processes.items()):
+            if host == host_identity() and int(pid) != os.getpid():
+                self._processes[rank] = int(pid)
+
+    def publish(self, reason: str) -> None:
+        """Publish why this rank aborts the group, unless another rank's failure made it do so."""
+        if self._found is None:
+            self._bounded(lambda: self._publish(self._rank, GroupAbortedError, reason))
+
+    def find(self, operation: str) -> DistBackendError | None:
+        """Return the error for the member that failed first, if that is known within a tenth of a second.
+
+        Args:
+            operation: Beginning of the message.
+        """
+        if self._found is None:
+            self._bounded(self._look)
+        if self._found is None:
+            return None
+        kind, text = self._found
+        return kind(f"{operation}: {text}")
+
+    def _bounded(self, use_store: Callable[[], None]) -> None:
+        """Use the store for a short time: its host may not answer any more."""
+        thread = threading.Thread(target=use_store, daemon=True)
+        # No thread starts while Python ends.
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            thread.join(_END_SECONDS)
+
+    def _publish(self, rank: int, kind: type[DistBackendError], text: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set(_GROUP_FAILURE_KEY, "", f"{rank}|{kind.__name__}|{text}")
+
+    def _look(self) -> None:
+        deadline = monotonic() + _END_SECONDS
+        while self._found is None and monotonic() < deadline:
+            published = read_failure(self._store, "", self._members, _GROUP_FAILURE_KEY)
+            if isinstance(published, DistBackendError):
+                self._found = type(published), str(published).removeprefix(": ")
+            elif (death := self._death()) is not None:
+                self._found = RankDiedError, death
+            else:
+                sleep(0.002)
+
+    def _death(self) -> str | None:
+        """Return a text on the processes that have ended, after publishing it: this one may end before others look."""
+        with contextlib.closing(PeerProcesses(self._processes)) as processes:
+            if not (dead := processes.dead()):
+                return None
+            endings = [f"rank {self._members[rank]} died ({processes.ending(rank)})" for rank in dead]
+        self._publish(dead[0], RankDiedError, text := "; ".join(endings))
+        return text
+
+
+def process_identity() -> str:
+    """Return a text that names this process among those of all hosts."""
+    return f"{host_identity()}|{os.getpid()}"
 
 
 class Presence:

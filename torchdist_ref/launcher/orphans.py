@@ -23,7 +23,9 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-MARK = "TORCHDIST_REF_LAUNCH_ID"
+from torchdist_ref.failure_record import LAUNCH_ID
+
+MARK = LAUNCH_ID
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
 # A process in an uninterruptible system call (state D) ends later; the launcher does not wait for it.

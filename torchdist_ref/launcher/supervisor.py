@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from torchdist_ref.failure_record import FailureRecord, read
+from torchdist_ref.failure_record import FailureRecord, is_consequence, read
 from torchdist_ref.launcher.worker import LineRelay, Worker, WorkerPlan
 from torchdist_ref.processes import describe_exit, name_ranks, signal_name, signal_socket
 
@@ -26,6 +26,8 @@ from torchdist_ref.processes import describe_exit, name_ranks, signal_name, sign
 _DRAIN_SECONDS = 2.0
 # Time that a reader of the launcher's output has to read something, once the job is to end.
 _READER_SECONDS = 0.5
+# Time from the end of a worker because of another one to the end of that one.
+_CAUSE_SECONDS = 0.5
 # Reads that empty a pipe of the usual capacity, while a process that the worker started may write more.
 _PIPE_READS = 4
 
@@ -88,6 +90,10 @@ def _redirect_to_null(descriptor: int) -> None:
     os.close(null)
 
 
+def _ends_as_consequence(worker: Worker) -> bool:
+    return bool(worker.plan.error_file) and is_consequence(Path(worker.plan.error_file))
+
+
 class Supervisor:
     """Supervisor of one process per plan.
 
@@ -129,6 +135,8 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._deadline: float | None = None
         self._code: int | None = None
+        # Workers that ended because of another one, which still runs.
+        self._consequences: list[Worker] = []
 
     def run(self) -> int:
         """Run all workers until they have ended.
@@ -150,6 +158,7 @@ class Supervisor:
             finally:
                 for worker in self.workers:
                     worker.close()
+                    _ends_as_consequence(worker)
         return self.code
 
     @property
@@ -243,11 +252,23 @@ class Supervisor:
         failed = sorted(
             (worker for worker in ended if worker.process.status), key=lambda w: (w.process.status or 0) > 0
         )
-        if failed and self._code is None:
-            self._forward_rest(failed[0])
-            self._on_failure(failed[0])
+        if self._code is None and (failed or self._consequences):
+            self._on_failed(failed)
         if ended and not self._running():
             self._deadline = time.monotonic() + _DRAIN_SECONDS
+
+    def _on_failed(self, failed: Sequence[Worker]) -> None:
+        """Report the first failure: at once if it is among these, else when the worker that caused these has ended."""
+        causes = [worker for worker in failed if not self._is_consequence(worker)]
+        self._consequences += [worker for worker in failed if worker not in causes]
+        if causes or not self._running():
+            self._on_failure((causes or self._consequences)[0])
+        elif self._deadline is None:
+            self._deadline = time.monotonic() + _CAUSE_SECONDS
+
+    def _is_consequence(self, worker: Worker) -> bool:
+        """Return whether a worker has ended because of one that has neither recorded its failure nor ended."""
+        return _ends_as_consequence(worker) and self._first_to_fail(worker)[1] is None
 
     def _forward_rest(self, worker: Worker) -> None:
         """Forward what an ended worker has written, so that its traceback precedes the report of its failure."""
@@ -259,6 +280,7 @@ class Supervisor:
                     self._on_output(pipe, relay)
 
     def _on_failure(self, ended: Worker) -> None:
+        self._forward_rest(ended)
         worker, record = self._first_to_fail(ended)
         self.first_failure = worker
         others = [one for one in self._running() if one is not worker]
@@ -283,7 +305,9 @@ class Supervisor:
 
     def _on_deadline(self) -> None:
         self._deadline = None
-        if self._running():
+        if self._code is None and self._consequences:
+            self._on_failure(self._consequences[0])
+        elif self._running():
             self._log(f"{self._running_names()} did not stop within {self._grace:g} s: killing")
             self._kill()
         else:

@@ -10,6 +10,7 @@ Do not add what one backend alone needs: that is in `gloo`, `nccl` or `third_par
 from __future__ import annotations
 
 import contextvars
+import re
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ from torchdist_ref.calls import (
     Send,
 )
 from torchdist_ref.errors import DistBackendError, GroupAbortedError, UnsupportedError
+from torchdist_ref.liveness import MemberFailures
 from torchdist_ref.recorder import END, Entry
 from torchdist_ref.work import CallFuture, Work
 
@@ -60,6 +62,10 @@ _REDUCE_OPS = {
     "bxor": c10d.ReduceOp.BXOR,
     "premul_sum": c10d.ReduceOp.SUM,
 }
+
+
+# Texts of torch's backends on a connection that another rank has ended, or on which nothing arrives.
+_CONNECTION = re.compile(r"connect|reset|closed|socket|pipe|peer|timed out|timeout|remote process", re.IGNORECASE)
 
 
 class TorchCall(NamedTuple):
@@ -170,6 +176,7 @@ class TorchBackend(Backend):
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self.recorder = membership.recorder
+        self._failures = MemberFailures(membership.store, membership.rank, membership.members)
         self._sequence = 0
         if membership.existing is not None:
             self._backend: Any = torch_private.BACKEND_OF_GROUP.of(membership.existing)(torch.device(self.device))
@@ -209,7 +216,7 @@ class TorchBackend(Backend):
             self.recorder.fail(entry, error)
             if isinstance(error, DistBackendError) and error.definite:
                 raise
-            raise _failed(call, self._location(), self.title, error) from error
+            raise _failed(call, self._location(), self.title, error, self._failures) from error
         finished = self._finisher(call, entry)
         work = self.kind(call.op, flat_operands(outputs), torch_work, copy_back, finished)
         if isinstance(call, Recv) and call.src is not None:
@@ -239,13 +246,14 @@ class TorchBackend(Backend):
         """Return the function that records the end of a call and translates its error."""
         # The function must not hold the backend: the last reference may be dropped on a thread of Gloo's, which
         # would then join itself.
-        recorder, location, title = self.recorder, self._location(), self.title
+        recorder, location, title, failures = self.recorder, self._location(), self.title, self._failures
 
         def finished(error: BaseException | None) -> BaseException | None:
             if error is None:
                 entry[END] = perf_counter()
                 return None
-            failure = _failed(call, location, title, error)
+            failure = _failed(call, location, title, error, failures)
+            failure.__cause__ = error
             recorder.fail(entry, failure)
             return failure
 
@@ -319,8 +327,9 @@ class TorchBackend(Backend):
         self._backend = None
 
     def abort(self, reason: str) -> None:
-        """See `Backend.abort`."""
+        """See `Backend.abort`. The reason is published first: the others ask for it when their connections end."""
         if self._backend is not None:
+            self._failures.publish(reason)
             self._backend.abort()
 
 
@@ -342,6 +351,8 @@ def _source(torch_work: Any) -> int:
         return -1
 
 
-def _failed(call: Call, location: str, title: str, error: BaseException) -> DistBackendError:
-    """Return our error for one of torch's."""
-    return DistBackendError(f"{call} {location} failed in {title}: {error}")
+def _failed(call: Call, location: str, title: str, error: BaseException, failures: MemberFailures) -> DistBackendError:
+    """Return our error for one of torch's; if a connection ended, that for the rank that failed, if it is known."""
+    failed = f"{call} {location} failed in {title}"
+    named = failures.find(failed) if _CONNECTION.search(str(error)) else None
+    return DistBackendError(f"{failed}: {error}") if named is None else type(named)(f"{named}. {title}: {error}")

@@ -9,6 +9,7 @@ Do not add other backends of torch's: each has a module of its own.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from torchdist_ref.backends.reductions import WIDENED, check, divide, reduction
 from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchCall, TorchWork, copy_results
 from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Barrier, Call, Recv, Reduce, ReduceScatter, Send
 from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
+from torchdist_ref.liveness import process_identity
 
 Tensors = Sequence[Tensor]
 
@@ -93,14 +95,17 @@ class Gloo(TorchBackend):
         Rank 0 may serve the store, so it returns last: it waits until the others need the store no more.
         """
         store, m = self._membership.store, self._membership
-        store.set(f"connected/{m.rank}", b"")
+        timeout, others = timedelta(seconds=m.timeout), [r for r in range(m.size) if r != m.rank]
         if m.rank == 0:
-            store.wait([f"connected/{r}" for r in range(m.size)], timedelta(seconds=m.timeout))
-            store.set("all connected", b"")
-            store.wait([f"gone on/{r}" for r in range(1, m.size)], timedelta(seconds=m.timeout))
+            connected = store.wait_get([f"connected/{r}" for r in others], timeout) if others else []
+            processes = [process_identity(), *(each.decode() for each in connected)]
+            store.set("all connected", json.dumps(processes))
+            store.wait([f"gone on/{r}" for r in others], timeout)
         else:
-            store.wait(["all connected"], timedelta(seconds=m.timeout))
+            (known,) = store.wait_get(["all connected"], timeout, {f"connected/{m.rank}": process_identity()})
+            processes = json.loads(known)
             store.set(f"gone on/{m.rank}", b"")
+        self._failures.watch({r: processes[r] for r in others})
 
     def _translate(self, call: Call, inputs: Tensors, outputs: Tensors) -> TorchCall:
         if isinstance(call, Send) and call.dst == self._membership.rank:
