@@ -61,6 +61,31 @@ def test_direct_bytes_without_a_posted_receive_are_rejected() -> None:
         mesh.close()
 
 
+@pytest.mark.parametrize(
+    ("owner", "ranges", "message"),
+    [
+        (2, ((POSTED_RECEIVE, 3), (POSTED_RECEIVE, 3)), "not one range"),
+        (0, ((POSTED_RECEIVE, 3),), "not one range"),
+        (7, (), "the part of rank 7"),
+        (1, ((SegmentLayout(3, window=8192).message_header(0, 2), 3),), "the part of rank 1"),
+    ],
+)
+def test_frames_for_parts_of_a_third_rank_and_direct_sends_of_two_ranges_are_rejected(
+    owner: int, ranges: tuple[tuple[int, int], ...], message: str
+) -> None:
+    layout = SegmentLayout(3, window=8192)
+    memory, wanted = bytearray(layout.nbytes), bytearray(3)
+    mesh = ConnectionMesh(0, layout, lambda rank: memoryview(memory))
+    with socket_pair() as (peer_end, own_end):
+        mesh.add(2, own_end)
+        MeshDirectPath(mesh, 2).post_receive([memoryview(wanted)])
+        peer_end.sendall(pack(MeshFrame(SEMAPHORE_KINDS.index("chunk"), owner, ranges)) + b"abcabc")
+        with pytest.raises(DistNetworkError, match=message):
+            mesh.progress(1.0)
+        mesh.close()
+    assert not any(memory) and not any(wanted) and not mesh.counts
+
+
 def test_a_frame_of_an_unknown_kind_names_the_peer_and_the_kind() -> None:
     layout = SegmentLayout(2, window=8192)
     memory = bytearray(layout.nbytes)

@@ -84,12 +84,16 @@ class ConnectionMesh:
         """Return the destinations of a peer's bytes: its own part, a message header of this rank, or posted views."""
         layout = self.layout
         if frame.ranges and frame.ranges[0][0] == POSTED_RECEIVE:
+            if len(frame.ranges) > 1 or frame.owner != peer:
+                raise DistNetworkError(f"rank {peer} sent a direct send that is not one range of its own memory.")
             return [self._next_posted(peer, frame.ranges[0][1])]
         if frame.owner == peer:
             header = layout.message_header(peer, self.rank)
             mailbox = layout.mailbox_ring(peer, self.rank) + layout.mailbox_ring_bytes - header
             allowed = [(layout.status_row(peer), ROW_BYTES), (layout.eager_buffer(peer, 0), layout.staging_bytes)]
             allowed.append((header, mailbox))
+        elif frame.owner != self.rank:
+            raise DistNetworkError(f"rank {peer} sent a frame for the part of rank {frame.owner}.")
         else:
             allowed = [(layout.message_header(self.rank, peer), MESSAGE_HEADER_BYTES)]
         check_ranges(frame.ranges, allowed)
