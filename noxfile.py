@@ -163,15 +163,22 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def soak(session: nox.Session) -> None:
-    """Kill a rank at every line of every function that ranks run together. Arguments after -- choose functions.
+    """Proofs at length, whose results are a page of the site: all, or `-- NAME [--count N] [--seconds S]`.
 
-    `-- restarts --restarts 30` restarts jobs instead, under each launcher.
+    `-- lines` kills a rank at every line of every function that ranks run together; further arguments choose functions.
+    `-- restarts --restarts 30` restarts jobs under each launcher. Both are run without arguments, too.
     """
     set_up(session, 3)
-    restarts = session.posargs[:1] == ["restarts"]
-    session.log("[3/3] " + ("restarting jobs" if restarts else "killing ranks"))
-    module = "tests.soak.restarts" if restarts else "tests.soak.deaths"
-    call(session, "-m", module, *session.posargs[restarts:])
+    first, *rest = session.posargs or [""]
+    modules = {"lines": "tests.soak.deaths", "restarts": "tests.soak.restarts"}
+    if first in modules:
+        session.log("[3/3] " + ("killing ranks" if first == "lines" else "restarting jobs"))
+        call(session, "-m", modules[first], *rest)
+        return
+    session.log("[3/3] proofs at length: parsers, sessions, histories, collectives, random deaths")
+    call(session, "-m", "tests.soak", *session.posargs)
+    for module in modules.values() if not first else ():
+        call(session, "-m", module)
 
 
 @nox.session(venv_backend="none")

@@ -14,6 +14,8 @@
     The same in the shape of torch's page: call by backend and device.
 `.. versions::`
     Results of the tests with each pair of Python and torch, as `nox -s versions` recorded them.
+`.. proofs-at-length::`
+    Last run of each proof, as `nox -s soak` recorded it.
 `.. private-names::`
     The private names of torch that the library uses, from `torchdist_ref.torch_private`.
 `.. launcher-options::`
@@ -39,6 +41,7 @@ from torchdist_ref import schedules, torch_private
 from torchdist_ref.launcher.options import get_args_parser
 
 VERSIONS = Path(__file__).parents[1] / "versions.json"
+SOAK = Path(__file__).parents[1] / "soak.json"
 GPU = Path(__file__).parents[1] / "gpu.json"
 GPU_TUTORIALS = Path(__file__).parents[1] / "gpu_tutorials.json"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
@@ -252,6 +255,30 @@ class VersionsDirective(Directive):
         return [table("versions", header, shown), *([rest] if rest else []), *details]
 
 
+class ProofsAtLengthDirective(Directive):
+    """Show the last run of each proof: runs asked for and done, failures, time, and what the runs were."""
+
+    def run(self) -> list[nodes.Node]:
+        """Read what `python -m tests.soak` wrote."""
+        self.state.document.settings.env.note_dependency(str(SOAK))
+        found = json.loads(SOAK.read_text(encoding="utf-8"))
+        header = ("proof", "asked", "done", "failures", "minutes", "date")
+        rows = [
+            (each["proof"], f"{each['asked']:,}", f"{each['done']:,}", f"{each['failures']:,}")
+            + (f"{each['seconds'] / 60:.1f}", each["date"])
+            for each in found
+        ]
+        counted = [
+            f"{each['proof']}: {', '.join(f'{name} {count:,}' for name, count in each['counts'].items())}."
+            for each in found
+            if each["counts"]
+        ]
+        machines = dict.fromkeys(f"{each['machine']}; Python {each['python']}, torch {each['torch']}" for each in found)
+        items = [nodes.list_item("", nodes.paragraph("", text)) for text in counted]
+        where = nodes.paragraph("", f"Run on {' and '.join(machines)}, beside other work.")
+        return [table("proofs", header, rows), where, *([nodes.bullet_list("", *items)] if items else [])]
+
+
 class PrivateNamesDirective(Directive):
     """List the private names of torch: the name, its purpose, the consequence without it, and where it was seen."""
 
@@ -370,5 +397,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("versions", VersionsDirective)
     app.add_directive("gpu-report", GpuDirective)
     app.add_directive("launcher-options", LauncherOptionsDirective)
+    app.add_directive("proofs-at-length", ProofsAtLengthDirective)
     app.add_directive("private-names", PrivateNamesDirective)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

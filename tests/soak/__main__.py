@@ -43,7 +43,9 @@ def main() -> int:
         limits = Limits(options.count or proof.count, options.seed, options.seconds)
         outcome = importlib.import_module(f"tests.soak.{proof.module}").prove(limits)
         if options.no_record:
-            print(f"{name}: {outcome.done:,} of {limits.count:,} done, {outcome.failed} failures {dict(outcome.counts)}")
+            print(
+                f"{name}: {outcome.done:,} of {limits.count:,} done, {outcome.failed} failures {dict(outcome.counts)}"
+            )
         else:
             print(json.dumps(write_row(name, limits, outcome)), flush=True)
         failed += outcome.failed

@@ -245,8 +245,8 @@ def wait(found: Any) -> None:
 
 def run_steps(
     rank: int, steps: Iterator[Step], groups: Mapping[str, list[int]], made: Mapping[str, Any], note: Callable[[], None]
-) -> int:
-    """Run the steps of one rank, and return how many there were; `note` is called whenever it may begin to wait."""
+) -> None:
+    """Run the steps of one rank; `note` is called whenever it may begin to wait."""
     outstanding: deque[tuple[Part, Any]] = deque()
 
     def finish() -> None:
@@ -255,8 +255,7 @@ def run_steps(
         wait(work)
         part.check()
 
-    count = 0
-    for count, step in enumerate(steps, start=1):
+    for step in steps:
         members = groups[step.group]
         if rank in members:
             part = Part(step, members.index(rank), members)
@@ -266,7 +265,6 @@ def run_steps(
             finish()
     while outstanding:
         finish()
-    return count
 
 
 def memberships(rng: random.Random, world: int) -> dict[str, list[int]]:
@@ -286,16 +284,15 @@ def initialize(rank: int, world: int, transport: str, port: int, name: str, **op
     dist.init_process_group("ref", store=store, rank=rank, world_size=world, **options)
 
 
-def program(rank: int, world: int, transport: str, port: int, seed: int, count: int) -> int:
+def program(rank: int, world: int, transport: str, port: int, seed: int, count: int) -> None:
     """Run one program on one rank."""
     initialize(rank, world, transport, port, f"collectives {seed}")
     rng = random.Random(f"collectives {seed}")
     groups = memberships(rng, world)
     made = {name: dist.new_group(members, sort_ranks=False) for name, members in groups.items()}
-    done = run_steps(rank, (random_step(rng, groups) for _ in range(count)), groups, made, lambda: None)
+    run_steps(rank, (random_step(rng, groups) for _ in range(count)), groups, made, lambda: None)
     dist.barrier()
     dist.destroy_process_group()
-    return done
 
 
 def prove(limits: Limits, calls: int = CALLS_A_PROGRAM) -> Outcome:

@@ -9,8 +9,10 @@ key by key, that explains every result.
 from __future__ import annotations
 
 import ast
+import faulthandler
 import os
 import random
+import select
 import signal
 import sys
 import tempfile
@@ -40,7 +42,7 @@ def random_call(rng: random.Random) -> tuple[str, str, tuple[Any, ...]]:
     kind = rng.choice(("register", "register 2", "counter", "queue"))
     names: dict[str, Callable[[], tuple[Any, ...]]] = {"get": tuple, "check": tuple, "delete_key": tuple}
     if kind == "queue":
-        names = {name: tuple for name in ("queue_pop", "queue_pop_now", "queue_len", "check")}
+        names = dict.fromkeys(("queue_pop", "queue_pop_now", "queue_len", "check"), tuple)
         name = rng.choice((*names, "queue_push", "queue_push", "queue_push"))
         return kind, name, (rng.randbytes(2),) if name == "queue_push" else ()
     if kind == "counter":
@@ -114,7 +116,10 @@ def server(seed: int) -> Iterator[tuple[int, int]]:
             relay = LossyRelay(store.port)
             os.write(sender, f"{store.port} {relay.port}".encode())
             while os.getppid() != 1:
-                time.sleep(rng.random() * 0.012)
+                # By requests, not by time: on a busy machine no client would come through.
+                next_loss = relay.requests + rng.randint(8, 40)
+                while relay.requests < next_loss and os.getppid() != 1:
+                    time.sleep(0.0005)
                 relay.lose_responses = 1
         os._exit(1)
     os.close(sender)
@@ -135,6 +140,7 @@ def fork(body: Callable[[], None]) -> int:
     code = 1
     try:
         signal.alarm(int(HANG_SECONDS))
+        faulthandler.dump_traceback_later(HANG_SECONDS / 2)
         body()
         code = 0
     except BaseException:
@@ -157,7 +163,9 @@ def history(port: int, seed: int, folder: Path) -> tuple[list[Call], str]:
         os.close(log)
     killed, stopped = rng.sample(pids, 2)
     for _ in pids:
-        os.read(ready_receiver, 1)
+        # A client that cannot connect ends by its alarm, and is reported below.
+        if select.select([ready_receiver], [], [], HANG_SECONDS)[0]:
+            os.read(ready_receiver, 1)
     os.write(go_sender, b"." * len(pids))
     interrupt(killed, stopped, rng)
     failure = ""

@@ -95,9 +95,13 @@ class LossyRelay:
         return thread
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
+        while True:
+            try:
                 client = self._listener.accept()[0]
+            except OSError:
+                return
+            # A client that has disconnected again must not end the relay for the others.
+            with contextlib.suppress(OSError):
                 upstream = socket.create_connection(("127.0.0.1", self._to))
                 for end in (client, upstream):
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
