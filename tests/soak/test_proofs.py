@@ -38,8 +38,8 @@ def test_random_collectives_have_the_results_of_their_formulas(transport: int) -
 
 
 def test_survivors_of_random_deaths_name_the_dead_rank() -> None:
-    outcome = random_deaths.prove(Limits(6))
-    assert (outcome.done, outcome.failures) == (6, [])
+    outcome = random_deaths.prove(Limits(4))
+    assert (outcome.done, outcome.failures) == (4, [])
 
 
 def call(name: str, result: Any, began: float, ended: float, *arguments: Any) -> Call:
