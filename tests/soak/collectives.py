@@ -12,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from functools import reduce as fold
 from typing import Any
@@ -26,7 +27,8 @@ from torchdist_ref.stores import PrefixStore, TCPStore
 from torchdist_ref.testing import fill, run
 
 CALLS_A_PROGRAM, LONGEST, OUTSTANDING = 4000, 6000, 4
-RANK_SECONDS = 120.0
+# A hang ends at the time-out of a call; a program may take minutes on a busy machine.
+CALL_TIMEOUT, RANK_SECONDS = timedelta(seconds=100), 600.0
 EXACT = (torch.float32, torch.float64, torch.int32, torch.int64)
 DTYPES = (*EXACT, torch.float16, torch.bfloat16, torch.uint8, torch.bool)
 REDUCTIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -286,7 +288,7 @@ def initialize(rank: int, world: int, transport: str, port: int, name: str, **op
 
 def program(rank: int, world: int, transport: str, port: int, seed: int, count: int) -> None:
     """Run one program on one rank."""
-    initialize(rank, world, transport, port, f"collectives {seed}")
+    initialize(rank, world, transport, port, f"collectives {seed}", timeout=CALL_TIMEOUT)
     rng = random.Random(f"collectives {seed}")
     groups = memberships(rng, world)
     made = {name: dist.new_group(members, sort_ranks=False) for name, members in groups.items()}
@@ -311,6 +313,7 @@ def prove(limits: Limits, calls: int = CALLS_A_PROGRAM) -> Outcome:
                 run(program, world, *arguments, ranks="processes", init=False, backend=None, timeout=RANK_SECONDS)
             except Exception as error:
                 outcome.fail(f"seed {seed}, {world} ranks, {transport}: {error}")
+                continue
             outcome.done += count
             outcome.counts[f"{transport}, {world} ranks"] += count
     return outcome
