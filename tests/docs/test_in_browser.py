@@ -78,7 +78,14 @@ DRAWN = [
     "index.html",
     "collectives/all_reduce.html",
     "collectives/scatter.html",
+    "collectives/all_to_all.html",
+    "design.html",
+    "explanation/schedules.html",
 ]
+if os.environ.get("TORCHDIST_REF_EVERY_PAGE"):
+    DRAWN = [name for name in EVERY if "<text" in (SITE / name).read_text(encoding="utf-8")]
+# The picture of the layers is for wide screens: a phone gets a sentence that refers to its table.
+WIDE = ("design.html",)
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -86,12 +93,13 @@ def test_text_in_drawings_is_at_least_11_pixels(page: Any, address: str, name: s
     for width in (1400, 390):
         look(page, width, "light")
         page.goto(address + name)
-        page.wait_for_selector(".player-stage svg text, .drawing svg text")
+        page.wait_for_selector("article svg text", state="attached")
         sizes = page.evaluate(
-            """[...document.querySelectorAll("article svg text")].map(text =>
+            """[...document.querySelectorAll("article svg text")].filter(text => text.checkVisibility()).map(text =>
                 parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a)"""
         )
-        assert sizes and min(sizes) >= 11
+        assert sizes or (width == 390 and name in WIDE)
+        assert min(sizes, default=11) >= 11
 
 
 @pytest.mark.parametrize("name", (*KINDS[:5], *KINDS[9:11]))

@@ -22,7 +22,8 @@ from torchdist_ref.schedules.simulate import Event, Trace
 GREY, BLUE, ORANGE = "#767676", "#2b7bb9", "#c2571a"
 FONT = "font-family='ui-monospace,Menlo,Consolas,monospace' font-size='11'"
 # Lengths in pixels.
-COLUMN, BAND, ARROW, LEFT, TOP = 112.0, 100.0, 60.0, 76.0, 58.0
+NARROWEST, LETTER, MAX_LABEL, MARGIN, ROUND_NAMES = 52.0, 6.6, 16, 4.0, 54.0
+BAND, ARROW, LEFT, TOP = 100.0, 60.0, 76.0, 58.0
 MAX_DRAWN_RANKS, MAX_DRAWN_ROUNDS = 32, 40
 TIMELINE_TOP, ROW, TIMELINE_WIDTH = 40.0, 34.0, 860.0
 MAX_TIMELINE_RANKS, MAX_TIMELINE_EVENTS = 64, 4000
@@ -49,13 +50,20 @@ def draw(schedule: Schedule) -> str:
     3
     """
     ranks, rounds = min(schedule.world, MAX_DRAWN_RANKS), min(len(schedule.rounds), MAX_DRAWN_ROUNDS)
+    steps = [
+        [part for part in messages(found) if max(part.src, part.dst) < ranks] for found in schedule.rounds[:rounds]
+    ]
+    longest = max((len(line) for found in steps for lines in _labels(found, ranks) for line, _ in lines), default=0)
+    column = max(LETTER * longest + 6, NARROWEST)
+    centers = [ROUND_NAMES + column * (rank + 0.5) for rank in range(ranks)]
     height = TOP + BAND * max(rounds, 1) + 34
-    parts = [text(LEFT - 40, 20, schedule.name, anchor="start", font_weight="bold")]
-    parts += [text(_x(rank), TOP - 14, f"rank {rank}") for rank in range(ranks)]
-    for step in range(rounds):
-        parts += _band(step, messages(schedule.rounds[step]), ranks)
-    parts.append(text(LEFT - 40, height - 8, _omitted(schedule, ranks, rounds), anchor="start"))
-    width = max(LEFT + COLUMN * ranks, 420.0)
+    parts = [text(MARGIN, 20, schedule.name, anchor="start", font_weight="bold")]
+    parts += [text(x, TOP - 14, f"rank {rank}") for rank, x in enumerate(centers)]
+    for step, found in enumerate(steps):
+        parts += _band(step, found, centers)
+    note = _omitted(schedule, ranks, rounds)
+    parts.append(text(MARGIN, height - 8, note, anchor="start"))
+    width = max(ROUND_NAMES + column * ranks, LETTER * max(len(note), len(schedule.name)) + 2 * MARGIN)
     description = (
         f"{schedule.name} on {schedule.world} ranks in {len(schedule.rounds)} rounds: one column per rank, one band "
         "per round from top to bottom, one arrow per message from sender to receiver."
@@ -63,39 +71,35 @@ def draw(schedule: Schedule) -> str:
     return document(width, height, schedule.name, description, parts)
 
 
-def _x(rank: int) -> float:
-    return LEFT + COLUMN * (rank + 0.35)
-
-
-def _band(step: int, found: Sequence[Message], ranks: int) -> Iterator[str]:
-    """Draw one round."""
+def _band(step: int, shown: Sequence[Message], centers: Sequence[float]) -> Iterator[str]:
+    """Draw one round; ``centers`` are the columns of the ranks."""
     top = TOP + BAND * step
-    yield text(LEFT - 40, top + 32, f"round {step + 1}", anchor="start")
+    yield text(MARGIN, top + 32, f"round {step + 1}", anchor="start")
     below = {"stroke": GREY, "stroke_width": 0.5, "stroke_dasharray": "2 4"}
-    yield element("line", x1=LEFT - 40, y1=top + BAND - 4, x2=_x(ranks - 1) + 40, y2=top + BAND - 4, **below)
-    for x in map(_x, range(ranks)):
+    yield element("line", x1=MARGIN, y1=top + BAND - 4, x2=centers[-1] + 24, y2=top + BAND - 4, **below)
+    for x in centers:
         yield element("line", x1=x, y1=top - 2, x2=x, y2=top + ARROW, stroke=GREY, stroke_width=0.6)
-    shown = [part for part in found if max(part.src, part.dst) < ranks]
-    yield from (_message(part, top) for part in shown)
-    for rank in range(ranks):
-        yield from _labels([part for part in shown if part.dst == rank], top + ARROW)
+    yield from (_message(part, top, centers) for part in shown)
+    for x, lines in zip(centers, _labels(shown, len(centers)), strict=True):
+        yield from (text(x, top + ARROW + 13 * n, line, fill=color) for n, (line, color) in enumerate(lines, 1))
 
 
-def _message(part: Message, top: float) -> str:
+def _message(part: Message, top: float, centers: Sequence[float]) -> str:
     tooltip, color = "\n".join(map(str, part.moves)), ORANGE if part.reduced else BLUE
     if part.src == part.dst:
-        return element("circle", tip(tooltip), cx=_x(part.dst), cy=top + ARROW - 4, r=4, fill=color)
-    return arrow(_x(part.src), top + 4, _x(part.dst), top + ARROW, color, tooltip)
+        return element("circle", tip(tooltip), cx=centers[part.dst], cy=top + ARROW - 4, r=4, fill=color)
+    return arrow(centers[part.src], top + 4, centers[part.dst], top + ARROW, color, tooltip)
 
 
-def _labels(parts: Sequence[Message], y: float) -> Iterator[str]:
-    """Label the messages that arrive on one rank: two lines, or their number."""
-    if len(parts) > 2:
-        yield text(_x(parts[0].dst), y + 13, f"{len(parts)} messages")
-        return
-    for line, part in enumerate(parts, 1):
-        label = part.label if len(part.label) <= 16 else part.label[:15] + "…"
-        yield text(_x(part.dst), y + 13 * line, label, fill=ORANGE if part.reduced else BLUE)
+def _labels(shown: Sequence[Message], ranks: int) -> Iterator[list[tuple[str, str]]]:
+    """Return, for each rank, text and color of the messages that arrive: at most two lines, or their number."""
+    for rank in range(ranks):
+        parts = [part for part in shown if part.dst == rank]
+        if len(parts) > 2:
+            yield [(f"{len(parts)} messages", GREY)]
+            continue
+        lines = [part.label if len(part.label) <= MAX_LABEL else part.label[: MAX_LABEL - 1] + "…" for part in parts]
+        yield [(line, ORANGE if part.reduced else BLUE) for line, part in zip(lines, parts, strict=True)]
 
 
 def _omitted(schedule: Schedule, ranks: int, rounds: int) -> str:
