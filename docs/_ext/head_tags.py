@@ -6,6 +6,7 @@ gives pages their canonical address and the site its map; without it neither is 
 
 from __future__ import annotations
 
+import re
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from sphinx.application import Sphinx
 MAX_DESCRIPTION = 300
 NOT_FOUND = "404"
 UNUSED = ("design-tabs.js", "sphinx_highlight.js")
+SOURCES, LISTS = "_modules/index", re.compile(r"</?ul>")
 
 
 def describe(app: Sphinx, name: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
@@ -29,6 +31,10 @@ def describe(app: Sphinx, name: str, template: str, context: dict[str, Any], doc
     if name == app.config.root_doc:
         # The landing has no tabs, and no search leads to words on it.
         context["script_files"] = [file for file in context["script_files"] if not str(file.filename).endswith(UNUSED)]
+    if name == SOURCES:
+        # Sphinx nests lists directly in lists, which HTML forbids. The dotted names show the packages.
+        heading, _, items = context["body"].partition("<ul>")
+        context["body"] = f"{heading}<ul>{LISTS.sub('', items)}</ul>"
     context["metatags"] = tags + context.get("metatags", "")
 
 
