@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
+HEADER = ("number", "file", "function", "purpose")
 PACKAGE = "torchdist_ref"
 ROOT = Path(__file__).resolve().parents[2] / PACKAGE
 
@@ -247,7 +248,7 @@ def setup(app: Any) -> dict[str, Any]:
             rows = [self._row(number, hop, up) for number, hop in enumerate(shown(hops), 1)]
             group = nodes.tgroup(cols=4)
             group += [nodes.colspec(colwidth=width) for width in (4, 28, 30, 60)]
-            head = nodes.row("", *[nodes.entry("", nodes.paragraph("", text)) for text in ("", "file", "function", "")])
+            head = nodes.row("", *[nodes.entry("", nodes.paragraph("", text)) for text in HEADER])
             group += nodes.thead("", head)
             group += nodes.tbody("", *rows)
             text = f"{len(rows)} functions in {len(files(hops))} files, recorded when this page was built."
