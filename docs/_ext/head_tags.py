@@ -23,7 +23,11 @@ SOURCES, LISTS = "_modules/index", re.compile(r"</?ul>")
 
 def describe(app: Sphinx, name: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
     """Add the description to a page, and to the page for unknown addresses the folder that its links start from."""
-    text = description(doctree) if doctree else f"{context.get('title', name)}: a page of torchdist_ref."
+    text = (
+        description(doctree)
+        if doctree
+        else f"{context.get('title', name)}: a page of the documentation of torchdist_ref."
+    )
     tags = f'<meta name="description" content="{escape(text)}"/>'
     if name == NOT_FOUND:
         base = urlsplit(app.config.html_baseurl).path or "/"
