@@ -57,12 +57,14 @@ class LossyRelay:
     Attributes:
         lose_responses: number of responses (one read each) to drop; their connection is broken instead. The server has
             run the request, but the client does not know.
+        cut_off: whether bytes of either side are dropped from now on, as in a network that is cut.
         requests: number of reads from clients.
         connections: number of connections.
     """
 
     def __init__(self, port: int) -> None:
         self.lose_responses = 0
+        self.cut_off = False
         self.requests = 0
         self.connections = 0
         self._to = port
@@ -113,6 +115,8 @@ class LossyRelay:
     def _relay(self, source: socket.socket, target: socket.socket, responses: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
+                if self.cut_off:
+                    continue
                 if not responses:
                     self.requests += 1
                 elif self.lose_responses:

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from torchdist_ref.errors import RankDiedError, RankStalledError, StoreTimeoutError
-from torchdist_ref.stores import Store
+from torchdist_ref.stores.base import Store, limit_requests
 from torchdist_ref.stores.prefix import WatchedStore
+from torchdist_ref.timeouts import Deadline
 
 _ALL_ARRIVED = "all arrived"
 
@@ -40,28 +41,44 @@ def run_monitored_barrier(
     Raises:
         RankStalledError: Ranks did not arrive in time; the message names all of them, on every rank that arrived.
         RankDiedError: The same before the time-out, because a member has failed.
+
+    A rank that cannot reach the store raises RankStalledError too, which says so.
     """
     store = WatchedStore("monitored", store, failure)
-    number = store.add(f"rounds/{rank}", 1)
-    verdict = _verdict(store, number, rank, len(members), timeout)
-    if verdict != _ALL_ARRIVED:
-        absent = [int(position) for position in verdict.split(",")]
-        raise _missing_error(absent, rank, members, timeout, name, failure())
-    _delete_round(store, number - 1, rank)
+    with limit_requests(timeout.total_seconds()) as deadline:
+        try:
+            number = store.add(f"rounds/{rank}", 1)
+            verdict = _verdict(store, number, rank, len(members), deadline)
+        except StoreTimeoutError as error:
+            raise _cut_off_error(rank, members, timeout, name, error) from error
+        if verdict != _ALL_ARRIVED:
+            absent = [int(position) for position in verdict.split(",")]
+            raise _missing_error(absent, rank, members, timeout, name, failure())
+        _delete_round(store, number - 1, rank)
 
 
-def _verdict(store: Store, number: int, rank: int, size: int, timeout: timedelta) -> str:
+def _verdict(store: Store, number: int, rank: int, size: int, deadline: Deadline) -> str:
     """Return the verdict of a round, the same on all ranks."""
     key = f"{number}/verdict"
     store.set(f"{number}/{rank}", "")
     if store.add(f"{number}/arrived", 1) == size:
         return store.compare_set(key, "", _ALL_ARRIVED).decode()
     try:
-        store.wait([key], timeout)
+        store.wait([key], timedelta(seconds=deadline.remaining()))
         return store.get(key).decode()
     except (StoreTimeoutError, RankDiedError):
         absent = [str(other) for other in range(size) if not store.check([f"{number}/{other}"])]
         return store.compare_set(key, "", ",".join(absent) or _ALL_ARRIVED).decode()
+
+
+def _cut_off_error(
+    rank: int, members: tuple[int, ...], timeout: timedelta, name: str, error: StoreTimeoutError
+) -> RankStalledError:
+    return RankStalledError(
+        f"[Rank {members[rank]}]: Rank {members[rank]} failed to pass monitoredBarrier in "
+        f"{timeout.total_seconds() * 1000:.0f} ms (group {name!r}): it cannot reach the store, so it does not know "
+        f"which ranks arrived. {error}"
+    )
 
 
 def _missing_error(

@@ -44,8 +44,8 @@ from torchdist_ref.groups.world import (
     resolve,
 )
 from torchdist_ref.liveness import MemberWatch
-from torchdist_ref.stores import PrefixStore, Store
-from torchdist_ref.stores.prefix import KeyRange
+from torchdist_ref.stores.base import Store, limit_requests
+from torchdist_ref.stores.prefix import KeyRange, PrefixStore
 
 log = logging.getLogger("torchdist_ref.groups")
 
@@ -108,30 +108,31 @@ def init_process_group(
     seconds = timeout_of("init_process_group", timeout).total_seconds()
     _check_backend(backend, "init_process_group")
     owned = store is None
-    if store is None:
-        meeting = meet(init_method, rank, world_size, seconds)
-    elif init_method is not None:
-        raise UsageError("init_process_group: give either 'store' or 'init_method', not both.")
-    elif not hasattr(store, "compare_set"):
-        raise ArgumentTypeError(explain("init_process_group", "store", "a store", store))
-    else:
-        meeting = meet_on(store, rank, world_size)
-    world.store, world.owns_store, world.leave_store = meeting.store, owned, meeting.leave
-    try:
-        members, options = tuple(range(meeting.size)), (pg_options, device_id)
-        with meeting.watched() as watch:
-            with watch.published():
-                sealed = authenticate(watch.store, meeting.rank, meeting.size, seconds, world.on_close)
-            world.store = sealed.over(meeting.store)
-            name, own_store = group_name or "world", _next_store(world)
-            world.default = make_group(watch, own_store, backend, name, members, meeting.rank, seconds, options)
-        world.add(world.default)
-        share(world)
-        abort_on_uncaught_exception()
-        world.on_close.append(observe_process())
-    except BaseException:
-        world.close(failed=True)
-        raise
+    with limit_requests(seconds):
+        if store is None:
+            meeting = meet(init_method, rank, world_size, seconds)
+        elif init_method is not None:
+            raise UsageError("init_process_group: give either 'store' or 'init_method', not both.")
+        elif not hasattr(store, "compare_set"):
+            raise ArgumentTypeError(explain("init_process_group", "store", "a store", store))
+        else:
+            meeting = meet_on(store, rank, world_size)
+        world.store, world.owns_store, world.leave_store = meeting.store, owned, meeting.leave
+        try:
+            members, options = tuple(range(meeting.size)), (pg_options, device_id)
+            with meeting.watched() as watch:
+                with watch.published():
+                    sealed = authenticate(watch.store, meeting.rank, meeting.size, seconds, world.on_close)
+                world.store = sealed.over(meeting.store)
+                name, own_store = group_name or "world", _next_store(world)
+                world.default = make_group(watch, own_store, backend, name, members, meeting.rank, seconds, options)
+            world.add(world.default)
+            share(world)
+            abort_on_uncaught_exception()
+            world.on_close.append(observe_process())
+        except BaseException:
+            world.close(failed=True)
+            raise
 
 
 def _check_backend(backend: str | None, operation: str) -> None:
@@ -309,15 +310,16 @@ def new_group(
     me = default.members[default.rank()]
     if use_local_synchronization and me not in members:
         return None
-    store = _member_store(world, members) if use_local_synchronization else _agreed_store(world, default, members)
-    users = len(members) if use_local_synchronization else default.size()
-    keys = KeyRange(store.underlying_store, store.prefix, users)
-    if me not in members:
-        keys.release()
-        return GroupMember.NON_GROUP_MEMBER
-    chosen, name = backend or default.backend.name, group_desc or store.prefix.replace("/", " ")
-    watch, options = watch_members(store, default, members, "new_group"), (pg_options, device_id)
-    group = make_group(watch, store, chosen, name, members, members.index(me), seconds, options)
+    with limit_requests(seconds):
+        store = _member_store(world, members) if use_local_synchronization else _agreed_store(world, default, members)
+        users = len(members) if use_local_synchronization else default.size()
+        keys = KeyRange(store.underlying_store, store.prefix, users)
+        if me not in members:
+            keys.release()
+            return GroupMember.NON_GROUP_MEMBER
+        chosen, name = backend or default.backend.name, group_desc or store.prefix.replace("/", " ")
+        watch, options = watch_members(store, default, members, "new_group"), (pg_options, device_id)
+        group = make_group(watch, store, chosen, name, members, members.index(me), seconds, options)
     group.keys = keys
     return world.add(group)
 

@@ -36,8 +36,8 @@ from torchdist_ref.groups.queries import get_process_group_ranks, get_rank
 from torchdist_ref.groups.registration import share
 from torchdist_ref.groups.world import ProcessGroup, current, default_group, refuse_destroyed, resolve
 from torchdist_ref.liveness import MemberWatch
-from torchdist_ref.stores import PrefixStore
-from torchdist_ref.stores.prefix import KeyRange
+from torchdist_ref.stores.base import limit_requests
+from torchdist_ref.stores.prefix import KeyRange, PrefixStore
 
 Handle = ProcessGroup | int | None
 Subgroups = tuple[Handle, list[Handle]]
@@ -205,22 +205,23 @@ def split_group(
     parent = _parent("split_group", "parent_pg", parent_pg)
     parts = _checked_parts(split_ranks, parent)
     seconds = timeout_of("split_group", timeout, timedelta(seconds=parent.timeout)).total_seconds()
-    number = parent.store.add(f"split/rounds/{parent.rank()}", 1)
-    keys = _keys_of("split_group", parent, number, parent.size())
-    _agree_on_parts("split_group", parent, keys, parts)
-    index = next((index for index, ranks in enumerate(parts) if parent.rank() in ranks), None)
-    if index is None:
-        keys.release()
-        return None
-    ranks = parts[index]
-    members = tuple(parent.members[rank] for rank in ranks)
-    store = _part_store(keys, index)
-    watch = watch_members(store, parent, members, "split_group")
-    _await_part(parent, watch, ranks, seconds)
-    name = group_desc or f"{parent.group_desc}, split {number}, part {index}"
-    own = ranks.index(parent.rank())
-    group = make_group(watch, store, backend or parent.backend.name, name, members, own, seconds)
-    group.keys = keys
+    with limit_requests(seconds):
+        number = parent.store.add(f"split/rounds/{parent.rank()}", 1)
+        keys = _keys_of("split_group", parent, number, parent.size())
+        _agree_on_parts("split_group", parent, keys, parts)
+        index = next((index for index, ranks in enumerate(parts) if parent.rank() in ranks), None)
+        if index is None:
+            keys.release()
+            return None
+        ranks = parts[index]
+        members = tuple(parent.members[rank] for rank in ranks)
+        store = _part_store(keys, index)
+        watch = watch_members(store, parent, members, "split_group")
+        _await_part(parent, watch, ranks, seconds)
+        name = group_desc or f"{parent.group_desc}, split {number}, part {index}"
+        own = ranks.index(parent.rank())
+        group = make_group(watch, store, backend or parent.backend.name, name, members, own, seconds)
+        group.keys = keys
     return current().add(group)
 
 
@@ -289,18 +290,20 @@ def shrink_group(
     remaining = _remaining(parent, ranks_to_exclude, shrink_flags)
     if shrink_flags == SHRINK_ABORT:
         parent.backend.abort(f"shrink_group: group {parent.group_desc!r} continues without ranks {ranks_to_exclude}")
-    try:
-        keys, watch = _meet_remaining(parent, remaining)
-    except DistNetworkError as gone:
-        _replace_store(parent, remaining, gone)
-        keys, watch = _meet_remaining(parent, remaining)
+    with limit_requests(parent.timeout):
+        try:
+            keys, watch = _meet_remaining(parent, remaining)
+        except DistNetworkError as gone:
+            _replace_store(parent, remaining, gone)
+            keys, watch = _meet_remaining(parent, remaining)
     old_ranks = [parent.members[rank] for rank in remaining]
     world, own = current(), remaining.index(parent.rank())
     is_default = parent is world.default
     members = tuple(range(len(remaining)) if is_default else old_ranks)
     name, backend = f"{parent.group_desc}, shrunk", parent.backend.name
     # The old group goes last: it watches those who stay.
-    shrunk = make_group(watch, _part_store(keys, 0), backend, name, members, own, parent.timeout, (pg_options,))
+    with limit_requests(parent.timeout):
+        shrunk = make_group(watch, _part_store(keys, 0), backend, name, members, own, parent.timeout, (pg_options,))
     shrunk.keys = keys
     if parent.keys is not None:
         parent.keys = parent.keys._replace(users=len(remaining))

@@ -6,6 +6,9 @@ basic ones, so a store of your own needs only ``set``, ``get``, ``add``, ``check
 ``num_keys``. Names, arguments and meaning are those of `torch.distributed.Store` in 2.13
 (https://docs.pytorch.org/docs/stable/distributed.html#distributed-key-value-store).
 
+A request has a time-out of its own, so a host that is cut off from the store would wait that long in each of several
+requests. `limit_requests` bounds those of one operation together.
+
 Keys and values are bytes underneath; text is encoded as UTF-8, as torch does. Every check names the operation and the
 argument. Do not add a check that only one kind of store needs, or an operation that not every store can have.
 """
@@ -14,7 +17,9 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, SupportsIndex
 
@@ -25,6 +30,8 @@ Text = str | bytes | bytearray
 INT64 = range(-(2**63), 2**63)
 POLL_SECONDS = 0.01
 """Interval at which a store that is not notified of changes is polled."""
+_LATE_SECONDS = 0.25
+"""Time for the response to a request after the limit, from a server that responded to the request before."""
 RELEASED = "released"
 """Last part of the key that counts the users who have released a prefix."""
 
@@ -379,3 +386,53 @@ def quote_keys(keys: Sequence[Text], limit: int = 4) -> str:
     ]
     more = f" and {len(keys) - limit} more" if len(keys) > limit else ""
     return ", ".join(texts) + more
+
+
+class RequestLimit:
+    """Deadline that all store requests of one operation share.
+
+    Args:
+        deadline: The deadline of the operation.
+
+    Attributes:
+        silent: Whether the server did not respond to the last request.
+    """
+
+    __slots__ = ("deadline", "silent")
+
+    def __init__(self, deadline: Deadline) -> None:
+        self.deadline, self.silent = deadline, False
+
+    def spent(self) -> bool:
+        """Return whether another request is of no use: the deadline has passed and the server is silent."""
+        return self.silent and self.deadline.passed()
+
+    def within(self, seconds: float) -> float:
+        """Return the time-out of a request: at most the time that is left."""
+        left = self.deadline.remaining()
+        return min(seconds, left if left or self.silent else _LATE_SECONDS)
+
+
+_limit: ContextVar[RequestLimit | None] = ContextVar("limit of store requests", default=None)
+
+
+def request_limit() -> RequestLimit | None:
+    """Return the limit of the operation that runs in this context, or None."""
+    return _limit.get()
+
+
+@contextmanager
+def limit_requests(seconds: float) -> Iterator[Deadline]:
+    """Let the store requests of a block end by a deadline, and yield it. An enclosing block's limit holds if earlier.
+
+    >>> with limit_requests(5.0):
+    ...     request_limit().within(300.0) <= 5.0
+    True
+    """
+    deadline, outer = Deadline(seconds), _limit.get()
+    chosen = outer if outer is not None and outer.deadline.at < deadline.at else RequestLimit(deadline)
+    former = _limit.set(chosen)
+    try:
+        yield deadline
+    finally:
+        _limit.reset(former)

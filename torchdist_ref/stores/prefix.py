@@ -16,11 +16,13 @@ from functools import partial
 from typing import NamedTuple
 
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, StoreTimeoutError, explain
-from torchdist_ref.stores.base import POLL_SECONDS, Store, Text, key_text
+from torchdist_ref.stores.base import POLL_SECONDS, Store, Text, key_text, quote_keys, request_limit
 from torchdist_ref.timeouts import CHECK_SECONDS, Deadline
 
 _RELEASE_TIMEOUT = timedelta(seconds=0.25)
 """Longest duration of the release of a group's keys, which other ranks may not depend on."""
+_LAST_SECONDS = 0.11
+"""Duration of a request that waits `CHECK_SECONDS` at a server that does not respond, in seconds."""
 
 
 class PrefixStore(Store):
@@ -237,10 +239,21 @@ class WatchedStore(PrefixStore):
 
     def _raise_in_vain(self, keys: Sequence[Text], deadline: Deadline) -> None:
         """Raise if a rank has failed or the deadline has passed, and the keys have not appeared meanwhile."""
+        limit = request_limit()
+        if limit is not None and limit.silent and min(limit.deadline.remaining(), deadline.remaining()) < _LAST_SECONDS:
+            # The server will hardly respond now, and one more request could end too late.
+            time.sleep(min(limit.deadline.remaining(), deadline.remaining()))
+            raise self._not_responding(keys, deadline)
         failure = self._failure()
         # The keys may have been set just before the failure.
         if (failure is not None or deadline.passed()) and not self.check(keys):
             raise failure or self._timed_out("wait", self._missing(keys), deadline)
+
+    def _not_responding(self, keys: Sequence[Text], deadline: Deadline) -> StoreTimeoutError:
+        return StoreTimeoutError(
+            f"wait: wait timeout after {deadline.seconds * 1000:.0f}ms, keys: {quote_keys(list(keys))}, on {self!r}: "
+            f"the server does not respond at all. It may be stopped, overloaded or cut off from this host."
+        )
 
     def _values(
         self, keys: Sequence[Text], deadline: Deadline, publish: Mapping[str, Text] | None

@@ -49,6 +49,7 @@ MAX_READ_BYTES = 2**20
 _HEADER_BYTES, _unpack_header = RESPONSE_HEADER.size, RESPONSE_HEADER.unpack_from
 _DONE = int(Status.DONE)
 _PROBE_NONCE = 0x5E7
+_MIN_GRACE_SECONDS = 0.09
 
 
 Ahead = tuple[Operation, tuple[Any, ...]]
@@ -74,7 +75,16 @@ class RequestTimeout(Exception):
 
 def grace(seconds: float) -> float:
     """Return how long after its time-out a call may still wait for the server's report, in seconds."""
-    return 0.09 + min(0.04 * seconds, 2.0)
+    return _MIN_GRACE_SECONDS + min(0.04 * seconds, 2.0)
+
+
+def without_grace(seconds: float) -> float:
+    """Return the time-out whose grace ends soon after so many seconds.
+
+    >>> [round(each + grace(each), 2) for each in map(without_grace, (0.0, 1.0, 3.0))]
+    [0.09, 1.05, 3.05]
+    """
+    return max(0.0, (seconds - 0.04) / 1.04)
 
 
 def _extended(deadline: Deadline) -> Deadline:

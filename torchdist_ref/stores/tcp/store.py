@@ -18,6 +18,7 @@ from typing import Any
 
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, QueueEmptyError, StoreTimeoutError, explain
 from torchdist_ref.stores.base import (
+    RequestLimit,
     Store,
     Text,
     checked_world_size,
@@ -27,10 +28,11 @@ from torchdist_ref.stores.base import (
     key_text,
     pair_list,
     quote_keys,
+    request_limit,
     timeout_seconds,
     value_bytes,
 )
-from torchdist_ref.stores.tcp.client import Ahead, ConnectionPool, RequestTimeout
+from torchdist_ref.stores.tcp.client import Ahead, ConnectionPool, RequestTimeout, without_grace
 from torchdist_ref.stores.tcp.operations import Op, Operation
 from torchdist_ref.stores.tcp.protocol import MAX_KEY_BYTES, MAX_VALUE_BYTES
 from torchdist_ref.stores.tcp.server import TCPServer
@@ -234,11 +236,36 @@ class TCPStore(Store):
         timeout: timedelta | None = None,
         ahead: Sequence[Ahead] = (),
     ) -> tuple[Any, ...]:
-        limit = self._timeout.total_seconds() if timeout is None else timeout_seconds(operation, timeout)
+        seconds = self._timeout.total_seconds() if timeout is None else timeout_seconds(operation, timeout)
+        limit = request_limit()
+        if limit is not None:
+            return self._request_within(limit, operation, row, fields, seconds, ahead)
         try:
-            return self._pool.request(row, fields, limit, ahead)
+            return self._pool.request(row, fields, seconds, ahead)
         except RequestTimeout as report:
-            raise self._timeout_error(report, operation, fields, Deadline(limit)) from None
+            raise self._timeout_error(report, operation, fields, Deadline(seconds)) from None
+
+    def _request_within(
+        self,
+        limit: RequestLimit,
+        operation: str,
+        row: Operation,
+        fields: tuple[Any, ...],
+        seconds: float,
+        ahead: Sequence[Ahead],
+    ) -> tuple[Any, ...]:
+        """Run a request of an operation whose requests share a deadline."""
+        bounded = limit.within(seconds)
+        try:
+            if limit.spent():
+                raise RequestTimeout(no_response=True)
+            response = self._pool.request(row, fields, without_grace(bounded) if bounded < seconds else bounded, ahead)
+        except RequestTimeout as report:
+            limit.silent = report.no_response
+            shown = Deadline(limit.deadline.seconds if bounded < seconds else seconds)
+            raise self._timeout_error(report, operation, fields, shown) from None
+        limit.silent = False
+        return response
 
     def _timeout_error(
         self, report: RequestTimeout, operation: str, fields: tuple[Any, ...], deadline: Deadline
