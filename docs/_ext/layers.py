@@ -82,7 +82,7 @@ PARTS = (
     Part(
         "backends.ref_in_torch",
         "2 backends",
-        (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "backends.ref", "backends.torch_native"),
+        (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "backends.ref", "backends.torch_native", "debug"),
     ),
     Part("debug", "2 backends", (*BELOW_BACKENDS, "schedules", "backends.base")),
     Part(

@@ -310,3 +310,30 @@ def test_a_call_is_recorded_without_a_function_of_python() -> None:
     finally:
         sys.setprofile(None)
     assert entered == []
+
+
+def on_torchs_own_init(rank: int, folder: str, file: str) -> bool:
+    torch.distributed.init_process_group("ref", init_method=f"file://{file}", rank=rank, world_size=2)
+    torch.distributed.all_reduce(fill(rank, (3,)))
+    if rank == 0:
+        torch.distributed.new_group([0])
+        flight_recorder.dump(folder)
+    else:
+        torch.distributed.new_group([0])
+        os.environ[flight_recorder.DIRECTORY_VARIABLE] = folder
+        os.kill(os.getpid(), signal.SIGUSR2)
+        wait_for_file(Path(folder) / "rank1.json")
+    torch.distributed.destroy_process_group()
+    return signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_groups_of_torchs_own_init_are_recorded_and_dumped_on_a_signal(tmp_path: Path) -> None:
+    folder = tmp_path / "dumps"
+    released = run(on_torchs_own_init, 2, str(folder), str(tmp_path / "store"), ranks="processes", init=False)
+    assert released == [True, True]
+    dumps = read_directory(folder).ranks
+    assert sorted(dumps) == [0, 1]
+    for rank, dumped in dumps.items():
+        world, *others = dumped.groups
+        assert (world.name, world.members, world.events[0].op) == ("world", (0, 1), "all_reduce")
+        assert [group.members for group in others] == ([(0,)] if rank == 0 else [])

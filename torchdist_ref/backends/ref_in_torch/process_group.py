@@ -62,14 +62,15 @@ from torchdist_ref.calls import (
     Scatter,
     Send,
 )
+from torchdist_ref.debug.flight_recorder import answer_requests, register
 from torchdist_ref.errors import ArgumentError, UnsupportedError, adopt_torch, explain
 from torchdist_ref.liveness import MemberWatch, Presence
-from torchdist_ref.recorder import Recorder
 from torchdist_ref.stores import PrefixStore
 from torchdist_ref.work import Done
 
 if TYPE_CHECKING:
     from torchdist_ref.backends.ref import Ref
+    from torchdist_ref.recorder import Recorder
 
 Tensors = Sequence[Tensor]
 Lists = Sequence[Sequence[Tensor]]
@@ -95,7 +96,9 @@ def create(torchs_options: Any) -> RefProcessGroup:
                 store.set(key, value)
             sealed = authenticate(watch.store, o.group_rank, o.group_size, seconds, on_connected)
             membership = Membership(sealed, o.group_rank, members, name, seconds, watch=watch)
-            return RefProcessGroup(Ref(membership), members)
+            backend = Ref(membership)
+            register(backend.recorder, membership, "ref")
+            return RefProcessGroup(backend, members)
     finally:
         for function in on_connected:
             function()
@@ -451,7 +454,7 @@ class CallsFromTorch(c10d.ProcessGroup):
 
 
 class RefProcessGroup(CallsFromTorch):
-    """Process group that torch makes for the backend `ref`.
+    """Process group that torch makes for the backend `ref`. Its calls are in the flight recorder, as our groups' are.
 
     Args:
         backend: The backend that runs the calls.
@@ -462,6 +465,7 @@ class RefProcessGroup(CallsFromTorch):
         super().__init__(backend.link.rank, backend.link.size, "")
         self.backend = backend
         self.members = tuple(members)
+        self._on_end = [answer_requests()]
 
     def _check_tensors(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
         """Raise unless the tensors are dense and on the CPU: torch's callers pass what they have."""
@@ -473,11 +477,18 @@ class RefProcessGroup(CallsFromTorch):
 
     def shutdown(self) -> None:
         """Leave the group in an orderly way."""
+        self._stop_answers()
         self.backend.close()
 
     def abort(self) -> None:
         """Leave the group at once."""
+        self._stop_answers()
         self.backend.abort("torch.distributed aborted the group")
+
+    def _stop_answers(self) -> None:
+        """End the answers to requests for dumps on behalf of this group, once."""
+        while self._on_end:
+            self._on_end.pop()()
 
 
 hide_from_compilers(CallsFromTorch, RefWork)
