@@ -70,7 +70,8 @@ class ServerConnection(StoreClient):
         self.send_queue: deque[memoryview] = deque()
         self.accepted = self.unfinished_since = time.monotonic()
         self.counted = 0
-        self.recent_seconds = 0.0
+        # A new client comes after those that are known to be quick: its first request may take long.
+        self.recent_seconds = TURN_SECONDS
         self._more: Iterator[bytes] | None = None
         self.interest = READ
         self.closed = False

@@ -1,0 +1,143 @@
+"""An honest client among greedy ones: the turns of the server's loop, and the requests of others, before its answer.
+
+The loop runs on the thread of the test, one turn at a time, so the counts depend on no clock.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from torchdist_ref.stores import sockets
+from torchdist_ref.stores.tcp import server
+from torchdist_ref.stores.tcp.operations import Op
+from torchdist_ref.stores.tcp.protocol import MAGIC, Request, write_request
+from torchdist_ref.stores.tcp.requests import RequestHandler, StoreClient
+from torchdist_ref.timeouts import Deadline
+
+HANDSHAKE = write_request(Op.VALIDATE, MAGIC)
+KEYS = 300
+COSTS = {Op.WAIT: 0.06, Op.LIST_KEYS: 0.05, Op.SET: 0.001}
+
+
+class Greedy:
+    """Client that sends its request again and again, and reads what it is sent.
+
+    Args:
+        port: Port of the server.
+        request: Bytes to repeat.
+    """
+
+    def __init__(self, port: int, request: bytes) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.setblocking(False)
+        self._data = memoryview(HANDSHAKE + request)
+        self._request = memoryview(request)
+        self._sent = 0
+        self.received = 0
+
+    def push(self) -> None:
+        """Send the rest of a request, or another one, and read what has come."""
+        if self._sent == len(self._data):
+            self._data, self._sent = self._request, 0
+        try:
+            while self._sent < len(self._data):
+                self._sent += self.socket.send(self._data[self._sent :])
+        except BlockingIOError:
+            pass
+        try:
+            while data := self.socket.recv(1 << 20):
+                self.received += len(data)
+        except BlockingIOError:
+            pass
+
+
+@pytest.fixture
+def loop() -> Iterator[server.ServerLoop]:
+    made = server.ServerLoop(sockets.listen("127.0.0.1", 0, Deadline(20)))
+    yield made
+    made.close_copies()
+
+
+def turn(loop: server.ServerLoop) -> None:
+    loop._serve_all(loop._poller.poll(0))
+
+
+class Clock:
+    """Clock of the server's loop, on which each request takes as long as its operation would at full size."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made, handle = Clock(), RequestHandler.handle
+
+    def timed(handler: RequestHandler, client: StoreClient, request: Request) -> None:
+        made.now += COSTS.get(request.operation, 0.0001)
+        handle(handler, client, request)
+
+    monkeypatch.setattr(RequestHandler, "handle", timed)
+    monkeypatch.setattr(server, "time", made)
+    return made
+
+
+ATTACKS = {
+    "wait": write_request(Op.WAIT, [b"/filler %d" % i for i in range(KEYS)]),
+    "list": write_request(Op.LIST_KEYS),
+    "set": write_request(Op.SET, b"/greedy", b"x" * 3000),
+    "half": write_request(Op.SET, b"/half", b"x" * 7_000_000)[:6_000_000],
+}
+
+
+def turns_until_answered(loop: server.ServerLoop, honest: socket.socket, greedy: list[Greedy], number: int) -> int:
+    for each in greedy:
+        each.push()
+    honest.sendall(write_request(Op.ADD, b"/honest", 1))
+    for turns in range(1, 1000):
+        turn(loop)
+        try:
+            answer = honest.recv(64)
+        except BlockingIOError:
+            continue
+        assert int.from_bytes(answer, "little") == number
+        return turns
+    raise AssertionError("no answer in 1000 turns")
+
+
+def connect_honest(loop: server.ServerLoop, port: int) -> socket.socket:
+    honest = socket.create_connection(("127.0.0.1", port))
+    honest.sendall(HANDSHAKE)
+    honest.setblocking(False)
+    for _ in range(3):
+        turn(loop)
+    return honest
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_honest_client_is_answered_in_the_next_turn(loop: server.ServerLoop, clock: Clock, attack: str) -> None:
+    loop.handler.table.values.update((b"/filler %d" % i, b"") for i in range(KEYS))
+    port = loop.listeners[0].getsockname()[1]
+    honest = connect_honest(loop, port)
+    most = 0
+    greedy: list[Greedy] = []
+    for number in range(1, 21):
+        if number % 5 == 1:
+            # The first requests of new clients must not come before those of a client that is known to be quick.
+            greedy += [Greedy(port, ATTACKS[attack]) for _ in range(4)]
+            turn(loop)
+        most = max(most, turns_until_answered(loop, honest, greedy, number))
+        for _ in range(3):
+            turn(loop)
+    progress = sum(each.received for each in greedy) + (b"/greedy" in loop.handler.table.values) + loop._held
+    for each in greedy:
+        each.socket.close()
+    honest.close()
+    assert progress, "the greedy clients were not served"
+    assert most == 1
