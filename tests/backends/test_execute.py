@@ -65,7 +65,7 @@ def makes_sense(name: str, dtype: torch.dtype) -> bool:
         return not dtype.is_floating_point and not dtype.is_complex
     if dtype.is_complex:
         return name in ("SUM", "AVG")
-    return name != "AVG" or dtype.is_floating_point
+    return name != "AVG" or dtype != torch.bool
 
 
 def reductions(rank: int, size: int, count: int, dtype: torch.dtype, name: str) -> list[Tensor]:

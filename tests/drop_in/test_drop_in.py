@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,16 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 
+import torchdist_ref.backends.ref
+import torchdist_ref.parallel.distributed_data_parallel  # noqa: F401
 from torchdist_ref.testing import run
 
-# Forked ranks have the modules above loaded: each would import them for seconds.
+# Forked ranks have these modules and those above loaded: each would import them for seconds.
+LOADED = {
+    "accelerated": ["accelerate"],
+    "language_model": ["torch.distributed.optim"],
+    "lightning_task": ["lightning", "lightning.pytorch.plugins.environments"],
+}
 HERE = Path(__file__).parent
 PROGRAMS = sorted(path.stem for path in HERE.glob("*.py") if not path.stem.startswith(("test_", "__", "packages")))
 IMPORTS = {
@@ -58,6 +66,10 @@ def launched(name: str, world: int, backend: str, folder: Path, ours: bool) -> l
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_of_torchs_finds_the_same_with_two_imports_changed(name: str, world: int, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in LOADED.get(name, ()):
+            import_module(module)
     wanted = launched(name, world, "gloo", tmp_path / "torch", ours=False)
     for backend in ("ref", "gloo"):
         found = launched(name, world, backend, tmp_path / backend, ours=True)

@@ -1,6 +1,6 @@
 """Reductions as tensor operations: in place, of two operands into a third, and of sparse tensors.
 
-`reduction` refuses reductions that the dtype does not have, such as AVG of integers.
+`reduction` refuses reductions that the dtype does not have, such as MAX of complex numbers.
 
 The reductions are commutative. None is associative in floating point, so schedules fix an order. Callers add float16,
 bfloat16 and float8 (`WIDENED`) in float32: `ref.steps.widened` and `ref.execute.reduce`, `torch_native.gloo`, `mpi`.
@@ -65,12 +65,20 @@ _TABLE["avg"] = _TABLE["premul_sum"] = _TABLE["sum"]
 _BITWISE = {"band", "bor", "bxor"}
 _ORDERED = {"min", "max"}
 _SCALED = {"avg", "premul_sum"}
+# Integers whose sums `divide` divides. Lightning averages integers on each backend that is not named "gloo".
+_DIVIDED = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 # Complex numbers have no order, and torch refuses their products: its public functions have this list.
 _NOT_COMPLEX = {"product", *_BITWISE, *_ORDERED}
 
 
-def reduction(name: str, dtype: torch.dtype, operation: str) -> Reduction:
+def reduction(name: str, dtype: torch.dtype, operation: str, averages_integers: bool = False) -> Reduction:
     """Return the tensor operations of a reduction for a dtype.
+
+    Args:
+        name: Reduction, as in calls.
+        dtype: Dtype of the operands.
+        operation: Name of the call, for errors.
+        averages_integers: Whether the backend supports AVG of integers, as NCCL does and Gloo does not.
 
     Raises:
         ArgumentError: The reduction is not defined for the dtype.
@@ -78,7 +86,8 @@ def reduction(name: str, dtype: torch.dtype, operation: str) -> Reduction:
     """
     if name not in _TABLE:
         raise UnsupportedError(f"{operation}: no backend has a reduction {name!r}; there are {', '.join(_TABLE)}.")
-    check(name, dtype, operation)
+    if not (averages_integers and name == "avg" and dtype in _DIVIDED):
+        check(name, dtype, operation)
     if _STORED_ONLY.match(str(dtype)):
         expected = "tensors of a dtype that torch calculates with"
         raise BackendArgumentError(explain(operation, "tensor", expected, dtype, hint="Use .view() or .to()."))
@@ -138,7 +147,9 @@ def _through_signed(name: str) -> Reduction:
 
 
 def divide(tensor: Tensor, by: int) -> Tensor:
-    """Divide a sum in place, to make it an average."""
+    """Divide a sum in place, to make it an average; integers are rounded toward zero, as by NCCL."""
+    if tensor.dtype in _DIVIDED:
+        return tensor.div_(by, rounding_mode="trunc")
     return tensor.copy_(tensor.float() / by) if tensor.dtype in _FLOAT8 else tensor.div_(by)
 
 

@@ -75,7 +75,7 @@ class ReferenceExecutor:
         scratch = {
             slot: torch.empty(plan.window, dtype=plan.dtype, device="cpu") for slot in plan.slots if slot[0] == "tmp"
         }
-        reduction = reductions.reduction(plan.reduction, plan.dtype, plan.op) if plan.reduction else None
+        reduction = reductions.reduction(plan.reduction, plan.dtype, plan.op, True) if plan.reduction else None
         for begin in plan.windows:
             own = {slot: _window_of(plan, tensors, scratch, slot, begin) for slot in plan.slots}
             for round_index in range(len(plan.rounds)):

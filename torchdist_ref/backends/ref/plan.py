@@ -391,7 +391,7 @@ class Planner:
         name = getattr(call, "reduction", None)
         if name is not None:
             # Raises if the reduction makes no sense for this dtype.
-            reduction(name, dtype, call.op)
+            reduction(name, dtype, call.op, True)
         return Plan(
             rank=self._link.rank,
             record=announcement_of(text, self._executor),

@@ -69,7 +69,7 @@ class StepMaker:
 
     def __init__(self, plan: Plan, on_device: bool = False) -> None:
         self._dtype: dtype = plan.dtype
-        self._reduction = reductions.reduction(plan.reduction, plan.dtype, plan.op) if plan.reduction else None
+        self._reduction = reductions.reduction(plan.reduction, plan.dtype, plan.op, True) if plan.reduction else None
         self._divisor = plan.divisor if plan.divides_at_once else 0
         self._on_device = on_device
         # A short slot takes longer to cut out of its tensor than to copy.
