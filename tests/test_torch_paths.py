@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import layers
 import pytest
@@ -19,6 +20,7 @@ import torch
 from torch.distributed import rpc
 
 import torchdist_ref as dist
+from tests.drop_in.packages import ROWS
 from torchdist_ref import groups, torch_paths
 from torchdist_ref.pipeline.pipe import Pipe, partition_model
 from torchdist_ref.testing import fill
@@ -246,7 +248,7 @@ def test_a_row_for_all_names_of_a_module(monkeypatch: pytest.MonkeyPatch) -> Non
 COMPANIONS = [path for path, names in torch_paths.PATHS.items() if names == {"*": f"torch.distributed.{path}"}]
 
 
-def test_companions_are_torchs_own_and_modules_below_them_too() -> None:
+def test_companions_are_torchs_own_and_modules_below_them_too(proof: Any) -> None:
     assert {"tensor", "fsdp", "checkpoint", "pipelining", "rpc", "autograd", "utils"} <= set(COMPANIONS)
     for path in (*COMPANIONS, "tensor.parallel", "checkpoint.state_dict", "elastic.rendezvous.dynamic_rendezvous"):
         ours = importlib.import_module(f"torchdist_ref.{path}")
@@ -258,6 +260,7 @@ def test_companions_are_torchs_own_and_modules_below_them_too() -> None:
     from torchdist_ref.checkpoint import state_dict as below
 
     assert below.get_model_state_dict.__module__ == "torch.distributed.checkpoint.state_dict"
+    proof([name for name in COMPANIONS if name in ROWS], [], 0, "torch's own objects")
     with pytest.raises(ModuleNotFoundError, match=r"torchdist_ref.tensor.nonsense"):
         importlib.import_module("torchdist_ref.tensor.nonsense")
     with pytest.raises(

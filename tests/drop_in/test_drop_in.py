@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import socket
 import warnings
@@ -19,6 +20,7 @@ import torch.distributed.tensor.parallel
 
 import torchdist_ref.backends.ref
 import torchdist_ref.parallel.distributed_data_parallel  # noqa: F401
+from tests.drop_in import packages
 from torchdist_ref.testing import run
 
 # Forked ranks have these modules and those above loaded: each would import them for seconds.
@@ -28,7 +30,9 @@ LOADED = {
     "lightning_task": ["lightning", "lightning.pytorch.plugins.environments"],
 }
 HERE = Path(__file__).parent
-PROGRAMS = sorted(path.stem for path in HERE.glob("*.py") if not path.stem.startswith(("test_", "__", "packages")))
+PROGRAMS = sorted(
+    path.stem for path in HERE.glob("*.py") if not path.stem.startswith(("test_", "__", "packages", "only_proofs"))
+)
 IMPORTS = {
     "import torch.distributed as dist\n": "import torchdist_ref as dist\n",
     "from torch.nn.parallel import DistributedDataParallel as DDP\n": (
@@ -37,16 +41,33 @@ IMPORTS = {
 }
 
 
-def execute(rank: int, world: int, name: str, port: int, environment: dict[str, str], ours: bool) -> list[Any]:
-    """Run a program as one rank under a launcher, and return its results."""
-    os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def text_of(name: str, ours: bool) -> str:
+    """Return a program, with its import lines changed for our library."""
     text = (HERE / f"{name}.py").read_text(encoding="utf-8")
     if ours:
         changed = [line for line in IMPORTS if line in text]
         assert changed
         for line in changed:
             text = text.replace(line, IMPORTS[line])
+    return text
+
+
+def parts_of(name: str) -> set[str]:
+    """Return the parts of torch, and the libraries, that a program imports when its lines are changed."""
+    modules = set()
+    for node in ast.walk(ast.parse(text_of(name, ours=True))):
+        modules |= {node.module} if isinstance(node, ast.ImportFrom) and node.module else set()
+        modules |= {each.name for each in node.names} if isinstance(node, ast.Import) else set()
+    parts = {module.removeprefix("torch.distributed.").partition(".")[0] for module in modules}
+    parts |= {"utils.data"} if "torch.utils.data.distributed" in modules else set()
+    return parts & (packages.ROWS.keys() | packages.OTHERS.keys())
+
+
+def execute(rank: int, world: int, name: str, port: int, environment: dict[str, str], ours: bool) -> list[Any]:
+    """Run a program as one rank under a launcher, and return its results."""
+    os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    text = text_of(name, ours)
     names: dict[str, Any] = {"__name__": "__main__"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -65,7 +86,9 @@ def launched(name: str, world: int, backend: str, folder: Path, ours: bool) -> l
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_of_torchs_finds_the_same_with_two_imports_changed(name: str, world: int, tmp_path: Path) -> None:
+def test_a_program_of_torchs_finds_the_same_with_two_imports_changed(
+    name: str, world: int, tmp_path: Path, proof: Any
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in LOADED.get(name, ()):
@@ -77,3 +100,4 @@ def test_a_program_of_torchs_finds_the_same_with_two_imports_changed(name: str, 
             assert len(right) >= 2
             for one, other in zip(mine, right, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    proof(parts_of(name), ["ref", "gloo"], world, "the unchanged program on torch's Gloo")

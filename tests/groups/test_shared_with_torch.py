@@ -77,8 +77,9 @@ def facts(rank: int, world: int, backend: str) -> None:
 
 
 @WORLDS
-def test_torchs_default_group_is_ours(backend: str, world: int) -> None:
+def test_torchs_default_group_is_ours(backend: str, world: int, proof: Any) -> None:
     forked(facts, world, backend, world, backend)
+    proof(["distributed_c10d", "utils.data"], [backend], world, "formulas")
 
 
 def torchs_trainers(rank: int, kind: str) -> list[Tensor]:
@@ -100,10 +101,11 @@ def torchs_trainers(rank: int, kind: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", ["ddp", "zero"])
 @WORLDS
-def test_torchs_ddp_and_zero_train_as_one_process_does(backend: str, world: int, kind: str) -> None:
+def test_torchs_ddp_and_zero_train_as_one_process_does(backend: str, world: int, kind: str, proof: Any) -> None:
     wanted = trained_alone(world, 3)
     for found in forked(torchs_trainers, world, backend, kind):
         agree(found, wanted)
+    proof(["nn.parallel", *(["optim"] if kind == "zero" else [])], [backend], world, "one process")
 
 
 def sharded(rank: int, path: str) -> list[Tensor]:
@@ -165,8 +167,9 @@ def meshes(rank: int, world: int) -> None:
 
 
 @WORLDS
-def test_dtensor_works_on_meshes_of_either_library(backend: str, world: int) -> None:
+def test_dtensor_works_on_meshes_of_either_library(backend: str, world: int, proof: Any) -> None:
     forked(meshes, world, backend, world)
+    proof(["device_mesh", "tensor"], [backend], world, "one process")
 
 
 def made_by_torch(rank: int, world: int, backend: str) -> None:

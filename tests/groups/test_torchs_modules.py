@@ -13,6 +13,7 @@ import torch._dynamo
 import torch.distributed as theirs
 import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as checkpoint
+import torch.distributed.collective_utils as collective_utils
 import torch.distributed.device_mesh as their_mesh
 import torch.distributed.pipelining as pipelining
 from torch import Tensor, nn
@@ -131,6 +132,16 @@ def checkpoints(rank: int, library: Any, path: str) -> list[Tensor]:
     return found
 
 
+def objects(rank: int, library: Any, path: str) -> list[Tensor]:
+    """Exchange objects by torch's functions for them."""
+    group, world = library.new_group(list(range(theirs.get_world_size()))), theirs.get_world_size()
+    first = collective_utils.broadcast(lambda: {"rank": rank, "of": world}, rank=world - 1, pg=group)
+    everyone = collective_utils.all_gather(lambda: rank**2 + 1, pg=group)
+    parts: list[Any] = [None]
+    theirs.scatter_object_list(parts, [each**3 for each in range(world)] if rank == 0 else None, 0, group=group)
+    return [torch.tensor([first["rank"], first["of"], *everyone, *parts])]
+
+
 SCHEDULES = {
     "GPipe": 1,
     "1F1B": 1,
@@ -182,9 +193,24 @@ PROGRAMS: list[Any] = [
     functions,
     compiled,
     checkpoints,
+    objects,
     # torch 2.11's schedules raise in batch_isend_irecv, on torch's own Gloo.
     pytest.param(pipelined, marks=needs_torch("2.13", "torch.distributed.pipelining on Gloo")),
 ]
+
+
+PARTS: dict[Any, list[str]] = {
+    sampled: ["nn.parallel", "utils.data"],
+    fsdp1: ["fsdp"],
+    fsdp2: ["device_mesh", "fsdp"],
+    tensor_parallel: ["device_mesh", "tensor"],
+    dtensors: ["device_mesh", "tensor"],
+    functions: ["_functional_collectives"],
+    compiled: ["_functional_collectives"],
+    checkpoints: ["checkpoint"],
+    objects: ["collective_utils", "distributed_c10d"],
+    pipelined: ["pipelining"],
+}
 
 
 def on_gloo(rank: int, program: Program, world: int, path: str) -> list[Tensor]:
@@ -231,7 +257,7 @@ CASES = covering([("ref", 4)], PROGRAMS) + covering([("ref", 2), ("gloo", 2), ("
 
 @pytest.mark.parametrize(("backend", "world", "program"), CASES, ids=lambda value: getattr(value, "__name__", None))
 def test_torchs_modules_find_the_numbers_of_torchs_gloo(
-    program: Program, backend: str, world: int, right: Any, tmp_path: Any
+    program: Program, backend: str, world: int, right: Any, tmp_path: Any, proof: Any
 ) -> None:
     """CI has each program on four ranks of `ref`, and in one of the other worlds."""
     with warnings.catch_warnings():
@@ -242,3 +268,4 @@ def test_torchs_modules_find_the_numbers_of_torchs_gloo(
         assert len(mine) == len(theirs_) > 0
         for one, other in zip(mine, theirs_, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    proof(PARTS[program], [backend], world, "torch's Gloo")
