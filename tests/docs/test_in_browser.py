@@ -103,7 +103,8 @@ def test_text_in_drawings_is_at_least_11_pixels(page: Any, address: str, name: s
                 parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a)"""
         )
         assert sizes or (width == 390 and name in WIDE)
-        assert min(sizes, default=11) >= 11
+        # Chromium rounds lengths to a 64th of a pixel: a drawing at its own size reads 10.9994.
+        assert min(sizes, default=11) >= 10.99
 
 
 @pytest.mark.parametrize("name", (*KINDS[:5], *KINDS[9:11]))
