@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.stores.store_helpers import LossyRelay, in_child
-from torchdist_ref.errors import ArgumentError, DistNetworkError
+from torchdist_ref.errors import ArgumentError, DistNetworkError, DistStoreError
 from torchdist_ref.stores import TCPStore, sockets
 from torchdist_ref.stores.tcp import server
 from torchdist_ref.stores.tcp.operations import NONCE_MARK, Op
@@ -370,4 +370,28 @@ def test_a_busy_server_does_not_take_a_slow_client_for_one_that_has_gone() -> No
     assert loop.handler.disconnected and not loop.handler.table.values
     loop._check_limits(idle=True)
     assert not loop.handler.disconnected and loop.handler.table.values == {b"/gone": b"1"}
+    server.close()
+
+
+def test_a_client_that_gives_up_a_silent_server_is_not_taken_for_one_that_has_gone() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    loop, responsive = server.server._loop, threading.Event()  # type: ignore[union-attr]
+    client = TCPStore("127.0.0.1", server.port)
+    assert client.set_on_disconnect("gone", "1")
+    serve_all = loop._serve_all
+
+    def serve_later(ready: list[tuple[int, int]]) -> None:
+        responsive.wait(30)
+        serve_all(ready)
+
+    loop._serve_all = serve_later  # type: ignore[method-assign]
+    with pytest.raises(DistStoreError):
+        client.wait(["missing"], timedelta(seconds=0.01))
+    responsive.set()
+    for number in range(3):
+        server.set("number", str(number))
+    assert not loop.handler.disconnected
+    client.set("here", "1")
+    assert server.get("here") == b"1" and not server.check(["gone"])
+    client.close()
     server.close()

@@ -207,12 +207,25 @@ class ClientConnection:
         self._framed = False
         self._name = os.urandom(16)
         self._socket: DeadlineSocket | None = None
+        # Open until its successor is: a server would take its end for the end of this process.
+        self._silent: DeadlineSocket | None = None
         self._number = self._unread = 0
         self._aborted = False
 
     def close(self) -> None:
         """Close the socket; the next request opens another."""
-        sock, self._socket, self._unread = self._socket, None, 0
+        self._set_aside()
+        self._close_silent()
+
+    def _set_aside(self) -> None:
+        """Give up a socket on which the server does not respond; the next request opens another."""
+        if self._socket is not None:
+            self._close_silent()
+            self._silent = self._socket
+        self._socket, self._unread = None, 0
+
+    def _close_silent(self) -> None:
+        sock, self._silent = self._silent, None
         if sock is not None:
             sock.close()
 
@@ -277,7 +290,7 @@ class ClientConnection:
                 if self._aborted or attempt == MAX_ATTEMPTS - 1 or not (self._framed or operation.idempotent):
                     raise self._broken(operation, lost) from lost
             except TimeoutError:
-                self.close()
+                self._set_aside()
                 raise RequestTimeout(no_response=True) from None
             except (ArgumentError, RequestTimeout):
                 raise
@@ -373,6 +386,7 @@ class ClientConnection:
             sock.close()
             raise
         self._socket, self._server.reached = sock, True
+        self._close_silent()
         return sock
 
     def _shake_hands(self, sock: DeadlineSocket, deadline: Deadline) -> None:
