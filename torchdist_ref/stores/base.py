@@ -395,13 +395,20 @@ class RequestLimit:
         deadline: The deadline of the operation.
 
     Attributes:
-        silent: Whether the server did not respond to the last request.
+        deadline: The same deadline.
+        silent_since: Start of the first request without a response, on the monotonic clock; None after a response.
     """
 
-    __slots__ = ("deadline", "silent")
+    __slots__ = ("deadline", "silent_since")
 
     def __init__(self, deadline: Deadline) -> None:
-        self.deadline, self.silent = deadline, False
+        self.deadline = deadline
+        self.silent_since: float | None = None
+
+    @property
+    def silent(self) -> bool:
+        """Whether the server has not responded for longer than a busy one takes."""
+        return self.silent_since is not None and time.monotonic() > self.silent_since + _LATE_SECONDS
 
     def spent(self) -> bool:
         """Return whether another request is of no use: the deadline has passed and the server is silent."""

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, QueueEmptyError, StoreTimeoutError, explain
@@ -255,16 +256,19 @@ class TCPStore(Store):
         ahead: Sequence[Ahead],
     ) -> tuple[Any, ...]:
         """Run a request of an operation whose requests share a deadline."""
-        bounded = limit.within(seconds)
+        bounded, began = limit.within(seconds), monotonic()
         try:
             if limit.spent():
                 raise RequestTimeout(no_response=True)
             response = self._pool.request(row, fields, without_grace(bounded) if bounded < seconds else bounded, ahead)
         except RequestTimeout as report:
-            limit.silent = report.no_response
+            if not report.no_response:
+                limit.silent_since = None
+            elif limit.silent_since is None:
+                limit.silent_since = began
             shown = Deadline(limit.deadline.seconds if bounded < seconds else seconds)
             raise self._timeout_error(report, operation, fields, shown) from None
-        limit.silent = False
+        limit.silent_since = None
         return response
 
     def _timeout_error(
