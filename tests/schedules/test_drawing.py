@@ -83,7 +83,7 @@ def luminance(color: str) -> float:
 @pytest.mark.parametrize("page", ["#ffffff", "#121212"])
 def test_colors_have_contrast_on_light_and_dark_pages(page: str) -> None:
     used = set(re.findall(r"#[0-9a-f]{6}", draw(build("all_reduce", "two_shot", 4))))
-    assert used == {svg.GREY, svg.BLUE, svg.ORANGE}
+    assert used == {svg.GRAY, svg.BLUE, svg.ORANGE}
     for color in used:
         dark, light = sorted((luminance(color), luminance(page)))
         assert (light + 0.05) / (dark + 0.05) > 4

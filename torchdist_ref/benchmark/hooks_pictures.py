@@ -14,10 +14,10 @@ from torchdist_ref.benchmark.hooks_results import HookResult, select
 from torchdist_ref.benchmark.hooks_watch import Span
 from torchdist_ref.benchmark.report import Panel, draw
 from torchdist_ref.schedules import drawing
-from torchdist_ref.schedules.drawing import BLUE, GREY, ORANGE, duration
+from torchdist_ref.schedules.drawing import BLUE, GRAY, ORANGE, duration
 
 # Middle tones, distinct on white and on black.
-COLORS = (BLUE, ORANGE, "#3a9152", "#a45bb0", "#9a8127", "#c14a6e", "#2a9d9d", GREY)
+COLORS = (BLUE, ORANGE, "#3a9152", "#a45bb0", "#9a8127", "#c14a6e", "#2a9d9d", GRAY)
 # Curves that coincide with others: left out of a plot that has more curves than colors.
 COINCIDING = ("allreduce", "bf16", "powersgd-2", "fp16-powersgd-2", "bf16-powersgd-2", "quantize-channel")
 MAX_CURVES = len(COLORS)
@@ -29,8 +29,8 @@ MARKERS = ("o", "s", "D", "^", "v")
 LEFT, WIDTH, BAR, GAP, HEAD = 92.0, 740.0, 14.0, 3.0, 26.0
 # Pixels a character. In a narrower bar a word does not fit; the tooltip has it.
 CHARACTER = 7.0
-ROWS = {"compute": BLUE, "buckets": GREY, "calls": ORANGE}
-LEGEND = "blue: computing · orange: waiting, and calls · grey: a bucket in flight"
+ROWS = {"compute": BLUE, "buckets": GRAY, "calls": ORANGE}
+LEGEND = "blue: computing · orange: waiting, and calls · gray: a bucket in flight"
 
 
 def plot(path: str, results: Sequence[HookResult]) -> None:

@@ -205,14 +205,14 @@ def style() -> Iterator[None]:
     """Set matplotlib's settings for pages of any color, and for equal files from equal figures."""
     import matplotlib
 
-    from torchdist_ref.schedules.drawing import GREY
+    from torchdist_ref.schedules.drawing import GRAY
 
     ink: Any = dict.fromkeys(
-        ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), GREY
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), GRAY
     )
     # Ids in the file are made from the salt; by default they are made from a random number.
     fixed: Any = {"svg.hashsalt": "torchdist_ref", "svg.fonttype": "none", "legend.frameon": False}
-    with matplotlib.rc_context({**ink, **fixed, "font.size": 9, "grid.color": GREY}):
+    with matplotlib.rc_context({**ink, **fixed, "font.size": 9, "grid.color": GRAY}):
         yield
 
 

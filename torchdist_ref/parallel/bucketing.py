@@ -104,7 +104,7 @@ def assign(
 ) -> list[list[int]]:
     """Divide ``order`` (indices into ``tensors``) into buckets that close when they reach their limit.
 
-    Each index in ``alone`` has a bucket to itself, which neither waits for others nor counts towards limits.
+    Each index in ``alone`` has a bucket to itself, which neither waits for others nor counts toward limits.
 
     >>> import torch
     >>> tensors = [torch.empty(n) for n in (1, 2, 3, 4)]

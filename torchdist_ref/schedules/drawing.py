@@ -19,7 +19,7 @@ from html import escape
 from torchdist_ref.schedules.schedule import Message, Schedule, messages, picture
 from torchdist_ref.schedules.simulate import Event, Trace
 
-GREY, BLUE, ORANGE = "#767676", "#2b7bb9", "#c2571a"
+GRAY, BLUE, ORANGE = "#767676", "#2b7bb9", "#c2571a"
 FONT = "font-family='ui-monospace,Menlo,Consolas,monospace' font-size='11'"
 # Lengths in pixels.
 NARROWEST, LETTER, MAX_LABEL, MARGIN, ROUND_NAMES = 52.0, 6.6, 16, 4.0, 54.0
@@ -28,7 +28,7 @@ MAX_DRAWN_RANKS, MAX_DRAWN_ROUNDS = 32, 40
 TIMELINE_TOP, ROW, TIMELINE_WIDTH = 40.0, 34.0, 860.0
 MAX_TIMELINE_RANKS, MAX_TIMELINE_EVENTS = 64, 4000
 # Third of a row and color of each kind of event: a rank may send, receive and reduce at the same time.
-THIRDS = {"send": (0, GREY), "recv": (1, BLUE), "reduce": (2, ORANGE), "copy": (2, GREY)}
+THIRDS = {"send": (0, GRAY), "recv": (1, BLUE), "reduce": (2, ORANGE), "copy": (2, GRAY)}
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
@@ -75,10 +75,10 @@ def _band(step: int, shown: Sequence[Message], centers: Sequence[float]) -> Iter
     """Draw one round; ``centers`` are the columns of the ranks."""
     top = TOP + BAND * step
     yield text(MARGIN, top + 32, f"round {step + 1}", anchor="start")
-    below = {"stroke": GREY, "stroke_width": 0.5, "stroke_dasharray": "2 4"}
+    below = {"stroke": GRAY, "stroke_width": 0.5, "stroke_dasharray": "2 4"}
     yield element("line", x1=MARGIN, y1=top + BAND - 4, x2=centers[-1] + 24, y2=top + BAND - 4, **below)
     for x in centers:
-        yield element("line", x1=x, y1=top - 2, x2=x, y2=top + ARROW, stroke=GREY, stroke_width=0.6)
+        yield element("line", x1=x, y1=top - 2, x2=x, y2=top + ARROW, stroke=GRAY, stroke_width=0.6)
     yield from (_message(part, top, centers) for part in shown)
     for x, lines in zip(centers, _labels(shown, len(centers)), strict=True):
         yield from (text(x, top + ARROW + 13 * n, line, fill=color) for n, (line, color) in enumerate(lines, 1))
@@ -96,7 +96,7 @@ def _labels(shown: Sequence[Message], ranks: int) -> Iterator[list[tuple[str, st
     for rank in range(ranks):
         parts = [part for part in shown if part.dst == rank]
         if len(parts) > 2:
-            yield [(f"{len(parts)} messages", GREY)]
+            yield [(f"{len(parts)} messages", GRAY)]
             continue
         lines = [part.label if len(part.label) <= MAX_LABEL else part.label[: MAX_LABEL - 1] + "…" for part in parts]
         yield [(line, ORANGE if part.reduced else BLUE) for line, part in zip(lines, parts, strict=True)]
@@ -155,15 +155,15 @@ def _event(event: Event, total: float) -> str:
     x = LEFT + TIMELINE_WIDTH * event.start / total
     width = TIMELINE_WIDTH * (event.end - event.start) / total
     y = TIMELINE_TOP + ROW * event.rank + 3 + 9 * third
-    towards = {"send": "to", "recv": "from"}.get(event.kind, "of")
-    words = f"rank {event.rank}: {event.kind} {event.label} {towards} rank {event.peer}, {event.nbytes:g} bytes, "
+    toward = {"send": "to", "recv": "from"}.get(event.kind, "of")
+    words = f"rank {event.rank}: {event.kind} {event.label} {toward} rank {event.peer}, {event.nbytes:g} bytes, "
     words += f"{duration(event.start)} to {duration(event.end)}"
     return element("rect", tip(words), x=x, y=y, width=max(width - 0.5, 0.5), height=8, fill=color, rx=1)
 
 
 def time_axis(left: float, width: float, y: float, total: float, first_anchor: str = "middle") -> Iterator[str]:
     """Draw an axis from 0 to ``total`` seconds, with a label at every quarter."""
-    yield element("line", x1=left, y1=y, x2=left + width, y2=y, stroke=GREY)
+    yield element("line", x1=left, y1=y, x2=left + width, y2=y, stroke=GRAY)
     for quarter in range(5):
         anchor = (first_anchor, "middle", "middle", "middle", "end")[quarter]
         yield text(left + width * quarter / 4, y + 14, duration(total * quarter / 4), anchor)
@@ -176,7 +176,7 @@ def _note(trace: Trace, rows: int, events: int) -> str:
     if events > MAX_TIMELINE_EVENTS:
         left_out.append(f"the first {MAX_TIMELINE_EVENTS} of {events} events")
     words = [trace.note, f"shown: {' and '.join(left_out)}" if left_out else ""]
-    return " · ".join(word for word in ["grey: send · blue: receive · orange: reduce", *words] if word)
+    return " · ".join(word for word in ["gray: send · blue: receive · orange: reduce", *words] if word)
 
 
 picture.register(Schedule, draw)
@@ -211,7 +211,7 @@ def tip(words: str) -> str:
     return element("title", escape(words))
 
 
-def text(x: float, y: float, words: str, anchor: str = "middle", fill: str = GREY, **attributes: object) -> str:
+def text(x: float, y: float, words: str, anchor: str = "middle", fill: str = GRAY, **attributes: object) -> str:
     """Return a line of text whose baseline is at ``y``."""
     return element("text", escape(words), x=x, y=y, text_anchor=anchor, fill=fill, **attributes)
 
