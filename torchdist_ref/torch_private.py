@@ -19,7 +19,7 @@ import torch
 from torchdist_ref.errors import UnsupportedError
 
 # Releases of torch in which `tests/test_torch_private.py` found every name.
-TESTED = ("2.11", "2.13", "2.15")
+TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
 @dataclass(frozen=True)

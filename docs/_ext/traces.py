@@ -165,12 +165,16 @@ def get() -> dict[str, list[Hop]]:
 
 
 def run_all() -> dict[str, list[Hop]]:
-    """Run every traced program in this process and processes forked from it."""
+    """Run every traced program in this process and processes forked from it.
+
+    A rank that has to wait for a peer enters more functions, so the shortest of three runs is kept.
+    """
     from torchdist_ref.testing import run
 
     found = get()
     for program in (all_reduce, message, gradient):
-        found |= run(program, 2, ranks="processes")[0]
+        runs = [run(program, 2, ranks="processes")[0] for _ in range(3)]
+        found |= {name: min((each[name] for each in runs), key=len) for name in runs[0]}
     return found
 
 

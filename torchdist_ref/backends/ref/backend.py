@@ -2,7 +2,7 @@
 
 A collective that its caller waits for runs at once, on the caller's thread, if no other call is ahead of it. Every
 other one runs on the group's progress thread, in order, and completes its Work there. Plans are cached by call, dtype
-and shapes, with what the executor has made of them. Sends and receives are in `point_to_point`.
+and shapes, with what the executor has made of them. Sends and receives are in `tag_matching`.
 
 Do not add algorithms (`schedules`), ways to move bytes (`transports`), or how a call runs (an executor).
 """
