@@ -79,7 +79,7 @@ def stopped_at_once(rank: int) -> list[int]:
 # Over a second: a range that outlives its profiler kills the process in about one of ten rounds, so there are twenty.
 def test_a_profiler_may_stop_at_any_time() -> None:
     # Older profilers leave out a range that ends after they stop.
-    on_rank_0 = 2 if torch_has("2.13") else 1
+    on_rank_0 = 2 if torch_has("2.12") else 1
     assert run(stopped_at_once, 2, ranks="processes") == [[on_rank_0] * 20, [1] * 20]
 
 
