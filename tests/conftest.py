@@ -92,7 +92,9 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     threads, processes = set(threading.enumerate()), children()
     yield
     for thread in set(threading.enumerate()) - threads:
-        thread.join(TIMEOUT_SECONDS)
+        # A server of the test may be about to start one.
+        if thread.ident is not None:
+            thread.join(TIMEOUT_SECONDS)
     left = [thread.name for thread in set(threading.enumerate()) - threads]
     alive = {pid: command(pid) for pid in still_there(children() - processes, TIMEOUT_SECONDS)}
     assert not left, f"{request.node.name} left threads behind: {left}"
