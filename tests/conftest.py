@@ -56,6 +56,19 @@ def still_there(pids: set[int], timeout: float) -> set[int]:
     return left
 
 
+def still_running(before: set[threading.Thread], timeout: float) -> set[threading.Thread]:
+    """Return the threads beside those of `before` that do not end in time."""
+    end = time.monotonic() + timeout
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < end:
+        started = next((thread for thread in left if thread.ident is not None), None)
+        if started is None:
+            # A server starts a thread at this moment: it can't be joined yet.
+            os.sched_yield()
+        else:
+            started.join(0.1)
+    return left
+
+
 def wait_for(pid: int, seconds: float) -> None:
     """Wait until a process ends, at most so long."""
     import select
@@ -91,11 +104,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process or a thread behind."""
     threads, processes = set(threading.enumerate()), children()
     yield
-    for thread in set(threading.enumerate()) - threads:
-        # A server of the test may be about to start one.
-        if thread.ident is not None:
-            thread.join(TIMEOUT_SECONDS)
-    left = [thread.name for thread in set(threading.enumerate()) - threads]
+    left = [thread.name for thread in still_running(threads, TIMEOUT_SECONDS)]
     alive = {pid: command(pid) for pid in still_there(children() - processes, TIMEOUT_SECONDS)}
     assert not left, f"{request.node.name} left threads behind: {left}"
     assert not alive, f"{request.node.name} left processes behind: {alive}"

@@ -104,12 +104,12 @@ def test_a_broken_record_is_no_record(text: str, tmp_path: Path) -> None:
     assert failure_record.read(tmp_path / "error.json") is None
 
 
-def test_launcher_and_survivors_name_the_rank_that_failed_first(tmp_path: Path) -> None:
-    """Takes some seconds: three processes import torch."""
-    (tmp_path / "script.py").write_text(SCRIPT)
+def launch(script: str, ranks: int, folder: Path) -> tuple[subprocess.CompletedProcess[str], str]:
+    """Run a script of which rank 1 fails first; return how it ended and the line of the launcher that blames a rank."""
+    (folder / "script.py").write_text(script)
     result = subprocess.run(
-        [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node", "3", "script.py"],
-        cwd=tmp_path,
+        [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node", str(ranks), "script.py"],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -117,7 +117,13 @@ def test_launcher_and_survivors_name_the_rank_that_failed_first(tmp_path: Path) 
     )
     named = [line for line in result.stderr.splitlines() if line.startswith("torchdist_ref.launch: rank")]
     assert len(named) == 1 and named[0].startswith("torchdist_ref.launch: rank 1 (process ")
-    assert "failed with ValueError: the data of rank 1 are missing" in named[0]
+    return result, named[0]
+
+
+def test_launcher_and_survivors_name_the_rank_that_failed_first(tmp_path: Path) -> None:
+    """Takes some seconds: three processes import torch."""
+    result, named = launch(SCRIPT, 3, tmp_path)
+    assert "failed with ValueError: the data of rank 1 are missing" in named
     quoted = "its program ended with ValueError: the data of rank 1 are missing"
     survivors = [line for line in result.stderr.splitlines() if "GroupAbortedError: call" in line]
     assert len(survivors) == 2 and all(quoted in line for line in survivors)
@@ -125,16 +131,6 @@ def test_launcher_and_survivors_name_the_rank_that_failed_first(tmp_path: Path) 
 
 
 def test_a_rank_that_exits_later_than_the_ranks_that_it_made_fail_is_named(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(EXIT_LAST)
-    result = subprocess.run(
-        [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node", "2", "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    named = [line for line in result.stderr.splitlines() if line.startswith("torchdist_ref.launch: rank")]
-    assert len(named) == 1 and named[0].startswith("torchdist_ref.launch: rank 1 (process ")
-    assert named[0].endswith(" exited with code 3")
+    result, named = launch(EXIT_LAST, 2, tmp_path)
+    assert named.endswith(" exited with code 3")
     assert result.returncode == 3

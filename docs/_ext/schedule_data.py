@@ -15,9 +15,9 @@ from typing import Any
 
 from torchdist_ref import schedules
 from torchdist_ref.schedules import Move, Schedule, Slot
+from torchdist_ref.schedules.schedule import BUFFERS
 
 WORLDS = range(2, 17)
-BUFFERS = ("data", "in", "out", "tmp")
 # Bytes of the whole buffer that a reader of the page can select.
 SIZES = tuple(1 << power for power in (2, 10, 16, 18, 20, 22, 24, 27))
 NETWORKS = ("one host", "two hosts", "one host per rank")

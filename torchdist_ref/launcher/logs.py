@@ -255,11 +255,6 @@ class Output:
     filters: tuple[bytes, ...] = ()
     filtered: str = ""
 
-    @property
-    def on_console(self) -> bool:
-        """Whether lines appear on the console."""
-        return not self.path or self.tee
-
 
 def outputs(
     logs: LogsDest, rank: int, prefixes: tuple[bytes, bytes], filters: tuple[Sequence[str], Sequence[str]]
