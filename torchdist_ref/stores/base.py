@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -421,11 +421,8 @@ class RequestLimit:
 
 
 _limit: ContextVar[RequestLimit | None] = ContextVar("limit of store requests", default=None)
-
-
-def request_limit() -> RequestLimit | None:
-    """Return the limit of the operation that runs in this context, or None."""
-    return _limit.get()
+request_limit: Callable[[], RequestLimit | None] = _limit.get
+"""Return the limit of the operation that runs in this context, or None. Every request asks, so no call is added."""
 
 
 @contextmanager

@@ -272,7 +272,7 @@ class ClientConnection:
             ArgumentError: the server refused the request.
             DistNetworkError: the connection broke, and the request could not be repeated.
         """
-        self._number += 1 + len(ahead)
+        self._number += 1 + len(ahead) if ahead else 1
         deadline = Deadline(seconds)
         for attempt in range(MAX_ATTEMPTS):
             try:
@@ -328,19 +328,13 @@ class ClientConnection:
             ArgumentError: the server refused the request.
             ConnectionLost: the connection broke.
         """
-        data = write_request(operation, *fields, number=self._number)
+        requests = write_request(operation, *fields, number=self._number)
         if ahead:
             first = self._number - len(ahead)
-            data = (
-                b"".join([write_request(each, *values, number=first + i) for i, (each, values) in enumerate(ahead)])
-                + data
-            )
-        sock.send(data, deadline)
-        response = b""
-        if self._unread or ahead:
-            # These need no wait, so a server without a response is busy, or stopped.
-            self._skip_responses(sock, self._unread + len(ahead), deadline.extended(BUSY_SECONDS))
-            response = sock.take_rest()
+            before = [write_request(each, *values, number=first + i) for i, (each, values) in enumerate(ahead)]
+            requests = b"".join([*before, requests])
+        sock.send(requests, deadline)
+        response = self._skip_responses(sock, self._unread + len(ahead), deadline) if self._unread or ahead else b""
         try:
             response = response or sock.receive(deadline)
         except TimeoutError:
@@ -358,15 +352,18 @@ class ClientConnection:
             _raise_status(status, response[_HEADER_BYTES:])
         return read(operation.reply, response, _HEADER_BYTES) if len(response) > _HEADER_BYTES else ()
 
-    def _skip_responses(self, sock: DeadlineSocket, count: int, deadline: Deadline) -> None:
-        """Read the responses to earlier requests, and raise if one of them was refused."""
+    def _skip_responses(self, sock: DeadlineSocket, count: int, deadline: Deadline) -> bytes:
+        """Read the responses to earlier requests; return bytes after them. Raise if one of them was refused."""
+        # These need no wait, so a server without a response is busy, or stopped.
+        extended = _extended(deadline.extended(BUSY_SECONDS))
         for _ in range(count):
-            _, size, status = _unpack_header(sock.take(_HEADER_BYTES, _extended(deadline)))
-            text = sock.take(size, _extended(deadline))
+            _, size, status = _unpack_header(sock.take(_HEADER_BYTES, extended))
+            text = sock.take(size, extended)
             self._unread = max(0, self._unread - 1)
             if status != _DONE:
                 self.close()
                 _raise_status(status, text)
+        return sock.take_rest()
 
     # Handshake
 
@@ -507,37 +504,33 @@ class ConnectionPool:
         self._idle.append(connection)
 
     def request(
-        self, operation: Operation, fields: tuple[Any, ...], seconds: float, ahead: Sequence[Ahead] = ()
+        self,
+        operation: Operation,
+        fields: tuple[Any, ...],
+        seconds: float,
+        ahead: Sequence[Ahead] = (),
+        await_response: bool = True,
     ) -> tuple[Any, ...]:
-        """Run a request on a connection that no other thread uses. Returns and raises as `ClientConnection.request`."""
-        connection = self._acquire()
-        try:
-            return connection.request(operation, fields, seconds, ahead)
-        finally:
-            self._return(connection)
+        """Run a request on a connection that no other thread uses. Returns and raises as `ClientConnection.request`.
 
-    def post(self, operation: Operation, fields: tuple[Any, ...], seconds: float) -> None:
-        """Send a request without waiting for the response. Raises as `ClientConnection.request`."""
-        connection = self._acquire()
-        try:
-            connection.post(operation, fields, seconds)
-        finally:
-            self._return(connection)
-
-    def _acquire(self) -> ClientConnection:
+        Without `await_response` it is only sent, as by `ClientConnection.post`.
+        """
         try:
             connection = self._idle.pop()
         except IndexError:
             connection = self._new_connection()
         self._busy.add(connection)
-        return connection
-
-    def _return(self, connection: ClientConnection) -> None:
-        self._busy.discard(connection)
-        if self._closed:
-            connection.close()
-        else:
-            self._idle.append(connection)
+        try:
+            if await_response:
+                return connection.request(operation, fields, seconds, ahead)
+            connection.post(operation, fields, seconds)
+            return ()
+        finally:
+            self._busy.discard(connection)
+            if self._closed:
+                connection.close()
+            else:
+                self._idle.append(connection)
 
     def close(self) -> None:
         """Close all connections. Calls of other threads raise `DistNetworkError`."""

@@ -322,13 +322,14 @@ def write_request(operation: Operation, *fields: Any, number: int | None = None)
     return _pack_header(FRAMED, number, len(body), operation.code) + body
 
 
-def write_reply(operation: Operation, reply: Sequence[Any]) -> list[Piece]:
+def write_reply(operation: Operation, reply: Sequence[Any]) -> Sequence[Piece]:
     """Return the reply to a request, as pieces of bytes."""
-    values = reply if operation.reply == "*" else reply[0] if operation.reply == "L" else ()
-    if len(values) > MANY_VALUES:
-        return [*([] if operation.reply == "*" else [_pack_u64(len(values))]), ManyValues(values)]
-    writer = _WRITERS.get(operation.reply)
-    return [*(writer(*reply) if writer else _write_blobs(reply))]
+    kinds = operation.reply
+    if kinds == "*" or kinds == "L":
+        values = reply if kinds == "*" else reply[0]
+        counted = [] if kinds == "*" else [_pack_u64(len(values))]
+        return [*counted, *([ManyValues(values)] if len(values) > MANY_VALUES else _write_blobs(values))]
+    return _WRITERS[kinds](*reply)
 
 
 def write_response(number: int, status: int, pieces: Sequence[Piece]) -> list[Piece]:
@@ -416,6 +417,22 @@ class RequestDecoder:
     def clear(self) -> None:
         """Release the memory of an unfinished request. Its extent refers to the parser: a cycle would keep both."""
         self._data, self._at, self.held, self._extent = b"", 0, 0, None
+
+    def only_request(self, data: bytes) -> Request | None:
+        """Return the request that bytes from the socket are, without holding them; None if `feed` must have them.
+
+        Most requests arrive alone and whole, and this takes a quarter of the time.
+
+        Raises:
+            ProtocolError: the bytes are no request.
+        """
+        if self.held or not self._validated or data[0] != FRAMED or len(data) < _HEADER_BYTES:
+            return None
+        _, number, size, code = _unpack_header(data)
+        operation = OPERATIONS.get(code)
+        if operation is None or len(data) != _HEADER_BYTES + size:
+            return None
+        return _new_request(Request, (operation, read(operation.request, data, _HEADER_BYTES), number))
 
     def next(self) -> Request | None:
         """Return the next complete request, or None until more bytes are fed.

@@ -56,7 +56,9 @@ _DONE = int(Status.DONE)
 
 
 _CHANGES = {
-    row for row in OPERATIONS.values() if row.wakes != "none" or row in (Op.DELETE_KEY, Op.QUEUE_POP, Op.WAIT_POP)
+    row
+    for row in OPERATIONS.values()
+    if row.wakes != "none" or row in (Op.DELETE_KEY, Op.QUEUE_POP, Op.WAIT_POP, Op.RELEASE)
 }
 """Operations that change the memory of keys and values."""
 
@@ -97,6 +99,7 @@ class ClientSession:
         client: its connection, if there is one.
         number: highest request id.
         response: response to that request, if it was sent and the request is not idempotent.
+        nbytes: its size in bytes; 0 if it is only an acknowledgement.
         counted: request id of the last BARRIER whose caller was counted.
         on_disconnect: key and value to set if the client disconnects and stays away.
     """
@@ -104,6 +107,7 @@ class ClientSession:
     client: StoreClient | None = None
     number: int = -1
     response: Sequence[Piece] | None = None
+    nbytes: int = 0
     counted: int = -1
     on_disconnect: tuple[bytes, bytes] | None = None
 
@@ -201,7 +205,8 @@ class RequestHandler:
             raise ProtocolError("a numbered request without a session, or an old one")
         if number > session.number:
             session.number = number
-            self._keep(session, None)
+            if session.response is not None:
+                self._drop_response(session)
             return False
         if session.response is not None:
             client.send(session.response)
@@ -247,21 +252,20 @@ class RequestHandler:
         """
         execute = operation.execute
         assert execute is not None
-        if operation is Op.RELEASE:
-            return self._release(*fields)
         if operation not in _CHANGES:
             return execute(self.table, *fields)
         if operation is Op.SET or operation is Op.ADD:
             # The most frequent changes, without the general bookkeeping below, which would double their cost.
-            key, values = fields[0], self.table.values
-            old = values.get(key)
-            before = 0 if old is None else len(key) + len(old) + KEY_OVERHEAD_BYTES
-            new = len(key) + KEY_OVERHEAD_BYTES + (len(fields[1]) if operation is Op.SET else MAX_NUMBER_BYTES)
-            if self.used - before + new > self.budget:
+            key, value = fields
+            values = self.table.values
+            before = len(values[key]) if key in values else -len(key) - KEY_OVERHEAD_BYTES
+            if self.used + (len(value) if operation is Op.SET else MAX_NUMBER_BYTES) - before > self.budget:
                 raise self._full(operation)
-            reply = execute(self.table, *fields)
-            self.used += len(key) + len(values[key]) + KEY_OVERHEAD_BYTES - before
+            reply = execute(self.table, key, value)
+            self.used += len(values[key]) - before
             return reply
+        if operation is Op.RELEASE:
+            return self._release(*fields)
         keys = dict.fromkeys(key for key, _ in fields[0]) if operation is Op.MULTI_SET else (fields[0],)
         before = self._held(keys)
         if operation.wakes != "none":
@@ -329,19 +333,24 @@ class RequestHandler:
             f"collectives, or set {MEMORY_VARIABLE} to a larger number of MiB where the server runs."
         )
 
-    def _keep(self, session: ClientSession, response: Sequence[Piece] | None) -> None:
-        """Keep the last response of a session in place of the one before."""
-        for kept, sign in ((session.response, -1), (response, 1)):
-            self._kept += sign * sum(map(len, kept)) if kept else 0
+    def _keep(self, session: ClientSession, response: Sequence[Piece]) -> None:
+        """Keep a response until the session's next request. A bare acknowledgement is not counted: it is small."""
         session.response = response
+        if len(response) > 1:
+            session.nbytes = sum(map(len, response))
+            self._kept += session.nbytes
+
+    def _drop_response(self, session: ClientSession) -> None:
+        self._kept -= session.nbytes
+        session.response, session.nbytes = None, 0
 
     def _drop_large_responses(self) -> None:
         """Forget large responses to clients that have disconnected, the oldest first, down to the limit."""
         for name, session in list(self._sessions.items()):
             if self._kept <= KEPT_RESPONSE_BYTES:
                 return
-            if session.client is None and session.response and sum(map(len, session.response)) > MAX_KEY_BYTES:
-                self._keep(session, None)
+            if session.client is None and session.nbytes > MAX_KEY_BYTES:
+                self._drop_response(session)
                 del self._sessions[name]
 
     def _open_session(self, client: StoreClient, request: Request) -> None:
@@ -357,7 +366,7 @@ class RequestHandler:
         if len(self._sessions) > MAX_SESSIONS:
             gone = next((name for name, session in self._sessions.items() if session.client is None), None)
             if gone is not None:
-                self._keep(self._sessions.pop(gone), None)
+                self._drop_response(self._sessions.pop(gone))
 
     # Responses: a framed request gets its number, a status and the reply; others get the bare reply.
 

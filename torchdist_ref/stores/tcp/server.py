@@ -22,12 +22,12 @@ import logging
 import os
 import socket
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
+from time import monotonic
+from typing import cast
 
 from torchdist_ref.stores.sockets import READ, TRUST_NETWORK, WRITE, adopt, listen, poller, refused_user
 from torchdist_ref.stores.tcp.protocol import ManyValues, Piece, ProtocolError, RequestDecoder
@@ -68,7 +68,7 @@ class ServerConnection(StoreClient):
         self.sock, self.loop, self.descriptor = sock, loop, sock.fileno()
         self.decoder = RequestDecoder()
         self.send_queue: deque[memoryview] = deque()
-        self.accepted = self.unfinished_since = time.monotonic()
+        self.accepted = self.unfinished_since = monotonic()
         self.counted = 0
         # A new client comes after those that are known to be quick: its first request may take long.
         self.recent_seconds = TURN_SECONDS
@@ -77,25 +77,21 @@ class ServerConnection(StoreClient):
         self.closed = False
 
     def send(self, pieces: Sequence[Piece]) -> None:
-        last = pieces[-1] if pieces else b""
-        if isinstance(last, ManyValues):
-            self._more = last.pieces()
-            self.send_queue.extend(memoryview(piece) for piece in pieces if isinstance(piece, bytes))
-            return self.flush()
-        self._send_bytes(pieces)
-
-    def _send_bytes(self, pieces: Sequence[Any]) -> None:
         if not self.send_queue and sum(map(len, pieces)) <= READ_BYTES:
-            # Most replies are small and are sent whole, without the queue.
-            whole = b"".join(pieces)
+            # Most replies are small and are sent whole, without the queue. `ManyValues` are longer.
+            whole = b"".join(cast("Sequence[bytes]", pieces))
             try:
                 sent = self.sock.send(whole) if whole else 0
             except OSError:
                 sent = 0  # `flush` meets the same error
             if sent == len(whole):
                 return
-            pieces = [memoryview(whole)[sent:]]
-        self.send_queue.extend(memoryview(piece) for piece in pieces if piece)
+            pieces = [whole[sent:]]
+        for piece in pieces:
+            if isinstance(piece, ManyValues):
+                self._more = piece.pieces()
+            elif piece:
+                self.send_queue.append(memoryview(piece))
         self.flush()
 
     def flush(self) -> None:
@@ -187,14 +183,14 @@ class ServerLoop:
         """
         if len(ready) > 1:
             ready.sort(key=self._recent_seconds)
-        before = time.monotonic()
+        before = monotonic()
         for descriptor, events in ready:
             connection = self.connections.get(descriptor)
             if connection is None:
                 self._accept(descriptor)
                 continue
             self._serve(connection, events)
-            now = time.monotonic()
+            now = monotonic()
             connection.recent_seconds = connection.recent_seconds * 0.9 + (now - before)
             if now - before > TURN_SECONDS:
                 return
@@ -252,7 +248,7 @@ class ServerLoop:
             self.drop(next(iter(self._unvalidated)), "its descriptor was needed for another connection")
         else:
             self._listen(False)
-            self._accept_again = time.monotonic() + ACCEPT_RETRY_SECONDS
+            self._accept_again = monotonic() + ACCEPT_RETRY_SECONDS
 
     def _listen(self, wanted: bool) -> None:
         for listener in self.listeners:
@@ -305,8 +301,20 @@ class ServerLoop:
             return self.drop(connection, str(error))
         if not data:
             return self.drop(connection, "the client closed the connection")
-        connection.decoder.feed(data)
-        self._process(connection)
+        if connection.send_queue or not self._handle_alone(connection, data):
+            connection.decoder.feed(data)
+            self._process(connection)
+
+    def _handle_alone(self, connection: ServerConnection, data: bytes) -> bool:
+        """Handle one request that arrived alone and whole; return whether these bytes are that."""
+        try:
+            request = connection.decoder.only_request(data)
+            if request is None:
+                return False
+            self.handler.handle(connection, request)
+        except ProtocolError as error:
+            self.drop(connection, str(error))
+        return True
 
     def _read_size(self, connection: ServerConnection) -> int:
         wanted = min(max(connection.decoder.wanted, READ_BYTES), MAX_READ_BYTES)
@@ -335,24 +343,24 @@ class ServerLoop:
     def _count(self, connection: ServerConnection, fresh: bool) -> None:
         """Record the memory that a connection's unfinished request holds, and since when."""
         if fresh or not connection.counted:
-            connection.unfinished_since = time.monotonic()
+            connection.unfinished_since = monotonic()
         self._held += connection.decoder.held - connection.counted
         connection.counted = connection.decoder.held
 
     # Housekeeping
 
     def _poll_timeout(self) -> float | None:
-        waits = [self._accept_again - time.monotonic()] if self._accept_again else []
+        waits = [self._accept_again - monotonic()] if self._accept_again else []
         if self._unvalidated:
-            waits.append(next(iter(self._unvalidated)).accepted + HANDSHAKE_SECONDS - time.monotonic())
+            waits.append(next(iter(self._unvalidated)).accepted + HANDSHAKE_SECONDS - monotonic())
         if self._paused:
             waits.append(PAUSED_CHECK_SECONDS)
         if self.handler.disconnected:
-            waits.append(min(self.handler.disconnected.values()) - time.monotonic())
+            waits.append(min(self.handler.disconnected.values()) - monotonic())
         return max(0.0, min(waits)) if waits else None
 
     def _check_limits(self, idle: bool) -> None:
-        now = time.monotonic()
+        now = monotonic()
         # A client that connects again may be among those that wait for this thread.
         self.handler.set_for_disconnected(now if idle else now - BUSY_SECONDS)
         if self._accept_again and now >= self._accept_again:

@@ -218,7 +218,8 @@ class TCPStore(Store):
             self._request(operation, Op.SET_ON_DISCONNECT, *fields)
         else:
             # Nobody depends on it before the end of this connection, which the server sees later.
-            self._pool.post(Op.SET_ON_DISCONNECT, fields, self._timeout.total_seconds())
+            seconds = self._timeout.total_seconds()
+            self._pool.request(Op.SET_ON_DISCONNECT, fields, seconds, await_response=False)
         return True
 
     def clone(self) -> TCPStore:
