@@ -65,7 +65,7 @@ def names_by_device(name: str, operation: str = "init_process_group") -> dict[st
     """
     pairs = [part.strip().rpartition(":") for part in name.lower().split(",")]
     found = {device: backend for device, _, backend in pairs}
-    unknown = [backend for backend in found.values() if backend not in names()]
+    unknown = [backend for backend in found.values() if backend not in _backends and backend not in names()]
     if unknown:
         hint = f"No backend is called {unknown[0]!r}; see register_backend."
         raise UsageError(explain(operation, "backend", f"one of {', '.join(names())}", name, hint=hint))

@@ -17,7 +17,6 @@ import linecache
 import logging
 import os
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ MAX_FRAMES = 32
 REMEMBERED_CALLS = 64
 
 _OURS = frozenset(path.name for path in Path(__file__).parents[1].iterdir())
-_STDLIB = sysconfig.get_path("stdlib")
+_STDLIB = str(Path(os.__file__).parent)
 _SEPARATOR = "\x1f"
 
 log = logging.getLogger("torchdist_ref.debug")
