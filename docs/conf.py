@@ -56,6 +56,8 @@ exclude_patterns = ["_build", "_generated", "_templates", "_inventories", "**.ip
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
 default_role = "quoted"
 nitpicky = True
+# A parameter specification of `typing`, which has no page.
+nitpick_ignore = [("py:class", "_P")]
 # A function in this file is a configuration value that Sphinx cannot keep between builds; it says so each time.
 suppress_warnings = ["config.cache"]
 

@@ -79,7 +79,12 @@ class Child:
     def signal(self, signum: int) -> None:
         """Send a signal to the process and to the processes that it started."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signum)
+            try:
+                os.killpg(self.pid, signum)
+            except ProcessLookupError:
+                # A process that `multiprocessing` starts makes its group itself, and may not have done so yet.
+                if self.status is None:
+                    os.kill(self.pid, signum)
 
     def reap(self) -> None:
         """Wait for the end of the process, collect its status and close descriptors."""

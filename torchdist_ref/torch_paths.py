@@ -32,6 +32,10 @@ EVERYTHING = "*"
 ROWS = """
 device_mesh                                groups    DeviceMesh init_device_mesh
 
+multiprocessing                            launcher.spawning   ProcessContext ProcessException ProcessExitedException
+multiprocessing                            launcher.spawning   ProcessRaisedException SpawnContext spawn
+multiprocessing                            launcher.spawning   start_processes
+
 elastic.utils                              elastic.bootstrap    get_env_variable_or_raise
 elastic.utils                              elastic.bootstrap    get_socket_with_port macros
 elastic.utils.api                          elastic.bootstrap    get_env_variable_or_raise
@@ -121,7 +125,19 @@ elastic.agent                              torch     *
 elastic.control_plane                      torch     *
 elastic.events                             torch     *
 elastic.metrics                            torch     *
+elastic.multiprocessing                    launcher.contexts   MultiprocessContext PContext RunProcsResult
+elastic.multiprocessing                    launcher.contexts   SubprocessContext start_processes
+elastic.multiprocessing                    launcher.failures   ProcessFailure SignalException
+elastic.multiprocessing                    launcher.logs       DefaultLogsSpecs LogsDest LogsSpecs Std to_map
 elastic.multiprocessing                    torch     *
+elastic.multiprocessing.api                launcher.contexts   MultiprocessContext PContext RunProcsResult
+elastic.multiprocessing.api                launcher.contexts   SubprocessContext
+elastic.multiprocessing.api                launcher.failures   SignalException
+elastic.multiprocessing.api                launcher.logs       DefaultLogsSpecs LogsDest LogsSpecs Std to_map
+elastic.multiprocessing.api                torch     *
+elastic.multiprocessing.errors             launcher.failures   ChildFailedError ErrorHandler ProcessFailure
+elastic.multiprocessing.errors             launcher.failures   get_error_handler record
+elastic.multiprocessing.errors             torch     *
 elastic.rendezvous                         torch     *
 elastic.timer                              torch     *
 

@@ -194,7 +194,7 @@ TAIL = """
 | `c10d::ProcessGroup` | torch's own | The base class of backends in C++; registered ones work here by name. |
 | `torch.nn.parallel.DistributedDataParallel` | ours | `torchdist_ref.DistributedDataParallel`; torch's runs on `ref`. |
 | `torch.nn.DataParallel` | torch's own | Threads of one process and no ranks. |
-| `torch.multiprocessing.spawn` | torch's own | It starts processes; any process can be a rank, see Launching. |
+| `torch.multiprocessing.spawn` | ours | `torchdist_ref.multiprocessing.spawn`; torch's processes can be ranks, too. |
 | `torch.profiler` | torch's own | Calls of every backend are ranges in it. |
 
 | variable | here |

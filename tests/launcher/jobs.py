@@ -1,15 +1,17 @@
-"""Jobs of test_api: functions that another process can import."""
+"""Jobs of test_api and test_contexts: functions that another process can import."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from torchdist_ref.elastic.utils.store import synchronize
 
+from torchdist_ref.errors import RankDiedError
 from torchdist_ref.rendezvous import rendezvous
 
 ENVIRONMENT = (
@@ -76,3 +78,64 @@ def not_picklable() -> Any:
 def print_to_both() -> None:
     print("out of", os.environ["RANK"])
     print("error of", os.environ["RANK"], file=sys.stderr)
+
+
+def print_and_cube(rank: int) -> int:
+    print("out", rank, os.environ["A"])
+    print("error", file=sys.stderr)
+    return rank**3
+
+
+def die_or_fail_of_it(rank: int, reader: int, writer: int) -> None:
+    """Die on rank 1; the others raise as soon as they notice."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(writer)
+    os.read(reader, 1)
+    raise ValueError(f"rank {rank} lost rank 1")
+
+
+def fail_after_its_victim(rank: int, reader: int, writer: int) -> None:
+    """Raise on rank 1 after the others have ended because of it."""
+    if rank != 1:
+        raise RankDiedError("rank 1 does not come")
+    os.close(writer)
+    os.read(reader, 1)
+    raise ValueError("rank 1 was slow to fail")
+
+
+def fail_on(rank: int, bad: int) -> None:
+    if rank == bad:
+        raise ValueError(f"rank {rank} has no data")
+    signal.pause()
+
+
+def exit_on(rank: int, bad: int, code: int) -> None:
+    if rank == bad:
+        sys.exit(code)
+    signal.pause()
+
+
+def start_a_daemon_and_wait(path: str) -> None:
+    """Start a process in a session of its own, write its number to a file, and exit with 40 plus the file's name."""
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(40 + int(Path(path).name)))
+    process = subprocess.Popen(
+        ["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    Path(path + ".part").write_text(str(process.pid))
+    Path(path + ".part").rename(path)
+    signal.pause()
+
+
+def wait_for_signal() -> None:
+    signal.pause()
+
+
+def put_and_fill(rank: int, queue: Any, tensor: Any) -> None:
+    for position in range(len(tensor)):
+        tensor[position] = position**2
+    queue.put(f"from {rank}")
+
+
+def wait_for_event(rank: int, event: Any) -> None:
+    event.wait()

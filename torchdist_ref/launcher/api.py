@@ -11,10 +11,10 @@ import logging
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from torchdist_ref.authentication import new_secret
@@ -26,7 +26,9 @@ from torchdist_ref.launcher.local_workers import (
     LocalWorkers,
     Outcome,
     WorkerSettings,
+    binding,
 )
+from torchdist_ref.launcher.reports import LaunchReport
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
@@ -55,9 +57,10 @@ class LaunchConfig:
         start_method: ``"spawn"``, ``"forkserver"`` (both start a new interpreter) or ``"fork"``, for functions.
         log_line_prefix_template: Start of each line on the console, see `Template`; ``${role_name}``, ``${rank}`` and
             ``${local_rank}`` are replaced. Default None: ``[role local_rank]:`` for lines that go to a file too.
-        metrics_cfg: Dict of the metrics of several hosts' agents.
+        metrics_cfg: Accepted; a program configures metrics by torch's `elastic.metrics.configure`.
         local_addr: Address of this host for the others. Default None: looked up.
-        event_log_handler: Name of the handler of the agents' events.
+        event_log_handler: Name of a handler of `elastic.events`: ``"null"``, ``"console"``, or a registered one. Others
+            than ``"null"`` import torch.
         numa_options: Value with an attribute `affinity_mode`, such as torch's `NumaOptions`. Default None: all
             processors.
         signals_to_handle: Names of the signals that are forwarded to the ranks, with commas between them.
@@ -194,9 +197,11 @@ def run_job(
     """
     config.run_id = config.run_id or uuid.uuid4().hex
     settings = worker_settings(config, entrypoint, args, own_descendants=own_descendants)
+    report, began = LaunchReport(config, entrypoint_name(entrypoint, args)), time.monotonic()
     with LocalWorkers(settings, log) as workers:
         run = _run_with_restarts if config.max_nodes == 1 else _run_with_other_hosts
         outcome = run(workers, config, log)
+        report.end(outcome, time.monotonic() - began)
         on_end(outcome)
     return outcome
 
@@ -217,19 +222,9 @@ def worker_settings(
         duplicate_stdout_filters=config.duplicate_stdout_filters or (),
         duplicate_stderr_filters=config.duplicate_stderr_filters or (),
         virtual_local_rank=config.virtual_local_rank,
-        cpus=_processors(config.numa_options),
+        cpus=binding(config.numa_options),
         own_descendants=own_descendants,
     )
-
-
-def _processors(numa_options: Any) -> Callable[[int], tuple[int, ...]] | None:
-    """Return the function that binds a local rank to processors, if the options ask for it."""
-    if numa_options is None:
-        return None
-    from torchdist_ref.launcher.devices import processors_near_gpu
-
-    mode = str(getattr(numa_options.affinity_mode, "value", numa_options.affinity_mode))
-    return partial(processors_near_gpu, mode=mode)
 
 
 def _run_with_restarts(workers: LocalWorkers, config: LaunchConfig, log: Callable[[str], None]) -> Outcome:

@@ -166,7 +166,17 @@ def as_torchs(kind: Any, module: str) -> Any:
         kind: Class of this module.
         module: Module of torch's class, below torch.distributed.elastic.multiprocessing.
     """
-    return _subclass(kind, getattr(sys.modules.get(f"{_TORCH}.{module}"), kind.__name__, None))
+    return as_subclass_of_torchs(kind, f"{_TORCH}.{module}")
+
+
+def as_subclass_of_torchs(kind: Any, module: str) -> Any:
+    """Return what `as_torchs` does, for a class of any module of torch.
+
+    Args:
+        kind: Class.
+        module: Name of torch's module.
+    """
+    return _subclass(kind, getattr(sys.modules.get(module), kind.__name__, None))
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from torchdist_ref.errors import ArgumentError
-from torchdist_ref.launcher import orphans
+from torchdist_ref.launcher import orphans, timers
 from torchdist_ref.launcher.environment import Assignment, Job, one_device, worker_environment
 from torchdist_ref.launcher.logs import DefaultLogsSpecs, LogsDest, LogsSpecs, outputs
 from torchdist_ref.launcher.supervisor import Interrupts, Supervisor
@@ -104,6 +104,7 @@ class Outcome:
         return_values: Result of each worker's function by local rank, if all succeeded; None for a command.
         logs: Paths of the log files.
         reason: Sentence about a failure on another host; empty otherwise.
+        assignment: Ranks of the attempt; None if there was none.
     """
 
     code: int
@@ -114,6 +115,12 @@ class Outcome:
     return_values: Mapping[int, Any] = field(default_factory=dict)
     logs: LogsDest = field(default_factory=LogsDest)
     reason: str = ""
+    assignment: Assignment | None = None
+
+    @property
+    def restarts(self) -> int:
+        """Number of times that all workers were started again before this attempt."""
+        return self.assignment.restart_count if self.assignment else 0
 
     @property
     def succeeded(self) -> bool:
@@ -154,6 +161,10 @@ class LocalWorkers:
         self._guard = orphans.Guard(self._mark, str(self._folder))
         if settings.own_descendants:
             orphans.become_subreaper()
+        self._timers: timers.TimerServer | None = None
+        if timers.is_enabled(os.environ):
+            path = os.environ.get(timers.FILE) or str(self._folder / "timers")
+            self._timers = timers.TimerServer(path, log)
         self.interrupts = Interrupts(self._signals, children=settings.own_descendants)
         self._running: Supervisor | None = None
 
@@ -166,6 +177,8 @@ class LocalWorkers:
     def close(self) -> None:
         """End processes that workers have started, restore signal handlers and remove temporary files."""
         self._end_orphans()
+        if self._timers is not None:
+            self._timers.close()
         self._guard.close()
         self.interrupts.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -206,11 +219,12 @@ class LocalWorkers:
         finally:
             self._running = None
             self._end_orphans()
-        return self._outcome(supervisor, logs)
+        return self._outcome(supervisor, logs, assignment)
 
     def _environment(self, assignment: Assignment, rank: int) -> dict[str, str]:
         found = worker_environment(os.environ, assignment, rank, self.settings.job)
         found |= {orphans.MARK: self._mark, SIGNALS_VARIABLE: self.settings.signals}
+        found |= {timers.FILE: self._timers.path} if self._timers is not None else {}
         return found | (one_device(os.environ, rank) if self.settings.virtual_local_rank else {})
 
     def _plan(self, assignment: Assignment, rank: int, environment: Mapping[str, str], logs: LogsDest) -> WorkerPlan:
@@ -246,7 +260,7 @@ class LocalWorkers:
         entrypoint.write_call(self._folder, rank, target, args)
         return entrypoint.command(self._folder, rank), None
 
-    def _outcome(self, supervisor: Supervisor, logs: LogsDest) -> Outcome:
+    def _outcome(self, supervisor: Supervisor, logs: LogsDest, assignment: Assignment) -> Outcome:
         exits = {id(worker): _exit(worker) for worker in supervisor.workers}
         first = supervisor.first_failure
         values: dict[int, Any] = {}
@@ -264,6 +278,7 @@ class LocalWorkers:
             supervisor.stopped,
             values,
             logs,
+            assignment=assignment,
         )
 
     def _own_pids(self) -> set[int]:
@@ -293,6 +308,20 @@ def _substituted(arg: Any, local_rank: int) -> Any:
 def _exit(worker: Worker) -> Exit:
     plan, status = worker.plan, worker.process.status
     return Exit(plan.rank, plan.local_rank, worker.process.pid, status or 0, plan.error_file)
+
+
+def binding(numa_options: Any) -> Callable[[int], tuple[int, ...]] | None:
+    """Return the function that binds a local rank to processors, if the options ask for it.
+
+    Args:
+        numa_options: Value with an attribute `affinity_mode`, or None.
+    """
+    if numa_options is None:
+        return None
+    from torchdist_ref.launcher.devices import processors_near_gpu
+
+    mode = str(getattr(numa_options.affinity_mode, "value", numa_options.affinity_mode))
+    return partial(processors_near_gpu, mode=mode)
 
 
 def parse_signals(names: str) -> list[signal.Signals]:

@@ -104,8 +104,11 @@ class Supervisor:
         interrupts: Signals to the launcher, to be forwarded to the workers.
         stop: Descriptor that becomes readable when the workers shall stop. Default: none.
         on_child_end: Function to call when any child of this process has ended. Default: none.
+        on_start: Function to call when all workers have been started. Default: none.
 
     Attributes:
+        grace: Time from asking workers to stop to killing them, in seconds.
+        stop_signal: Signal that asks workers to stop on a request by `stop`.
         workers: Started workers, in the order of their plans.
         first_failure: First worker that failed by itself. None if all is well, or if a signal ended the job.
         signal: Number of the signal that ended the job; 0 for none.
@@ -121,13 +124,16 @@ class Supervisor:
         interrupts: Interrupts,
         stop: int | None = None,
         on_child_end: Callable[[], object] | None = None,
+        on_start: Callable[[], object] | None = None,
     ) -> None:
         self._plans = plans
-        self._grace = grace
+        self.grace = grace
+        self.stop_signal = signal.SIGTERM
         self._log = log
         self._interrupts = interrupts
         self._stop_request = stop
         self._on_child_end = on_child_end
+        self._on_start = on_start
         self.workers: list[Worker] = []
         self.first_failure: Worker | None = None
         self.signal = 0
@@ -152,6 +158,8 @@ class Supervisor:
             not_of_workers = len(self._selector.get_map())
             try:
                 self._start()
+                if self._on_start:
+                    self._on_start()
                 # While more is registered, a worker is running or a pipe is open.
                 while len(self._selector.get_map()) > not_of_workers - self.stopped:
                     self._step()
@@ -242,7 +250,9 @@ class Supervisor:
         self._selector.unregister(self._stop_request)
         self.stopped = True
         if self._code is None:
-            self._stop(signal.SIGTERM, 128 + signal.SIGTERM)
+            self._stop(self.stop_signal, 128 + self.stop_signal)
+        elif self._deadline is not None:
+            self._deadline = min(self._deadline, time.monotonic() + self.grace)
 
     def _on_ends(self, ended: Sequence[Worker]) -> None:
         for worker in ended:
@@ -308,7 +318,7 @@ class Supervisor:
         if self._code is None and self._consequences:
             self._on_failure(self._consequences[0])
         elif self._running():
-            self._log(f"{self._running_names()} did not stop within {self._grace:g} s: killing")
+            self._log(f"{self._running_names()} did not stop within {self.grace:g} s: killing")
             self._kill()
         else:
             for pipe in (pipe for worker in self.workers for pipe in worker.relays):
@@ -317,7 +327,7 @@ class Supervisor:
 
     def _stop(self, signum: int, code: int, workers: Sequence[Worker] | None = None) -> None:
         self._code = code if self._code is None else self._code
-        self._deadline = time.monotonic() + self._grace
+        self._deadline = time.monotonic() + self.grace
         for worker in self._running() if workers is None else workers:
             worker.process.signal(signum)
 

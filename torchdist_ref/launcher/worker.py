@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, NoReturn, Protocol, TextIO
+from typing import IO, Any, NoReturn, Protocol, TextIO
 
 from torchdist_ref import processes
 from torchdist_ref.launcher.logs import Output
@@ -43,6 +43,8 @@ class WorkerPlan:
         stderr: Destination of standard error.
         error_file: Path of the failure record; empty for none.
         cpus: Processor numbers that the worker may use; empty for all.
+        start_method: ``"fork"`` or ``"spawn"`` of `multiprocessing` for the function, whose arguments it passes. Empty
+            for a plain fork.
     """
 
     rank: int
@@ -54,6 +56,7 @@ class WorkerPlan:
     stderr: Output = _CONSOLE
     error_file: str = ""
     cpus: tuple[int, ...] = ()
+    start_method: str = ""
 
 
 class Worker:
@@ -82,6 +85,8 @@ class Worker:
             ends = [_open(output, stack) for output, _ in streams]
             if plan.function is None:
                 self.process = self._start_command(ends[0][1], ends[1][1])
+            elif plan.start_method:
+                self.process = self._start_process(ends[0][1], ends[1][1])
             else:
                 self.process = self._fork(ends[0][1], ends[1][1])
             stack.pop_all()
@@ -110,7 +115,7 @@ class Worker:
     def _start_command(self, stdout: IO[bytes], stderr: IO[bytes]) -> processes.Child:
         return processes.spawn(
             self.plan.command,
-            setup=self._prepare,
+            setup=lambda: _prepare(self.plan),
             env=self.plan.environment,
             stdin=None if self.plan.rank == 0 else subprocess.DEVNULL,
             stdout=stdout,
@@ -118,38 +123,64 @@ class Worker:
         )
 
     def _fork(self, stdout: IO[bytes], stderr: IO[bytes]) -> processes.Child:
-        function = self.plan.function
-        assert function is not None
-
         def run() -> NoReturn:
-            self._prepare()
-            _become_worker(self.plan, (stdout.fileno(), stderr.fileno()))
-            code = 1
-            try:
-                code = function()
-            except SystemExit as end:
-                code = end.code if isinstance(end.code, int) else 1
-                if not isinstance(end.code, int):
-                    sys.stderr.write(f"{end.code}\n")
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
+            os._exit(_call_function(self.plan, (stdout.fileno(), stderr.fileno())))
 
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         return processes.fork(run)
 
-    def _prepare(self) -> None:
-        if self.plan.cpus:
-            os.sched_setaffinity(0, self.plan.cpus)
-        # A terminal stops processes outside its foreground group that read from it, but only those that it controls.
-        with contextlib.suppress(OSError):
-            terminal = os.open("/dev/tty", os.O_RDWR)
-            fcntl.ioctl(terminal, termios.TIOCNOTTY)
-            os.close(terminal)
+    def _start_process(self, stdout: IO[bytes], stderr: IO[bytes]) -> processes.Child:
+        """Start a process by `multiprocessing`, which passes queues, locks and shared tensors among the arguments."""
+        import multiprocessing
+        from multiprocessing.connection import Connection
+
+        # Connections, unlike plain descriptors, reach a new interpreter.
+        ends = [Connection(os.dup(end.fileno()), readable=False) for end in (stdout, stderr)]
+        context: Any = multiprocessing.get_context(self.plan.start_method)
+        process = context.Process(target=_run_process, args=(os.getpid(), self.plan, *ends))
+        process.start()
+        for end in ends:
+            end.close()
+        return processes.Child(process.pid)
+
+
+def _prepare(plan: WorkerPlan) -> None:
+    """Bind the worker to its processors and detach it from the terminal."""
+    if plan.cpus:
+        os.sched_setaffinity(0, plan.cpus)
+    # A terminal stops processes outside its foreground group that read from it, but only those that it controls.
+    with contextlib.suppress(OSError):
+        terminal = os.open("/dev/tty", os.O_RDWR)
+        fcntl.ioctl(terminal, termios.TIOCNOTTY)
+        os.close(terminal)
+
+
+def _run_process(parent: int, plan: WorkerPlan, *ends: Any) -> NoReturn:
+    """Run a worker that `multiprocessing` has started; it ends the process after its own finalizers."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    processes.die_with_parent(parent)
+    sys.exit(_call_function(plan, tuple(end.fileno() for end in ends)))
+
+
+def _call_function(plan: WorkerPlan, descriptors: tuple[int, ...]) -> int:
+    """Become the worker, call its function and return the exit code."""
+    _prepare(plan)
+    _become_worker(plan, descriptors)
+    assert plan.function is not None
+    try:
+        return plan.function()
+    except SystemExit as end:
+        if end.code is not None and not isinstance(end.code, int):
+            sys.stderr.write(f"{end.code}\n")
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def _open(output: Output, stack: contextlib.ExitStack) -> tuple[IO[bytes] | None, IO[bytes]]:
@@ -160,7 +191,7 @@ def _open(output: Output, stack: contextlib.ExitStack) -> tuple[IO[bytes] | None
     return stack.enter_context(open(reader, "rb", 0)), stack.enter_context(open(writer, "wb", 0))
 
 
-def _become_worker(plan: WorkerPlan, descriptors: tuple[int, int]) -> None:
+def _become_worker(plan: WorkerPlan, descriptors: tuple[int, ...]) -> None:
     """Turn a fork of the launcher into a worker: environment, default signals, output and input."""
     signal.set_wakeup_fd(-1)
     for signum in signal.valid_signals():

@@ -1,0 +1,166 @@
+"""Processes of `start_processes` and `spawn`: results and log files as torch's, the first failure, none left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.elastic.multiprocessing as theirs
+import torch.multiprocessing
+import torchdist_ref.elastic.multiprocessing as ours
+
+from tests.elastic.agents import is_running
+from tests.launcher import jobs
+from torchdist_ref import multiprocessing as spawning
+from torchdist_ref.launcher.failures import ChildFailedError
+
+PROGRAM = "import os, sys; print('out', sys.argv[1], os.environ['A']); print('error', file=sys.stderr)"
+
+
+def start(entrypoint: Any, *args: tuple[Any, ...], method: str = "fork", **options: Any) -> Any:
+    envs: dict[int, dict[str, str]] = {rank: {} for rank in range(len(args))}
+    specs = options.pop("specs", None) or ours.DefaultLogsSpecs()
+    return ours.start_processes("job", entrypoint, dict(enumerate(args)), envs, specs, start_method=method, **options)
+
+
+def files(folder: Path) -> dict[str, str]:
+    """Return the content of each file, by its path below the folder of the job, whose name is random."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(Path(*path.relative_to(folder).parts[1:])): path.read_text() for path in found}
+
+
+@pytest.fixture
+def torchs_leftovers() -> Iterator[None]:
+    """Restore the signal handlers that torch's contexts leave behind."""
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    former = {signum: signal.getsignal(signum) for signum in signals}
+    yield
+    for signum, handler in former.items():
+        signal.signal(signum, handler)
+
+
+# torch leaves the log files of commands open.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("torchs_leftovers")
+@pytest.mark.parametrize("entrypoint", [jobs.print_and_cube, sys.executable])
+def test_results_and_log_files_equal_torchs(entrypoint: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for name, module in (("theirs", theirs), ("ours", ours)):
+        specs = module.DefaultLogsSpecs(str(tmp_path / name), redirects={0: ours.Std.ALL}, tee={1: ours.Std.OUT})
+        args = {rank: (rank,) if callable(entrypoint) else ("-c", PROGRAM, rank) for rank in range(2)}
+        envs = {rank: {"A": f"a{rank}"} for rank in range(2)}
+        context = module.start_processes(
+            "job", entrypoint, args, envs, specs, start_method="fork", duplicate_stdout_filters=["1 a1"]
+        )
+        result = context.wait(timeout=30, period=0.01)
+        paths = [
+            {rank: path and str(Path(path).relative_to(tmp_path / name).name) for rank, path in each.items()}
+            for each in (result.stdouts, result.stderrs)
+        ]
+        found.append((result.return_values, result.failures, result.is_failed(), paths, files(tmp_path / name)))
+        out, err = capfd.readouterr()
+        assert out == "[job1]:out 1 a1\n" and err.count("error") == 1
+    # torch may close its filtered file before the last lines of a short job; ours has all lines.
+    assert found[1][4].pop("attempt_0/filtered_stdout.log") == "[job1]:out 1 a1\n"
+    found[0][4].pop("attempt_0/filtered_stdout.log", None)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("job", "exitcode"), [(jobs.die_or_fail_of_it, -9), (jobs.fail_after_its_victim, 1)])
+def test_the_first_failure_is_reported_though_others_fail_because_of_it(job: Any, exitcode: int) -> None:
+    ends = os.pipe()
+    context = start(job, (0, *ends), (1, *ends), (2, *ends))
+    for end in ends:
+        os.close(end)
+    result = context.wait(30)
+    ((rank, failure),) = result.failures.items()
+    assert (rank, failure.local_rank, failure.exitcode, result.return_values) == (1, 1, exitcode, {})
+    assert failure.pid == context.pids()[1] and isinstance(failure, theirs.ProcessFailure)
+    assert ("Signal 9 (SIGKILL)" if exitcode < 0 else "slow to fail") in str(failure.message)
+    assert not any(map(is_running, context.pids().values()))
+
+
+def test_a_failure_has_its_record() -> None:
+    before = int(time.time())
+    result = start(jobs.fail_on, (0, 1), (1, 1)).wait(30)
+    failure = result.failures[1]
+    assert failure.message["message"] == "ValueError: rank 1 has no data" and failure.exitcode == 1
+    assert "in fail_on" in failure.message["extraInfo"]["py_callstack"]
+    assert before <= failure.timestamp <= time.time() and Path(failure.error_file).is_file()
+    assert ChildFailedError("job", result.failures).get_first_failure() == (1, failure)
+
+
+def test_close_sends_its_signal_and_ends_all_that_was_started(tmp_path: Path) -> None:
+    context = start(jobs.start_a_daemon_and_wait, (str(tmp_path / "0"),), (str(tmp_path / "1"),))
+    while not all((tmp_path / name).exists() for name in "01"):
+        assert context.wait(0.01) is None
+    assert context.wait(0) is None and sorted(context.pids()) == [0, 1]
+    daemons = [int((tmp_path / name).read_text()) for name in "01"]
+    context.close(signal.SIGUSR1, timeout=20)
+    context.close()
+    assert {rank: failure.exitcode for rank, failure in context.wait().failures.items()} == {0: 40, 1: 41}
+    assert not any(map(is_running, [*context.pids().values(), *daemons]))
+
+
+def test_a_signal_to_this_process_raises_and_handlers_are_restored() -> None:
+    former = signal.getsignal(signal.SIGTERM)
+    context = start(jobs.wait_for_signal, ())
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(theirs.SignalException) as caught:
+        context.wait(30)
+    assert caught.value.sigval == signal.SIGTERM and isinstance(caught.value, ours.SignalException)
+    context.close(caught.value.sigval)
+    assert signal.getsignal(signal.SIGTERM) is former and not is_running(context.pids()[0])
+
+
+def test_wrong_calls() -> None:
+    with pytest.raises(RuntimeError, match="envs, local rank mapping mismatch"):
+        ours.start_processes("job", "true", {0: ()}, {1: {}}, ours.DefaultLogsSpecs())
+    with pytest.raises(FileNotFoundError, match="no_such_program"):
+        start("no_such_program", ())
+    former = signal.getsignal(signal.SIGTERM)
+    context = start("true", ())
+    with pytest.raises(ValueError, match="started"):
+        context.start()
+    context.close()
+    assert signal.getsignal(signal.SIGTERM) is former
+
+
+def test_a_new_interpreter_shares_queues_and_tensors() -> None:
+    # It imports this module, and so torch: a second.
+    queue, tensor = multiprocessing.get_context("spawn").Queue(), torch.zeros(3).share_memory_()
+    assert spawning.spawn(jobs.put_and_fill, (queue, tensor), nprocs=1) is None
+    assert queue.get(timeout=10) == "from 0" and tensor.tolist() == [0.0, 1.0, 4.0]
+
+
+def test_spawn_raises_torchs_errors_for_the_first_process_that_failed() -> None:
+    context = spawning.start_processes(jobs.fail_on, (1,), nprocs=2, join=False, start_method="fork")
+    assert context is not None and len(context.pids()) == 2
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="rank 1 has no data") as raised:
+        context.join()
+    assert isinstance(raised.value, spawning.ProcessRaisedException) and raised.value.error_index == 1
+    with pytest.raises(torch.multiprocessing.ProcessExitedException) as exited:
+        spawning.start_processes(jobs.exit_on, (1, 5), nprocs=2, start_method="fork")
+    error = exited.value
+    assert str(error) == "process 1 terminated with exit code 5"
+    again = pickle.loads(pickle.dumps(error))
+    assert isinstance(again, spawning.ProcessExitedException)
+    assert (again.error_index, again.error_pid, again.exit_code) == (1, error.error_pid, 5)
+
+
+def test_join_with_a_timeout_says_whether_all_have_ended() -> None:
+    event = multiprocessing.get_context("fork").Event()
+    context = spawning.start_processes(jobs.wait_for_event, (event,), nprocs=2, join=False, start_method="fork")
+    assert context is not None and context.join(0.01) is False
+    event.set()
+    assert context.join() is True and context.join() is True

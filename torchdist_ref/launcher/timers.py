@@ -1,0 +1,100 @@
+"""Server of the timers by which workers ask to be ended if they do not finish in time: torch's watchdog of an agent.
+
+With TORCHELASTIC_ENABLE_FILE_TIMER=1 in its environment the launcher serves one FIFO for the workers of its host, and
+TORCHELASTIC_TIMER_FILE names it to them. A worker writes a line for each timer that it sets or cancels, with torch's
+`FileTimerClient`. The server signals it when a timer has expired; the launcher then sees a failed worker. Do not add
+clients here: torch's serve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchdist_ref.processes import signal_name
+
+ENABLED, FILE = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_TIMER_FILE"
+_Key = tuple[int, str]
+
+
+def is_enabled(environment: Mapping[str, str]) -> bool:
+    """Return whether the environment of a launcher asks for a server."""
+    return environment.get(ENABLED) == "1"
+
+
+class TimerServer:
+    """Server of timers on a thread of its own.
+
+    Args:
+        path: FIFO to create; what lies there is replaced.
+        log: Function that receives a line about each timer that has expired.
+
+    Attributes:
+        path: FIFO.
+    """
+
+    def __init__(self, path: str, log: Callable[[str], None]) -> None:
+        self.path, self._log = path, log
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path)
+        os.mkfifo(path, 0o600)
+        # Open for writing too, so that the last client's end is no end of file.
+        self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._closing = os.eventfd(0, os.EFD_CLOEXEC)
+        self._timers: dict[_Key, tuple[float, int]] = {}
+        self._rest = b""
+        self._thread = threading.Thread(target=self._run, name="torchdist_ref timers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and remove the FIFO."""
+        os.eventfd_write(self._closing, 1)
+        self._thread.join()
+        for descriptor in (self._pipe, self._closing):
+            os.close(descriptor)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(self.path)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        for descriptor in (self._pipe, self._closing):
+            poll.register(descriptor, select.POLLIN)
+        while True:
+            first = min((expires for expires, _ in self._timers.values()), default=None)
+            ready = poll.poll(None if first is None else max(0.0, first - time.time()) * 1000 + 1)
+            if any(descriptor == self._closing for descriptor, _ in ready):
+                return
+            if ready:
+                self._receive()
+            self._end_late_workers()
+
+    def _receive(self) -> None:
+        *lines, self._rest = (self._rest + os.read(self._pipe, 1 << 16)).split(b"\n")
+        for line in lines:
+            try:
+                self._set(json.loads(line))
+            except (ValueError, LookupError, TypeError):
+                self._log(f"ignored a request for a timer that is none: {line[:80]!r}")
+
+    def _set(self, request: Mapping[str, Any]) -> None:
+        key = int(request["pid"]), str(request["scope_id"])
+        expires = float(request["expiration_time"])
+        if expires < 0:
+            self._timers.pop(key, None)
+        else:
+            self._timers[key] = expires, int(request["signal"])
+
+    def _end_late_workers(self) -> None:
+        late = [(key, signum) for key, (expires, signum) in self._timers.items() if expires <= time.time()]
+        for (pid, scope), signum in late:
+            del self._timers[pid, scope]
+            if signum > 0:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+                    self._log(f"the timer {scope!r} of process {pid} has expired: sent {signal_name(signum)}")
