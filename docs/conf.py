@@ -45,6 +45,7 @@ extensions = [
     "speed",
     "measured",
     "traces",
+    "profile_pictures",
     "player",
     "collective_pages",
     "error_index",

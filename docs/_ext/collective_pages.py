@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import jinja2
 import yaml
-from collective_pictures import before_after, figures_table, speed_plot
+from collective_pictures import before_after, constants_text, figures_table, note, speed_plot
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from site_directives import table
@@ -154,7 +154,7 @@ class CostsDirective(Directive):
         """Count each schedule on 8 ranks."""
         operation = self.arguments[0]
         rows = [self.line(operation, algorithm) for algorithm in schedules.algorithms(operation)]
-        return [table("algorithms", self.HEADER, rows)]
+        return [table("algorithms", self.HEADER, rows), nodes.paragraph("", constants_text())]
 
     def line(self, operation: str, algorithm: str) -> tuple[str, ...]:
         """Return one row; a hierarchical algorithm is counted on two hosts."""
@@ -178,6 +178,9 @@ class SpeedPlotDirective(Directive):
             if drawing:
                 shown = nodes.raw("", f'<div class="drawing plot">{drawing}</div>', format="html")
                 found.append(nodes.figure("", shown, nodes.caption("", caption(where)), classes=["drawn"]))
+            explained = note(self.arguments[0], apart)
+            if explained:
+                found.append(nodes.paragraph("", f"On {where}: {explained[0].lower()}{explained[1:]}"))
             found.append(nodes.raw("", figures_table(self.arguments[0], apart, where), format="html"))
         return found
 
@@ -186,7 +189,7 @@ def caption(where: str) -> str:
     """Return what a plot shows."""
     return (
         f"Time of a call by size, {where}. Measured: medians of recorded runs. Predicted: simulate on the chosen "
-        "schedule, with a and b of the recorded messages and g = b."
+        "schedule, with the constants a, b and g above."
     )
 
 

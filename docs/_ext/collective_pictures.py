@@ -79,13 +79,79 @@ def cells(operation: str, apart: bool) -> list[dict[str, Any]]:
 
 
 def fitted(apart: bool) -> Network:
-    """Return a network whose messages take the recorded times: a call there is a message each way."""
+    """Return a network whose messages take the recorded times: a call there is a message each way.
+
+    A reduction takes place in memory, so a byte reduced takes the time of a byte moved on one host.
+    """
+    alpha, beta = constants(apart)
+    hosts = (0, 1) if apart else (0, 0)
+    gamma = constants(False)[1]
+    return Network(alpha=alpha, beta=beta, gamma=gamma, hosts=hosts, local_alpha=alpha, local_beta=beta)
+
+
+def constants(apart: bool) -> tuple[float, float]:
+    """Return the seconds for a message and for a byte moved, from recorded messages of the least size and of 16 MiB."""
     messages = cells("sendrecv", apart)
     small, large = messages[0], next(cell for cell in messages if cell["bytes"] == 1 << 24)
-    alpha = small["seconds"] / 2
-    beta = (large["seconds"] - small["seconds"]) / 2 / large["bytes"]
-    hosts = (0, 1) if apart else (0, 0)
-    return Network(alpha=alpha, beta=beta, gamma=beta, hosts=hosts, local_alpha=alpha, local_beta=beta)
+    return small["seconds"] / 2, (large["seconds"] - small["seconds"]) / 2 / large["bytes"]
+
+
+def constants_text() -> str:
+    """Return the cost constants of both networks in a sentence each, with machine and date."""
+    kept = json.loads(RECORDED.read_text(encoding="utf-8"))
+    said = [
+        f"{where}, a is {seconds(alpha)} and b is {per_byte(beta)}"
+        for where, (alpha, beta) in (("On one host", constants(False)), ("Between two hosts over TCP", constants(True)))
+    ]
+    machine = f"{kept['machine']['processor']}, {kept['machine']['processors']} cores"
+    return (
+        f"{'. '.join(said)}. g is {per_byte(constants(False)[1])}, the b of one host. a is half the time of sending "
+        f"4 bytes there and back, b half of the additional time for 16 MiB. Measured on ref on {kept['date']}: "
+        f"{machine}; the two hosts are network namespaces."
+    )
+
+
+def per_byte(value: float) -> str:
+    """Return a time per byte, and its inverse, as text.
+
+    >>> per_byte(4e-10)
+    '0.4 ns/B (2.5 GB/s)'
+    """
+    return f"{value * 1e9:.2g} ns/B ({1e-9 / value:.2g} GB/s)"
+
+
+FAR = 2
+"""Ratio of measured and predicted time from which a page explains the difference."""
+SHORT = 64 << 10
+"""Largest size in bytes at which the overhead of a call exceeds the time of its bytes."""
+
+
+def reason(size: float, predicted: float, measured: float, apart: bool) -> str:
+    """Return why measured and predicted time differ; see the page on performance for the measurements."""
+    if predicted > measured:
+        return "the constant b is fitted at 16 MiB, and smaller messages stay in caches and socket buffers"
+    if size <= SHORT:
+        return "the prediction counts messages and bytes only, and a call also spends time in Python"
+    if apart:
+        return (
+            "the prediction sends, receives and reduces at full speed at the same time, but both ranks share two cores"
+        )
+    return "the prediction omits the copies into staging buffers and of own blocks, and contention for memory"
+
+
+def note(operation: str, apart: bool) -> str:
+    """Return a sentence for each reason for which times are far from their prediction; nothing if none is."""
+    found: dict[tuple[str, bool], list[str]] = {}
+    for row in times(operation, apart):
+        predicted, measured = row["predicted"], row["ref"]
+        if max(predicted, measured) > FAR * min(predicted, measured):
+            key = reason(row["bytes"], predicted, measured, apart), measured > predicted
+            factor = max(predicted, measured) / min(predicted, measured)
+            found.setdefault(key, []).append(f"{named(int(row['bytes']))} ({factor:.1f} times)")
+    return " ".join(
+        f"The measured time is {'longer' if longer else 'shorter'} than predicted at {', '.join(sizes)}: {why}."
+        for (why, longer), sizes in found.items()
+    )
 
 
 def times(operation: str, apart: bool) -> list[dict[str, float]]:

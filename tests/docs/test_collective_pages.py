@@ -107,3 +107,24 @@ def test_predicted_times_of_messages_are_the_recorded_ones_at_both_ends() -> Non
     rows = collective_pictures.times("sendrecv", apart=False)
     for row in (rows[0], next(row for row in rows if row["bytes"] == 1 << 24)):
         assert row["predicted"] == pytest.approx(row["ref"], rel=0.01)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce", "all_to_all", "sendrecv"])
+def test_each_time_far_from_its_prediction_is_explained_below_the_plot(operation: str, apart: bool) -> None:
+    note = collective_pictures.note(operation, apart)
+    for row in collective_pictures.times(operation, apart):
+        factor = max(row["ref"] / row["predicted"], row["predicted"] / row["ref"])
+        shown = f"{collective_pictures.named(int(row['bytes']))} ({factor:.1f} times)"
+        assert (shown in note) == (factor > 2), row
+        direction = "longer" if row["ref"] > row["predicted"] else "shorter"
+        assert factor <= 2 or re.search(rf"{direction} than predicted at [^:]*{re.escape(shown)}[^:]*: \w+", note)
+    assert note.count("The measured time is") == note.count(": ")
+
+
+def test_the_constants_of_the_page_are_those_of_the_prediction() -> None:
+    text = collective_pictures.constants_text()
+    for apart, where in ((False, "On one host"), (True, "Between two hosts over TCP")):
+        network = collective_pictures.fitted(apart)
+        assert f"{where}, a is {collective_pictures.seconds(network.alpha)} and b is " in text
+        assert f"{network.beta * 1e9:.2g} ns/B" in text and f"g is {network.gamma * 1e9:.2g} ns/B" in text

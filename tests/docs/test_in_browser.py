@@ -36,6 +36,8 @@ KINDS = (
     "_modules/index.html",
     "_modules/torchdist_ref/algorithms/ddp_comm_hooks/default_hooks.html",
 )
+# Templates with long names, which a phone has to break.
+LONG_NAMES = ("genindex.html", "reference/distributed/backends.html", "reference/ddp_comm_hooks.html")
 # Pages that only send readers elsewhere, and copies of the theme's templates, are no pages of the site.
 EVERY = tuple(
     str(path.relative_to(SITE)) for path in sorted(SITE.rglob("*.html")) if not path.is_relative_to(SITE / "_static")
@@ -63,7 +65,7 @@ def test_axe_finds_nothing(page: Any, address: str, name: str) -> None:
         assert not shown, (width, scheme)
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", tuple(dict.fromkeys((*PAGES, *LONG_NAMES))))
 def test_nothing_but_code_and_tables_scrolls_sideways_on_a_phone(page: Any, address: str, name: str) -> None:
     look(page, 390, "light")
     page.goto(address + name)
@@ -85,11 +87,13 @@ DRAWN = [
     "collectives/all_to_all.html",
     "design.html",
     "explanation/schedules.html",
+    "how-to/profile.html",
+    "how-to/step_timeline.html",
 ]
 if os.environ.get("TORCHDIST_REF_EVERY_PAGE"):
     DRAWN = [name for name in EVERY if "<text" in (SITE / name).read_text(encoding="utf-8")]
-# The picture of the layers is for wide screens: a phone gets a sentence that refers to its table.
-WIDE = ("design.html",)
+# Pictures of the layers and of a step are for wide screens: a phone gets a sentence instead.
+WIDE = ("design.html", "how-to/profile.html", "how-to/step_timeline.html")
 
 
 @pytest.mark.parametrize("name", DRAWN)

@@ -53,3 +53,36 @@ def test_no_page_has_python_that_nobody_runs() -> None:
         if re.search(r"^\.\. code(-block)?:: python", path.read_text(), re.M)
     ]
     assert not unread, "in RST, examples are >>> sessions, so that they run"
+
+
+# Lines before the first sentence: directives with their options, and anchors.
+OPENING = re.compile(r"\s+:[\w-]+:|\.\. |:::|\(.*\)=$|$")
+
+
+def first_paragraph(page: Path) -> str:
+    """Return the words between the title of a page and its first list, table, code or heading."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    underlined = next((n for n, line in enumerate(lines) if re.fullmatch("=+", line)), None)
+    start = (
+        underlined + 1 if underlined is not None else next(n for n, line in enumerate(lines) if line[:2] == "# ") + 1
+    )
+    while not lines[start] or OPENING.match(lines[start]):
+        start += 1
+    return " ".join("\n".join(lines[start:]).partition("\n\n")[0].split())
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        path
+        for kind in ("md", "rst")
+        for path in sorted(pages.DOCS.rglob(f"*.{kind}"))
+        if path.name not in ("404.md", "changelog.md")
+    ],
+    ids=lambda path: str(path.relative_to(pages.DOCS)),
+)
+def test_a_page_begins_with_what_it_is_for(page: Path) -> None:
+    if page.read_text(encoding="utf-8").startswith("---\n"):
+        return  # Data of a generated page, which begins with the meaning of the call.
+    text = first_paragraph(page)
+    assert len(text.split()) >= 12 and not re.match(r"[|`>*]{2}|```|>>>|[-*] |\w+\n[-^]+", text), text

@@ -117,7 +117,7 @@ ENTRIES: tuple[Entry, ...] = (
         (
             "halving_doubling",
             halving_doubling.all_reduce,
-            "exchange halves, quarters, ... and back",
+            "exchange halves, quarters, ..., then gather",
             "medium, between hosts",
             "2 lg(n) a + 2(n-1)/n mb + (n-1)/n mg",
         ),
@@ -128,11 +128,11 @@ ENTRIES: tuple[Entry, ...] = (
             "large, between hosts",
             "2(n-1)a + 2(n-1)/n mb + (n-1)/n mg",
         ),
-        ("tree", tree.all_reduce, "up a tree, then down", "for comparison", "2 lg(n) (a + mb) + lg(n) mg"),
+        ("tree", tree.all_reduce, "reduce up a tree, broadcast down", "for comparison", "2 lg(n) (a + mb) + lg(n) mg"),
         (
             "chain",
             tree.chain_all_reduce,
-            "along a chain and back, in 8 pieces",
+            "reduce along a chain and back, in 8 pieces",
             "for comparison",
             "2(n+6)(a + mb/8) + (n+6) mg/8",
         ),
@@ -154,7 +154,7 @@ ENTRIES: tuple[Entry, ...] = (
             "large, shared memory",
             "2(n-1)(a + mb/n) + mg/n",
         ),
-        ("tree", tree.reduce, "up a tree", "small, between hosts", "lg(n) (a + mb + mg)"),
+        ("tree", tree.reduce, "reduce up a tree", "small, between hosts", "lg(n) (a + mb + mg)"),
         (
             "halving_doubling",
             halving_doubling.reduce,
@@ -169,7 +169,7 @@ ENTRIES: tuple[Entry, ...] = (
             "large, between hosts, any n",
             "2(n-1)a + 2(n-1)/n mb + (n-1)/n mg",
         ),
-        ("chain", tree.chain_reduce, "toward the root in 8 pieces", "long, between hosts", "(n+6)(a + mb/8 + mg/8)"),
+        ("chain", tree.chain_reduce, "reduce along a chain in pieces", "long, between hosts", "(n+6)(a + mb/8 + mg/8)"),
         (
             "hierarchical",
             hierarchical.reduce,
@@ -181,15 +181,15 @@ ENTRIES: tuple[Entry, ...] = (
     *_rows(
         "broadcast",
         ("direct", direct.broadcast, "every rank reads the root's tensor", "shared memory", "a + mb"),
-        ("tree", tree.broadcast, "ranks that have it send it on", "small, between hosts", "lg(n) (a + mb)"),
+        ("tree", tree.broadcast, "ranks with the data forward it", "small, between hosts", "lg(n) (a + mb)"),
         (
             "scatter_all_gather",
             ring.scatter_all_gather_broadcast,
-            "scatter chunks, then chunks travel round a ring",
+            "scatter chunks, then gather them around a ring",
             "large, between hosts",
             "(lg(n) + n-1)a + 2(n-1)/n mb",
         ),
-        ("chain", tree.chain_broadcast, "along a chain in 8 pieces", "long, few ranks", "(n+6)(a + mb/8)"),
+        ("chain", tree.chain_broadcast, "forward along a chain, in 8 pieces", "long, few ranks", "(n+6)(a + mb/8)"),
         (
             "hierarchical",
             hierarchical.broadcast,
@@ -211,7 +211,7 @@ ENTRIES: tuple[Entry, ...] = (
         (
             "bruck",
             bruck.all_gather,
-            "receive twice as many from twice as far",
+            "receive twice as many blocks at each step",
             "small, between hosts, any n",
             "lg(n) a + (n-1)/n mb",
         ),
@@ -239,7 +239,7 @@ ENTRIES: tuple[Entry, ...] = (
     *_rows(
         "scatter",
         ("direct", direct.scatter, "every rank reads its block", "shared memory", "a + mb/n"),
-        ("tree", tree.scatter, "halve and pass on", "between hosts", "lg(n) a + (n-1)/n mb"),
+        ("tree", tree.scatter, "send halves down a tree", "between hosts", "lg(n) a + (n-1)/n mb"),
         (
             "hierarchical",
             hierarchical.scatter,
@@ -269,7 +269,7 @@ ENTRIES: tuple[Entry, ...] = (
             "ring",
             ring.reduce_scatter,
             "partial sums travel around the ring",
-            "large, neighbors only",
+            "large, links between neighbors",
             "(n-1)(a + mb/n + mg/n)",
         ),
         (
@@ -283,7 +283,7 @@ ENTRIES: tuple[Entry, ...] = (
     *_rows(
         "all_to_all",
         ("direct", direct.all_to_all, "every rank reads its blocks", "shared memory", "(n-1)a + (n-1)/n mb"),
-        ("bruck", bruck.all_to_all, "forward by powers of two", "small, between hosts", "lg(n) (a + mb/2)"),
+        ("bruck", bruck.all_to_all, "forward blocks at doubling distances", "small, between hosts", "lg(n) (a + mb/2)"),
         (
             "pairwise",
             bruck.pairwise_all_to_all,
