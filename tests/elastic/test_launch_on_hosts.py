@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,19 +19,23 @@ from torchdist_ref.errors import ArgumentError, RankDiedError
 from torchdist_ref.launcher.api import LaunchConfig, launch_agent
 
 
-def launch(node_rank: int, port: int, script: str, backend: str = "static", **settings: object) -> object:
+def launch(
+    node_rank: int, port: int, script: str | Callable[[], object], backend: str = "static", **settings: object
+) -> object:
     """Run a program on one of two hosts; return the ranks' results, or the error."""
     configs = {"rank": node_rank} if backend == "static" else {}
     config = LaunchConfig(
         2, 2, 2, rdzv_endpoint=f"127.0.0.1:{port}", rdzv_backend=backend, run_id="job", rdzv_configs=configs, **settings
     )
     try:
+        if callable(script):
+            return launch_agent(config, script, [])
         return launch_agent(config, sys.executable, ["-S", "-c", script])
     except Exception as error:
         return error
 
 
-def both(script: str, **settings: object) -> list[object]:
+def both(script: str | Callable[[], object], **settings: object) -> list[object]:
     port = get_free_port()
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda rank: launch(rank, port, script, **settings), range(2)))
@@ -46,6 +54,27 @@ def test_a_failure_on_one_host_is_raised_on_both() -> None:
     first, second = both(script, max_restarts=0)
     assert isinstance(first, RankDiedError) and "rank 2 on " in str(first) and "exited with code 7" in str(first)
     assert type(second).__name__ == "ChildFailedError" and "exitcode  : 7" in str(second)
+
+
+def lose_the_data() -> None:
+    """Raise on rank 2; the others wait."""
+    if os.environ["RANK"] == "2":
+        raise ValueError("no data on rank 2")
+    signal.pause()
+
+
+def test_the_other_host_shows_the_traceback_of_the_first_failure(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = both(lose_the_data, max_restarts=0)
+    last_lines = caplog.records[-1].getMessage()
+    for text in (str(first), last_lines):
+        head, *lines = text[text.index("rank 2 on ") :].splitlines()
+        assert head.endswith("exited with code 1: ValueError: no data on rank 2")
+        rows = dict(line.strip().split(": ", 1) for line in lines if re.match(r" *[a-z_]+ *: ", line))
+        found = {name.strip(): value for name, value in rows.items()}
+        assert found["rank"] == "2 (local_rank: 0)" and found["exitcode"].startswith("1 (pid: ")
+        assert found["host"] in head and found["exitcode"][9:-1] in head and found["error_file"].endswith("error.json")
+        assert ", in lose_the_data" in text and lines[-1] == "  ValueError: no data on rank 2"
+    assert "ValueError: no data on rank 2" in str(second)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,8 @@ _FIRST_CONNECT_SECONDS = 2.0
 # Time in which all survivors notice that the coordinator is silent.
 _SUCCESSION_SECONDS = 0.9
 _RETRY_SECONDS = 0.2
+# Characters of a traceback that all hosts receive; the last ones name the error.
+_MAX_STACK = 20_000
 _ENDPOINT_CURE = "Check --rdzv-endpoint or --master-addr, and that the launcher runs there and no firewall is between."
 
 
@@ -170,13 +172,16 @@ class JobEnd:
         code: Exit code of the agent.
         text: Reason; empty for success.
         outcome: Outcome of this host's last attempt; None if there was none.
-        failure: First failure of the job, on any host: ``rank``, ``host``, ``pid``, ``code``, ``text``.
+        failure: First failure of the job, on any host: ``code``, ``text``, ``time`` and ``host``; if a worker failed,
+            also ``rank``, ``local_rank``, ``pid``, ``status``, ``error_file`` and ``stack`` (its traceback).
+        is_own: Whether that is the first failure of `outcome`.
     """
 
     code: int
     text: str = ""
     outcome: Outcome | None = None
     failure: Mapping[str, Any] | None = None
+    is_own: bool = False
 
 
 def run_agent(settings: AgentSettings, workers: Workers, log: Callable[[str], None]) -> JobEnd:
@@ -412,7 +417,9 @@ class _HostAgent:
                 session.report("ready", attempt=message["attempt"])
             elif kind == "end":
                 session.report("leave", text="the job has ended")
-                return JobEnd(message["code"], message["text"], self._outcome, message.get("failure"))
+                failure = message.get("failure") or {}
+                is_own = failure.get("key") == self._key
+                return JobEnd(message["code"], message["text"], self._outcome, failure, is_own)
             elif kind == "moved":
                 raise CoordinatorMoved(message["host"], message["port"])
             else:
@@ -465,19 +472,16 @@ class _HostAgent:
     def _failure(self, outcome: Outcome) -> Message:
         """Describe the first failure of this host's workers."""
         first = outcome.first_failure
+        failure = {"code": outcome.code, "time": time.time(), "host": self._name, "key": self._key}
         if first is None:
-            text = f"the workers of {self._name} exited with code {outcome.code}"
-            return {"code": outcome.code, "text": text, "time": time.time(), "host": self._name}
+            return failure | {"text": f"the workers of {self._name} exited with code {outcome.code}"}
         record = failure_record.read(Path(first.error_file)) if first.error_file else None
         how = describe_exit(first.status) + (f": {record.message}" if record else "")
-        return {
-            "code": outcome.code,
-            "text": f"rank {first.rank} on {self._name} (process {first.pid}) {how}",
-            "time": record.time_ns / 1e9 if record else time.time(),
-            "host": self._name,
-            "rank": first.rank,
-            "pid": first.pid,
-        }
+        failure["text"] = f"rank {first.rank} on {self._name} (process {first.pid}) {how}"
+        failure |= {name: getattr(first, name) for name in ("rank", "local_rank", "pid", "status", "error_file")}
+        if record:
+            failure |= {"time": record.time_ns / 1e9, "stack": record.stack[-_MAX_STACK:]}
+        return failure
 
     # Waiting
 

@@ -270,10 +270,14 @@ def _run_with_other_hosts(workers: LocalWorkers, config: LaunchConfig, log: Call
     if end.code == BAD_INPUT_CODE and end.failure is None:
         raise ArgumentError(end.text)
     found = end.outcome or Outcome(end.code, ())
-    own = found.first_failure
-    if end.text and not (own and end.failure and own.pid == end.failure.get("pid")):
-        log(f"the job failed; first failure: {end.text}")
-        return replace(found, code=end.code, first_failure=None, reason=end.text)
+    if end.text and not end.is_own:
+        text = end.text
+        if end.failure and "rank" in end.failure:
+            from torchdist_ref.launcher.failures import describe_remote
+
+            text += f"\n{describe_remote(end.failure)}"
+        log(f"the job failed; first failure: {text}")
+        return replace(found, code=end.code, first_failure=None, reason=text)
     return replace(found, code=end.code, signal=max(0, end.code - 128) if not end.text else 0)
 
 

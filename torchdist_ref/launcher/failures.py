@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -119,24 +119,39 @@ class ChildFailedError(Exception):
         return "\n".join(["", border, title, section, "Failures:", *others, section, root_title, blocks[root], border])
 
 
-def describe(rank: int, failure: Any) -> str:
+def describe(rank: int, failure: Any, host: str = "") -> str:
     """Return the block of lines that describes a failure.
 
     Args:
         rank: Global rank.
         failure: `ProcessFailure`, or torch's.
+        host: Name of its host. Default: this host.
     """
     killed = failure.exitcode < 0
     ended = f"killed by {failure.signal_name()} ({failure.exitcode})" if killed else f"{failure.exitcode}"
     rows = (
         ("time", failure.timestamp_isoformat()),
-        ("host", socket.gethostname()),
+        ("host", host or socket.gethostname()),
         ("rank", f"{rank} (local_rank: {failure.local_rank})"),
         ("exitcode", f"{ended} (pid: {failure.pid})"),
         ("error_file", failure.error_file),
         ("traceback", _traceback(failure.message).replace("\n", "\n  ")),
     )
     return "\n".join(f"  {name:<10}: {value}" for name, value in rows)
+
+
+def describe_remote(report: Mapping[str, Any]) -> str:
+    """Return the block of lines that describes a failure on another host.
+
+    Args:
+        report: Failure as that host's agent reports it, see `torchdist_ref.elastic.host_agent.JobEnd`.
+    """
+    # The path is that of a file on the other host.
+    failure = ProcessFailure(report["local_rank"], report["pid"], report["status"], "")
+    failure.timestamp = int(report["time"])
+    if "stack" in report:
+        failure.error_file, failure.message = report["error_file"], report["stack"].rstrip("\n")
+    return describe(report["rank"], failure, report["host"])
 
 
 def _traceback(message: Any) -> str:
