@@ -138,6 +138,24 @@ def test_gloo_reads_all_inputs_before_it_writes() -> None:
     assert run(results, 3, 3, 4, ranks="processes", backend="gloo") == [[]] * 3
 
 
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+def test_one_rank_reduces_into_one_element_of_a_buffer(backend: str) -> None:
+    """One element counts as contiguous with any stride, so Gloo writes it in place: the result is already there."""
+
+    def program(rank: int) -> list[bool]:
+        found = []
+        for dtype in (torch.uint8, torch.float16, torch.int64):
+            for shape, index in (((1,), slice(1, None, 3)), ((), 1)):
+                buffer, source = fill(9, (3,), dtype), fill(4, shape, dtype)
+                expected = buffer.clone()
+                expected[index] = source
+                dist.reduce_scatter(buffer[index], [source])
+                found.append(torch.equal(buffer, expected))
+        return found
+
+    assert all(run(program, 1, backend=backend)[0])
+
+
 def sums_of_torch(rank: int, path: str) -> list[tuple[Any, Any]]:
     start_torch(store=oracle.FileStore(path, 2), rank=rank, world_size=2)
     pairs = []
