@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from docutils.parsers.rst import Directive
 from site_directives import picture
 from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
 
 from torchdist_ref.schedules import drawing
 
@@ -32,7 +32,7 @@ CAPTIONS = {
     "timeline": "The drawing of the program above, on two ranks of the machine that built this page",
     "profiler": "The trace of one training step on rank 0 of two. Operators are above those that they call",
 }
-WIDTH, BAR, CHARACTER, DEPTH = 740.0, 18.0, 7.0, 3
+WIDTH, BAR, CHARACTER, DEPTH = 720.0, 18.0, 7.0, 3
 Event = dict[str, Any]
 
 
@@ -137,7 +137,7 @@ def drawings() -> dict[str, str]:
     return found
 
 
-class ProfilePictureDirective(Directive):
+class ProfilePictureDirective(SphinxDirective):
     """Drawing of one profiled step."""
 
     required_arguments = 1
@@ -145,6 +145,7 @@ class ProfilePictureDirective(Directive):
     def run(self) -> list[nodes.Node]:
         """Return the figure."""
         name = self.arguments[0]
+        self.env.note_dependency(__file__)
         # A phone shows a sentence in place of the drawing, as for the picture of the layers.
         return [picture(drawings()[name].replace("<svg ", "<svg class='step' ", 1), CAPTIONS[name])]
 

@@ -26,7 +26,7 @@ EXACT_ERROR = 1e-6
 TICKS = [digit * 10.0**power for power in range(-2, 6) for digit in (1, 2, 5)]
 MARKERS = ("o", "s", "D", "^", "v")
 # Pixels.
-LEFT, WIDTH, BAR, GAP, HEAD = 92.0, 740.0, 14.0, 3.0, 26.0
+LEFT, WIDTH, BAR, GAP, HEAD = 92.0, 720.0, 14.0, 3.0, 26.0
 # Pixels a character. In a narrower bar a word does not fit; the tooltip has it.
 CHARACTER = 7.0
 ROWS = {"compute": BLUE, "buckets": GRAY, "calls": ORANGE}
@@ -204,4 +204,4 @@ def _bar(span: Span, y: float, total: float) -> str:
     short = what.split(",")[0]
     if width < CHARACTER * len(short):
         return bar
-    return bar + drawing.text(x + width / 2, y + BAR - 4.5, short, fill="#fff", font_size=10, pointer_events="none")
+    return bar + drawing.text(x + width / 2, y + BAR - 4.5, short, fill="#fff", font_size=11, pointer_events="none")
