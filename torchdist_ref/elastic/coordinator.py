@@ -2,7 +2,8 @@
 
 One agent serves the store and runs the coordinator. Each agent pushes reports to a queue; the coordinator gives them to
 a `Roster` and publishes its decisions under numbered keys, for which all agents wait. So nothing is polled but the
-keep-alive keys, and a decision arrives within a millisecond.
+keep-alive keys, by one request for all agents, and a decision arrives within a millisecond. The server writes the
+keep-alive key of an agent whose connection ends.
 
 Everything is sealed with a session key, which follows from the job token and a random number of the coordinator. It
 proves to each agent that it knows the token by sealing that number for a random number of the agent's. So neither a
@@ -16,34 +17,30 @@ import hmac
 import json
 import logging
 import os
-import re
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
-from importlib.util import find_spec
-from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from torchdist_ref.authentication import SECRET_FILE
-from torchdist_ref.elastic.roster import Decision, HostInfo, Roster, Rules
+from torchdist_ref.elastic.roster import Decision, HostInfo, Roster, Rules, versions
 from torchdist_ref.errors import (
     ArgumentError,
     AuthenticationError,
     DistError,
     DistNetworkError,
-    QueueEmptyError,
     StoreTimeoutError,
 )
 from torchdist_ref.stores import PrefixStore, TCPStore
 from torchdist_ref.stores.sealed import KEY_BYTES, SealedStore
 
 _PREFIX = "torchdist_ref.agents"
-_EVENTS, _HELLOS, _GONE = "events", "hellos", f"{_PREFIX}/gone"
+_EVENTS, _HELLOS, _GONE = "events", "hellos", b"gone"
 KEEP_ALIVE_SECONDS, SILENCE_SECONDS = 0.3, 1.0
 """Interval of an agent's keep-alive, and the silence after which it counts as lost."""
 REDIRECTION_SECONDS = 1.0
@@ -54,18 +51,6 @@ _MEBIBYTE_OF_KEYS = 1024
 log = logging.getLogger("torchdist_ref.elastic")
 
 Message = dict[str, Any]
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that have to be equal on all hosts, without importing torch."""
-    found = find_spec("torch")
-    text = ""
-    if found is not None and found.origin is not None:
-        with suppress(OSError):
-            text = Path(found.origin).with_name("version.py").read_text("utf-8")
-    torch = re.search(r"__version__ = '([^'+]*)", text)
-    own = sys.modules["torchdist_ref"].__version__
-    return {"torchdist_ref": str(own), "torch": torch[1] if torch else "none"}
 
 
 def _derive(secret: bytes, purpose: bytes, nonce: str) -> bytes:
@@ -103,10 +88,12 @@ class AgentCoordinator:
         self._store, self._roster, self._address, self._own = store.clone(), roster, address, own
         self._secret, self._nonce = secret, secrets.token_hex(KEY_BYTES)
         self._sealed = _session_store(self._store, secret, self._nonce)
-        self._hellos_store = store.clone()
-        self._hellos_store.set_timeout(_LONGEST_WAIT)
+        self._hellos_store, self._reports_store = store.clone(), store.clone()
+        for waiting in (self._hellos_store, self._reports_store):
+            waiting.set_timeout(_LONGEST_WAIT)
         self._hellos = PrefixStore(_PREFIX, self._hellos_store)
-        self._gone = PrefixStore(_GONE, self._store)
+        # A thread waits for reports: a wait of the store that ends by its time-out costs a request each time.
+        self._reports: SimpleQueue[Message] = SimpleQueue()
         self._plans = 0
         self._serials: dict[str, int] = {}
         self._alive: dict[str, tuple[bytes, float]] = {}
@@ -116,7 +103,11 @@ class AgentCoordinator:
         self._closing, self._closed = False, threading.Event()
         self._threads = [
             threading.Thread(target=target, name=f"torchdist_ref {name}", daemon=True)
-            for target, name in ((self._welcome_agents, "welcome"), (self._run, "coordinator"))
+            for target, name in (
+                (self._welcome_agents, "welcome"),
+                (self._run, "coordinator"),
+                (self._read_reports, "reports"),
+            )
         ]
         for thread in self._threads:
             thread.start()
@@ -135,7 +126,7 @@ class AgentCoordinator:
         own.close()
         self._threads[1].join(_FAREWELL_SECONDS)
         self._closed.set()
-        for store in (self._hellos_store, self._store):
+        for store in (self._hellos_store, self._reports_store, self._store):
             store.close()
         if self._job_store is not None:
             self._job_store.close()
@@ -177,22 +168,28 @@ class AgentCoordinator:
             return not self._roster.seats and not self._roster.waiting
         return self._closing
 
-    def _receive(self, seconds: float) -> None:
-        """Handle the reports that arrive within a time, and all that are there already."""
-        block = seconds > 0
+    def _read_reports(self) -> None:
+        reports = _session_store(self._reports_store, self._secret, self._nonce)
         while not self._closed.is_set():
             try:
-                if block:
-                    self._sealed.set_timeout(timedelta(seconds=seconds))
-                event = json.loads(self._sealed.queue_pop(_EVENTS, block))
-            except (StoreTimeoutError, QueueEmptyError):
-                break
+                self._reports.put(json.loads(reports.queue_pop(_EVENTS)))
+            except StoreTimeoutError:
+                continue
             except (AuthenticationError, ValueError):
                 log.warning("ignored a report that no agent of this job has written")
-                continue
-            finally:
-                self._sealed.set_timeout(timedelta(seconds=WELCOME_SECONDS))
-            block = False
+            except DistError as error:
+                if not self._closed.is_set():
+                    log.error("the coordinator of the agents receives no reports any more: %s", error)
+                return
+
+    def _receive(self, seconds: float) -> None:
+        """Handle the reports that arrive within a time, and all that are there already."""
+        while not self._closed.is_set():
+            try:
+                event = self._reports.get(timeout=seconds)
+            except Empty:
+                break
+            seconds = 0.0
             key, serial = event["key"], event["serial"]
             if serial > self._serials.get(key, 0):
                 self._serials[key] = serial
@@ -233,16 +230,16 @@ class AgentCoordinator:
 
     def _check_agents(self, now: float) -> None:
         """Remove agents that have disconnected, or whose keep-alive does not arrive any more."""
-        present = [*self._roster.seats, *self._roster.waiting]
+        # The agent of this process ends with the coordinator.
+        present = [key for key in (*self._roster.seats, *self._roster.waiting) if key != self._own]
         if not present:
             return
-        gone = set(self._gone.list_keys())
         values = self._sealed.multi_get([f"alive/{key}" for key in present])
         for key, value in zip(present, values, strict=True):
             before, since = self._alive.get(key, (b"", now))
             if value != before:
                 self._alive[key] = (value, now)
-            if key in gone:
+            if value == _GONE:
                 ended = self._has_ended(key)
                 self._lose(key, "has ended" if ended else "has left", certain=ended)
             elif value == before and now - since > SILENCE_SECONDS:
@@ -406,6 +403,7 @@ class AgentSession:
         wake: Descriptor of an eventfd that is written when a decision has arrived, or the coordinator is lost.
         notify: Function that receives lines for the user.
         timeout: Longest time to wait for the coordinator's answer, in seconds.
+        keeps_alive: Whether the coordinator is another process, which has to learn that this one runs.
 
     Raises:
         AuthenticationError: The tokens differ.
@@ -424,6 +422,7 @@ class AgentSession:
         wake: int,
         notify: Callable[[str], None],
         timeout: float = WELCOME_SECONDS,
+        keeps_alive: bool = True,
     ) -> None:
         self.info = info
         self._store, self.where, self._wake, self._notify = store, where, wake, notify
@@ -435,13 +434,11 @@ class AgentSession:
         store.set_timeout(timedelta(seconds=WELCOME_SECONDS))
         self._secret = secret
         self._sealed = _session_store(store, secret, self._nonce)
+        self._pulse = store.clone() if keeps_alive else None
         self._next = self._join(rules)
-        # Silence counts from the last answer on, so the time-out is what is left of it.
-        self._pulse = store.clone()
-        self._pulse.set_timeout(timedelta(seconds=SILENCE_SECONDS - KEEP_ALIVE_SECONDS))
+        targets = [(self._read_decisions, "decisions")] + [(self._keep_alive, "keep-alive")] * keeps_alive
         self._threads = [
-            threading.Thread(target=target, name=f"torchdist_ref {name}", daemon=True)
-            for target, name in ((self._keep_alive, "keep-alive"), (self._read_decisions, "decisions"))
+            threading.Thread(target=target, name=f"torchdist_ref {name}", daemon=True) for target, name in targets
         ]
         for thread in self._threads:
             thread.start()
@@ -474,7 +471,8 @@ class AgentSession:
     def close(self) -> None:
         """End the session and its threads."""
         self._closed.set()
-        self._pulse.close()
+        if self._pulse is not None:
+            self._pulse.close()
         self._store.close()
         for thread in self._threads:
             thread.join()
@@ -486,8 +484,12 @@ class AgentSession:
     # Joining
 
     def _join(self, rules: Rules) -> int:
-        self._store.set_on_disconnect(f"{_GONE}/{self.info.key}", "1")
-        self._sealed.set(f"alive/{self.info.key}", "0")
+        if self._pulse is not None:
+            key = f"alive/{self.info.key}"
+            # By the connection of the keep-alive, so that no value comes after that one.
+            _session_store(self._pulse, self._secret, self._nonce).set_on_disconnect(key, _GONE, {key: "0"})
+            # Silence counts from the last answer on, so the time-out is what is left of it.
+            self._pulse.set_timeout(timedelta(seconds=SILENCE_SECONDS - KEEP_ALIVE_SECONDS))
         self.report("join", info=asdict(self.info), rules=asdict(rules))
         try:
             reply = json.loads(self._sealed.get(f"reply/{self.info.key}"))
@@ -503,6 +505,7 @@ class AgentSession:
     # Threads
 
     def _keep_alive(self) -> None:
+        assert self._pulse is not None
         sealed = _session_store(self._pulse, self._secret, self._nonce)
         beats = 0
         try:

@@ -6,14 +6,31 @@ run years of a job in milliseconds: `coordinator` feeds it. Do not add communica
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 REPORT_SECONDS = 10.0
 """Interval of the lines about hosts that are missing."""
 SETTLE_SECONDS = 0.05
 """Time in which reports that belong together arrive: failures with one cause, hosts that join together."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that have to be equal on all hosts, without importing torch."""
+    found = find_spec("torch")
+    text = ""
+    if found is not None and found.origin is not None:
+        with suppress(OSError):
+            text = Path(found.origin).with_name("version.py").read_text("utf-8")
+    torch = re.search(r"__version__ = '([^'+]*)", text)
+    own = sys.modules["torchdist_ref"].__version__
+    return {"torchdist_ref": str(own), "torch": torch[1] if torch else "none"}
 
 
 @dataclass(frozen=True)
