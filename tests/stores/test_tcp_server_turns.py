@@ -84,7 +84,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         handle(handler, client, request)
 
     monkeypatch.setattr(RequestHandler, "handle", timed)
-    monkeypatch.setattr(server, "time", made)
+    monkeypatch.setattr(server, "monotonic", made.monotonic)
     return made
 
 
