@@ -23,6 +23,7 @@ PROOFS = {
     "histories": Proof("histories", 1_000),
     "collectives": Proof("collectives", 1_000_000),
     "random_deaths": Proof("random_deaths", 1_000),
+    "networks": Proof("networks", 280),
 }
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.soak import collectives, histories, linearizability, parser, proofs, random_deaths, sessions
+from tests.soak import collectives, histories, linearizability, networks, parser, proofs, random_deaths, sessions
 from tests.soak.__main__ import PROOFS
 from tests.soak.linearizability import NEVER, UNKNOWN, Call
 from tests.soak.proofs import Limits
+from torchdist_ref.testing import namespaces
 
 
 def test_the_parsers_agree_with_an_obvious_one_on_random_streams() -> None:
@@ -40,6 +41,22 @@ def test_random_collectives_have_the_results_of_their_formulas(transport: int) -
 def test_survivors_of_random_deaths_name_the_dead_rank() -> None:
     outcome = random_deaths.prove(Limits(4))
     assert (outcome.done, outcome.failures) == (4, [])
+
+
+@pytest.mark.skipif(bool(namespaces.missing()), reason="needs network namespaces")
+def test_sums_over_a_network_of_four_hosts_are_right() -> None:
+    cell = networks.Cell("sums", 4, "ipv6", 1e9)
+    outcome = networks.prove(Limits(1), [cell], {1e9: 1 << 17})
+    assert (outcome.done, outcome.failures, outcome.counts[str(cell)]) == (1, [], 1)
+
+
+def test_the_proof_of_networks_finds_wrong_sums_and_late_or_wrong_errors() -> None:
+    sums, freeze = networks.Cell("sums", 2, "ipv4", 1e9), networks.Cell("freeze", 2, "ipv4", 1e9)
+    assert networks.faults(sums, [(True, 0.1, ""), (False, 0.1, "")]) == ["rank 1 had other values"]
+    assert networks.faults(freeze, [(True, 1.6, "rank 1 did not arrive"), (True, 9.0, "")]) == []
+    [unnamed] = networks.faults(freeze, [(True, 1.6, "rank 0 aborted"), (True, 1.7, "")])
+    [late] = networks.faults(freeze, [(True, 60.0, "rank 1 did not arrive"), (True, 1.7, "")])
+    assert "does not name" in unnamed and "after 60.0 s" in late
 
 
 def call(name: str, result: Any, began: float, ended: float, *arguments: Any) -> Call:
