@@ -175,18 +175,10 @@ def soak(session: nox.Session) -> None:
         session.log("[3/3] " + ("killing ranks" if first == "lines" else "restarting jobs"))
         call(session, "-m", modules[first], *rest)
         return
-    session.log("[3/3] proofs at length: parsers, sessions, histories, collectives, random deaths")
+    session.log("[3/3] proofs at length: parsers, sessions, histories, collectives, deaths, networks, hosts")
     call(session, "-m", "tests.soak", *session.posargs)
     for module in modules.values() if not first else ():
         call(session, "-m", module)
-
-
-@nox.session(venv_backend="none")
-def soak_hosts(session: nox.Session) -> None:
-    """Let hosts of a job fail, leave, join and be cut off, 100 times each. Arguments after -- choose scenarios."""
-    set_up(session, 3)
-    session.log("[3/3] running jobs on three hosts; this needs root and network namespaces")
-    call(session, "-m", "tests.soak.hosts", *session.posargs)
 
 
 @nox.session(venv_backend="none")

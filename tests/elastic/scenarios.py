@@ -1,6 +1,6 @@
 """What can happen to a job on three hosts; each scenario begins and ends with a worker on each of them.
 
-The tests run each scenario once, `tests.soak.hosts` a hundred times.
+The tests run each scenario once, `tests.soak.hosts` a hundred times each.
 """
 
 from __future__ import annotations

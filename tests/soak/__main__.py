@@ -24,6 +24,7 @@ PROOFS = {
     "collectives": Proof("collectives", 1_000_000),
     "random_deaths": Proof("random_deaths", 1_000),
     "networks": Proof("networks", 280),
+    "hosts": Proof("hosts", 700),
 }
 
 

@@ -47,7 +47,7 @@ def test_survivors_of_random_deaths_name_the_dead_rank() -> None:
 def test_sums_over_a_network_of_four_hosts_are_right() -> None:
     cell = networks.Cell("sums", 4, "ipv6", 1e9)
     outcome = networks.prove(Limits(1), [cell], {1e9: 1 << 17})
-    assert (outcome.done, outcome.failures, outcome.counts[str(cell)]) == (1, [], 1)
+    assert (outcome.done, outcome.failures, outcome.counts[cell.name]) == (1, [], 1)
 
 
 def test_the_proof_of_networks_finds_wrong_sums_and_late_or_wrong_errors() -> None:
