@@ -6,7 +6,7 @@ that cannot send its object sends the error text as its payload. All ranks then 
 remains usable.
 
 Ranks that have authenticated each other pickle objects: unpickling runs code that the sender chose, and ranks of one
-job trust each other. Others exchange plain data only; see `payloads`.
+job trust each other. Others exchange plain data only; see `pickling`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchdist_ref.calls import AllGather, Broadcast, Call, Gather, Recv, Scatte
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, EntryError, explain, on_rank
 from torchdist_ref.groups.arguments import member_group, root_of
 from torchdist_ref.groups.collectives import submit
-from torchdist_ref.groups.payloads import Payload, ReceiveBuffer, error_payload, pack, raise_error_of, unpack
+from torchdist_ref.groups.pickling import Payload, ReceiveBuffer, error_payload, pack, raise_error_of, unpack
 from torchdist_ref.groups.world import ProcessGroup
 
 P = ParamSpec("P")

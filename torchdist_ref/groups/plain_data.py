@@ -7,7 +7,7 @@ than there are. Only the types of `PLAIN_TYPES` themselves are encoded, not thei
     value → u8 tag | fields     bytes, text, int: u64 length, bytes     list, dict, ...: u64 count, values
     tensor → u8 dtype | u8 requires_grad | u8 dimensions | u64 sizes... | bytes of the elements
 
-`payloads` decides whether a group pickles its objects. Do not add types whose construction runs a user's code.
+`pickling` decides whether a group pickles its objects. Do not add types whose construction runs a user's code.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from torch.futures import Future
 from torchdist_ref import groups, torch_private
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import NO_TRAITS, traits_of
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, RankStalledError, explain
-from torchdist_ref.parallel.bucket import Divisor, GradBucket, LaunchedBucket
+from torchdist_ref.parallel.bucket import GradBucket, LaunchedBucket
+from torchdist_ref.parallel.division import Divisor
 
 # Class of the futures of torch's own backends: torch.futures.Future is a subclass of it.
 AnyFuture = torch_private.FUTURE.get()

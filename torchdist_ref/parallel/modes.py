@@ -19,8 +19,9 @@ from torch import nn
 
 from torchdist_ref import groups, torch_private
 from torchdist_ref.errors import ArgumentError, DistError, explain
-from torchdist_ref.parallel.bucket import Divisor, average, split
+from torchdist_ref.parallel.bucket import split
 from torchdist_ref.parallel.construction import OPERATION, mapped
+from torchdist_ref.parallel.division import Divisor, average
 
 autograd = torch_private.AUTOGRAD.bind()
 

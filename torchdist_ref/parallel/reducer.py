@@ -31,8 +31,9 @@ from torchdist_ref import groups, torch_private
 from torchdist_ref.calls import AllReduce
 from torchdist_ref.errors import DistError
 from torchdist_ref.parallel import bucketing, storage, synchronization
-from torchdist_ref.parallel.bucket import BucketExchange, Divisor, LaunchedBucket, average
+from torchdist_ref.parallel.bucket import BucketExchange, LaunchedBucket
 from torchdist_ref.parallel.bucketing import ParameterEntry, ReducerOptions
+from torchdist_ref.parallel.division import Divisor, average
 from torchdist_ref.parallel.modes import LowPrecision
 
 autograd = torch_private.AUTOGRAD.bind()

@@ -19,8 +19,9 @@ import torch
 from torchdist_ref import groups, torch_private
 from torchdist_ref.calls import AllReduce
 from torchdist_ref.errors import DistError
-from torchdist_ref.parallel.bucket import Divisor, GradBucket, Packing, average, dense_strides, split
+from torchdist_ref.parallel.bucket import GradBucket, Packing, dense_strides, split
 from torchdist_ref.parallel.bucketing import ParameterEntry, ReducerOptions
+from torchdist_ref.parallel.division import Divisor, average
 
 copy_many, scale_many = torch_private.COPY_MANY.bind(), torch_private.SCALE_MANY.bind()
 

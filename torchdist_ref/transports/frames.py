@@ -36,7 +36,7 @@ from typing import NamedTuple
 from torchdist_ref.errors import AuthenticationError, DistNetworkError, RankStalledError
 from torchdist_ref.liveness import MemberWatch
 from torchdist_ref.timeouts import CHECK_SECONDS
-from torchdist_ref.transports.segment import Range
+from torchdist_ref.transports.base import Range
 
 HANDSHAKE_SECONDS = 5.0
 MAX_HANDSHAKES = 64

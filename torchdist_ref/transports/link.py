@@ -35,6 +35,7 @@ from torch import Tensor
 from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError
 from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses
 from torchdist_ref.timeouts import CHECK_SECONDS
+from torchdist_ref.transports.base import Range, Segment, Semaphore
 from torchdist_ref.transports.segment import (
     ABORTED,
     ABSENT,
@@ -43,10 +44,7 @@ from torchdist_ref.transports.segment import (
     LEFT,
     PRESENT,
     ROW_BYTES,
-    Range,
-    Segment,
     SegmentLayout,
-    Semaphore,
     StatusRow,
 )
 

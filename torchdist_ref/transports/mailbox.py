@@ -19,16 +19,9 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.errors import MismatchError
+from torchdist_ref.transports.base import DirectPath, Range, Semaphore
 from torchdist_ref.transports.link import Link
-from torchdist_ref.transports.segment import (
-    CACHE_LINE,
-    MESSAGE_HEADER_BYTES,
-    Announcement,
-    DirectPath,
-    Range,
-    Semaphore,
-    memmove_for,
-)
+from torchdist_ref.transports.segment import CACHE_LINE, MESSAGE_HEADER_BYTES, Announcement, memmove_for
 
 # Fields of a message header in words, and offsets of its texts in bytes.
 _TAG, _FINGERPRINT, _NBYTES, _VERDICT = range(4)

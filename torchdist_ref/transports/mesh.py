@@ -18,15 +18,9 @@ from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError, RankStalledError
+from torchdist_ref.transports.base import Range, Semaphore
 from torchdist_ref.transports.frames import POSTED_RECEIVE, MeshConnection, MeshFrame, check_ranges, pack
-from torchdist_ref.transports.segment import (
-    MESSAGE_HEADER_BYTES,
-    ROW_BYTES,
-    SEMAPHORE_KINDS,
-    Range,
-    SegmentLayout,
-    Semaphore,
-)
+from torchdist_ref.transports.segment import MESSAGE_HEADER_BYTES, ROW_BYTES, SEMAPHORE_KINDS, SegmentLayout
 
 _SOCKET_POLL_SECONDS = 0.0005
 """Longest wait on the sockets before a waiter checks semaphores that other ranks of this host post."""

@@ -1,4 +1,4 @@
-"""Segment: the memory of a group, as all transports lay it out, and how they access it.
+"""Segment: the memory of a group, as all transports lay it out.
 
 ::
 
@@ -18,7 +18,7 @@ A rank writes only its own row, in aligned words of eight bytes. Announcements a
 their writer posted, which orders the two accesses. All other fields are read without synchronization, between two polls
 of a slow wait: a stale value costs one more poll.
 
-Do not add waits here: a segment is plain memory, and a `link` waits.
+Do not add waits here: a segment is plain memory, and a `link` waits. How transports access it is in `base`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic_ns
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
+
+from torchdist_ref.transports.base import DirectPath, Range, Semaphore
 
 # ---- layout
 
@@ -352,53 +354,6 @@ def _get_text(field: memoryview) -> str:
 
 
 # ---- access
-
-
-class Semaphore(Protocol):
-    """Counting semaphore from one rank to another. Writes before `release` are visible after `acquire`."""
-
-    def release(self) -> Any:
-        """Increment the count."""
-
-    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
-        """Decrement the count; return False if it is zero (until the time-out)."""
-
-
-Range = tuple[int, int]
-"""Part of a segment: (offset, size), in bytes."""
-
-
-class DirectPath(Protocol):
-    """Zero-copy path to a peer: bytes go from one tensor to another, without a copy through the segment."""
-
-    def send(self, kind: str, data: memoryview) -> None:
-        """Send the bytes and post a semaphore of this kind. They go to the next view that the peer has posted."""
-
-    def post_receive(self, views: Sequence[memoryview]) -> None:
-        """Post one view for each of the next sends of the peer."""
-
-
-class Segment(Protocol):
-    """Memory of a group: shared by all ranks, or a copy on each host that the ranks keep up to date."""
-
-    kind: str
-
-    def buffer_of(self, rank: int) -> Any:
-        """Return the buffer that holds the parts of `rank`, for `torch.frombuffer`."""
-
-    def bytes_of(self, rank: int) -> memoryview:
-        """Return the buffer that holds the parts of `rank` as bytes."""
-
-    def semaphore(self, layout: SegmentLayout, kind: str, source: int, target: int) -> Semaphore:
-        """Return the semaphore of this kind that `source` posts and `target` acquires."""
-
-    def make_signal(
-        self, semaphore: Semaphore, kind: str, target: int, owner: int, ranges: Sequence[Range]
-    ) -> Callable[[], Any]:
-        """Return a function that makes ranges of the parts of `owner` visible to `target` and posts the semaphore."""
-
-    def direct_path(self, peer: int) -> DirectPath | None:
-        """Return the zero-copy path to and from `peer`; None where both access the same segment."""
 
 
 class CommonSegment:

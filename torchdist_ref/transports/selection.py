@@ -1,10 +1,6 @@
 """Selection of the transport for a group, from the hosts and processes of its ranks.
 
-Adding a transport: write a module with a function like `shared_memory.connect`, put it through
-`testing.transport_contract.check_transport`, and add a row to `TRANSPORTS`. The first row whose `supports` holds is
-used.
-
-Do not add ways to move bytes here.
+`base` says how a transport is added. Do not add ways to move bytes here.
 """
 
 from __future__ import annotations

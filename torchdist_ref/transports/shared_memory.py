@@ -31,6 +31,7 @@ from typing import Any
 from torchdist_ref.errors import DistBackendError, UnsupportedError
 from torchdist_ref.liveness import MemberWatch, PeerProcesses
 from torchdist_ref.stores import Store
+from torchdist_ref.transports.base import Semaphore
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.registered_memory import open_peer_descriptor
 from torchdist_ref.transports.segment import (
@@ -39,7 +40,6 @@ from torchdist_ref.transports.segment import (
     SEMAPHORE_KINDS,
     CommonSegment,
     SegmentLayout,
-    Semaphore,
     window_for,
 )
 

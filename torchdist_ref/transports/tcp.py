@@ -27,6 +27,7 @@ from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses, PeerP
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.sealed import channel_key, innermost
 from torchdist_ref.transports import shared_memory
+from torchdist_ref.transports.base import DirectPath, Range, Segment, Semaphore
 from torchdist_ref.transports.frames import Acceptor, authenticate_to
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.mesh import (
@@ -36,7 +37,7 @@ from torchdist_ref.transports.mesh import (
     MeshDirectPath,
     OutgoingSemaphore,
 )
-from torchdist_ref.transports.segment import DirectPath, Range, Segment, SegmentLayout, Semaphore
+from torchdist_ref.transports.segment import SegmentLayout
 from torchdist_ref.transports.threads import PrivateSegment
 
 _INTERFACE_VARIABLES = ("TORCHDIST_REF_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")

@@ -17,8 +17,9 @@ from weakref import WeakValueDictionary
 
 from torchdist_ref.liveness import MemberWatch
 from torchdist_ref.stores import Store
+from torchdist_ref.transports.base import Semaphore
 from torchdist_ref.transports.link import Link
-from torchdist_ref.transports.segment import CommonSegment, SegmentLayout, Semaphore
+from torchdist_ref.transports.segment import CommonSegment, SegmentLayout
 
 
 class QueueSemaphore:

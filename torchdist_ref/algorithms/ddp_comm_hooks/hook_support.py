@@ -25,7 +25,8 @@ from torch.distributed import GradBucket as TorchBucket  # type: ignore[attr-def
 from torch.futures import Future
 
 from torchdist_ref import groups
-from torchdist_ref.parallel.bucket import Divisor, GradBucket, average
+from torchdist_ref.parallel.bucket import GradBucket
+from torchdist_ref.parallel.division import Divisor, average
 
 HookType = TypeVar("HookType", bound=Callable[..., Any])
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]

@@ -31,7 +31,8 @@ from torchdist_ref.algorithms.ddp_comm_hooks.blocked_products import BLOCKED
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import HookGroup, HookRounds, RoundQueue, comm_hook
 from torchdist_ref.algorithms.ddp_comm_hooks.low_rank import CompressionPlan, Matrix, Products, orthonormalize
 from torchdist_ref.errors import ArgumentError, explain
-from torchdist_ref.parallel.bucket import Divisor, GradBucket, average, width
+from torchdist_ref.parallel.bucket import GradBucket, width
+from torchdist_ref.parallel.division import Divisor, average
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

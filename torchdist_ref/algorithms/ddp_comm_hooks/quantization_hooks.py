@@ -13,7 +13,8 @@ import torch
 from torch.futures import Future
 
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import HookGroup, comm_hook
-from torchdist_ref.parallel.bucket import GradBucket, average
+from torchdist_ref.parallel.bucket import GradBucket
+from torchdist_ref.parallel.division import average
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
 

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from torchdist_ref import groups
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, NotInitializedError, explain
-from torchdist_ref.parallel.bucket import Divisor, average
+from torchdist_ref.parallel.division import Divisor, average
 
 __all__ = [
     "HierarchicalModelAverager",

@@ -22,8 +22,9 @@ from torchdist_ref.backends.ref import steps
 from torchdist_ref.backends.ref.plan import IN_PLACE, Plan
 from torchdist_ref.backends.ref.steps import Operand, Part, Step, StepMaker
 from torchdist_ref.schedules.schedule import Move, Slot
+from torchdist_ref.transports.base import Range, Semaphore
 from torchdist_ref.transports.link import Link
-from torchdist_ref.transports.segment import ANNOUNCEMENT_BYTES, Range, Semaphore, ring_bytes
+from torchdist_ref.transports.segment import ANNOUNCEMENT_BYTES, ring_bytes
 
 Semaphores = tuple[tuple[Semaphore, int], ...]
 """Semaphores to acquire, each with the peer that posts it."""

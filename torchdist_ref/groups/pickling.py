@@ -1,4 +1,4 @@
-"""Payloads of object collectives: how objects become bytes, and which bytes become objects again.
+"""Pickling for object collectives: how objects become bytes, and which bytes become objects again.
 
 Unpickling runs code that the sender chose, so each group has one way, by what authenticates its ranks:
 

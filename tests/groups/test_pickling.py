@@ -13,7 +13,7 @@ import torch
 
 import torchdist_ref as dist
 from torchdist_ref import authentication
-from torchdist_ref.groups import payloads
+from torchdist_ref.groups import pickling
 from torchdist_ref.testing import fill, run
 
 
@@ -64,8 +64,8 @@ def attacked(rank: int, folder: str, backend: str, authenticated: bool) -> list[
         hostile = b"\0" * 32 + (1000).to_bytes(8, "little") if authenticated else b""
         pickled = pickle.dumps(Attack(f"{folder}/ran{number}"))
         if rank == 1:
-            payloads._dump = lambda *_, data=hostile + pickled: data  # type: ignore[assignment]
-            payloads._load = lambda *_: None  # type: ignore[assignment]
+            pickling._dump = lambda *_, data=hostile + pickled: data  # type: ignore[assignment]
+            pickling._load = lambda *_: None  # type: ignore[assignment]
         try:
             found.append(repr(receive(operation, rank)))
         except (dist.DistError, ValueError) as error:
