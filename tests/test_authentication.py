@@ -256,12 +256,19 @@ def test_a_forked_child_neither_serves_nor_ends_the_key_server() -> None:
 @pytest.mark.parametrize("host", [b"elsewhere", b"127.0.0.1"])
 def test_a_process_that_announces_itself_in_the_store_does_not_become_a_rank(host: bytes) -> None:
     with tcp_stores(2) as [master, attacker]:
-        announcement = host + b"|1|"
-        for prefix in ("", "sealed/", "world/0/1/sealed/"):
-            attacker.set(f"{prefix}group/0/link/endpoint/1", announcement)
+        thread = threading.Thread(target=greet_and_announce, args=(attacker, host))
+        thread.start()
         with pytest.raises(RankError, match=r"AuthenticationError.*endpoint/1' was not written by a member"):
             run(only_rank_zero, 1, master.port, ranks="processes", init=False, timeout=60.0)
         assert not [key for key in master.list_keys() if "address" in key], "no listener was published"
+        thread.join()
+
+
+def greet_and_announce(store: TCPStore, host: bytes) -> None:
+    nonce, _, size, *_ = store.get("worlds/round").decode().split("|")
+    for prefix in ("", "sealed/", f"world/{nonce}/sealed/"):
+        store.set(f"{prefix}group/0/link/endpoint/1", host + b"|1|")
+    store.set(f"world/{nonce}/present/1", host + f"|1|{size}|0123".encode())
 
 
 def only_rank_zero(_: int, port: int) -> None:

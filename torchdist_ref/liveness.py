@@ -228,15 +228,18 @@ class MemberWatch:
 
         Args:
             then: Key that the server sets instead if it sees the end after the block; none by default.
-            announced: Keys and values to set before the block, with the same request.
+            announced: Keys of the whole store, and values, to set before the block with the same request.
         """
         text = (
             f"its process (pid {os.getpid()} on {os.uname().nodename}) has ended, or lost its connection to the store"
         )
         now, value = announced or {}, f"{self._rank}|{RankDiedError.__name__}|{text}"
-        known = self._store.set_on_disconnect(_FAILURE_KEY, value, now)
+        whole = self._store.underlying_store
+        # A store of torch's has no such method.
+        ask: Callable[[str, str, Mapping[str, str]], bool] | None = getattr(whole, "set_on_disconnect", None)
+        known = ask is not None and ask(f"{self._store.prefix}/{_FAILURE_KEY}", value, now)
         for key, text in () if known else now.items():
-            self._store.set(key, text)
+            whole.set(key, text)
         yield
         if known:
             # All members have what they need: the one that serves the store may have left already.
@@ -387,17 +390,47 @@ class Presence:
         store: Store of the meeting, in which every rank announces its process.
         rank: This rank.
         size: Number of ranks.
+        others: Ranks to look for; all by default.
+        nonce: Text that tells this announcement from others of the rank.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(
+        self, store: Store, rank: int, size: int, others: Sequence[int] | None = None, nonce: str = ""
+    ) -> None:
+        self._store, self._rank, self._size, self._nonce = store, rank, size, nonce
         self._other_size: MismatchError | None = None
-        self._unknown = deque(other for other in range(size) if other != rank)
+        self._unknown = deque[int]()
+        self.look_for(range(size) if others is None else others)
         self._processes = PeerProcesses({})
 
     def announcement(self) -> dict[str, str]:
         """Return key and value that announce the process of this rank."""
-        return {f"present/{self._rank}": f"{host_identity()}|{os.getpid()}|{self._size}"}
+        return {f"present/{self._rank}": f"{host_identity()}|{os.getpid()}|{self._size}|{self._nonce}"}
+
+    def is_announced(self) -> bool:
+        """Return whether the store has the announcement of this process, and no later one of the same rank."""
+        [(key, value)] = self.announcement().items()
+        return self._store.check([key]) and self._store.get(key).decode() == value
+
+    def look_for(self, ranks: Sequence[int]) -> None:
+        """Look for these ranks too."""
+        self._unknown.extend(other for other in ranks if other != self._rank)
+
+    def nonce_in(self, rank: int, announcement: bytes) -> str:
+        """Return the nonce in the announcement of a rank.
+
+        Raises:
+            MismatchError: The rank has another world size.
+        """
+        _, _, size, nonce = _parse_announcement(announcement)
+        self._compare_size(rank, size)
+        if self._other_size is not None:
+            raise self._other_size
+        return nonce
+
+    def _compare_size(self, rank: int, size: int) -> None:
+        if size != self._size:
+            self._other_size = size_mismatch({self._rank: self._size, rank: size})
 
     def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
         """Return the error for the first of some ranks whose process has ended or whose world size differs, or None."""
@@ -419,20 +452,19 @@ class Presence:
                 self._unknown.append(rank)
                 continue
             host, pid, size = found
-            if size != self._size:
-                sizes = ", ".join(f"rank {r} has {n}" for r, n in sorted([(self._rank, self._size), (rank, size)]))
-                self._other_size = MismatchError(
-                    f"init_process_group: world sizes differ: {sizes}. Give all ranks the same WORLD_SIZE."
-                )
-            elif host == host_identity():
+            self._compare_size(rank, size)
+            if host == host_identity():
                 self._processes.watch(rank, pid)
 
     def _announced(self, rank: int) -> tuple[str, int, int] | None:
         """Return host, process id and world size that a rank has announced; None if it has not yet."""
         if not self._store.check([f"present/{rank}"]):
             return None
-        host, pid, size = self._store.get(f"present/{rank}").decode().rsplit("|", 2)
-        return host, int(pid), int(size)
+        return _parse_announcement(self._store.get(f"present/{rank}"))[:3]
+
+    def is_this_process(self) -> bool:
+        """Return whether this process has announced itself as this rank."""
+        return (self._announced(self._rank) or ("", 0))[:2] == (host_identity(), os.getpid())
 
     def is_another_process(self) -> bool:
         """Return whether another living process of this host has announced itself as this rank."""
@@ -445,6 +477,27 @@ class Presence:
     def close(self) -> None:
         """Close the descriptors."""
         self._processes.close()
+
+
+def _parse_announcement(value: bytes) -> tuple[str, int, int, str]:
+    """Return host, process id, world size and nonce of an announcement.
+
+    Raises:
+        RendezvousError: It is none.
+    """
+    try:
+        host, pid, size, nonce = value.decode().rsplit("|", 3)
+        return host, int(pid), int(size), nonce
+    except ValueError:
+        raise RendezvousError(
+            f"init_process_group: {value!r} announces no rank. Another program writes to the store."
+        ) from None
+
+
+def size_mismatch(sizes: Mapping[int, int]) -> MismatchError:
+    """Return the error for ranks whose world sizes differ."""
+    text = ", ".join(f"rank {rank} has {size}" for rank, size in sorted(sizes.items()))
+    return MismatchError(f"init_process_group: world sizes differ: {text}. Give all ranks the same WORLD_SIZE.")
 
 
 def host_identity() -> str:

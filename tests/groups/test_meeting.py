@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import torchdist_ref as dist
 from torchdist_ref.groups.meeting import Meeting
@@ -188,10 +192,101 @@ def test_round_trips_to_the_store(token: str, more: int) -> None:
     """Each costs a switch to the server and back. Waits longer than a check for failures add some."""
     server = TCPStore("127.0.0.1", 0, is_master=True)
     found = run(count_round_trips, 2, server.port, token, ranks="processes", init=False)
-    assert min(created for created, _ in found) == 4 + more and min(grouped for _, grouped in found) == 3
+    assert min(created for created, _ in found) == 5 + more and min(grouped for _, grouped in found) == 3
     server.close()
 
 
 def test_each_initialization_has_keys_of_its_own() -> None:
-    store = HashStore()
-    assert [Meeting(store, 0, 1).store.prefix for _ in range(2)] == ["world/0/1", "world/0/2"]
+    store, prefixes = HashStore(), set()
+    for _ in range(3):
+        meeting = Meeting(store, 0, 1)
+        with meeting.watched(5.0):
+            prefixes.add(meeting.store.prefix)
+    assert len(prefixes) == 3
+
+
+def initialize_under_agents(rank: int, port: int, restarts: int) -> None:
+    monkeypatch = pytest.MonkeyPatch()
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHDIST_REF_HOST_ID": f"host {rank}",
+    }.items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("ref", rank=rank, world_size=2, timeout=timedelta(seconds=20))
+
+
+def wait_for_keys(store: TCPStore, *ends: str) -> None:
+    while not all(any(key.endswith(end) for key in store.list_keys()) for end in ends):
+        time.sleep(0.001)
+
+
+def kill_an_attempt(store: TCPStore, port: int, ranks: range) -> None:
+    """Start these ranks, and kill them while they wait for the others, or once all have met."""
+    children = []
+    for rank in ranks:
+        if (child := os.fork()) == 0:
+            initialize_under_agents(rank, port, 0)
+            store.set(f"rank {rank} has met", "")
+            signal.pause()
+        children.append(child)
+    wait_for_keys(store, *(f"rank {rank} has met" if len(ranks) == 2 else f"present/{rank}" for rank in ranks))
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def restart(rank: int, port: int, started: int) -> float:
+    """Follow a dead attempt, with restart counts that differ, as those of torchrun's agents do."""
+    store = TCPStore("127.0.0.1", port)
+    if rank == 0:
+        kill_an_attempt(store, port, range(started))
+        # The server has seen the end of rank 0 before the next attempt begins.
+        wait_for_keys(store, *["/failure"] * (started == 1))
+        store.set("attempt 0 has ended", "")
+        wait_for_keys(store, "present/1")
+    store.wait(["attempt 0 has ended"])
+    initialize_under_agents(rank, port, 1 - rank)
+    tensor = torch.tensor([2.5 * (rank + 1) ** 2])
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor.item()
+
+
+@pytest.mark.parametrize("started", [1, 2])
+def test_restarted_ranks_meet_whatever_the_attempt_before_has_left(started: int) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    assert run(restart, 2, server.port, started, ranks="processes", init=False) == [12.5, 12.5]
+    server.close()
+
+
+class CountingStore(HashStore):
+    """Store that counts how often the round is read."""
+
+    reads = 0
+
+    def get(self, key: Any) -> bytes:
+        self.reads += key == "worlds/round"
+        return super().get(key)
+
+
+@pytest.mark.parametrize(("key", "value"), [("met", "nonce another"), ("failure", "0|RankDiedError|killed")])
+def test_a_rank_waits_for_the_next_round_if_an_old_one_is_not_its_own(key: str, value: str) -> None:
+    store, prefixes = CountingStore(), {}
+    store.multi_set(["worlds/round", f"world/old/{key}"], ["old|open|2|1|elsewhere", value])
+
+    def meet(rank: int) -> None:
+        meeting = Meeting(store, rank, 2, has_agent=True)
+        with meeting.watched(20.0):
+            prefixes[rank] = meeting.store.prefix
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in (1, 0)]
+    threads[0].start()
+    while threads[0].is_alive() and not (store.reads > 1 or (key == "met" and store.check(["world/old/present/1"]))):
+        time.sleep(0.001)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert prefixes[0] == prefixes[1] != "world/old"

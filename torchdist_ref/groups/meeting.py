@@ -1,117 +1,294 @@
 """Meeting: how the ranks of one initialization find each other, on a store that other initializations may use too.
 
-Each rank counts its initializations in the store, per attempt of the launcher. The count is part of the meeting's key
-prefix, so ranks need not be in step: those with equal counts meet. The store may outlive worlds and restarted ranks.
+Rank 0 opens a round: it draws a nonce, and publishes it in the one key that all initializations share. All keys of the
+world lie under that nonce, so no key of another attempt has the same name. Each other rank reads the nonce and greets
+rank 0 under it, with a nonce of its own. When all have greeted, rank 0 publishes the list of their nonces and closes
+the round. A rank that finds its own nonce in the list has met the others; until then it follows every new round.
 
-Two processes with the same rank would wait in different meetings, each for the other's ranks. A rank that waits sees
-that somebody else has counted, which only a second claimant of its rank does. The second claimant sees that the first
-one is present in the meeting before. World sizes that differ are found by `liveness.Presence`. All of this is looked at
-only by ranks that wait, so it costs an undisturbed initialization nothing.
+Why that is right: a list with a rank's nonce was written after that rank had greeted. So rank 0 was in the meeting
+then, and so was each rank of the list. A round that a dead rank 0 left open gets no list, and the next rank 0 replaces
+it. A failure that the first check of a round finds may be that of an earlier attempt: the rank waits for another round
+before it raises. Under an agent it waits as long as it may, since the agent ends the ranks of a failed attempt.
+
+Two processes with the same rank overwrite each other's greeting, or each other's round. The one that finds this out
+publishes it. Such checks are made only by ranks that wait, so they cost an undisturbed initialization nothing.
 
 Do not add the creation of groups (`creation`) or rendezvous methods (`rendezvous`) here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
+import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
+from math import inf
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchdist_ref.errors import (
     ArgumentTypeError,
     BackendArgumentError,
     DistError,
     DistNetworkError,
+    RankStalledError,
     RendezvousError,
+    StoreTimeoutError,
     UsageError,
     explain,
 )
-from torchdist_ref.liveness import MemberWatch, Presence, read_failure
+from torchdist_ref.liveness import MemberWatch, Presence, host_identity, read_failure, size_mismatch
 from torchdist_ref.rendezvous import rendezvous
 from torchdist_ref.stores import PrefixStore, Store
-from torchdist_ref.stores.prefix import KeyRange
-from torchdist_ref.timeouts import STORE_TIMEOUT, Deadline
+from torchdist_ref.stores.prefix import KeyRange, WatchedStore
+from torchdist_ref.timeouts import CHECK_SECONDS, STORE_TIMEOUT, Deadline
 
 _RECONNECT_SECONDS = 0.001
+_FIRST_PAUSE_SECONDS = 0.0002
 _LEAVE_SECONDS = 0.3
-"""Time that the last process with this rank has to end, or to destroy its world."""
+"""Time that the last process with this rank, or a failed attempt, has to end or to be replaced."""
 _HOLDER_TIMEOUT = timedelta(seconds=1)
-_MAX_CLAIMANTS = 16
-"""Claimants of one rank that are notified. Anybody can count in the store."""
 _OPERATION = "init_process_group"
+_ROUND, _MET, _LAST_MET = "round", "met", "last"
+
+
+class Round(NamedTuple):
+    """Content of the key that all initializations on a store share.
+
+    Attributes:
+        nonce: Name of the world.
+        state: "open", or "closed" once all ranks have met.
+        size: World size of rank 0.
+        pid: Process of rank 0.
+        host: Host of that process.
+    """
+
+    nonce: str
+    state: str
+    size: int
+    pid: int
+    host: str
+
+    @classmethod
+    def parse(cls, value: bytes) -> Round:
+        """Return the round that a value describes.
+
+        Raises:
+            RendezvousError: It describes none.
+        """
+        try:
+            nonce, state, size, pid, host = value.decode().split("|", 4)
+            return cls(nonce, state, int(size), int(pid), host)
+        except ValueError:
+            raise RendezvousError(
+                f"{_OPERATION}: the store has {value!r} where rank 0 announces a world. Another program writes to it."
+            ) from None
+
+    def __str__(self) -> str:
+        return "|".join(map(str, self))
+
+
+class _RoundReplaced(Exception):
+    """End of a wait: rank 0 has opened another round."""
 
 
 class Meeting:
-    """Part of a store for one initialization, and this rank's place in it.
+    """Initialization of one rank on a store that the ranks share.
 
     Args:
         store: Store that the ranks share.
         rank: This rank.
         size: Number of ranks.
         outlives_worlds: Whether the store is still used when the world has been destroyed.
+        has_agent: Whether an agent serves the store, and ends the ranks of a failed attempt.
         began: Time at which the initialization began; now by default.
 
     Attributes:
-        store: The part of the store.
+        store: The part of the store for this world, once `watched` has yielded; the whole store before.
         rank: This rank.
         size: Number of ranks.
-        number: How many initializations this rank has begun on the store in this attempt.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, outlives_worlds: bool = True, began: float | None = None
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        outlives_worlds: bool = True,
+        has_agent: bool = False,
+        began: float | None = None,
     ) -> None:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._whole, self._attempt, self._outlives_worlds = store, attempt, outlives_worlds
-        self._claims = f"worlds/{attempt}/{rank}"
+        self.store: Store = store
         self.rank, self.size, self._began = rank, size, monotonic() if began is None else began
-        self.number = store.add(self._claims, 1)
-        self.store = self._part(self.number)
-        self._presence = Presence(self.store, rank, size)
-
-    def _part(self, number: int) -> PrefixStore:
-        return PrefixStore(f"world/{self._attempt}/{number}", self._whole)
+        self._whole, self._outlives_worlds, self._has_agent = store, outlives_worlds, has_agent
+        self._worlds = PrefixStore("worlds", store)
+        self._nonce = secrets.token_hex(8)
+        self._round = ""
+        self._missed: set[str] = set()
+        self._presence: Presence | None = None
+        self._met = False
+        self._doubtful_until: float | None = None
 
     @contextmanager
-    def watched(self) -> Iterator[MemberWatch]:
-        """Announce this rank, and yield a watch over all ranks while they meet."""
-        watch = MemberWatch(self.store, self.rank, range(self.size), _OPERATION, self.failure)
-        then = "" if self._outlives_worlds else self._left()
-        with closing(self._presence), watch.published_on_disconnect(then, self._presence.announcement()):
+    def watched(self, seconds: float) -> Iterator[MemberWatch]:
+        """Meet the other ranks, and yield a watch over all of them.
+
+        Args:
+            seconds: Longest wait for the other ranks.
+        """
+        deadline = Deadline(seconds)
+        while True:
+            opened = self._new_round() if self.rank == 0 else self._find_round(deadline)
+            with self._announced(opened) as watch:
+                with watch.published():
+                    met = self._collect(watch, opened, deadline) if self.rank == 0 else self._greet(watch, deadline)
+                if met:
+                    self.store = self._part(opened)
+                    yield watch
+                    return
+            self._missed.add(opened.nonce)
+
+    def _part(self, opened: Round) -> PrefixStore:
+        return PrefixStore(f"world/{opened.nonce}", self._whole)
+
+    @contextmanager
+    def _announced(self, opened: Round) -> Iterator[MemberWatch]:
+        """Announce this rank in a round, and publish the round if this is rank 0."""
+        part = self._part(opened)
+        watch = MemberWatch(part, self.rank, range(self.size), _OPERATION, self._failure)
+        # What rank 0 finds out about the others it publishes. An old round has old greetings.
+        others = range(1, self.size) if self.rank == 0 else range(1)
+        self._presence = Presence(part, self.rank, self.size, others, self._nonce)
+        self._doubtful_until, self._met = None, False
+        then = "" if self._outlives_worlds else _left(self.rank)
+        announced = {f"{part.prefix}/{key}": text for key, text in self._presence.announcement().items()}
+        self._round = str(opened)
+        if self.rank == 0:
+            announced[f"{self._worlds.prefix}/{_ROUND}"] = self._round
+        with closing(self._presence), watch.published_on_disconnect(then, announced):
             yield watch
 
-    def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
+    def _wait(self, store: WatchedStore, keys: list[str], deadline: Deadline) -> list[bytes]:
+        try:
+            return store.wait_get(keys, timedelta(seconds=deadline.remaining()))
+        except StoreTimeoutError as error:
+            absent = [key.rpartition("/")[2] for key in keys if not store.check([key])] if self.rank == 0 else ["0"]
+            raise self._stalled(", ".join(absent)) from error
+
+    def _stalled(self, absent: str) -> RankStalledError:
+        return RankStalledError(
+            f"{_OPERATION} on rank {self.rank}: group ranks {absent} of {self.size} did not join in time. "
+            f"Every member has to create the group."
+        )
+
+    # Rank 0
+
+    def _new_round(self) -> Round:
+        return Round(self._nonce, "open", self.size, os.getpid(), host_identity())
+
+    def _collect(self, watch: MemberWatch, opened: Round, deadline: Deadline) -> bool:
+        """Wait for the greetings, publish the list of them, and close the round."""
+        assert self._presence is not None
+        others = range(1, self.size)
+        greetings = self._wait(watch.store, [f"present/{rank}" for rank in others], deadline) if others else []
+        nonces = [self._presence.nonce_in(*each) for each in zip(others, greetings, strict=True)]
+        closed = str(opened._replace(state="closed"))
+        watch.store.set(_MET, " ".join([self._nonce, *nonces]))
+        self._worlds.set(_LAST_MET, closed)
+        if self._worlds.compare_set(_ROUND, self._round, closed).decode() != closed:
+            raise self._claimed_twice()
+        self._met = True
+        return True
+
+    # Other ranks
+
+    def _find_round(self, deadline: Deadline) -> Round:
+        """Wait for an open round that has not missed this rank."""
+        worlds, pause = WatchedStore(self._worlds.prefix, self._whole, lambda: None), _FIRST_PAUSE_SECONDS
+        while True:
+            opened = Round.parse(self._wait(worlds, [_ROUND], deadline)[0])
+            if opened.state == "open" and opened.nonce not in self._missed:
+                return opened
+            if (error := self.find_claimant(opened)) is not None:
+                raise error
+            if deadline.passed():
+                raise self._stalled("0")
+            sleep(pause)
+            pause = min(2 * pause, CHECK_SECONDS)
+
+    def _greet(self, watch: MemberWatch, deadline: Deadline) -> bool:
+        """Wait for the list of those who have met; return whether this rank's nonce is in it."""
+        part, presence = watch.store, self._presence
+        assert presence is not None
+        store = WatchedStore(part.prefix, part.underlying_store, lambda: self._failure_or_new_round(watch))
+        try:
+            met = self._wait(store, [_MET], deadline)[0].decode().split()
+        except _RoundReplaced:
+            return False
+        self._met = met[self.rank : self.rank + 1] == [self._nonce]
+        presence.look_for(range(1, self.size))
+        return self._met
+
+    def _failure_or_new_round(self, watch: MemberWatch) -> BaseException | None:
+        """Return why this rank need not wait for the list any more; None while it has to."""
+        with suppress(RuntimeError):
+            if Round.parse(self._worlds.get(_ROUND)).nonce != Round.parse(self._round.encode()).nonce:
+                return _RoundReplaced()
+        failure = watch.failure()
+        if self._doubtful_until is None:
+            # A server of rank 0 has no older round.
+            doubtful = (
+                0.0 if failure is None or not self._outlives_worlds else inf if self._has_agent else _LEAVE_SECONDS
+            )
+            self._doubtful_until = monotonic() + doubtful
+        return failure if monotonic() >= self._doubtful_until else None
+
+    # Failures
+
+    def _failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
         """Return the error for a rank that was claimed twice, has another world size, or has died; None without."""
-        with contextlib.suppress(RuntimeError):
-            if (latest := self._whole.add(self._claims, 0)) != self.number:
-                error = self._claimed_twice()
-                for number in range(max(self.number, latest - _MAX_CLAIMANTS) + 1, latest + 1):
-                    MemberWatch(self._part(number), self.rank, range(self.size), _OPERATION).publish(error)
+        assert self._presence is not None
+        with suppress(RuntimeError):
+            if not self._met and (error := self._second_claim()) is not None:
                 return error
-            if self.number > 1 and (earlier := self.find_claimant(self.number - 1)) is not None:
-                return earlier
         return self._presence.failure(ranks, description)
 
-    def find_claimant(self, number: int) -> RendezvousError | None:
-        """Return the error for another process of this host that has this rank in an earlier meeting, and stays."""
-        earlier = self._part(number)
-        if earlier.check([self._left()]):
+    def _second_claim(self) -> Exception | None:
+        assert self._presence is not None
+        if self.rank != 0:
+            return None if self._presence.is_announced() else self._claimed_twice()
+        if (found := self._worlds.get(_ROUND)) == self._round.encode():
+            return (
+                self.find_claimant(Round.parse(self._worlds.get(_LAST_MET)))
+                if self._worlds.check([_LAST_MET])
+                else None
+            )
+        # The ranks that have seen the other round learn of it there.
+        error = self._claimed_twice()
+        MemberWatch(self._part(Round.parse(found)), 0, range(self.size), _OPERATION).publish(error)
+        return error
+
+    def find_claimant(self, opened: Round) -> Exception | None:
+        """Return the error for a closed round of other processes of this host that stay; None without.
+
+        Either another process has this rank in it, or rank 0 has another world size.
+        """
+        if opened.state == "open" and opened.nonce not in self._missed:
             return None
+        earlier = self._part(opened)
         if isinstance(known := read_failure(earlier, _OPERATION), RendezvousError):
             return known
         # A process that is about to end or to leave needs a moment.
         if monotonic() < self._began + _LEAVE_SECONDS:
             return None
-        stays = Presence(earlier, self.rank, self.size).is_another_process()
-        return self._claimed_twice() if stays else None
-
-    def _left(self) -> str:
-        return f"left/{self.rank}"
+        if not earlier.check([_left(self.rank)]) and Presence(earlier, self.rank, self.size).is_another_process():
+            return self._claimed_twice()
+        if opened.size == self.size or earlier.check([_left(0)]):
+            return None
+        of_rank_0 = Presence(earlier, 0, opened.size)
+        return size_mismatch({0: opened.size, self.rank: self.size}) if of_rank_0.is_another_process() else None
 
     def _claimed_twice(self) -> RendezvousError:
         return RendezvousError(
@@ -119,12 +296,33 @@ class Meeting:
             f"{os.uname().nodename}. Give each process a rank of its own: RANK, or the argument 'rank'."
         )
 
+    # Stores that other initializations use
+
+    def ended_round(self) -> Round | None:
+        """Return the round on the store if it is not this initialization's: closed, or one that this process was in."""
+        if not self._worlds.check([_ROUND]):
+            return None
+        opened = Round.parse(self._worlds.get(_ROUND))
+        if opened.state == "closed" or Presence(self._part(opened), self.rank, self.size).is_this_process():
+            return opened
+        return None
+
+    def claim(self) -> None:
+        """Replace an open round on the store of another rank 0, which then finds out that there are two."""
+        found = self._worlds.get(_ROUND)
+        if Round.parse(found).state == "open":
+            self._worlds.compare_set(_ROUND, found, str(self._new_round()))
+
     def leave(self) -> None:
         """Delete this rank's presence, and release the keys of the world."""
-        if self._outlives_worlds:
-            with contextlib.suppress(RuntimeError, OSError):
+        if self._outlives_worlds and isinstance(self.store, PrefixStore):
+            with suppress(RuntimeError, OSError):
                 self.store.delete_key(f"present/{self.rank}")
             KeyRange(self._whole, self.store.prefix, self.size).release()
+
+
+def _left(rank: int) -> str:
+    return f"left/{rank}"
 
 
 def meet(init_method: str | None, rank: int, world_size: int, seconds: float) -> Meeting:
@@ -144,7 +342,7 @@ def meet(init_method: str | None, rank: int, world_size: int, seconds: float) ->
         raise
     outlives_worlds = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if found[1] == 0 or outlives_worlds:
-        return Meeting(*found, outlives_worlds)
+        return Meeting(*found, outlives_worlds, has_agent=outlives_worlds)
     return _meet_at_rank_0(url, found, timeout, seconds)
 
 
@@ -153,12 +351,12 @@ def _meet_at_rank_0(url: str, found: tuple[Store, int, int], timeout: timedelta,
     began, deadline = monotonic(), Deadline(seconds)
     store, rank, world_size = found
     while True:
+        meeting = Meeting(store, rank, world_size, False, began=began)
         try:
-            meeting = Meeting(store, rank, world_size, False, began)
-            if meeting.number == 1 or deadline.passed():
+            if (ended := meeting.ended_round()) is None or deadline.passed():
                 return meeting
             # The server that rank 0 ran for the last world, which has not ended yet.
-            if (claimant := meeting.find_claimant(1)) is not None:
+            if (claimant := meeting.find_claimant(ended)) is not None:
                 raise claimant
         except DistNetworkError:
             # It ended just now.
@@ -172,9 +370,9 @@ def _meet_at_rank_0(url: str, found: tuple[Store, int, int], timeout: timedelta,
 def _claim_at_holder(url: str, rank: int, world_size: int) -> None:
     """Claim rank 0 on the store that holds the port, where another process may wait for its ranks as rank 0."""
     options: dict[str, Any] = {"timeout": _HOLDER_TIMEOUT, "wait_for_workers": False, "serve": False}
-    with contextlib.suppress(DistError):
+    with suppress(DistError):
         store, rank, world_size = next(iter(rendezvous(url, rank, world_size, **options)))
-        Meeting(store, rank, world_size, outlives_worlds=False)
+        Meeting(store, rank, world_size, outlives_worlds=False).claim()
         _close_store(store)
 
 
