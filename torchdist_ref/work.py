@@ -138,6 +138,16 @@ class Work:
         Raises:
             RankStalledError: The time-out passed first. The call is still running.
             DistError: The error of the call.
+
+        Example:
+            >>> import torch, torchdist_ref as dist
+            >>> from torchdist_ref.testing import run
+            >>> def program(rank):
+            ...     tensor = torch.tensor([rank, 10])
+            ...     work = dist.all_reduce(tensor, async_op=True)
+            ...     return work.wait(), work.is_completed(), tensor.tolist()
+            >>> run(program, 2)
+            [(True, True, [1, 20]), (True, True, [1, 20])]
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if not self._await(seconds):
@@ -220,7 +230,19 @@ class Work:
         return 0 if error is None else 1 if isinstance(error, RankStalledError) else 2
 
     def get_future(self) -> Future[Any]:
-        """Return a `torch.futures.Future` whose value is the list of output tensors."""
+        """Return a `torch.futures.Future` whose value is the list of output tensors.
+
+        Waiting for it, or a callback that reads its value, raises the error of a call that failed.
+
+        Example:
+            >>> import torch, torchdist_ref as dist
+            >>> from torchdist_ref.testing import run
+            >>> def program(rank):
+            ...     work = dist.all_reduce(torch.tensor([rank, 10]), async_op=True)
+            ...     return work.get_future().then(lambda future: future.value()[0].tolist()).wait()
+            >>> run(program, 2)
+            [[1, 20], [1, 20]]
+        """
         return self.future_of_kind(CallFuture)
 
     @property

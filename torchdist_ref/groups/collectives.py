@@ -197,7 +197,8 @@ def reduce(
     """Reduce a tensor over all ranks; one rank gets the result.
 
     Args:
-        tensor: Input; on the destination also the output. On the other ranks its values are unspecified afterward.
+        tensor: Input, of one shape and dtype on all ranks; on the destination also the output. On the other ranks its
+            values are unspecified afterward.
         dst: Global rank of the destination. Pass this or `group_dst`.
         op: Reduction. Default: ``ReduceOp.SUM``.
         group: Process group. Default: all ranks.

@@ -144,8 +144,9 @@ def all_gather_single(
     """Gather the tensors of all ranks in one tensor: torch 2.13's name for `all_gather_into_tensor`.
 
     Args:
-        output_tensor: As for `all_gather_into_tensor`, like the other arguments, the result and the errors.
-        input_tensor: Input: this rank's tensor.
+        output_tensor: Output: all inputs, concatenated or stacked in rank order, of the input's dtype. Results and
+            errors are those of `all_gather_into_tensor`.
+        input_tensor: Input: this rank's tensor, of one shape and dtype on all ranks.
         group: Process group. Default: all ranks.
         async_op: Return a `Work` at once instead of waiting. Default: False.
 
@@ -426,8 +427,9 @@ def reduce_scatter_single(
     """Reduce a tensor over all ranks, one block for each: torch 2.13's name for `reduce_scatter_tensor`.
 
     Args:
-        output: As for `reduce_scatter_tensor`, like the other arguments, the result and the errors.
-        input: Input: one block for each rank.
+        output: Output: this rank's block of the result, of the input's dtype. Results and errors are those of
+            `reduce_scatter_tensor`.
+        input: Input: one block for each rank, concatenated or stacked; one shape and dtype on all ranks.
         op: Reduction. Default: ``ReduceOp.SUM``.
         group: Process group. Default: all ranks.
         async_op: Return a `Work` at once instead of waiting. Default: False.

@@ -49,7 +49,8 @@ def broadcast_multigpu(
     """Copy one tensor of one rank to all tensors of all ranks.
 
     Args:
-        tensor_list: On the source, entry `src_tensor` is the input; all other tensors are outputs.
+        tensor_list: Tensors of one shape and dtype, equally many on all ranks. On the source, entry `src_tensor` is the
+            input; all other tensors are outputs.
         src: Global rank of the source.
         group: Process group. Default: all ranks.
         async_op: Return a `Work` instead of waiting. Default: False.
@@ -98,7 +99,7 @@ def all_reduce_multigpu(
     """Reduce all tensors of all ranks to one value, which each of them receives.
 
     Args:
-        tensor_list: Input and output.
+        tensor_list: Input and output: tensors of one shape and dtype, equally many on all ranks.
         op: Reduction; AVG divides by the number of all tensors. Default: ``ReduceOp.SUM``.
         group: Process group. Default: all ranks.
         async_op: Return a `Work` instead of waiting. Default: False.
@@ -149,7 +150,8 @@ def reduce_multigpu(
     """Reduce all tensors of all ranks; one tensor of one rank receives the result.
 
     Args:
-        tensor_list: Input. On the destination, entry `dst_tensor` is the output; the other tensors keep their values.
+        tensor_list: Input: tensors of one shape and dtype, equally many on all ranks. On the destination, entry
+            `dst_tensor` is the output; the other tensors keep their values.
         dst: Global rank of the destination.
         op: Reduction; AVG divides by the number of all tensors. Default: ``ReduceOp.SUM``.
         group: Process group. Default: all ranks.
@@ -205,7 +207,7 @@ def all_gather_multigpu(
     Args:
         output_tensor_lists: Output, one list for each of this rank's tensors, each with all tensors of all ranks:
             tensor `j` of group rank `k` is entry ``k * len(input_tensor_list) + j``.
-        input_tensor_list: Input; the same number of tensors on all ranks.
+        input_tensor_list: Input; tensors of one shape and dtype, equally many on all ranks.
         group: Process group. Default: all ranks.
         async_op: Return a `Work` instead of waiting. Default: False.
 
@@ -261,7 +263,8 @@ def reduce_scatter_multigpu(
     """Reduce lists over all lists of all ranks; each output receives one entry of the result.
 
     Args:
-        output_tensor_list: Output: entry `j` of group rank `k` becomes entry ``k * len(output_tensor_list) + j``.
+        output_tensor_list: Output, tensors of one shape and dtype: entry `j` of group rank `k` becomes entry
+            ``k * len(output_tensor_list) + j``.
         input_tensor_lists: Input, one list for each output, each with a tensor for every output of every rank.
         op: Reduction; AVG divides by the number of all lists. Default: ``ReduceOp.SUM``.
         group: Process group. Default: all ranks.

@@ -33,7 +33,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | in
     """Gather the objects of all ranks in a list on every rank.
 
     Args:
-        object_list: Output: entry `r` becomes rank `r`'s object.
+        object_list: Output: a list with one entry for each rank; entry `r` becomes rank `r`'s object.
         obj: Input: this rank's object, which must be picklable.
         group: Process group. Default: all ranks.
 
@@ -284,7 +284,7 @@ def send_object_list(
     """Send a list of objects to one rank, and return when that rank has received it.
 
     Args:
-        object_list: Input: the objects to send, which must be picklable.
+        object_list: Input: the objects to send, which must be picklable. The list of the receiver has the same length.
         dst: Global rank of the destination. Pass this or `group_dst`.
         group: Process group. Default: all ranks.
         device: Device for the transfer. Default: a device that the backend supports.

@@ -32,7 +32,7 @@ def send(
     """Send a tensor to one rank, and return when that rank has received it.
 
     Args:
-        tensor: Input: the tensor to send.
+        tensor: Input: the tensor to send, of the receiver's dtype and number of elements.
         dst: Global rank of the destination. Pass this or `group_dst`.
         group: Process group. Default: all ranks.
         tag: Integer that the matching receive also passes. Default: 0.
@@ -86,7 +86,7 @@ def isend(
     """Start to send a tensor to one rank, which may be this one. Do not modify the tensor before the Work is done.
 
     Args:
-        tensor: Input: the tensor to send.
+        tensor: Input: the tensor to send, of the receiver's dtype and number of elements.
         dst: Global rank of the destination. Pass this or `group_dst`.
         group: Process group. Default: all ranks.
         tag: Integer that the matching receive also passes. Default: 0.
@@ -310,7 +310,8 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     """Start several sends and receives; their order in the list cannot cause a deadlock.
 
     Args:
-        p2p_op_list: The sends and receives, at least one, all on one group.
+        p2p_op_list: The sends and receives, at least one, all on one group. Their tensors may have different shapes and
+            dtypes; a receive has those of its send.
 
     Returns:
         One Work per operation, in list order; an empty list, with a warning, if this rank is not in the group.

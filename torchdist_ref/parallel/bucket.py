@@ -161,7 +161,11 @@ class GradBucket:
             raise _unsuitable("GradBucket", "parameters", expected, shapes)
 
     def index(self) -> int:
-        """Return the position of the bucket in the order of communication; 0 holds the last layers' gradients."""
+        """Return the position of the bucket in the order of communication; 0 holds the last layers' gradients.
+
+        >>> GradBucket(buffer=torch.zeros(3)).index()
+        0
+        """
         return self._index
 
     def buffer(self) -> torch.Tensor:
@@ -169,21 +173,38 @@ class GradBucket:
 
         They are not divided by the number of ranks: the hook divides. `scale` and `wire_dtype` are the exceptions that
         a hook asks for by its traits.
+
+        >>> GradBucket(buffer=torch.arange(3.0)).buffer()
+        tensor([0., 1., 2.])
         """
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return one view of `buffer` per parameter, with that parameter's shape and strides."""
+        """Return one view of `buffer` per parameter, with that parameter's shape and strides.
+
+        >>> bucket = GradBucket(buffer=torch.arange(6.0), gradients=[torch.empty(2, 2), torch.empty(2)])
+        >>> [tuple(gradient.shape) for gradient in bucket.gradients()]
+        [(2, 2), (2,)]
+        """
         if self._views is None:
             self._views = split(self._buffer, self._templates)
         return list(self._views)
 
     def parameters(self) -> list[torch.Tensor]:
-        """Return the parameters of this bucket, in the order of `gradients`."""
+        """Return the parameters of this bucket, in the order of `gradients`.
+
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> GradBucket(buffer=torch.zeros(2), gradients=[weight], parameters=[weight]).parameters()[0] is weight
+        True
+        """
         return list(self._parameters)
 
     def is_last(self) -> bool:
-        """Return whether no bucket follows in this iteration. The last holds the first layers' gradients."""
+        """Return whether no bucket follows in this iteration. The last holds the first layers' gradients.
+
+        >>> GradBucket(buffer=torch.zeros(3), is_last=False).is_last()
+        False
+        """
         return self._is_last
 
     @property
@@ -227,6 +248,11 @@ class GradBucket:
 
         Raises:
             ValueError: The tensor has another shape than the buffer.
+
+        >>> bucket = GradBucket(buffer=torch.ones(3))
+        >>> bucket.set_buffer(bucket.buffer().bfloat16())
+        >>> bucket.gradients()[0].dtype
+        torch.bfloat16
         """
         if tensor.shape != self._buffer.shape:
             expected = f"a tensor of shape {tuple(self._buffer.shape)}, like the buffer"

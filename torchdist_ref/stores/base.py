@@ -65,12 +65,35 @@ class Store:
         Raises:
             ArgumentError: the time-out is negative.
             ArgumentTypeError: it is not a timedelta.
+
+        >>> from torchdist_ref.stores import HashStore
+        >>> store = HashStore()
+        >>> store.set_timeout(timedelta(seconds=0.01))
+        >>> store.get("missing")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        torchdist_ref.errors.StoreTimeoutError: ...
         """
         timeout_seconds("set_timeout", timeout)
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
 
     def set(self, key: Text, value: Text) -> None:
-        """Store a value under a key, and replace any old one. It is in the store when the call returns."""
+        """Store a value under a key, and replace any old one. It is in the store when the call returns.
+
+        Args:
+            key: text or bytes.
+            value: text, which is stored as UTF-8, or bytes.
+
+        Raises:
+            ArgumentTypeError: key or value is neither text nor bytes.
+            DistNetworkError: the server of a TCPStore cannot be reached.
+
+        >>> from torchdist_ref.stores import HashStore
+        >>> store = HashStore()
+        >>> store.set("color", "red")
+        >>> store.get("color")
+        b'red'
+        """
         raise self._unsupported("set")
 
     def get(self, key: Text) -> bytes:
@@ -78,6 +101,12 @@ class Store:
 
         Raises:
             StoreTimeoutError: no rank set the key within the store's time-out.
+
+        >>> from torchdist_ref.stores import HashStore
+        >>> store = HashStore()
+        >>> store.set("port", "29500")
+        >>> int(store.get("port"))
+        29500
         """
         raise self._unsupported("get")
 
@@ -104,15 +133,43 @@ class Store:
         Returns:
             Value of the key afterward. If the key is missing and `expected_value` is not empty, nothing is stored and
             `expected_value` is returned, as in torch.
+
+        Raises:
+            ArgumentTypeError: an argument is neither text nor bytes.
+
+        >>> from torchdist_ref.stores import HashStore
+        >>> store = HashStore()
+        >>> store.compare_set("leader", "", "rank 3"), store.compare_set("leader", "", "rank 5")
+        (b'rank 3', b'rank 3')
         """
         raise self._unsupported("compare_set")
 
     def delete_key(self, key: Text) -> bool:
-        """Remove a key. Return whether it existed."""
+        """Remove a key. Return whether it existed.
+
+        Raises:
+            ArgumentTypeError: the key is neither text nor bytes.
+
+        >>> from torchdist_ref.stores import HashStore
+        >>> store = HashStore()
+        >>> store.set("color", "red")
+        >>> store.delete_key("color"), store.delete_key("color")
+        (True, False)
+        """
         raise self._unsupported("delete_key")
 
     def num_keys(self) -> int:
-        """Return the number of keys of the whole store, the store's own bookkeeping included."""
+        """Return the number of keys of the whole store, the store's own bookkeeping included.
+
+        Raises:
+            DistNetworkError: the server of a TCPStore cannot be reached.
+
+        >>> from torchdist_ref.stores import HashStore
+        >>> store = HashStore()
+        >>> store.set("color", "red")
+        >>> store.num_keys()
+        1
+        """
         raise self._unsupported("num_keys")
 
     def list_keys(self) -> list[str]:
@@ -128,6 +185,11 @@ class Store:
 
         Raises:
             StoreTimeoutError: keys are still missing; the message lists them.
+
+        >>> from torchdist_ref.stores import HashStore
+        >>> store = HashStore()
+        >>> store.multi_set(["a", "b"], ["1", "2"])
+        >>> store.wait(["a", "b"])
         """
         deadline = self._deadline("wait", timeout)
         key_list("wait", keys)

@@ -54,6 +54,10 @@ def allreduce_hook(process_group: Any, bucket: GradBucket) -> Future[torch.Tenso
     Returns:
         A Future of the bucket's buffer, holding the average on every rank.
 
+    Raises:
+        DistBackendError: A rank died, aborted, or did not call in time. The Future raises the error of a call that has
+            begun.
+
     Example:
         >>> import torch, torchdist_ref as dist
         >>> from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -85,6 +89,10 @@ def fp16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[torch.T
     Returns:
         A Future of the bucket's buffer, in its own precision again.
 
+    Raises:
+        DistBackendError: A rank died, aborted, or did not call in time. The Future raises the error of a call that has
+            begun.
+
     Example:
         >>> import torch
         >>> from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -112,6 +120,10 @@ def bf16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[torch.T
 
     Returns:
         A Future of the bucket's buffer, in its own precision again.
+
+    Raises:
+        DistBackendError: A rank died, aborted, or did not call in time. The Future raises the error of a call that has
+            begun.
 
     Example:
         >>> import torch
@@ -266,6 +278,10 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
 
     Returns:
         A Future of the bucket's buffer, with the average over this step's group.
+
+    Raises:
+        DistBackendError: A rank died, aborted, or did not call in time. The Future raises the error of a call that has
+            begun.
 
     Example:
         >>> import torch, torchdist_ref as dist

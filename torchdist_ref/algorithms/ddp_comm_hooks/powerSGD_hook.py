@@ -293,6 +293,10 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
     Returns:
         A Future of the bucket's buffer, with the same approximation of the average on every rank.
 
+    Raises:
+        DistBackendError: A rank died, aborted, or did not call in time. The Future raises the error of a call that has
+            begun.
+
     Example:
         A matrix of rank 1 survives the compression:
 
@@ -334,6 +338,10 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
 
     Returns:
         A Future of the bucket's buffer, with the same approximation of the average on every rank.
+
+    Raises:
+        DistBackendError: A rank died, aborted, or did not call in time. The Future raises the error of a call that has
+            begun.
 
     Example:
         >>> import torch, torchdist_ref as dist

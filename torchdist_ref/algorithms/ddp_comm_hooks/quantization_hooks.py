@@ -33,6 +33,10 @@ def quantization_pertensor_hook(process_group: Any, bucket: GradBucket) -> Futur
     Returns:
         A Future of the average, with an error of at most half a level of each rank.
 
+    Raises:
+        DistBackendError: A rank died, aborted, or did not call in time. The Future raises the error of a call that has
+            begun.
+
     Example:
         >>> import torch, torchdist_ref as dist
         >>> from torchdist_ref.algorithms.ddp_comm_hooks.quantization_hooks import quantization_pertensor_hook
@@ -61,6 +65,10 @@ def quantization_perchannel_hook(
 
     Returns:
         A Future of the average, with an error of at most half a level of each rank.
+
+    Raises:
+        DistBackendError: A rank died, aborted, or did not call in time. The Future raises the error of a call that has
+            begun.
 
     Example:
         >>> import torch, torchdist_ref as dist
