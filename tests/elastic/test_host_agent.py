@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +15,8 @@ import pytest
 from tests.elastic.agents import Agents, is_running
 from tests.elastic.scenarios import SCENARIOS, check_ranks, three_hosts
 from torchdist_ref.elastic.bootstrap import get_free_port
+from torchdist_ref.elastic.coordinator import AgentCoordinator, AgentSession
+from torchdist_ref.elastic.roster import HostInfo, Roster, Rules
 from torchdist_ref.stores import TCPStore
 from torchdist_ref.testing import namespaces
 
@@ -132,6 +136,49 @@ def test_other_versions_of_torch_or_of_this_library_are_refused(agents: Agents, 
 
 
 # Hosts with networks of their own
+
+
+def test_an_agent_that_is_killed_is_noticed_by_its_connection(agents: Agents) -> None:
+    for number in range(2):
+        agents.start(number, min=1, max=2, last_call=20.0)
+    agents.starts(2)
+    agents.kill("host-1")
+    # Its silence would be noticed later, and reported as such.
+    assert "host-1 has ended" in agents.log("host-1 has")
+    check_ranks(agents.starts(1), (1,), 0)
+
+
+def test_a_decision_can_be_read_only_when_its_wake_up_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A wake-up that came after its decision was read would stop the workers that this decision has started.
+    rules, info = Rules("job", 1, 1), HostInfo("key", "host-0", "127.0.0.1", 1, 1)
+    store, wake = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), os.eventfd(0, os.EFD_NONBLOCK)
+    writing, go_on, write = threading.Event(), threading.Event(), os.eventfd_write
+    found: list[str] = []
+
+    def delayed(descriptor: int, value: int) -> None:
+        writing.set()
+        go_on.wait(30)
+        write(descriptor, value)
+        found.append("wake-up")
+
+    monkeypatch.setattr(os, "eventfd_write", delayed)
+    coordinator = AgentCoordinator(store, Roster(rules, time.monotonic(), "key"), b"", "127.0.0.1", "key")
+    session = AgentSession(store.clone(), info, rules, b"", "here", wake, print, keeps_alive=False)
+    try:
+        assert writing.wait(30)
+        reader = threading.Thread(target=lambda: found.append((session.next() or {})["kind"]))
+        reader.start()
+        reader.join(0.05)
+        go_on.set()
+        reader.join(30)
+    finally:
+        go_on.set()
+        session.report("leave", text="the end")
+        session.close()
+        coordinator.close()
+        store.close()
+        os.close(wake)
+    assert found == ["wake-up", "start"]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -2,8 +2,8 @@
 
 One agent serves the store and runs the coordinator. Each agent pushes reports to a queue; the coordinator gives them to
 a `Roster` and publishes its decisions under numbered keys, for which all agents wait. So nothing is polled but the
-keep-alive keys, by one request for all agents, and a decision arrives within a millisecond. The server writes the
-keep-alive key of an agent whose connection ends.
+keep-alive keys, by one request for all agents, and a decision arrives within a millisecond. The server sets a key when
+the connection of an agent ends; the coordinator looks for it when a keep-alive is late.
 
 Everything is sealed with a session key, which follows from the job token and a random number of the coordinator. It
 proves to each agent that it knows the token by sealing that number for a random number of the agent's. So neither a
@@ -16,6 +16,7 @@ import errno
 import hmac
 import json
 import logging
+import operator
 import os
 import secrets
 import threading
@@ -40,7 +41,7 @@ from torchdist_ref.stores import PrefixStore, TCPStore
 from torchdist_ref.stores.sealed import KEY_BYTES, SealedStore
 
 _PREFIX = "torchdist_ref.agents"
-_EVENTS, _HELLOS, _GONE = "events", "hellos", b"gone"
+_EVENTS, _HELLOS, _GONE = "events", "hellos", f"{_PREFIX}/gone"
 KEEP_ALIVE_SECONDS, SILENCE_SECONDS = 0.3, 1.0
 """Interval of an agent's keep-alive, and the silence after which it counts as lost."""
 REDIRECTION_SECONDS = 1.0
@@ -92,6 +93,7 @@ class AgentCoordinator:
         for waiting in (self._hellos_store, self._reports_store):
             waiting.set_timeout(_LONGEST_WAIT)
         self._hellos = PrefixStore(_PREFIX, self._hellos_store)
+        self._gone = PrefixStore(_GONE, self._store)
         # A thread waits for reports: a wait of the store that ends by its time-out costs a request each time.
         self._reports: SimpleQueue[Message] = SimpleQueue()
         self._plans = 0
@@ -235,11 +237,13 @@ class AgentCoordinator:
         if not present:
             return
         values = self._sealed.multi_get([f"alive/{key}" for key in present])
+        known = [self._alive.get(key, (b"", 0.0))[0] for key in present]
+        gone = set(self._gone.list_keys()) if any(map(operator.eq, values, known)) else set[str]()
         for key, value in zip(present, values, strict=True):
             before, since = self._alive.get(key, (b"", now))
             if value != before:
                 self._alive[key] = (value, now)
-            if value == _GONE:
+            if key in gone:
                 ended = self._has_ended(key)
                 self._lose(key, "has ended" if ended else "has left", certain=ended)
             elif value == before and now - since > SILENCE_SECONDS:
@@ -428,6 +432,7 @@ class AgentSession:
         self._store, self.where, self._wake, self._notify = store, where, wake, notify
         self._serial = time.time_ns()
         self._inbox: list[Message] = []
+        self._lock = threading.Lock()
         self._lost: CoordinatorLost | None = None
         self._closed = threading.Event()
         self._nonce = _authenticate(store, secret, info.key, info.host, where, timeout)
@@ -454,7 +459,8 @@ class AgentSession:
 
     def has_news(self) -> bool:
         """Return whether `next` would return a decision or raise."""
-        return bool(self._inbox) or self._lost is not None
+        with self._lock:
+            return bool(self._inbox) or self._lost is not None
 
     def next(self) -> Message | None:
         """Return the next decision, or None if there is none yet.
@@ -462,11 +468,12 @@ class AgentSession:
         Raises:
             CoordinatorLost: All decisions are read, and there will be no other.
         """
-        if self._inbox:
-            return self._inbox.pop(0)
-        if self._lost is not None:
-            raise self._lost
-        return None
+        with self._lock:
+            if self._inbox:
+                return self._inbox.pop(0)
+            if self._lost is not None:
+                raise self._lost
+            return None
 
     def close(self) -> None:
         """End the session and its threads."""
@@ -484,10 +491,9 @@ class AgentSession:
     # Joining
 
     def _join(self, rules: Rules) -> int:
+        self._store.set_on_disconnect(f"{_GONE}/{self.info.key}", "1")
         if self._pulse is not None:
-            key = f"alive/{self.info.key}"
-            # By the connection of the keep-alive, so that no value comes after that one.
-            _session_store(self._pulse, self._secret, self._nonce).set_on_disconnect(key, _GONE, {key: "0"})
+            self._sealed.set(f"alive/{self.info.key}", "0")
             # Silence counts from the last answer on, so the time-out is what is left of it.
             self._pulse.set_timeout(timedelta(seconds=SILENCE_SECONDS - KEEP_ALIVE_SECONDS))
         self.report("join", info=asdict(self.info), rules=asdict(rules))
@@ -532,15 +538,18 @@ class AgentSession:
         if message["kind"] == "note":
             self._notify(message["text"])
             return
-        self._inbox.append(message)
-        os.eventfd_write(self._wake, 1)
+        # Once a decision can be read, its wake-up is there: a later one would stop the workers that it starts.
+        with self._lock:
+            self._inbox.append(message)
+            os.eventfd_write(self._wake, 1)
 
     def _lose(self, error: DistError) -> None:
         if self._lost is None and not self._closed.is_set():
             cause = error.__cause__
             certain = isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED
-            self._lost = CoordinatorLost(f"the agent at {self.where} is lost ({cause or error})", certain)
-            os.eventfd_write(self._wake, 1)
+            with self._lock:
+                self._lost = CoordinatorLost(f"the agent at {self.where} is lost ({cause or error})", certain)
+                os.eventfd_write(self._wake, 1)
 
 
 def open_store(host: str, port: int, seconds: float) -> TCPStore:
