@@ -36,6 +36,7 @@ from torchdist_ref.errors import (
     UnsupportedError,
 )
 from torchdist_ref.stores import PrefixStore, Store
+from torchdist_ref.stores.base import limit_requests
 from torchdist_ref.stores.prefix import WatchedStore
 
 _FAILURE_KEY, _GROUP_FAILURE_KEY = "failure", "failure in the group"
@@ -346,10 +347,14 @@ class MemberFailures:
     def _bounded(self, use_store: Callable[[], None]) -> None:
         """Use the store for a short time: its host may not answer any more."""
         thread = threading.Thread(target=use_store, daemon=True)
-        # No thread starts while Python ends.
-        with contextlib.suppress(RuntimeError):
+        try:
             thread.start()
-            thread.join(_END_SECONDS)
+        except RuntimeError:
+            # No thread starts while Python ends.
+            with limit_requests(_END_SECONDS):
+                use_store()
+            return
+        thread.join(_END_SECONDS)
 
     def _publish(self, rank: int, kind: type[DistBackendError], text: str) -> None:
         with contextlib.suppress(RuntimeError):

@@ -12,6 +12,7 @@ import torch
 
 import torchdist_ref as dist
 from tests.backends.failing_ranks import CULPRIT, WORLD, errors_of_survivors
+from torchdist_ref.groups.world import current
 
 
 def raise_uncaught() -> None:
@@ -24,7 +25,14 @@ def be_killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def exit_slowly() -> None:
+    """End as a program does that exits with its group, in a process that takes longer to end than others look."""
+    current().exit()
+    signal.pause()
+
+
 ENDS = {
+    "exit": (exit_slowly, "GroupAbortedError", "failed: its program ended without destroying the group"),
     "raise": (raise_uncaught, "GroupAbortedError", "failed: its program ended with ValueError: no data on this rank"),
     "kill": (be_killed, "RankDiedError", "died (pid "),
 }

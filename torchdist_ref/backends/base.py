@@ -356,6 +356,9 @@ class Backend(ABC):
         """
         return nullcontext()
 
+    def announce_exit(self) -> None:  # noqa: B027 - most backends announce it in `close`
+        """Publish that this rank's program ends though the group exists; for backends whose errors name no rank."""
+
     @abstractmethod
     def close(self) -> None:
         """Leave the group in an orderly way."""
@@ -387,7 +390,7 @@ class BackendWrapper(Backend):
 
     shares_memory = property(lambda self: self.wrapped.shares_memory)
     empty, failure, coalescing, close, abort = map(_forwarded, ("empty", "failure", "coalescing", "close", "abort"))
-    successor_store = _forwarded("successor_store")
+    successor_store, announce_exit = _forwarded("successor_store"), _forwarded("announce_exit")
 
 
 # ---- profiler ranges

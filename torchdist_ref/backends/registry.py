@@ -208,6 +208,11 @@ class ByDevice(Backend):
                 stack.enter_context(backend.coalescing())
             yield
 
+    def announce_exit(self) -> None:
+        """See `Backend.announce_exit`."""
+        for backend in self._backends.values():
+            backend.announce_exit()
+
     def close(self) -> None:
         """See `Backend.close`."""
         for backend in self._backends.values():

@@ -319,12 +319,19 @@ class World:
             with suppress(Exception):
                 group.backend.abort(f"its program ended with {message_of(error)}")
 
+    def exit(self) -> None:
+        """Close all groups because the program ends. Members in a call learn which rank has left them."""
+        for group in self.groups:
+            with suppress(Exception):
+                group.backend.announce_exit()
+        self.close(failed=bool(self.groups))
+
     def close(self, failed: bool = False) -> None:
         """Destroy all groups, newest first, and close the store if this library created it.
 
         Args:
-            failed: Whether this is the end of an initialization that failed. The other ranks then still read the cause
-                from the store, which this rank may serve.
+            failed: Whether an initialization has failed, or the program ends with groups. The other ranks then still
+                read the cause from the store, which this rank may serve.
         """
         self.run_on_close()
         for group in reversed(list(self.groups)):
@@ -487,4 +494,4 @@ def _after_fork() -> None:
 
 find_rank_with(_global_rank)
 os.register_at_fork(after_in_child=_after_fork)
-atexit.register(lambda: _of_process.close())
+atexit.register(lambda: _of_process.exit())

@@ -320,6 +320,11 @@ class TorchBackend(Backend):
         """Return the tensors of a message as the backend accepts them."""
         return tensors
 
+    def announce_exit(self) -> None:
+        """See `Backend.announce_exit`. The process may live on for longer than the others look for its end."""
+        if self._backend is not None:
+            self._failures.publish("its program ended without destroying the group")
+
     def close(self) -> None:
         """See `Backend.close`. The backend's threads end now, not at a garbage collection."""
         if self._backend is not None:
