@@ -104,7 +104,7 @@ def docs(session: nox.Session) -> None:
     with step(session, 3, 4, "running the tutorials"):
         call(session, "docs/run_tutorials.py")
     with step(session, 4, 4, "building the site; any warning is an error"):
-        shutil.rmtree(HTML, ignore_errors=True)
+        call(session, "docs/keep_html.py")
         call(session, "docs/fetch_pyodide.py")
         call(session, "-m", "sphinx", "-q", "-n", "-W", "--keep-going", "-d", "docs/_build/doctrees", "docs", str(HTML))
     session.log(f"The site: {HTML / 'index.html'}")

@@ -78,10 +78,10 @@ def publish(notebook: nbformat.NotebookNode, source: Path, code: str, again: boo
     TARGETS.mkdir(parents=True, exist_ok=True)
     CACHE.mkdir(parents=True, exist_ok=True)
     packed = pack(source, own_metadata(notebook))
-    (TARGETS / f"{source.stem}.zip").write_bytes(packed)
+    write(TARGETS / f"{source.stem}.zip", packed)
     if unexecuted:
         notebook.metadata.language_info["pygments_lexer"] = "ipython3"
-        nbformat.write(notebook, TARGETS / source.name)
+        write(TARGETS / source.name, f"{nbformat.writes(notebook)}\n".encode())
         return "without outputs"
     key = hashlib.sha256(packed + code.encode()).hexdigest()
     kept = CACHE / f"{source.stem}-{key[:16]}.ipynb"
@@ -92,8 +92,14 @@ def publish(notebook: nbformat.NotebookNode, source: Path, code: str, again: boo
         for old in CACHE.glob(f"{source.stem}-*.ipynb"):
             old.unlink()
         nbformat.write(notebook, kept)
-    (TARGETS / source.name).write_bytes(kept.read_bytes())
+    write(TARGETS / source.name, kept.read_bytes())
     return report
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file unless it has this content: Sphinx reads again what has another time."""
+    if not path.exists() or path.read_bytes() != content:
+        path.write_bytes(content)
 
 
 def pack(source: Path, metadata: dict[str, Any]) -> bytes:

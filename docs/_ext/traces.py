@@ -248,6 +248,9 @@ def setup(app: Any) -> dict[str, Any]:
             """Run the program, and list the functions that it entered."""
             env = self.state.document.settings.env
             hops = traced()[self.arguments[0]]
+            # First lines of docstrings, and line numbers, change with the sources.
+            for file in files(hops):
+                env.note_dependency(str(ROOT / file))
             up = "../" * env.docname.count("/")
             rows = [self._row(number, hop, up) for number, hop in enumerate(shown(hops), 1)]
             group = nodes.tgroup(cols=4)

@@ -104,3 +104,33 @@ def test_the_fingerprint_of_the_library_ignores_docstrings_only(tmp_path: Path, 
     first = of('"""A module."""\n\n\ndef double(x):\n    """Return twice x."""\n    return 2 * x\n')
     assert of('"""Another."""\n\n\ndef double(x):\n    # Why.\n    return 2 * x\n') == first
     assert of('"""A module."""\n\n\ndef double(x):\n    """Return twice x."""\n    return 3 * x\n') != first
+
+
+def test_built_pages_are_kept_while_what_they_are_made_of_is_the_same(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(str(pages.DOCS))
+    spec = importlib.util.spec_from_file_location("keep_html", pages.DOCS / "keep_html.py")
+    assert spec and spec.loader
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    built = tmp_path / "_build"
+    for name, value in {"DOCS": tmp_path, "BUILT": built, "STAMP": built / "made_of"}.items():
+        monkeypatch.setattr(program, name, value)
+    library = ["code"]
+    monkeypatch.setattr(program, "fingerprint_of_library", lambda: library[0])
+    (tmp_path / "page.md").write_text("text")
+    (tmp_path / "figures.json").write_text("1")
+
+    def kept() -> bool:
+        (built / "html").mkdir(parents=True, exist_ok=True)
+        program.main()
+        return (built / "html").exists()
+
+    assert not kept() and kept()
+    (tmp_path / "page.md").write_text("another text")
+    assert kept()
+    (tmp_path / "figures.json").write_text("2")
+    assert not kept() and kept()
+    (tmp_path / "page.md").rename(tmp_path / "other.md")
+    assert not kept() and kept()
+    library[0] = "other code"
+    assert not kept()
