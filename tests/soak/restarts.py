@@ -21,10 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.soak import restarted
+from tests.soak.proofs import Limits, Outcome, write_row
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = re.compile(r"torchdist_ref\.launch: rank (\d+) \(process")
-LAUNCHERS = ("ours", "standalone", "static", "two agents")
+OF_AGENTS = re.compile(r"torchdist_ref\.launch: rank (\d+) on \S+ \((process \d+)\).*restarting")
+LAUNCHERS = ("ours", "ours, two agents", "standalone", "static", "two agents")
+TWO_AGENTS = ("ours, two agents", "two agents")
 BACKENDS = ("ref", "gloo")
 
 
@@ -37,9 +40,12 @@ def commands(launcher: str, world: int, limit: int, script: list[str]) -> list[l
     """Return the commands that start one job; an agent of two starts one rank."""
     python, port = [sys.executable, "-m"], free_port()
     torchrun = [*python, "torch.distributed.run", f"--max-restarts={limit}", "--monitor-interval=0.1"]
-    each = f"--nproc-per-node={world}"
+    each, launch = f"--nproc-per-node={world}", [*python, "torchdist_ref.launch", f"--max-restarts={limit}"]
     if launcher == "ours":
-        return [[*python, "torchdist_ref.launch", each, f"--max-restarts={limit}", *script]]
+        return [[*launch, each, *script]]
+    if launcher == "ours, two agents":
+        hosts = [*launch, "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}", "--nproc-per-node=1"]
+        return [[*hosts, f"--node-rank={rank}", *script] for rank in range(2)]
     if launcher == "standalone":
         return [[*torchrun, "--standalone", each, *script]]
     if launcher == "static":
@@ -55,7 +61,7 @@ def run(launcher: str, backend: str, world: int, restarts: int, seconds: float) 
         folder = Path(name)
         script = [str(ROOT / "tests" / "soak" / "restarted.py"), name, backend, str(restarts)]
         # Each agent of two may count one failure of its own for each planned one.
-        limit = restarts if launcher != "two agents" else 3 * restarts
+        limit = restarts if launcher not in TWO_AGENTS else 3 * restarts
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         with (folder / "errors").open("wb") as errors:
             jobs = [
@@ -90,7 +96,9 @@ def count(folder: Path, world: int, restarts: int) -> dict[str, Any]:
     died = {attempt: float(when) for when, attempt, *_ in failures}
     late = sorted(float(when) - died[attempt] for when, attempt, *_ in survivors)
     printed = (folder / "errors").read_text(encoding="utf-8", errors="replace")
-    named = [int(rank) for rank in OURS.findall(printed)]
+    # Each of several agents prints the failure for which all restart, beside those of its own ranks.
+    together = dict.fromkeys(OF_AGENTS.findall(printed))
+    named = [int(rank) for rank, _ in together] or [int(rank) for rank in OURS.findall(printed)]
     return {
         "restarts": len(failures),
         "wanted": restarts,
@@ -107,6 +115,19 @@ def count(folder: Path, world: int, restarts: int) -> dict[str, Any]:
     }
 
 
+def add(outcome: Outcome, found: dict[str, Any]) -> None:
+    """Count the result of a job among those of all; a restart that is missing, stale or repeated is a failure."""
+    cell = f"{found['launcher']}, {found['backend']}"
+    lost = found["wanted"] - found["restarts"] + (not found["done"]) + found["stale"] + found["repeated"]
+    outcome.done += found["restarts"]
+    for _ in range(lost):
+        outcome.fail(json.dumps(found))
+    named = "survivors that name the culprit"
+    outcome.counts.update({cell: found["restarts"], "survivors": found["survivors"], named: found[named]})
+    if (by_launcher := found["launcher named"]) is not None:
+        outcome.counts["restarts under our launcher whose first failure it names"] += by_launcher
+
+
 def main() -> None:
     """Run the jobs asked for, and print a line of JSON for each."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak.restarts")
@@ -114,17 +135,21 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=3, help="ranks; two agents start one each")
     parser.add_argument("--launcher", choices=LAUNCHERS, action="append")
     parser.add_argument("--backend", choices=BACKENDS, action="append")
+    parser.add_argument("--record", action="store_true", help="write the result into docs/soak.json")
     parser.add_argument("--seconds", type=float, default=900.0, help="limit of one job")
     options = parser.parse_args()
-    good = True
+    limits, outcome = Limits(options.restarts), Outcome()
     for launcher in options.launcher or LAUNCHERS:
         for backend in options.backend or BACKENDS:
-            world = options.world if launcher != "two agents" else 2
+            world = options.world if launcher not in TWO_AGENTS else 2
             found = run(launcher, backend, world, options.restarts, options.seconds)
             sys.stdout.write(json.dumps(found) + "\n")
             sys.stdout.flush()
-            good &= found["done"] and not found["stale"] and found["restarts"] == options.restarts
-    sys.exit(not good)
+            add(outcome, found)
+    limits.count *= len(options.launcher or LAUNCHERS) * len(options.backend or BACKENDS)
+    if options.record:
+        write_row("restarts", limits, outcome)
+    sys.exit(outcome.failed > 0)
 
 
 if __name__ == "__main__":
