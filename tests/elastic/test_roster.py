@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchdist_ref.elastic.roster import SETTLE_SECONDS, Decision, HostInfo, Progress, Roster, Rules
+from torchdist_ref.elastic.roster import CAUSE_SECONDS, SETTLE_SECONDS, Decision, HostInfo, Progress, Roster, Rules
 
 RULES = Rules("job", 2, 3, max_restarts=1, join_seconds=60.0, last_call_seconds=5.0)
 
@@ -88,6 +88,18 @@ def test_one_failure_is_one_restart_however_many_hosts_report_it() -> None:
     decide(roster, 7.0)
     [end] = decide(roster, 8.0)
     assert (end.kind, end.content["code"], end.content["text"]) == ("end", 1, "the first")
+
+
+def test_a_failure_that_follows_from_another_waits_for_that_one() -> None:
+    following = {"code": 1, "text": "rank 4 lost rank 1", "time": 1.0, "cause_is_elsewhere": True}
+    for late, first in ((CAUSE_SECONDS - 0.1, "rank 1 raised"), (CAUSE_SECONDS, "rank 4 lost rank 1")):
+        roster = running()
+        roster.fail("key-2", 1, following)
+        assert decide(roster, 5.0) == [] == decide(roster, 5.0 + SETTLE_SECONDS)
+        stops = decide(roster, 5.0 + late)
+        roster.fail("key-1", 1, {"code": 1, "text": "rank 1 raised", "time": 2.0})
+        stops += decide(roster, 5.0 + late) + decide(roster, 5.0 + late + SETTLE_SECONDS)
+        assert [stop.content["text"] for stop in stops] == [f"{first}; restarting all workers (1 of 1)"]
 
 
 def test_no_attempt_starts_before_the_workers_of_the_last_one_have_ended() -> None:

@@ -479,6 +479,7 @@ class _HostAgent:
         record = failure_record.read(Path(first.error_file)) if first.error_file else None
         how = describe_exit(first.status) + (f": {record.message}" if record else "")
         failure["text"] = f"rank {first.rank} on {self._name} (process {first.pid}) {how}"
+        failure["cause_is_elsewhere"] = outcome.cause_is_elsewhere
         failure |= {name: getattr(first, name) for name in ("rank", "local_rank", "pid", "status", "error_file")}
         if record:
             failure |= {"time": record.time_ns / 1e9, "stack": record.stack[-_MAX_STACK:]}

@@ -19,6 +19,13 @@ REPORT_SECONDS = 10.0
 """Interval of the lines about hosts that are missing."""
 SETTLE_SECONDS = 0.05
 """Time in which reports that belong together arrive: failures with one cause, hosts that join together."""
+CAUSE_SECONDS = 0.5
+"""Longest wait for the report of a failure after those of ranks that have ended because of it."""
+
+
+def _follows(failure: Mapping[str, Any]) -> bool:
+    """Return whether a worker has failed because of one on another host."""
+    return bool(failure.get("cause_is_elsewhere"))
 
 
 def versions() -> dict[str, str]:
@@ -207,13 +214,15 @@ class Roster:
         Args:
             key: Agent.
             attempt: Attempt in which the worker ran.
-            failure: Code ``code`` and text ``text``, and the time ``time`` of the failure in seconds since 1970.
+            failure: Code ``code`` and text ``text``, the time ``time`` of the failure in seconds since 1970, and
+                ``cause_is_elsewhere`` if the worker has ended because of one on another host.
         """
         if key not in self.seats or attempt != self.progress.attempt or not self.running:
             return
+        follows = _follows(failure)
+        if not self._failures or (not follows and all(map(_follows, self._failures))):
+            self._after(CAUSE_SECONDS if follows else SETTLE_SECONDS, self._on_failures)
         self._failures.append(failure)
-        if len(self._failures) == 1:
-            self._after(SETTLE_SECONDS, self._on_failures)
 
     def lose(self, key: str, reason: str, certain: bool = True) -> None:
         """Remove a host whose agent has ended or is out of reach.
@@ -364,7 +373,7 @@ class Roster:
         if not self.running:
             return
         # A signal is a cause, an exit code may be a consequence of it.
-        first = min(self._failures, key=lambda failure: (failure["code"] < 128, failure["time"]))
+        first = min(self._failures, key=lambda failure: (_follows(failure), failure["code"] < 128, failure["time"]))
         if self.progress.restarts >= self.rules.max_restarts:
             self._end(first["code"], first["text"], failure=first)
             return

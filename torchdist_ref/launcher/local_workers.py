@@ -105,6 +105,7 @@ class Outcome:
         logs: Paths of the log files.
         reason: Sentence about a failure on another host; empty otherwise.
         assignment: Ranks of the attempt; None if there was none.
+        cause_is_elsewhere: Whether the first worker that failed has ended because of a rank on another host.
     """
 
     code: int
@@ -116,6 +117,7 @@ class Outcome:
     logs: LogsDest = field(default_factory=LogsDest)
     reason: str = ""
     assignment: Assignment | None = None
+    cause_is_elsewhere: bool = False
 
     @property
     def restarts(self) -> int:
@@ -279,6 +281,7 @@ class LocalWorkers:
             values,
             logs,
             assignment=assignment,
+            cause_is_elsewhere=supervisor.cause_is_elsewhere,
         )
 
     def _own_pids(self) -> set[int]:

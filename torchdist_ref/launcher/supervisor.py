@@ -276,6 +276,11 @@ class Supervisor:
         elif self._deadline is None:
             self._deadline = time.monotonic() + _CAUSE_SECONDS
 
+    @property
+    def cause_is_elsewhere(self) -> bool:
+        """Whether the first worker that failed has ended because of a rank that this supervisor does not run."""
+        return self.first_failure in self._consequences
+
     def _is_consequence(self, worker: Worker) -> bool:
         """Return whether a worker has ended because of one that has neither recorded its failure nor ended."""
         return _ends_as_consequence(worker) and self._first_to_fail(worker)[1] is None
