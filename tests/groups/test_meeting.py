@@ -169,9 +169,9 @@ def count_round_trips(rank: int, port: int, token: str) -> tuple[int, int]:
     monkeypatch.setenv("TORCHDIST_REF_TOKEN", token)
     trips, store, request = [0], TCPStore("127.0.0.1", port), ConnectionPool.request
 
-    def counting(*arguments: Any) -> Any:
-        trips[0] += 1
-        return request(*arguments)
+    def counting(*arguments: Any, await_response: bool = True) -> Any:
+        trips[0] += await_response
+        return request(*arguments, await_response=await_response)
 
     monkeypatch.setattr(ConnectionPool, "request", counting)
     created, grouped = [], []

@@ -132,12 +132,17 @@ class Meeting:
         self._doubtful_until: float | None = None
 
     @contextmanager
-    def watched(self, seconds: float) -> Iterator[MemberWatch]:
+    def watched(self, seconds: float, alone: bool = False) -> Iterator[MemberWatch]:
         """Meet the other ranks, and yield a watch over all of them.
 
         Args:
             seconds: Longest wait for the other ranks.
+            alone: Whether to wait for no other rank.
         """
+        if alone:
+            part = self.store = self._part(self._new_round())
+            yield MemberWatch(part, self.rank, range(self.size), _OPERATION, lambda ranks, description: None)
+            return
         deadline = Deadline(seconds)
         while True:
             opened = self._new_round() if self.rank == 0 else self._find_round(deadline)
