@@ -2,7 +2,7 @@
 
 One thread, one loop, six kinds of events: output, end of a pipe, end of a worker, a signal to the launcher, a request
 to stop, a deadline. However the loop ends, no worker and no process of a worker's process group is left alive. Do not
-add the choice of commands here: it belongs to `torchdist_ref.launcher.local_workers`.
+add the choice of commands here (`local_workers`), or restarts (`api`; of several hosts, `elastic.roster`).
 """
 
 from __future__ import annotations
