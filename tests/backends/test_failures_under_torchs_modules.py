@@ -117,6 +117,11 @@ def train(rank: int, folder: Path, module: str, failure: str) -> None:
     c10d.barrier()
 
 
+def send_another_size() -> None:
+    """Send the next stage a message that is none of its inputs."""
+    c10d.send(torch.ones(3), CULPRIT + 1)
+
+
 # Compiling takes several seconds on each rank.
 CASES = [
     pytest.param(module, failure, marks=[pytest.mark.long] if module == "compiled_ddp" and failure != "kill" else [])
@@ -133,3 +138,18 @@ def test_survivors_raise_the_named_error(module: str, failure: str, tmp_path: Pa
         assert f"rank {CULPRIT}" in raised.text, raised.text
         failed_at = float((tmp_path / "culprit").read_text())
         assert ends_at_the_timeout(module, failure) or raised.when - failed_at < SOON
+
+
+def test_a_stage_that_gets_a_message_of_another_size_names_both_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAILURES, "another size", send_another_size)
+    raised = errors_of_survivors(lambda rank: train(rank, tmp_path, "pipelining", "another size"))
+    failed_at = float((tmp_path / "culprit").read_text())
+    following = raised[CULPRIT + 1]
+    assert following.kind == "MismatchError", following.trace
+    assert f"expects a message of 32 x float32, but rank {CULPRIT} sent a message of 3 x float32" in following.text
+    # The stage before waits for the culprit, which then fails in the same way, or ends.
+    assert raised[0].kind in ("RankDiedError", "GroupAbortedError"), raised[0].trace
+    assert f"rank {CULPRIT}" in raised[0].text
+    assert all(each.when - failed_at < SOON for each in raised.values())
