@@ -148,6 +148,17 @@ def test_an_agent_that_is_killed_is_noticed_by_its_connection(agents: Agents) ->
     check_ranks(agents.starts(1), (1,), 0)
 
 
+@pytest.mark.parametrize("rank", [0, 2], ids=["of_the_store", "another"])
+def test_a_host_that_freezes_joins_again_when_it_continues(rank: int, agents: Agents) -> None:
+    for number in range(3):
+        agents.start(number, min=2, max=3, last_call=20.0)
+    frozen = agents.starts(3)[rank].name
+    agents.kill(frozen, signal.SIGSTOP)
+    check_ranks(agents.starts(2), (1, 1), 0)
+    agents.kill(frozen, signal.SIGCONT)
+    check_ranks(agents.starts(3), (1, 1, 1), 0)
+
+
 def test_a_decision_can_be_read_only_when_its_wake_up_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     # A wake-up that came after its decision was read would stop the workers that this decision has started.
     rules, info = Rules("job", 1, 1), HostInfo("key", "host-0", "127.0.0.1", 1, 1)

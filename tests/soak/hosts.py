@@ -1,7 +1,7 @@
 """Let every scenario of `tests.elastic.scenarios` happen many times to a job on three hosts.
 
 The workers that remain must be back at work within two seconds, with the right ranks and restart count. A run is one
-event and, where a host was lost, its return. A hundred runs of a scenario happen to one job, unless one fails.
+event and, where a host was lost, its return. Ten runs of a scenario happen to one job, unless one fails.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.elastic.scenarios import SCENARIOS, ThreeHosts, three_hosts
 from tests.soak.proofs import Limits, Outcome
 from torchdist_ref.testing import namespaces
 
-RUNS_IN_A_ROW = 100
+RUNS_IN_A_ROW = 10
 
 
 def prove(limits: Limits, names: Sequence[str] = tuple(SCENARIOS)) -> Outcome:

@@ -103,13 +103,10 @@ class AgentCoordinator:
         self._own_joined, self._early = False, list[tuple[str, str, Message]]()
         self._job_store: TCPStore | None = None
         self._closing, self._closed = False, threading.Event()
+        targets = {"welcome": self._welcome_agents, "coordinator": self._run, "reports": self._read_reports}
         self._threads = [
             threading.Thread(target=target, name=f"torchdist_ref {name}", daemon=True)
-            for target, name in (
-                (self._welcome_agents, "welcome"),
-                (self._run, "coordinator"),
-                (self._read_reports, "reports"),
-            )
+            for name, target in targets.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -243,7 +240,8 @@ class AgentCoordinator:
             before, since = self._alive.get(key, (b"", now))
             if value != before:
                 self._alive[key] = (value, now)
-            if key in gone:
+            # A connection may end because the network is slow: only an agent that is silent too has ended.
+            if key in gone and now - since > 1.5 * KEEP_ALIVE_SECONDS:
                 ended = self._has_ended(key)
                 self._lose(key, "has ended" if ended else "has left", certain=ended)
             elif value == before and now - since > SILENCE_SECONDS:
@@ -409,6 +407,9 @@ class AgentSession:
         timeout: Longest time to wait for the coordinator's answer, in seconds.
         keeps_alive: Whether the coordinator is another process, which has to learn that this one runs.
 
+    Attributes:
+        has_seat: Whether this host takes part in each attempt; False for a spare.
+
     Raises:
         AuthenticationError: The tokens differ.
         ArgumentError: The versions or settings differ, or the coordinator refuses this host.
@@ -506,6 +507,7 @@ class AgentSession:
             raise CoordinatorMoved(reply["host"], reply["port"])
         if reply["kind"] == "reject":
             raise ArgumentError(f"{reply['text']}.")
+        self.has_seat = not reply["spare"]
         return int(reply["next"])
 
     # Threads

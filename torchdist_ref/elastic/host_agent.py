@@ -212,6 +212,10 @@ class _Interrupted(Exception):
         self.signum = signum
 
 
+class _Removed(Exception):
+    """An attempt begins without this host, which is no spare."""
+
+
 class _HostAgent:
     """Agent of this host."""
 
@@ -254,6 +258,13 @@ class _HostAgent:
                 except CoordinatorMoved as error:
                     self._leave_session()
                     self._settings = replace(self._settings, host=error.host, port=error.port, serves=False)
+                except _Removed:
+                    # The coordinator took this host for lost, such as one that was frozen: it joins as a new one.
+                    host, _, port = self._session.where.rpartition(":") if self._session else ("", "", "0")
+                    self._leave_session()
+                    self._key, lost = secrets.token_hex(8), None
+                    self._settings = replace(self._settings, host=host, port=int(port), serves=False)
+                    deadline = Deadline(self._settings.rules.join_seconds)
                 except CoordinatorLost as error:
                     if str(error) != self._logged:
                         self._logged = str(error)
@@ -433,7 +444,10 @@ class _HostAgent:
         self._progress = Progress.from_message(message)
         assignment = self._assignment(session, message)
         if assignment is None:
+            if session.has_seat:
+                raise _Removed
             return
+        session.has_seat = True
         self._outcome = outcome = self._workers.run(assignment, stop=self._wake)
         attempt = self._progress.attempt
         if outcome.signal:
