@@ -141,10 +141,11 @@ def test_other_versions_of_torch_or_of_this_library_are_refused(agents: Agents, 
 def test_an_agent_that_is_killed_is_noticed_by_its_connection(agents: Agents) -> None:
     for number in range(2):
         agents.start(number, min=1, max=2, last_call=20.0)
-    agents.starts(2)
-    agents.kill("host-1")
+    # The agent that serves the rendezvous has the first rank.
+    killed = agents.starts(2)[-1].name
+    agents.kill(killed)
     # Its silence would be noticed later, and reported as such.
-    assert "host-1 has ended" in agents.log("host-1 has")
+    assert f"{killed} has ended" in agents.log(f"{killed} has")
     check_ranks(agents.starts(1), (1,), 0)
 
 
