@@ -166,19 +166,18 @@ def soak(session: nox.Session) -> None:
     """Proofs at length, whose results are a page of the site: all, or `-- NAME [--count N] [--seconds S]`.
 
     `-- lines` kills a rank at every line of every function that ranks run together; further arguments choose functions.
-    `-- restarts --restarts 30` restarts jobs under each launcher. Both are run without arguments, too.
+    It is run without arguments, too.
     """
     set_up(session, 3)
     first, *rest = session.posargs or [""]
-    modules = {"lines": "tests.soak.deaths", "restarts": "tests.soak.restarts"}
-    if first in modules:
-        session.log("[3/3] " + ("killing ranks" if first == "lines" else "restarting jobs"))
-        call(session, "-m", modules[first], *rest)
-        return
-    session.log("[3/3] proofs at length: parsers, sessions, histories, collectives, deaths, networks, hosts")
-    call(session, "-m", "tests.soak", *session.posargs)
-    for module in modules.values() if not first else ():
-        call(session, "-m", module)
+    if first != "lines":
+        session.log(
+            "[3/3] proofs at length: parsers, sessions, histories, collectives, deaths, networks, hosts, restarts"
+        )
+        call(session, "-m", "tests.soak", *session.posargs)
+    if first in ("", "lines"):
+        session.log("[3/3] killing ranks at every line")
+        call(session, "-m", "tests.soak.deaths", *rest)
 
 
 @nox.session(venv_backend="none")

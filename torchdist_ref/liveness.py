@@ -47,6 +47,8 @@ _STAT_EXIT_CODE = 49
 """Index of the exit code in /proc/PID/stat, counted from the state, which follows the name."""
 _END_SECONDS = 0.08
 """Time from the close of a process's descriptors until its end is known, here or to the store's server."""
+_LOOK_SECONDS = 0.4
+"""Longest look for the member that failed first. Nearly always it is known at once; a busy host is late."""
 _PRESENCE_CHECKS = 8
 """Ranks that one check of `Presence` looks for."""
 
@@ -332,36 +334,36 @@ class MemberFailures:
             self._bounded(lambda: self._publish(self._rank, GroupAbortedError, reason))
 
     def find(self, operation: str) -> DistBackendError | None:
-        """Return the error for the member that failed first, if that is known within a tenth of a second.
+        """Return the error for the member that failed first, if that is known within 0.4 seconds.
 
         Args:
             operation: Beginning of the message.
         """
         if self._found is None:
-            self._bounded(self._look)
+            self._bounded(self._look, _LOOK_SECONDS)
         if self._found is None:
             return None
         kind, text = self._found
         return kind(f"{operation}: {text}")
 
-    def _bounded(self, use_store: Callable[[], None]) -> None:
+    def _bounded(self, use_store: Callable[[], None], seconds: float = _END_SECONDS) -> None:
         """Use the store for a short time: its host may not answer any more."""
         thread = threading.Thread(target=use_store, daemon=True)
         try:
             thread.start()
         except RuntimeError:
             # No thread starts while Python ends.
-            with limit_requests(_END_SECONDS):
+            with limit_requests(seconds):
                 use_store()
             return
-        thread.join(_END_SECONDS)
+        thread.join(seconds)
 
     def _publish(self, rank: int, kind: type[DistBackendError], text: str) -> None:
         with contextlib.suppress(RuntimeError):
             self._store.compare_set(_GROUP_FAILURE_KEY, "", f"{rank}|{kind.__name__}|{text}")
 
     def _look(self) -> None:
-        deadline = monotonic() + _END_SECONDS
+        deadline = monotonic() + _LOOK_SECONDS
         while self._found is None and monotonic() < deadline:
             published = read_failure(self._store, "", self._members, _GROUP_FAILURE_KEY)
             if isinstance(published, DistBackendError):

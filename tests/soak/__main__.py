@@ -25,6 +25,7 @@ PROOFS = {
     "random_deaths": Proof("random_deaths", 1_000),
     "networks": Proof("networks", 280),
     "hosts": Proof("hosts", 700),
+    "restarts": Proof("restarts", 1_000),
 }
 
 

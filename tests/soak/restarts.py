@@ -1,8 +1,8 @@
 """Restart a job many times under each launcher, and count what reads an earlier attempt or names the wrong rank.
 
-`python -m tests.soak.restarts --restarts 30` runs one job for each launcher and backend. In each attempt one rank
-raises, exits or is killed, before it joins, between two calls or in a call; the last attempt ends well. A repeated
-attempt is one that failed though no rank was to fail in it.
+`python -m tests.soak restarts` runs jobs in turn and records them; `python -m tests.soak.restarts --restarts 30` runs
+one job for each launcher and backend. In each attempt one rank raises, exits or is killed, before it joins, between two
+calls or in a call; the last attempt ends well. A repeated attempt is one that failed though no rank was to fail in it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from tests.soak import restarted
-from tests.soak.proofs import Limits, Outcome, write_row
+from tests.soak.proofs import Limits, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = re.compile(r"torchdist_ref\.launch: rank (\d+) \(process")
@@ -29,6 +30,8 @@ OF_AGENTS = re.compile(r"torchdist_ref\.launch: rank (\d+) on \S+ \((process \d+
 LAUNCHERS = ("ours", "ours, two agents", "standalone", "static", "two agents")
 TWO_AGENTS = ("ours, two agents", "two agents")
 BACKENDS = ("ref", "gloo")
+JOB = len(restarted.PLANS)
+"""Restarts of one job of a proof: each end at each place once."""
 
 
 def free_port() -> int:
@@ -128,6 +131,15 @@ def add(outcome: Outcome, found: dict[str, Any]) -> None:
         outcome.counts["restarts under our launcher whose first failure it names"] += by_launcher
 
 
+def prove(limits: Limits) -> Outcome:
+    """Run jobs of `JOB` restarts, each under the next launcher or backend."""
+    outcome, cells = Outcome(), list(product(LAUNCHERS, BACKENDS))
+    for seed, restarts in limits.seeds(JOB):
+        launcher, backend = cells[seed % len(cells)]
+        add(outcome, run(launcher, backend, 2, restarts, 60.0 * restarts + 60.0))
+    return outcome
+
+
 def main() -> None:
     """Run the jobs asked for, and print a line of JSON for each."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak.restarts")
@@ -135,10 +147,9 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=3, help="ranks; two agents start one each")
     parser.add_argument("--launcher", choices=LAUNCHERS, action="append")
     parser.add_argument("--backend", choices=BACKENDS, action="append")
-    parser.add_argument("--record", action="store_true", help="write the result into docs/soak.json")
     parser.add_argument("--seconds", type=float, default=900.0, help="limit of one job")
     options = parser.parse_args()
-    limits, outcome = Limits(options.restarts), Outcome()
+    outcome = Outcome()
     for launcher in options.launcher or LAUNCHERS:
         for backend in options.backend or BACKENDS:
             world = options.world if launcher not in TWO_AGENTS else 2
@@ -146,9 +157,6 @@ def main() -> None:
             sys.stdout.write(json.dumps(found) + "\n")
             sys.stdout.flush()
             add(outcome, found)
-    limits.count *= len(options.launcher or LAUNCHERS) * len(options.backend or BACKENDS)
-    if options.record:
-        write_row("restarts", limits, outcome)
     sys.exit(outcome.failed > 0)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.soak import restarted, restarts
+from tests.soak.proofs import Limits
 
 
 def test_each_end_meets_each_place_and_each_rank() -> None:
@@ -27,6 +28,20 @@ def test_notes_are_counted(tmp_path: Path) -> None:
     assert (found["restarts"], found["done"], found["repeated"], found["stale"]) == (1, False, 1, 1)
     assert (found["survivors"], found["survivors that name the culprit"], found["launcher named"]) == (1, 1, 1)
     assert len(found["lost"]) == 1 and "gone" in found["lost"][0]
+
+
+def test_a_proof_goes_through_all_launchers_and_counts_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = []
+
+    def run(launcher: str, backend: str, world: int, restarted: int, seconds: float) -> dict[str, object]:
+        jobs.append((launcher, backend))
+        job = dict.fromkeys(("survivors", "survivors that name the culprit", "stale", "repeated", "launcher named"), 1)
+        return job | {"launcher": launcher, "backend": backend, "wanted": 9, "restarts": 8, "done": False}
+
+    monkeypatch.setattr(restarts, "run", run)
+    outcome = restarts.prove(Limits(90))
+    assert len(set(jobs)) == len(jobs) == 10 and (outcome.done, outcome.failed) == (80, 40)
+    assert outcome.counts["two agents, gloo"] == 8 and outcome.counts["survivors"] == 10
 
 
 @pytest.mark.long
