@@ -78,7 +78,7 @@ class SpeedDirective(Directive):
         # Operations without bytes are in the first column.
         first = {op: {sizes[0]: found[0], **found} if 0 in found else found for op, found in by_op.items()}
         rows = [(op, *(found.get(size, "") for size in sizes)) for op, found in first.items()]
-        return [table(("", *map(named, sizes)), rows)]
+        return [table(("operation", *map(named, sizes)), rows)]
 
 
 def column(cell: dict[str, Any]) -> int:

@@ -32,6 +32,7 @@ PowerSGDState.compression_stats PowerSGDState.__getstate__ PowerSGDState.__setst
 ModelAverager.average_parameters PeriodicModelAverager.average_parameters
 HierarchicalModelAverager.average_parameters macros launch_agent Pipe.cuda Pipe.cpu Pipe.to Pipe.forward
 DeferredBatchNorm.forward DeferredBatchNorm.convert_deferred_batch_norm stash pop ProcessGroup Work.is_completed
+Store.set Store.get Store.num_keys Store.set_timeout Store.delete_key Store.wait
 """.split()
 
 

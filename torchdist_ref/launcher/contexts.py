@@ -375,7 +375,8 @@ def start_processes(
 
     Example:
         >>> from torchdist_ref.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-        >>> context = start_processes("powers", pow, {0: (2, 10), 1: (3, 4)}, {0: {}, 1: {}}, DefaultLogsSpecs())
+        >>> args, envs = {0: (2, 10), 1: (3, 4)}, {0: {}, 1: {}}
+        >>> context = start_processes("powers", pow, args, envs, DefaultLogsSpecs())
         >>> context.wait().return_values
         {0: 1024, 1: 81}
     """

@@ -65,14 +65,6 @@ class Store:
         Raises:
             ArgumentError: the time-out is negative.
             ArgumentTypeError: it is not a timedelta.
-
-        >>> from torchdist_ref.stores import HashStore
-        >>> store = HashStore()
-        >>> store.set_timeout(timedelta(seconds=0.01))
-        >>> store.get("missing")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        torchdist_ref.errors.StoreTimeoutError: ...
         """
         timeout_seconds("set_timeout", timeout)
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
@@ -80,19 +72,9 @@ class Store:
     def set(self, key: Text, value: Text) -> None:
         """Store a value under a key, and replace any old one. It is in the store when the call returns.
 
-        Args:
-            key: text or bytes.
-            value: text, which is stored as UTF-8, or bytes.
-
         Raises:
             ArgumentTypeError: key or value is neither text nor bytes.
             DistNetworkError: the server of a TCPStore cannot be reached.
-
-        >>> from torchdist_ref.stores import HashStore
-        >>> store = HashStore()
-        >>> store.set("color", "red")
-        >>> store.get("color")
-        b'red'
         """
         raise self._unsupported("set")
 
@@ -101,12 +83,6 @@ class Store:
 
         Raises:
             StoreTimeoutError: no rank set the key within the store's time-out.
-
-        >>> from torchdist_ref.stores import HashStore
-        >>> store = HashStore()
-        >>> store.set("port", "29500")
-        >>> int(store.get("port"))
-        29500
         """
         raise self._unsupported("get")
 
@@ -116,8 +92,7 @@ class Store:
         Raises:
             ArgumentError: the value of the key is not an integer, or the sum does not fit in 64 bits.
 
-        >>> from torchdist_ref.stores import HashStore
-        >>> store = HashStore()
+        >>> store = dist.HashStore()
         >>> store.add("arrived", 1), store.add("arrived", 2)
         (1, 3)
         """
@@ -137,8 +112,7 @@ class Store:
         Raises:
             ArgumentTypeError: an argument is neither text nor bytes.
 
-        >>> from torchdist_ref.stores import HashStore
-        >>> store = HashStore()
+        >>> store = dist.HashStore()
         >>> store.compare_set("leader", "", "rank 3"), store.compare_set("leader", "", "rank 5")
         (b'rank 3', b'rank 3')
         """
@@ -149,12 +123,6 @@ class Store:
 
         Raises:
             ArgumentTypeError: the key is neither text nor bytes.
-
-        >>> from torchdist_ref.stores import HashStore
-        >>> store = HashStore()
-        >>> store.set("color", "red")
-        >>> store.delete_key("color"), store.delete_key("color")
-        (True, False)
         """
         raise self._unsupported("delete_key")
 
@@ -163,12 +131,6 @@ class Store:
 
         Raises:
             DistNetworkError: the server of a TCPStore cannot be reached.
-
-        >>> from torchdist_ref.stores import HashStore
-        >>> store = HashStore()
-        >>> store.set("color", "red")
-        >>> store.num_keys()
-        1
         """
         raise self._unsupported("num_keys")
 
@@ -185,11 +147,6 @@ class Store:
 
         Raises:
             StoreTimeoutError: keys are still missing; the message lists them.
-
-        >>> from torchdist_ref.stores import HashStore
-        >>> store = HashStore()
-        >>> store.multi_set(["a", "b"], ["1", "2"])
-        >>> store.wait(["a", "b"])
         """
         deadline = self._deadline("wait", timeout)
         key_list("wait", keys)
@@ -259,8 +216,7 @@ class Store:
             QueueEmptyError: the queue is empty and `block` is False.
             StoreTimeoutError: no value was pushed in time.
 
-        >>> from torchdist_ref.stores import HashStore
-        >>> store = HashStore()
+        >>> store = dist.HashStore()
         >>> store.queue_push("jobs", "first")
         >>> store.queue_push("jobs", "second")
         >>> store.queue_pop("jobs"), store.queue_len("jobs")
@@ -314,8 +270,7 @@ class Store:
         Returns:
             Whether the keys were deleted.
 
-        >>> from torchdist_ref.stores import HashStore
-        >>> store = HashStore()
+        >>> store = dist.HashStore()
         >>> store.multi_set(["group/1/address", "group/10/address"], ["a", "b"])
         >>> store.release("group/1", 2), store.release("group/1", 2), store.list_keys()
         (False, True, ['group/10/address'])
