@@ -161,7 +161,7 @@ class Killer:
     def kill(self) -> None:
         self.shared.write(time.monotonic(), self.count, self.named)
         os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        signal.pause()
 
 
 @dataclass
@@ -244,8 +244,8 @@ class Case:
             os.write(sender, f"failed in the preparation: {error!r}"[:4096].encode())
         finally:
             os.close(sender)
-            # The dead rank alone has ended; the others stay until all have reported.
-            time.sleep(HANG_SECONDS)
+            # The dead rank alone has ended; the others stay until all have reported and are killed.
+            signal.pause()
             os._exit(0)
 
     def _survive(self, rank: int, point: int, shared: Shared, number: int) -> tuple[float, float, str, str]:
@@ -261,9 +261,9 @@ class Case:
             self._init(rank, number, TIMEOUT)
             if self.function == "shrink_group":
                 exclude_the_last(rank)
-        ready.add(f"ready/{number}", 1)
-        while ready.add(f"ready/{number}", 0) < WORLD:
-            time.sleep(0.001)
+        if ready.add(f"ready/{number}", 1) == WORLD:
+            ready.set(f"all ready/{number}", b"")
+        ready.wait([f"all ready/{number}"])
         ready.close()
         calls: list[Program] = [FUNCTIONS[self.function]]
         if first:
