@@ -149,7 +149,7 @@ def test_an_agent_that_is_killed_is_noticed_by_its_connection(agents: Agents) ->
     check_ranks(agents.starts(1), (1,), 0)
 
 
-@pytest.mark.parametrize("rank", [0, 2], ids=["of_the_store", "another"])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 2], ids=["of_the_store", "another"])
 def test_a_host_that_freezes_joins_again_when_it_continues(rank: int, agents: Agents) -> None:
     for number in range(3):
         agents.start(number, min=2, max=3, last_call=20.0)
