@@ -37,7 +37,12 @@ KINDS = (
     "_modules/torchdist_ref/algorithms/ddp_comm_hooks/default_hooks.html",
 )
 # Templates with long names, which a phone has to break.
-LONG_NAMES = ("genindex.html", "reference/distributed/backends.html", "reference/ddp_comm_hooks.html")
+LONG_NAMES = (
+    "genindex.html",
+    "py-modindex.html",
+    "reference/distributed/backends.html",
+    "reference/ddp_comm_hooks.html",
+)
 # Pages that only send readers elsewhere, and copies of the theme's templates, are no pages of the site.
 EVERY = tuple(
     str(path.relative_to(SITE)) for path in sorted(SITE.rglob("*.html")) if not path.is_relative_to(SITE / "_static")
