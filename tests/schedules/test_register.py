@@ -1,14 +1,15 @@
 """Algorithms that a program registers: real ranks execute them, and a wrong one is never executed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 import torchdist_ref as dist
 from torchdist_ref.errors import ArgumentError
-from torchdist_ref.schedules import Schedule, algorithms, build, carry, choose, overrides, register, unregister
+from torchdist_ref.schedules import Move, Schedule, algorithms, build, carry, choose, overrides, register, unregister
 from torchdist_ref.testing import fill, run
 
 OWN = [("all_reduce", "pass_and_return"), ("broadcast", "star")]
@@ -70,6 +71,49 @@ def test_a_wrong_algorithm_is_refused_with_the_rank_and_the_slot() -> None:
     message = r"is not an all_reduce of 3 ranks:\n  result: rank 0, data\[0\], at the end: .* more than once"
     with pytest.raises(ArgumentError, match=message):
         build("all_reduce", "pass_and_return", 3)
+
+
+def of_chunks(chunks: int, world: int) -> Schedule:
+    """Return a schedule that is right where slots are equal: its sums are made in a slot of another size."""
+    spare = ("tmp", 1)
+    first = tuple(carry(rank, 0, ("data", 0), reduce=True) for rank in range(1, world))
+    through = (Move(0, 0, ("data", 0), spare), *(Move(0, r, ("data", 0), ("data", 0)) for r in range(1, world)))
+    back = (Move(0, 0, spare, ("data", 0)),)
+    others = [tuple(carry(r, 0, ("data", c), reduce=True) for r in range(1, world)) for c in range(1, chunks)] + [
+        tuple(carry(0, r, ("data", c)) for r in range(1, world)) for c in range(1, chunks)
+    ]
+    return Schedule("through another slot", world, (first, through, back, *others), chunks)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda world: pass_and_return(2), "'world' must be 3, the ranks of the group, got 2"),
+        (lambda world: pass_and_return(5), "'world' must be 3, the ranks of the group, got 5"),
+        (lambda world: Schedule("none", world, (), 0), r"chunks: rank 0, .* expected at least 1 slot, got 0"),
+        (lambda world: Schedule("none", world, (), -1), r"chunks: rank 0, .* expected at least 1 slot, got -1"),
+        (partial(of_chunks, 3), r"size: rank 0, tmp\[1\], round 2: expected a slot of the size of data\[0\]"),
+        (lambda world: None, "a function that returns a Schedule, got None"),
+        (lambda: pass_and_return(3), "'pass_and_return' for all_reduce of 3 ranks cannot be made: .*positional"),
+        (lambda world: Schedule("lazy", world, ((move for move in ()),)), "'rounds' must be tuples of moves"),
+    ],
+    ids=["fewer ranks", "more ranks", "no slot", "negative", "sizes", "nothing", "arguments", "generator"],
+)
+def test_what_is_no_schedule_of_the_group_is_refused(make: Callable[..., Any], message: str) -> None:
+    """Most of these once gave all ranks wrong values without an error."""
+    register("all_reduce", "pass_and_return", make)
+    with pytest.raises(ArgumentError, match=message):
+        build("all_reduce", "pass_and_return", 3)
+
+
+def test_a_gather_without_chunks_is_refused() -> None:
+    right = build("all_gather", "ring", 3)
+    register("all_gather", "mine", lambda world: Schedule("mine", world, right.rounds, 0))
+    try:
+        with pytest.raises(ArgumentError, match="expected at least 1 slot, got 0"):
+            build("all_gather", "mine", 3)
+    finally:
+        unregister("all_gather", "mine")
 
 
 def wrong_call(rank: int) -> str:

@@ -14,7 +14,7 @@ Do not add here: thresholds (`measured`), or reading the environment.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -41,8 +41,9 @@ def operations() -> tuple[str, ...]:
 def register(op: str, algorithm: str, make: Callable[..., Schedule], *, summary: str = "") -> None:
     """Add an algorithm of this program, so that `build`, ``TORCHDIST_REF_ALGORITHM`` and the backend ``ref`` know it.
 
-    The schedule is verified, symbolically and for all ranks at once, whenever it is built for another world: a wrong
-    one is never executed. A name that this program registered before is replaced; groups that exist keep the plans
+    Register before `init_process_group`, where ``TORCHDIST_REF_ALGORITHM`` is read. The schedule is verified,
+    symbolically and for all ranks at once, whenever it is built for another world: a wrong one is never executed. A
+    name that this program registered before is replaced; groups that exist keep the plans
     they made.
 
     Args:
@@ -87,8 +88,20 @@ def unregister(op: str, algorithm: str) -> None:
 def _verified(row: Entry) -> Callable[[int, int, tuple[int, ...]], Schedule]:
     """Return the row's function, which verifies what it makes."""
 
+    def subject(world: int) -> str:
+        return f"registered algorithm {row.algorithm!r} for {row.op} of {world} ranks"
+
     def make_verified(world: int, root: int, hosts: tuple[int, ...]) -> Schedule:
-        schedule = make(row, world, root, hosts)
+        try:
+            schedule: object = make(row, world, root, hosts)
+        except TypeError as error:
+            raise ArgumentError(f"{subject(world)} cannot be made: {error}. See register.") from error
+        if not isinstance(schedule, Schedule):
+            raise ArgumentError(explain(subject(world), "make", "a function that returns a Schedule", schedule))
+        if schedule.world != world:
+            raise ArgumentError(explain(subject(world), "world", f"{world}, the ranks of the group", schedule.world))
+        if not all(isinstance(moves, Sequence) for moves in schedule.rounds):
+            raise ArgumentError(explain(subject(world), "rounds", "tuples of moves", "another iterable"))
         verify(schedule, row.op, root)
         return schedule
 

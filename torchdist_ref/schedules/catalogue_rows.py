@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torchdist_ref.schedules import bruck, direct, halving_doubling, hierarchical, ring, tree
 from torchdist_ref.schedules.schedule import Schedule
@@ -71,7 +72,8 @@ def _takes(op: str, algorithm: str) -> tuple[str, ...]:
 
 def entry_of(op: str, algorithm: str, function: Callable[..., Schedule], summary: str) -> Entry:
     """Return the row of an algorithm of a program: a function of world, and of root for a rooted operation."""
-    source = f"{function.__module__}.{function.__qualname__}"
+    named = function.func if isinstance(function, partial) else function
+    source = f"{named.__module__}.{getattr(named, '__qualname__', type(named).__qualname__)}"
     return Entry(op, algorithm, function, _takes(op, algorithm), summary, "this program", "", source)
 
 

@@ -114,8 +114,11 @@ def _barrier(op: str, world: int, chunks: int, root: int) -> Contract:
     return Contract(lambda r: (SIGNAL,), lambda r: (), lambda r: all_ranks)
 
 
+IN_PLACE = ("all_reduce", "reduce", "broadcast")
+"""Operations on one tensor, whose slots are ``data``."""
+
 _CONTRACTS: dict[str, Callable[[str, int, int, int], Contract]] = {
-    **dict.fromkeys(("all_reduce", "reduce", "broadcast"), _in_place),
+    **dict.fromkeys(IN_PLACE, _in_place),
     **dict.fromkeys(("all_gather", "gather"), _collecting),
     **dict.fromkeys(("scatter", "reduce_scatter"), _distributing),
     "all_to_all": _all_to_all,

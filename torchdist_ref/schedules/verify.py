@@ -9,7 +9,9 @@ A symbol is an expression: contributions of ranks, combined in some order. Three
   gives all ranks the same bits;
 * the **rules** of rounds are checked, by name:
 
+  - *chunks*: the buffer of an operation that moves data has no slot;
   - *rank*: a move names a rank outside the world;
+  - *size*: a move goes between slots of different sizes: where the buffer does not divide evenly, they differ;
   - *writable*: a move writes a slot that the operation does not have on that rank;
   - *unwritten*: a move reads, or reduces into, a slot without a value;
   - *clobber*: in one round a slot is replaced after it was already written (so the same copy twice, too);
@@ -27,7 +29,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torchdist_ref.errors import ArgumentError
-from torchdist_ref.schedules.contract import Contract, Contribution, contract
+from torchdist_ref.schedules.contract import IN_PLACE, Contract, Contribution, contract
 from torchdist_ref.schedules.schedule import Move, Round, Schedule, Slot, slot_name
 
 MAX_SHOWN = 8
@@ -128,11 +130,16 @@ def violations(schedule: Schedule, op: str, root: int = 0) -> Iterator[Violation
     if op == "barrier":
         yield from _notified(schedule)
         return
+    if schedule.chunks < 1:
+        yield Violation("chunks", 0, ("data", 0), "at least 1 slot", str(schedule.chunks))
+        return
     symbols, state = Symbols(), State()
     for rank in range(schedule.world):
         state.update({(rank, slot): symbols.leaf((rank, slot)) for slot in promise.before(rank)})
     writable = {(rank, slot) for rank in range(schedule.world) for slot in promise.writable(rank)}
     for number, moves in enumerate(schedule.rounds, 1):
+        if op in IN_PLACE:
+            yield from _sizes(moves, number, schedule.chunks)
         yield from _round(moves, number, schedule.world, writable, state, symbols)
     yield from _results(promise, schedule.world, state, symbols)
 
@@ -163,6 +170,13 @@ def verify(schedule: Schedule, op: str, root: int = 0) -> None:
         article = "an" if op[0] in "aeiou" else "a"
         head = f"{schedule.name} is not {article} {op} of {schedule.world} ranks:"
         raise ArgumentError("\n".join([head, *lines, *more]))
+
+
+def _sizes(moves: Round, number: int, chunks: int) -> Iterator[Violation]:
+    for move in moves:
+        if (move.read[1] - move.write[1]) % chunks:
+            expected = f"a slot of the size of {slot_name(move.read)}, its index apart by a multiple of {chunks}"
+            yield Violation("size", move.dst, move.write, expected, str(move), number)
 
 
 def _round(
