@@ -19,6 +19,7 @@ from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
+from torchdist_ref.errors import ArgumentError
 from torchdist_ref.testing import RankError, check_hook, fill, run
 
 ALL = HookTraits(only_averages=True, wire_dtype=torch.float16, keeps_buffer=True)
@@ -182,3 +183,32 @@ def test_check_hook_packs_buckets_as_the_traits_permit() -> None:
         check_hook(reads_buffer)
     with pytest.raises(RankError, match="trait keeps_buffer: the value is this rank's gradients; step 0, bucket 0"):
         check_hook(averages)
+
+
+def test_check_hook_notices_lost_fractions_foreign_scales_and_a_missing_division() -> None:
+    """Whole numbers with one maximum, always scaled by 1 / world, once let all three pass."""
+
+    def truncates(state: Any, bucket: Any) -> Any:
+        whole = bucket.buffer().to(torch.int8).float() / dist.get_world_size()
+        return dist.all_reduce(whole, async_op=True).get_future().then(lambda future: future.value()[0])
+
+    def decodes_with_its_own_scale(state: Any, bucket: Any) -> Any:
+        scale = bucket.buffer().abs().max() / 127
+        codes = (bucket.buffer() / scale).round()
+        summed = dist.all_reduce(codes, async_op=True).get_future()
+        return summed.then(lambda future: future.value()[0] * scale / dist.get_world_size())
+
+    @hook_traits(only_averages=True)
+    def never_divides(state: Any, bucket: Any) -> Any:
+        summed = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return summed.then(lambda future: future.value()[0])
+
+    for hook in (truncates, decodes_with_its_own_scale, never_divides):
+        with pytest.raises(RankError, match=r"the value is the average within 0\.05"):
+            check_hook(hook, world_size=3, tolerance=5e-2)
+
+
+@pytest.mark.parametrize("arguments", [{"steps": 0}, {"tolerance": float("inf")}, {"tolerance": 1.0}])
+def test_check_hook_refuses_arguments_with_which_every_hook_passes(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=f"check_hook: argument '{next(iter(arguments))}' must be"):
+        check_hook(allreduce_hook, **arguments)

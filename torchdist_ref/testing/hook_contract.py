@@ -17,6 +17,7 @@ from torch import Tensor
 import torchdist_ref.groups as dist
 from torchdist_ref import torch_private
 from torchdist_ref.algorithms.ddp_comm_hooks import HookTraits, traits_of
+from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.parallel import GradBucket
 from torchdist_ref.parallel.bucket import Packing, split
 from torchdist_ref.testing.filling import fill
@@ -53,6 +54,7 @@ def check_hook(
         alike: Whether all ranks must get the same bits. Default True.
 
     Raises:
+        ArgumentError: With these arguments every hook would pass.
         RankError: The hook violates a clause; the cause names it, with the step and the bucket.
 
     Example:
@@ -61,25 +63,37 @@ def check_hook(
         >>> check_hook(allreduce_hook)
         >>> check_hook(fp16_compress_hook, tolerance=1e-3)
     """
+    if steps < 1:
+        raise ArgumentError(explain("check_hook", "steps", "at least 1", steps))
+    if tolerance is not None and not 0 <= tolerance < 1:
+        expected = "from 0 to less than 1, or None for a hook that does not average"
+        hint = "The norm of the average is 1: a hook that returns zeros would pass."
+        raise ArgumentError(explain("check_hook", "tolerance", expected, tolerance, hint=hint))
     run(_check, world_size, hook, make_state, steps, tolerance, alike, backend=backend, ranks=ranks)
 
 
 def gradients(rank: int, step: int, index: int) -> list[Tensor]:
-    """Return a rank's gradients of a bucket at a step: small whole numbers, so that averages are nearly exact."""
-    return [fill(7 * rank + 3 * step + 11 * index + position, shape) for position, shape in enumerate(BUCKETS[index])]
+    """Return a rank's gradients of a bucket at a step: fractions, of another magnitude on each rank and step.
+
+    Whole numbers with one maximum would hide a hook that rounds, or that decodes with the scale of another rank.
+    """
+    scale = 0.37 * 4.0 ** ((rank + 2 * step) % 3 - 1)
+    first = 7 * rank + 3 * step + 11 * index
+    return [fill(first + position, shape) * scale for position, shape in enumerate(BUCKETS[index])]
 
 
 def _bucket(rank: int, step: int, index: int, traits: HookTraits) -> GradBucket:
     parts = gradients(rank, step, index)
     parameters = [torch.nn.Parameter(torch.ones_like(part)) for part in parts]
     buffer = torch.cat([part.flatten() for part in parts])
-    packing = None if traits == HookTraits() else _packed(buffer, parts, traits)
+    packing = None if traits == HookTraits() else _packed(buffer, parts, traits, index)
     return GradBucket(index, buffer, parts, parameters, index == len(BUCKETS) - 1, packing)
 
 
-def _packed(buffer: Tensor, parts: Sequence[Tensor], traits: HookTraits) -> Packing:
-    """Pack a buffer as DDP may for a hook with these traits: scaled, and in the wire dtype only."""
-    scale = 1 / dist.get_world_size() if traits.only_averages else 1.0
+def _packed(buffer: Tensor, parts: Sequence[Tensor], traits: HookTraits, index: int) -> Packing:
+    """Pack a buffer as DDP may for a hook with these traits: scaled or not, and in the wire dtype only."""
+    # DDP scales where that is exact, so a hook has to read the scale of each bucket.
+    scale = 1 / dist.get_world_size() if traits.only_averages and index != 1 else 1.0
     wire_buffer = cache(lambda dtype: torch.empty(buffer.shape, dtype=dtype))
     if traits.wire_dtype is None:
         buffer.mul_(scale)
