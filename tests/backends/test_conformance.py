@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
+import torch
 from torch import Tensor
 
 import torchdist_ref as dist
 from torchdist_ref.backends import registry
-from torchdist_ref.backends.base import BackendWrapper
+from torchdist_ref.backends.base import BackendWrapper, Membership, flat_operands
 from torchdist_ref.backends.ref import Ref
-from torchdist_ref.calls import AllToAll, Call
+from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Call, Recv, Reduce
+from torchdist_ref.recorder import Recorder
 from torchdist_ref.testing import RankError
 from torchdist_ref.testing.backend_contract import check_backend
-from torchdist_ref.work import Work
+from torchdist_ref.work import Done, Work
 
 
 # Over a second with 3 and 4 ranks: each passes hundreds of messages, and ranks outnumber the cores.
@@ -39,3 +42,56 @@ def test_an_error_of_any_type_names_the_clause(monkeypatch: pytest.MonkeyPatch) 
     dist.Backend.register_backend("partial", lambda m, _: WithoutAllToAll(Ref(m)), extended_api=True)
     with pytest.raises(RankError, match=r"scatters failed on rank \d of 2: NotImplementedError: no all_to_all yet"):
         check_backend("partial", 2)
+
+
+class Wrong(BackendWrapper):
+    """Backend `ref` with one fault, which users would notice."""
+
+    def __init__(self, fault: str, membership: Membership) -> None:
+        super().__init__(Ref(membership))
+        self.name, self.fault = "wrong", fault
+        if fault == "records nothing":
+            self.recorder = Recorder()
+
+    def submit(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
+        plain = torch.float32, torch.int64
+        nothing = {
+            "barrier does nothing": isinstance(call, Barrier),
+            "asynchronous gathers do nothing": isinstance(call, AllGather) and not wait,
+            "uneven exchanges do nothing": isinstance(call, AllToAll) and call.uneven,
+            "other dtypes are not moved": isinstance(call, Broadcast) and outputs[0].dtype not in plain,
+            "columns are not received": isinstance(call, Recv) and not outputs[0].is_contiguous(),
+        }
+        if nothing.get(self.fault, False):
+            return Done(call.op, flat_operands(outputs))
+        if self.fault == "every reduction is a sum" and isinstance(call, Reduce):
+            call = replace(call, reduction="sum")
+        work = self.wrapped.submit(call, inputs, outputs, wait)
+        if self.fault == "an exchange destroys its inputs" and isinstance(call, AllToAll) and wait:
+            for tensor in inputs:
+                tensor.detach().zero_()
+        if self.fault == "no NaN" and isinstance(call, AllReduce):
+            torch.nan_to_num_(outputs[0].detach())
+        return work
+
+
+@pytest.mark.parametrize(
+    ("fault", "clause"),
+    [
+        ("barrier does nothing", "waits_in_barriers"),
+        ("asynchronous gathers do nothing", "completes_every_async_call"),
+        ("uneven exchanges do nothing", "exchanges_uneven_blocks"),
+        ("other dtypes are not moved", "moves_every_dtype"),
+        ("columns are not received", "respects_strides"),
+        ("every reduction is a sum", "reduces_to_any_root"),
+        ("an exchange destroys its inputs", "exchanges_uneven_blocks|moves_every_dtype"),
+        ("no NaN", "moves_every_dtype"),
+        ("records nothing", "separates_groups"),
+    ],
+)
+def test_a_wrong_backend_is_refused(fault: str, clause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(dist.Backend, "WRONG", "wrong", raising=False)
+    dist.Backend.register_backend("wrong", lambda m, _: Wrong(fault, m), extended_api=True)
+    with pytest.raises(RankError, match=f"{clause} failed on rank"):
+        check_backend("wrong", 2)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import torchdist_ref.groups as dist
 from torchdist_ref import torch_private
+from torchdist_ref.groups.world import current
 from torchdist_ref.testing.filling import fill
 from torchdist_ref.testing.running import run
 
@@ -165,13 +166,17 @@ def broadcasts_from_any_root(rank: int, size: int) -> None:
 
 
 def reduces_to_any_root(rank: int, size: int) -> None:
-    """Check that reduce leaves the sum on the root."""
+    """Check that reduce leaves the sum, or the largest values, on the root."""
     for root in range(size):
         for count in (1, 70_001):
             tensor = fill(rank, (count,), torch.int64)
             dist.reduce(tensor, root)
             if rank == root:
                 same(tensor, _sum(size, (count,), torch.int64))
+        tensor = fill(rank + root, (9,))
+        dist.reduce(tensor, root, dist.ReduceOp.MAX)
+        if rank == root:
+            same(tensor, torch.stack([fill(r + root, (9,)) for r in range(size)]).amax(0))
 
 
 def gathers(rank: int, size: int) -> None:
@@ -214,6 +219,63 @@ def reduces_and_scatters(rank: int, size: int) -> None:
         same(output, expected)
         dist.reduce_scatter_tensor(output, torch.cat(inputs) * size, dist.ReduceOp.AVG)
         same(output, expected)
+        dist.reduce_scatter(output, inputs, dist.ReduceOp.MIN)
+        same(output, torch.stack([fill(r + 10 * rank, (count,), torch.float64) for r in range(size)]).amin(0))
+        same(torch.cat(inputs), torch.cat([fill(rank + 10 * b, (count,), torch.float64) for b in range(size)]))
+
+
+def exchanges_uneven_blocks(rank: int, size: int) -> None:
+    """Check blocks of another size for each pair of ranks, some of them empty; inputs keep their values."""
+
+    def block(source: int, target: int) -> Tensor:
+        return fill(10 * source + target, ((3 * source + 5 * target) % 4,))
+
+    blocks = [block(rank, d) for d in range(size)]
+    source, expected = torch.cat(blocks), torch.cat([block(s, rank) for s in range(size)])
+    row = torch.empty_like(expected)
+    received = [len(block(s, rank)) for s in range(size)]
+    dist.all_to_all_single(row, source, received, [len(each) for each in blocks])
+    same(row, expected)
+    same(source, torch.cat(blocks))
+
+
+def moves_every_dtype(rank: int, size: int) -> None:
+    """Check that each call moves the bits of tensors that are neither float32 nor int64, NaN among them."""
+    root = size - 1
+    for dtype in (torch.uint8, torch.bfloat16, torch.float64, torch.bool):
+        own, last = fill(rank, (7,), dtype), fill(root, (7,), dtype)
+        tensor = own.clone()
+        dist.broadcast(tensor, root)
+        same(tensor, last)
+        outputs = [torch.empty_like(own) for _ in range(size)]
+        dist.gather(own, outputs if rank == root else None, root)
+        if rank == root:
+            same(torch.cat(outputs), torch.cat([fill(r, (7,), dtype) for r in range(size)]))
+        blocks = [fill(rank + 3 * d, (7,), dtype) for d in range(size)]
+        dist.scatter(tensor, blocks if rank == root else None, root)
+        same(tensor, fill(root + 3 * rank, (7,), dtype))
+        dist.all_to_all(outputs, blocks)
+        same(torch.cat(outputs), torch.cat([fill(s + 3 * rank, (7,), dtype) for s in range(size)]))
+        same(torch.cat(blocks), torch.cat([fill(rank + 3 * d, (7,), dtype) for d in range(size)]))
+        if size > 1 and rank in (0, root):
+            dist.send(own, root) if rank == 0 else dist.recv(tensor, 0)
+            same(own, fill(rank, (7,), dtype))
+            same(tensor, fill(0, (7,), dtype) if rank == root else tensor)
+    tensor = torch.tensor([1.0, float("nan") if rank == root else 2.0])
+    dist.all_reduce(tensor)
+    assert tensor[0] == size and tensor[1].isnan(), f"a sum with NaN is NaN: {tensor}"
+
+
+def waits_in_barriers(rank: int, size: int) -> None:
+    """Check that no rank leaves a barrier before all have come: they count themselves in the store."""
+    store = current().store
+    assert store is not None
+    for number in range(1, 9):
+        store.add("check_backend/arrived", 1)
+        dist.barrier()
+        arrived = store.add("check_backend/arrived", 0)
+        assert arrived >= number * size, f"barrier {number} ended after {arrived - (number - 1) * size} arrivals"
+        dist.barrier()
 
 
 def completes_async_calls(rank: int, size: int) -> None:
@@ -230,6 +292,40 @@ def completes_async_calls(rank: int, size: int) -> None:
         assert work.get_future().wait()[0] is tensor or work.get_future().wait()[0].data_ptr() == tensor.data_ptr()
 
 
+def completes_every_async_call(rank: int, size: int) -> None:
+    """Check that each call with async_op=True has its result after wait; a receive may come before its send."""
+    peer, source = (rank + 1) % size, (rank - 1) % size
+    copied, summed, greatest = fill(rank, (5,)), torch.empty(3), fill(rank, (4,))
+    row, blocks, scattered = torch.empty(size, 5), torch.empty(size, 2), torch.empty(6)
+    gathered = [torch.empty(5) for _ in range(size)] if rank == 0 else None
+    of_root = [fill(r + 4, (6,)) for r in range(size)] if rank == 0 else None
+    works = [
+        dist.broadcast(copied, size - 1, async_op=True),
+        dist.all_gather_into_tensor(row, fill(rank, (5,)), async_op=True),
+        dist.reduce_scatter_tensor(summed, fill(rank, (size, 3)), async_op=True),
+        dist.all_to_all_single(blocks, fill(rank, (size, 2)), async_op=True),
+        dist.reduce(greatest, 0, dist.ReduceOp.MAX, async_op=True),
+        dist.gather(fill(rank + 1, (5,)), gathered, 0, async_op=True),
+        dist.scatter(scattered, of_root, 0, async_op=True),
+    ]
+    message = torch.empty(8)
+    if size > 1:
+        works += [dist.irecv(message, source, tag=source), dist.isend(fill(rank + 2, (8,)), peer, tag=rank)]
+    works.append(dist.barrier(async_op=True))
+    for work in works:
+        assert work is not None and work.wait() is True
+    same(copied, fill(size - 1, (5,)))
+    same(row, torch.stack([fill(r, (5,)) for r in range(size)]))
+    same(summed, torch.stack([fill(r, (size, 3))[rank] for r in range(size)]).sum(0))
+    same(blocks, torch.stack([fill(r, (size, 2))[rank] for r in range(size)]))
+    same(scattered, fill(rank + 4, (6,)))
+    if rank == 0 and gathered is not None:
+        same(greatest, torch.stack([fill(r, (4,)) for r in range(size)]).amax(0))
+        same(torch.stack(gathered), torch.stack([fill(r + 1, (5,)) for r in range(size)]))
+    if size > 1:
+        same(message, fill(source + 2, (8,)))
+
+
 def respects_strides(rank: int, size: int) -> None:
     """Check that a strided view is reduced and received in place, and that memory outside it is not changed."""
     base = fill(rank, (6, 8))
@@ -243,6 +339,16 @@ def respects_strides(rank: int, size: int) -> None:
     target = fill(50, (4, 4))
     dist.broadcast(target[:, 2], size - 1) if rank else dist.broadcast(target.t()[2], size - 1)
     same(target[:, 0].contiguous(), fill(50, (4, 4))[:, 0].contiguous())
+    columns = fill(60, (5, 2 * size))
+    dist.all_gather([columns[:, 2 * r] for r in range(size)], fill(rank, (5,)))
+    for r in range(size):
+        same(columns[:, 2 * r].contiguous(), fill(r, (5,)))
+        same(columns[:, 2 * r + 1].contiguous(), fill(60, (5, 2 * size))[:, 2 * r + 1].contiguous())
+    if size > 1 and rank == 0:
+        dist.recv(columns[:, 1], 1)
+        same(columns[:, 1].contiguous(), fill(70, (5,)))
+    elif rank == 1:
+        dist.send(fill(70, (5,)), 0)
 
 
 def passes_messages(rank: int, size: int) -> None:
@@ -266,15 +372,19 @@ def _message(rank: int, source: int, target: int, count: int) -> None:
 
 
 def matches_tags_in_any_order(rank: int, size: int) -> None:
-    """Check that a receive matches the message with its tag, after others have arrived."""
+    """Check that a receive matches the message with its tag, and messages with one tag in the order of their sends."""
     if rank == 0 and size > 1:
         works = [dist.isend(fill(tag, (9,)), 1, tag=tag) for tag in (3, 1, 2)]
+        works += [dist.isend(fill(10 + number, (9,)), 1, tag=4) for number in range(3)]
         assert all(work is not None and work.wait() for work in works)
     if rank == 1:
         for tag in (2, 3, 1):
             tensor = torch.empty(9)
             dist.recv(tensor, 0, tag=tag)
             same(tensor, fill(tag, (9,)))
+        for number in range(3):
+            dist.recv(tensor, 0, tag=4)
+            same(tensor, fill(10 + number, (9,)))
 
 
 def separates_groups(rank: int, size: int) -> None:
@@ -286,7 +396,10 @@ def separates_groups(rank: int, size: int) -> None:
         tensor = fill(rank, (11,))
         dist.all_reduce(tensor, group=group)
         same(tensor, torch.stack([fill(r, (11,)) for r in members]).sum(0))
+        tensor = fill(rank + 20, (11,))
         dist.broadcast(tensor, members[-1], group)
+        same(tensor, fill(members[-1] + 20, (11,)))
+        assert [event.call.op for event in group.recorder] == ["all_reduce", "broadcast"], "the recorder has each call"
     of_all = fill(rank, (3,))
     dist.all_reduce(of_all)
     same(of_all, _sum(size, (3,), torch.float32))
@@ -305,7 +418,11 @@ CLAUSES: tuple[Callable[[int, int], None], ...] = (
     gathers,
     scatters,
     reduces_and_scatters,
+    exchanges_uneven_blocks,
+    moves_every_dtype,
+    waits_in_barriers,
     completes_async_calls,
+    completes_every_async_call,
     respects_strides,
     passes_messages,
     matches_tags_in_any_order,
