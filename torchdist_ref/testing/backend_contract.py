@@ -392,7 +392,7 @@ def separates_groups(rank: int, size: int) -> None:
     members = list(range(0, size, 2))
     group = dist.new_group(members)
     if rank in members:
-        assert dist.get_rank(group) == members.index(rank)
+        assert isinstance(group, dist.ProcessGroup) and dist.get_rank(group) == members.index(rank)
         tensor = fill(rank, (11,))
         dist.all_reduce(tensor, group=group)
         same(tensor, torch.stack([fill(r, (11,)) for r in members]).sum(0))
