@@ -133,7 +133,6 @@ def operands_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operands
     return tuple(map(operand_kind, flat_operands(inputs))), tuple(map(operand_kind, flat_operands(outputs)))
 
 
-_nbytes = attrgetter("nbytes")
 Request = tuple[Call, Sequence[Tensor], Sequence[Tensor]]
 """A call, its inputs and its outputs: the arguments of `Backend.submit`."""
 
@@ -182,20 +181,25 @@ def are_apart(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
     tensors = (*read, outputs.tensor) if type(outputs) is RowBlocks else (*read, *outputs)
     try:
         if len(tensors) == 2:
-            # One input and one output: a third of the time of the general case.
+            # One input and one output: half of the time of the general case.
             one, other = tensors
             begin, start = one.data_ptr(), other.data_ptr()
             apart = begin + one.nbytes <= start or start + other.nbytes <= begin
             return apart and one.is_contiguous() and other.is_contiguous()
-        extents = sorted(zip(map(Tensor.data_ptr, tensors), map(_nbytes, tensors), strict=True))
+        extents = []
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                return False
+            extents.append((tensor.data_ptr(), tensor.nbytes))
     except RuntimeError:
         return False
+    extents.sort()
     last = 0
     for begin, nbytes in extents:
         if begin < last:
             return False
         last = begin + nbytes
-    return all(map(Tensor.is_contiguous, tensors))
+    return True
 
 
 def _copied(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -277,14 +277,21 @@ def scatter(
         return None
     check_tensor("scatter", "tensor", tensor)
     root = root_of(found, "scatter", src, group_src, default=0)
-    listed = scatter_list if isinstance(scatter_list, Sequence) else ()
-    if tensor.is_complex() or any(isinstance(item, Tensor) and item.is_complex() for item in listed[:1]):
+    if tensor.is_complex() or (scatter_list is not None and _is_complex(scatter_list)):
         # Other ranks do not know whether the list is complex: the parts of complex numbers are sent.
+        listed = () if scatter_list is None else scatter_list
         check_tensors("scatter", "scatter_list", listed)
         check_one_dtype("scatter", listed, tensor, or_real=True)
         tensor, scatter_list = as_real([tensor])[0], scatter_list and as_real(scatter_list)
     inputs = _root_list("scatter", "scatter_list", scatter_list, tensor, found, root)
     return submit_lists(found, _scatter(root), inputs, (tensor,), async_op)
+
+
+def _is_complex(tensors: Any) -> bool:
+    # Whether a list begins with a complex tensor; other arguments are refused later.
+    if type(tensors) is not list and not isinstance(tensors, Sequence):
+        return False
+    return bool(tensors) and isinstance(tensors[0], Tensor) and tensors[0].is_complex()
 
 
 def _root_list(
@@ -365,10 +372,11 @@ def reduce_scatter(
     found = member_group("reduce_scatter", group)
     if found is None:
         return None
-    check_tensor("reduce_scatter", "output", output)
-    check_tensors("reduce_scatter", "input_list", input_list, found.size())
-    check_one_dtype("reduce_scatter", input_list, output)
-    _check_own("reduce_scatter", "input_list", input_list, output, found, "output")
+    if output is None or not blocks_match(input_list, len(found.members), output):
+        check_tensor("reduce_scatter", "output", output)
+        check_tensors("reduce_scatter", "input_list", input_list, found.size())
+        check_one_dtype("reduce_scatter", input_list, output)
+        _check_own("reduce_scatter", "input_list", input_list, output, found, "output")
     return _submit_reduce_scatter("reduce_scatter", found, input_list, output, op, async_op)
 
 

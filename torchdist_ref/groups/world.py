@@ -158,10 +158,10 @@ class ProcessGroup(CallsFromTorch):
             ArgumentError: The rank is not in the group.
         """
         # A float that equals a rank would be found in the table.
-        found = self._group_ranks.get(rank) if type(rank) is int else None
-        number = as_integer(rank) if found is None else rank
-        if found is None and number is not None:
-            found = self._group_ranks.get(number)
+        if type(rank) is int and rank in self._group_ranks:
+            return self._group_ranks[rank]
+        number = as_integer(rank)
+        found = None if number is None else self._group_ranks.get(number)
         if found is None:
             kind = "a global rank" if number is not None else "an int, a global rank"
             expected = f"{kind} in the group, one of {list(self.members)}"

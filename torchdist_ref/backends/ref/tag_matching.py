@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import monotonic, perf_counter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from torchdist_ref.errors import (
     RankStalledError,
     on_rank,
 )
-from torchdist_ref.recorder import END, Entry, Recorder
+from torchdist_ref.recorder import END, Entry, Operands, Recorder
 from torchdist_ref.timeouts import CHECK_SECONDS
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.mailbox import Mailbox
@@ -45,15 +45,22 @@ _DONE = Done()
 POINT_TO_POINT: Number = (-1, 0)
 
 
-def record_of(tensor: Tensor) -> Announcement:
-    """Return what sender and receiver must agree on: dtype and number of elements."""
-    return _record(tensor.dtype, tensor.numel())
+class MessageKind(NamedTuple):
+    """Kind of message: what sender and receiver must agree on (dtype and number of elements), and its operands."""
+
+    record: Announcement
+    operands: Operands
 
 
 @lru_cache(maxsize=256)
-def _record(dtype: torch.dtype, count: int) -> Announcement:
-    text = f"a message of {count} x {str(dtype).removeprefix('torch.')}"
-    return Announcement(fingerprint(text), text.encode())
+def _kind_of(dtype: torch.dtype, shape: torch.Size) -> MessageKind:
+    text = f"a message of {shape.numel()} x {str(dtype).removeprefix('torch.')}"
+    return MessageKind(Announcement(fingerprint(text), text.encode()), (((dtype, shape),), ()))
+
+
+def record_of(tensor: Tensor) -> Announcement:
+    """Return what sender and receiver of a message must agree on."""
+    return _kind_of(tensor.dtype, tensor.shape).record
 
 
 class PostedReceive:
@@ -117,11 +124,11 @@ class Sender:
         self._mailboxes = ByRank(lambda peer: (Mailbox(link, link.rank, peer), threading.Lock()))
         self.queues = {peer: WorkerThread(f"{link.name} to {peer}") for peer in link.peers}
 
-    def send(self, call: Send, tensor: Tensor) -> None:
+    def send(self, record: Announcement, call: Send, tensor: Tensor) -> None:
         """Deliver a message now. Raises what the mailbox raises; a half-sent message ends the pair."""
         mailbox, one_at_a_time = self._mailboxes[call.dst]
         with one_at_a_time:
-            mailbox.send(call.tag, record_of(tensor), tensor)
+            mailbox.send(call.tag, record, tensor)
 
 
 class Receiver:
@@ -195,7 +202,7 @@ class Receiver:
         receive.tensor.view(-1).copy_(message.data.view(receive.tensor.dtype))
         receive.end(source)
 
-    def take_at_once(self, call: Recv, tensor: Tensor) -> bool:
+    def take_at_once(self, record: Announcement, call: Recv, tensor: Tensor) -> bool:
         """Receive without posting, if both queues are empty and the message arrives while this thread spins.
 
         Raises:
@@ -212,7 +219,7 @@ class Receiver:
                 if not (mailbox.message.acquire(False) or self._link.spin(mailbox.message)):
                     return False
                 if mailbox.peek()[0] == call.tag:
-                    self._take(mailbox, call, tensor)
+                    self._take(mailbox, record, call, tensor)
                     # Rings would pile up. This one may be for another sender, but nobody waits for that: a thread that
                     # comes to wait looks at all offers first. Where one waits, no ring may be taken here.
                     self._doorbell.acquire(False)
@@ -222,9 +229,8 @@ class Receiver:
         finally:
             self._taking.release()
 
-    def _take(self, box: Mailbox, call: Recv, tensor: Tensor) -> None:
+    def _take(self, box: Mailbox, record: Announcement, call: Recv, tensor: Tensor) -> None:
         """Receive the message at the head, which is for this call."""
-        record = record_of(tensor)
         if box.peek()[1] == record.fingerprint:
             box.receive(tensor, "recv")
             return
@@ -290,7 +296,7 @@ class Receiver:
 
     def _receive(self, receive: PostedReceive, box: Mailbox) -> None:
         try:
-            self._take(box, receive.call, receive.tensor)
+            self._take(box, receive.record, receive.call, receive.tensor)
         except DistError as error:
             receive.end(box.source, error)
         except BaseException as error:
@@ -367,12 +373,13 @@ class Messages:
         if call.dst == self._rank:
             self._receiver.send_to_self(call.tag, tensor)
             return Done("send", [])
-        queue = self._sender.queues[call.dst]
+        queue, kind = self._sender.queues[call.dst], _kind_of(tensor.dtype, tensor.shape)
         if wait and queue.idle:
-            self._timed(call, tensor, self._sender.send, call, tensor)
+            self._timed(kind, call, self._sender.send, kind.record, call, tensor)
             return _DONE
         work = self._make_work(call.op, [], POINT_TO_POINT)
-        queue.put(lambda: settle(work, partial(self._timed, call, tensor, self._sender.send, call, tensor)))
+        run = partial(self._timed, kind, call, self._sender.send, kind.record, call, tensor)
+        queue.put(lambda: settle(work, run))
         if wait:
             work.wait()
         return work
@@ -380,21 +387,21 @@ class Messages:
     def receive(self, call: Recv, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
         """Start a receive; see `Backend.submit`."""
         (tensor,) = outputs
-        buffer = receive_buffer(tensor, call)
+        buffer, kind = receive_buffer(tensor, call), _kind_of(tensor.dtype, tensor.shape)
         if wait:
-            return self._timed(call, tensor, self._receive_now, call, buffer, tensor)
+            return self._timed(kind, call, self._receive_now, kind.record, call, buffer, tensor)
         receive, on_side_streams = self._post(call, buffer), side_streams((tensor,))
         work = self._make_work(call.op, [tensor], POINT_TO_POINT)
 
         def finish() -> None:
             with on_side_streams():
-                work.source = self._timed(call, tensor, self._finish, receive, tensor)
+                work.source = self._timed(kind, call, self._finish, receive, tensor)
 
         self._receives.put(lambda: settle(work, finish))
         return work
 
-    def _receive_now(self, call: Recv, buffer: Tensor, tensor: Tensor) -> Work:
-        if buffer is tensor and self._receiver.take_at_once(call, tensor):
+    def _receive_now(self, record: Announcement, call: Recv, buffer: Tensor, tensor: Tensor) -> Work:
+        if buffer is tensor and self._receiver.take_at_once(record, call, tensor):
             return self._received[call.src]
         receive = self._post(call, buffer)
         if call.src == self._rank:
@@ -412,8 +419,8 @@ class Messages:
             copy_back(receive.tensor, tensor)
         return receive.source
 
-    def _timed(self, call: Call, tensor: Tensor, act: Callable[..., T], *arguments: Any) -> T:
-        entry: Entry = [POINT_TO_POINT, call, (((tensor.dtype, tensor.shape),), ()), perf_counter(), 0.0, ""]
+    def _timed(self, kind: MessageKind, call: Call, act: Callable[..., T], *arguments: Any) -> T:
+        entry: Entry = [POINT_TO_POINT, call, kind.operands, perf_counter(), 0.0, ""]
         self._recorder.record(entry)
         try:
             result = act(*arguments)
