@@ -324,6 +324,18 @@ class Backend(ABC):
             DistBackendError: With `wait`, the error of the call.
         """
 
+    def submit_repeated(
+        self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool
+    ) -> Work | None:
+        """Start a call of lists if its operands need no check, as one of their kinds and addresses has passed it.
+
+        Checks of lists take as long as the rest of a small call, so public functions ask this first.
+
+        Returns:
+            As `submit`; None if the operands may be invalid. Nothing was started then.
+        """
+        return None
+
     def empty(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a new CPU tensor, in registered memory if this backend has such."""
         return torch.empty(size, dtype=dtype)

@@ -77,6 +77,10 @@ def all_to_all(
     found = member_group("all_to_all", group)
     if found is None:
         return None
+    if type(output_tensor_list) is list and type(input_tensor_list) is list:
+        work = found.backend.submit_repeated(_EVEN, input_tensor_list, output_tensor_list, not async_op)
+        if work is not None:
+            return work if async_op else None
     size, why = found.size(), "as input_tensor_list[0] has; all_to_all_single takes unequal ones"
     mixed = check_blocks("all_to_all", "input_tensor_list", input_tensor_list, size, why, or_real=True)
     first = input_tensor_list[0]
@@ -138,6 +142,10 @@ def all_to_all_single(
     found = member_group(operation, group)
     if found is None:
         return None
+    if not output_split_sizes and not input_split_sizes:
+        repeated = found.backend.submit_repeated(_EVEN, (input,), (output,), not async_op)
+        if repeated is not None:
+            return repeated if async_op else None
     check_tensor(operation, "output", output)
     check_tensor(operation, "input", input)
     check_writable(operation, "output", output)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchdist_ref.calls import AllGather, Gather, Scatter
+from torchdist_ref.calls import AllGather, Gather, ReduceScatter, Scatter
 from torchdist_ref.errors import ArgumentError, on_rank
 from torchdist_ref.groups.arguments import (
     REDUCE_SCATTER,
@@ -83,6 +83,10 @@ def all_gather(
     found = member_group("all_gather", group)
     if found is None:
         return None
+    if type(tensor_list) is list:
+        work = found.backend.submit_repeated(_ALL_GATHER, (tensor,), tensor_list, not async_op)
+        if work is not None:
+            return work if async_op else None
     if tensor is None or not blocks_match(tensor_list, len(found.members), tensor):
         check_tensors("all_gather", "tensor_list", tensor_list, found.size())
         check_tensor("all_gather", "tensor", tensor)
@@ -161,6 +165,9 @@ def all_gather_single(
 
 
 def _gather_blocks(operation: str, output: Tensor, input: Tensor, group: ProcessGroup, async_op: bool) -> Work | None:
+    work = group.backend.submit_repeated(_ALL_GATHER, (input,), (output,), not async_op)
+    if work is not None:
+        return work if async_op else None
     check_tensor(operation, "output_tensor", output)
     check_tensor(operation, "input_tensor", input)
     if output.dtype is not input.dtype:
@@ -220,8 +227,12 @@ def gather(
     found = member_group("gather", group)
     if found is None:
         return None
-    check_tensor("gather", "tensor", tensor)
     root = root_of(found, "gather", dst, group_dst, "dst", default=0)
+    if type(gather_list) is list:
+        work = found.backend.submit_repeated(_gather(root), (tensor,), gather_list, not async_op)
+        if work is not None:
+            return work if async_op else None
+    check_tensor("gather", "tensor", tensor)
     outputs = _root_list("gather", "gather_list", gather_list, tensor, found, root)
     return submit_lists(found, _gather(root), (tensor,), outputs, async_op)
 
@@ -277,6 +288,10 @@ def scatter(
         return None
     check_tensor("scatter", "tensor", tensor)
     root = root_of(found, "scatter", src, group_src, default=0)
+    if type(scatter_list) is list and not tensor.is_complex():
+        work = found.backend.submit_repeated(_scatter(root), scatter_list, (tensor,), not async_op)
+        if work is not None:
+            return work if async_op else None
     if tensor.is_complex() or (scatter_list is not None and _is_complex(scatter_list)):
         # Other ranks do not know whether the list is complex: the parts of complex numbers are sent.
         listed = () if scatter_list is None else scatter_list
@@ -372,12 +387,17 @@ def reduce_scatter(
     found = member_group("reduce_scatter", group)
     if found is None:
         return None
+    call = REDUCE_SCATTER[reduction_name(op, "reduce_scatter")]
+    if type(input_list) is list and call.reduction != "premul_sum":
+        work = found.backend.submit_repeated(call, input_list, (output,), not async_op)
+        if work is not None:
+            return work if async_op else None
     if output is None or not blocks_match(input_list, len(found.members), output):
         check_tensor("reduce_scatter", "output", output)
         check_tensors("reduce_scatter", "input_list", input_list, found.size())
         check_one_dtype("reduce_scatter", input_list, output)
         _check_own("reduce_scatter", "input_list", input_list, output, found, "output")
-    return _submit_reduce_scatter("reduce_scatter", found, input_list, output, op, async_op)
+    return _submit_reduce_scatter("reduce_scatter", found, call, input_list, output, op, async_op)
 
 
 def reduce_scatter_tensor(
@@ -458,6 +478,11 @@ def reduce_scatter_single(
 def _reduce_scatter_blocks(
     operation: str, output: Tensor, input: Tensor, op: Any, group: ProcessGroup, async_op: bool
 ) -> Work | None:
+    call = REDUCE_SCATTER[reduction_name(op, operation)]
+    if call.reduction != "premul_sum":
+        work = group.backend.submit_repeated(call, (input,), (output,), not async_op)
+        if work is not None:
+            return work if async_op else None
     check_tensor(operation, "output", output)
     check_tensor(operation, "input", input)
     if output.dtype is not input.dtype:
@@ -465,13 +490,18 @@ def _reduce_scatter_blocks(
     if input.numel() != (count := output.numel() * len(group.members)):
         check_elements(operation, "input", input, count, "world size times the output")
     blocks = blocks_of(operation, "input", input, group)
-    return _submit_reduce_scatter(operation, group, blocks, output, op, async_op)
+    return _submit_reduce_scatter(operation, group, call, blocks, output, op, async_op)
 
 
 def _submit_reduce_scatter(
-    operation: str, group: ProcessGroup, inputs: Sequence[Tensor], output: Tensor, op: Any, async_op: bool
+    operation: str,
+    group: ProcessGroup,
+    call: ReduceScatter,
+    inputs: Sequence[Tensor],
+    output: Tensor,
+    op: Any,
+    async_op: bool,
 ) -> Work | None:
-    call = REDUCE_SCATTER[reduction_name(op, operation)]
     if call.reduction == "premul_sum":
         inputs = [premultiplied(operation, tensor, op) for tensor in inputs]
     return submit_lists(group, call, inputs, (output,), async_op, operation)

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import Backend, Membership, RowBlocks, is_profiling, operands_of, run_in_range
+from torchdist_ref.backends.base import (
+    Backend,
+    Membership,
+    RowBlocks,
+    are_apart,
+    is_profiling,
+    operands_of,
+    run_in_range,
+)
 from torchdist_ref.backends.ref.fast import executor_for
 from torchdist_ref.backends.ref.plan import IN_PLACE, Plan, Planner
 from torchdist_ref.backends.ref.staging import contiguous, copy_back, side_streams
@@ -40,6 +48,8 @@ Planned = tuple[Plan, Any]
 
 # Programs repeat a few kinds of calls. One that keeps inventing shapes (objects of all sizes) must not fill the memory.
 MOST_PLANS = 1024
+# Sets of operands that a plan remembers as apart. Programs call again and again with the same ones.
+MOST_ADDRESSES = 64
 _DONE = Done()
 # Operations whose operands are their outputs: those that work in place, and that without operands.
 _OUTPUTS_ONLY = IN_PLACE | {"barrier"}
@@ -76,10 +86,7 @@ class Ref(Backend):
         self.plans: dict[Any, Planned] = {}
 
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool, *, profiled: bool = False) -> Work:
-        """See `Backend.submit`; a call that is `profiled` has its profiler range already.
-
-        This is one function, since a small call takes as long as its functions of Python.
-        """
+        """See `Backend.submit`; a call that is `profiled` has its profiler range already."""
         if is_profiling() and not profiled:
             return run_in_range(self, call, wait, partial(self.submit, call, inputs, outputs, wait, profiled=True))
         if self.link.broken is not None:
@@ -103,6 +110,31 @@ class Ref(Backend):
         planned = self.plans.get(key)
         if planned is None:
             planned = self._plan(key, call, tensors, len(tensors) - len(written), (inputs, outputs))
+        return self._start(planned, call, tensors, written, wait)
+
+    def submit_repeated(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work | None:
+        """See `Backend.submit_repeated`. The lists of a plan have passed the checks once."""
+        if self.link.broken is not None or is_profiling():
+            return None
+        tensors = (*inputs, *outputs)
+        try:
+            planned = self.plans.get((call, len(outputs), *map(_kind, tensors)))
+            if planned is None or not all(map(planned[0].is_flat, tensors)):
+                return None
+            addresses, apart = (*map(Tensor.data_ptr, tensors),), planned[0].apart
+        except (AttributeError, RuntimeError):
+            # Other objects than tensors, or tensors without memory.
+            return None
+        if addresses not in apart:
+            if not are_apart(inputs, outputs):
+                return None
+            if len(apart) >= MOST_ADDRESSES:
+                apart.clear()
+            apart.add(addresses)
+        return self._start(planned, call, tensors, outputs, wait)
+
+    def _start(self, planned: Planned, call: Call, tensors: Tensors, written: Tensors, wait: bool) -> Work:
+        """Run a planned call now if no other call is ahead of it, else on the progress thread."""
         number, order = self._numbers.next(), self._order
         entry: Entry = [number, call, planned[0].operands, 0.0, 0.0, ""]
         self.recorder.record(entry)

@@ -136,6 +136,11 @@ class Plan:
     requires_grad: bool = False
 
     @cached_property
+    def apart(self) -> set[tuple[int, ...]]:
+        """Addresses of operands of this plan's kind that were found to share no memory."""
+        return set()
+
+    @cached_property
     def text(self) -> str:
         """The call in words, for messages."""
         return self.record.text.decode(errors="replace")
