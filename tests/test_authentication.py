@@ -184,6 +184,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
 @as_root
 def test_another_user_gets_no_key_and_gives_none() -> None:
     server = KeyServer(3)
+    server.serve()
     assert receive_key(server.name, 5.0) == server.key
     assert "AuthenticationError" in in_child_as(NOBODY, lambda: receive_key(server.name, 5.0))
 
@@ -223,11 +224,13 @@ def test_a_key_of_another_user_is_refused() -> None:
 
 def test_the_key_server_ends_when_all_ranks_have_the_key() -> None:
     server = KeyServer(2)
+    server.serve()
     assert receive_key(server.name, 5.0) == receive_key(server.name, 5.0) == server.key
     child = os.fork()
     if child == 0:
         os._exit(0 if receive_key(server.name, 5.0) else 1)
     assert os.waitpid(child, 0)[1] == 0
+    assert server.thread is not None
     server.thread.join(5.0)
     assert not server.thread.is_alive()
     with pytest.raises(ConnectionRefusedError):
@@ -242,6 +245,7 @@ def test_only_sockets_of_this_library_are_contacted() -> None:
 
 def test_a_forked_child_neither_serves_nor_ends_the_key_server() -> None:
     server = KeyServer(2)
+    server.serve()
     child = os.fork()
     if child == 0:
         os._exit(0 if server._socket.fileno() == -1 else 1)
@@ -265,7 +269,7 @@ def test_a_process_that_announces_itself_in_the_store_does_not_become_a_rank(hos
 
 
 def greet_and_announce(store: TCPStore, host: bytes) -> None:
-    nonce, _, size, *_ = store.get("worlds/round").decode().split("|")
+    nonce, _, size, *_ = store.get("world/round").decode().split("|")
     for prefix in ("", "sealed/", f"world/{nonce}/sealed/"):
         store.set(f"{prefix}group/0/link/endpoint/1", host + b"|1|")
     store.set(f"world/{nonce}/present/1", host + f"|1|{size}|0123".encode())

@@ -7,35 +7,37 @@ from typing import Any
 import pytest
 
 from torchdist_ref.errors import DistNetworkError
-from torchdist_ref.liveness import MemberWatch
-from torchdist_ref.stores import HashStore, PrefixStore
+from torchdist_ref.groups.meeting import Meeting
+from torchdist_ref.stores import HashStore
 
 
 class StoreThatLeaves(HashStore):
-    """Store whose server takes one request to act on a disconnect, and ends with its rank before the second."""
+    """Store whose server ends with its rank when the ranks have met."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.requests: list[str] = []
+        self.requests: list[tuple[str, str]] = []
+
+    def wait_get(self, *arguments: Any) -> list[bytes]:
+        key, value = arguments[3]
+        self.requests.append((key.rpartition("/")[2], str(value)))
+        return super().wait_get(*arguments)
 
     def set_on_disconnect(self, key: Any, value: Any, now: Any = None) -> bool:
-        self.requests.append(str(value))
-        if len(self.requests) > 1:
-            raise DistNetworkError("the server is gone")
-        return True
+        self.requests.append((key.rpartition("/")[2], str(value)))
+        raise DistNetworkError("the server is gone")
 
 
 def test_a_complete_group_does_not_need_the_store_any_more() -> None:
     store = StoreThatLeaves()
-    watch = MemberWatch(PrefixStore("meeting", store), 1, (0, 1), "init_process_group", lambda ranks, description: None)
-    with watch.published_on_disconnect():
-        assert len(store.requests) == 1 and "has ended, or lost its connection" in store.requests[0]
-    assert store.requests[1:] == [""]
+    with Meeting(store, 0, 1).watched(5.0):
+        [(key, text)] = store.requests
+        assert key == "failure" and "has ended, or lost its connection" in text
+    assert store.requests[1:] == [("failure", "")]
 
 
 def test_an_error_in_the_block_leaves_the_request_in_place() -> None:
     store = StoreThatLeaves()
-    watch = MemberWatch(PrefixStore("meeting", store), 1, (0, 1), "init_process_group", lambda ranks, description: None)
-    with pytest.raises(ValueError, match="in the block"), watch.published_on_disconnect():
+    with pytest.raises(ValueError, match="in the block"), Meeting(store, 0, 1).watched(5.0):
         raise ValueError("in the block")
     assert len(store.requests) == 1

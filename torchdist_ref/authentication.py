@@ -33,9 +33,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from torchdist_ref.errors import AuthenticationError, RankStalledError, StoreTimeoutError
 from torchdist_ref.job_environment import ranks_on_this_host
@@ -51,6 +53,8 @@ _PUBLIC_KEY = bytes(KEY_BYTES)
 _SOCKET_NAME = re.compile(r"torchdist_ref/[0-9a-f]{32}")
 _BACKLOG = 4096
 _RETRY_SECONDS = 0.05
+_SERVE_SECONDS = 0.01
+"""Time that rank 0 serves the session key before it goes on; ranks that come later get the key from a thread."""
 _CREDENTIALS = struct.Struct("3i")
 CURES = (
     f"Put the same secret of at least {MIN_SECRET_BYTES} bytes into a file on every host and name it in {SECRET_FILE}, "
@@ -74,18 +78,147 @@ def authenticate(store: Store, rank: int, size: int, timeout: float, on_close: l
         AuthenticationError: The other side does not belong to this job, or the ranks are configured differently.
         RankStalledError: A rank did not publish in time what the others need.
     """
-    if trusts_network():
-        if rank == 0:
-            store.set(_entry(0), _Entry.NONE)
-        return SealedStore(store, _PUBLIC_KEY, authenticated=False)
-    if secret := job_secret():
-        return SealedStore(store, _key_from_secret(store, secret, rank, size, timeout))
-    if size == 1:
-        return SealedStore(store, secrets.token_bytes(KEY_BYTES))
-    if isinstance(inner := innermost(store), HashStore):
-        # Its users share the memory of this process.
-        return SealedStore(store, inner.session_key)
-    return _authenticate_by_user(store, rank, size, timeout, on_close)
+    agreement = KeyAgreement(store, rank, size, on_close)
+    for key, value in agreement.own.items():
+        store.set(key, value)
+    return agreement.complete(store, timeout)
+
+
+class KeyAgreement:
+    """One rank's part in the agreement on a session key.
+
+    Ranks that meet set and read the entries with the requests of that. An error waits for `complete`, by which the
+    other ranks can learn of it.
+
+    Args:
+        store: Store that all ranks share, and that anybody may write.
+        rank: This rank.
+        size: Number of ranks.
+        on_close: As for `authenticate`.
+
+    Attributes:
+        own: Keys and values that this rank has to set before `complete`.
+        awaited: Keys of the entries that `complete` needs.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, on_close: list[Callable[[], None]]) -> None:
+        self._rank, self._size = rank, size
+        self.own: dict[str, bytes] = {}
+        self.awaited: list[str] = []
+        self._complete: Callable[[Store, float, Sequence[bytes] | None], SealedStore]
+        try:
+            self._prepare(store, on_close)
+        except AuthenticationError as error:
+            self._complete = partial(_fail, error)
+
+    def complete(self, store: Store, timeout: float, entries: Sequence[bytes] | None = None) -> SealedStore:
+        """Return the store with sealed values.
+
+        Args:
+            store: Store with the entries, which may be a part of the one that was given.
+            timeout: Longest duration of a wait in seconds.
+            entries: Values of the awaited keys if all ranks have met; None if some may come later.
+
+        Raises:
+            AuthenticationError: As `authenticate`.
+            RankStalledError: As `authenticate`.
+        """
+        return self._complete(store, timeout, entries)
+
+    def _prepare(self, store: Store, on_close: list[Callable[[], None]]) -> None:
+        rank, size = self._rank, self._size
+        if trusts_network():
+            self.own = {_entry(0): _Entry.NONE} if rank == 0 else {}
+            self._complete = lambda store, *_: SealedStore(store, _PUBLIC_KEY, authenticated=False)
+        elif secret := job_secret():
+            self._prepare_secret(secret)
+        elif size == 1:
+            self._complete = lambda store, *_: SealedStore(store, secrets.token_bytes(KEY_BYTES))
+        elif isinstance(inner := innermost(store), HashStore):
+            # Its users share the memory of this process.
+            self._complete = lambda store, *_: SealedStore(store, inner.session_key)
+        else:
+            self._prepare_user(store, on_close)
+
+    def _read(
+        self, store: Store, timeout: float, kind: bytes, entries: Sequence[bytes] | None = None
+    ) -> list[list[bytes]]:
+        """Return the words of the awaited entries, which have to be of one kind."""
+        if entries is None:
+            entries = _read_entries(store, self.awaited, self._size, self._rank, timeout)
+        found = [bytes(entry).split() or [b""] for entry in entries]
+        _require(found, kind, self._rank)
+        return found
+
+    # Token
+
+    def _prepare_secret(self, secret: bytes) -> None:
+        if not os.environ.get(SECRET_FILE):
+            # The launcher's token is new for each attempt, so the key is too.
+            key = hmac.digest(secret, b"session", "sha256")
+            self._complete = lambda store, *_: SealedStore(store, key)
+            return
+        self.own = {_entry(self._rank): b"%b %b" % (_Entry.SECRET, secrets.token_hex(KEY_BYTES).encode())}
+        self.awaited = [_entry(each) for each in range(self._size)]
+        self._complete = partial(self._complete_secret, secret)
+
+    def _complete_secret(
+        self, secret: bytes, store: Store, timeout: float, entries: Sequence[bytes] | None
+    ) -> SealedStore:
+        found = self._read(store, timeout, _Entry.SECRET, entries)
+        text = b"session " + b" ".join(b"/".join(entry) for entry in found)
+        return SealedStore(store, hmac.digest(secret, text, "sha256"))
+
+    # User
+
+    def _prepare_user(self, store: Store, on_close: list[Callable[[], None]]) -> None:
+        rank, network = self._rank, _network().encode()
+        own, server = [_Entry.USER, network], None
+        if rank == 0 and _has_credentials():
+            server = KeyServer(self._size - 1)
+            on_close.append(server.close)
+            own.append(server.name.encode())
+        known = _all_on_this_host(store, self._size)
+        if rank == 0 or not known:
+            self.own = {_entry(rank): b" ".join(own)}
+        self.awaited = [_entry(each) for each in range(self._size if not known else min(rank, 1))]
+        self._complete = partial(self._complete_user, server, None if known else network)
+
+    def _complete_user(
+        self,
+        server: KeyServer | None,
+        network: bytes | None,
+        store: Store,
+        timeout: float,
+        entries: Sequence[bytes] | None,
+    ) -> SealedStore:
+        """Serve the key or receive it; `network` is None if all ranks are known to be on this host."""
+        deadline, have_met = Deadline(timeout), entries is not None
+        while True:
+            found = self._read(store, deadline.remaining(), _Entry.USER, entries)
+            elsewhere = network is not None and any(entry[1:2] != [network] for entry in found)
+            if elsewhere or not _has_credentials():
+                return _open_session(store, self._rank)
+            if server is not None:
+                server.serve(_SERVE_SECONDS if have_met else 0.0)
+                return SealedStore(store, server.key)
+            try:
+                return SealedStore(store, receive_key(found[0][-1].decode(), deadline.remaining()))
+            except (ConnectionRefusedError, ConnectionResetError) as error:
+                # Rank 0 died, or the entry is that of an earlier run or of another attempt; rank 0 then replaces it.
+                if isinstance(store, WatchedStore):
+                    store.raise_failure()
+                if deadline.passed():
+                    raise AuthenticationError(
+                        f"init_process_group: rank 0 does not serve the session key on this host ({error}). Another "
+                        f"program may write to the store, or the ranks are on several hosts. {CURES}"
+                    ) from error
+                time.sleep(_RETRY_SECONDS)
+                entries = None
+
+
+def _fail(error: AuthenticationError, *_: Any) -> SealedStore:
+    raise error
 
 
 # Entries: what each rank publishes in the store before there is a key. None of them is believed.
@@ -103,17 +236,17 @@ def _entry(rank: int) -> str:
     return f"authentication/{rank}"
 
 
-def _read_entries(store: Store, ranks: range, size: int, rank: int, timeout: float) -> list[list[bytes]]:
-    keys = [_entry(each) for each in ranks]
+def _read_entries(store: Store, keys: list[str], size: int, rank: int, timeout: float) -> list[bytes]:
+    if not keys:
+        return []
     try:
-        values = store.wait_get(keys, timedelta(seconds=timeout))
+        return store.wait_get(keys, timedelta(seconds=timeout))
     except StoreTimeoutError as error:
-        absent = ", ".join(str(each) for each in ranks if not store.check([_entry(each)]))
+        absent = ", ".join(key.rpartition("/")[2] for key in keys if not store.check([key]))
         raise RankStalledError(
             f"init_process_group or new_group on rank {rank}: group ranks {absent} of {size} did not join in time. "
             f"Every member has to create the group."
         ) from error
-    return [bytes(value).split() or [b""] for value in values]
 
 
 def _require(entries: list[list[bytes]], kind: bytes, rank: int) -> None:
@@ -161,52 +294,7 @@ def new_secret() -> str:
     return secrets.token_hex(KEY_BYTES)
 
 
-def _key_from_secret(store: Store, secret: bytes, rank: int, size: int, timeout: float) -> bytes:
-    if not os.environ.get(SECRET_FILE):
-        # The launcher's token is new for each attempt, so the key is too.
-        return hmac.digest(secret, b"session", "sha256")
-    store.set(_entry(rank), b"%b %b" % (_Entry.SECRET, secrets.token_hex(KEY_BYTES).encode()))
-    entries = _read_entries(store, range(size), size, rank, timeout)
-    _require(entries, _Entry.SECRET, rank)
-    return hmac.digest(secret, b"session " + b" ".join(b"/".join(entry) for entry in entries), "sha256")
-
-
 # User
-
-
-def _authenticate_by_user(
-    store: Store, rank: int, size: int, timeout: float, on_close: list[Callable[[], None]]
-) -> SealedStore:
-    known, network = _all_on_this_host(store, size), _network().encode()
-    own = [_Entry.USER, network]
-    if rank == 0 and _has_credentials():
-        server = KeyServer(size - 1)
-        on_close.append(server.close)
-        own.append(server.name.encode())
-    if rank == 0 or not known:
-        store.set(_entry(rank), b" ".join(own))
-    if rank == 0 and known:
-        return SealedStore(store, server.key) if _has_credentials() else _open_session(store, rank)
-    deadline = Deadline(timeout)
-    while True:
-        entries = _read_entries(store, range(1 if known else size), size, rank, deadline.remaining())
-        _require(entries, _Entry.USER, rank)
-        if not _has_credentials() or (not known and any(entry[1:2] != [network] for entry in entries)):
-            return _open_session(store, rank)
-        if rank == 0:
-            return SealedStore(store, server.key)
-        try:
-            return SealedStore(store, receive_key(entries[0][-1].decode(), deadline.remaining()))
-        except (ConnectionRefusedError, ConnectionResetError) as error:
-            # Rank 0 died, or the entry is that of an earlier run or of another attempt; rank 0 then replaces it.
-            if isinstance(store, WatchedStore):
-                store.raise_failure()
-            if deadline.passed():
-                raise AuthenticationError(
-                    f"init_process_group: rank 0 does not serve the session key on this host ({error}). Another "
-                    f"program may write to the store, or the ranks are on several hosts. {CURES}"
-                ) from error
-            time.sleep(_RETRY_SECONDS)
 
 
 def _open_session(store: Store, rank: int) -> SealedStore:
@@ -239,10 +327,14 @@ def _has_credentials() -> bool:
 def _network() -> str:
     """Return a text that is equal for two ranks if they share abstract Unix sockets."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+        return f"{_boot_id()}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return os.uname().nodename
+
+
+@cache
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _peer_user(sock: socket.socket) -> tuple[int, int]:
@@ -256,7 +348,7 @@ class KeyServer:
     """Server of a new session key to processes of this user. A forked child has no part in it.
 
     It ends when closed, or when that many processes have the key. Nothing is read from clients, so none of them can
-    delay it.
+    delay it. Nearly always all ranks come at once, and `serve` needs no thread.
 
     Args:
         count: Number of processes that need the key.
@@ -264,7 +356,7 @@ class KeyServer:
     Attributes:
         key: The session key.
         name: Name of its abstract socket, without the zero byte in front.
-        thread: Its thread.
+        thread: Its thread; None if it has none.
     """
 
     def __init__(self, count: int) -> None:
@@ -276,21 +368,43 @@ class KeyServer:
         self._process = os.getpid()
         self._closed = threading.Event()
         self._count, self._served = count, set[int]()
+        self.thread: threading.Thread | None = None
         _servers.add(self)
+
+    def serve(self, seconds: float = 0.0) -> None:
+        """Serve on this thread for a time, and then on another one."""
+        self._serve_within(Deadline(seconds))
+        if self._complete:
+            self._socket.close()
+            return
+        self._socket.settimeout(None)
         self.thread = threading.Thread(target=self._serve, name="torchdist_ref key server", daemon=True)
         self.thread.start()
 
+    @property
+    def _complete(self) -> bool:
+        return len(self._served) >= self._count
+
+    def _serve_within(self, deadline: Deadline) -> None:
+        # No client in time, or no descriptor is free: the thread tries again.
+        with contextlib.suppress(OSError):
+            while not self._complete and not deadline.passed():
+                self._socket.settimeout(deadline.remaining())
+                self._answer_next()
+
     def _serve(self) -> None:
-        while not self._closed.is_set() and len(self._served) < self._count:
+        while not self._closed.is_set() and not self._complete:
             try:
-                client, _ = self._socket.accept()
+                self._answer_next()
             except OSError:
                 # No descriptor is free, or the socket is closed.
                 self._closed.wait(_RETRY_SECONDS)
-                continue
-            with client, contextlib.suppress(OSError):
-                self._answer(client)
         self._socket.close()
+
+    def _answer_next(self) -> None:
+        client, _ = self._socket.accept()
+        with client, contextlib.suppress(OSError):
+            self._answer(client)
 
     def _answer(self, client: socket.socket) -> None:
         pid, user = _peer_user(client)

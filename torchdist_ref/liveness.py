@@ -225,29 +225,18 @@ class MemberWatch:
         with contextlib.suppress(RuntimeError):
             self._store.compare_set(_FAILURE_KEY, "", f"{self._rank}|{kind}|{described}")
 
-    @contextmanager
-    def published_on_disconnect(self, then: str = "", announced: Mapping[str, str] | None = None) -> Iterator[None]:
-        """Have the store's server publish the end of this process, if it sees that during the block.
-
-        Args:
-            then: Key that the server sets instead if it sees the end after the block; none by default.
-            announced: Keys of the whole store, and values, to set before the block with the same request.
-        """
+    def on_disconnect(self) -> tuple[str, str]:
+        """Return the key and the value that the store's server is to set if it sees the end of this process."""
         text = (
             f"its process (pid {os.getpid()} on {os.uname().nodename}) has ended, or lost its connection to the store"
         )
-        now, value = announced or {}, f"{self._rank}|{RankDiedError.__name__}|{text}"
-        whole = self._store.underlying_store
-        # A store of torch's has no such method.
-        ask: Callable[[str, str, Mapping[str, str]], bool] | None = getattr(whole, "set_on_disconnect", None)
-        known = ask is not None and ask(f"{self._store.prefix}/{_FAILURE_KEY}", value, now)
-        for key, text in () if known else now.items():
-            whole.set(key, text)
-        yield
-        if known:
-            # All members have what they need: the one that serves the store may have left already.
-            with contextlib.suppress(RuntimeError):
-                self._store.set_on_disconnect(then or _FAILURE_KEY, then)
+        return _FAILURE_KEY, f"{self._rank}|{RankDiedError.__name__}|{text}"
+
+    def withdraw(self, then: str = "") -> None:
+        """Have the server set another key if it sees the end of this process from now on; none by default."""
+        # All members have what they need: the one that serves the store may have left already.
+        with contextlib.suppress(RuntimeError):
+            self._store.set_on_disconnect(then or _FAILURE_KEY, then)
 
     @contextmanager
     def published(self) -> Iterator[None]:
@@ -468,10 +457,6 @@ class Presence:
         if not self._store.check([f"present/{rank}"]):
             return None
         return _parse_announcement(self._store.get(f"present/{rank}"))[:3]
-
-    def is_this_process(self) -> bool:
-        """Return whether this process has announced itself as this rank."""
-        return (self._announced(self._rank) or ("", 0))[:2] == (host_identity(), os.getpid())
 
     def is_another_process(self) -> bool:
         """Return whether another living process of this host has announced itself as this rank."""

@@ -102,9 +102,9 @@ def test_the_server_reports_a_rank_whose_connection_ends() -> None:
     pid = os.fork()
     if pid == 0:
         other = PrefixStore("group/0", TCPStore("127.0.0.1", server.port))
-        with liveness.MemberWatch(other, 1, [0, 1], "init_process_group").published_on_disconnect():
-            meeting.set("ready", "")
-            os.kill(os.getpid(), signal.SIGKILL)
+        ended = liveness.MemberWatch(other, 1, [0, 1], "init_process_group").on_disconnect()
+        other.wait_get(["ready"], timedelta(seconds=10), {"ready": ""}, ended)
+        os.kill(os.getpid(), signal.SIGKILL)
     watch = liveness.MemberWatch(meeting, 0, [0, 1], "init_process_group")
     meeting.wait(["ready"], timedelta(seconds=10))
     start = time.monotonic()
@@ -140,13 +140,13 @@ def take_the_key_from_a_dying_rank(rank: int, port: int) -> tuple[str, str, floa
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setenv("TORCHDIST_REF_HOST_ID", f"host {rank}")
 
-    def die(server: authentication.KeyServer) -> None:
+    def die(server: authentication.KeyServer, seconds: float) -> None:
         # Rank 1 has connected, and is not accepted.
         select.select([server._socket], [], [])
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == 0:
-        monkeypatch.setattr(authentication.KeyServer, "_serve", die)
+        monkeypatch.setattr(authentication.KeyServer, "serve", die)
     store = TCPStore("127.0.0.1", port)
     return failing(lambda: dist.init_process_group("ref", store=store, rank=rank, world_size=2))
 

@@ -138,6 +138,13 @@ class Shared:
         return self.layout.unpack_from(self._memory, 0)
 
 
+def is_within(frame: FrameType | None, function: str) -> bool:
+    """Return whether a function of this name called the one that runs."""
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return frame is not None
+
+
 class Killer:
     """Trace function that counts the lines of the package that a thread runs, and ends the process at one of them."""
 
@@ -154,7 +161,7 @@ class Killer:
             self.count += self._visits[line] <= VISITS
             if self.count == self.point:
                 self.kill()
-            if not self.named and frame.f_code.co_name == "published_on_disconnect" and "known" in frame.f_locals:
+            if not self.named and frame.f_code.co_name == "_skip_responses" and is_within(frame, "_announce"):
                 self.named = self.count
         return self
 

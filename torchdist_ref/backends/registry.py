@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -134,6 +134,7 @@ def by_device_type(name: str) -> dict[str, str]:
     return {device or ("cuda" if backend == "nccl" else "cpu"): backend for device, backend in found.items()}
 
 
+@cache
 def _load(path: str) -> Any:
     """Import what a text such as ``"package.module:Class"`` names."""
     module, _, attribute = path.partition(":")

@@ -17,7 +17,7 @@ from datetime import timedelta
 from hashlib import sha256
 from typing import Any
 
-from torchdist_ref.authentication import authenticate
+from torchdist_ref.authentication import KeyAgreement
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.registry import create, default_name, names_by_device
 from torchdist_ref.debug.detail_level import apply_debug_level, observe_process
@@ -122,9 +122,10 @@ def init_process_group(
             members, options = tuple(range(meeting.size)), (pg_options, device_id)
             # Ranks of `fake` need no other rank, which need not exist.
             alone = backend is not None and set(names_by_device(backend).values()) == {"fake"}
-            with meeting.watched(seconds, alone) as watch:
+            keys = KeyAgreement(meeting.store, *((0, 1) if alone else (meeting.rank, meeting.size)), world.on_close)
+            with meeting.watched(seconds, alone, keys.own, keys.awaited) as watch:
                 with watch.published():
-                    sealed = authenticate(watch.store, meeting.rank, meeting.size, seconds, world.on_close)
+                    sealed = keys.complete(watch.store, seconds, meeting.values)
                 world.store = sealed.over(meeting.store)
                 name, own_store = group_name or "world", _next_store(world)
                 world.default = make_group(watch, own_store, backend, name, members, meeting.rank, seconds, options)

@@ -13,6 +13,9 @@ before it raises. Under an agent it waits as long as it may, since the agent end
 Two processes with the same rank overwrite each other's greeting, or each other's round. The one that finds this out
 publishes it. Such checks are made only by ranks that wait, so they cost an undisturbed initialization nothing.
 
+Each step is one request: the greeting goes with the wait for the list, and what ranks need to know of each other next
+(`published` and `awaited` of a `Meeting`) goes with both.
+
 Do not add the creation of groups (`creation`) or rendezvous methods (`rendezvous`) here.
 """
 
@@ -21,7 +24,8 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from math import inf
@@ -51,7 +55,11 @@ _LEAVE_SECONDS = 0.3
 """Time that the last process with this rank, or a failed attempt, has to end or to be replaced."""
 _HOLDER_TIMEOUT = timedelta(seconds=1)
 _OPERATION = "init_process_group"
+_WORLDS = "world"
 _ROUND, _MET, _LAST_MET = "round", "met", "last"
+_own_nonces: deque[tuple[str, int]] = deque(maxlen=1024)
+"""Rounds that this process was in, and its ranks there."""
+os.register_at_fork(after_in_child=_own_nonces.clear)
 
 
 class Round(NamedTuple):
@@ -109,6 +117,7 @@ class Meeting:
         store: The part of the store for this world, once `watched` has yielded; the whole store before.
         rank: This rank.
         size: Number of ranks.
+        values: Values of the awaited keys, once `watched` has yielded; None if it waits for no other rank.
     """
 
     def __init__(
@@ -123,32 +132,48 @@ class Meeting:
         self.store: Store = store
         self.rank, self.size, self._began = rank, size, monotonic() if began is None else began
         self._whole, self._outlives_worlds, self._has_agent = store, outlives_worlds, has_agent
-        self._worlds = PrefixStore("worlds", store)
+        self._worlds = PrefixStore(_WORLDS, store)
         self._nonce = secrets.token_hex(8)
         self._round = ""
+        self._found: Round | None = None
         self._missed: set[str] = set()
+        self._published: Mapping[str, str | bytes] = {}
+        self._awaited: Sequence[str] = ()
+        self.values: list[bytes] | None = None
         self._presence: Presence | None = None
         self._met = False
         self._doubtful_until: float | None = None
 
     @contextmanager
-    def watched(self, seconds: float, alone: bool = False) -> Iterator[MemberWatch]:
+    def watched(
+        self,
+        seconds: float,
+        alone: bool = False,
+        published: Mapping[str, str | bytes] | None = None,
+        awaited: Sequence[str] = (),
+    ) -> Iterator[MemberWatch]:
         """Meet the other ranks, and yield a watch over all of them.
 
         Args:
             seconds: Longest wait for the other ranks.
             alone: Whether to wait for no other rank.
+            published: Keys of this world and values to set when this rank announces itself.
+            awaited: Keys of this world that all ranks or rank 0 publish, whose values this rank needs.
         """
+        self._published, self._awaited = published or {}, awaited
         if alone:
             part = self.store = self._part(self._new_round())
+            for key, value in self._published.items():
+                part.set(key, value)
             yield MemberWatch(part, self.rank, range(self.size), _OPERATION, lambda ranks, description: None)
             return
         deadline = Deadline(seconds)
         while True:
             opened = self._new_round() if self.rank == 0 else self._find_round(deadline)
-            with self._announced(opened) as watch:
+            meet = self._collect if self.rank == 0 else self._greet
+            with self._prepared(opened) as watch:
                 with watch.published():
-                    met = self._collect(watch, opened, deadline) if self.rank == 0 else self._greet(watch, deadline)
+                    met = meet(watch, opened, deadline)
                 if met:
                     self.store = self._part(opened)
                     yield watch
@@ -156,30 +181,50 @@ class Meeting:
             self._missed.add(opened.nonce)
 
     def _part(self, opened: Round) -> PrefixStore:
-        return PrefixStore(f"world/{opened.nonce}", self._whole)
+        return PrefixStore(f"{_WORLDS}/{opened.nonce}", self._whole)
 
     @contextmanager
-    def _announced(self, opened: Round) -> Iterator[MemberWatch]:
-        """Announce this rank in a round, and publish the round if this is rank 0."""
+    def _prepared(self, opened: Round) -> Iterator[MemberWatch]:
+        """Prepare the announcement of this rank in a round; at the end, withdraw what the server publishes for it."""
         part = self._part(opened)
         watch = MemberWatch(part, self.rank, range(self.size), _OPERATION, self._failure)
         # What rank 0 finds out about the others it publishes. An old round has old greetings.
         others = range(1, self.size) if self.rank == 0 else range(1)
         self._presence = Presence(part, self.rank, self.size, others, self._nonce)
         self._doubtful_until, self._met = None, False
-        then = "" if self._outlives_worlds else _left(self.rank)
-        announced = {f"{part.prefix}/{key}": text for key, text in self._presence.announcement().items()}
         self._round = str(opened)
-        if self.rank == 0:
-            announced[f"{self._worlds.prefix}/{_ROUND}"] = self._round
-        with closing(self._presence), watch.published_on_disconnect(then, announced):
+        _own_nonces.append((opened.nonce, self.rank))
+        with closing(self._presence):
             yield watch
+            watch.withdraw("" if self._outlives_worlds else _left(self.rank))
 
-    def _wait(self, store: WatchedStore, keys: list[str], deadline: Deadline) -> list[bytes]:
+    def _announce(
+        self, watch: MemberWatch, opened: Round, store: WatchedStore, keys: list[str], deadline: Deadline
+    ) -> list[bytes]:
+        """Announce this rank, publish the round if this is rank 0, and wait for keys of the round."""
+        assert self._presence is not None
+        own = {**self._presence.announcement(), **self._published}
+        announced = {f"{opened.nonce}/{key}": value for key, value in own.items()}
+        if self.rank == 0:
+            announced[_ROUND] = self._round
+        key, text = watch.on_disconnect()
+        return self._wait(
+            store, [f"{opened.nonce}/{key}" for key in keys], deadline, announced, (f"{opened.nonce}/{key}", text)
+        )
+
+    def _wait(
+        self,
+        store: WatchedStore,
+        keys: list[str],
+        deadline: Deadline,
+        publish: Mapping[str, str | bytes] | None = None,
+        on_disconnect: tuple[str, str] | None = None,
+    ) -> list[bytes]:
         try:
-            return store.wait_get(keys, timedelta(seconds=deadline.remaining()))
+            return store.wait_get(keys, timedelta(seconds=deadline.remaining()), publish, on_disconnect)
         except StoreTimeoutError as error:
-            absent = [key.rpartition("/")[2] for key in keys if not store.check([key])] if self.rank == 0 else ["0"]
+            missing = keys if self.rank == 0 else []
+            absent = dict.fromkeys(key.rpartition("/")[2] for key in missing if not store.check([key])) or ["0"]
             raise self._stalled(", ".join(absent)) from error
 
     def _stalled(self, absent: str) -> RankStalledError:
@@ -197,11 +242,13 @@ class Meeting:
         """Wait for the greetings, publish the list of them, and close the round."""
         assert self._presence is not None
         others = range(1, self.size)
-        greetings = self._wait(watch.store, [f"present/{rank}" for rank in others], deadline) if others else []
+        store = WatchedStore(_WORLDS, self._whole, watch.failure)
+        keys = [f"present/{rank}" for rank in others]
+        values = self._announce(watch, opened, store, [*keys, *self._awaited], deadline)
+        greetings, self.values = values[: len(keys)], values[len(keys) :]
         nonces = [self._presence.nonce_in(*each) for each in zip(others, greetings, strict=True)]
         closed = str(opened._replace(state="closed"))
-        watch.store.set(_MET, " ".join([self._nonce, *nonces]))
-        self._worlds.set(_LAST_MET, closed)
+        self._worlds.multi_set([f"{opened.nonce}/{_MET}", _LAST_MET], [" ".join([self._nonce, *nonces]), closed])
         if self._worlds.compare_set(_ROUND, self._round, closed).decode() != closed:
             raise self._claimed_twice()
         self._met = True
@@ -211,9 +258,9 @@ class Meeting:
 
     def _find_round(self, deadline: Deadline) -> Round:
         """Wait for an open round that has not missed this rank."""
-        worlds, pause = WatchedStore(self._worlds.prefix, self._whole, lambda: None), _FIRST_PAUSE_SECONDS
+        pause = _FIRST_PAUSE_SECONDS
         while True:
-            opened = Round.parse(self._wait(worlds, [_ROUND], deadline)[0])
+            opened, self._found = self._found or self._read_round(deadline), None
             if opened.state == "open" and opened.nonce not in self._missed:
                 return opened
             if (error := self.find_claimant(opened)) is not None:
@@ -223,17 +270,21 @@ class Meeting:
             sleep(pause)
             pause = min(2 * pause, CHECK_SECONDS)
 
-    def _greet(self, watch: MemberWatch, deadline: Deadline) -> bool:
+    def _read_round(self, deadline: Deadline) -> Round:
+        worlds = WatchedStore(_WORLDS, self._whole, lambda: None)
+        return Round.parse(self._wait(worlds, [_ROUND], deadline)[0])
+
+    def _greet(self, watch: MemberWatch, opened: Round, deadline: Deadline) -> bool:
         """Wait for the list of those who have met; return whether this rank's nonce is in it."""
-        part, presence = watch.store, self._presence
-        assert presence is not None
-        store = WatchedStore(part.prefix, part.underlying_store, lambda: self._failure_or_new_round(watch))
+        assert self._presence is not None
+        store = WatchedStore(_WORLDS, self._whole, lambda: self._failure_or_new_round(watch))
         try:
-            met = self._wait(store, [_MET], deadline)[0].decode().split()
+            found, *self.values = self._announce(watch, opened, store, [_MET, *self._awaited], deadline)
         except _RoundReplaced:
             return False
+        met = found.decode().split()
         self._met = met[self.rank : self.rank + 1] == [self._nonce]
-        presence.look_for(range(1, self.size))
+        self._presence.look_for(range(1, self.size))
         return self._met
 
     def _failure_or_new_round(self, watch: MemberWatch) -> BaseException | None:
@@ -303,14 +354,20 @@ class Meeting:
 
     # Stores that other initializations use
 
-    def ended_round(self) -> Round | None:
-        """Return the round on the store if it is not this initialization's: closed, or one that this process was in."""
-        if not self._worlds.check([_ROUND]):
-            return None
-        opened = Round.parse(self._worlds.get(_ROUND))
-        if opened.state == "closed" or Presence(self._part(opened), self.rank, self.size).is_this_process():
-            return opened
-        return None
+    def finds_new_round(self, deadline: Deadline) -> bool:
+        """Wait for the round on a store that serves one world; return False if it is that of the world before.
+
+        Raises:
+            RendezvousError: It is that of other processes of this host that stay.
+        """
+        opened = self._read_round(deadline)
+        is_old = opened.state == "closed" or (opened.nonce, self.rank) in _own_nonces
+        if is_old and not deadline.passed():
+            if (claimant := self.find_claimant(opened)) is not None:
+                raise claimant
+            return False
+        self._found = opened
+        return True
 
     def claim(self) -> None:
         """Replace an open round on the store of another rank 0, which then finds out that there are two."""
@@ -358,15 +415,16 @@ def _meet_at_rank_0(url: str, found: tuple[Store, int, int], timeout: timedelta,
     while True:
         meeting = Meeting(store, rank, world_size, False, began=began)
         try:
-            if (ended := meeting.ended_round()) is None or deadline.passed():
+            if meeting.finds_new_round(deadline):
                 return meeting
-            # The server that rank 0 ran for the last world, which has not ended yet.
-            if (claimant := meeting.find_claimant(ended)) is not None:
-                raise claimant
+            # This is the server that rank 0 ran for the last world, which has not ended yet.
         except DistNetworkError:
             # It ended just now.
             if deadline.passed():
                 raise
+        except BaseException:
+            _close_store(store)
+            raise
         _close_store(store)
         sleep(_RECONNECT_SECONDS)
         store, _, _ = next(iter(rendezvous(url, rank, world_size, timeout=timeout, wait_for_workers=False)))

@@ -247,9 +247,19 @@ class Store:
         return False
 
     def wait_get(
-        self, keys: Sequence[Text], timeout: timedelta, publish: Mapping[str, Text] | None = None
+        self,
+        keys: Sequence[Text],
+        timeout: timedelta,
+        publish: Mapping[str, Text] | None = None,
+        on_disconnect: tuple[str, Text] | None = None,
     ) -> list[bytes]:
         """Set some keys, and return the values of others once all exist. A `TCPStore` does it in one round trip.
+
+        Args:
+            keys: keys to wait for.
+            timeout: time to wait for them.
+            publish: keys and values to set before.
+            on_disconnect: key and value for `set_on_disconnect`, where the store has that.
 
         Raises:
             StoreTimeoutError: a key was not set in time.

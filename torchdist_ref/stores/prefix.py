@@ -110,14 +110,21 @@ class PrefixStore(Store):
         return self._store.multi_get(self._keys("multi_get", keys))
 
     def wait_get(
-        self, keys: Sequence[Text], timeout: timedelta, publish: Mapping[str, Text] | None = None
+        self,
+        keys: Sequence[Text],
+        timeout: timedelta,
+        publish: Mapping[str, Text] | None = None,
+        on_disconnect: tuple[str, Text] | None = None,
     ) -> list[bytes]:
         # A store of torch's has no such method.
         wait_get: Callable[..., list[bytes]] | None = getattr(self._store, "wait_get", None)
         if wait_get is None:
             return super().wait_get(keys, timeout, publish)
         set_first = {self._key("wait_get", key): value for key, value in (publish or {}).items()}
-        return wait_get(self._keys("wait_get", keys), timeout, set_first)
+        if on_disconnect is None:
+            return wait_get(self._keys("wait_get", keys), timeout, set_first)
+        key, value = on_disconnect
+        return wait_get(self._keys("wait_get", keys), timeout, set_first, (self._key("wait_get", key), value))
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         self._store.multi_set(self._keys("multi_set", keys), values)
@@ -218,13 +225,20 @@ class WatchedStore(PrefixStore):
         return self.wait_get(keys, self.timeout)
 
     def wait_get(
-        self, keys: Sequence[Text], timeout: timedelta, publish: Mapping[str, Text] | None = None
+        self,
+        keys: Sequence[Text],
+        timeout: timedelta,
+        publish: Mapping[str, Text] | None = None,
+        on_disconnect: tuple[str, Text] | None = None,
     ) -> list[bytes]:
         deadline = self._deadline("wait", timeout)
         store: object = self._underlying_non_prefix_store
         if isinstance(store, Store):
-            while (values := self._values(keys, deadline, publish)) is None:
-                publish = None
+            while (values := self._values(keys, deadline, publish, on_disconnect)) is None:
+                limit = request_limit()
+                if limit is None or limit.silent_since is None:
+                    # The server has responded, so the keys are set.
+                    publish = on_disconnect = None
                 self._raise_in_vain(keys, deadline)
             return values
         for key, value in (publish or {}).items():
@@ -256,11 +270,16 @@ class WatchedStore(PrefixStore):
         )
 
     def _values(
-        self, keys: Sequence[Text], deadline: Deadline, publish: Mapping[str, Text] | None
+        self,
+        keys: Sequence[Text],
+        deadline: Deadline,
+        publish: Mapping[str, Text] | None,
+        on_disconnect: tuple[str, Text] | None,
     ) -> list[bytes] | None:
         """Return the values of the keys, or None if they do not appear before the next check for failures."""
+        seconds = timedelta(seconds=min(CHECK_SECONDS, deadline.remaining()))
         try:
-            return super().wait_get(keys, timedelta(seconds=min(CHECK_SECONDS, deadline.remaining())), publish)
+            return super().wait_get(keys, seconds, publish, on_disconnect)
         except StoreTimeoutError:
             return None
 

@@ -64,10 +64,16 @@ class SealedStore(PrefixStore):
         return [self._open("multi_get", key, value) for key, value in zip(keys, values, strict=True)]
 
     def wait_get(
-        self, keys: Sequence[Text], timeout: timedelta, publish: Mapping[str, Text] | None = None
+        self,
+        keys: Sequence[Text],
+        timeout: timedelta,
+        publish: Mapping[str, Text] | None = None,
+        on_disconnect: tuple[str, Text] | None = None,
     ) -> list[bytes]:
         sealed = {key: self._seal("wait_get", key, value) for key, value in (publish or {}).items()}
-        values = super().wait_get(keys, timeout, sealed)
+        if on_disconnect is not None:
+            on_disconnect = on_disconnect[0], self._seal("wait_get", *on_disconnect)
+        values = super().wait_get(keys, timeout, sealed, on_disconnect)
         return [self._open("wait_get", key, value) for key, value in zip(keys, values, strict=True)]
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:

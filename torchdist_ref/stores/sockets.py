@@ -19,6 +19,7 @@ import selectors
 import socket
 import struct
 import threading
+from functools import lru_cache
 from typing import Any, Protocol
 
 from torchdist_ref.errors import DistNetworkError
@@ -34,6 +35,7 @@ _SOCK_DIAG, _BY_FAMILY, _ANY, _USER_OFFSET = 4, 20, 0xFFFFFFFF, 64
 _NETLINK_HEADER = struct.Struct("=IHHII")
 
 
+@lru_cache
 def is_loopback(host: str) -> bool:
     """Return whether the text itself means loopback, without resolving it."""
     try:

@@ -167,11 +167,18 @@ class TCPStore(Store):
         return list(self._request("multi_get", Op.WAIT_GET_ALL, names)[0]) if names else []
 
     def wait_get(
-        self, keys: Sequence[Text], timeout: timedelta, publish: Mapping[str, Text] | None = None
+        self,
+        keys: Sequence[Text],
+        timeout: timedelta,
+        publish: Mapping[str, Text] | None = None,
+        on_disconnect: tuple[str, Text] | None = None,
     ) -> list[bytes]:
         names = _keys("wait_get", keys)
         pairs = [(_key("wait_get", key), _value("wait_get", value)) for key, value in (publish or {}).items()]
-        ahead = [(Op.MULTI_SET, (pairs,))] if pairs else []
+        ahead: list[Ahead] = [(Op.MULTI_SET, (pairs,))] if pairs else []
+        if on_disconnect is not None and self._pool.server.identity is not None:
+            key, value = on_disconnect
+            ahead = [(Op.SET_ON_DISCONNECT, (_key("wait_get", key), _value("wait_get", value), pairs))]
         return list(self._request("wait", Op.WAIT_GET_ALL, names, timeout=timeout, ahead=ahead)[0])
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
