@@ -272,7 +272,7 @@ def greet_and_announce(store: TCPStore, host: bytes) -> None:
     nonce, _, size, *_ = store.get("world/round").decode().split("|")
     for prefix in ("", "sealed/", f"world/{nonce}/sealed/"):
         store.set(f"{prefix}group/0/link/endpoint/1", host + b"|1|")
-    store.set(f"world/{nonce}/present/1", host + f"|1|{size}|0123".encode())
+    store.set(f"world/{nonce}/present/1", host + f"|1|{size}|ref|0123".encode())
 
 
 def only_rank_zero(_: int, port: int) -> None:

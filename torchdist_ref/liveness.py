@@ -388,12 +388,20 @@ class Presence:
         size: Number of ranks.
         others: Ranks to look for; all by default.
         nonce: Text that tells this announcement from others of the rank.
+        backend: Backend that the ranks are to agree on; empty if they need not.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, others: Sequence[int] | None = None, nonce: str = ""
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        others: Sequence[int] | None = None,
+        nonce: str = "",
+        backend: str = "",
     ) -> None:
-        self._store, self._rank, self._size, self._nonce = store, rank, size, nonce
+        self._store, self._rank, self._size = store, rank, size
+        self._nonce, self._backend = nonce, backend.replace("|", "/")
         self._other_size: MismatchError | None = None
         self._unknown = deque[int]()
         self.look_for(range(size) if others is None else others)
@@ -401,7 +409,8 @@ class Presence:
 
     def announcement(self) -> dict[str, str]:
         """Return key and value that announce the process of this rank."""
-        return {f"present/{self._rank}": f"{host_identity()}|{os.getpid()}|{self._size}|{self._nonce}"}
+        facts = host_identity(), str(os.getpid()), str(self._size), self._backend, self._nonce
+        return {f"present/{self._rank}": "|".join(facts)}
 
     def is_announced(self) -> bool:
         """Return whether the store has the announcement of this process, and no later one of the same rank."""
@@ -415,13 +424,17 @@ class Presence:
     def nonce_in(self, rank: int, announcement: bytes) -> str:
         """Return the nonce in the announcement of a rank.
 
+        Announcements are not authenticated. A wrong one makes ranks fail or wait, and nothing else.
+
         Raises:
-            MismatchError: The rank has another world size.
+            MismatchError: The rank has another world size or another backend.
         """
-        _, _, size, nonce = _parse_announcement(announcement)
+        _, _, size, backend, nonce = _parse_announcement(announcement)
         self._compare_size(rank, size)
         if self._other_size is not None:
             raise self._other_size
+        if backend != self._backend:
+            raise backend_mismatch("init_process_group", (rank, backend), (self._rank, self._backend))
         return nonce
 
     def _compare_size(self, rank: int, size: int) -> None:
@@ -471,15 +484,15 @@ class Presence:
         self._processes.close()
 
 
-def _parse_announcement(value: bytes) -> tuple[str, int, int, str]:
-    """Return host, process id, world size and nonce of an announcement.
+def _parse_announcement(value: bytes) -> tuple[str, int, int, str, str]:
+    """Return host, process id, world size, backend and nonce of an announcement.
 
     Raises:
         RendezvousError: It is none.
     """
     try:
-        host, pid, size, nonce = value.decode().rsplit("|", 3)
-        return host, int(pid), int(size), nonce
+        host, pid, size, backend, nonce = value.decode().rsplit("|", 4)
+        return host, int(pid), int(size), backend, nonce
     except ValueError:
         raise RendezvousError(
             f"init_process_group: {value!r} announces no rank. Another program writes to the store."
@@ -490,6 +503,12 @@ def size_mismatch(sizes: Mapping[int, int]) -> MismatchError:
     """Return the error for ranks whose world sizes differ."""
     text = ", ".join(f"rank {rank} has {size}" for rank, size in sorted(sizes.items()))
     return MismatchError(f"init_process_group: world sizes differ: {text}. Give all ranks the same WORLD_SIZE.")
+
+
+def backend_mismatch(operation: str, one: tuple[int, str], other: tuple[int, str]) -> MismatchError:
+    """Return the error for two ranks whose backends differ; a backend without a name is the default."""
+    named = [f"rank {rank} uses {kind}{name!r}" for (rank, name), kind in ((one, "backend "), (other, ""))]
+    return MismatchError(f"{operation}: {', '.join(named)}. All ranks must use the same backend.")
 
 
 def host_identity() -> str:

@@ -196,7 +196,7 @@ def test_round_trips_to_the_store(token: str) -> None:
     """
     server = TCPStore("127.0.0.1", 0, is_master=True)
     found = run(count_round_trips, 2, server.port, token, ranks="processes", init=False)
-    assert min(created for created, _ in found) == 4 and min(grouped for _, grouped in found) == 3
+    assert min(created for created, _ in found) == 3 and min(grouped for _, grouped in found) == 2
     server.close()
 
 

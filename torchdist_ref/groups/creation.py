@@ -43,10 +43,12 @@ from torchdist_ref.groups.world import (
     default_group,
     resolve,
 )
-from torchdist_ref.liveness import MemberWatch
+from torchdist_ref.liveness import MemberWatch, backend_mismatch
 from torchdist_ref.stores.base import Store, limit_requests
 from torchdist_ref.stores.prefix import KeyRange, PrefixStore
 
+_BACKEND_VARIABLE = "TORCHDIST_REF_BACKEND"
+_DEFAULT_BACKEND = "(default)"
 log = logging.getLogger("torchdist_ref.groups")
 
 
@@ -123,12 +125,16 @@ def init_process_group(
             # Ranks of `fake` need no other rank, which need not exist.
             alone = backend is not None and set(names_by_device(backend).values()) == {"fake"}
             keys = KeyAgreement(meeting.store, *((0, 1) if alone else (meeting.rank, meeting.size)), world.on_close)
-            with meeting.watched(seconds, alone, keys.own, keys.awaited) as watch:
+            chosen = backend or os.environ.get(_BACKEND_VARIABLE)
+            compared = _name_for_cpu(chosen) if chosen else _DEFAULT_BACKEND
+            with meeting.watched(seconds, alone, keys.own, keys.awaited, compared) as watch:
                 with watch.published():
                     sealed = keys.complete(watch.store, seconds, meeting.values)
                 world.store = sealed.over(meeting.store)
                 name, own_store = group_name or "world", _next_store(world)
-                world.default = make_group(watch, own_store, backend, name, members, meeting.rank, seconds, options)
+                world.default = make_group(
+                    watch, own_store, chosen, name, members, meeting.rank, seconds, options, agreed=True
+                )
             world.add(world.default)
             share(world)
             abort_on_uncaught_exception()
@@ -154,6 +160,7 @@ def make_group(
     rank: int,
     seconds: float,
     options: tuple[Any, ...] = (),
+    agreed: bool = False,
 ) -> ProcessGroup:
     """Create a backend and a group that uses it. A failure on one member ends the wait of the others.
 
@@ -166,6 +173,7 @@ def make_group(
         rank: Group rank of this rank.
         seconds: Default time-out of a call.
         options: The caller's `pg_options` and `device_id`.
+        agreed: Whether the members are known to have named the same backend.
 
     Returns:
         The group.
@@ -174,14 +182,15 @@ def make_group(
     with watch.published():
         watched = watch.over(store)
         chosen = backend or _choose(watched, rank, len(members))
-        _agree_on_backend(watched, chosen, members[rank], watch.operation)
+        if not agreed:
+            _agree_on_backend(watched, chosen, members[rank], watch.operation)
         membership = Membership(watched, rank, members, name, seconds, pg_options, device, watch=watch)
         created = apply_debug_level(create(chosen, membership), membership)
     return ProcessGroup.on(created, members, rank, name, seconds, store)
 
 
 def _choose(store: Store, rank: int, size: int) -> str:
-    chosen = os.environ.get("TORCHDIST_REF_BACKEND") or default_name(store, rank, size)
+    chosen = os.environ.get(_BACKEND_VARIABLE) or default_name(store, rank, size)
     if rank == 0:
         log.info("no backend given: using %r", chosen)
     return chosen
@@ -190,19 +199,22 @@ def _choose(store: Store, rank: int, size: int) -> str:
 def _agree_on_backend(store: Store, backend: str, rank: int, operation: str) -> None:
     """Compare this rank's backend for CPU tensors with that of the first rank, which publishes it.
 
-    Ranks without GPUs may have no backend for CUDA tensors, so only the CPU's counts, if there is one.
-
     Raises:
         MismatchError: They differ.
     """
-    by_device = names_by_device(backend)
-    own = by_device.get("cpu", by_device.get("", backend))
+    own = _name_for_cpu(backend)
     first, _, other = store.compare_set("backend", "", f"{rank}|{own}").decode().partition("|")
     if other != own:
-        raise MismatchError(
-            f"{operation}: rank {rank} uses backend {own!r}, rank {first} uses {other!r}. "
-            f"All ranks must use the same backend."
-        )
+        raise backend_mismatch(operation, (rank, own), (int(first), other))
+
+
+def _name_for_cpu(backend: str) -> str:
+    """Return the name of a backend that ranks compare.
+
+    Ranks without GPUs may have no backend for CUDA tensors, so only the CPU's counts, if there is one.
+    """
+    by_device = names_by_device(backend)
+    return by_device.get("cpu", by_device.get("", backend))
 
 
 def is_initialized() -> bool:
@@ -314,15 +326,19 @@ def new_group(
     if use_local_synchronization and me not in members:
         return None
     with limit_requests(seconds):
-        store = _member_store(world, members) if use_local_synchronization else _agreed_store(world, default, members)
+        chosen, agreed = backend or default.backend.name, False
+        if use_local_synchronization:
+            store = _member_store(world, members)
+        else:
+            store, agreed = _agreed_store(world, default, members, _name_for_cpu(chosen))
         users = len(members) if use_local_synchronization else default.size()
         keys = KeyRange(store.underlying_store, store.prefix, users)
         if me not in members:
             keys.release()
             return GroupMember.NON_GROUP_MEMBER
-        chosen, name = backend or default.backend.name, group_desc or store.prefix.replace("/", " ")
+        name = group_desc or store.prefix.replace("/", " ")
         watch, options = watch_members(store, default, members, "new_group"), (pg_options, device_id)
-        group = make_group(watch, store, chosen, name, members, members.index(me), seconds, options)
+        group = make_group(watch, store, chosen, name, members, members.index(me), seconds, options, agreed)
     group.keys = keys
     return world.add(group)
 
@@ -358,27 +374,35 @@ def _next_store(world: World) -> PrefixStore:
     return store
 
 
-def _agreed_store(world: World, default: ProcessGroup, members: tuple[int, ...]) -> PrefixStore:
-    """Return the store of a group that all ranks create, once its members agree with the first rank's.
+def _agreed_store(
+    world: World, default: ProcessGroup, members: tuple[int, ...], backend: str
+) -> tuple[PrefixStore, bool]:
+    """Compare this rank's members and backend with those of the first rank.
+
+    Returns:
+        The store of a group that all ranks create, and whether its members have agreed on the backend. They have not
+        if the first rank is no member: its backend does not count.
 
     Raises:
-        MismatchError: Another rank passed other members.
+        MismatchError: Another rank passed other members, or another member another backend.
     """
-    assert world.store is not None
+    store, rank = _next_store(world), default.members[default.rank()]
     own = ",".join(map(str, members))
-    store = _next_store(world)
-    first = store.compare_set("members", "", own).decode()
-    if first == own:
-        return store
-    rank = default.members[default.rank()]
-    reason = (
-        f"new_group: rank {rank} passes members [{own}], another rank passed [{first}]. "
-        f"All ranks must create the same groups in the same order."
-    )
-    waiting = [int(member) for member in first.split(",")]
+    facts = f"{own}|{rank}|{backend}" if rank in members else f"{own}||"
+    listed, first, other = store.compare_set("members", "", facts).decode().split("|", 2)
+    if listed == own and (not first or rank not in members or other == backend):
+        return store, first != ""
+    if listed == own:
+        error = backend_mismatch("new_group", (rank, backend), (int(first), other))
+    else:
+        error = MismatchError(
+            f"new_group: rank {rank} passes members [{own}], another rank passed [{listed}]. "
+            f"All ranks must create the same groups in the same order."
+        )
+    waiting = [int(member) for member in listed.split(",")]
     if rank in waiting:
-        MemberWatch(store, waiting.index(rank), waiting, "new_group").publish(MismatchError(reason))
-    raise MismatchError(reason)
+        MemberWatch(store, waiting.index(rank), waiting, "new_group").publish(error)
+    raise error
 
 
 def _member_store(world: World, members: tuple[int, ...]) -> PrefixStore:

@@ -139,6 +139,7 @@ class Meeting:
         self._missed: set[str] = set()
         self._published: Mapping[str, str | bytes] = {}
         self._awaited: Sequence[str] = ()
+        self._backend = ""
         self.values: list[bytes] | None = None
         self._presence: Presence | None = None
         self._met = False
@@ -151,6 +152,7 @@ class Meeting:
         alone: bool = False,
         published: Mapping[str, str | bytes] | None = None,
         awaited: Sequence[str] = (),
+        backend: str = "",
     ) -> Iterator[MemberWatch]:
         """Meet the other ranks, and yield a watch over all of them.
 
@@ -159,8 +161,9 @@ class Meeting:
             alone: Whether to wait for no other rank.
             published: Keys of this world and values to set when this rank announces itself.
             awaited: Keys of this world that all ranks or rank 0 publish, whose values this rank needs.
+            backend: Name of the backend, which has to be the same on all ranks.
         """
-        self._published, self._awaited = published or {}, awaited
+        self._published, self._awaited, self._backend = published or {}, awaited, backend
         if alone:
             part = self.store = self._part(self._new_round())
             for key, value in self._published.items():
@@ -190,7 +193,7 @@ class Meeting:
         watch = MemberWatch(part, self.rank, range(self.size), _OPERATION, self._failure)
         # What rank 0 finds out about the others it publishes. An old round has old greetings.
         others = range(1, self.size) if self.rank == 0 else range(1)
-        self._presence = Presence(part, self.rank, self.size, others, self._nonce)
+        self._presence = Presence(part, self.rank, self.size, others, self._nonce, self._backend)
         self._doubtful_until, self._met = None, False
         self._round = str(opened)
         _own_nonces.append((opened.nonce, self.rank))
