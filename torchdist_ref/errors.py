@@ -40,7 +40,25 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+from torchdist_ref.error_index import PREFIX, entry_of
+
+_E = TypeVar("_E", bound=BaseException)
+
+
+def indexed(error: _E) -> _E:
+    """Return an error, of a type of Python's own, with a note that names its entry of the error index."""
+    error.add_note(PREFIX + entry_of(error))
+    return error
+
+
+class _Indexed(Exception):
+    """Base class of errors whose last note names their entry of the error index."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        indexed(self)
 
 
 class _Root(RuntimeError):
@@ -67,7 +85,7 @@ class _QueueSlot(_Root):
     pass
 
 
-class DistError(_ErrorSlot):
+class DistError(_Indexed, _ErrorSlot):
     """Failure of communication between ranks."""
 
     definite = False
@@ -129,7 +147,7 @@ class UnsupportedError(DistBackendError, NotImplementedError):
     definite = True
 
 
-class ArgumentError(ValueError):
+class ArgumentError(_Indexed, ValueError):
     """An argument has a value that the call cannot take."""
 
     definite = True
@@ -155,7 +173,7 @@ class RendezvousError(ArgumentError):
     """Ranks cannot find each other: the URL, the environment, the rank or the world size is wrong."""
 
 
-class ArgumentTypeError(TypeError):
+class ArgumentTypeError(_Indexed, TypeError):
     """An argument has a type that the call cannot take."""
 
     definite = True
@@ -173,7 +191,7 @@ def adopt_torch() -> None:
     """Make torch's exception types base classes of ours. Called once by modules that import torch."""
     import torch.distributed as theirs
 
-    DistError.__bases__ = (theirs.DistError,)
+    DistError.__bases__ = (_Indexed, theirs.DistError)
     DistBackendError.__bases__ = (theirs.DistBackendError, DistError)
     DistNetworkError.__bases__ = (theirs.DistNetworkError, DistError)
     DistStoreError.__bases__ = (theirs.DistStoreError, DistError)

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from torchdist_ref.errors import ArgumentTypeError, RendezvousError
+from torchdist_ref.errors import ArgumentTypeError, RendezvousError, indexed
 from torchdist_ref.job_environment import derived
 from torchdist_ref.stores import FileStore, Store, TCPStore
 from torchdist_ref.timeouts import GROUP_TIMEOUT
@@ -56,7 +56,7 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
     (HashStore(), 0, 1)
     """
     if scheme in _handlers:
-        raise RuntimeError(f"Rendezvous handler for {scheme}:// already registered; choose another scheme.")
+        raise indexed(RuntimeError(f"Rendezvous handler for {scheme}:// already registered; choose another scheme."))
     _handlers[scheme] = handler
 
 
@@ -88,7 +88,7 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -
         )
     if parts.scheme not in _handlers:
         known = ", ".join(f"{scheme}://" for scheme in sorted(_handlers))
-        raise RuntimeError(f"No rendezvous handler for {parts.scheme}:// (in {url!r}). There are: {known}.")
+        raise indexed(RuntimeError(f"No rendezvous handler for {parts.scheme}:// (in {url!r}). There are: {known}."))
     extra = {"rank": rank, "world_size": world_size}
     full = _with_query(url, parts, {**query, **{name: str(value) for name, value in extra.items() if value != -1}})
     return _handlers[parts.scheme](full, **options)
@@ -188,7 +188,7 @@ def _tcp(
     rank, world_size = _rank_from_query("tcp", _query(parts))
     store = _make_tcp_store("tcp", parts.hostname, port, rank, world_size, timeout, wait_for_workers, serve)
     yield store, rank, world_size
-    raise RuntimeError("Unable to perform re-rendezvous using tcp:// method")
+    raise indexed(RuntimeError("Unable to perform re-rendezvous using tcp:// method"))
 
 
 def _is_multicast(host: str) -> bool:
@@ -218,7 +218,7 @@ def _env(
     host = _variable("MASTER_ADDR")
     port = _integer("env", "environment variable MASTER_PORT", _variable("MASTER_PORT"))
     yield _make_tcp_store("env", host, port, rank, world_size, timeout, wait_for_workers, serve), rank, world_size
-    raise RuntimeError("Unable to perform re-rendezvous using env:// method")
+    raise indexed(RuntimeError("Unable to perform re-rendezvous using env:// method"))
 
 
 def _from_query_or_env(query: Mapping[str, str], name: str) -> int:
@@ -247,7 +247,7 @@ def _file(url: str, timeout: timedelta = GROUP_TIMEOUT, **_: Any) -> RendezvousR
     store = FileStore(path, world_size)
     store.set_timeout(timeout)
     yield store, rank, world_size
-    raise RuntimeError("Unable to perform rerendezvous using file:// method")
+    raise indexed(RuntimeError("Unable to perform rerendezvous using file:// method"))
 
 
 def _path_of(parts: SplitResult) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
+from torchdist_ref import error_index, errors
+
 INDEX = "reference/errors_index"
 RECORD = Path(__file__).parents[1] / f"{INDEX}.json"
 WORLDS = {
@@ -45,14 +47,25 @@ def messages() -> str:
 
 
 def classes() -> str:
-    """Return a table of the exception classes with the entries that they appear in."""
+    """Return a table of the exception classes: their general entries, and the entries that they appear in."""
     by_class: dict[str, list[dict[str, Any]]] = {}
     for found in entries():
         # A message may quote the error of another rank.
         for name in {found["error"], *re.findall(r"\b(?:Rank|Group)[A-Z]\w*Error\b", found["message"])}:
             by_class.setdefault(name, []).append(found)
-    lines = [f"| `{name}` | {', '.join(map(_link, group))} |" for name, group in sorted(by_class.items())]
-    return "\n".join(["| exception | entries |", "|---|---|", *lines])
+    general = {name: cls for name, cls in vars(errors).items() if _is_public_error(cls)}
+    lines = []
+    for name in sorted({*general, *by_class}):
+        entry, meaning = error_index.general_entry(name), ""
+        if name in general:
+            meaning = (general[name].__doc__ or "").partition("\n")[0]
+        links = ", ".join(map(_link, by_class.get(name, ())))
+        lines.append(f'| <span id="{entry}"></span>`{entry}` | `{name}` | {meaning} | {links} |')
+    return "\n".join(["| id | exception | meaning | entries |", "|---|---|---|---|", *lines])
+
+
+def _is_public_error(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Exception) and not value.__name__.startswith("_")
 
 
 def _entry(found: dict[str, Any]) -> str:

@@ -53,7 +53,8 @@ BELOW_BACKENDS = (*CORE, "torch_private", "stores", "authentication", "liveness"
 SHARED_BY_BACKENDS = ("backends", "backends.base", "backends.reductions")
 
 PARTS = (
-    Part("errors", "0 core types", torch=LATE),
+    Part("error_index", "0 core types", torch=NEVER),
+    Part("errors", "0 core types", ("error_index",), torch=LATE),
     Part("calls", "0 core types", ("errors",), torch=NEVER),
     Part("recorder", "0 core types", ("calls",), torch=NEVER),
     Part("timeouts", "0 core types", torch=NEVER),

@@ -21,6 +21,7 @@ import torch_names
 from sphinx.util.inventory import InventoryFile
 
 from tests.docs import pages
+from torchdist_ref import error_index, errors
 
 FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
 ELSEWHERE = re.compile(r"^(https?:)?//")
@@ -172,6 +173,15 @@ def test_every_section_anchor_of_the_official_pages_exists(site: Path, parsed: d
     ]
     assert len(ANCHORS) == 45
     assert not missing
+
+
+def test_the_id_at_the_end_of_each_error_is_a_place_in_the_error_index(site: Path, parsed: dict[Path, Page]) -> None:
+    index = site / "reference" / "errors_index"
+    places = set().union(*(page.anchors for path, page in parsed.items() if path.is_relative_to(index)))
+    places |= parsed[index.with_suffix(".html")].anchors
+    general = {error_index.general_entry(name) for name in vars(errors) if re.match(r"[A-Z]\w*Error$", name)}
+    assert len(general) > 15
+    assert general | {entry for entry, _ in error_index.ENTRIES} <= places
 
 
 def test_a_deep_link_to_a_name_on_the_official_pages_leads_to_its_counterpart(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,11 +32,13 @@ class Attempt:
         kinds: Class names of the exception and its bases; ``"warning"`` for a warning, nothing for a result.
         message: Its text, or the result's.
         seconds: Time that the call took.
+        see: Last line of the exception's traceback.
     """
 
     kinds: tuple[str, ...]
     message: str
     seconds: float
+    see: str = ""
 
 
 def attempts(kind: Kind, backend: str = "ref") -> list[list[Attempt]]:
@@ -96,7 +99,8 @@ def attempt(call: str, names: dict[str, Any], record: bool) -> Attempt:
             exec(code, scope)
     except Exception as error:
         bases = tuple(base.__name__ for base in type(error).__mro__)
-        return Attempt(bases, str(error), time.perf_counter() - start)
+        last = "".join(traceback.format_exception_only(error)).splitlines()[-1]
+        return Attempt(bases, str(error), time.perf_counter() - start, last)
     seconds = time.perf_counter() - start
     if caught:
         return Attempt(("warning",), str(caught[0].message), seconds)

@@ -40,7 +40,7 @@ def entry(kind: Kind) -> dict[str, Any]:
         "title": kind.title,
         "area": kind.area,
         "error": shown.kinds[0],
-        "classes": [name for name in shown.kinds if name not in ("object", "BaseException")],
+        "classes": [name for name in shown.kinds if name not in ("object", "BaseException", "_Indexed")],
         "culprit": kind.culprit,
         "cause": kind.cause,
         "cure": kind.cure,

@@ -66,8 +66,10 @@ def test_the_error_index_of_the_site_shows_what_is_raised(tmp_path: Path) -> Non
 def test_the_verdict_notices_a_silent_call_and_a_message_without_the_fault() -> None:
     kind = KINDS[0]
     row = kind.rows[0]
-    silent, other = Attempt((), "", 0.0), Attempt((kind.error,), "something is wrong", 0.0)
-    slow = Attempt((kind.error,), " ".join(row.phrases), 2.0)
+    silent, other = Attempt((), "", 0.0), Attempt((kind.error,), "something is wrong", 0.0, f"See: {kind.id}")
+    slow = Attempt((kind.error,), " ".join(row.phrases), 2.0, f"See: {kind.id}")
+    lost = Attempt((kind.error,), " ".join(row.phrases), 0.0, "See: elsewhere")
     assert faults(kind, row, [silent]) == ["rank 0 raised nothing", f"no rank raised {kind.error}"]
     assert all("the message lacks" in fault for fault in faults(kind, row, [other]))
     assert faults(kind, row, [slow]) == ["rank 0 took 2.0 s"]
+    assert len(faults(kind, row, [lost])) == 1 and "'See: elsewhere'" in faults(kind, row, [lost])[0]

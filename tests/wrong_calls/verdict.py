@@ -9,6 +9,15 @@ from tests.wrong_calls.execution import Attempt
 from tests.wrong_calls.table import Kind, Row
 
 LONGEST_SECONDS = 1.0
+# Ids of errors whose messages do not tell them from those of another entry.
+AS_GOOD = {
+    "group-in-a-forked-child": {"not-initialized"},
+    "orders-of-threads-differ": {"calls-differ"},
+    "object-list-type": {"object-list-length"},
+    "ranks-of-a-new-group": {"size-of-subgroups"},
+}
+# Errors of the testing tools and of Python: they name the errors of ranks, which have ids.
+WITHOUT_ID = {"RankError", "warning"}
 
 
 def faults(kind: Kind, row: Row, outcomes: Sequence[Attempt]) -> list[str]:
@@ -31,6 +40,9 @@ def _faults(kind: Kind, row: Row, outcomes: Sequence[Attempt]) -> Iterator[str]:
             yield f"rank {rank} raised nothing"
         if found.kinds and not accepted & set(found.kinds):
             yield f"rank {rank} raised {found.kinds[0]}: {found.message}"
+        ids = {kind.id, *AS_GOOD.get(kind.id, ())}
+        if found.kinds and kind.error not in WITHOUT_ID and found.see not in {f"See: {each}" for each in ids}:
+            yield f"rank {rank}'s {found.kinds[0]} ends with {found.see!r}: {found.message}"
     shown = representative(kind, outcomes)
     if shown is None:
         yield f"no rank raised {kind.error}"

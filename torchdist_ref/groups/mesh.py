@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from torchdist_ref.errors import DistError, explain
+from torchdist_ref.errors import DistError, explain, indexed
 from torchdist_ref.groups.creation import init_process_group, is_initialized, new_group
 from torchdist_ref.groups.queries import get_rank, get_world_size
 from torchdist_ref.groups.world import ProcessGroup, default_group, is_thread_rank, refuse_destroyed, resolve
@@ -210,7 +210,7 @@ class DeviceMesh(TorchMesh):
 
     def _named(self, name: str) -> int:
         if self._names is None or name not in self._names:
-            raise KeyError(explain("DeviceMesh", "mesh_dim", f"one of the names {self._names}", name))
+            raise indexed(KeyError(explain("DeviceMesh", "mesh_dim", f"one of the names {self._names}", name)))
         return self._names.index(name)
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
@@ -225,7 +225,9 @@ class DeviceMesh(TorchMesh):
         wanted = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
         kept = [self._named(name) for name in wanted]
         if kept != sorted(set(kept)):
-            raise KeyError(explain("DeviceMesh", "mesh_dim_names", f"each once, in the order of {self._names}", wanted))
+            raise indexed(
+                KeyError(explain("DeviceMesh", "mesh_dim_names", f"each once, in the order of {self._names}", wanted))
+            )
         index = tuple(slice(None) if d in kept else i for d, i in enumerate(self._require_coordinate()))
         if len(kept) == self.ndim:
             return self

@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, SupportsIndex
 
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, StoreTimeoutError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, StoreTimeoutError, explain, indexed
 from torchdist_ref.timeouts import STORE_TIMEOUT, Deadline
 
 Text = str | bytes | bytearray
@@ -299,9 +299,11 @@ class Store:
 
     def _unsupported(self, operation: str) -> NotImplementedError:
         # torch raises NotImplementedError here, which its callers catch.
-        return NotImplementedError(
-            f"{operation}: {type(self).__name__} has no such operation. HashStore and TCPStore have all of them; "
-            f"define {operation}() to add it to a store of your own."
+        return indexed(
+            NotImplementedError(
+                f"{operation}: {type(self).__name__} has no such operation. HashStore and TCPStore have all of them; "
+                f"define {operation}() to add it to a store of your own."
+            )
         )
 
     def _deadline(self, operation: str, timeout: timedelta | float | None) -> Deadline:
