@@ -100,6 +100,9 @@ class Work:
     >>> work.finish()
     >>> work.wait(), work.is_completed(), work.exception()
     (True, True, None)
+
+    Elsewhere:
+        ``MPI_Request`` in MPI; a CUDA stream or event in NCCL; in JAX each ``jax.Array`` is a future.
     """
 
     source = -1
@@ -148,6 +151,9 @@ class Work:
             ...     return work.wait(), work.is_completed(), tensor.tolist()
             >>> run(program, 2)
             [(True, True, [1, 20]), (True, True, [1, 20])]
+
+        Elsewhere:
+            ``MPI_Wait`` in MPI; ``cudaStreamWaitEvent`` with NCCL; ``jax.block_until_ready`` in JAX.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if not self._await(seconds):
@@ -178,7 +184,11 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the call has completed, with or without an error. Never blocks."""
+        """Return whether the call has completed, with or without an error. Never blocks.
+
+        Elsewhere:
+            ``MPI_Test`` in MPI; ``cudaStreamQuery`` with NCCL; ``jax.Array.is_ready`` in JAX.
+        """
         return self._over
 
     def is_success(self) -> bool:
@@ -242,6 +252,9 @@ class Work:
             ...     return work.get_future().then(lambda future: future.value()[0].tolist()).wait()
             >>> run(program, 2)
             [[1, 20], [1, 20]]
+
+        Elsewhere:
+            None in MPI and NCCL; in JAX each ``jax.Array`` is a future.
         """
         return self.future_of_kind(CallFuture)
 

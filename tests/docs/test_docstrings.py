@@ -35,6 +35,16 @@ DeferredBatchNorm.forward DeferredBatchNorm.convert_deferred_batch_norm stash po
 Store.set Store.get Store.num_keys Store.set_timeout Store.delete_key Store.wait
 """.split()
 
+# Methods without an operation of their own: parts of a protocol, accessors, and methods of every module of torch.
+OF_THE_CLASS = """
+GradBucket.index GradBucket.buffer GradBucket.gradients GradBucket.parameters GradBucket.is_last GradBucket.set_buffer
+Join.notify_join_context Joinable.join_hook JoinHook.main_hook JoinHook.post_hook substitute
+PostLocalSGDState.maybe_increase_iter PowerSGDState.maybe_increase_iter PowerSGDState.compression_stats
+PowerSGDState.__getstate__ PowerSGDState.__setstate__ ModelAverager.average_parameters
+PeriodicModelAverager.average_parameters HierarchicalModelAverager.average_parameters Pipe.cuda Pipe.cpu Pipe.to
+Pipe.forward DeferredBatchNorm.forward DeferredBatchNorm.convert_deferred_batch_norm
+""".split()
+
 
 def documented() -> Iterator[tuple[str, Any]]:
     """Yield name and object of everything callable that torch documents and this library implements."""
@@ -84,6 +94,20 @@ def test_a_docstring_has_its_parts(name: str) -> None:
     if ">>>" not in text and short(name) not in SHOWN_ELSEWHERE:
         lacks.append("example")
     assert not lacks
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_docstring_names_the_counterparts_in_mpi_nccl_and_jax(name: str) -> None:
+    # A method that is no operation of its own has those of its class.
+    owner = NAMES.get(name.rpartition(".")[0])
+    found = counterparts(NAMES[name]) or (counterparts(owner) if short(name) in OF_THE_CLASS else "")
+    # Objects are mpi4py's and keys are PMIx's, which the launchers of MPI provide.
+    assert not [library for library in ("MPI|mpi4py|PMIx", "NCCL", "JAX") if not re.search(rf"\b({library})\b", found)]
+
+
+def counterparts(found: Any) -> str:
+    """Return the section of a docstring that names what MPI, NCCL and JAX have."""
+    return (inspect.getdoc(found) or "").partition("\nElsewhere:\n")[2].partition("\n\n")[0]
 
 
 @pytest.mark.parametrize("name", MOVING)

@@ -28,7 +28,11 @@ ITERATIONS_BEFORE_WARNING = 1000
 
 
 class JoinHook:
-    """Functions of a rank without inputs, in place of its own iterations. Override those that apply."""
+    """Functions of a rank without inputs, in place of its own iterations. Override those that apply.
+
+    Elsewhere:
+        None in MPI, NCCL and JAX.
+    """
 
     def main_hook(self) -> None:
         """Make the collectives of one iteration of the ranks that still have inputs."""
@@ -54,6 +58,9 @@ class Joinable(ABC):
 
     A subclass calls ``Joinable.__init__`` in its constructor and `Join.notify_join_context` before the
     first collective of each iteration.
+
+    Elsewhere:
+        None in MPI, NCCL and JAX.
     """
 
     @abstractmethod
@@ -109,6 +116,9 @@ class Join:
         ...     return model.module.weight.grad is not None
         >>> run(program, 2)
         [True, True]
+
+    Elsewhere:
+        None in MPI, NCCL and JAX. ``hvd.join`` in Horovod, whose remaining ranks reduce with zeros, too.
     """
 
     def __init__(

@@ -35,6 +35,10 @@ def get_debug_level() -> DebugLevel:
         >>> dist.get_debug_level() == dist.DebugLevel.INFO
         True
         >>> dist.set_debug_level(dist.DebugLevel.OFF)
+
+    Elsewhere:
+        ``MPI_T_cvar_read`` in MPI reads control variables of the implementation; ``NCCL_DEBUG`` in NCCL;
+        ``jax_logging_level`` in JAX.
     """
     if not _level:
         set_debug_level_from_env()
@@ -49,6 +53,10 @@ def set_debug_level(level: DebugLevel) -> None:
 
     Raises:
         ArgumentTypeError: `level` is not a DebugLevel.
+
+    Elsewhere:
+        ``MPI_T_cvar_write`` in MPI writes control variables of the implementation; ``NCCL_DEBUG`` in NCCL;
+        ``jax_logging_level`` in JAX.
     """
     if not isinstance(level, DebugLevel):
         raise ArgumentTypeError(explain("set_debug_level", "level", "a DebugLevel", level))
@@ -60,6 +68,9 @@ def set_debug_level_from_env() -> None:
 
     Raises:
         ArgumentError: The value is not OFF, INFO or DETAIL.
+
+    Elsewhere:
+        Variables of the implementation in MPI; ``NCCL_DEBUG`` in NCCL; ``JAX_LOGGING_LEVEL`` in JAX.
     """
     value = os.environ.get(_VARIABLE, "OFF")
     known: Mapping[str, DebugLevel] = DebugLevel.__members__

@@ -62,6 +62,9 @@ def get_env_variable_or_raise(env_name: str) -> str:
         >>> os.environ["EXAMPLE_OF_A_VARIABLE"] = "7"
         >>> get_env_variable_or_raise("EXAMPLE_OF_A_VARIABLE")
         '7'
+
+    Elsewhere:
+        None in MPI, NCCL and JAX.
     """
     value = os.environ.get(env_name)
     if value is None:
@@ -85,6 +88,10 @@ def get_socket_with_port() -> socket.socket:
         >>> with get_socket_with_port() as held:
         ...     held.getsockname()[1] > 1023
         True
+
+    Elsewhere:
+        ``MPI_Open_port`` in MPI; ``ncclGetUniqueId`` in NCCL opens a port of its own; none in JAX, whose caller chooses
+        the port.
     """
     failure: OSError | None = None
     for family, kind, protocol, _, _ in socket.getaddrinfo("localhost", None, type=socket.SOCK_STREAM):
@@ -105,6 +112,9 @@ class macros:
 
     Attributes:
         local_rank: The macro for the local rank.
+
+    Elsewhere:
+        None in MPI, NCCL and JAX. Slurm replaces ``%t`` by the rank in the names of files.
     """
 
     local_rank = "${local_rank}"
@@ -138,6 +148,9 @@ def get_log_level() -> str:
         >>> from torchdist_ref.elastic.utils.log_level import get_log_level
         >>> get_log_level()
         'WARNING'
+
+    Elsewhere:
+        None in MPI; ``NCCL_DEBUG`` in NCCL; ``JAX_LOGGING_LEVEL`` in JAX.
     """
     return "WARNING"
 
@@ -155,6 +168,9 @@ def get_logger(name: str | None = None) -> logging.Logger:
         >>> from torchdist_ref.elastic.utils.logging import get_logger
         >>> get_logger("my_launcher").name
         'my_launcher'
+
+    Elsewhere:
+        None in MPI and NCCL; JAX logs under the name ``jax``.
     """
     # The standard library's way to the caller; `inspect` would read source files.
     caller = sys._getframe(1).f_globals.get("__name__")  # noqa: SLF001
@@ -176,6 +192,10 @@ def get_free_port() -> int:
         >>> from torchdist_ref.elastic.utils.distributed import get_free_port
         >>> get_free_port() > 1023
         True
+
+    Elsewhere:
+        ``MPI_Open_port`` in MPI; ``ncclGetUniqueId`` in NCCL opens a port of its own; none in JAX, whose caller chooses
+        the port.
     """
     with get_socket_with_port() as held:
         port: int = held.getsockname()[1]
@@ -228,6 +248,10 @@ def get_all(store: Store, rank: int, prefix: str, world_size: int) -> list[bytes
         >>> store.multi_set(["host0", "host1"], ["a", "b"])
         >>> get_all(store, 1, "host", 2)
         [b'a', b'b']
+
+    Elsewhere:
+        ``PMIx_Get`` of each rank's value in PMIx; none in NCCL; ``key_value_dir_get`` of JAX's coordination client,
+        which is not public.
     """
     found = store.multi_get([f"{prefix}{number}" for number in range(world_size)])
     done = _arrive(store, world_size, f"{prefix}/finished")
@@ -260,6 +284,10 @@ def synchronize(
         >>> from torchdist_ref.stores import HashStore
         >>> synchronize(HashStore(), b"me", rank=0, world_size=1, key_prefix="who")
         [b'me']
+
+    Elsewhere:
+        ``PMIx_Fence`` with ``PMIX_COLLECT_DATA`` in PMIx; none in NCCL; ``process_allgather`` of JAX's
+        ``multihost_utils``, for arrays.
     """
     with store_timeout(store, timeout):
         store.set(f"{key_prefix}{rank}", data)
@@ -294,6 +322,9 @@ def barrier(
         >>> from torchdist_ref.elastic.utils.store import barrier
         >>> from torchdist_ref.stores import HashStore
         >>> barrier(HashStore(), world_size=1, key_prefix="start")
+
+    Elsewhere:
+        ``PMIx_Fence`` in PMIx; none in NCCL; ``wait_at_barrier`` of JAX's coordination client, which is not public.
     """
     if rank is None and rank_tracing_decoder is not None:
         raise ArgumentError("barrier: 'rank_tracing_decoder' names ranks, so 'rank' must be given on every process.")
@@ -386,6 +417,10 @@ def create_c10d_store(
         >>> store.port > 1023
         True
         >>> store.close()
+
+    Elsewhere:
+        The PMIx server of MPI's launchers; the address ``NCCL_COMM_ID`` in NCCL; the coordinator of
+        ``jax.distributed.initialize`` in JAX.
     """
     if server_port == -1 and (world_size > 1 or not is_server):
         expected = "given, since other processes have to know it"

@@ -34,6 +34,9 @@ class CyclingIterator(Iterator[T], Generic[T]):
         >>> from torchdist_ref.elastic.utils.data import CyclingIterator
         >>> list(CyclingIterator(3, lambda epoch: iter([epoch, 10 * epoch]), start_epoch=1))
         [1, 10, 2, 20]
+
+    Elsewhere:
+        None in MPI, NCCL and JAX.
     """
 
     def __init__(self, n: int, generator_fn: Callable[[int], Iterator[T]], start_epoch: int = 0) -> None:
@@ -76,6 +79,9 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         >>> samplers = [ElasticDistributedSampler(range(10), 2, rank, start_index=6) for rank in range(2)]
         >>> sorted(index for sampler in samplers for index in sampler)
         [6, 7, 8, 9]
+
+    Elsewhere:
+        None in MPI, NCCL and JAX. ``IndexSampler`` with ``ShardByJaxProcess`` in Grain, which loads data for JAX.
     """
 
     def __init__(

@@ -201,6 +201,9 @@ def is_available() -> bool:
         >>> import torchdist_ref as dist
         >>> dist.is_available()
         True
+
+    Elsewhere:
+        None in MPI, NCCL and JAX: a program that links or imports one of them has it.
     """
     return c10d.is_available()
 
@@ -212,6 +215,9 @@ def is_gloo_available() -> bool:
         >>> import torchdist_ref as dist
         >>> dist.is_gloo_available()
         True
+
+    Elsewhere:
+        None in MPI, NCCL and JAX.
     """
     return _has("gloo", c10d.is_gloo_available)
 
@@ -223,6 +229,10 @@ def is_nccl_available() -> bool:
         >>> import torchdist_ref as dist
         >>> dist.is_nccl_available() in (True, False)
         True
+
+    Elsewhere:
+        ``ncclGetVersion`` in NCCL returns the version of the linked library; none in MPI; ``jax.devices("gpu")`` in JAX
+        raises an error without a GPU.
     """
     return _has("nccl", c10d.is_nccl_available)
 
@@ -234,6 +244,9 @@ def is_mpi_available() -> bool:
         >>> import torchdist_ref as dist
         >>> dist.is_mpi_available() in (True, False)
         True
+
+    Elsewhere:
+        ``MPI_Get_library_version`` in MPI names the linked implementation; none in NCCL and JAX.
     """
     return _has("mpi", lambda: importlib.util.find_spec("mpi4py") is not None)
 
@@ -245,6 +258,9 @@ def is_ucc_available() -> bool:
         >>> import torchdist_ref as dist
         >>> dist.is_ucc_available()
         False
+
+    Elsewhere:
+        None in MPI, NCCL and JAX.
     """
     return _has("ucc")
 
@@ -256,6 +272,9 @@ def is_xccl_available() -> bool:
         >>> import torchdist_ref as dist
         >>> dist.is_xccl_available()
         False
+
+    Elsewhere:
+        None in MPI, NCCL and JAX.
     """
     return _has("xccl")
 
@@ -281,6 +300,9 @@ def is_backend_available(backend: str) -> bool:
         >>> import torchdist_ref as dist
         >>> dist.is_backend_available("REF"), dist.is_backend_available("smoke-signals")
         (True, False)
+
+    Elsewhere:
+        None in MPI and NCCL; ``jax.devices(name)`` in JAX raises an error for an unknown platform.
     """
     if not isinstance(backend, str):
         raise ArgumentTypeError(explain("is_backend_available", "backend", "a name", backend))
@@ -305,6 +327,9 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
         >>> import torchdist_ref as dist
         >>> dist.get_default_backend_for_device("cpu")
         'gloo'
+
+    Elsewhere:
+        None in MPI and NCCL; ``jax_cpu_collectives_implementation`` in JAX names the library for CPUs.
     """
     kind = torch.device(device).type
     found = Backend.default_device_backend_map.get(kind)
@@ -323,6 +348,10 @@ def is_torchelastic_launched() -> bool:
         >>> import torchdist_ref as dist
         >>> dist.is_torchelastic_launched()
         False
+
+    Elsewhere:
+        None in MPI, NCCL and JAX. Launchers of MPI set variables of their own, such as ``OMPI_COMM_WORLD_SIZE`` and
+        ``PMI_RANK``.
     """
     return "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -343,6 +372,10 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
         >>> import torchdist_ref as dist
         >>> dist.get_node_local_rank(fallback_rank=0)
         0
+
+    Elsewhere:
+        ``MPI_Comm_split_type`` with ``MPI_COMM_TYPE_SHARED`` in MPI, then ``MPI_Comm_rank``; none in NCCL;
+        ``local_device_ids`` of ``jax.distributed.initialize`` in JAX.
     """
     text = os.environ.get("LOCAL_RANK", fallback_rank)
     text = job_environment.local_rank(os.environ) if text is None else text
@@ -371,6 +404,9 @@ def get_pg_count() -> int:
         ...     return dist.get_pg_count()
         >>> run(program, 2)
         [2, 2]
+
+    Elsewhere:
+        None in MPI, NCCL and JAX.
     """
     world = current()
     return world.created + world.member_only.total()
@@ -401,6 +437,10 @@ class Backend(str):
         >>> import torchdist_ref as dist
         >>> dist.Backend("GLOO") == dist.Backend.GLOO == "gloo"
         True
+
+    Elsewhere:
+        None in MPI, whose implementation is chosen when a program is linked; none in NCCL;
+        ``jax_cpu_collectives_implementation`` in JAX selects ``gloo`` or ``mpi`` on CPUs.
     """
 
     REF = "ref"
@@ -450,6 +490,10 @@ class Backend(str):
             >>> dist.Backend.register_backend("mine", lambda membership, _: Ref(membership), extended_api=True)
             >>> dist.init_process_group("mine", store=dist.HashStore(), rank=0, world_size=1)
             >>> dist.destroy_process_group()
+
+        Elsewhere:
+            Components of the ``coll`` framework in Open MPI; the plugins of ``NCCL_NET_PLUGIN`` in NCCL; the entry
+            points ``jax_plugins`` in JAX.
         """
         if not isinstance(name, str):
             raise ArgumentTypeError(explain("register_backend", "name", "a str", name))
@@ -504,6 +548,10 @@ def supports_complex(reduceOp: Any) -> bool:
         >>> import torchdist_ref as dist
         >>> dist.supports_complex(dist.ReduceOp.SUM), dist.supports_complex(dist.ReduceOp.MAX)
         (True, False)
+
+    Elsewhere:
+        None in MPI, whose standard lists the operators of each datatype; none in NCCL, which has no complex dtypes;
+        none in JAX.
     """
     if reduceOp is ReduceOp.PREMUL_SUM:
         return True

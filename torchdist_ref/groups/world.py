@@ -80,6 +80,9 @@ class ProcessGroup(CallsFromTorch):
         keys: The keys that the group's members and other callers of its creation release, or None.
         original: The group of torch's whose members and backend this group has, where torch made it; else None.
         on_shutdown: Function that destroys the group, called when torch destroys it; None while torch does not know it.
+
+    Elsewhere:
+        ``MPI_Comm`` in MPI, ``ncclComm_t`` in NCCL; an axis of ``jax.sharding.Mesh`` in JAX.
     """
 
     timeout: float

@@ -77,6 +77,9 @@ class LaunchConfig:
         >>> from torchdist_ref.launcher import LaunchConfig
         >>> LaunchConfig(1, 1, nproc_per_node=2, max_restarts=0).shutdown_timeout
         30
+
+    Elsewhere:
+        The options of ``mpiexec`` in MPI; none in NCCL; the arguments of ``jax.distributed.initialize`` in JAX.
     """
 
     min_nodes: int
@@ -126,6 +129,9 @@ class elastic_launch:
         >>> import os
         >>> elastic_launch(LaunchConfig(1, 1, 2), os.getenv)("RANK")
         {0: '0', 1: '1'}
+
+    Elsewhere:
+        ``mpiexec`` and ``MPI_Comm_spawn`` in MPI, without restarts; none in NCCL and JAX, which leave it to schedulers.
     """
 
     def __init__(
@@ -166,6 +172,9 @@ def launch_agent(
         SignalException: A signal ended the job. It is torch's too if torch's module is imported.
 
     Example: as for `elastic_launch`, which calls this.
+
+    Elsewhere:
+        ``mpiexec`` and ``MPI_Comm_spawn`` in MPI, without restarts; none in NCCL and JAX, which leave it to schedulers.
     """
     _check(config, entrypoint)
     name = entrypoint_name(entrypoint, args)

@@ -46,6 +46,9 @@ class DeferredBatchNorm(_BatchNorm):  # type: ignore[misc]
         False
         >>> layer.running_mean, layer.running_var
         (tensor([2.]), tensor([1.]))
+
+    Elsewhere:
+        None in MPI, NCCL and JAX. The package ``torchgpipe`` has a class of this name.
     """
 
     sum: Tensor

@@ -46,6 +46,9 @@ def is_checkpointing() -> bool:
         >>> from torchdist_ref.pipeline.sync import is_checkpointing
         >>> is_checkpointing()
         False
+
+    Elsewhere:
+        None in MPI, NCCL and JAX, where ``jax.checkpoint`` recomputes pure functions.
     """
     return _phase.checkpointing
 
@@ -60,6 +63,9 @@ def is_recomputing() -> bool:
         >>> from torchdist_ref.pipeline.sync import is_recomputing
         >>> is_recomputing()
         False
+
+    Elsewhere:
+        None in MPI, NCCL and JAX, where ``jax.checkpoint`` recomputes pure functions.
     """
     return _phase.recomputing
 

@@ -88,6 +88,9 @@ class NoChunk:
         >>> from torchdist_ref.pipeline.sync import NoChunk
         >>> NoChunk(torch.zeros(2)).tensor
         tensor([0., 0.])
+
+    Elsewhere:
+        None in MPI, NCCL and JAX; an argument of ``jax.vmap`` with ``in_axes=None`` is the closest.
     """
 
     def __init__(self, inp: Tensor) -> None:

@@ -177,6 +177,9 @@ def partition_model(module: nn.Sequential, balance: list[int], devices: Sequence
         >>> model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
         >>> [len(partition) for partition in partition_model(model, [2, 1], ["cpu", "cpu"])]
         [2, 1]
+
+    Elsewhere:
+        None in MPI, NCCL and JAX.
     """
     if sum(balance) != len(module) or min(balance, default=0) < 1:
         expected = f"positive numbers that sum up to the {len(module)} layers"
@@ -275,6 +278,10 @@ class Pipe(nn.Module):
         >>> batch = torch.arange(32.0).view(8, 4)
         >>> torch.allclose(pipe(batch).local_value(), layers(batch))
         True
+
+    Elsewhere:
+        None in MPI, NCCL and JAX, where a program writes the schedule, with ``jax.lax.ppermute`` between stages. The
+        package ``torchgpipe`` has the same model.
     """
 
     def __init__(

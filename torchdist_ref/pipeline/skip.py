@@ -41,6 +41,9 @@ class Namespace:
         >>> first, second = Namespace(), Namespace()
         >>> first == second, first == deepcopy(first)
         (False, True)
+
+    Elsewhere:
+        None in MPI, NCCL and JAX. The package ``torchgpipe`` has the same interface.
     """
 
     __slots__ = ("_id",)
@@ -98,6 +101,9 @@ class stash(_SkipOperation):
     Args:
         name: One of the names that the module is declared to stash.
         tensor: The tensor, or None.
+
+    Elsewhere:
+        None in MPI, NCCL and JAX. The package ``torchgpipe`` has the same interface.
     """
 
     __slots__ = ("name", "tensor")
@@ -112,6 +118,9 @@ class pop(_SkipOperation):
 
     Args:
         name: One of the names that the module is declared to pop.
+
+    Elsewhere:
+        None in MPI, NCCL and JAX. The package ``torchgpipe`` has the same interface.
     """
 
     __slots__ = ("name",)
@@ -239,6 +248,9 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         ...         return x + before
         >>> torch.nn.Sequential(Keep(), torch.nn.ReLU(), Add())(torch.tensor([1.0, -1.0]))
         tensor([ 3., -1.])
+
+    Elsewhere:
+        None in MPI, NCCL and JAX. The package ``torchgpipe`` has the same interface.
     """
     for argument, value in (("stash", stash), ("pop", pop)):
         if isinstance(value, str):
@@ -270,6 +282,9 @@ def verify_skippables(module: nn.Sequential) -> None:
         >>> verify_skippables(torch.nn.Sequential(Pops()))
         Traceback (most recent call last):
         torchdist_ref.errors.ArgumentTypeError: skip connections don't fit: module '0' pops 'x', which is not stashed.
+
+    Elsewhere:
+        None in MPI, NCCL and JAX. The package ``torchgpipe`` has the same interface.
     """
     stashed: dict[Key, str] = {}
     ever: set[Key] = set()

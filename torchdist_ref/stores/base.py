@@ -47,6 +47,10 @@ class Store:
     >>> store.set("color", "red")
     >>> store.get("color")
     b'red'
+
+    Elsewhere:
+        The PMIx key-value space of MPI's launchers; none in NCCL, whose ``ncclUniqueId`` a program distributes itself;
+        the key-value store of JAX's coordination client, which is not public.
     """
 
     _timeout: timedelta = STORE_TIMEOUT
@@ -65,6 +69,9 @@ class Store:
         Raises:
             ArgumentError: the time-out is negative.
             ArgumentTypeError: it is not a timedelta.
+
+        Elsewhere:
+            The attribute ``PMIX_TIMEOUT`` of a request in PMIx; none in NCCL; an argument of each request in JAX.
         """
         timeout_seconds("set_timeout", timeout)
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
@@ -75,6 +82,10 @@ class Store:
         Raises:
             ArgumentTypeError: key or value is neither text nor bytes.
             DistNetworkError: the server of a TCPStore cannot be reached.
+
+        Elsewhere:
+            ``PMIx_Put`` and ``PMIx_Commit`` in PMIx; none in NCCL; ``key_value_set`` of JAX's coordination client,
+            which is not public.
         """
         raise self._unsupported("set")
 
@@ -83,6 +94,10 @@ class Store:
 
         Raises:
             StoreTimeoutError: no rank set the key within the store's time-out.
+
+        Elsewhere:
+            ``PMIx_Get`` in PMIx; none in NCCL; ``blocking_key_value_get`` of JAX's coordination client, which is not
+            public.
         """
         raise self._unsupported("get")
 
@@ -95,6 +110,10 @@ class Store:
         >>> store = dist.HashStore()
         >>> store.add("arrived", 1), store.add("arrived", 2)
         (1, 3)
+
+        Elsewhere:
+            ``MPI_Fetch_and_op`` in MPI, which returns the old value; none in NCCL; ``key_value_increment`` of JAX's
+            coordination client, which is not public.
         """
         raise self._unsupported("add")
 
@@ -115,6 +134,9 @@ class Store:
         >>> store = dist.HashStore()
         >>> store.compare_set("leader", "", "rank 3"), store.compare_set("leader", "", "rank 5")
         (b'rank 3', b'rank 3')
+
+        Elsewhere:
+            ``MPI_Compare_and_swap`` in MPI, on integers; none in NCCL and JAX.
         """
         raise self._unsupported("compare_set")
 
@@ -123,6 +145,10 @@ class Store:
 
         Raises:
             ArgumentTypeError: the key is neither text nor bytes.
+
+        Elsewhere:
+            ``PMIx_Unpublish`` in PMIx; none in NCCL; ``key_value_delete`` of JAX's coordination client, which is not
+            public.
         """
         raise self._unsupported("delete_key")
 
@@ -131,6 +157,9 @@ class Store:
 
         Raises:
             DistNetworkError: the server of a TCPStore cannot be reached.
+
+        Elsewhere:
+            None in MPI, NCCL and JAX.
         """
         raise self._unsupported("num_keys")
 
@@ -147,6 +176,10 @@ class Store:
 
         Raises:
             StoreTimeoutError: keys are still missing; the message lists them.
+
+        Elsewhere:
+            ``PMIx_Get`` in PMIx waits for a key; none in NCCL; ``blocking_key_value_get`` of JAX's coordination client,
+            which is not public.
         """
         deadline = self._deadline("wait", timeout)
         key_list("wait", keys)

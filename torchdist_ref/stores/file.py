@@ -213,6 +213,9 @@ class FileStore(Store):
     >>> store.close()
     >>> os.path.exists(path)
     False
+
+    Elsewhere:
+        None in MPI, NCCL and JAX, whose processes meet at a network address or through a launcher.
     """
 
     def __init__(self, file_name: str, world_size: int = -1) -> None:

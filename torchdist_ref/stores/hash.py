@@ -149,6 +149,9 @@ class HashStore(Store):
     >>> store.set("epoch", "1")
     >>> store.compare_set("epoch", "1", "2")
     b'2'
+
+    Elsewhere:
+        None in MPI, NCCL and JAX: their ranks in one process share its memory.
     """
 
     def __init__(self) -> None:

@@ -40,6 +40,9 @@ class PrefixStore(Store):
     >>> PrefixStore("group_0", whole).set("rank", "3")
     >>> whole.get("group_0/rank")
     b'3'
+
+    Elsewhere:
+        The namespace of a job in PMIx (``PMIX_NSPACE``); none in NCCL and JAX, whose programs prefix keys themselves.
     """
 
     def __init__(self, prefix: str, store: Store) -> None:

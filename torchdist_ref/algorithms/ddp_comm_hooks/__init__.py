@@ -46,6 +46,9 @@ class DDPCommHookType(Enum):
         >>> from torchdist_ref.algorithms.ddp_comm_hooks import DDPCommHookType
         >>> DDPCommHookType["FP16_COMPRESS"].value.comm_hook.__name__
         'fp16_compress_hook'
+
+    Elsewhere:
+        None in MPI, NCCL and JAX. Horovod's ``Compression`` names its compressors.
     """
 
     ALLREDUCE = HookRegistrar(default_hooks.allreduce_hook)
@@ -82,6 +85,10 @@ def register_ddp_comm_hook(comm_hook_type: Any, model: Any, state: Any = None) -
         ...     return model.module.weight.grad.item()
         >>> run(program, 2)
         [2.0, 2.0]
+
+    Elsewhere:
+        None in MPI and NCCL; in JAX a program exchanges gradients by itself. Horovod's ``DistributedOptimizer`` has the
+        argument ``compression``.
     """
     if not isinstance(comm_hook_type, DDPCommHookType):
         hint = "A function goes to model.register_comm_hook(state, hook)."

@@ -84,6 +84,9 @@ def hook_with_zero_step(hook: Hook, ddp: Any, zero: ShardedOptimizer, shard_buck
         ...     return weights
         >>> run(program, 2)
         [[1.0, 1.0, 0.5, 0.0], [1.0, 1.0, 0.5, 0.0]]
+
+    Elsewhere:
+        None in MPI and NCCL; in JAX, ``jax.jit`` with an optimizer state that is sharded over the data axis.
     """
     step = _BucketwiseStep(ddp, zero, shard_buckets)
 
@@ -140,6 +143,9 @@ def hook_with_zero_step_interleaved(hook: Hook, ddp: Any, zero: ShardedOptimizer
         ...     return ddp.module.weight.item()
         >>> run(program, 2)
         [0.5, 0.5]
+
+    Elsewhere:
+        None in MPI and NCCL; in JAX, ``jax.jit`` with an optimizer state that is sharded over the data axis.
     """
     step = _BucketwiseStep(ddp, zero, shard_buckets)
 

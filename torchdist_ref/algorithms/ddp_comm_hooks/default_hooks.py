@@ -67,6 +67,9 @@ def allreduce_hook(process_group: Any, bucket: GradBucket) -> Future[torch.Tenso
         ...     return allreduce_hook(None, bucket).wait().tolist()
         >>> run(program, 2)
         [[1.0, 5.0], [1.0, 5.0]]
+
+    Elsewhere:
+        ``MPI_Allreduce`` and a division in MPI; ``ncclAllReduce`` with ``ncclAvg`` in NCCL; ``jax.lax.pmean`` in JAX.
     """
     return HookGroup(process_group, bucket).average(bucket)
 
@@ -102,6 +105,10 @@ def fp16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[torch.T
         ...     return fp16_compress_hook(None, GradBucket(buffer=torch.tensor([1 / 3]))).wait().item()
         >>> [round(value, 6) for value in run(program, 2)]
         [0.333252, 0.333252]
+
+    Elsewhere:
+        None in MPI, whose standard has no 16-bit floats; ``ncclAllReduce`` of ``ncclFloat16`` in NCCL;
+        ``jax.lax.pmean`` of gradients cast to ``float16`` in JAX.
     """
     return _compressed_average(torch.float16, process_group, bucket)
 
@@ -134,6 +141,10 @@ def bf16_compress_hook(process_group: Any, bucket: GradBucket) -> Future[torch.T
         ...     return bf16_compress_hook(None, GradBucket(buffer=torch.tensor([1e38]))).wait().item() > 9.9e37
         >>> run(program, 2)
         [True, True]
+
+    Elsewhere:
+        None in MPI, whose standard has no 16-bit floats; ``ncclAllReduce`` of ``ncclBfloat16`` in NCCL;
+        ``jax.lax.pmean`` of gradients cast to ``bfloat16`` in JAX.
     """
     return _compressed_average(torch.bfloat16, process_group, bucket)
 
@@ -168,6 +179,9 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
         >>> bucket = GradBucket(buffer=torch.tensor([1.0001]))
         >>> fp16_compress_wrapper(noop_hook)(None, bucket).wait()
         tensor([1.])
+
+    Elsewhere:
+        None in MPI and NCCL; in JAX, casts to ``float16`` and back around a function of the gradients.
     """
     return _wrapper(torch.float16, hook, "fp16_compress_wrapper_hook")
 
@@ -189,6 +203,9 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
         >>> bucket = GradBucket(buffer=torch.tensor([1.001]))
         >>> bf16_compress_wrapper(noop_hook)(None, bucket).wait()
         tensor([1.])
+
+    Elsewhere:
+        None in MPI and NCCL; in JAX, casts to ``bfloat16`` and back around a function of the gradients.
     """
     return _wrapper(torch.bfloat16, hook, "bf16_compress_wrapper_hook")
 
@@ -214,6 +231,9 @@ def noop_hook(_: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         >>> from torchdist_ref.parallel import GradBucket
         >>> noop_hook(None, GradBucket(buffer=torch.ones(2))).wait()
         tensor([1., 1.])
+
+    Elsewhere:
+        None in MPI, NCCL and JAX.
     """
     future: Future[torch.Tensor] = Future()
     future.set_result(bucket.buffer())
@@ -237,6 +257,9 @@ class PostLocalSGDState:
         >>> state = PostLocalSGDState(None, None, start_localSGD_iter=100, post_local_gradient_allreduce=False)
         >>> state.iter
         0
+
+    Elsewhere:
+        None in MPI, NCCL and JAX.
     """
 
     __slots__ = ("iter", "post_local_gradient_allreduce", "process_group", "start_localSGD_iter", "subgroup")
@@ -294,6 +317,9 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
         ...     return [post_localSGD_hook(state, bucket).wait().item() for bucket in steps]
         >>> run(program, 2)
         [[2.0, 0.0], [2.0, 4.0]]
+
+    Elsewhere:
+        An all-reduce on a communicator of one host in MPI and NCCL; ``jax.lax.pmean`` over one of two mesh axes in JAX.
     """
     if state.iter < state.start_localSGD_iter:
         state.maybe_increase_iter(bucket)

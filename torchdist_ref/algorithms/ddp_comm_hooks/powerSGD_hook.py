@@ -130,6 +130,9 @@ class PowerSGDState:
         >>> state = PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10)
         >>> state.compression_stats()
         (0, 0, 0)
+
+    Elsewhere:
+        None in MPI, NCCL and JAX. The authors of the paper publish the package ``powersgd``.
     """
 
     def __init__(
@@ -312,6 +315,9 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
         ...     return [round(x, 3) for x in bucket.gradients()[0][1, :3].tolist()], state.compression_stats()
         >>> run(program, 2)
         [([4.0, 8.0, 12.0], (4.0, 64, 16)), ([4.0, 8.0, 12.0], (4.0, 64, 16))]
+
+    Elsewhere:
+        None in MPI, NCCL and JAX. The authors of the paper publish the package ``powersgd``.
     """
     group = HookGroup(state.process_group, bucket)
     numbers = state.number_parameters(bucket)
@@ -355,6 +361,9 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
         ...     return [round(x, 3) for x in batched_powerSGD_hook(state, bucket).wait()[:2].tolist()]
         >>> run(program, 2)
         [[1.5, 1.5], [1.5, 1.5]]
+
+    Elsewhere:
+        None in MPI, NCCL and JAX.
     """
     group = HookGroup(state.process_group, bucket)
     buffer, numbers = bucket.buffer(), state.number_parameters(bucket)

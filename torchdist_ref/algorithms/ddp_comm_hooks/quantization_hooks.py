@@ -46,6 +46,9 @@ def quantization_pertensor_hook(process_group: Any, bucket: GradBucket) -> Futur
         ...     return quantization_pertensor_hook(None, bucket).wait().tolist()
         >>> run(program, 2)
         [[0.0, 105.0, 255.0], [0.0, 105.0, 255.0]]
+
+    Elsewhere:
+        None in MPI, NCCL and JAX.
     """
     return _average(process_group, bucket, max(1, bucket.buffer().numel()))
 
@@ -79,6 +82,9 @@ def quantization_perchannel_hook(
         ...     return [round(x, 5) for x in quantization_perchannel_hook(None, bucket, 2).wait().tolist()]
         >>> run(program, 2)
         [[0.0, 255.0, 0.0, 0.00383], [0.0, 255.0, 0.0, 0.00383]]
+
+    Elsewhere:
+        None in MPI, NCCL and JAX.
     """
     return _average(process_group, bucket, bucket_size)
 

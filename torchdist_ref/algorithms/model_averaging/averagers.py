@@ -55,6 +55,10 @@ def average_parameters(params: Iterator[Parameter], process_group: Any) -> None:
         ...     return weight.tolist()
         >>> run(program, 2)
         [[2.0, 2.5], [2.0, 2.5]]
+
+    Elsewhere:
+        ``MPI_Allreduce`` and a division in MPI; ``ncclAllReduce`` with ``ncclAvg`` in NCCL; ``jax.lax.pmean`` of the
+        parameters in JAX.
     """
     if groups.get_rank(process_group) < 0:
         return
@@ -90,6 +94,9 @@ def get_params_to_average(params: ModelParameters) -> list[Parameter]:
         >>> model.weight.grad = torch.ones(1, 2)
         >>> [tuple(p.shape) for p in get_params_to_average(model.parameters())]
         [(1, 2)]
+
+    Elsewhere:
+        None in MPI, NCCL and JAX.
     """
     return [parameter for parameter in chain.from_iterable(map(_members, params)) if parameter.grad is not None]
 
@@ -125,6 +132,10 @@ def average_parameters_or_parameter_groups(params: ModelParameters, process_grou
         ...     return [weight.item() for weight in weights]
         >>> run(program, 2)
         [[2.0, 0.0], [2.0, 4.0]]
+
+    Elsewhere:
+        ``MPI_Allreduce`` and a division in MPI; ``ncclAllReduce`` with ``ncclAvg`` in NCCL; ``jax.lax.pmean`` of the
+        parameters in JAX.
     """
     average_parameters(iter(get_params_to_average(params)), process_group)
 
@@ -141,6 +152,9 @@ class ModelAverager(ABC):
 
     Raises:
         NotInitializedError: There is no group yet.
+
+    Elsewhere:
+        None in MPI, NCCL and JAX.
     """
 
     def __init__(self, process_group: Any = None) -> None:
@@ -188,6 +202,9 @@ class PeriodicModelAverager(ModelAverager):
         ...     return seen
         >>> run(program, 2)
         [[0.0, 2.5, 2.5, 3.5], [4.0, 2.5, 3.5, 3.5]]
+
+    Elsewhere:
+        None in MPI and NCCL; in JAX, ``jax.lax.pmean`` of the parameters in every n-th step.
     """
 
     def __init__(self, period: int, warmup_steps: int = 0, process_group: Any = None) -> None:
@@ -273,6 +290,9 @@ class HierarchicalModelAverager(ModelAverager):
         ...     return weight.item()
         >>> run(program, 4)
         [1.0, 2.0, 7.0, 8.0]
+
+    Elsewhere:
+        None in MPI and NCCL; in JAX, ``jax.lax.pmean`` over one mesh axis in some steps and over all axes in others.
     """
 
     def __init__(

@@ -73,6 +73,10 @@ class TCPStore(Store):
     b'hello'
     >>> other.close(), master.close()
     (None, None)
+
+    Elsewhere:
+        The PMIx server of MPI's launchers; the address ``NCCL_COMM_ID`` in NCCL; the coordinator of
+        ``jax.distributed.initialize`` in JAX.
     """
 
     def __init__(
