@@ -52,6 +52,7 @@ extensions = [
     "head_tags",
     "workbench",
     "notebook_pages",
+    "lean_markup",
 ]
 exclude_patterns = ["_build", "_generated", "_templates", "_inventories", "**.ipynb_checkpoints"]
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
