@@ -41,6 +41,7 @@ LONG_NAMES = (
     "genindex.html",
     "py-modindex.html",
     "reference/distributed/backends.html",
+    "reference/launching/processes.html",
     "reference/ddp_comm_hooks.html",
 )
 # Pages that only send readers elsewhere, and copies of the theme's templates, are no pages of the site.
