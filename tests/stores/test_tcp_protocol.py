@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchdist_ref.errors import ArgumentError
+from torchdist_ref.stores.tcp import protocol
 from torchdist_ref.stores.tcp.operations import NONCE_MARK, OPERATIONS, Op, Operation, recognized
 from torchdist_ref.stores.tcp.protocol import (
     FRAMED,
@@ -115,16 +117,27 @@ REQUEST = st.sampled_from(list(OPERATIONS.values())).flatmap(
 )
 
 
+def read_all(decoder: RequestDecoder) -> Iterator[Request]:
+    """Yield the requests that have arrived, long ones too."""
+    while (request := decoder.next()) is not None or decoder.reading:
+        if request is not None:
+            yield request
+        elif (request := decoder.resume()) is not None:
+            yield request
+
+
 @settings(deadline=None, max_examples=150)
 @given(st.lists(REQUEST, max_size=5), st.data())
 def test_requests_split_anywhere_are_decoded(requests: list[Request], data: st.DataObject) -> None:
     stream = HANDSHAKE + b"".join(write_request(each.operation, *each.fields, number=each.number) for each in requests)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
     decoder, found = RequestDecoder(), []
-    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        decoder.feed(stream[start:end])
-        while (request := decoder.next()) is not None:
-            found.append(request)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(protocol, "LONG_MESSAGE_BYTES", data.draw(st.sampled_from([40, protocol.LONG_MESSAGE_BYTES])))
+        patch.setattr(protocol, "ITEMS_PER_TURN", 2)
+        for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+            decoder.feed(stream[start:end])
+            found += read_all(decoder)
     assert found == [Request(Op.VALIDATE, (MAGIC,)), *requests]
     assert decoder.held == 0
 

@@ -13,7 +13,7 @@ import pytest
 from torchdist_ref.stores import sockets
 from torchdist_ref.stores.tcp import server
 from torchdist_ref.stores.tcp.operations import Op
-from torchdist_ref.stores.tcp.protocol import MAGIC, Request, write_request
+from torchdist_ref.stores.tcp.protocol import ITEMS_PER_TURN, MAGIC, MAX_KEYS, Request, write_request
 from torchdist_ref.stores.tcp.requests import RequestHandler, StoreClient
 from torchdist_ref.timeouts import Deadline
 
@@ -63,6 +63,7 @@ def loop() -> Iterator[server.ServerLoop]:
 
 def turn(loop: server.ServerLoop) -> None:
     loop._serve_all(loop._poller.poll(0))
+    loop._check_limits(idle=False)
 
 
 class Clock:
@@ -141,3 +142,47 @@ def test_an_honest_client_is_answered_in_the_next_turn(loop: server.ServerLoop, 
     honest.close()
     assert progress, "the greedy clients were not served"
     assert most == 1
+
+
+MANY = [b"/%06d" % number for number in range(MAX_KEYS)]
+LONG_REQUESTS = {
+    "wait": write_request(Op.WAIT, MANY),
+    "check": write_request(Op.CHECK, MANY),
+    "multi_get": write_request(Op.MULTI_GET, MANY),
+    "multi_set": write_request(Op.MULTI_SET, [(key, b"") for key in MANY]),
+}
+
+
+@pytest.mark.parametrize("kind", LONG_REQUESTS)
+def test_a_request_of_131072_keys_is_read_in_turns_and_others_are_answered_in_each(
+    loop: server.ServerLoop, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handled: list[tuple[int, str]] = []
+    handle = RequestHandler.handle
+
+    def recorded(handler: RequestHandler, client: StoreClient, request: Request) -> None:
+        if request.operation not in (Op.VALIDATE, Op.ADD):
+            assert [key[0] if kind == "multi_set" else key for key in request.fields[0]] == MANY
+            handled.append((turns, request.operation.name.lower()))
+        handle(handler, client, request)
+
+    monkeypatch.setattr(RequestHandler, "handle", recorded)
+    monkeypatch.setattr(server, "monotonic", lambda: 0.0)
+    port = loop.listeners[0].getsockname()[1]
+    honest = connect_honest(loop, port)
+    long = [Greedy(port, LONG_REQUESTS[kind]) for _ in range(2)]
+    arrived: list[int] = []
+    for turns in range(1, 10_000):
+        for each in long:
+            if each._sent < len(each._data):
+                each.push()
+        assert turns_until_answered(loop, honest, [], turns) == 1
+        if not arrived and loop._long:
+            arrived.append(turns)
+        if len(handled) == len(long):
+            break
+    for sock in (honest, *(each.socket for each in long)):
+        sock.close()
+    parts = MAX_KEYS // ITEMS_PER_TURN
+    assert [name for _, name in handled] == [kind] * 2
+    assert handled[0][0] - arrived[0] >= parts and handled[1][0] - handled[0][0] >= parts

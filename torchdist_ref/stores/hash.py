@@ -12,8 +12,9 @@ import copy
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from itertools import filterfalse
 from typing import TypeVar
 
 from torchdist_ref.errors import ArgumentError, QueueEmptyError, explain
@@ -54,9 +55,13 @@ class Table:
         """Return whether the key has a value or a queue that is not empty."""
         return key in self.values or key in self.queues
 
+    def absent(self, keys: Iterable[bytes]) -> Iterator[bytes]:
+        """Return an iterator over the keys that do not exist, in order. It makes no call in Python for each."""
+        return filterfalse(self.queues.__contains__, filterfalse(self.values.__contains__, keys))
+
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the keys that do not exist, each once, in order."""
-        return [key for key in dict.fromkeys(keys) if not self.has(key)]
+        return list(dict.fromkeys(self.absent(keys)))
 
     def add(self, key: bytes, value: int) -> int:
         """Add to a counter, which is decimal text, and return its new value. A missing one is 0."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import filterfalse, islice, repeat
 from typing import Any, Literal
 
 from torchdist_ref.stores.hash import Table
@@ -97,7 +97,7 @@ def _acknowledge(*_: Any) -> Fields:
 
 
 def _absent(table: Table, keys: list[bytes]) -> list[Condition]:
-    return [(key, 0) for key in islice((key for key in keys if key not in table.values), MAX_FILED)]
+    return [(key, 0) for key in islice(filterfalse(table.values.__contains__, keys), MAX_FILED)]
 
 
 def _below(table: Table, key: bytes, number: int) -> list[Condition]:
@@ -114,14 +114,16 @@ class Op:
     )
     GET = Operation("GET", 0x03, "k", "r", lambda table, key: (table.values.get(key, b""),), idempotent=True)
     ADD = Operation("ADD", 0x04, "ki", "i", lambda table, key, amount: (table.add(key, amount),), wakes="all")
-    CHECK = Operation("CHECK", 0x05, "K", "b", lambda table, keys: (int(bool(table.missing(keys))),), idempotent=True)
+    CHECK = Operation(
+        "CHECK", 0x05, "K", "b", lambda table, keys: (int(any(True for _ in table.absent(keys))),), idempotent=True
+    )
     WAIT = Operation(
         "WAIT",
         0x06,
         "K",
         "a",
         _acknowledge,
-        unmet=lambda table, keys: [(key, 0) for key in islice((k for k in keys if not table.has(k)), MAX_FILED)],
+        unmet=lambda table, keys: [(key, 0) for key in islice(table.absent(keys), MAX_FILED)],
         idempotent=True,
     )
     GETNUMKEYS = Operation("GETNUMKEYS", 0x07, "", "i", lambda table: (len(table.values),), idempotent=True)
@@ -132,7 +134,7 @@ class Op:
         0x0A,
         "K",
         "*",
-        lambda table, keys: tuple(table.values.get(key, b"") for key in keys),
+        lambda table, keys: tuple(map(table.values.get, keys, repeat(b""))),
         idempotent=True,
     )
     MULTI_SET = Operation("MULTI_SET", 0x0B, "P", "", _multi_set, wakes="all")
@@ -171,7 +173,7 @@ class Op:
         0x85,
         "K",
         "L",
-        lambda table, keys: ([table.values[key] for key in keys],),
+        lambda table, keys: (list(map(table.values.__getitem__, keys)),),
         unmet=_absent,
         idempotent=True,
         emulation=(MULTI_GET, lambda reply: (list(reply),)),

@@ -19,7 +19,7 @@ import struct
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 from torchdist_ref.errors import ArgumentError
@@ -33,6 +33,9 @@ MAX_KEYS = 131072
 MAX_MESSAGE_BYTES = 12 * 2**20
 UNLIMITED = 2**40
 MANY_VALUES = 1024
+LONG_MESSAGE_BYTES = 64 * 1024
+"""Size above which a request with a list is read in turns, so that other clients need not wait for the whole."""
+ITEMS_PER_TURN = 4096
 
 REQUEST_HEADER = struct.Struct("<BQIB")
 RESPONSE_HEADER = struct.Struct("<QQB")
@@ -66,6 +69,7 @@ class Request(NamedTuple):
 NumberAt = Callable[[int], int]
 Extent = Generator[int, None, int]
 Reader = Callable[[bytes, int], tuple[Any, int]]
+Turns = Generator[None, None, tuple[Any, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +82,14 @@ class FieldCodec:
         extent: generator over the number of bytes that must have arrived to go on. It returns the offset of the next
             field. Its arguments are a function that reads 64 bits at an offset, and the field's offset.
         limit: longest value; 0 for other kinds of fields.
+        turns: for lists, `read` as a generator that yields after each `ITEMS_PER_TURN` items.
     """
 
     write: Callable[[Any], list[bytes]]
     read: Reader
     extent: Callable[[NumberAt, int], Extent]
     limit: int = 0
+    turns: Callable[[bytes, int], Turns] | None = None
 
 
 def _checked(length: int, limit: int) -> int:
@@ -154,33 +160,34 @@ Piece = bytes | ManyValues
 def _list(limit: int, *blobs: FieldCodec) -> FieldCodec:
     """Return the codec of a list of values, or of tuples of values, with the number of its items in front."""
     limits = [blob.limit for blob in blobs]
-
-    def read_item(data: bytes, at: int) -> tuple[tuple[Any, ...], int]:
-        return _read_fields(blobs, data, at)
+    single, first = len(blobs) == 1, limits[0]
 
     def write(items: Sequence[Any]) -> list[bytes]:
-        values = items if len(blobs) == 1 else list(chain.from_iterable(items))
+        values = items if single else list(chain.from_iterable(items))
         return [_pack_u64(len(items)), *_write_blobs(values)]
 
-    def read(data: bytes, at: int) -> tuple[list[Any], int]:
-        count, at = _checked(_unpack_u64(data, at)[0], limit), at + 8
-        items: list[Any] = []
-        for _ in range(count):
-            item, at = read_item(data, at)
-            items.append(item)
-        return items, at
-
-    def read_values(data: bytes, at: int) -> tuple[list[bytes], int]:
-        # As `read`, without a call for each of up to 131072 keys.
-        count, at, [most] = _checked(_unpack_u64(data, at)[0], limit), at + 8, limits
+    def read_items(data: bytes, at: int, count: int) -> tuple[list[Any], int]:
+        # Without a call for each of up to 131072 keys.
         values = []
-        for _ in range(count):
+        for most in repeat(first, count) if single else chain.from_iterable(repeat(limits, count)):
             size = _unpack_u64(data, at)[0]
             if size > most:
                 _checked(size, most)
             at += 8 + size
             values.append(data[at - size : at])
-        return values, at
+        return values if single else list(zip(values[::2], values[1::2], strict=True)), at
+
+    def read(data: bytes, at: int) -> tuple[list[Any], int]:
+        return read_items(data, at + 8, _checked(_unpack_u64(data, at)[0], limit))
+
+    def turns(data: bytes, at: int) -> Turns:
+        count, at = _checked(_unpack_u64(data, at)[0], limit), at + 8
+        items: list[Any] = []
+        for left in range(count, 0, -ITEMS_PER_TURN):
+            more, at = read_items(data, at, min(left, ITEMS_PER_TURN))
+            items += more
+            yield
+        return items, at
 
     def extent(number_at: NumberAt, at: int) -> Extent:
         yield at + 8
@@ -195,7 +202,7 @@ def _list(limit: int, *blobs: FieldCodec) -> FieldCodec:
                 end += 8 + size
         return end
 
-    return FieldCodec(write, read_values if len(blobs) == 1 else read, extent)
+    return FieldCodec(write, read, extent, turns=turns)
 
 
 def _read_fields(codecs: Sequence[FieldCodec], data: bytes, at: int) -> tuple[tuple[Any, ...], int]:
@@ -295,6 +302,7 @@ def _message_reader(kinds: str) -> Reader:
 _LAYOUTS = {kinds for row in OPERATIONS.values() for kinds in (row.request, row.reply) if kinds != "*"}
 _WRITERS = {kinds: _message_writer(kinds) for kinds in _LAYOUTS}
 _READERS = {kinds: _message_reader(kinds) for kinds in _LAYOUTS}
+_LONG_LAYOUTS = {kinds for kinds in _LAYOUTS if any(CODECS[kind].turns for kind in kinds)}
 
 
 def reply_kinds(operation: Operation, fields: Sequence[Any]) -> str:
@@ -326,10 +334,13 @@ def write_reply(operation: Operation, reply: Sequence[Any]) -> Sequence[Piece]:
     """Return the reply to a request, as pieces of bytes."""
     kinds = operation.reply
     if kinds == "*" or kinds == "L":
-        values = reply if kinds == "*" else reply[0]
-        counted = [] if kinds == "*" else [_pack_u64(len(values))]
-        return [*counted, *([ManyValues(values)] if len(values) > MANY_VALUES else _write_blobs(values))]
+        return write_values(reply)[1:] if kinds == "*" else write_values(reply[0])
     return _WRITERS[kinds](*reply)
+
+
+def write_values(values: Sequence[bytes]) -> list[Piece]:
+    """Return a list of values, with their number in front, as pieces of bytes; many of them as one piece."""
+    return [_pack_u64(len(values)), *([ManyValues(values)] if len(values) > MANY_VALUES else _write_blobs(values))]
 
 
 def write_response(number: int, status: int, pieces: Sequence[Piece]) -> list[Piece]:
@@ -350,11 +361,28 @@ def read(kinds: str, data: bytes, at: int = 0, end: int | None = None) -> tuple[
     try:
         fields, at = (_READERS.get(kinds) or _message_reader(kinds))(data, at)
     except struct.error:
-        raise ProtocolError("a message ends inside a field") from None
+        raise ProtocolError(_TOO_SHORT) from None
     if at != (len(data) if end is None else end):
-        raise ProtocolError("a message is longer or shorter than its fields")
+        raise ProtocolError(_WRONG_LENGTH)
     found: tuple[Any, ...] = fields
     return found
+
+
+_TOO_SHORT, _WRONG_LENGTH = "a message ends inside a field", "a message is longer or shorter than its fields"
+
+
+def read_in_turns(kinds: str, data: bytes, at: int) -> Generator[None, None, tuple[Any, ...]]:
+    """Return what `read` returns, and yield after each part of a list."""
+    fields = []
+    try:
+        for codec in map(CODECS.__getitem__, kinds):
+            field, at = codec.read(data, at) if codec.turns is None else (yield from codec.turns(data, at))
+            fields.append(field)
+    except struct.error:
+        raise ProtocolError(_TOO_SHORT) from None
+    if at != len(data):
+        raise ProtocolError(_WRONG_LENGTH)
+    return tuple(fields)
 
 
 def extent(kinds: str, number_at: NumberAt, at: int = 0) -> Extent:
@@ -388,6 +416,8 @@ class RequestDecoder:
     Complete requests are read in place; only unfinished ones are copied together. Requests over the size limits are
     refused before they are held in memory.
 
+    A request with a long list is read in turns: `next` returns None, and `resume` reads on.
+
     Attributes:
         held: bytes of unfinished requests in memory.
     """
@@ -397,6 +427,7 @@ class RequestDecoder:
         self._at = 0
         self._needed = 1
         self._extent: Extent | None = None
+        self._turns: Generator[None, None, Request] | None = None
         self._validated = False
         self.held = 0
 
@@ -404,6 +435,11 @@ class RequestDecoder:
     def wanted(self) -> int:
         """Number of bytes that the next step of the parser needs, at least 1."""
         return max(1, self._needed - self.held)
+
+    @property
+    def reading(self) -> bool:
+        """Whether a request has arrived whole and is being read in turns."""
+        return self._turns is not None
 
     def feed(self, data: bytes) -> None:
         """Add bytes from the socket."""
@@ -415,8 +451,8 @@ class RequestDecoder:
         self._data, self._at, self.held = data, 0, len(data)
 
     def clear(self) -> None:
-        """Release the memory of an unfinished request. Its extent refers to the parser: a cycle would keep both."""
-        self._data, self._at, self.held, self._extent = b"", 0, 0, None
+        """Release the memory of an unfinished request. Generators refer to the parser: a cycle would keep both."""
+        self._data, self._at, self.held, self._extent, self._turns = b"", 0, 0, None, None
 
     def only_request(self, data: bytes) -> Request | None:
         """Return the request that bytes from the socket are, without holding them; None if `feed` must have them.
@@ -435,12 +471,12 @@ class RequestDecoder:
         return _new_request(Request, (operation, read(operation.request, data, _HEADER_BYTES), number))
 
     def next(self) -> Request | None:
-        """Return the next complete request, or None until more bytes are fed.
+        """Return the next complete request, or None until more bytes are fed or the present one is read.
 
         Raises:
             ProtocolError: the bytes are no request, or one over the limits.
         """
-        while self.held >= self._needed:
+        while self.held >= self._needed and self._turns is None:
             framed = self._validated and self._data[self._at] == FRAMED
             request = self._next_framed() if framed else self._next_plain()
             if request is not None:
@@ -482,14 +518,42 @@ class RequestDecoder:
             raise ProtocolError(f"unknown operation {code:#04x}")
         return operation
 
-    def _read(self, operation: Operation, header: int, number: int | None) -> Request:
-        """Return the request at the head, and drop its bytes."""
+    def _read(self, operation: Operation, header: int, number: int | None) -> Request | None:
+        """Return the request at the head, and drop its bytes; None if it is read in turns."""
+        if self._needed > LONG_MESSAGE_BYTES and operation.request in _LONG_LAYOUTS:
+            self._turns = self._read_in_turns(operation, header, number)
+            return None
         data, at, end = self._data, self._at, self._at + self._needed
-        self.held -= self._needed
-        self._at, self._needed, self._extent, self._validated = end, 1, None, True
+        self._drop_head()
         if isinstance(data, bytearray):
             data, at, end = bytes(memoryview(data)[at:end]), 0, end - at
         return _new_request(Request, (operation, read(operation.request, data, at + header, end), number))
+
+    def _drop_head(self) -> None:
+        self.held -= self._needed
+        self._at, self._needed, self._extent, self._validated = self._at + self._needed, 1, None, True
+
+    def _read_in_turns(self, operation: Operation, header: int, number: int | None) -> Generator[None, None, Request]:
+        # Copied only when its turn comes: several connections may have such a request.
+        data = bytes(memoryview(self._data)[self._at : self._at + self._needed])
+        fields = yield from read_in_turns(operation.request, data, header)
+        return Request(operation, fields, number)
+
+    def resume(self) -> Request | None:
+        """Read a part of a request that is read in turns; return the request after the last part.
+
+        Raises:
+            ProtocolError: the bytes are no request.
+        """
+        assert self._turns is not None
+        try:
+            next(self._turns)
+        except StopIteration as end:
+            self._turns = None
+            self._drop_head()
+            request: Request = end.value
+            return request
+        return None
 
 
 _new_request = tuple.__new__

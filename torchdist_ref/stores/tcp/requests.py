@@ -21,6 +21,8 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress, repeat
+from operator import is_
 from time import monotonic
 from typing import Any
 
@@ -36,9 +38,9 @@ from torchdist_ref.stores.tcp.protocol import (
     ProtocolError,
     Request,
     Status,
-    write,
     write_reply,
     write_response,
+    write_values,
 )
 
 MAX_SESSIONS = 4096
@@ -266,7 +268,9 @@ class RequestHandler:
             return reply
         if operation is Op.RELEASE:
             return self._release(*fields)
-        keys = dict.fromkeys(key for key, _ in fields[0]) if operation is Op.MULTI_SET else (fields[0],)
+        if operation is Op.MULTI_SET:
+            return self._set_all(dict(fields[0]))
+        keys = (fields[0],)
         before = self._held(keys)
         if operation.wakes != "none":
             self._require_memory(operation, fields, before)
@@ -278,6 +282,18 @@ class RequestHandler:
             value = reply[0][1] if operation is Op.QUEUE_POP else reply[0]
             self.used -= 0 if value is None else len(value) + KEY_OVERHEAD_BYTES
         return reply
+
+    def _set_all(self, pairs: dict[bytes, bytes]) -> tuple[Any, ...]:
+        # Without a call in Python for each of up to 131072 pairs: other clients wait.
+        former = list(map(self.table.values.get, pairs))
+        added = list(compress(pairs, map(is_, former, repeat(None))))
+        change = len(added) * KEY_OVERHEAD_BYTES + sum(map(len, added))
+        change += sum(map(len, pairs.values())) - sum(map(len, filter(None, former)))
+        if self.used + change > self.budget:
+            raise self._full(Op.MULTI_SET)
+        self.table.values.update(pairs)
+        self.used += change
+        return ()
 
     def _release(self, prefix: bytes, users: int) -> tuple[Any, ...]:
         counter = prefix + b"/" + RELEASED.encode()
@@ -314,10 +330,7 @@ class RequestHandler:
         return sum([len(key) + len(values[key]) + KEY_OVERHEAD_BYTES for key in keys if key in values])
 
     def _require_memory(self, operation: Operation, fields: tuple[Any, ...], before: int) -> None:
-        if operation is Op.MULTI_SET:
-            wanted = sum([len(key) + len(value) + KEY_OVERHEAD_BYTES for key, value in fields[0]])
-        else:
-            wanted = KEY_OVERHEAD_BYTES + sum([len(field) for field in fields if isinstance(field, bytes)])
+        wanted = KEY_OVERHEAD_BYTES + sum([len(field) for field in fields if isinstance(field, bytes)])
         if operation is Op.APPEND:
             wanted += before
             if wanted > MAX_VALUE_BYTES + MAX_KEY_BYTES:
@@ -435,7 +448,8 @@ class RequestHandler:
             del self.pending[key]
 
     def _wake_changed(self, operation: Operation, fields: tuple[Any, ...]) -> None:
-        for key in [key for key, _ in fields[0]] if operation is Op.MULTI_SET else [fields[0]]:
+        keys = [key for key, _ in fields[0]] if operation is Op.MULTI_SET else [fields[0]]
+        for key in filter(self.pending.__contains__, keys):
             self._wake(key, only_one=operation.wakes == "one")
 
     def _wake(self, key: bytes, only_one: bool = False) -> None:
@@ -461,10 +475,10 @@ class RequestHandler:
 
     def _cancel(self, client: StoreClient) -> None:
         pending, missing = client.pending, self._unfile(client)
-        if pending is not None and isinstance(pending.request.fields[0], list):
-            # It was filed under the first few only.
-            missing = self.table.missing(pending.request.fields[0])
         if client.session is None:
             client.send([b"\x01"])
         elif pending is not None and pending.request.number is not None:
-            client.send(write_response(pending.request.number, Status.CANCELED, write("L", [missing])))
+            if isinstance(pending.request.fields[0], list):
+                # It was filed under the first few only.
+                missing = self.table.missing(pending.request.fields[0])
+            client.send(write_response(pending.request.number, Status.CANCELED, write_values(missing)))

@@ -8,7 +8,8 @@ on loopback. Each connection has limits:
   `MAX_UNVALIDATED` such connections;
 - unfinished requests hold at most `MEMORY_LIMIT` bytes together. Above that, only one connection may continue a large
   request; the others are not read. One that is unfinished for `HANDSHAKE_SECONDS` while others wait is closed;
-- a client that does not read its replies is not read from.
+- a client that does not read its replies is not read from;
+- a request with a long list is read in turns, one such request after another, and nothing else is read from its client.
 
 The server ends when its `TCPServer` is closed or collected: no thread, descriptor or port stays behind. A forked child
 closes its copies of the sockets at once, so that the port is free when the parent's server ends. Do not add the meaning
@@ -46,6 +47,8 @@ MAX_UNVALIDATED = 1024
 SEND_PIECES = 64
 SENDS_PER_TURN = 64
 TURN_SECONDS = 0.005
+BRIEF_SECONDS = 0.0005
+"""Time of a request that does not count toward `TURN_SECONDS`: many clients with such requests do not end a turn."""
 PAUSED_CHECK_SECONDS = 0.25
 ACCEPT_RETRY_SECONDS = 0.1
 STOP_SECONDS = 5.0
@@ -138,6 +141,7 @@ class ServerLoop:
         self.unused = threading.Event()
         self._unvalidated: dict[ServerConnection, None] = {}
         self._paused: dict[ServerConnection, None] = {}
+        self._long: deque[ServerConnection] = deque()
         self._held = 0
         self._accept_again = 0.0
         self._refused: set[int] = set()
@@ -169,21 +173,22 @@ class ServerLoop:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                ready = self._poller.poll(self._poll_timeout())
+                timeout = self._poll_timeout()
+                ready = self._poller.poll(timeout)
                 self._serve_all(ready)
-                if self._unvalidated or self._paused or self._accept_again or self.handler.disconnected:
+                if timeout is not None:
                     self._check_limits(idle=not ready)
         finally:
             self.close_copies()
 
     def _serve_all(self, ready: list[tuple[int, int]]) -> None:
-        """Serve the ready descriptors, clients that took little time lately first, until one takes long.
+        """Serve the ready descriptors, clients that took little time lately first, until some have taken long.
 
         The poller reports the others again, together with clients that have sent requests meanwhile.
         """
         if len(ready) > 1:
             ready.sort(key=self._recent_seconds)
-        before = monotonic()
+        spent, before = 0.0, monotonic()
         for descriptor, events in ready:
             connection = self.connections.get(descriptor)
             if connection is None:
@@ -192,8 +197,10 @@ class ServerLoop:
             self._serve(connection, events)
             now = monotonic()
             connection.recent_seconds = connection.recent_seconds * 0.9 + (now - before)
-            if now - before > TURN_SECONDS:
-                return
+            if now - before > BRIEF_SECONDS:
+                spent += now - before
+                if spent > TURN_SECONDS:
+                    return
             before = now
 
     def _recent_seconds(self, event: tuple[int, int]) -> float:
@@ -208,8 +215,7 @@ class ServerLoop:
             if events & ~WRITE and not connection.closed:
                 self._read(connection)
         except Exception:
-            logger.exception("store server: internal error; only the connection that caused it is closed")
-            self.drop(connection, "internal error of the server")
+            self._drop_failed(connection)
 
     # Opening and closing connections
 
@@ -266,6 +272,8 @@ class ServerLoop:
         self._held -= connection.counted
         del self.connections[connection.descriptor]
         self._unvalidated.pop(connection, None)
+        if connection.decoder.reading:
+            self._long.remove(connection)
         if connection in self._paused:
             del self._paused[connection]
         else:
@@ -276,6 +284,10 @@ class ServerLoop:
         self.handler.remove(connection)
         if not self.connections:
             self.unused.set()
+
+    def _drop_failed(self, connection: ServerConnection) -> None:
+        logger.exception("store server: internal error; only the connection that caused it is closed")
+        self.drop(connection, "internal error of the server")
 
     # Reading requests and sending replies
 
@@ -290,8 +302,9 @@ class ServerLoop:
     def _read(self, connection: ServerConnection) -> None:
         size = self._read_size(connection) if connection.decoder.held else READ_BYTES
         if size <= 0:
-            self._poller.unregister(connection.descriptor)
-            self._paused[connection] = None
+            if not connection.decoder.reading:
+                self._poller.unregister(connection.descriptor)
+                self._paused[connection] = None
             return
         try:
             data = connection.sock.recv(size)
@@ -317,6 +330,8 @@ class ServerLoop:
         return True
 
     def _read_size(self, connection: ServerConnection) -> int:
+        if connection.decoder.reading:
+            return 0
         wanted = min(max(connection.decoder.wanted, READ_BYTES), MAX_READ_BYTES)
         if self._held + wanted <= MEMORY_LIMIT or connection is self._largest():
             return wanted
@@ -325,8 +340,8 @@ class ServerLoop:
     def _largest(self) -> ServerConnection:
         return max(self.connections.values(), key=lambda connection: connection.decoder.held)
 
-    def _process(self, connection: ServerConnection) -> None:
-        decoder, handled = connection.decoder, False
+    def _process(self, connection: ServerConnection, handled: bool = False) -> None:
+        decoder = connection.decoder
         try:
             while decoder.held and not (connection.closed or connection.send_queue):
                 if (request := decoder.next()) is None:
@@ -346,10 +361,28 @@ class ServerLoop:
             connection.unfinished_since = monotonic()
         self._held += connection.decoder.held - connection.counted
         connection.counted = connection.decoder.held
+        if connection.decoder.reading and connection not in self._long:
+            self._long.append(connection)
+
+    def _read_on(self) -> None:
+        """Read a part of the first of the long requests, and handle it after its last part."""
+        connection = self._long[0]
+        try:
+            request = connection.decoder.resume()
+            if request is not None:
+                self._long.popleft()
+                self.handler.handle(connection, request)
+                self._process(connection, handled=True)
+        except ProtocolError as error:
+            self.drop(connection, str(error))
+        except Exception:
+            self._drop_failed(connection)
 
     # Housekeeping
 
     def _poll_timeout(self) -> float | None:
+        if self._long:
+            return 0.0
         waits = [self._accept_again - monotonic()] if self._accept_again else []
         if self._unvalidated:
             waits.append(next(iter(self._unvalidated)).accepted + HANDSHAKE_SECONDS - monotonic())
@@ -360,6 +393,8 @@ class ServerLoop:
         return max(0.0, min(waits)) if waits else None
 
     def _check_limits(self, idle: bool) -> None:
+        if self._long:
+            self._read_on()
         now = monotonic()
         # A client that connects again may be among those that wait for this thread.
         self.handler.set_for_disconnected(now if idle else now - BUSY_SECONDS)
