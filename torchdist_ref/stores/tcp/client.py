@@ -187,12 +187,14 @@ class ServerAddress:
         host: host name.
         port: port number.
         reached: whether a connection was ever opened.
+        is_ours: whether it is a server of this library.
         identity: random bytes that a server of ours sends after HELLO; another server at the same port has others.
     """
 
     host: str
     port: int
     reached: bool = False
+    is_ours: bool = False
     identity: bytes | None = None
 
     def __str__(self) -> str:
@@ -210,6 +212,8 @@ class ClientConnection:
         # Open until its successor is: a server would take its end for the end of this process.
         self._silent: DeadlineSocket | None = None
         self._number = self._unread = 0
+        # The HELLO that goes with the next request, and whether its reply has not been read.
+        self._hello, self._identity_due = b"", False
         self._aborted = False
 
     def close(self) -> None:
@@ -223,6 +227,7 @@ class ClientConnection:
             self._close_silent()
             self._silent = self._socket
         self._socket, self._unread = None, 0
+        self._hello, self._identity_due = b"", False
 
     def _close_silent(self) -> None:
         sock, self._silent = self._silent, None
@@ -301,7 +306,7 @@ class ClientConnection:
 
     def post(self, operation: Operation, fields: tuple[Any, ...], seconds: float) -> None:
         """Send a request without waiting for the response, which the next request skips. Raises as `request`."""
-        if not self._framed or self._socket is None:
+        if not self._framed or self._socket is None or self._identity_due:
             self.request(operation, fields, seconds)
             return
         self._number += 1
@@ -333,8 +338,10 @@ class ClientConnection:
             first = self._number - len(ahead)
             before = [write_request(each, *values, number=first + i) for i, (each, values) in enumerate(ahead)]
             requests = b"".join([*before, requests])
-        sock.send(requests, deadline)
-        response = self._skip_responses(sock, self._unread + len(ahead), deadline) if self._unread or ahead else b""
+        self._send(sock, requests, deadline)
+        response = b""
+        if self._unread or ahead or self._identity_due:
+            response = self._skip_responses(sock, self._unread + len(ahead), deadline)
         try:
             response = response or sock.receive(deadline)
         except TimeoutError:
@@ -355,7 +362,9 @@ class ClientConnection:
     def _skip_responses(self, sock: DeadlineSocket, count: int, deadline: Deadline) -> bytes:
         """Read the responses to earlier requests; return bytes after them. Raise if one of them was refused."""
         # These need no wait, so a server without a response is busy, or stopped.
-        extended = _extended(deadline.extended(BUSY_SECONDS))
+        extended = _extended(deadline.extended(BUSY_SECONDS) if count else deadline)
+        if self._identity_due:
+            self._read_identity(sock, extended)
         for _ in range(count):
             _, size, status = _unpack_header(sock.take(_HEADER_BYTES, extended))
             text = sock.take(size, extended)
@@ -364,6 +373,10 @@ class ClientConnection:
                 self.close()
                 _raise_status(status, text)
         return sock.take_rest()
+
+    def _send(self, sock: DeadlineSocket, requests: bytes, deadline: Deadline) -> None:
+        sock.send(self._hello + requests if self._hello else requests, deadline)
+        self._hello = b""
 
     # Handshake
 
@@ -398,17 +411,21 @@ class ClientConnection:
                 f"of {nonce:#x}). Another service may hold the port: check MASTER_ADDR and MASTER_PORT."
             )
         if self._framed:
-            self._identify(sock, deadline)
+            self._server.is_ours = self._identity_due = True
+            self._hello = write_request(Op.HELLO, self._name)
+            if self._server.identity is not None:
+                # Another server must not get a request.
+                self._send(sock, b"", deadline)
+                self._read_identity(sock, deadline)
 
-    def _identify(self, sock: DeadlineSocket, deadline: Deadline) -> None:
-        sock.send(write_request(Op.HELLO, self._name), deadline)
+    def _read_identity(self, sock: DeadlineSocket, deadline: Deadline) -> None:
         [identity] = receive(Op.HELLO.reply, lambda size: sock.take(size, deadline))
         if self._server.identity not in (None, identity):
             raise DistNetworkError(
                 f"TCPStore: the server at {self._server} has been restarted since this client connected, and its "
                 f"keys are lost. Make a new store, and initialize the process group again."
             )
-        self._server.identity = identity
+        self._server.identity, self._identity_due = identity, False
 
     # Errors
 

@@ -180,7 +180,7 @@ class TCPStore(Store):
         names = _keys("wait_get", keys)
         pairs = [(_key("wait_get", key), _value("wait_get", value)) for key, value in (publish or {}).items()]
         ahead: list[Ahead] = [(Op.MULTI_SET, (pairs,))] if pairs else []
-        if on_disconnect is not None and self._pool.server.identity is not None:
+        if on_disconnect is not None and self._pool.server.is_ours:
             key, value = on_disconnect
             ahead = [(Op.SET_ON_DISCONNECT, (_key("wait_get", key), _value("wait_get", value), pairs))]
         return list(self._request("wait", Op.WAIT_GET_ALL, names, timeout=timeout, ahead=ahead)[0])
@@ -211,7 +211,7 @@ class TCPStore(Store):
         return int(self._request("queue_len", Op.QUEUE_LEN, _key("queue_len", key))[0])
 
     def release(self, prefix: Text, users: int, timeout: timedelta | None = None) -> bool:
-        if self._pool.server.identity is None:
+        if not self._pool.server.is_ours:
             return super().release(prefix, users, timeout)
         fields = _key("release", prefix), integer("release", "users", users)
         return bool(self._request("release", Op.RELEASE, *fields, timeout=timeout)[0])
@@ -220,7 +220,7 @@ class TCPStore(Store):
         return True
 
     def set_on_disconnect(self, key: Text, value: Text, now: Mapping[str, Text] | None = None) -> bool:
-        if self._pool.server.identity is None:
+        if not self._pool.server.is_ours:
             return False
         operation = "set_on_disconnect"
         pairs = [(_key(operation, each), _value(operation, text)) for each, text in (now or {}).items()]
