@@ -182,9 +182,11 @@ class MemberWatch:
     >>> shared = PrefixStore("group/1", HashStore())
     >>> watches = [MemberWatch(shared, rank, [0, 1], "new_group") for rank in range(2)]
     >>> watches[1].publish(OSError(24, "Too many open files"))
-    >>> watches[0].store.get("address of rank 1")
-    Traceback (most recent call last):
-    torchdist_ref.errors.GroupAbortedError: new_group on rank 0: rank 1 failed: OSError: [Errno 24] Too many open files
+    >>> try:
+    ...     watches[0].store.get("address of rank 1")
+    ... except GroupAbortedError as error:
+    ...     print(error)
+    new_group on rank 0: rank 1 failed: OSError: [Errno 24] Too many open files
     """
 
     def __init__(

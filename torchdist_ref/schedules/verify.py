@@ -158,9 +158,11 @@ def verify(schedule: Schedule, op: str, root: int = 0) -> None:
     >>> from torchdist_ref.schedules import Move, Schedule, build
     >>> verify(build("all_reduce", "ring", 64), "all_reduce")
     >>> data = ("data", 0)
-    >>> verify(Schedule("half", 2, ((Move(0, 1, data, data, True),),)), "all_reduce")
-    Traceback (most recent call last):
-    torchdist_ref.errors.ArgumentError: half is not an all_reduce of 2 ranks:
+    >>> try:
+    ...     verify(Schedule("half", 2, ((Move(0, 1, data, data, True),),)), "all_reduce")
+    ... except ArgumentError as error:
+    ...     print(error)
+    half is not an all_reduce of 2 ranks:
       result: rank 0, data[0], at the end: expected 0.data[0] + 1.data[0], got 0.data[0]
     """
     found = list(violations(schedule, op, root))
