@@ -176,7 +176,7 @@ class Recv(Call):
 Shape = tuple[int, ...]
 
 
-def signature(call: Call, dtype: str, shapes: Sequence[Shape]) -> str:
+def signature(call: Call | str, dtype: str, shapes: Sequence[Shape]) -> str:
     """Return the text of everything in a call that all ranks must agree on, for error messages.
 
     >>> signature(AllReduce("sum"), "float32", [(2, 3)])

@@ -37,7 +37,9 @@ def sweep(op: str, name: str, worlds: range) -> int:
     for world in worlds:
         for root in sorted({0, 1 % world, world // 2, world - 1}) if op in ROOTED else [0]:
             for hosts in placements(name, world):
-                verify(make(entry(op, name), world, root, hosts or (0,) * world), op, root)
+                schedule = make(entry(op, name), world, root, hosts or (0,) * world)
+                assert schedule.world == world
+                verify(schedule, op, root)
                 proved += 1
     return proved
 

@@ -1,5 +1,6 @@
 """Algorithms that a program registers: real ranks execute them, and a wrong one is never executed."""
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -95,9 +96,27 @@ def of_chunks(chunks: int, world: int) -> Schedule:
         (partial(of_chunks, 3), r"size: rank 0, tmp\[1\], round 2: expected a slot of the size of data\[0\]"),
         (lambda world: None, "a function that returns a Schedule, got None"),
         (lambda: pass_and_return(3), "'pass_and_return' for all_reduce of 3 ranks cannot be made: .*positional"),
+        (
+            lambda world: Schedule("x", world, (((0, 1),),)),
+            "of 3 ranks cannot be made: .*'tuple' object has no attribute",
+        ),
+        (lambda world: Schedule("x", world, None), "of 3 ranks cannot be made: .*rounds, which are tuples of Move"),
+        (lambda world: Schedule("x", world, (), "1"), "of 3 ranks cannot be made: 'str' object"),
         (lambda world: Schedule("lazy", world, ((move for move in ()),)), "'rounds' must be tuples of moves"),
     ],
-    ids=["fewer ranks", "more ranks", "no slot", "negative", "sizes", "nothing", "arguments", "generator"],
+    ids=[
+        "fewer ranks",
+        "more ranks",
+        "no slot",
+        "negative",
+        "sizes",
+        "nothing",
+        "arguments",
+        "no move",
+        "no rounds",
+        "text",
+        "generator",
+    ],
 )
 def test_what_is_no_schedule_of_the_group_is_refused(make: Callable[..., Any], message: str) -> None:
     """Most of these once gave all ranks wrong values without an error."""
@@ -130,6 +149,43 @@ def test_ref_never_executes_a_wrong_algorithm(monkeypatch: pytest.MonkeyPatch) -
     assert all("adds_twice all_reduce is not" in text for text in run(wrong_call, 3))
 
 
+def by_other_functions(rank: int, chosen: tuple[str, str]) -> str:
+    """Make a call by another algorithm than the other rank, then one by the same; return the error."""
+    register("all_reduce", "pass_and_return", pass_and_return if rank else build_by_tree)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDIST_REF_ALGORITHM", f"all_reduce={chosen[rank]}")
+        group = dist.new_group()
+    tensor = fill(rank, (5,), torch.int64)
+    with pytest.raises(dist.MismatchError) as caught:
+        dist.all_reduce(tensor, group=group)
+    assert torch.equal(tensor, fill(rank, (5,), torch.int64)), "a mismatch writes nothing"
+    dist.broadcast(tensor, 1, group=group)
+    assert torch.equal(tensor, fill(1, (5,), torch.int64))
+    return str(caught.value)
+
+
+def build_by_tree(world: int) -> Schedule:
+    return build("all_reduce", "tree", world)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (
+            ("pass_and_return",) * 2,
+            r"rank 0: .*'pass_and_return' \(schedule (\w{8})\).* rank 1: .*\(schedule (?!\1)\w{8}",
+        ),
+        (("ring", "tree"), "rank 0: all_reduce.* by algorithm 'ring' of int64.* rank 1: .* by algorithm 'tree' of"),
+    ],
+    ids=["other functions", "other names"],
+)
+def test_ranks_notice_that_they_use_other_algorithms(chosen: tuple[str, str], message: str) -> None:
+    """Other functions under one name once gave wrong sums without an error, and other names stalled."""
+    for text in run(by_other_functions, 2, chosen, ranks="processes"):
+        assert re.search(message, text), text
+        assert "register the same function on each" in text
+
+
 def test_a_name_that_is_registered_again_has_the_new_function() -> None:
     register("all_reduce", "pass_and_return", adds_twice)
     register("all_reduce", "pass_and_return", pass_and_return)
@@ -147,8 +203,15 @@ def test_a_name_that_is_registered_again_has_the_new_function() -> None:
         (("all_reduce", "ring"), "a name that the library does not use for all_reduce"),
         (("all_reduce", ""), "a name without comma, '=' or space"),
         (("all_reduce", "my ring"), "a name without comma, '=' or space"),
+        (("all_reduce", 3), "a name without comma, '=' or space, got 3"),
+        (("all_reduce", "mine", None), "'make' must be a function that returns a Schedule, got None"),
     ],
 )
-def test_errors_of_register(arguments: tuple[str, str], message: str) -> None:
+def test_errors_of_register(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        partial(register, *arguments)(pass_and_return)
+        register(*(*arguments, pass_and_return)[:3])
+
+
+def test_a_name_that_is_not_registered_is_refused_with_when_to_register() -> None:
+    with pytest.raises(ArgumentError, match=r"got 'all_reduce=mine'.* Register .* before init_process_group"):
+        overrides("all_reduce=mine")

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from torchdist_ref.calls import fingerprint
 from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.schedules.catalogue_rows import ENTRIES, Entry, entry_of
 from torchdist_ref.schedules.measured import BETWEEN_HOSTS, BETWEEN_TWO, WITHIN_A_HOST, SizeTable
@@ -51,11 +52,12 @@ def register(op: str, algorithm: str, make: Callable[..., Schedule], *, summary:
         algorithm: name, as in ``TORCHDIST_REF_ALGORITHM="op=algorithm"``: no comma, no ``=``, no space, and no name
             of the library's own algorithms for ``op``.
         make: ``world -> Schedule``, or ``(world, root) -> Schedule`` for an operation with a root (broadcast,
-            reduce, gather, scatter, send). Every rank registers the same function.
+            reduce, gather, scatter, send). Every rank registers the same function: ranks compare the schedules with
+            each call, and raise a `MismatchError` if they differ.
         summary: the idea, in one line (default: none).
 
     Raises:
-        ArgumentError: there is no such operation, or the name can't be used.
+        ArgumentError: there is no such operation, the name can't be used, or `make` is no function.
 
     >>> from torchdist_ref.schedules import Schedule, carry
     >>> def star(world, root):
@@ -68,7 +70,9 @@ def register(op: str, algorithm: str, make: Callable[..., Schedule], *, summary:
     >>> unregister("broadcast", "star")
     """
     algorithms(op)
-    if not algorithm or set(algorithm) & set(",= \t\n"):
+    if not callable(make):
+        raise ArgumentError(explain("register", "make", "a function that returns a Schedule", make))
+    if not isinstance(algorithm, str) or not algorithm or set(algorithm) & set(",= \t\n"):
         raise ArgumentError(explain("register", "algorithm", "a name without comma, '=' or space", algorithm))
     own = tuple(row.algorithm for row in ENTRIES if row.op == op)
     if algorithm in own:
@@ -93,9 +97,12 @@ def _verified(row: Entry) -> Callable[[int, int, tuple[int, ...]], Schedule]:
 
     def make_verified(world: int, root: int, hosts: tuple[int, ...]) -> Schedule:
         try:
-            schedule: object = make(row, world, root, hosts)
-        except TypeError as error:
-            raise ArgumentError(f"{subject(world)} cannot be made: {error}. See register.") from error
+            return checked(make(row, world, root, hosts), world, root)
+        except (TypeError, AttributeError) as error:
+            expected = "A Schedule has rounds, which are tuples of Move between slots such as ('data', 0); see register"
+            raise ArgumentError(f"{subject(world)} cannot be made: {error}. {expected}.") from error
+
+    def checked(schedule: object, world: int, root: int) -> Schedule:
         if not isinstance(schedule, Schedule):
             raise ArgumentError(explain(subject(world), "make", "a function that returns a Schedule", schedule))
         if schedule.world != world:
@@ -173,6 +180,21 @@ def build(op: str, algorithm: str, world: int, root: int = 0, *, hosts: tuple[in
     if hosts is not None and len(hosts) != world:
         raise ArgumentError(explain(op, "hosts", f"one host for each of {world} ranks", hosts))
     return make(found, world, root, hosts or (0,) * world)
+
+
+def named(op: str, algorithm: str, schedule: Schedule) -> str:
+    """Return an algorithm as text, equal on ranks that execute one schedule.
+
+    For an algorithm of this program it ends with a digest of the schedule: another rank may have registered another
+    function under the name.
+
+    >>> named("all_reduce", "ring", build("all_reduce", "ring", 4))
+    "algorithm 'ring'"
+    """
+    if (op, algorithm) not in _registered:
+        return f"algorithm {algorithm!r}"
+    digest = fingerprint(str(replace(schedule, name=""))) & 0xFFFFFFFF
+    return f"algorithm {algorithm!r} (schedule {digest:08x})"
 
 
 def make(row: Entry, world: int, root: int, hosts: tuple[int, ...]) -> Schedule:
@@ -270,5 +292,6 @@ def _override(item: str) -> tuple[str, str]:
         raise ArgumentError(explain("choose", "TORCHDIST_REF_ALGORITHM", expected, item))
     if algorithm not in algorithms(op):
         expected = f"{op}= one of {', '.join(algorithms(op))}"
-        raise ArgumentError(explain("choose", "TORCHDIST_REF_ALGORITHM", expected, item))
+        hint = "Register an algorithm of your own before init_process_group, on every rank."
+        raise ArgumentError(explain("choose", "TORCHDIST_REF_ALGORITHM", expected, item, hint=hint))
     return op, algorithm

@@ -51,7 +51,6 @@ class Entry:
         when: the calls for which it is the right one.
         cost: time on an alpha-beta-gamma network, as text.
         source: paper or program that it comes from.
-        equal_blocks: all blocks must have the same size (ranks forward blocks whose size they do not know).
     """
 
     op: str
@@ -62,7 +61,6 @@ class Entry:
     when: str
     cost: str
     source: str
-    equal_blocks: bool = False
 
 
 def _takes(op: str, algorithm: str) -> tuple[str, ...]:
@@ -80,22 +78,21 @@ def entry_of(op: str, algorithm: str, function: Callable[..., Schedule], summary
 def _rows(op: str, *rows: tuple[str, Callable[..., Schedule], str, str, str]) -> tuple[Entry, ...]:
     """Return the entries of one operation."""
     return tuple(
-        Entry(op, algorithm, function, _takes(op, algorithm), summary, when, cost, *_source(op, algorithm))
+        Entry(op, algorithm, function, _takes(op, algorithm), summary, when, cost, _source(op, algorithm))
         for algorithm, function, summary, when, cost in rows
     )
 
 
-def _source(op: str, algorithm: str) -> tuple[str, bool]:
-    """Return the source of a row, and whether it needs equal blocks."""
+def _source(op: str, algorithm: str) -> str:
+    """Return the source of a row."""
     if op == "send":
-        return "MPI standard, chapter 3", False
+        return "MPI standard, chapter 3"
     if algorithm not in SOURCES:
         raise LookupError(
             f"{op}: algorithm {algorithm!r} has no source. Add its paper or program to SOURCES in "
             "torchdist_ref/schedules/catalogue_rows.py, under this name."
         )
-    forwards = op == "all_to_all" and algorithm in ("bruck", "hierarchical")
-    return "Träff 2002" if forwards and algorithm == "hierarchical" else SOURCES[algorithm], forwards
+    return "Träff 2002" if (op, algorithm) == ("all_to_all", "hierarchical") else SOURCES[algorithm]
 
 
 ENTRIES: tuple[Entry, ...] = (

@@ -81,6 +81,8 @@ class Handshake:
                 f" Set {EXECUTOR_VARIABLE} alike on all ranks: {link.rank_names(fast)} used the fast executor and "
                 f"{link.rank_names(reference)} the reference executor."
             )
+        if len({_algorithm(row.text(self.sequence)) for row in link.rows}) > 1:
+            hint += " Set TORCHDIST_REF_ALGORITHM alike on all ranks, and register the same function on each."
         return MismatchError(
             f"{link.context(plan.text)}: the ranks made different calls as call {self.sequence} of this group. "
             f"{calls}.{hint} Nothing was written, and the group can be used."
@@ -105,3 +107,8 @@ class Handshake:
             f"{link.context(plan.text)}: {sizes}. Give input_split_sizes[{target}] there what "
             f"output_split_sizes[{source}] is here. Nothing was written, and the group can be used."
         )
+
+
+def _algorithm(text: str) -> str:
+    """Return the algorithm in the text of a call, empty if the user chose none."""
+    return text.partition(" by algorithm ")[2].partition(" of ")[0]

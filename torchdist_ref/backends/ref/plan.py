@@ -8,8 +8,8 @@ Rounds follow one rule (`schedules.schedule`): all reads come before all writes.
 anything is written; whatever a rank reads of its own and overwrites in the same round is staged too.
 
 Everything that all ranks must agree on becomes the plan's announcement (`announcement_of`): operation, reduction, root,
-dtype and shapes. Ranks with equal announcements choose the same algorithm and divide their tensors alike, because
-nothing else is used for either (`Planner`).
+dtype and shapes, and the algorithm if the user chose it. Ranks with equal announcements choose the same algorithm and
+divide their tensors alike, because nothing else is used for either (`Planner`).
 
 Two executors run plans: `execute`, to be read, and `fast`. Do not add here: functions to run, memory, or anything that
 only one rank knows.
@@ -391,8 +391,8 @@ class Planner:
         uneven = getattr(call, "uneven", False)
         kind = str(dtype).removeprefix("torch.")
         # Ranks learn the sizes of an uneven exchange in the course of the call.
-        text = f"{call} of {kind}" if uneven else signature(call, kind, shapes)
-        schedule = self._schedule(call, sum(blocks) * dtype.itemsize, even=len(blocks) < 2 and not uneven)
+        schedule, chosen = self._schedule(call, sum(blocks) * dtype.itemsize, even=len(blocks) < 2 and not uneven)
+        text = f"{call}{chosen} of {kind}" if uneven else signature(f"{call}{chosen}", kind, shapes)
         name = getattr(call, "reduction", None)
         if name is not None:
             # Raises if the reduction makes no sense for this dtype.
@@ -421,13 +421,15 @@ class Planner:
         shapes = [tuple(t.shape) for t in (inputs if op in _BLOCKS_IN_INPUTS else outputs)]
         return shapes[:1] if len(set(shapes)) == 1 else shapes
 
-    def _schedule(self, call: Call, nbytes: int, even: bool) -> Schedule:
+    def _schedule(self, call: Call, nbytes: int, even: bool) -> tuple[Schedule, str]:
+        """Return the schedule, and the user's choice of it as text: other ranks may have made another one."""
         world, hosts = self._link.size, self._link.hosts
         algorithm = self._forced.get(call.op) or catalogue.choose(call.op, world, nbytes, hosts=hosts)
         # Other algorithms keep blocks of several ranks in scratch of one size.
         if not even:
             algorithm = "direct"
-        return catalogue.build(call.op, algorithm, world, getattr(call, "root", 0), hosts=hosts)
+        schedule = catalogue.build(call.op, algorithm, world, getattr(call, "root", 0), hosts=hosts)
+        return schedule, f" by {catalogue.named(call.op, algorithm, schedule)}" if call.op in self._forced else ""
 
 
 def _shape_of_all(lists: Lists, flat: bool) -> Shape | None:
