@@ -70,6 +70,9 @@ class Wrong(BackendWrapper):
         if self.fault == "an exchange destroys its inputs" and isinstance(call, AllToAll) and wait:
             for tensor in inputs:
                 tensor.detach().zero_()
+        if self.fault == "returns nothing" and wait:
+            work.wait()
+            return None  # type: ignore[return-value]
         if self.fault == "no NaN" and isinstance(call, AllReduce):
             torch.nan_to_num_(outputs[0].detach())
         return work
@@ -87,6 +90,7 @@ class Wrong(BackendWrapper):
         ("an exchange destroys its inputs", "exchanges_uneven_blocks|moves_every_dtype"),
         ("no NaN", "moves_every_dtype"),
         ("records nothing", "separates_groups"),
+        ("returns nothing", "returns_a_work"),
     ],
 )
 def test_a_wrong_backend_is_refused(fault: str, clause: str, monkeypatch: pytest.MonkeyPatch) -> None:

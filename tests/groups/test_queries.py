@@ -80,9 +80,63 @@ def test_a_registered_backend_runs_calls(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_factory_that_returns_no_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
-    dist.Backend.register_backend("gloo", lambda membership, options: "a backend", extended_api=True)
+    with pytest.warns(UserWarning, match="this replaces the library's backend 'gloo'") as caught:
+        dist.Backend.register_backend("gloo", lambda membership, options: "a backend", extended_api=True)
+    assert caught[0].filename == __file__
     with pytest.raises(TypeError, match=r"'func'.*backends.base.Backend, got 'a backend' \(on rank 0\).*'gloo'"):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert not dist.is_initialized()
+
+
+class Nameless(base.Backend):
+    def submit(self, *arguments: Any) -> Any: ...
+    def close(self) -> None: ...
+    def abort(self, reason: str) -> None: ...
+
+
+class Unrecorded(Nameless):
+    name = "mine"
+
+
+def named(name: str, membership: base.Membership) -> Ref:
+    made = Ref(membership)
+    made.name = name
+    return made
+
+
+@pytest.mark.parametrize(
+    ("factory", "extended", "words"),
+    [
+        (
+            named,
+            False,
+            r"'func' must be callable as func\(store, .* func\(membership, options\) with extended_api=True",
+        ),
+        (
+            lambda store, rank, size, timeout: None,
+            True,
+            r"'func' must be callable as func\(membership, options\) with extended_api=True",
+        ),
+        (lambda m, _: Nameless(), True, "backend 'mine', Nameless: argument 'name' must be a str, got None"),
+        (lambda m, _: named(3, m), True, "backend 'mine', Ref: argument 'name' must be a str, got 3"),  # type: ignore[arg-type]
+        (lambda m, _: named("b", m), True, "argument 'name' must be 'mine', under which it is registered, got 'b'"),
+        (
+            lambda m, _: Unrecorded(),
+            True,
+            "backend 'mine', Unrecorded: argument 'recorder' must be a Recorder, got None",
+        ),
+    ],
+    ids=["no extended_api", "extended_api", "no name", "number", "other name", "no recorder"],
+)
+def test_a_backend_with_wrong_parts_is_refused(
+    factory: Any, extended: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These raised errors of Python, or named only the wrong name."""
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(dist.Backend, "MINE", "mine", raising=False)
+    dist.Backend.register_backend("mine", factory, extended_api=extended)
+    with pytest.raises((TypeError, ValueError), match=words):
+        dist.init_process_group("mine", store=dist.HashStore(), rank=0, world_size=1)
     assert not dist.is_initialized()
 
 

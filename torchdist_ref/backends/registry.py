@@ -9,6 +9,7 @@ Do not add a backend here but by a row of the table: each has a module of its ow
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -40,8 +41,14 @@ _backends: dict[str, Factory | str] = {
 }
 
 
+BUILT_IN = frozenset(_backends)
+
+
 def register(name: str, factory: Factory) -> None:
-    """Register a backend under a name, in lower case."""
+    """Register a backend under a name, in lower case; a name of this library's own backends causes a warning."""
+    if name.lower() in BUILT_IN:
+        hint = "Register it under another name, unless all groups of this process are to use it"
+        warnings.warn(f"register_backend: this replaces the library's backend {name.lower()!r}. {hint}.", stacklevel=3)
     _backends[name.lower()] = factory
 
 

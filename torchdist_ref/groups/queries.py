@@ -8,6 +8,7 @@ the software that it drives is installed. A backend that needs further software 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from torchdist_ref.backends.reductions import check
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, BackendArgumentError, DistError, explain, on_rank
 from torchdist_ref.groups.arguments import reduction_name
 from torchdist_ref.groups.world import ProcessGroup, as_integer, current, refuse_destroyed, resolve
+from torchdist_ref.recorder import Recorder
 
 
 def get_rank(group: ProcessGroup | int | None = None) -> int:
@@ -472,7 +474,7 @@ class Backend(str):
 
         Args:
             name: The name, stored in lower case; it becomes the attribute ``Backend.<NAME>``. A backend registered
-                earlier under the name is replaced.
+                earlier under the name is replaced; for one of the library's own this warns.
             func: Factory of the backend of one group on one rank: a `torchdist_ref.backends.base.Backend`, or a
                 subclass of `ProcessGroup` with torch's methods. Called as ``func(store, rank, size, timeout)``, with a
                 store of this group only, the group rank and size, and a timedelta.
@@ -482,7 +484,8 @@ class Backend(str):
             devices: Device types whose default backend this becomes if they have none. Default: none.
 
         Raises:
-            ArgumentTypeError: The name is not a str, or `func` is not callable.
+            ArgumentTypeError: The name is not a str, or `func` is not callable. The creation of a group raises it if
+                `func` has other parameters, or the backend no `recorder`.
 
         Example:
             >>> import torchdist_ref as dist
@@ -510,6 +513,7 @@ def _factory(name: str, func: Callable[..., Any], extended_api: bool) -> registr
     def make(membership: base.Membership) -> base.Backend:
         m = membership
         arguments = (m, m.options) if extended_api else (m.store, m.rank, m.size, timedelta(seconds=m.timeout))
+        _check_arguments(name, func, arguments, extended_api)
         made = func(*arguments)
         if isinstance(made, torch.distributed.ProcessGroup):
             return registry.of_process_group(name, m, made)
@@ -526,9 +530,39 @@ def _factory(name: str, func: Callable[..., Any], extended_api: bool) -> registr
                     "with torch.distributed.Backend.register_backend.",
                 )
             )
+        _check_attributes(name, made)
         return made
 
     return make
+
+
+def _check_arguments(name: str, func: Callable[..., Any], arguments: tuple[Any, ...], extended_api: bool) -> None:
+    """Raise if a factory cannot be called with these arguments; those in C++ have no signature to see."""
+    try:
+        signature = inspect.signature(func)
+    except (TypeError, ValueError):
+        return
+    forms = "func(store, rank, size, timeout)", "func(membership, options) with extended_api=True"
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        expected = f"callable as {forms[extended_api]}; {forms[not extended_api]} is the other form"
+        hint = f"It is the backend {name!r}: {error}."
+        raise ArgumentTypeError(explain("register_backend", "func", expected, func, hint=hint)) from error
+
+
+def _check_attributes(name: str, made: base.Backend) -> None:
+    """Raise if a backend lacks an attribute, or calls itself by a name under which none is registered."""
+    for attribute, kind in (("name", str), ("recorder", Recorder)):
+        if not isinstance(getattr(made, attribute, None), kind):
+            hint = "Set it in __init__: name to the registered name, recorder to membership.recorder."
+            got = getattr(made, attribute, None)
+            expected = f"a {kind.__name__}"
+            where = f"backend {name!r}, {type(made).__name__}"
+            raise ArgumentTypeError(explain(where, attribute, expected, got, hint=hint))
+    if ":" not in made.name and made.name.lower() not in registry.names():
+        expected = f"{name!r}, under which it is registered"
+        raise ArgumentError(explain(f"backend {name!r}, {type(made).__name__}", "name", expected, made.name))
 
 
 def supports_complex(reduceOp: Any) -> bool:

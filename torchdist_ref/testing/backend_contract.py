@@ -15,9 +15,11 @@ from torch import Tensor
 
 import torchdist_ref.groups as dist
 from torchdist_ref import torch_private
+from torchdist_ref.calls import AllReduce, Barrier, Broadcast
 from torchdist_ref.groups.world import current
 from torchdist_ref.testing.filling import fill
 from torchdist_ref.testing.running import run
+from torchdist_ref.work import Work
 
 # Empty, one element, a matrix, odd sizes, and one that needs several windows of a staging buffer.
 SHAPES: tuple[tuple[int, ...], ...] = ((0,), (), (1,), (2, 3), (257,), (3, 5, 7), (400_003,))
@@ -278,6 +280,17 @@ def waits_in_barriers(rank: int, size: int) -> None:
         dist.barrier()
 
 
+def returns_a_work(rank: int, size: int) -> None:
+    """Check that `submit` returns a Work, which is complete if the caller waits."""
+    default = current().default
+    assert default is not None
+    row, calls = fill(rank, (3,)), (AllReduce("sum"), Broadcast(0), Barrier())
+    for call in calls:
+        operands = [row] if call.op != "barrier" else []
+        work = default.backend.submit(call, operands, operands, True)
+        assert isinstance(work, Work) and work.is_completed(), f"{call} with wait=True returned {work!r}"
+
+
 def completes_async_calls(rank: int, size: int) -> None:
     """Check that overlapping calls each give their own result, and that futures have the list of outputs."""
     tensors = [fill(rank + 5 * i, (10 + 7000 * i,)) for i in range(6)]
@@ -406,6 +419,7 @@ def separates_groups(rank: int, size: int) -> None:
 
 
 CLAUSES: tuple[Callable[[int, int], None], ...] = (
+    returns_a_work,
     sums_everywhere,
     reduces_by_every_operation,
     averages,
