@@ -2,8 +2,8 @@
 
 One agent serves the store and runs the coordinator. Each agent pushes reports to a queue; the coordinator gives them to
 a `Roster` and publishes its decisions under numbered keys, for which all agents wait. So nothing is polled but the
-keep-alive keys, by one request for all agents, and a decision arrives within a millisecond. The server sets a key when
-the connection of an agent ends; the coordinator looks for it when a keep-alive is late.
+keep-alive keys, in the memory of the server, and a decision arrives within a millisecond. The server sets a key when
+the connection of an agent ends; the coordinator looks for it when a keep-alive is late. It wakes only when one may be.
 
 Everything is sealed with a session key, which follows from the job token and a random number of the coordinator. It
 proves to each agent that it knows the token by sealing that number for a random number of the agent's. So neither a
@@ -37,13 +37,14 @@ from torchdist_ref.errors import (
     DistNetworkError,
     StoreTimeoutError,
 )
-from torchdist_ref.stores import PrefixStore, TCPStore
+from torchdist_ref.stores import PrefixStore, Store, TCPStore
 from torchdist_ref.stores.sealed import KEY_BYTES, SealedStore
+from torchdist_ref.stores.tcp.store import ServedValues
 
 _PREFIX = "torchdist_ref.agents"
 _EVENTS, _HELLOS, _GONE = "events", "hellos", f"{_PREFIX}/gone"
-KEEP_ALIVE_SECONDS, SILENCE_SECONDS = 0.3, 1.0
-"""Interval of an agent's keep-alive, and the silence after which it counts as lost."""
+KEEP_ALIVE_SECONDS, LATE_SECONDS, SILENCE_SECONDS = 0.3, 0.45, 1.0
+"""Interval of an agent's keep-alive; silence after which it is lost if it has disconnected, and in any case."""
 REDIRECTION_SECONDS = 1.0
 WELCOME_SECONDS = 2.0
 _FAREWELL_SECONDS = 5.0
@@ -58,7 +59,7 @@ def _derive(secret: bytes, purpose: bytes, nonce: str) -> bytes:
     return hmac.digest(secret, b"agents %b %b" % (purpose, nonce.encode()), "sha256")
 
 
-def _session_store(store: TCPStore, secret: bytes, nonce: str) -> SealedStore:
+def _session_store(store: Store, secret: bytes, nonce: str) -> SealedStore:
     """Return the part of a store that belongs to one session; a standby store may serve several, one after another."""
     part = PrefixStore(f"{_PREFIX}/{nonce[:16]}", store)
     return SealedStore(part, _derive(secret, b"session", nonce), bool(secret))
@@ -89,6 +90,7 @@ class AgentCoordinator:
         self._store, self._roster, self._address, self._own = store.clone(), roster, address, own
         self._secret, self._nonce = secret, secrets.token_hex(KEY_BYTES)
         self._sealed = _session_store(self._store, secret, self._nonce)
+        self._pulses = _session_store(ServedValues(self._store), secret, self._nonce)
         self._hellos_store, self._reports_store = store.clone(), store.clone()
         for waiting in (self._hellos_store, self._reports_store):
             waiting.set_timeout(_LONGEST_WAIT)
@@ -99,7 +101,7 @@ class AgentCoordinator:
         self._plans = 0
         self._serials: dict[str, int] = {}
         self._alive: dict[str, tuple[bytes, float]] = {}
-        self._check_at = 0.0
+        self._checked_at = 0.0
         self._own_joined, self._early = False, list[tuple[str, str, Message]]()
         self._job_store: TCPStore | None = None
         self._closing, self._closed = False, threading.Event()
@@ -147,12 +149,11 @@ class AgentCoordinator:
     def _run(self) -> None:
         try:
             while not self._closed.is_set() and not self._roster.deposed and not self._is_over():
-                until = min(self._roster.next_time(), self._check_at)
+                until = min(self._roster.next_time(), self._next_check())
                 self._receive(max(until - time.monotonic(), 0.0))
                 now = time.monotonic()
-                if now >= self._check_at:
+                if now >= self._next_check():
                     self._check_agents(now)
-                    self._check_at = now + KEEP_ALIVE_SECONDS
                 self._roster.tick(now)
                 self._publish_decisions()
         except DistError as error:
@@ -219,21 +220,30 @@ class AgentCoordinator:
             self._forward = str(event["host"]), int(event["port"])
             self._publish("moved", {"host": event["host"], "port": event["port"]})
         elif kind == "leave" and self._roster.ended:
-            self._roster.seats.pop(key, None)
-            self._roster.waiting.pop(key, None)
+            self._roster.lose(key, "has left")
         elif kind == "leave" and key == self._own and self._roster.can_spare_one:
             self._publish("handover", {"text": "the host that coordinates the job leaves"})
             self._closing = True
         elif kind == "leave":
             self._roster.leave(key, event["text"])
 
+    def _present(self) -> list[str]:
+        """Return the agents to check. That of this process ends with the coordinator."""
+        return [key for key in (*self._roster.seats, *self._roster.waiting) if key != self._own]
+
+    def _next_check(self) -> float:
+        """Return when an agent is late next, or silent for too long. A new one is looked at right away."""
+        due = time.monotonic() + _LONGEST_WAIT.total_seconds()
+        for key in self._present():
+            since = self._alive.get(key, (b"", float("-inf")))[1]
+            was_late = self._checked_at - since >= LATE_SECONDS
+            due = min(due, since + (SILENCE_SECONDS if was_late else LATE_SECONDS))
+        return due
+
     def _check_agents(self, now: float) -> None:
         """Remove agents that have disconnected, or whose keep-alive does not arrive any more."""
-        # The agent of this process ends with the coordinator.
-        present = [key for key in (*self._roster.seats, *self._roster.waiting) if key != self._own]
-        if not present:
-            return
-        values = self._sealed.multi_get([f"alive/{key}" for key in present])
+        present, self._checked_at = self._present(), now
+        values = self._pulses.multi_get([f"alive/{key}" for key in present])
         known = [self._alive.get(key, (b"", 0.0))[0] for key in present]
         gone = set(self._gone.list_keys()) if any(map(operator.eq, values, known)) else set[str]()
         for key, value in zip(present, values, strict=True):
@@ -241,11 +251,11 @@ class AgentCoordinator:
             if value != before:
                 self._alive[key] = (value, now)
             # A connection may end because the network is slow: only an agent that is silent too has ended.
-            if key in gone and now - since > 1.5 * KEEP_ALIVE_SECONDS:
+            elif key in gone and now - since >= LATE_SECONDS:
                 ended = self._has_ended(key)
-                self._lose(key, "has ended" if ended else "has left", certain=ended)
-            elif value == before and now - since > SILENCE_SECONDS:
-                self._lose(key, f"has not been heard of for {now - since:.1f} s", certain=False)
+                self._roster.lose(key, "has ended" if ended else "has left", certain=ended)
+            elif now - since >= SILENCE_SECONDS:
+                self._roster.lose(key, f"has not been heard of for {now - since:.1f} s", certain=False)
 
     def _has_ended(self, key: str) -> bool:
         """Return whether an agent that has disconnected runs no more; it may have gone to another coordinator."""
@@ -257,13 +267,6 @@ class AgentCoordinator:
         except CoordinatorLost as error:
             return error.certain
         return False
-
-    def _lose(self, key: str, reason: str, certain: bool) -> None:
-        if self._roster.ended:
-            self._roster.seats.pop(key, None)
-            self._roster.waiting.pop(key, None)
-        else:
-            self._roster.lose(key, reason, certain)
 
     def _publish_decisions(self) -> None:
         decisions, self._roster.decisions = self._roster.decisions, []
@@ -547,10 +550,9 @@ class AgentSession:
 
     def _lose(self, error: DistError) -> None:
         if self._lost is None and not self._closed.is_set():
-            cause = error.__cause__
-            certain = isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED
+            text = f"the agent at {self.where} is lost ({error.__cause__ or error})"
             with self._lock:
-                self._lost = CoordinatorLost(f"the agent at {self.where} is lost ({cause or error})", certain)
+                self._lost = CoordinatorLost(text, _has_refused(error))
                 os.eventfd_write(self._wake, 1)
 
 
@@ -563,6 +565,9 @@ def open_store(host: str, port: int, seconds: float) -> TCPStore:
     try:
         return TCPStore(host, port, timeout=timedelta(seconds=seconds))
     except (DistNetworkError, StoreTimeoutError) as error:
-        cause = error.__cause__
-        certain = isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED
-        raise CoordinatorLost(f"no agent answers at {host}:{port} ({error})", certain) from error
+        raise CoordinatorLost(f"no agent answers at {host}:{port} ({error})", _has_refused(error)) from error
+
+
+def _has_refused(error: DistError) -> bool:
+    """Return whether the host of a store says that no process listens there."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ECONNREFUSED

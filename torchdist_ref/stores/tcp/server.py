@@ -25,7 +25,7 @@ import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from time import monotonic
 from typing import cast
@@ -441,6 +441,11 @@ class TCPServer:
         self._loop = loop
         self._finalizer = weakref.finalize(self, _stop, loop, os.getpid())
         loop.thread.start()
+
+    @property
+    def values(self) -> Mapping[bytes, bytes]:
+        """Values by key. Other threads may look up keys, while the server's thread changes them."""
+        return self._loop.handler.table.values
 
     def close(self) -> None:
         """Stop now; the connections of clients close."""

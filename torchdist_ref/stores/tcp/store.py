@@ -17,7 +17,14 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any
 
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, QueueEmptyError, StoreTimeoutError, explain
+from torchdist_ref.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DistNetworkError,
+    QueueEmptyError,
+    StoreTimeoutError,
+    explain,
+)
 from torchdist_ref.stores.base import (
     RequestLimit,
     Store,
@@ -327,6 +334,22 @@ class TCPStore(Store):
                 f"TCPStore: Timed out after {deadline.seconds:g} seconds waiting for clients. {joined}/{world} clients "
                 f"joined, on {self!r}. Check that all ranks were started, with this address and world size."
             ) from None
+
+
+class ServedValues(Store):
+    """Values of a store whose server this process runs, read without a request to it.
+
+    `multi_get` returns the values of keys that exist. They need not be of one moment.
+    """
+
+    def __init__(self, store: TCPStore) -> None:
+        self._store = store
+
+    def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
+        server = self._store.server
+        if server is None:
+            raise DistNetworkError("multi_get: this process does not serve the store any more.")
+        return [server.values.get(name, b"") for name in _keys("multi_get", keys)]
 
 
 def _checked_host(host: str) -> str:
