@@ -22,6 +22,7 @@ from tests.stores.store_model import machine
 from tests.torch_versions import needs_torch
 from torchdist_ref.errors import ArgumentError, DistNetworkError, StoreTimeoutError
 from torchdist_ref.stores import TCPStore, sockets
+from torchdist_ref.stores.tcp import client as client_module
 from torchdist_ref.stores.tcp import server as server_module
 from torchdist_ref.testing.store_contract import check_store
 
@@ -290,10 +291,30 @@ def test_restarted_server_is_detected() -> None:
     client.set("k", "v")
     first.close()
     second = TCPStore(HOST, first.port, is_master=True)
-    with pytest.raises(DistNetworkError, match="has been restarted"):
-        client.get("k")
+    for call in (lambda: client.get("k"), lambda: client.set("k", "w")):
+        with pytest.raises(DistNetworkError, match="has been restarted"):
+            call()
+    assert not second.check(["k"])
     client.close()
     second.close()
+
+
+def test_a_new_client_opens_its_session_with_its_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    master, sent, send = TCPStore(HOST, 0, is_master=True), [], client_module.DeadlineSocket.send
+    master.set("k", "7.25")
+
+    def counting(sock: Any, data: bytes, deadline: Any) -> None:
+        sent.append(len(data))
+        send(sock, data, deadline)
+
+    monkeypatch.setattr(client_module.DeadlineSocket, "send", counting)
+    client = TCPStore(HOST, master.port)
+    assert client.get("k") == b"7.25" and len(sent) == 2
+    assert client.compare_set("k", "7.25", "8.5") == b"8.5" and len(sent) == 3
+    assert client.set_and_compare_set({"a": "1", "b": "2"}, "k", "8.5", "9.75") == b"9.75" and len(sent) == 4
+    assert master.multi_get(["a", "b", "k"]) == [b"1", b"2", b"9.75"]
+    client.close()
+    master.close()
 
 
 @pytest.mark.parametrize("kind", [TCPStore, torch_tcp], ids=["ours", "torch's"])

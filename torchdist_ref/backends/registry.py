@@ -70,6 +70,9 @@ def names_by_device(name: str, operation: str = "init_process_group") -> dict[st
     >>> names_by_device("GLOO"), names_by_device("cpu:ref,cuda:nccl")
     ({'': 'gloo'}, {'cpu': 'ref', 'cuda': 'nccl'})
     """
+    if name in _backends:
+        # The common case, fast.
+        return {"": name}
     pairs = [part.strip().rpartition(":") for part in name.lower().split(",")]
     found = {device: backend for device, _, backend in pairs}
     unknown = [backend for backend in found.values() if backend not in _backends and backend not in names()]

@@ -251,8 +251,8 @@ class Meeting:
         greetings, self.values = values[: len(keys)], values[len(keys) :]
         nonces = [self._presence.nonce_in(*each) for each in zip(others, greetings, strict=True)]
         closed = str(opened._replace(state="closed"))
-        self._worlds.multi_set([f"{opened.nonce}/{_MET}", _LAST_MET], [" ".join([self._nonce, *nonces]), closed])
-        if self._worlds.compare_set(_ROUND, self._round, closed).decode() != closed:
+        published = {f"{opened.nonce}/{_MET}": " ".join([self._nonce, *nonces]), _LAST_MET: closed}
+        if self._worlds.set_and_compare_set(published, _ROUND, self._round, closed).decode() != closed:
             raise self._claimed_twice()
         self._met = True
         return True

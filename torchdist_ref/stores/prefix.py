@@ -96,6 +96,17 @@ class PrefixStore(Store):
     def compare_set(self, key: Text, expected_value: Text, desired_value: Text) -> bytes:
         return self._store.compare_set(self._key("compare_set", key), expected_value, desired_value)
 
+    def set_and_compare_set(
+        self, publish: Mapping[str, Text], key: Text, expected_value: Text, desired_value: Text
+    ) -> bytes:
+        # A store of torch's has no such method.
+        both: Callable[..., bytes] | None = getattr(self._store, "set_and_compare_set", None)
+        if both is None:
+            return super().set_and_compare_set(publish, key, expected_value, desired_value)
+        operation = "compare_set"
+        set_first = {self._key(operation, each): value for each, value in publish.items()}
+        return both(set_first, self._key(operation, key), expected_value, desired_value)
+
     def delete_key(self, key: Text) -> bool:
         return self._store.delete_key(self._key("delete_key", key))
 
@@ -174,7 +185,10 @@ class PrefixStore(Store):
         # The underlying store refuses a bare string with its own message.
         if isinstance(keys, (str, bytes, bytearray)):
             return keys
-        return [self._key(operation, key, f"keys[{i}]") for i, key in enumerate(keys)]
+        start = f"{self._prefix}/"
+        return [
+            start + (key if type(key) is str else key_text(operation, key, f"keys[{i}]")) for i, key in enumerate(keys)
+        ]
 
 
 class KeyRange(NamedTuple):

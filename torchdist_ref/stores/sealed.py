@@ -86,6 +86,11 @@ class SealedStore(PrefixStore):
         found = super().compare_set(key, expected, self._seal("compare_set", key, desired_value))
         return self._open("compare_set", key, found)
 
+    def set_and_compare_set(
+        self, publish: Mapping[str, Text], key: Text, expected_value: Text, desired_value: Text
+    ) -> bytes:
+        raise self._unsupported("set_and_compare_set")
+
     def append(self, key: Text, value: Text) -> None:
         raise self._unsupported("append")
 

@@ -156,9 +156,18 @@ class TCPStore(Store):
         self._request("wait", Op.WAIT, _keys("wait", keys), timeout=timeout)
 
     def compare_set(self, key: Text, expected_value: Text, desired_value: Text) -> bytes:
-        expected = _value("compare_set", expected_value, "expected_value")
-        desired = _value("compare_set", desired_value, "desired_value")
-        return bytes(self._request("compare_set", Op.COMPARE_SET, _key("compare_set", key), expected, desired)[0])
+        return self.set_and_compare_set({}, key, expected_value, desired_value)
+
+    def set_and_compare_set(
+        self, publish: Mapping[str, Text], key: Text, expected_value: Text, desired_value: Text
+    ) -> bytes:
+        operation = "compare_set"
+        expected = _value(operation, expected_value, "expected_value")
+        desired = _value(operation, desired_value, "desired_value")
+        pairs = [(_key(operation, each), _value(operation, value)) for each, value in publish.items()]
+        ahead: list[Ahead] = [(Op.MULTI_SET, (pairs,))] if pairs else []
+        fields = _key(operation, key), expected, desired
+        return bytes(self._request(operation, Op.COMPARE_SET, *fields, ahead=ahead)[0])
 
     def delete_key(self, key: Text) -> bool:
         return bool(self._request("delete_key", Op.DELETE_KEY, _key("delete_key", key))[0])
