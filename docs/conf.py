@@ -52,7 +52,7 @@ extensions = [
     "head_tags",
     "workbench",
     "notebook_pages",
-    "lean_markup",
+    "lean_pages",
 ]
 exclude_patterns = ["_build", "_generated", "_templates", "_inventories", "**.ipynb_checkpoints"]
 source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
