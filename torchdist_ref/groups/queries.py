@@ -484,8 +484,7 @@ class Backend(str):
             devices: Device types whose default backend this becomes if they have none. Default: none.
 
         Raises:
-            ArgumentTypeError: The name is not a str, or `func` is not callable. The creation of a group raises it if
-                `func` has other parameters, or the backend no `recorder`.
+            ArgumentTypeError: The name is not a str, `func` is not callable, or a new group cannot use its backend.
 
         Example:
             >>> import torchdist_ref as dist
