@@ -20,7 +20,7 @@ from torchdist_ref.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_wrapper,
 )
 from torchdist_ref.errors import ArgumentError
-from torchdist_ref.testing import RankError, check_hook, fill, run
+from torchdist_ref.testing import RankError, check_hook, fill, hook_contract, run
 
 ALL = HookTraits(only_averages=True, wire_dtype=torch.float16, keeps_buffer=True)
 
@@ -208,7 +208,100 @@ def test_check_hook_notices_lost_fractions_foreign_scales_and_a_missing_division
             check_hook(hook, world_size=3, tolerance=5e-2)
 
 
-@pytest.mark.parametrize("arguments", [{"steps": 0}, {"tolerance": float("inf")}, {"tolerance": 1.0}])
+def by_parts(tensor: torch.Tensor) -> Any:
+    """Average a tensor over the default group."""
+    return mean_of(tensor, dist.get_world_size())
+
+
+def hides_nan(state: Any, bucket: Any) -> Any:
+    return by_parts(bucket.buffer().nan_to_num_())
+
+
+def clips(state: Any, bucket: Any) -> Any:
+    return by_parts(bucket.buffer().clamp_(-40, 40))
+
+
+def returns_float32(state: Any, bucket: Any) -> Any:
+    return by_parts(bucket.buffer().float())
+
+
+def keeps_its_first_sizes(state: dict[int, torch.Tensor], bucket: Any) -> Any:
+    own = state.setdefault(bucket.index(), torch.empty_like(bucket.buffer()))
+    return by_parts(own.copy_(bucket.buffer()).clone())
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (hides_nan, r"has a NaN where a rank's gradient is NaN; lost in buckets \[0, 1, 2, 3\]"),
+        (clips, r"average within 1e-06; step 0, bucket 1: 0\.\d+$"),
+        (returns_float32, r"gradients' dtype \(torch.bfloat16\); step 1, bucket 3: torch.float32"),
+        (keeps_its_first_sizes, r"RuntimeError: The size of tensor"),
+    ],
+)
+def test_check_hook_notices_hooks_for_one_kind_of_bucket(hook: Any, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        check_hook(hook, dict)
+    check_hook(lambda state, bucket: by_parts(bucket.buffer()), dict)
+
+
+def test_check_hook_notices_a_hook_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits(state: Any, bucket: Any) -> Any:
+        work: Any = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        work.wait()
+        return work.get_future().then(lambda done: done.value()[0])
+
+    monkeypatch.setattr(hook_contract, "LATE_SECONDS", 0.2)
+    with pytest.raises(RankError, match="a hook returns before other ranks call it: start collectives with async_op"):
+        check_hook(waits)
+
+
+def test_check_hook_averages_over_the_group_of_the_state() -> None:
+    def right(group: Any, bucket: Any) -> Any:
+        scaled = bucket.buffer().div_(dist.get_world_size(group))
+        work: Any = dist.all_reduce(scaled, group=group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    def divides_by_the_world(group: Any, bucket: Any) -> Any:
+        work: Any = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), group=group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    check_hook(right, lambda group: group, world_size=3, members=(0, 2))
+    with pytest.raises(RankError, match=r"the value is the average within 1e-06; step 0, bucket 0: 0\.333"):
+        check_hook(divides_by_the_world, lambda group: group, world_size=3, members=(0, 2))
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_check_hook_compares_sums_of_hooks_with_error_feedback(feedback: bool) -> None:
+    """Each step loses up to 0.25 of each gradient: feedback adds it to the next."""
+
+    def rounds_down(lost: dict[Any, torch.Tensor], bucket: Any) -> Any:
+        key = bucket.index(), len(bucket.buffer())
+        whole = bucket.buffer() + (lost.get(key, 0) if feedback else 0)
+        rounded = (whole * 4).floor() / 4
+        lost[key] = whole - rounded
+        return by_parts(rounded)
+
+    def check() -> None:
+        check_hook(rounds_down, dict, steps=12, tolerance=0.5, sum_tolerance=0.5)
+
+    if feedback:
+        check()
+    else:
+        with pytest.raises(RankError, match=r"is that of the averages within 0\.5 times the last one; bucket"):
+            check()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"steps": 0}, {"tolerance": float("inf")}, {"tolerance": 1.0}, {"tolerance": "1"}]
+)
 def test_check_hook_refuses_arguments_with_which_every_hook_passes(arguments: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=f"check_hook: argument '{next(iter(arguments))}' must be"):
         check_hook(allreduce_hook, **arguments)
+
+
+def test_check_hook_refuses_a_state_in_place_of_its_function() -> None:
+    with pytest.raises(
+        TypeError, match=r"'make_state' must be callable, got \{\}.* Pass a function that returns the state"
+    ):
+        check_hook(allreduce_hook, {})  # type: ignore[arg-type]

@@ -421,7 +421,7 @@ def test_compression_in_the_first_iteration_raises(kw: dict[str, Any]) -> None:
 @pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook])
 def test_the_contract_holds_with_full_rank(hook: Any) -> None:
     # At full rank nothing is lost but rounding: P spans what the matrix spans.
-    check_hook(hook, lambda: started(64, min_compression_rate=0.1), tolerance=1e-4)
+    check_hook(hook, lambda: started(64, min_compression_rate=0.1), tolerance=1e-4, bfloat16=False)
 
 
 def test_a_model_learns_with_it() -> None:
