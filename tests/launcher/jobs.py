@@ -13,6 +13,7 @@ from torchdist_ref.elastic.utils.store import synchronize
 
 from torchdist_ref.errors import RankDiedError
 from torchdist_ref.rendezvous import rendezvous
+from torchdist_ref.stores import TCPStore
 
 ENVIRONMENT = (
     "RANK",
@@ -24,6 +25,20 @@ ENVIRONMENT = (
     "TORCHELASTIC_RUN_ID",
     "CUDA_VISIBLE_DEVICES",
 )
+
+
+def connections_to_the_store() -> tuple[int, int]:
+    """Return how many connections the launcher's store has before this rank makes a client, and with it."""
+    before = _connections(int(os.environ["MASTER_PORT"]))
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    return before, _connections(store.port)
+
+
+def _connections(port: int) -> int:
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[1].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
 
 
 def environment() -> dict[str, str | None]:

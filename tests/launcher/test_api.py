@@ -57,6 +57,10 @@ def test_rendezvous_of_the_ranks() -> None:
     assert elastic_launch(config(), jobs.meet)() == {0: [b"rank 0", b"rank 1"], 1: [b"rank 0", b"rank 1"]}
 
 
+def test_the_store_has_no_client_until_a_rank_makes_one() -> None:
+    assert launch_agent(config(1), jobs.connections_to_the_store, []) == {0: (0, 1)}
+
+
 def test_port_of_the_store() -> None:
     port = get_free_port()
     found = launch_agent(config(1, rdzv_backend="static", rdzv_endpoint=f"localhost:{port}"), jobs.port_of_store, [])

@@ -39,6 +39,7 @@ from torchdist_ref.errors import (
 )
 from torchdist_ref.stores import PrefixStore, Store, TCPStore
 from torchdist_ref.stores.sealed import KEY_BYTES, SealedStore
+from torchdist_ref.stores.tcp.server import TCPServer
 from torchdist_ref.stores.tcp.store import ServedValues
 
 _PREFIX = "torchdist_ref.agents"
@@ -103,7 +104,7 @@ class AgentCoordinator:
         self._alive: dict[str, tuple[bytes, float]] = {}
         self._checked_at = 0.0
         self._own_joined, self._early = False, list[tuple[str, str, Message]]()
-        self._job_store: TCPStore | None = None
+        self._job_store: TCPServer | None = None
         self._closing, self._closed = False, threading.Event()
         targets = {"welcome": self._welcome_agents, "coordinator": self._run, "reports": self._read_reports}
         self._threads = [
@@ -271,8 +272,7 @@ class AgentCoordinator:
     def _publish_decisions(self) -> None:
         decisions, self._roster.decisions = self._roster.decisions, []
         for decision in decisions:
-            if decision.kind == "start":
-                decision = self._with_job_store(decision)
+            decision = self._with_job_store(decision) if decision.kind == "start" else decision
             if decision.key:
                 reply = decision.content | {"kind": decision.kind, "next": self._plans}
                 self._sealed.set(f"reply/{decision.key}", json.dumps(reply))
@@ -281,7 +281,7 @@ class AgentCoordinator:
 
     def _with_job_store(self, decision: Decision) -> Decision:
         """Serve a new store to the workers of each attempt, so that they find no key of an earlier one."""
-        former, self._job_store = self._job_store, TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+        former, self._job_store = self._job_store, TCPServer(self._address, 0)
         if former is not None:
             former.close()
         where = {"master_addr": self._address, "master_port": self._job_store.port}

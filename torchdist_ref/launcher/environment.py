@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torchdist_ref.authentication import SECRET
 from torchdist_ref.errors import ArgumentError
-from torchdist_ref.stores import TCPStore
+from torchdist_ref.stores.tcp.server import TCPServer
 
 STORE_ADDRESS = "127.0.0.1"
 
@@ -148,7 +148,7 @@ def one_device(environment: Mapping[str, str], local_rank: int) -> dict[str, str
 
 @contextlib.contextmanager
 def job_store(port: int, host: str = STORE_ADDRESS) -> Iterator[int]:
-    """Serve the ranks' store until the end of the block.
+    """Serve the ranks' store until the end of the block; the launcher itself is no client of it.
 
     Args:
         port: Port; 0 selects a free one.
@@ -157,8 +157,8 @@ def job_store(port: int, host: str = STORE_ADDRESS) -> Iterator[int]:
     Yields:
         The port.
     """
-    store = TCPStore(host, port, is_master=True, wait_for_workers=False)
+    server = TCPServer(host, port)
     try:
-        yield store.port
+        yield server.port
     finally:
-        store.close()
+        server.close()

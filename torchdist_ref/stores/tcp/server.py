@@ -145,6 +145,7 @@ class ServerLoop:
         self._held = 0
         self._accept_again = 0.0
         self._refused: set[int] = set()
+        self._had_client = False
         self._stopping = False
         self._poller = poller()
         self._wake_sender, self._wake_receiver = socket.socketpair()
@@ -243,6 +244,9 @@ class ServerLoop:
     def _add(self, connection: ServerConnection) -> None:
         self.connections[connection.descriptor] = connection
         self.unused.clear()
+        if not self._had_client:
+            self._had_client = True
+            logger.info("store server: the first client has connected to port %d", connection.sock.getsockname()[1])
         if len(self._unvalidated) >= MAX_UNVALIDATED:
             self.drop(next(iter(self._unvalidated)), "too many clients that sent no request")
         self._unvalidated[connection] = None
