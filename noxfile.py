@@ -36,6 +36,7 @@ EXTRAS = "docs,lint,notebook,test"
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 TORCHES = ("torch==2.11.0", "torch==2.13.0")
 HTML = ROOT / "docs" / "_build" / "html"
+LIGHTHOUSE = "12.8.2"
 
 
 @contextlib.contextmanager
@@ -151,6 +152,18 @@ def site_check(session: nox.Session) -> None:
     """Test every page of the site of `nox -s docs` in Chromium, in light and dark, on a desktop and a phone."""
     session.env["TORCHDIST_REF_EVERY_PAGE"] = "1"
     site(session)
+
+
+@nox.session(venv_backend="none")
+def lighthouse(session: nox.Session) -> None:
+    """Rate four pages of the site of `nox -s docs` with Lighthouse, from npm; arguments after -- go to it."""
+    set_up(session, 4)
+    folder = ROOT / ".nox" / "lighthouse"
+    with step(session, 3, 4, f"installing Lighthouse {LIGHTHOUSE}"):
+        quiet = ("--no-audit", "--no-fund", "--ignore-scripts", "--silent")
+        session.run("npm", "install", *quiet, "--prefix", str(folder), f"lighthouse@{LIGHTHOUSE}", external=True)
+    with step(session, 4, 4, "rating pages, three times each"):
+        call(session, "docs/lighthouse.py", str(folder / "node_modules" / "lighthouse"), *session.posargs)
 
 
 @nox.session(venv_backend="none")
