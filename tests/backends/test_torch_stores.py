@@ -13,7 +13,7 @@ import torch.distributed as c10d
 
 import torchdist_ref as dist
 from tests.backends.inside_torch import kept
-from torchdist_ref.backends.torch_native.stores import StoreForTorch
+from torchdist_ref.backends.torch_native.stores import AddressStore, StoreForTorch
 from torchdist_ref.testing import fill, run
 
 HOST, TIMEOUT = "127.0.0.1", timedelta(seconds=20)
@@ -87,3 +87,26 @@ def store_for_torch(store: Any) -> Any:
 def test_ref_inside_torch_over_one_file_of_both(tmp_path: Any, ours: bool) -> None:
     total = (fill(0, (5,)) + fill(1, (5,))).tolist()
     assert run(on_a_store_of_theirs, 2, str(tmp_path / "meet"), ours, init=False, ranks="processes") == [total] * 2
+
+
+class CountedStore(dist.HashStore):
+    """Store that counts the waits that read."""
+
+    reads = 0
+
+    def wait_get(self, *arguments: Any, **options: Any) -> list[bytes]:
+        self.reads += 1
+        return super().wait_get(*arguments, **options)
+
+
+def test_gloo_reads_each_address_once() -> None:
+    shared, names = CountedStore(), ["address of 0", "address of 1", "address of 2"]
+    shared.multi_set(names, [f"host {3 * rank**2 + 1}" for rank in range(3)])
+    store = AddressStore(shared)
+    store.set(names[1], list(b"this host"))
+    for name in names:
+        store.wait([name], TIMEOUT)
+    shared.set(names[0], "later")
+    assert [store.get(name) for name in names] == [b"host 1", b"this host", b"host 13"]
+    assert shared.reads == 2 and shared.get(names[1]) == b"this host"
+    assert store.get(names[0]) == b"later"

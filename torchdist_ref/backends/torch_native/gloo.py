@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 from torchdist_ref.backends.base import flat_operands, refuse_unsupported
 from torchdist_ref.backends.reductions import WIDENED, check, divide, reduction
 from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchCall, TorchWork, copy_results
+from torchdist_ref.backends.torch_native.stores import AddressStore
 from torchdist_ref.calls import AllGather, AllReduce, AllToAll, Barrier, Call, Recv, Reduce, ReduceScatter, Send
 from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
 from torchdist_ref.liveness import process_identity
@@ -87,6 +88,7 @@ class Gloo(TorchBackend):
 
     def _connect(self) -> Any:
         m = self._membership
+        self._store = AddressStore(m.store)
         return c10d.ProcessGroupGloo(self._store, m.rank, m.size, timedelta(seconds=m.timeout))
 
     def _after_connect(self) -> None:

@@ -147,3 +147,32 @@ class StoreForTorch(c10d.Store):
     def num_keys(self) -> int:
         """Return the number of keys."""
         return self._store.num_keys()
+
+
+class AddressStore(StoreForTorch):
+    """`StoreForTorch` for keys that are set once, such as the addresses of Gloo.
+
+    Gloo waits for each address before it gets it: the wait reads the value, and the first `get` after it returns that.
+    Gloo also reads its own address, which needs no request.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        """Set a key."""
+        super().set(key, value)
+        self._values[key] = value_bytes("set", value if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, after waiting for it."""
+        value = self._values.pop(key, None)
+        return super().get(key) if value is None else value
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are set, and read them."""
+        unknown = [key for key in keys if key not in self._values]
+        if unknown:
+            values = self._store.wait_get(unknown, self._store.timeout if timeout is None else timeout)
+            self._values.update(zip(unknown, values, strict=True))
