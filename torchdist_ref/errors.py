@@ -53,6 +53,21 @@ def indexed(error: _E) -> _E:
     return error
 
 
+def add_note(error: BaseException, text: str) -> None:
+    """Add a note to an error; the id of its entry, if it has one, stays the last line.
+
+    >>> error = MismatchError("the ranks made different calls")
+    >>> add_note(error, "It failed in the backward pass.")
+    >>> error.__notes__
+    ['It failed in the backward pass.', 'See: calls-differ']
+    """
+    notes = getattr(error, "__notes__", None) or [""]
+    last = notes.pop() if notes[-1].startswith(PREFIX) else None
+    error.add_note(text)
+    if last is not None:
+        error.add_note(last)
+
+
 class _Indexed(Exception):
     """Base class of errors whose last note names their entry of the error index."""
 

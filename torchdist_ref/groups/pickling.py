@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.authentication import CURES
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, AuthenticationError, EntryError, PicklingError
+from torchdist_ref.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    AuthenticationError,
+    EntryError,
+    PicklingError,
+    add_note,
+)
 from torchdist_ref.groups.plain_data import PLAIN_TYPES, NotPlainError, decode, encode
 from torchdist_ref.groups.world import ProcessGroup
 from torchdist_ref.stores.sealed import channel_key, is_authenticated
@@ -112,7 +119,7 @@ def unpack(group: ProcessGroup, buffer: bytes | bytearray | memoryview, operatio
         return _load(group, memoryview(buffer), operation, source)
     except Exception as error:
         rank = group.members[source]
-        error.add_note(f"{operation}: the object arrived complete from rank {rank}, but cannot be unpickled here.")
+        add_note(error, f"{operation}: the object arrived complete from rank {rank}, but cannot be unpickled here.")
         raise
 
 

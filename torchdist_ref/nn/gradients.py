@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchdist_ref import groups
-from torchdist_ref.errors import DistBackendError
+from torchdist_ref.errors import DistBackendError, add_note
 from torchdist_ref.groups import ProcessGroup
 
 Tensors = tuple[Tensor, ...]
@@ -53,9 +53,10 @@ class _Apply(torch.autograd.Function):
             return (None, *apply(ctx.operation.transposed(), *grads))
         except DistBackendError as error:
             name = type(ctx.operation).__name__.removesuffix("Map")
-            error.add_note(
+            add_note(
+                error,
                 f"It failed in the backward pass of nn.functional's {name}: every rank has to run backward through the "
-                "same collectives. A rank whose input does not require a gradient takes no part."
+                "same collectives. A rank whose input does not require a gradient takes no part.",
             )
             raise
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explain
+from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, add_note, explain
 from torchdist_ref.pipeline.checkpoint import OwnRandomNumbers, checkpoint, random_state
 from torchdist_ref.pipeline.skip import Skips, crossing, using
 
@@ -255,7 +255,7 @@ class Pipeline:
                 else:
                     results = function(*values)
             except Exception as error:
-                error.add_note(f"Pipe: raised by partition {cell[1]}, in micro-batch {cell[0]}.")
+                add_note(error, f"Pipe: raised by partition {cell[1]}, in micro-batch {cell[0]}.")
                 raise
             skips.update(zip(stashed, results[len(results) - len(stashed) :], strict=True))
             return Batch(results[: len(results) - len(stashed)], single[0])

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 import torch
 
 from torchdist_ref import processes
+from torchdist_ref.errors import add_note
 from torchdist_ref.stores import FileStore, Store
 from torchdist_ref.testing import outcomes
 from torchdist_ref.testing.outcomes import Outcome, RankProgram, RemoteError
@@ -228,5 +229,5 @@ def _picklable(rank: int, error: BaseException) -> BaseException:
     except Exception:
         error = RemoteError(f"{type(error).__name__}: {error}")
     # Frames cannot be pickled, so the traceback travels as text.
-    error.add_note(f"\nOn rank {rank}:\n{''.join(trace.format())}")
+    add_note(error, f"\nOn rank {rank}:\n{''.join(trace.format())}")
     return error
