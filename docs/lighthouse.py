@@ -103,7 +103,7 @@ def main() -> None:
         record["entries"]["lighthouse"] = {
             "date": datetime.date.today().isoformat(),
             "machine": chosen.record,
-            "how": f"by `nox -s lighthouse`, medians of {RUNS} runs of Lighthouse {version}, phone, {chosen.how}",
+            "how": f"by docs/lighthouse.py, medians of {RUNS} runs of Lighthouse {version}, phone, {chosen.how}",
             "header": ["page", *GOALS],
             "rows": rows,
             "values": {},

@@ -32,6 +32,7 @@ KINDS = (
     "reference/surface_members.html",
     "tutorials/02_collectives_by_pictures.html",
     "search.html",
+    "source/calls.html",
     "404.html",
     "_modules/index.html",
     "_modules/torchdist_ref/algorithms/ddp_comm_hooks/default_hooks.html",
