@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -80,13 +82,25 @@ def markup(up: str, choices: str) -> str:
 """
 
 
+def package_files() -> list[Path]:
+    """Return the modules of the library that `schedules` consists of and imports, without the library's own `__init__`.
+
+    A new process imports them: in this one other modules have been imported too.
+    """
+    script = "import sys, torchdist_ref.schedules; print(*(m for m in sys.modules if m.startswith('torchdist_ref.')))"
+    command = [sys.executable, "-c", script]
+    imported = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True, check=True).stdout.split()
+    package = DOCS.parent / "torchdist_ref"
+    found = {DOCS.parent / Path(*name.split(".")).with_suffix(".py") for name in imported}
+    return sorted({path for path in found if path.exists()} | {*(package / "schedules").glob("*.py")})
+
+
 def write_files(app: Sphinx, error: Exception | None) -> None:
     """Write the package that runs in the browser, and copy Pyodide if it was fetched."""
     if error or app.builder.format != "html":
         return
-    root, extensions = DOCS.parent, Path(__file__).parent
-    sources = [root / "torchdist_ref" / "errors.py", *sorted((root / "torchdist_ref" / "schedules").glob("*.py"))]
-    files = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in sources}
+    extensions = Path(__file__).parent
+    files = {str(path.relative_to(DOCS.parent)): path.read_text(encoding="utf-8") for path in package_files()}
     files |= {name: (extensions / name).read_text("utf-8") for name in ("schedule_data.py", "workbench_run.py")}
     folder = Path(app.outdir, "_static", "workbench")
     folder.mkdir(parents=True, exist_ok=True)

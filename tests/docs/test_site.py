@@ -5,6 +5,7 @@ takes about a minute.
 """
 
 import html
+import json
 import os
 import re
 import shutil
@@ -182,6 +183,16 @@ def test_the_id_at_the_end_of_each_error_is_a_place_in_the_error_index(site: Pat
     general = {error_index.general_entry(name) for name in vars(errors) if re.match(r"[A-Z]\w*Error$", name)}
     assert len(general) > 15
     assert general | {entry for entry, _ in error_index.ENTRIES} <= places
+
+
+def test_the_package_of_the_workbench_needs_nothing_else(site: Path, tmp_path: Path) -> None:
+    """Pyodide has the standard library alone."""
+    for name, text in json.loads((site / "_static" / "workbench" / "package.json").read_text("utf-8")).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import workbench_run; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("False\n", "")
 
 
 def test_a_deep_link_to_a_name_on_the_official_pages_leads_to_its_counterpart(
