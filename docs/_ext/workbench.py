@@ -85,9 +85,13 @@ def markup(up: str, choices: str) -> str:
 def package_files() -> list[Path]:
     """Return the modules of the library that `schedules` consists of and imports, without the library's own `__init__`.
 
-    A new process imports them: in this one other modules have been imported too.
+    A new process imports them, below an empty package as in the browser.
     """
-    script = "import sys, torchdist_ref.schedules; print(*(m for m in sys.modules if m.startswith('torchdist_ref.')))"
+    script = (
+        "import sys, types; package = sys.modules['torchdist_ref'] = types.ModuleType('torchdist_ref'); "
+        "package.__path__ = ['torchdist_ref']; import torchdist_ref.schedules; "
+        "print(*(name for name in sys.modules if name.startswith('torchdist_ref.')))"
+    )
     command = [sys.executable, "-c", script]
     imported = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True, check=True).stdout.split()
     package = DOCS.parent / "torchdist_ref"
