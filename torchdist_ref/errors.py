@@ -48,7 +48,7 @@ _E = TypeVar("_E", bound=BaseException)
 
 
 def indexed(error: _E) -> _E:
-    """Return an error, of a type of Python's own, with a note that names its entry of the error index."""
+    """Return an error with a note that names its entry of the error index; errors of this module have it already."""
     error.add_note(PREFIX + entry_of(error))
     return error
 

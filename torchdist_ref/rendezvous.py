@@ -18,7 +18,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from functools import lru_cache
 from types import ModuleType
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -90,13 +89,9 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -
     if parts.scheme not in _handlers:
         known = ", ".join(f"{scheme}://" for scheme in sorted(_handlers))
         raise indexed(RuntimeError(f"No rendezvous handler for {parts.scheme}:// (in {url!r}). There are: {known}."))
-    for name, value in (("rank", rank), ("world_size", world_size)):
-        if value != -1:
-            query[name] = str(value)
-    handler = _handlers[parts.scheme]
-    if handler in _BUILT_IN:
-        return handler(url, parts=parts, query=query, **options)
-    return handler(_with_query(url, query), **options)
+    extra = {"rank": rank, "world_size": world_size}
+    full = _with_query(url, parts, {**query, **{name: str(value) for name, value in extra.items() if value != -1}})
+    return _handlers[parts.scheme](full, **options)
 
 
 class RepeatedArgumentError(RendezvousError, AssertionError):
@@ -118,10 +113,10 @@ class UrlTypeError(ArgumentTypeError, RuntimeError):
 
 
 def _query(parts: SplitResult) -> dict[str, str]:
-    return dict(parse_qsl(parts.query, keep_blank_values=True)) if parts.query else {}
+    return dict(parse_qsl(parts.query, keep_blank_values=True))
 
 
-def _with_query(url: str, query: Mapping[str, str]) -> str:
+def _with_query(url: str, parts: SplitResult, query: Mapping[str, str]) -> str:
     # Not urlunsplit: it drops the slashes of "env://" and of file URLs with no host.
     bare = url.partition("#")[0].partition("?")[0]
     text = "&".join(f"{name}={value}" for name, value in query.items())
@@ -178,30 +173,24 @@ def _make_tcp_store(
     return TCPStore(host, port, world_size, serves, timeout, wait_for_workers, multi_tenant=serves)
 
 
-# The built-in handlers also get the parts of the URL, and its query with rank and world size.
+# The handlers
 
 
 def _tcp(
-    url: str,
-    parts: SplitResult,
-    query: Mapping[str, str],
-    timeout: timedelta = GROUP_TIMEOUT,
-    wait_for_workers: bool = True,
-    serve: bool = True,
-    **_: Any,
+    url: str, timeout: timedelta = GROUP_TIMEOUT, wait_for_workers: bool = True, serve: bool = True, **_: Any
 ) -> RendezvousResult:
-    port, host = _port_of(parts), parts.hostname
-    if not host:
+    parts = urlsplit(url)
+    port = _port_of(parts)
+    if not parts.hostname:
         raise _wrong("tcp", f"host name missing in {url!r}")
-    if _is_multicast(host):
-        raise _wrong("tcp", f"{host} is a multicast address. Use an address of rank 0's host")
-    rank, world_size = _rank_from_query("tcp", query)
-    store = _make_tcp_store("tcp", host, port, rank, world_size, timeout, wait_for_workers, serve)
+    if _is_multicast(parts.hostname):
+        raise _wrong("tcp", f"{parts.hostname} is a multicast address. Use an address of rank 0's host")
+    rank, world_size = _rank_from_query("tcp", _query(parts))
+    store = _make_tcp_store("tcp", parts.hostname, port, rank, world_size, timeout, wait_for_workers, serve)
     yield store, rank, world_size
     raise indexed(RuntimeError("Unable to perform re-rendezvous using tcp:// method"))
 
 
-@lru_cache
 def _is_multicast(host: str) -> bool:
     # The first versions of torch supported these; its documentation lists them as unsupported now.
     try:
@@ -221,14 +210,9 @@ def _port_of(parts: SplitResult) -> int:
 
 
 def _env(
-    url: str,
-    parts: SplitResult,
-    query: Mapping[str, str],
-    timeout: timedelta = GROUP_TIMEOUT,
-    wait_for_workers: bool = True,
-    serve: bool = True,
-    **_: Any,
+    url: str, timeout: timedelta = GROUP_TIMEOUT, wait_for_workers: bool = True, serve: bool = True, **_: Any
 ) -> RendezvousResult:
+    query = _query(urlsplit(url))
     rank, world_size = (_from_query_or_env(query, name) for name in ("rank", "world_size"))
     _check_rank("env", rank, world_size)
     host = _variable("MASTER_ADDR")
@@ -254,13 +238,12 @@ def _variable(name: str) -> str:
     return value
 
 
-def _file(
-    url: str, parts: SplitResult, query: Mapping[str, str], timeout: timedelta = GROUP_TIMEOUT, **_: Any
-) -> RendezvousResult:
+def _file(url: str, timeout: timedelta = GROUP_TIMEOUT, **_: Any) -> RendezvousResult:
+    parts = urlsplit(url)
     path = _path_of(parts)
     if not path:
         raise _wrong("file", f"path missing in {url!r}; write file:///path/to/a/new/file")
-    rank, world_size = _rank_from_query("file", query)
+    rank, world_size = _rank_from_query("file", _query(parts))
     store = FileStore(path, world_size)
     store.set_timeout(timeout)
     yield store, rank, world_size
@@ -275,7 +258,6 @@ def _path_of(parts: SplitResult) -> str:
     return f"//{parts.netloc}{path}" if parts.netloc not in ("", "localhost") else path
 
 
-_BUILT_IN = (_tcp, _env, _file)
 register_rendezvous_handler("tcp", _tcp)
 register_rendezvous_handler("env", _env)
 register_rendezvous_handler("file", _file)

@@ -6,13 +6,14 @@ wrapped, since the wrapper forbids it.
 
 Style sheets: those of Sphinx, the theme and the extensions become one, without the rules of classes that no page has.
 
-Scripts: a page is laid out before they run.
+Scripts: they run after the page is parsed.
 
 Do not change text here.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,7 @@ SHEETS = (
     "player.css",
 )
 ONE_SHEET = "all.css"
+LINK = re.compile(rf'(<link rel="stylesheet" href="[^"?]*{re.escape(ONE_SHEET)})(?:\?v=\w+)?(")')
 SYNTAX = re.compile(r"""(?P<comment>/\*.*?\*/)|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[{};]""", re.DOTALL)
 NESTED = ("@media", "@supports", "@layer", "@container")
 # Arguments of functions such as `:not(.x)`, and attributes: they name classes that an element need not have.
@@ -137,14 +139,21 @@ def names_in(site: Path) -> set[str]:
 
 
 def write_sheet(app: Sphinx, error: Exception | None) -> None:
-    """Write the one style sheet of the site."""
+    """Write the one style sheet of the site, and its digest into the addresses of it, as other files have one."""
     static = Path(app.outdir, "_static")
     if error or app.builder.format != "html":
         return
     sheets = [static / name for name in SHEETS if (static / name).exists()]
     # Addresses in the theme's sheet start from its folder.
     css = "\n".join(sheet.read_text("utf-8").replace("url(../", "url(") for sheet in sheets)
-    (static / ONE_SHEET).write_text(prune(css, names_in(Path(app.outdir))), encoding="utf-8")
+    pruned = prune(css, names_in(Path(app.outdir)))
+    (static / ONE_SHEET).write_text(pruned, encoding="utf-8")
+    digest = hashlib.sha256(pruned.encode()).hexdigest()[:8]
+    for page in Path(app.outdir).rglob("*.html"):
+        text = page.read_text("utf-8")
+        linked = LINK.sub(rf"\g<1>?v={digest}\g<2>", text, count=1)
+        if linked != text:
+            page.write_text(linked, encoding="utf-8")
 
 
 def on_page(app: Sphinx, name: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:

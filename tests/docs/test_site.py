@@ -4,6 +4,7 @@ Reads the site of `nox -s docs`. If there is none of these sources, it builds on
 takes about a minute.
 """
 
+import hashlib
 import html
 import json
 import os
@@ -183,6 +184,13 @@ def test_the_id_at_the_end_of_each_error_is_a_place_in_the_error_index(site: Pat
     general = {error_index.general_entry(name) for name in vars(errors) if re.match(r"[A-Z]\w*Error$", name)}
     assert len(general) > 15
     assert general | {entry for entry, _ in error_index.ENTRIES} <= places
+
+
+def test_the_address_of_the_style_sheet_changes_with_it(site: Path, parsed: dict[Path, Page]) -> None:
+    digest = hashlib.sha256((site / "_static" / "all.css").read_bytes()).hexdigest()[:8]
+    for path, page in parsed.items():
+        sheets = [each for each in page.fetched if "all.css" in each]
+        assert len(sheets) == 1 and sheets[0].endswith(f"_static/all.css?v={digest}"), path
 
 
 def test_the_package_of_the_workbench_needs_nothing_else(site: Path, tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ class AgentCoordinator:
                 ended = self._has_ended(key)
                 self._roster.lose(key, "has ended" if ended else "has left", certain=ended)
             elif now - since >= SILENCE_SECONDS:
-                self._roster.lose(key, f"has not been heard of for {now - since:.1f} s", certain=False)
+                self._roster.lose(key, f"has sent no keep-alive for {now - since:.1f} s", certain=False)
 
     def _has_ended(self, key: str) -> bool:
         """Return whether an agent that has disconnected runs no more; it may have gone to another coordinator."""

@@ -166,12 +166,14 @@ class TorchBackend(Backend):
     Attributes:
         title: The backend's name in errors.
         kind: The class of its works.
+        store_type: The class of the store that it gets.
         device: The kind of device for which torch has this backend in a group.
     """
 
     title: str
     device = "cpu"
     kind: type[TorchWork] = TorchWork
+    store_type: type[StoreForTorch] = StoreForTorch
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
@@ -182,7 +184,7 @@ class TorchBackend(Backend):
             self._backend: Any = torch_private.BACKEND_OF_GROUP.of(membership.existing)(torch.device(self.device))
             return
         # C++ keeps no reference to a Python store.
-        self._store = StoreForTorch(membership.store)
+        self._store = self.store_type(membership.store)
         try:
             self._backend = self._connect()
         except RuntimeError as error:

@@ -85,10 +85,10 @@ class Gloo(TorchBackend):
     name = "gloo"
     title = "Gloo"
     kind = GlooWork
+    store_type = AddressStore
 
     def _connect(self) -> Any:
         m = self._membership
-        self._store = AddressStore(m.store)
         return c10d.ProcessGroupGloo(self._store, m.rank, m.size, timedelta(seconds=m.timeout))
 
     def _after_connect(self) -> None:
