@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from torchdist_ref import authentication
 from torchdist_ref.authentication import SECRET, SECRET_FILE, KeyServer, authenticate, receive_key
 from torchdist_ref.errors import AuthenticationError, RankStalledError
 from torchdist_ref.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
-from torchdist_ref.stores.sealed import SealedStore, channel_key, is_authenticated
+from torchdist_ref.stores.sealed import SealedStore, channel_key, is_authenticated, message_code
 from torchdist_ref.stores.sockets import TRUST_NETWORK
 from torchdist_ref.testing import RankError, fill, run
 
@@ -110,6 +111,13 @@ def test_a_value_that_no_member_wrote_is_refused() -> None:
         sealed.queue_pop("q")
     with pytest.raises(AuthenticationError):
         PrefixStore("group/0", SealedStore(whole, bytes(32))).get("b")
+
+
+@pytest.mark.parametrize("length", [0, 1, 32, 63, 64, 65, 128, 1000])
+def test_codes_are_those_of_pythons_hmac(length: int) -> None:
+    key, data = (bytes(number * number * each % 251 for number in range(length)) for each in (3, 5))
+    assert message_code(key, data) == hmac.digest(key, data, "sha256")
+    assert message_code(key, data * 100) == hmac.digest(key, data * 100, "sha256")
 
 
 def test_a_sealed_store_compares_and_sets_as_others() -> None:

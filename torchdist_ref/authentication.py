@@ -22,11 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hmac
 import logging
 import os
 import re
-import secrets
 import socket
 import struct
 import sys
@@ -43,7 +41,7 @@ from torchdist_ref.errors import AuthenticationError, RankStalledError, StoreTim
 from torchdist_ref.job_environment import ranks_on_this_host
 from torchdist_ref.stores import HashStore, Store
 from torchdist_ref.stores.prefix import WatchedStore
-from torchdist_ref.stores.sealed import KEY_BYTES, SealedStore, innermost
+from torchdist_ref.stores.sealed import KEY_BYTES, SealedStore, innermost, message_code
 from torchdist_ref.stores.sockets import TRUST_NETWORK, is_loopback, trusts_network
 from torchdist_ref.timeouts import Deadline
 
@@ -133,7 +131,7 @@ class KeyAgreement:
         elif secret := job_secret():
             self._prepare_secret(secret)
         elif size == 1:
-            self._complete = lambda store, *_: SealedStore(store, secrets.token_bytes(KEY_BYTES))
+            self._complete = lambda store, *_: SealedStore(store, os.urandom(KEY_BYTES))
         elif isinstance(inner := innermost(store), HashStore):
             # Its users share the memory of this process.
             self._complete = lambda store, *_: SealedStore(store, inner.session_key)
@@ -155,10 +153,10 @@ class KeyAgreement:
     def _prepare_secret(self, secret: bytes) -> None:
         if not os.environ.get(SECRET_FILE):
             # The launcher's token is new for each attempt, so the key is too.
-            key = hmac.digest(secret, b"session", "sha256")
+            key = message_code(secret, b"session")
             self._complete = lambda store, *_: SealedStore(store, key)
             return
-        self.own = {_entry(self._rank): b"%b %b" % (_Entry.SECRET, secrets.token_hex(KEY_BYTES).encode())}
+        self.own = {_entry(self._rank): b"%b %b" % (_Entry.SECRET, os.urandom(KEY_BYTES).hex().encode())}
         self.awaited = [_entry(each) for each in range(self._size)]
         self._complete = partial(self._complete_secret, secret)
 
@@ -167,7 +165,7 @@ class KeyAgreement:
     ) -> SealedStore:
         found = self._read(store, timeout, _Entry.SECRET, entries)
         text = b"session " + b" ".join(b"/".join(entry) for entry in found)
-        return SealedStore(store, hmac.digest(secret, text, "sha256"))
+        return SealedStore(store, message_code(secret, text))
 
     # User
 
@@ -291,7 +289,7 @@ def job_secret() -> bytes:
 
 def new_secret() -> str:
     """Return a token for the environment of the ranks of one attempt."""
-    return secrets.token_hex(KEY_BYTES)
+    return os.urandom(KEY_BYTES).hex()
 
 
 # User
@@ -360,8 +358,8 @@ class KeyServer:
     """
 
     def __init__(self, count: int) -> None:
-        self.key = secrets.token_bytes(KEY_BYTES)
-        self.name = f"torchdist_ref/{secrets.token_hex(16)}"
+        self.key = os.urandom(KEY_BYTES)
+        self.name = f"torchdist_ref/{os.urandom(16).hex()}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.name}")
         self._socket.listen(_BACKLOG)

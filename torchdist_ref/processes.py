@@ -197,6 +197,30 @@ def redirect_output(descriptor: int) -> None:
 
 
 @contextlib.contextmanager
+def held_signals() -> Iterator[None]:
+    """Hold the signals to this thread, and to processes that it forks, until the end of the block.
+
+    Python drops what reaches a forked process before its first instruction, and a handler of the parent may swallow
+    what follows. The child calls `default_signals` to receive them.
+    """
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+def default_signals() -> None:
+    """Give a forked process Python's default handlers, and the signals that were held."""
+    signal.set_wakeup_fd(-1)
+    for signum in signal.valid_signals():
+        if callable(signal.getsignal(signum)) and signum != signal.SIGINT:
+            signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+@contextlib.contextmanager
 def deferred_interrupts() -> Iterator[None]:
     """Delay Ctrl-C until the end of the block: the hooks that Python runs around a fork would swallow it.
 

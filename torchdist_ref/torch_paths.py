@@ -14,7 +14,6 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Iterator
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -233,8 +232,8 @@ class _PathModule(ModuleType):
         return sorted({*vars(self), *names, *_children(path)})
 
 
-class _PathLoader(Loader):
-    """Loader of the paths in the table."""
+class _PathLoader:
+    """Loader of the paths in the table. No `importlib.abc.Loader`: that module imports much that a launcher lacks."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the module of a path."""
@@ -250,7 +249,7 @@ class _PathLoader(Loader):
         return compile(program, fullname, "exec")
 
 
-class _PathFinder(MetaPathFinder):
+class _PathFinder:
     """Finder of the paths in the table. It is the first finder: a leftover folder without files would hide a path."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -261,12 +260,13 @@ class _PathFinder(MetaPathFinder):
         names = names_at(tail)
         file = next(filter(None, map(_file, names.values())), None)
         is_package = bool(_children(tail)) or (EVERYTHING in names and _torch_has(tail, packages_only=True) != "")
-        spec = ModuleSpec(fullname, _PathLoader(), origin=file, is_package=is_package)
+        loader: Any = _PathLoader()
+        spec = ModuleSpec(fullname, loader, origin=file, is_package=is_package)
         spec.has_location = file is not None
         return spec
 
 
-class _AbsentFinder(MetaPathFinder):
+class _AbsentFinder:
     """Last finder, for an error that names torch's module where this package has none of the name."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> None:

@@ -44,7 +44,7 @@ def main() -> None:
     )
     with LocalWorkers(entry) as workers:
         end = run_agent(settings, workers, log)
-    assert "torch" not in sys.modules
+    assert not {"torch", "_hashlib"} & sys.modules.keys()
     usage = Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]
     os.write(pipe, f"end {given.name} {end.code} {usage} {end.text}\n".encode())
     sys.exit(end.code)

@@ -22,7 +22,11 @@ import torchdist_ref.elastic.multiprocessing as ours
 from tests.elastic.agents import is_running
 from tests.launcher import jobs
 from torchdist_ref import multiprocessing as spawning
+from torchdist_ref.launcher.api import LaunchConfig, elastic_launch
 from torchdist_ref.launcher.failures import ChildFailedError
+
+signals_at_fork: list[signal.Signals] = []
+os.register_at_fork(after_in_child=lambda: [os.kill(os.getpid(), signum) for signum in signals_at_fork] and None)
 
 PROGRAM = "import os, sys; print('out', sys.argv[1], os.environ['A']); print('error', file=sys.stderr)"
 
@@ -98,6 +102,26 @@ def test_a_failure_has_its_record() -> None:
     assert "in fail_on" in failure.message["extraInfo"]["py_callstack"]
     assert before <= failure.timestamp <= time.time() and Path(failure.error_file).is_file()
     assert ChildFailedError("job", result.failures).get_first_failure() == (1, failure)
+
+
+@pytest.mark.parametrize("api", ["start_processes", "spawn", "elastic_launch"])
+def test_a_signal_right_after_the_fork_is_not_lost(api: str) -> None:
+    """Once a rank that was asked to stop before its first instruction was killed after 30 s."""
+    signals_at_fork.append(signal.SIGTERM)
+    try:
+        if api == "start_processes":
+            result = start(jobs.exit_on, (0, 7, 1)).wait(30)
+            assert result.failures[0].exitcode == -signal.SIGTERM
+        elif api == "spawn":
+            with pytest.raises(spawning.ProcessExitedException, match="terminated with signal SIGTERM"):
+                spawning.start_processes(jobs.exit_on, (7, 1), nprocs=1, start_method="fork")
+        else:
+            config = LaunchConfig(1, 1, 1, start_method="fork", max_restarts=0)
+            with pytest.raises(ChildFailedError) as caught:
+                elastic_launch(config, jobs.exit_on)(0, 7, 1)
+            assert caught.value.failures[0].exitcode == -signal.SIGTERM
+    finally:
+        signals_at_fork.clear()
 
 
 def test_close_sends_its_signal_and_ends_all_that_was_started(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from torchdist_ref.stores.tcp.protocol import (
     Status,
     write_request,
 )
-from torchdist_ref.stores.tcp.requests import KEY_OVERHEAD_BYTES, RequestHandler
+from torchdist_ref.stores.tcp.requests import AWAITED_OVERHEAD_BYTES, KEY_OVERHEAD_BYTES, RequestHandler
 
 HOST = "127.0.0.1"
 MIB = 2**20
@@ -52,7 +52,7 @@ def test_a_full_store_names_its_budget_and_has_space_again(small: TCPStore) -> N
     half = bytes(MIB // 2)
     small.set("a", half)
     small.set("a", bytes(half))
-    full = r"the store is full: keys and values may use 1 MiB.*TORCHDIST_REF_STORE_MEMORY"
+    full = r"the store is full: keys, values and waiting requests may use 1 MiB.*TORCHDIST_REF_STORE_MEMORY"
     calls = (
         lambda: small.set("b", half),
         lambda: small.compare_set("b", "", half),
@@ -98,17 +98,25 @@ def really_used(handler: RequestHandler) -> int:
     table = handler.table
     sizes = [len(key) + len(value) for key, value in table.values.items()]
     sizes += [len(value) for queue in table.queues.values() for value in queue]
-    return sum(sizes) + KEY_OVERHEAD_BYTES * len(sizes)
+    waiting = {each for by_number in handler.pending.values() for several in by_number.values() for each in several}
+    first_fields = [each.request.fields[0] for each in waiting]
+    named = [len(key) for field in first_fields if isinstance(field, list) for key in field]
+    single = [len(field) for field in first_fields if isinstance(field, bytes)]
+    return sum(sizes + named + single) + KEY_OVERHEAD_BYTES * len(sizes) + AWAITED_OVERHEAD_BYTES * len(named)
 
 
 def test_the_memory_of_random_requests_is_counted_exactly() -> None:
     handler, generator = RequestHandler(), random.Random(3)
     handler.budget = 4000
-    clients = [validated(handler, name) for name in (b"a", b"b", b"c")]
+    names = (b"a", b"b", b"c")
+    clients = [validated(handler, name) for name in names]
     refused = 0
     for number in range(1, 3000):
         client = clients[number % 3]
-        if client.pending is not None:
+        if client.pending is not None and generator.random() < 0.2:
+            handler.remove(client)
+            client = clients[number % 3] = validated(handler, names[number % 3])
+        elif client.pending is not None:
             handler.handle(client, Request(Op.CANCEL_WAIT, ()))
         key, value = generator.choice([b"x", b"yy", b"zzz"]), bytes(generator.randrange(900))
         request = generator.choice(
@@ -123,6 +131,8 @@ def test_the_memory_of_random_requests_is_counted_exactly() -> None:
                 (Op.QUEUE_POP, (key,)),
                 (Op.WAIT_POP, (key,)),
                 (Op.BARRIER, (b"barrier" + key, 2)),
+                (Op.WAIT, ([key, b"n" * generator.randrange(700), b"yy"],)),
+                (Op.WAIT_GET_ALL, ([b"absent", key],)),
             ]
         )
         handler.handle(client, Request(*request, number))
@@ -130,6 +140,27 @@ def test_the_memory_of_random_requests_is_counted_exactly() -> None:
         refused += bool(sent) and sent[struct.calcsize("<QQ")] == Status.REFUSED
         assert handler.used == really_used(handler) <= handler.budget + 100, request
     assert refused > 50
+
+
+def test_the_keys_of_waiting_requests_count_in_the_budget() -> None:
+    """Once each of 1000 clients could leave 16 MiB of keys in a server."""
+    handler = RequestHandler()
+    handler.budget = 1 * MIB
+    keys = [b"absent %d" % number for number in range(2000)]
+    clients = [validated(handler, b"client %d" % number) for number in range(20)]
+    statuses = []
+    for client in clients:
+        handler.handle(client, Request(Op.WAIT, (keys,), 1))
+        statuses.append(response_parts(sent)[1:] if (sent := client.replies()) else None)
+    held = statuses.count(None)
+    assert held == 8 and handler.used <= handler.budget
+    assert all(status == Status.REFUSED and b"the store is full" in text for status, text in statuses[held:])
+    handler.handle(clients[0], Request(Op.CANCEL_WAIT, ()))
+    handler.handle(clients[-1], Request(Op.WAIT, (keys,), 2))
+    assert clients[-1].pending is not None
+    for client in clients:
+        handler.remove(client)
+    assert handler.used == 0 and not handler.pending
 
 
 def test_kept_responses_of_clients_that_have_gone_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from torchdist_ref.stores.tcp.protocol import (
     MAX_VALUE_BYTES,
     REQUEST_HEADER,
     RESPONSE_HEADER,
+    ManyValues,
     ProtocolError,
     Request,
     RequestDecoder,
@@ -219,7 +220,8 @@ class RecordingClient(StoreClient):
         self.disconnected = ""
 
     def send(self, pieces: Any) -> None:
-        self.sent += b"".join(pieces)
+        for piece in pieces:
+            self.sent += b"".join(piece.pieces()) if isinstance(piece, ManyValues) else piece
 
     def disconnect(self, reason: str) -> None:
         self.disconnected = reason

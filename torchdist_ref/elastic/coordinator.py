@@ -13,12 +13,10 @@ stranger nor a recording of an earlier job is believed. Do not add rules here: t
 from __future__ import annotations
 
 import errno
-import hmac
 import json
 import logging
 import operator
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -38,7 +36,7 @@ from torchdist_ref.errors import (
     StoreTimeoutError,
 )
 from torchdist_ref.stores import PrefixStore, Store, TCPStore
-from torchdist_ref.stores.sealed import KEY_BYTES, SealedStore
+from torchdist_ref.stores.sealed import KEY_BYTES, SealedStore, message_code
 from torchdist_ref.stores.tcp.server import TCPServer
 from torchdist_ref.stores.tcp.store import ServedValues
 
@@ -57,7 +55,7 @@ Message = dict[str, Any]
 
 
 def _derive(secret: bytes, purpose: bytes, nonce: str) -> bytes:
-    return hmac.digest(secret, b"agents %b %b" % (purpose, nonce.encode()), "sha256")
+    return message_code(secret, b"agents %b %b" % (purpose, nonce.encode()))
 
 
 def _session_store(store: Store, secret: bytes, nonce: str) -> SealedStore:
@@ -89,7 +87,7 @@ class AgentCoordinator:
     ) -> None:
         self._forward = forward
         self._store, self._roster, self._address, self._own = store.clone(), roster, address, own
-        self._secret, self._nonce = secret, secrets.token_hex(KEY_BYTES)
+        self._secret, self._nonce = secret, os.urandom(KEY_BYTES).hex()
         self._sealed = _session_store(self._store, secret, self._nonce)
         self._pulses = _session_store(ServedValues(self._store), secret, self._nonce)
         self._hellos_store, self._reports_store = store.clone(), store.clone()
@@ -305,7 +303,7 @@ def _authenticate(store: TCPStore, secret: bytes, key: str, host: str, where: st
         where: Address of the store, for messages.
         timeout: Longest time to wait for the answer, in seconds.
     """
-    nonce = secrets.token_hex(KEY_BYTES)
+    nonce = os.urandom(KEY_BYTES).hex()
     public = PrefixStore(_PREFIX, store)
     store.set_timeout(timedelta(seconds=timeout))
     try:
@@ -360,7 +358,7 @@ class Redirection:
                 self._redirect(open_store(self._host, self._port, KEEP_ALIVE_SECONDS))
 
     def _redirect(self, store: TCPStore) -> None:
-        key, info = secrets.token_hex(8), self._info
+        key, info = os.urandom(8).hex(), self._info
         try:
             where = f"{self._host}:{self._port}"
             nonce = _authenticate(store, self._secret, key, info.host, where, WELCOME_SECONDS)

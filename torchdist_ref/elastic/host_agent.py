@@ -8,7 +8,6 @@ not add the rules of a job here: they belong to `roster`; workers belong to `tor
 from __future__ import annotations
 
 import os
-import secrets
 import select
 import signal
 import socket
@@ -226,7 +225,7 @@ class _HostAgent:
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)
         self._poll.register(workers.interrupts.socket, select.POLLIN)
-        self._key = secrets.token_hex(8)
+        self._key = os.urandom(8).hex()
         self._served: TCPStore | None = None
         self._standby: TCPStore | None = None
         self._coordinator: AgentCoordinator | None = None
@@ -262,7 +261,7 @@ class _HostAgent:
                     # The coordinator took this host for lost, such as one that was frozen: it joins as a new one.
                     host, _, port = self._session.where.rpartition(":") if self._session else ("", "", "0")
                     self._leave_session()
-                    self._key, lost = secrets.token_hex(8), None
+                    self._key, lost = os.urandom(8).hex(), None
                     self._settings = replace(self._settings, host=host, port=int(port), serves=False)
                     deadline = Deadline(self._settings.rules.join_seconds)
                 except CoordinatorLost as error:
@@ -337,7 +336,7 @@ class _HostAgent:
                 return self._join_successor(lost)
         self._require_time(deadline, str(lost))
         self._pause(_RETRY_SECONDS)
-        self._key = secrets.token_hex(8)
+        self._key = os.urandom(8).hex()
         with suppress(CoordinatorLost):
             return self._join_at(self._settings.host, self._settings.port, _CONNECT_SECONDS)
         for host in self._others():

@@ -128,7 +128,8 @@ class Worker:
 
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        return processes.fork(run)
+        with processes.held_signals():
+            return processes.fork(run)
 
     def _start_process(self, stdout: IO[bytes], stderr: IO[bytes]) -> processes.Child:
         """Start a process by `multiprocessing`, which passes queues, locks and shared tensors among the arguments."""
@@ -139,7 +140,9 @@ class Worker:
         ends = [Connection(os.dup(end.fileno()), readable=False) for end in (stdout, stderr)]
         context: Any = multiprocessing.get_context(self.plan.start_method)
         process = context.Process(target=_run_process, args=(os.getpid(), self.plan, *ends))
-        process.start()
+        # A new interpreter has no handlers of this one.
+        with processes.held_signals() if self.plan.start_method == "fork" else contextlib.nullcontext():
+            process.start()
         for end in ends:
             end.close()
         return processes.Child(process.pid)
@@ -193,11 +196,7 @@ def _open(output: Output, stack: contextlib.ExitStack) -> tuple[IO[bytes] | None
 
 def _become_worker(plan: WorkerPlan, descriptors: tuple[int, ...]) -> None:
     """Turn a fork of the launcher into a worker: environment, default signals, output and input."""
-    signal.set_wakeup_fd(-1)
-    for signum in signal.valid_signals():
-        if callable(signal.getsignal(signum)) and signum != signal.SIGINT:
-            signal.signal(signum, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    processes.default_signals()
     os.environ.clear()
     os.environ.update(plan.environment)
     for standard, descriptor in zip((1, 2), descriptors, strict=True):

@@ -9,7 +9,7 @@ Do not add waiting, time-outs or names of ranks to `Table`, or checks of argumen
 from __future__ import annotations
 
 import copy
-import secrets
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -163,7 +163,7 @@ class HashStore(Store):
         self._table = Table()
         self._changed = threading.Condition()
         # Its users share the memory of this process, so the key needs no exchange.
-        self.session_key = secrets.token_bytes(32)
+        self.session_key = os.urandom(32)
 
     def set(self, key: Text, value: Text) -> None:
         name, data = key_bytes("set", key), value_bytes("set", value)

@@ -7,8 +7,8 @@ lists. One thread at a time may use a `RequestHandler`.
 change to a key wakes the requests whose condition it fulfills. A request without unmet conditions is answered in the
 same step, so no other client can delete the key in between.
 
-*Memory.* Keys, values and queued values use at most one budget, 256 MiB by default. A request that would exceed it is
-refused; a client of torch's, which has no such reply, is disconnected.
+*Memory.* Keys, values, queued values and the keys of waiting requests use at most one budget, 256 MiB by default. A
+request that would exceed it is refused; a client of torch's, which has no such reply, is disconnected.
 
 *Reconnecting.* A client that sends its name (HELLO) has a `ClientSession`, which outlives the connection and keeps the
 last response to a request that is not idempotent. If the connection breaks before the response arrives, the client
@@ -48,6 +48,8 @@ MEMORY_VARIABLE = "TORCHDIST_REF_STORE_MEMORY"
 DEFAULT_MEMORY_MIB = 256
 KEY_OVERHEAD_BYTES = 200
 """Memory of a key or of a queued value besides its bytes."""
+AWAITED_OVERHEAD_BYTES = 50
+"""Memory of a key in a waiting request besides its bytes."""
 MAX_NUMBER_BYTES = 20
 KEPT_RESPONSE_BYTES = 32 * 2**20
 """Memory of the kept responses of clients that have disconnected; the oldest large ones go first."""
@@ -121,11 +123,13 @@ class PendingRequest:
     Attributes:
         client: connection that sent it.
         request: the request.
+        nbytes: memory of the keys in the request.
         unmet: conditions that it is filed under, in order.
     """
 
     client: StoreClient
     request: Request
+    nbytes: int
     unmet: dict[Condition, None] = field(default_factory=dict)
 
 
@@ -137,7 +141,7 @@ class RequestHandler:
         identity: random bytes by which clients distinguish this server from another at the same port.
         pending: waiting requests by key and by the number that the key must reach.
         budget: largest `used`, in bytes.
-        used: memory of keys, values and queued values, in bytes.
+        used: memory of keys, values, queued values and waiting requests, in bytes.
         disconnected: sessions without a client that asked for a key to be set then, and when it is.
     """
 
@@ -233,7 +237,12 @@ class RequestHandler:
         if request.operation is Op.BARRIER:
             self._count(client, request)
         if unmet := self._attempt(client, request):
-            self._file(PendingRequest(client, request), unmet)
+            keys = request.fields[0]
+            several = isinstance(keys, list)
+            nbytes = sum(map(len, keys)) + len(keys) * AWAITED_OVERHEAD_BYTES if several else len(keys)
+            if self.used + nbytes > self.budget:
+                raise self._full(request.operation)
+            self._file(PendingRequest(client, request, nbytes), unmet)
 
     def _attempt(self, client: StoreClient, request: Request) -> Sequence[Condition]:
         """Respond to a request whose conditions hold; else return the others."""
@@ -341,9 +350,9 @@ class RequestHandler:
 
     def _full(self, operation: Operation) -> ArgumentError:
         return ArgumentError(
-            f"{operation.name.lower()}: the store is full: keys and values may use {self.budget >> 20} MiB. "
-            f"A store is for addresses and small values. Delete keys that are not needed, send data with "
-            f"collectives, or set {MEMORY_VARIABLE} to a larger number of MiB where the server runs."
+            f"{operation.name.lower()}: the store is full: keys, values and waiting requests may use "
+            f"{self.budget >> 20} MiB. A store is for addresses and small values. Delete keys that are not needed, "
+            f"send data with collectives, or set {MEMORY_VARIABLE} to a larger number of MiB where the server runs."
         )
 
     def _keep(self, session: ClientSession, response: Sequence[Piece]) -> None:
@@ -414,6 +423,7 @@ class RequestHandler:
     def _retry(self, pending: PendingRequest) -> bool:
         """Respond to a pending request or file it again; return whether it was completed."""
         client, pending.client.pending = pending.client, None
+        self.used -= pending.nbytes
         try:
             unmet = self._attempt(client, pending.request)
         except ArgumentError as error:
@@ -424,6 +434,7 @@ class RequestHandler:
         return not unmet
 
     def _file(self, pending: PendingRequest, unmet: Sequence[Condition]) -> None:
+        self.used += pending.nbytes
         pending.client.pending, pending.unmet = pending, dict.fromkeys(unmet)
         for key, number in unmet:
             self.pending.setdefault(key, {}).setdefault(number, {})[pending] = None
@@ -433,6 +444,7 @@ class RequestHandler:
         pending, client.pending = client.pending, None
         if pending is None:
             return []
+        self.used -= pending.nbytes
         unmet, pending.unmet = pending.unmet, {}
         for condition in unmet:
             self._unfile_condition(pending, condition)
