@@ -80,8 +80,10 @@ def set_up(session: nox.Session, of: int) -> None:
         return
     stamp.unlink(missing_ok=True)
     with step(session, 1, of, f"installing {TORCH} into {SHARED.relative_to(ROOT)} (the longest download)"):
-        if not (SHARED / "bin" / "pip").exists():
+        made_with = SHARED / "python_version"
+        if not (SHARED / "bin" / "pip").exists() or not made_with.exists() or made_with.read_text() != sys.version:
             session.run(sys.executable, "-m", "venv", "--clear", str(SHARED), external=True)
+            made_with.write_text(sys.version)
         pip(session, TORCH)
     with step(session, 2, of, f"installing this project with the extras {EXTRAS}"):
         pip(session, "-e", f".[{EXTRAS}]")

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,11 @@ from torchdist_ref.errors import GroupAbortedError, RankDiedError
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 LAUNCH_ID = "TORCHDIST_REF_LAUNCH_ID"
 """Variable that our launcher sets in the environment of its workers."""
+DIRECTORY_VARIABLE = "TORCHDIST_REF_FLIGHT_RECORDER_DIR"
+"""Variable that names the directory of the flight recorder's dumps."""
+# torch's names: a prefix of the file, to which the rank is appended, and whether failures are dumped.
+PREFIX_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+ON_FAILURE_VARIABLES = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 _CONSEQUENCE = ".consequence"
 _CAUSED_BY_ANOTHER_RANK = (GroupAbortedError, RankDiedError)
 
@@ -42,6 +47,14 @@ class FailureRecord:
     message: str
     time_ns: int
     stack: str = ""
+
+
+def wants_dumps(environment: Mapping[str, str]) -> bool:
+    """Return whether ranks dump failures: a place is set or torch's variable asks, and it does not forbid it."""
+    asked = next((environment[name].lower() for name in ON_FAILURE_VARIABLES if name in environment), None)
+    if asked is not None and asked not in ("1", "true", "y", "yes", "t"):
+        return False
+    return asked is not None or any(map(environment.get, (DIRECTORY_VARIABLE, *PREFIX_VARIABLES)))
 
 
 def message_of(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from math import prod
 from time import perf_counter
 from typing import Any
 
-from torchdist_ref.calls import Call, Number, Scatter, signature
+from torchdist_ref.calls import AllGather, Call, Number, Scatter, signature
 
 # The first variable that is set counts; the others are torch's names, the last one its former name.
 SIZE_VARIABLES = ("TORCHDIST_REF_FLIGHT_RECORDER_SIZE", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -96,11 +96,10 @@ class CallRecord:
         return signature(self.call, self.dtype, [(sum(prod(shape) for _, shape in self._common),)])
 
     @property
-    def _common(self) -> tuple[tuple[Any, Sequence[int]], ...]:
-        inputs, outputs = self.operands
+    def _common(self) -> Sequence[tuple[Any, Sequence[int]]]:
         if getattr(self.call, "uneven", False):
             return ()
-        return outputs if isinstance(self.call, Scatter) or not inputs else inputs
+        return alike(self.call, *self.operands, lambda operand: operand[1])
 
     @property
     def state(self) -> str:
@@ -113,6 +112,17 @@ class CallRecord:
     def seconds(self) -> float:
         """Duration in seconds."""
         return self.end - self.start
+
+
+def alike(
+    call: Call, inputs: Sequence[Any], outputs: Sequence[Any], shape_of: Callable[[Any], Sequence[int]]
+) -> Sequence[Any]:
+    """Return the operands, inputs or outputs, whose sizes all ranks must agree on."""
+    if isinstance(call, Scatter) or not inputs:
+        return outputs
+    # Ranks may contribute different sizes, which each of them knows.
+    gathers_uneven = isinstance(call, AllGather) and len({prod(shape_of(each)) for each in outputs}) > 1
+    return outputs if gathers_uneven else inputs
 
 
 class Recorder:
@@ -158,6 +168,10 @@ class Recorder:
     def drop(self, entry: Entry) -> None:
         """Forget a call, which the backend records again; takes as long as the buffer is."""
         self._ring.remove(entry)
+
+    def find(self, number: Number) -> CallRecord | None:
+        """Return the call with a number, or None if it is not kept."""
+        return next((_record_of(entry) for entry in reversed(list(self._ring)) if entry[NUMBER] == number), None)
 
     def events(self) -> list[CallRecord]:
         """Return all calls that are kept, oldest first, those in progress included."""

@@ -97,6 +97,10 @@ def valid(rank: int) -> list[float]:
         dist.barrier()
     for _ in range(3):
         dist.all_reduce(total)
+    # Each rank contributes another number of elements.
+    gathered = [torch.zeros(2), torch.zeros(3)]
+    dist.all_gather(gathered, fill(rank, (2 + rank,)))
+    assert [each.tolist() for each in gathered] == [fill(each, (2 + each,)).tolist() for each in range(2)]
     return total.tolist()
 
 
@@ -165,6 +169,26 @@ def test_asynchronous_calls_are_compared_and_leave_no_keys(caplog: pytest.LogCap
 
     with caplog.at_level(logging.WARNING, "torchdist_ref.debug"):
         assert max(run(program, 2)) <= 2
+    assert not [record for record in caplog.records if record.name == "torchdist_ref.debug"]
+
+
+def test_more_calls_may_wait_than_the_recorder_keeps(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a rank aborted with StopIteration because the call that ran next was not kept any more."""
+    monkeypatch.setenv("TORCHDIST_REF_FLIGHT_RECORDER_SIZE", "3")
+
+    def program(rank: int) -> list[list[float]]:
+        tensors = [fill(rank + number, (3,)) for number in range(40)]
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        for work in works:
+            assert work is not None
+            work.wait()
+        return [tensor.tolist() for tensor in tensors]
+
+    expected = [(fill(number, (3,)) + fill(number + 1, (3,))).tolist() for number in range(40)]
+    with caplog.at_level(logging.WARNING, "torchdist_ref.debug"):
+        assert run(program, 2) == [expected] * 2
     assert not [record for record in caplog.records if record.name == "torchdist_ref.debug"]
 
 

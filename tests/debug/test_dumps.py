@@ -145,6 +145,38 @@ def test_a_receive_of_nccl_that_waits_names_its_sender(tmp_path: Path) -> None:
     assert "rank 1 waits for it in recv 1<-2" in found.sentence and "train.py:42 in step" in found.sentence
 
 
+def test_a_scatter_whose_root_alone_has_inputs_is_one_call(tmp_path: Path) -> None:
+    """Once torch's dumps of a job that was well gave a mismatch."""
+    inputs = {0: {"input_sizes": [[4], [4]], "input_dtypes": ["Float", "Float"]}}
+    other = {"input_sizes": [], "input_dtypes": []}
+    calls = {rank: [entry(1, "scatter", **inputs.get(rank, other)), entry(2, "barrier")] for rank in range(3)}
+    write_nccl_dumps(tmp_path, calls)
+    assert find_verdict(read_directory(tmp_path)).kind == "nothing"
+
+
+def test_gathered_tensors_of_different_sizes_are_one_call(tmp_path: Path) -> None:
+    outputs = {"output_sizes": [[2], [3]], "output_dtypes": ["Float", "Float"]}
+    write_nccl_dumps(
+        tmp_path, {rank: [entry(1, "all_gather", input_sizes=[[2 + rank]], **outputs)] for rank in range(2)}
+    )
+    assert find_verdict(read_directory(tmp_path)).kind == "nothing"
+
+
+def test_the_end_of_a_batch_of_messages_of_nccl_is_no_collective(tmp_path: Path) -> None:
+    batch = [entry(2, "send 0->1", is_p2p=True), entry(1, "coalesced", is_p2p=True)]
+    calls = {0: [entry(1, "all_reduce"), *batch], 1: [entry(1, "all_reduce"), *batch], 2: [entry(1, "all_reduce")]}
+    write_nccl_dumps(tmp_path, calls)
+    assert find_verdict(read_directory(tmp_path)).kind == "nothing"
+
+
+def test_a_call_that_all_have_begun_and_none_has_completed_is_named(tmp_path: Path) -> None:
+    calls = {rank: [entry(1, "broadcast"), entry(2, "all_reduce", "started")] for rank in range(3)}
+    write_nccl_dumps(tmp_path, calls)
+    found = find_verdict(read_directory(tmp_path))
+    assert (found.kind, found.ranks, found.number) == ("pending", (0, 1, 2), (2, 0))
+    assert found.sentence.startswith("All ranks are in call 2 of group 'default_pg (0)', all_reduce of float [4],")
+
+
 # ---- hostile files
 
 

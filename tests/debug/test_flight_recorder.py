@@ -12,23 +12,30 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 import torchdist_ref as dist
+from torchdist_ref import failure_record
+from torchdist_ref.backends.base import Membership
 from torchdist_ref.calls import AllReduce, Barrier
 from torchdist_ref.debug import __main__ as command
 from torchdist_ref.debug import flight_recorder
 from torchdist_ref.debug.dumps import read_directory, read_file
+from torchdist_ref.debug.verdict import find_verdict
 from torchdist_ref.recorder import Recorder
+from torchdist_ref.stores import HashStore
 from torchdist_ref.testing import RankError, fill, run
 
+ROOT = Path(__file__).parents[2]
+
 VARIABLES = (
-    flight_recorder.DIRECTORY_VARIABLE,
-    *flight_recorder.PREFIX_VARIABLES,
-    *flight_recorder.ON_FAILURE_VARIABLES,
+    failure_record.DIRECTORY_VARIABLE,
+    *failure_record.PREFIX_VARIABLES,
+    *failure_record.ON_FAILURE_VARIABLES,
 )
 
 
@@ -129,10 +136,51 @@ def test_failures_are_dumped_where_the_environment_says(
         assert list(read_directory(tmp_path).ranks) == [0, 1]
 
 
+DIES = """
+import os, signal, torch, torchdist_ref as dist
+dist.init_process_group("ref")
+if dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(torch.ones(4))
+"""
+
+
+# Over a second: three ranks import torch.
+def test_survivors_have_time_for_their_dumps_under_the_launcher(tmp_path: Path) -> None:
+    """Once the launcher stopped them before they had written anything."""
+    (tmp_path / "script.py").write_text(DIES)
+    environment = {**os.environ, failure_record.DIRECTORY_VARIABLE: str(tmp_path / "dumps")}
+    command = [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node=3", "script.py"]
+    result = subprocess.run(
+        command, cwd=tmp_path, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 137 and "was killed by SIGKILL" in result.stderr
+    found = find_verdict(read_directory(tmp_path / "dumps"))
+    assert (found.kind, found.ranks) == ("died", (1,))
+
+
+def test_groups_may_be_registered_while_dumps_are_written() -> None:
+    """Once `dictionary changed size during iteration` took the place of the call's error."""
+    recorders = [Recorder(2) for _ in range(2000)]
+    membership = Membership(HashStore(), 0, (12345,), "many", 1.0)
+    for each in recorders[:1000]:
+        flight_recorder.register(each, membership, "ref")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as executor:
+            job = executor.submit(lambda: [flight_recorder.register(each, membership, "ref") for each in recorders])
+            while not job.done():
+                flight_recorder._of_rank(0)
+            job.result()
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_the_first_failure_is_kept_when_later_calls_only_follow_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(flight_recorder.DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(failure_record.DIRECTORY_VARIABLE, str(tmp_path))
 
     def program(rank: int) -> None:
         dist.barrier()
@@ -150,7 +198,7 @@ def test_the_first_failure_is_kept_when_later_calls_only_follow_from_it(
 
 
 def test_a_rank_that_is_blocked_in_c_answers_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(flight_recorder.DIRECTORY_VARIABLE, str(tmp_path / "dumps"))
+    monkeypatch.setenv(failure_record.DIRECTORY_VARIABLE, str(tmp_path / "dumps"))
     read_end, write_end = os.pipe()
 
     def program(rank: int) -> bytes:
@@ -196,7 +244,7 @@ def test_the_signal_is_given_back_and_not_taken_from_the_program(caplog: pytest.
 
 
 def test_with_an_event_loop_the_program_still_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(flight_recorder.DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(failure_record.DIRECTORY_VARIABLE, str(tmp_path))
 
     def program(rank: int) -> bool:
         read_end, write_end = os.pipe()
@@ -235,7 +283,7 @@ def test_groups_that_are_gone_are_not_dumped() -> None:
 def test_the_command_prints_verdict_and_table_and_writes_a_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(flight_recorder.DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(failure_record.DIRECTORY_VARIABLE, str(tmp_path))
 
     def program(rank: int) -> None:
         for _ in range(2):
@@ -294,7 +342,7 @@ def test_the_command_asks_ranks_and_reports_missing_files(tmp_path: Path, capsys
 def test_a_rank_that_fails_to_write_its_dump_says_so_and_raises_the_calls_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(flight_recorder.DIRECTORY_VARIABLE, "/proc/no/such/place")
+    monkeypatch.setenv(failure_record.DIRECTORY_VARIABLE, "/proc/no/such/place")
     with caplog.at_level(logging.WARNING, "torchdist_ref.debug"), pytest.raises(RankError, match="MismatchError"):
         run(fails, 2)
     assert [r.message for r in caplog.records if "flight recorder of rank 0" in r.message]
@@ -320,7 +368,7 @@ def on_torchs_own_init(rank: int, folder: str, file: str) -> bool:
         flight_recorder.dump(folder)
     else:
         torch.distributed.new_group([0])
-        os.environ[flight_recorder.DIRECTORY_VARIABLE] = folder
+        os.environ[failure_record.DIRECTORY_VARIABLE] = folder
         os.kill(os.getpid(), signal.SIGUSR2)
         wait_for_file(Path(folder) / "rank1.json")
     torch.distributed.destroy_process_group()

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import torchdist_ref as dist
+from torchdist_ref import failure_record
 from torchdist_ref.debug import flight_recorder
 from torchdist_ref.debug.dumps import read_directory
 from torchdist_ref.debug.verdict import Verdict, find_verdict
@@ -28,7 +29,7 @@ def verdict_on(
     program: Callable[[int], None], size: int, folder: Path, monkeypatch: pytest.MonkeyPatch, backend: str = "ref"
 ) -> Verdict:
     """Run a program that fails on ranks that dump their failures, and return the verdict."""
-    monkeypatch.setenv(flight_recorder.DIRECTORY_VARIABLE, str(folder))
+    monkeypatch.setenv(failure_record.DIRECTORY_VARIABLE, str(folder))
 
     def with_one_good_call(rank: int) -> None:
         dist.all_reduce(fill(rank, (3,)))
@@ -221,6 +222,41 @@ def test_a_dead_rank_is_named_with_its_end_and_the_call(tmp_path: Path, monkeypa
         f"{line_of(dies, '# where it is missed')} (pid "
     )
     assert found.sentence.startswith(start) and found.sentence.endswith("was killed by SIGKILL).")
+
+
+def dies_and_survivors_raise_their_own(rank: int) -> None:
+    try:
+        dies(rank)
+    except dist.DistError as error:
+        failure = RuntimeError("step 2 failed")
+        failure.__cause__ = error
+        flight_recorder.dump_failure(failure)
+        raise failure from error
+
+
+def test_a_death_is_named_though_survivors_raised_their_own_exceptions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the verdict was that a survivor raised RuntimeError."""
+    found = verdict_on(dies_and_survivors_raise_their_own, 3, tmp_path, monkeypatch)
+    assert read_directory(tmp_path).ranks[0].error == "RuntimeError: step 2 failed"
+    assert (found.kind, found.ranks, found.number) == ("died", (1,), (2, 0))
+
+
+def test_an_exception_after_a_call_that_another_made_fail_is_named_if_nothing_else_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("no data")
+        try:
+            dist.all_reduce(fill(rank, (7,)))
+        except dist.GroupAbortedError:
+            flight_recorder.dump_failure(RuntimeError("step 1 failed"))
+            raise
+
+    found = verdict_on(program, 2, tmp_path, monkeypatch)
+    assert (found.kind, found.ranks) in (("raised", (0,)), ("behind", (1,)))
 
 
 def test_a_dead_sender_is_named_and_ranks_without_dumps_are_not(

@@ -41,6 +41,14 @@ class TestMethods:
 def test_that_fails_on_one_rank(rank):
     assert rank == 0
 
+@pytest.mark.spmd(world_size=2)
+def test_that_skips():
+    pytest.skip("no such device")
+
+@pytest.mark.spmd(world_size=2, ranks="processes")
+def test_that_is_expected_to_fail(rank):
+    pytest.xfail("not yet")
+
 def test_without_a_mark(rank):
     assert rank == 0
     os.environ["OUTSIDE"] = str(os.getpid())
@@ -55,6 +63,6 @@ def test_marked_tests_run_on_ranks(tmp_path: Path) -> None:
     result = subprocess.run(
         [*command, "-p", "no:cacheprovider"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
-    assert "1 failed, 5 passed" in result.stdout.splitlines()[-1], result.stdout
+    assert "1 failed, 5 passed, 1 skipped, 1 xfailed" in result.stdout.splitlines()[-1], result.stdout
     assert "RankError: rank 1 of 2 failed with AssertionError" in result.stdout
     assert "[rank 0] root 1 rank 0\n[rank 1] root 1 rank 1\n" in result.stdout

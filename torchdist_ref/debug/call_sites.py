@@ -138,9 +138,9 @@ class CallSites:
             call: The call.
             text: The call in words, with shapes: only calls with the same text can be swapped.
             number: Number of the call.
-            sites: `text` of each rank's stack, in group order.
+            sites: `text` of each rank's stack, in group order; empty if it is not known.
         """
-        if len(set(sites)) < 2 or call.op == "barrier":
+        if len(set(sites)) < 2 or call.op == "barrier" or "" in sites:
             return None
         earlier = next((e for e in self._differing if e[1] == text and _crossed(sites, e[2])), None)
         self._differing.append((number, text, sites))
@@ -203,24 +203,26 @@ class SiteComparingExecutor:
 
     def run(self, program: Any, tensors: Sequence[Any], number: Number) -> None:
         """Run a program; the other ranks have written their call sites once it has run."""
-        event = next(event for event in reversed(self._recorder.events()) if (event.sequence, event.path) == number)
+        # None if more calls have been made since than the recorder keeps.
+        event = self._recorder.find(number)
+        frames = event.frames if event is not None else ()
         prefix = f"sites/{number[0]}.{number[1]}"
         own = f"{prefix}/{self._rank}"
-        self._write(own, CallSites.text(event.frames))
+        self._write(own, CallSites.text(frames))
         try:
             self._executor.run(program, tensors, number)
         except MismatchError as error:
             sites = self._read(prefix)
             text = f"{error} Call sites: {self._sites.sides(sites)}." if sites else str(error)
             described = MismatchError(text)
-            log_stack(described, event.frames)
+            log_stack(described, frames)
             raise described from None
         sites = self._read(prefix)
         # All ranks have begun this call, so all have read the sites of the previous one.
         if self._previous not in ("", own):
             self._delete(self._previous)
         self._previous = own
-        if sites:
+        if sites and event is not None:
             self._sites.compare(event.call, event.text, number, sites)
 
     # A store that has gone must not fail a call that has not.

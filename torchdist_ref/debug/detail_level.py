@@ -20,13 +20,13 @@ from typing import Any
 from torch import Tensor
 
 from torchdist_ref.backends.base import Backend, BackendWrapper, Membership, operands_of
-from torchdist_ref.calls import AllToAll, Call, Recv, Scatter, Send, signature
+from torchdist_ref.calls import AllToAll, Call, Recv, Send, signature
 from torchdist_ref.debug.call_sites import CallSites, SiteComparingExecutor, log_stack, record_stacks
 from torchdist_ref.debug.flight_recorder import answer_requests, register
 from torchdist_ref.debug.levels import DebugLevel, get_debug_level
 from torchdist_ref.debug.logs import configure_logging
 from torchdist_ref.errors import MismatchError, RankStalledError, StoreTimeoutError
-from torchdist_ref.recorder import FRAMES, Entry
+from torchdist_ref.recorder import FRAMES, Entry, alike
 from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]
@@ -83,7 +83,7 @@ class CheckedBackend(BackendWrapper):
                 if isinstance(call, AllToAll) and call.uneven:
                     self._check_sizes(call, inputs, outputs, entry)
                 else:
-                    self._check_equal(call, outputs if isinstance(call, Scatter) else inputs, entry)
+                    self._check_equal(call, alike(call, inputs, outputs, lambda tensor: tensor.shape), entry)
             except BaseException as error:
                 self.recorder.fail(entry, error)
                 raise

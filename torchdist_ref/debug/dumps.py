@@ -329,6 +329,9 @@ def _torchs_dump(content: dict[str, Any], source: str) -> RankDump:
         name, description = _list(entry["process_group"])
         members = _torchs_members(configured, _text(name))
         event = _torchs_event(entry, members)
+        if event.op == "coalesced" and entry.get("is_p2p") is True:
+            # It ends a batch of messages, which have entries of their own.
+            continue
         latest = max(latest, event.start_ns, event.end_ns)
         by_group.setdefault((_text(name), _text(description)), []).append(event)
     groups = tuple(
@@ -352,7 +355,9 @@ def _torchs_event(entry: dict[str, Any], members: Sequence[int]) -> Event:
     backend, _, name = _text(entry["profiling_name"]).partition(":")
     op, _, pair = (name or backend).partition(" ")
     inputs, outputs = _shapes(entry["input_sizes"]), _shapes(entry["output_sizes"])
-    dtype = next(map(_text, _list(entry.get("input_dtypes") or [])), "").lower()
+    # The root alone has inputs of a scatter.
+    typed = "output_dtypes" if op.startswith("scatter") else "input_dtypes"
+    dtype = next(map(_text, _list(entry.get(typed) or [])), "").lower()
     is_message = op in ("send", "recv")
     state = {"scheduled": "scheduled", "started": "started", "completed": "completed"}.get(entry["state"], "scheduled")
     if entry.get("retired") is True and state == "scheduled":
@@ -361,6 +366,8 @@ def _torchs_event(entry: dict[str, Any], members: Sequence[int]) -> Event:
     ends = [_int(found) for found in re.findall(r"\d+", pair)]
     sizes = " ".join(map(str, inputs))
     elements = 0 if op.startswith(("all_to_all", "scatter")) else sum(map(prod, inputs))
+    if op.startswith(("all_gather", "allgather")) and len(set(map(prod, outputs))) > 1:
+        elements = sum(map(prod, outputs))
     return Event(
         number=(-1, 0) if is_message else (_int(entry["collective_seq_id"]), 0),
         op=op,

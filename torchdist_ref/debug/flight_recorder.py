@@ -31,6 +31,7 @@ from weakref import WeakKeyDictionary
 
 from torchdist_ref.debug.call_sites import frames_of
 from torchdist_ref.errors import GroupAbortedError
+from torchdist_ref.failure_record import DIRECTORY_VARIABLE, PREFIX_VARIABLES, wants_dumps
 from torchdist_ref.recorder import CallRecord, Frame, Recorder
 
 if TYPE_CHECKING:
@@ -39,12 +40,7 @@ if TYPE_CHECKING:
 FORMAT = "torchdist_ref flight recorder"
 VERSION = 1
 
-DIRECTORY_VARIABLE = "TORCHDIST_REF_FLIGHT_RECORDER_DIR"
 SIGNAL_VARIABLE = "TORCHDIST_REF_FLIGHT_RECORDER_SIGNAL"
-# torch's names: a prefix of the file, to which the rank is appended, and whether failures are dumped.
-PREFIX_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-ON_FAILURE_VARIABLES = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
-
 # Bounds of a file. A program of 1,000 groups still leaves 20 calls of each.
 MAX_EVENTS = 20_000
 MAX_GROUPS = 1_000
@@ -84,6 +80,8 @@ class RecordedGroup:
 
 
 _groups: WeakKeyDictionary[Recorder, RecordedGroup] = WeakKeyDictionary()
+# A group may be registered while another thread writes a dump.
+_groups_lock = threading.Lock()
 _writing = threading.Lock()
 # The last failure that each rank has dumped: the calls after it fail for the same reason.
 _dumped_failures: dict[int, str] = {}
@@ -99,7 +97,8 @@ def register(recorder: Recorder, membership: Membership, backend: str) -> None:
     """
     m = membership
     group = RecordedGroup(m.name, backend, m.members, m.rank, m.timeout, threading.get_ident())
-    _groups[recorder] = group
+    with _groups_lock:
+        _groups[recorder] = group
     _dumped_failures.pop(group.global_rank, None)
     recorder.on_failure = lambda error: dump_failure(error, group.global_rank)
 
@@ -148,8 +147,12 @@ def snapshot(rank: int, reason: str, error: BaseException | None = None) -> dict
 
 
 def _of_rank(rank: int | None) -> list[tuple[Recorder, RecordedGroup]]:
-    found = [(recorder, group) for recorder, group in list(_groups.items()) if group.global_rank == rank]
-    return [pair for pair in found if pair[0] in _groups]
+    return [(recorder, group) for recorder, group in _registered() if group.global_rank == rank]
+
+
+def _registered() -> list[tuple[Recorder, RecordedGroup]]:
+    with _groups_lock:
+        return list(_groups.items())
 
 
 def _number(variable: str) -> int:
@@ -237,7 +240,7 @@ def dump(directory: str | os.PathLike[str] | None = None, *, reason: str = "dump
         ...     run(program, 2, ranks="processes")
         [['rank0.json'], ['rank1.json']]
     """
-    ranks = sorted({group.global_rank for group in list(_groups.values())})
+    ranks = sorted({group.global_rank for _, group in _registered()})
     return [_write(rank, reason, None, directory) for rank in ranks]
 
 
@@ -248,28 +251,21 @@ def dump_failure(error: BaseException, rank: int | None = None) -> None:
         error: The exception.
         rank: The rank that failed. None: all ranks of this process.
     """
-    if not _wants_failures():
+    if not wants_dumps(os.environ):
         return
     text = f"{type(error).__name__}: {error}"
-    ranks = [rank] if rank is not None else sorted({group.global_rank for group in list(_groups.values())})
+    ranks = [rank] if rank is not None else sorted({group.global_rank for _, group in _registered()})
     for each in ranks:
         if each in _dumped_failures and (_dumped_failures[each] == text or isinstance(error, GroupAbortedError)):
             continue
         _dumped_failures[each] = text
         try:
             path = _write(each, text, error)
-        except OSError as failure:
+        except Exception as failure:
+            # The call's own error must reach the program.
             log.warning("flight recorder of rank %d: %r", each, failure)
         else:
             log.warning("flight recorder of rank %d after %s: %s", each, type(error).__name__, path)
-
-
-def _wants_failures() -> bool:
-    """Return whether failures are dumped: a place is set or torch's variable asks, and it does not forbid it."""
-    asked = next((os.environ[name].lower() for name in ON_FAILURE_VARIABLES if name in os.environ), None)
-    if asked is not None and asked not in ("1", "true", "y", "yes", "t"):
-        return False
-    return asked is not None or any(map(os.environ.get, (DIRECTORY_VARIABLE, *PREFIX_VARIABLES)))
 
 
 def path_of(rank: int, directory: str | os.PathLike[str] | None = None) -> Path:
@@ -436,8 +432,8 @@ def _dump_uncaught() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _writing
-    _writing = threading.Lock()
+    global _writing, _groups_lock
+    _writing, _groups_lock = threading.Lock(), threading.Lock()
     _groups.clear()
     _dumped_failures.clear()
     listener.forget()

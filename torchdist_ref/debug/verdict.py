@@ -31,7 +31,7 @@ class Verdict:
 
     Attributes:
         kind: ``"mismatch"``, ``"swapped"``, ``"skipped"``, ``"raised"``, ``"died"``, ``"late"``, ``"behind"``,
-            ``"deadlock"``, ``"sites"`` or ``"nothing"``.
+            ``"deadlock"``, ``"pending"``, ``"sites"`` or ``"nothing"``.
         ranks: The ranks to look at; several if the dumps do not show who is wrong.
         sentence: The verdict in words.
         group: Name of the group, if there is one.
@@ -92,7 +92,7 @@ def find_verdict(dumps: Dumps) -> Verdict:
     groups = job_groups(dumps)
     if not dumps.ranks:
         return Verdict("nothing", (), "There is no dump to read.")
-    for find in (_difference, _raised, _death, _wait, _call_sites):
+    for find in (_difference, _raised, _death, _wait, _pending, _call_sites, _raised_afterward):
         found = find(dumps, groups)
         if found is not None:
             return found
@@ -216,11 +216,25 @@ def _following(calls: Mapping[Number, Event], number: Number, most: int = 16) ->
 
 def _raised(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
     """Return the verdict on the first rank with an exception that no other rank caused."""
-    own = [d for d in dumps.ranks.values() if d.error and not d.error.startswith(_CAUSED_BY_ANOTHER)]
+    return _first_raised(dump for dump in dumps.ranks.values() if not _failed_because_of_another(dump))
+
+
+def _raised_afterward(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
+    """Return the verdict on the first rank that raised an exception after a call that another rank made fail."""
+    return _first_raised(dumps.ranks.values())
+
+
+def _first_raised(candidates: Iterable[RankDump]) -> Verdict | None:
+    own = [dump for dump in candidates if dump.error and not dump.error.startswith(_CAUSED_BY_ANOTHER)]
     if not own:
         return None
     dump = min(own, key=lambda dump: dump.time_ns)
     return Verdict("raised", (dump.rank,), f"Rank {dump.rank} raised {_short(dump.error)}{_at(dump)}.")
+
+
+def _failed_because_of_another(dump: RankDump) -> bool:
+    """Return whether a call of a rank has failed because of another rank; what it raises then may follow from that."""
+    return any(event.error.startswith(_CAUSED_BY_ANOTHER) for group in dump.groups for event in group.events)
 
 
 def _short(text: str, most: int = 300) -> str:
@@ -381,6 +395,21 @@ def _late(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
                 f"{_ranks(stalled)}, whose time-out had passed."
             )
             return Verdict("late", late, text, group.name, number)
+    return None
+
+
+def _pending(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
+    """Return the verdict on a call that all ranks have made and none has completed."""
+    for group in groups:
+        for number in group.numbers:
+            calls = group.at(number)
+            if set(calls) == set(group.members) and all(event.state == "started" for event in calls.values()):
+                text = next(iter(calls.values())).text
+                sentence = (
+                    f"All ranks are in call {number_text(number)} of group {group.name!r}, {text}, which none has "
+                    f"completed: look at the network between them."
+                )
+                return Verdict("pending", tuple(sorted(calls)), sentence, group.name, number)
     return None
 
 

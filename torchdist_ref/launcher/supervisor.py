@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from torchdist_ref.failure_record import FailureRecord, is_consequence, read
+from torchdist_ref.failure_record import FailureRecord, is_consequence, read, wants_dumps
 from torchdist_ref.launcher.worker import LineRelay, Worker, WorkerPlan
 from torchdist_ref.processes import describe_exit, name_ranks, signal_name, signal_socket
 
@@ -28,6 +28,8 @@ _DRAIN_SECONDS = 2.0
 _READER_SECONDS = 0.5
 # Time from the end of a worker because of another one to the end of that one.
 _CAUSE_SECONDS = 0.5
+# Time that workers have to write dumps of their last calls, where the environment asks for dumps.
+_DUMP_SECONDS = 0.5
 # Reads that empty a pipe of the usual capacity, while a process that the worker started may write more.
 _PIPE_READS = 4
 
@@ -141,6 +143,8 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._deadline: float | None = None
         self._code: int | None = None
+        # Signal to send at the deadline to workers that may write dumps until then.
+        self._postponed = 0
         # Workers that ended because of another one, which still runs.
         self._consequences: list[Worker] = []
 
@@ -250,7 +254,7 @@ class Supervisor:
         self._selector.unregister(self._stop_request)
         self.stopped = True
         if self._code is None:
-            self._stop(self.stop_signal, 128 + self.stop_signal)
+            self._stop_after_dumps(self.stop_signal, 128 + self.stop_signal)
         elif self._deadline is not None:
             self._deadline = min(self._deadline, time.monotonic() + self.grace)
 
@@ -305,7 +309,7 @@ class Supervisor:
         stopping = f"; stopping {name_ranks(one.plan.rank for one in others)}" if others else ""
         self._log(f"rank {worker.plan.rank} (process {worker.process.pid}) {how}{stopping}")
         # A rank that has recorded its failure is still printing its traceback: it ends by itself.
-        self._stop(signal.SIGTERM, 1 if not status else status if status > 0 else 128 - status, others)
+        self._stop_after_dumps(signal.SIGTERM, 1 if not status else status if status > 0 else 128 - status, others)
 
     def _first_to_fail(self, ended: Worker) -> tuple[Worker, FailureRecord | None]:
         """Return the worker whose failure made the others fail, and its record: it need not have ended first."""
@@ -322,6 +326,9 @@ class Supervisor:
         self._deadline = None
         if self._code is None and self._consequences:
             self._on_failure(self._consequences[0])
+        elif self._postponed and self._running():
+            signum, self._postponed = self._postponed, 0
+            self._stop(signum, self.code)
         elif self._running():
             self._log(f"{self._running_names()} did not stop within {self.grace:g} s: killing")
             self._kill()
@@ -329,6 +336,13 @@ class Supervisor:
             for pipe in (pipe for worker in self.workers for pipe in worker.relays):
                 if pipe in self._selector.get_map():
                     self._selector.unregister(pipe)
+
+    def _stop_after_dumps(self, signum: int, code: int, workers: Sequence[Worker] | None = None) -> None:
+        """Stop workers; where failures are dumped, not before they have had time for that."""
+        chosen = self._running() if workers is None else workers
+        if not any(wants_dumps(worker.plan.environment) for worker in chosen):
+            return self._stop(signum, code, chosen)
+        self._code, self._postponed, self._deadline = code, signum, time.monotonic() + _DUMP_SECONDS
 
     def _stop(self, signum: int, code: int, workers: Sequence[Worker] | None = None) -> None:
         self._code = code if self._code is None else self._code

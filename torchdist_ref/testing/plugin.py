@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import pytest
 
+from torchdist_ref.testing.outcomes import RankError
 from torchdist_ref.testing.running import run
 
 _MARK = (
-    "spmd(world_size, backend='ref', ranks='threads', timeout=30.0, init=True): "
+    "spmd(world_size, *, backend='ref', ranks='threads', timeout=30.0, init=True): "
     "run the test on several ranks; the arguments are those of torchdist_ref.testing.run"
 )
 
@@ -47,5 +48,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         own = {"rank": rank} if "rank" in wanted else {}
         pyfuncitem.obj(**(wanted | own))
 
-    run(body, *mark.args, **mark.kwargs)
+    try:
+        run(body, *mark.args, **mark.kwargs)
+    except RankError as error:
+        if isinstance(error.__cause__, (pytest.skip.Exception, pytest.xfail.Exception)):
+            # A rank has skipped the test, or expects it to fail.
+            raise error.__cause__ from None
+        raise
     return True
