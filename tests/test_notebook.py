@@ -471,6 +471,66 @@ class TestMagics:
         assert all(option in shell.magics["spmd"].__doc__ for option in ("--nproc", "--ranks", "--timeout", "--start"))
 
 
+class TestStreams:
+    """Requests and their results stay together, whatever a cell or `show` does."""
+
+    def test_an_exception_of_show_is_raised_once_all_ranks_have_answered(self, pool: RankPool) -> None:
+        """Once each later request received the results of the one before."""
+        received: Shown = []
+
+        def show(rank: int, item: Any) -> None:
+            received.append((rank, item))
+            raise ValueError("cannot be published")
+
+        with pytest.raises(ValueError, match="cannot be published"):
+            pool.run("print('one'); print('two')", show=show)
+        assert received == [(0, "one")]
+        assert pool.pull("40 + rank", rank=2) == 42 and shown(pool, "'next'; rank * 3")[2] == (2, "6")
+
+    def test_a_value_that_cannot_be_pickled_fails_its_own_cell(self, pool: RankPool) -> None:
+        """Once the output of each later cell was shown one cell late."""
+        pool.run("class Odd:\n    def _repr_mimebundle_(self, **options): return {'text/plain': (x for x in [])}")
+        error, _ = failing(pool, "print('before'); Odd()")
+        assert "cannot pickle 'generator' object" in str(error)
+        assert shown(pool, "print('own', rank)") == [(rank, f"own {rank}") for rank in range(3)]
+
+    def test_a_value_that_cannot_be_unpickled_is_named(self, pool: RankPool) -> None:
+        pool.run(
+            "class Text(str): pass\nclass Odd:\n    def _repr_mimebundle_(self, **options): return {'x/y': Text()}"
+        )
+        items: Shown = []
+        pool.run("Odd(); display(Odd()) if rank == 1 else None", show=lambda rank, item: items.append((rank, item)))
+        [(rank, bundle)] = items
+        assert rank == 1 and "cannot be unpickled: Can't get attribute 'Text'" in bundle["text/plain"]
+        assert shown(pool, "rank") == [(rank, str(rank)) for rank in range(3)]
+
+    def test_values_are_displayed_while_a_cell_has_redirected_or_closed_its_output(self, pool: RankPool) -> None:
+        """Once the notebook waited without end for a marker that had gone to /dev/null."""
+        redirect = "saved = os.dup(1); null = os.open(os.devnull, os.O_WRONLY); os.dup2(null, 1); os.close(null)\n"
+        items = shown(
+            pool, f"{redirect}print('hidden', flush=True); display(rank + 7); os.dup2(saved, 1); print('seen')"
+        )
+        assert items == [(rank, text) for rank in range(3) for text in (str(rank + 7), "seen")]
+        assert shown(pool, "os.close(1); display(rank); os.dup2(saved, 1);") == [(rank, str(rank)) for rank in range(3)]
+
+    def test_other_signals_do_not_interrupt(self, pool: RankPool) -> None:
+        received: list[int] = []
+        former = signal.signal(signal.SIGUSR1, lambda signum, frame: received.append(signum))
+        try:
+            items = shown(pool, f"if rank == 1: os.kill({os.getpid()}, signal.SIGUSR1)\nprint('end', rank)")
+        finally:
+            signal.signal(signal.SIGUSR1, former)
+        assert items == [(rank, f"end {rank}") for rank in range(3)] and received == [signal.SIGUSR1]
+
+    def test_a_rank_that_died_is_missed_by_a_request_to_another(self, pool: RankPool, server: RankServer) -> None:
+        """Once that request consumed the news, and the next one waited without end."""
+        os.kill(pool.pids[1], signal.SIGKILL)
+        assert server.connection.poll(20)
+        assert pool.pull("rank", rank=2) == 2
+        with pytest.raises(PoolError, match="rank 1 was killed by SIGKILL"):
+            pool.run("rank")
+
+
 def test_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     # Slow, about five seconds: a kernel starts, and a rank server with torch.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

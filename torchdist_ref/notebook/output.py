@@ -100,6 +100,9 @@ class RankOrder:
         ranks: Participating ranks, in the order of display.
         show: Function that receives a rank and one line or bundle of its output.
 
+    Attributes:
+        error: First exception of `show`, which receives nothing after it; None without one.
+
     Example:
         >>> order = RankOrder([0, 1], lambda rank, item: print(rank, item))
         >>> order.text(1, b"one\n")
@@ -115,6 +118,7 @@ class RankOrder:
         self._unfinished_lines = dict.fromkeys(self._waiting, b"")
         self._finished: set[int] = set()
         self._show = show
+        self.error: Exception | None = None
 
     def text(self, rank: int, data: bytes) -> None:
         """Add a piece of a rank's text."""
@@ -149,7 +153,12 @@ class RankOrder:
     def _flush(self, rank: int) -> None:
         items, self._waiting[rank] = self._waiting[rank], []
         for item in items:
-            self._show(rank, item)
+            try:
+                if self.error is None:
+                    self._show(rank, item)
+            except Exception as error:
+                # The ranks go on; the request raises this at its end.
+                self.error = error
 
 
 def _final_state(line: bytes) -> str:

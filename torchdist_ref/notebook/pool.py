@@ -189,9 +189,20 @@ class RankPool:
         if self._unusable:
             raise PoolError(f"{self._unusable}: restart them (%spmd_stop, then %%spmd -n {self.world_size})")
         order = RankOrder([connection.rank for connection in connections], show)
-        report = RankRequest(self._server, connections, order, timeout, grace).run(message)
+        try:
+            report = RankRequest(self._server, connections, order, timeout, grace).run(message)
+        except BaseException:
+            # Ranks may still have to answer, and the next request would receive that.
+            self._unusable = "an earlier request was broken off"
+            raise
         if report.silent:
             self._unusable = f"{name_ranks(report.silent)} did not answer an earlier request"
-        for rank, status in report.died.items():
+        # A rank that has not taken part may have died, too.
+        ended = {
+            each.rank: self._server.ended[each.pid] for each in self._connections if each.pid in self._server.ended
+        }
+        for rank, status in (ended | report.died).items():
             self._unusable = f"rank {rank} {describe_exit(status)}"
+        if order.error is not None:
+            raise order.error
         return report

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import linecache
 import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 import types
@@ -49,8 +51,8 @@ def serve(connection: int, output: int, environment: Mapping[str, str]) -> NoRet
     os.environ.clear()
     os.environ.update(environment)
     processes.redirect_output(output)
-    os.close(output)
-    rank = RankProcess(Connection(connection))
+    os.set_inheritable(output, False)
+    rank = RankProcess(Connection(connection), output)
     signal.signal(signal.SIGINT, rank.on_interrupt)
     try:
         while True:
@@ -64,10 +66,14 @@ class RankProcess:
 
     Args:
         connection: Connection to the kernel.
+        output: Descriptor of the pipe for all output. Markers go there, wherever a cell has redirected its output.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, output: int) -> None:
         self.connection = connection
+        self._output = output
+        # Callbacks on other threads may display values.
+        self._sending = threading.Lock()
         self._running = False
         self._interrupted_at = 0.0
         main = types.ModuleType("__main__")
@@ -124,14 +130,19 @@ class RankProcess:
             self._send(("display", display.bundle_of(value)))
 
     def _send(self, message: tuple[Any, ...]) -> None:
+        # A marker without a message would be taken for that of the next one.
+        data = pickle.dumps(message)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            marker = MARKER
-            while marker:
-                marker = marker[os.write(1, marker) :]
-            self.connection.send(message)
+            with self._sending:
+                for stream in (sys.stdout, sys.stderr):
+                    # A cell may have closed it.
+                    with contextlib.suppress(OSError, ValueError):
+                        stream.flush()
+                marker = MARKER
+                while marker:
+                    marker = marker[os.write(self._output, marker) :]
+                self.connection.send_bytes(data)
         finally:
             # An interrupt inside a message, or between marker and message, would corrupt the stream.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 import selectors
 import signal
 import socket
@@ -84,6 +85,9 @@ class RankRequest:
                 # The server reports the death of a rank.
                 with contextlib.suppress(ConnectionError):
                     connection.messages.send(message)
+            for connection in self._connections.values():
+                if connection.pid in self._server.ended:
+                    self._on_end(connection.rank, self._server.ended[connection.pid])
             while self._waiting:
                 self._step()
         return self._report
@@ -114,11 +118,16 @@ class RankRequest:
 
     def _on_message(self, connection: RankConnection) -> None:
         try:
-            kind, *content = connection.messages.recv()
+            data = connection.messages.recv_bytes()
         except (EOFError, OSError):
             # The rank has died; the server reports how.
             self._selector.unregister(connection.messages)
             return
+        try:
+            kind, *content = pickle.loads(data)
+        except Exception as error:
+            # An object in a MIME bundle, of a class that only the rank has.
+            kind, content = "display", [{"text/plain": f"(a displayed value cannot be unpickled: {error})"}]
         # The marker was written before the message was sent, so it can be read now.
         while not connection.output.at_marker and connection.output.fill():
             self._forward(connection)
@@ -155,6 +164,7 @@ class RankRequest:
                 self._on_end(rank, -signal.SIGKILL)
             return
         assert kind == "ended"
+        self._server.ended[pid] = status
         for rank, connection in self._connections.items():
             if connection.pid == pid:
                 self._on_end(rank, status)
@@ -180,7 +190,9 @@ class RankRequest:
             self._deadline, self._report.after, self._report.waited = deadline, failed, self._grace
 
     def _on_interrupt(self, interrupts: socket.socket) -> None:
-        interrupts.recv(64)
+        # The socket receives the number of each signal that this process handles in Python.
+        if signal.SIGINT not in interrupts.recv(64):
+            return
         if self._report.interrupted and time.monotonic() > self._interrupted_at + _DOUBLE_PRESS_SECONDS:
             self._give_up()
         self._report.interrupted = True

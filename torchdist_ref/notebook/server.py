@@ -82,6 +82,7 @@ class RankServer:
         method: Start method.
         connection: Kernel's end of the connection.
         pid: Process id of the server.
+        ended: Exit status of each rank that has ended by itself, by process id, until it is stopped.
 
     Raises:
         ArgumentError: The method is unknown.
@@ -92,6 +93,7 @@ class RankServer:
         if method not in METHODS:
             raise ArgumentError(explain("RankServer", "method", "'fork' or 'spawn'", method))
         self.method = method
+        self.ended: dict[int, int] = {}
         self._output = tempfile.TemporaryFile()
         self.connection, other_end = multiprocessing.Pipe()
         with other_end:
@@ -137,8 +139,10 @@ class RankServer:
             os.close(output_end)
         return connection
 
-    def stop_ranks(self, connections: Iterable[RankConnection]) -> None:
+    def stop_ranks(self, connections: Sequence[RankConnection]) -> None:
         """Kill ranks, in whatever state they are, and wait until they have ended."""
+        for connection in connections:
+            self.ended.pop(connection.pid, None)
         # Ranks have already ended if the server has.
         with contextlib.suppress(EOFError, ConnectionError):
             self.connection.send(("stop", [connection.pid for connection in connections]))
@@ -171,6 +175,8 @@ class RankServer:
         try:
             message: tuple[Any, ...] = self.connection.recv()
             while message[0] not in kinds:
+                if message[0] == "ended":
+                    self.ended[message[1]] = message[2]
                 message = self.connection.recv()
             return message
         except (EOFError, ConnectionError):
