@@ -241,6 +241,12 @@ END_RANGE_LATER = PrivateName(
 AUTOGRAD = PrivateName(
     "torch.autograd", "Variable._execution_engine", "queues the end of backward", "backward of DDP raises"
 )
+WILL_EXECUTE = PrivateName(
+    "torch._C",
+    "_will_engine_execute_node",
+    "tells a backward pass that accumulates gradients from `torch.autograd.grad`",
+    "DDP with unused parameters or a static graph raises",
+)
 COPY_MANY = PrivateName("torch", "_foreach_copy_", "copies gradients to buckets", "backward of DDP raises")
 SCALE_MANY = PrivateName("torch", "_foreach_mul_", "divides gradients", "backward of DDP raises")
 KEEP_VERSIONS = PrivateName(

@@ -140,3 +140,20 @@ def test_misuse_raises_a_clear_error(call: Any, kind: type[Exception], words: st
         return tensor.item()
 
     assert run(program, 2) == [3.0, 3.0]
+
+
+# torch warns that its root will not keep flattened dimensions in a later version.
+@pytest.mark.filterwarnings("ignore:Slicing a flattened dim:UserWarning")
+def test_a_flattened_dimension_is_found_by_its_name(tmp_path: Path) -> None:
+    def program(rank: int) -> Any:
+        mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+        mesh["a", "b"]._flatten("ab")
+        found = mesh["ab"]
+        tensor = fill(rank, (3,))
+        dist.all_reduce(tensor, group=found.get_group())
+        with pytest.raises(KeyError, match="one of the names"):
+            mesh["none"]
+        return found.size(), found.mesh.tolist(), tensor.tolist()
+
+    total = (fill(0, (3,)) + fill(1, (3,))).tolist()
+    assert run(program, 2, ranks="processes") == [(2, [0, 1], total)] * 2

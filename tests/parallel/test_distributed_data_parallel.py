@@ -7,6 +7,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchdist_ref as dist
 from tests.parallel.training import batch, build, forked
+from torchdist_ref.parallel.construction import mapped
 from torchdist_ref.testing import fill, run
 
 DDP = dist.DistributedDataParallel
@@ -462,3 +464,138 @@ def test_a_compiler_that_another_thread_imports_is_left_alone(monkeypatch: pytes
     expected = (fill(0, (4, 3)).sum(0) + fill(1, (4, 3)).sum(0)) / 2
     for found in run(program, 2):
         torch.testing.assert_close(found, expected.expand(2, 3))
+
+
+# ---- several passes over one graph
+
+
+class Smooth(nn.Module):
+    """Two outputs of a curved function, whose gradient depends on the input; a third layer is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        for place, parameter in enumerate(self.parameters()):
+            parameter.data = fill(place, tuple(parameter.shape)) / 50
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.layers[0](x)), torch.tanh(self.layers[1](x))
+
+
+def energy_and_forces(module: nn.Module, rank: int) -> Tensor:
+    """Return a loss of the outputs and of their gradient with respect to the input."""
+    x = (fill(rank, (2, 3)) / 20).requires_grad_()
+    energy = torch.stack(module(x)).sum()
+    (forces,) = torch.autograd.grad(energy, x, create_graph=True)
+    return energy + forces.pow(2).sum()
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_gradients_are_averaged_after_a_pass_that_accumulates_none(option: str) -> None:
+    """Once `torch.autograd.grad` ended the iteration, and each rank kept its own gradients."""
+
+    def program(rank: int) -> list[list[Tensor | None]]:
+        model, found = Smooth(), []
+        ddp = DDP(model, **{option: True})  # type: ignore[arg-type]
+        for _ in range(3):
+            model.zero_grad()
+            energy_and_forces(ddp, rank).backward()
+            found.append(grads(model))
+        return found
+
+    wanted = expected(Smooth, 2, energy_and_forces)
+    assert [each is None for each in wanted] == [False] * 4 + [True] * 2
+    for found in run(program, 2):
+        for gradients in found:
+            for gradient, right in zip(gradients, wanted, strict=True):
+                # A static graph leaves zeros where no rank has a gradient.
+                filled = torch.zeros(()) if gradient is None else gradient
+                assert torch.allclose(filled, torch.zeros(()) if right is None else right)
+
+
+def test_outputs_that_are_differentiated_one_after_another_raise_if_the_first_pass_averages() -> None:
+    """Once the second pass left its gradients as they were on each rank."""
+
+    def program(rank: int) -> None:
+        ddp = DDP(Smooth(), find_unused_parameters=True)
+        first, second = ddp(fill(rank, (2, 3)))
+        first.sum().backward()
+        with pytest.raises(dist.DistError, match=r"parameter 'layers.1.\w+' got its gradient after the reduction"):
+            second.sum().backward()
+
+    run(program, 2)
+
+
+def test_an_output_that_was_left_out_may_be_used_without_communication() -> None:
+    def program(rank: int) -> list[Tensor | None]:
+        model = Smooth()
+        ddp = DDP(model, find_unused_parameters=True)
+        ddp(fill(rank, (2, 3)))[0].sum().backward()
+        with ddp.no_sync():
+            ddp(fill(rank, (2, 3)))[1].sum().backward()
+        return grads(model)
+
+    for rank, found in enumerate(run(program, 2)):
+        assert found[2] is not None
+        own = alone(Smooth, rank, lambda module, rank: module(fill(rank, (2, 3)))[1].sum())
+        torch.testing.assert_close(found[2], own[2])
+
+
+# ---- evaluation and buffers
+
+
+def test_training_follows_an_evaluation_in_inference_mode() -> None:
+    """Once the second step raised: a tensor that DDP keeps had been made in inference mode."""
+
+    def program(rank: int) -> Tensor:
+        model = nn.BatchNorm1d(3, affine=False)
+        ddp = DDP(nn.Sequential(nn.Linear(3, 3), model))
+        ddp.eval()
+        with torch.inference_mode():
+            ddp(fill(rank, (2, 3)))
+        ddp.train()
+        for _ in range(3):
+            ddp(fill(rank, (2, 3))).sum().backward()
+        ddp(fill(rank, (2, 3)))
+        return model.num_batches_tracked
+
+    assert [int(count) for count in run(program, 2)] == [4, 4]
+
+
+def test_a_buffer_may_change_its_shape() -> None:
+    class Growing(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 1)
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.resize_(len(self.seen) + 1).fill_(float(x[0, 0]))
+            return super().forward(x)
+
+    def program(rank: int) -> list[float]:
+        model = Growing()
+        ddp = DDP(model)
+        for _ in range(3):
+            ddp(fill(rank, (2, 3)) + 1).sum().backward()
+        ddp._sync_buffers()
+        found: list[float] = model.seen.tolist()
+        return found
+
+    assert run(program, 2) == [[float(fill(0, (2, 3))[0, 0]) + 1] * 4] * 2
+
+
+def test_packed_sequences_and_dataclasses_are_mapped_as_torch_moves_them() -> None:
+    packed = nn.utils.rnn.pack_sequence([fill(0, (3, 2)), fill(1, (2, 2))])
+    moved = mapped([packed], lambda tensor: tensor.to("meta"))[0]
+    assert moved.data.is_meta and not moved.batch_sizes.is_meta
+    cast = mapped(packed, lambda tensor: tensor.double())
+    assert torch.equal(cast.data, packed.data.double()) and torch.equal(cast.batch_sizes, packed.batch_sizes)
+
+    @dataclass(frozen=True)
+    class Batch:
+        inputs: Tensor
+        names: list[str]
+
+    given = Batch(fill(2, (2,)), ["a"])
+    found = mapped({"batch": given}, lambda tensor: tensor * 2)["batch"]
+    assert torch.equal(found.inputs, given.inputs * 2) and found.names == ["a"] and given.inputs is not found.inputs

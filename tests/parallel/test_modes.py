@@ -244,3 +244,80 @@ def test_delayed_parameters_of_two_dtypes_raise() -> None:
             DDP(model, delay_all_reduce_named_params=named, param_to_hook_all_reduce=named[0][1])
 
     run(program, 1)
+
+
+class Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("in the middle of backward")
+
+
+def test_parameters_are_in_full_precision_after_a_backward_pass_that_raised() -> None:
+    """Once they stayed in low precision for good, and the optimizer trained that copy."""
+
+    def program(rank: int) -> tuple[set[torch.dtype], Tensor]:
+        model = build("mlp")
+        ddp = DDP(model, mixed_precision=MixedPrecision(torch.bfloat16))
+        inputs = batch(rank, 0)[0]
+        before = flat(model)
+        with ddp.no_sync(), pytest.raises(ValueError, match="in the middle"):
+            ddp(Raising.apply(inputs.clone().requires_grad_())).sum().backward()
+        model.zero_grad()
+        ddp(inputs).sum().backward()
+        return {parameter.dtype for parameter in model.parameters()}, (flat(model) - before).abs().max()
+
+    assert run(program, 2) == [({torch.float32}, torch.tensor(0.0, dtype=torch.float64))] * 2
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_mixed_precision_rounds_alike_with_every_option(option: str, views: bool) -> None:
+    """Once gradients were copied out in low precision, or raised where they are views."""
+
+    def program(rank: int, **kw: Any) -> Tensor:
+        config = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+        return trained(DDP, "mlp", rank, 3, mixed_precision=config, **kw)[1]
+
+    plain = run(program, 2)
+    options = {option: True, "gradient_as_bucket_view": views}
+    for found, right in zip(run(lambda rank: program(rank, **options), 2), plain, strict=True):
+        assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_that_keep_their_dtype_get_one_gradient(dtype: torch.dtype) -> None:
+    """Once the first backward pass said that they got it twice."""
+
+    def program(rank: int) -> list[Tensor]:
+        model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False).to(dtype))
+        for parameter in model.parameters():
+            parameter.data = torch.ones_like(parameter)
+        ddp = DDP(model, mixed_precision=MixedPrecision(dtype))
+        ddp(torch.full((1, 3), rank + 1.0)).sum().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    for found in run(program, 2):
+        assert [gradient.flatten().tolist() for gradient in found] == [[1.5] * 6, [4.5] * 2]
+
+
+def test_a_copy_delays_its_own_parameters() -> None:
+    def program(rank: int) -> tuple[list[float], list[float]]:
+        model = nn.Linear(3, 1, bias=False)
+        model.weight.data = fill(1, (1, 3))
+        ddp = DDP(
+            nn.Sequential(model, nn.Linear(1, 1)),
+            delay_all_reduce_named_params=[("0.weight", model.weight)],
+            param_to_hook_all_reduce=model.weight,
+        )
+        twin = copy.deepcopy(ddp)
+        for each in (ddp, twin):
+            each(fill(rank, (1, 3))).sum().backward()
+        found = [each.module[0].weight.grad.flatten().tolist() for each in (ddp, twin)]
+        return found[0], found[1]
+
+    results = run(program, 2)
+    assert results[0] == results[1] and results[0][0] == results[0][1]

@@ -9,6 +9,7 @@ Do not add work done on a mesh (sharding, parallelism) here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 from threading import get_ident
 from typing import Any, NoReturn
@@ -223,6 +224,11 @@ class DeviceMesh(TorchMesh):
         if self._names is None:
             raise DistError("DeviceMesh: a mesh without mesh_dim_names cannot be sliced by name.")
         wanted = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        if not set(wanted) <= set(self._names):
+            # Names of dimensions that `_flatten` has made, which torch keeps.
+            with suppress(KeyError):
+                flattened: Any = super().__getitem__(mesh_dim_names)
+                return flattened  # type: ignore[no-any-return]
         kept = [self._named(name) for name in wanted]
         if kept != sorted(set(kept)):
             raise indexed(

@@ -6,11 +6,14 @@ made alike on all ranks fails at once on all ranks. Do not add communication her
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from torchdist_ref import groups
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, explain
@@ -115,6 +118,14 @@ def delayed(named: Any, trigger: Any) -> list[tuple[str, torch.Tensor]]:
     return list(named or ())
 
 
+def _replaced(value: Any, changed: dict[str, Any]) -> Any:
+    """Return a copy of a dataclass, which may be frozen or compute some fields itself."""
+    made = copy.copy(value)
+    for name, item in changed.items():
+        object.__setattr__(made, name, item)
+    return made
+
+
 def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """Return nested inputs with every tensor changed.
 
@@ -123,6 +134,13 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return change(value)
+    if isinstance(value, PackedSequence):
+        # Its sizes stay on the host; its indices move with the data.
+        data = change(value.data)
+        return (value.to(data.device) if data.device != value.data.device else value)._replace(data=data)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {field.name: mapped(getattr(value, field.name), change) for field in dataclasses.fields(value)}
+        return _replaced(value, changed)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(mapped(item, change) for item in value))
     if isinstance(value, (list, tuple)):

@@ -228,6 +228,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if joining:
             self._count_working_ranks()
         if torch.is_grad_enabled():
+            self.reducer.new_forward()
             self.reducer.rebuild_buckets()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
@@ -395,18 +396,23 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     # ---- copies
 
-    NOT_SAVED = ("process_group", "reducer", "states", "_buffer_hook", "_entries")
+    NOT_SAVED = ("process_group", "reducer", "states", "_buffer_hook", "_entries", "_delayed")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what belongs to this process; hooks have to be registered again."""
-        return {key: value for key, value in self.__dict__.items() if key not in self.NOT_SAVED}
+        state = {key: value for key, value in self.__dict__.items() if key not in self.NOT_SAVED}
+        return state | {"_delayed": self._delayed and self._delayed.chosen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy on the default group, without communication."""
-        nn.Module.__setstate__(self, state)
+        chosen = state["_delayed"]
+        nn.Module.__setstate__(self, state | {"_delayed": None})
         self.process_group = construction.choose_group(None, None)
         self._entries = construction.entries(self.module, self.parameters_to_ignore)
         self._hook_name = self._buffer_hook = None
+        if chosen is not None:
+            named, trigger = chosen
+            self._delayed = DelayedParameters(named, trigger, self.process_group)
         self._build()
 
     # ---- torch's private names: buffers

@@ -69,6 +69,9 @@ class LowPrecision:
         Returns:
             Whether anything has changed: with the dtype changes the node that accumulates gradients.
         """
+        if self._restore_queued:
+            # A backward pass raised, and did not run what was queued for its end.
+            self.restore()
         if self.dtype is None or self._full is not None:
             return False
         self._full = [parameter.data for parameter in self.parameters]
@@ -117,12 +120,16 @@ class DelayedParameters:
         trigger: Parameter whose gradient launches the all_reduce; it has to come after theirs. May be one of them.
         group: Group that DDP was given.
 
+    Attributes:
+        chosen: Names with parameters, and the trigger.
+
     Raises:
         ArgumentError: The parameters do not fit into one buffer.
     """
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]], trigger: torch.Tensor, group: Any) -> None:
-        self.names, self.parameters = zip(*named, strict=True)
+        self.chosen = list(named), trigger
+        self.names, self.parameters = zip(*self.chosen[0], strict=True)
         self.change_group(group)
         kinds = {(p.dtype, p.device) for p in self.parameters}
         if len(kinds) > 1:

@@ -176,6 +176,11 @@ class Reducer:
         self._used_locally = bytearray(len(entries))
         self._unused_everywhere: set[int] = set()
         self._unused: list[int] = []
+        # Whether the outputs of this rank's forward pass reach no parameter.
+        self._reaches_none = False
+        # Parameters without a gradient at the end of the last backward pass, though its outputs reach them.
+        self._given_up: frozenset[int] = frozenset()
+        self._nodes: list[Node | None] = [None] * len(entries)
         # Whether an exchange raised: then the next forward pass does not report missing gradients.
         self._armed = self._begun = self._failed = False
         in_place = self._can_average_in_place()
@@ -194,9 +199,11 @@ class Reducer:
 
     def register_autograd_hooks(self) -> None:
         """Register `_autograd_hook` for each gradient; again, when parameters have changed their dtype."""
-        self._nodes = [accumulator(parameter) for parameter in self.parameters]
+        former, self._nodes = self._nodes, [accumulator(parameter) for parameter in self.parameters]
         for index, node in enumerate(self._nodes):
-            node.register_hook(_weak_hook(self, partial(Reducer._autograd_hook, index=index)))
+            # Parameters that keep their dtype keep the node, which has the hook.
+            if node is not None and node is not former[index]:
+                node.register_hook(_weak_hook(self, partial(Reducer._autograd_hook, index=index)))
 
     # ---- before forward
 
@@ -256,12 +263,15 @@ class Reducer:
     def _search_unused_parameters(self, outputs: Any) -> None:
         """Find the parameters that backward cannot reach, and be notified when it begins even if it reaches none."""
         tensors = list(tensors_in(outputs))
-        if not self.static_graph:
+        if not self.static_graph or self._static_graph_first_iteration:
             nodes = reachable(tensors)
-            self._unused = [i for i, node in enumerate(self._nodes) if node not in nodes]
+            unused = [i for i, node in enumerate(self._nodes) if node not in nodes]
+            self._reaches_none = len(unused) == len(self.entries)
+            if not self.static_graph:
+                self._unused = unused
         for tensor in tensors:
             if tensor.grad_fn is not None:
-                tensor.register_hook(_weak_hook(self, lambda reducer, _: reducer.begin_backward()))
+                tensor.register_hook(_weak_hook(self, lambda reducer, _: reducer.on_output_gradient()))
 
     def _check_finished(self) -> None:
         if not (self._armed and self._begun) or self._failed:
@@ -282,6 +292,11 @@ class Reducer:
         )
 
     # ---- during backward
+
+    def on_output_gradient(self) -> None:
+        """Begin if the pass that runs accumulates gradients: `torch.autograd.grad` may come before it."""
+        if self._armed and not self._begun and (self._reaches_none or _accumulates(self._nodes)):
+            self.begin_backward()
 
     def begin_backward(self) -> None:
         """Set the packing of this iteration, and mark parameters that backward cannot reach as ready."""
@@ -306,6 +321,8 @@ class Reducer:
         if self.precision is not None:
             self.precision.restore_after_backward()
         if not self._armed:
+            if index in self._given_up and gradients[0] is not None:
+                self._raise_too_late(index)
             return
         with self._lock:
             if not self._begun:
@@ -329,6 +346,18 @@ class Reducer:
         fault = f"parameter {name!r} got its gradient twice in one iteration (on rank {rank})"
         fault = f"Expected to mark a variable ready only once: {fault}"
         raise DistError(f"DistributedDataParallel: {fault}. {advice}")
+
+    def _raise_too_late(self, index: int) -> None:
+        rank, name = groups.get_rank(self.group), self.entries[index].name
+        raise DistError(
+            f"DistributedDataParallel: parameter {name!r} got its gradient after the reduction had finished (on rank "
+            f"{rank}): the outputs of one forward pass were differentiated in several backward passes, and the first "
+            f"one averages. Call backward once, on the sum of the losses, or make a forward pass for each."
+        )
+
+    def new_forward(self) -> None:
+        """Forget the last iteration's parameters without gradients; called before each forward pass."""
+        self._given_up = frozenset()
 
     def mark_variable_ready(self, index: int) -> None:
         """Copy the final gradient of a parameter, if any, into its bucket, and launch what is complete."""
@@ -372,6 +401,8 @@ class Reducer:
         with self._lock, torch.no_grad():
             if self._static_graph_first_iteration:
                 self._record_static_graph()
+            else:
+                self._given_up = frozenset(index for index, left in enumerate(self._hooks_left) if left > 0)
             for index, left in enumerate(self._hooks_left):
                 if left > 0:
                     self.mark_variable_ready(index)
@@ -387,6 +418,9 @@ class Reducer:
         """Wait for the buckets in order, and copy the results to the parameters."""
         if self.times is not None:
             self.times["backward_compute_time_end"] = time_ns()
+        if self.precision is not None:
+            # Gradients are copied out in the dtype of the full-precision parameters.
+            self.precision.restore()
         try:
             with torch.no_grad():
                 self._finalize_buckets()
@@ -469,6 +503,16 @@ def _weak_hook(reducer: Reducer, method: Callable[..., None]) -> Callable[..., N
 
 
 # ---- the autograd graph
+
+
+def _accumulates(nodes: Iterable[Node | None]) -> bool:
+    """Return whether the backward pass that runs accumulates a gradient at one of the nodes."""
+    will_execute = torch_private.WILL_EXECUTE.bind()
+    try:
+        return any(map(will_execute, nodes))
+    except RuntimeError:
+        # torch refuses to tell in `torch.autograd.grad` of parameters, which accumulates nowhere.
+        return False
 
 
 def accumulator(parameter: torch.Tensor) -> Node:

@@ -223,14 +223,20 @@ class ModuleStates:
         buffers = list(self.buffers().values())
         if not buffers:
             return
-        if self._pack is None or not _same(self._pack.tensors, buffers):
-            self._pack = Pack(buffers)
+        if self._pack is None or not _fits(self._pack, buffers):
+            # In the user's inference mode, it would be made of tensors that no later iteration may change.
+            with torch.inference_mode(False):
+                self._pack = Pack(buffers)
         with keep_versions(tuple(buffers)):
             self._pack.broadcast(self.group, root)
 
 
-def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+def _fits(pack: Pack, tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether a pack is of these tensors, and of their present shapes."""
+    return len(pack.tensors) == len(tensors) and all(
+        own is tensor and view.shape == tensor.shape and view.dtype == tensor.dtype
+        for own, view, tensor in zip(pack.tensors, pack.views, tensors, strict=True)
+    )
 
 
 class _BufferCommHookLocation(Enum):
