@@ -73,9 +73,14 @@ def test_fp16_hook_communicates_float16() -> None:
     assert run(program, 2) == [[1.0, 30000.0]] * 2
 
 
-def test_post_local_sgd_changes_groups_at_start_step() -> None:
+@pytest.mark.parametrize("given", [True, False])
+def test_post_local_sgd_changes_groups_at_start_step(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a subgroup, that of the ranks of a host: as many as it has GPUs."""
+    if not given:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
     def program(rank: int) -> Any:
-        pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2] if given else None
         state = post_localSGD_hook.PostLocalSGDState(None, pair, start_localSGD_iter=2)
         found = []
         for _ in range(3):
@@ -92,7 +97,8 @@ def test_post_local_sgd_changes_groups_at_start_step() -> None:
         assert all(torch.equal(one, pair) for one in found[4:])
 
 
-def test_post_local_sgd_without_a_subgroup_raises() -> None:
+def test_post_local_sgd_without_a_subgroup_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(dist.ArgumentError, match="'subgroup' must be a group, got None"):
         post_localSGD_hook.PostLocalSGDState(None, None, 5)
 

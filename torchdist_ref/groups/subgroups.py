@@ -92,7 +92,7 @@ def new_subgroups(
 
 
 def _subgroup_size(group_size: int | None, world: int) -> int:
-    if group_size is None and not torch.cuda.is_available():
+    if group_size is None and not torch.cuda.device_count():
         raise ArgumentError(
             "new_subgroups: the default of argument 'group_size' is the number of CUDA devices, and "
             "there is none here; pass 'group_size'."

@@ -25,6 +25,7 @@ from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import (
     wire_buffer,
 )
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
+from torchdist_ref.groups import new_subgroups
 from torchdist_ref.parallel.bucket import GradBucket
 
 __all__ = [
@@ -245,12 +246,13 @@ class PostLocalSGDState:
 
     Args:
         process_group: The group for the first steps; None for the default group.
-        subgroup: The group for the later ones, one that this rank is in. Required if they are averaged.
+        subgroup: The group for the later ones, one that this rank is in. None for the ranks of this host, of which each
+            has a GPU; their group is made with the first of those steps.
         start_localSGD_iter: Number of steps over ``process_group``.
         post_local_gradient_allreduce: Whether later steps are averaged at all. Default True.
 
     Raises:
-        ArgumentError: Later steps are to be averaged, and there is no subgroup.
+        ArgumentError: Later steps are to be averaged, and there is neither a subgroup nor a GPU.
 
     Example:
         >>> from torchdist_ref.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
@@ -271,7 +273,7 @@ class PostLocalSGDState:
         start_localSGD_iter: int,
         post_local_gradient_allreduce: bool = True,
     ) -> None:
-        if subgroup is None and post_local_gradient_allreduce:
+        if subgroup is None and post_local_gradient_allreduce and not torch.cuda.device_count():
             hint = "Make one of the ranks of each host with new_group, or pass post_local_gradient_allreduce=False."
             raise ArgumentError(explain("PostLocalSGDState", "subgroup", "a group", None, hint=hint))
         self.process_group = process_group
@@ -326,6 +328,8 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
         return HookGroup(state.process_group, bucket).average(bucket)
     if not state.post_local_gradient_allreduce:
         return noop_hook(None, bucket)
+    if state.subgroup is None:
+        state.subgroup, _ = new_subgroups()
     return HookGroup(state.subgroup, bucket).average(bucket)
 
 
