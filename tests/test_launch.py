@@ -286,6 +286,30 @@ def test_exit_code_after_the_last_restart(launch: Launch) -> None:
     assert result.stderr.count("restarting all ranks (1 of 1)") == 1
 
 
+def test_ranks_may_stop_by_themselves_when_nobody_reads_the_launchers_messages(tmp_path: Path) -> None:
+    """Once the launcher's own message to a pipe without a reader killed them at once, and the exit code was 1."""
+    (tmp_path / "script.py").write_text(
+        "import signal, sys, time\n"
+        "def stop(*_): open('saved', 'w').close(); sys.exit(4)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "open('ready', 'w').close()\n"
+        "while True: time.sleep(0.05)\n"
+    )
+    reader, writer = os.pipe()
+    with subprocess.Popen(command("script.py"), cwd=tmp_path, env=environment(), stderr=writer) as launcher:
+        os.close(writer)
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.close(reader)
+        launcher.send_signal(signal.SIGTERM)
+        try:
+            assert launcher.wait(20) == 128 + signal.SIGTERM
+        finally:
+            launcher.kill()
+    assert (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("errors", [subprocess.DEVNULL, subprocess.STDOUT])
 def test_a_signal_is_handled_while_nobody_reads_the_output(signum: signal.Signals, errors: int, tmp_path: Path) -> None:

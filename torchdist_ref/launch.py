@@ -25,6 +25,7 @@ from torchdist_ref.launcher.options import (
     parse_args,
     parse_min_max_nnodes,
 )
+from torchdist_ref.launcher.supervisor import redirect_to_null
 from torchdist_ref.launcher.target import run_script_path
 
 __all__ = [
@@ -101,8 +102,12 @@ def _report(outcome: Outcome) -> None:
 
 
 def _log(line: str) -> None:
-    sys.stderr.write(f"torchdist_ref.launch: {line}\n")
-    sys.stderr.flush()
+    try:
+        sys.stderr.write(f"torchdist_ref.launch: {line}\n")
+        sys.stderr.flush()
+    except OSError:
+        # Its reader has ended, or its disk is full. The job goes on.
+        redirect_to_null(sys.stderr.fileno())
 
 
 if __name__ == "__main__":

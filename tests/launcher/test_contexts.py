@@ -124,6 +124,13 @@ def test_a_signal_right_after_the_fork_is_not_lost(api: str) -> None:
         signals_at_fork.clear()
 
 
+def test_other_processes_of_multiprocessing_do_not_take_the_end_of_a_rank() -> None:
+    """Once `ChildProcessError` took the place of the rank's exit code."""
+    context = start(os._exit, *[(3,)] * 8)
+    result = context.wait(30)
+    assert {failure.exitcode for failure in result.failures.values()} == {3}
+
+
 def test_close_sends_its_signal_and_ends_all_that_was_started(tmp_path: Path) -> None:
     context = start(jobs.start_a_daemon_and_wait, (str(tmp_path / "0"),), (str(tmp_path / "1"),))
     while not all((tmp_path / name).exists() for name in "01"):

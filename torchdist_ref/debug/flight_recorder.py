@@ -80,8 +80,8 @@ class RecordedGroup:
 
 
 _groups: WeakKeyDictionary[Recorder, RecordedGroup] = WeakKeyDictionary()
-# A group may be registered while another thread writes a dump.
-_groups_lock = threading.Lock()
+# A group may be registered while another thread, or a signal's handler on this one, writes a dump.
+_groups_lock = threading.RLock()
 _writing = threading.Lock()
 # The last failure that each rank has dumped: the calls after it fail for the same reason.
 _dumped_failures: dict[int, str] = {}
@@ -433,7 +433,7 @@ def _dump_uncaught() -> None:
 
 def _after_fork_in_child() -> None:
     global _writing, _groups_lock
-    _writing, _groups_lock = threading.Lock(), threading.Lock()
+    _writing, _groups_lock = threading.Lock(), threading.RLock()
     _groups.clear()
     _dumped_failures.clear()
     listener.forget()

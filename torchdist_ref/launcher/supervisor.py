@@ -86,7 +86,8 @@ class Interrupts:
             raise OutputInterrupted
 
 
-def _redirect_to_null(descriptor: int) -> None:
+def redirect_to_null(descriptor: int) -> None:
+    """Discard what this process writes to a descriptor from now on."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, descriptor)
     os.close(null)
@@ -225,12 +226,12 @@ class Supervisor:
             poll = select.poll()
             poll.register(descriptor, select.POLLOUT)
             if not poll.poll(_READER_SECONDS * 1000):
-                _redirect_to_null(descriptor)
+                redirect_to_null(descriptor)
 
     def _on_closed_output(self) -> None:
         """Stop the job without a message because nothing reads the launcher's output any more (``| head``)."""
         for stream in (sys.stdout, sys.stderr):
-            _redirect_to_null(stream.fileno())
+            redirect_to_null(stream.fileno())
         self.signal = self.signal or signal.SIGPIPE
         self._stop(signal.SIGTERM, 128 + signal.SIGPIPE)
 

@@ -145,6 +145,8 @@ class Worker:
             process.start()
         for end in ends:
             end.close()
+        # `Child` waits and reaps; later processes of `multiprocessing` would reap this one, too.
+        process._popen.returncode = 0  # noqa: SLF001 - its documented attributes only read the end
         return processes.Child(process.pid)
 
 
