@@ -5,24 +5,15 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tests.elastic.agents import Agents, is_running
 from tests.elastic.scenarios import SCENARIOS, check_ranks, three_hosts
-from torchdist_ref.elastic import coordinator as coordination
 from torchdist_ref.elastic.bootstrap import get_free_port
-from torchdist_ref.elastic.coordinator import AgentCoordinator, AgentSession
-from torchdist_ref.elastic.roster import HostInfo, Roster, Rules
 from torchdist_ref.stores import TCPStore
-from torchdist_ref.stores.tcp.protocol import Request
-from torchdist_ref.stores.tcp.requests import RequestHandler, StoreClient
 from torchdist_ref.testing import namespaces
 
 
@@ -163,111 +154,6 @@ def test_a_host_that_freezes_joins_again_when_it_continues(rank: int, agents: Ag
     check_ranks(agents.starts(2), (1, 1), 0)
     agents.kill(frozen, signal.SIGCONT)
     check_ranks(agents.starts(3), (1, 1, 1), 0)
-
-
-def test_a_decision_can_be_read_only_when_its_wake_up_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A wake-up that came after its decision was read would stop the workers that this decision has started.
-    rules, info = Rules("job", 1, 1), HostInfo("key", "host-0", "127.0.0.1", 1, 1)
-    store, wake = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), os.eventfd(0, os.EFD_NONBLOCK)
-    writing, go_on, write = threading.Event(), threading.Event(), os.eventfd_write
-    found: list[str] = []
-
-    def delayed(descriptor: int, value: int) -> None:
-        writing.set()
-        go_on.wait(30)
-        write(descriptor, value)
-        found.append("wake-up")
-
-    monkeypatch.setattr(os, "eventfd_write", delayed)
-    coordinator = AgentCoordinator(store, Roster(rules, time.monotonic(), "key"), b"", "127.0.0.1", "key")
-    session = AgentSession(store.clone(), info, rules, b"", "here", wake, print, keeps_alive=False)
-    try:
-        assert writing.wait(30)
-        reader = threading.Thread(target=lambda: found.append((session.next() or {})["kind"]))
-        reader.start()
-        reader.join(0.05)
-        go_on.set()
-        reader.join(30)
-        # The end of the host wakes it up once more.
-        in_order = found[:2]
-    finally:
-        go_on.set()
-        session.report("leave", text="the end")
-        session.close()
-        coordinator.close()
-        store.close()
-        os.close(wake)
-    assert in_order == ["wake-up", "start"]
-
-
-def test_the_coordinator_sends_no_request_while_all_agents_keep_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    handled, five_checks = list[str](), threading.Event()
-    check, handle = AgentCoordinator._check_agents, RequestHandler.handle
-
-    def counted_check(self: AgentCoordinator, now: float) -> None:
-        check(self, now)
-        handled.append("check")
-        if handled.count("check") == 5:
-            five_checks.set()
-
-    def counted_handle(self: RequestHandler, client: StoreClient, request: Request) -> None:
-        handled.append(request.operation.name)
-        handle(self, client, request)
-
-    monkeypatch.setattr(coordination, "KEEP_ALIVE_SECONDS", 0.04)
-    monkeypatch.setattr(coordination, "LATE_SECONDS", 0.06, raising=False)
-    monkeypatch.setattr(AgentCoordinator, "_check_agents", counted_check)
-    monkeypatch.setattr(RequestHandler, "handle", counted_handle)
-    rules, wake = Rules("job", 2, 2), os.eventfd(0, os.EFD_NONBLOCK)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    coordinator = AgentCoordinator(store, Roster(rules, time.monotonic(), "own"), b"", "127.0.0.1", "own")
-    infos = [HostInfo(key, key, "127.0.0.1", 1, 1) for key in ("own", "other")]
-    sessions = [
-        AgentSession(store.clone(), info, rules, b"", "here", wake, print, keeps_alive=info.key == "other")
-        for info in infos
-    ]
-    try:
-        assert five_checks.wait(30)
-    finally:
-        for session in sessions:
-            session.report("leave", text="the end")
-            session.close()
-        coordinator.close()
-        store.close()
-        os.close(wake)
-    assert "SET" in handled and "WAIT_GET_ALL" not in handled
-
-
-@pytest.mark.parametrize("gone", [False, True])
-@pytest.mark.parametrize("begin", [100.0 + 0.013 * step for step in range(0, 24, 4)])
-def test_a_lost_agent_is_noticed_in_time_by_two_checks_a_second(begin: float, gone: bool) -> None:
-    for death in (109.801, 109.95, 110.099):
-        lost, checks = checks_until_lost(begin, death, gone)
-        assert 0.14 < lost - death < (0.91 if gone else 1.46)
-        assert checks <= (death - begin) / 0.45 + 4
-
-
-def checks_until_lost(now: float, death: float, gone: bool) -> tuple[float, int]:
-    """Return when the coordinator notices the death of an agent that kept alive until then, and its checks so far."""
-    lost: list[float] = []
-    coordinator = AgentCoordinator.__new__(AgentCoordinator)
-    roster: Any = SimpleNamespace(seats={}, waiting={"agent": None})
-
-    def lose(key: str, reason: str, certain: bool) -> None:
-        lost.append(now)
-        roster.waiting.clear()
-
-    roster.lose = lose
-    coordinator._roster, coordinator._own, coordinator._alive, coordinator._checked_at = roster, "own", {}, 0.0
-    pulses: Any = SimpleNamespace(multi_get=lambda keys: [b"%d" % (min(now, death) / 0.3)])
-    keys: Any = SimpleNamespace(list_keys=lambda: ["agent"] if gone and now > death else [])
-    coordinator._pulses, coordinator._gone = pulses, keys
-    checks = 0
-    while roster.waiting:
-        now = max(now, coordinator._next_check())
-        coordinator._check_agents(now)
-        checks += 1
-    return lost[0], checks
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

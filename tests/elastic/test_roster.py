@@ -253,3 +253,18 @@ def test_hosts_that_have_certainly_ended_do_not_count_in_a_majority() -> None:
     alone = Roster(rules, 100.0, "key-1", progress, frozenset({"key-0"}), 0.9)
     alone.join(info(1), alone.rules)
     assert kinds(decide(alone, 100.0)) == ["accept", "start"]
+
+
+def test_enough_hosts_may_wait_longer_than_the_time_to_join_and_the_coordinator_sleeps() -> None:
+    slow = replace(RULES, join_seconds=10.0, last_call_seconds=100.0)
+    waits_for_hosts = Roster(slow, 0.0, "key-0")
+    waits_for_hosts.join(info(0), slow)
+    waits_for_hosts.join(info(1), slow)
+    waits_for_workers = running(2, join_seconds=10.0)
+    waits_for_workers.join(info(2), waits_for_workers.rules)
+    decide(waits_for_workers, 5.0 + SETTLE_SECONDS)
+    assert not waits_for_workers.running
+    for roster in (waits_for_hosts, waits_for_workers):
+        for now in (11.0, 25.0, 60.0):
+            assert "end" not in kinds(decide(roster, now))
+            assert roster.next_time() > now

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -109,9 +110,12 @@ def test_nothing_is_left(escape: str, end: str, tmp_path: Path) -> None:
 
 
 def read(pipe: object) -> bytes:
-    readable, _, _ = select.select([pipe], [], [], 30)
-    assert readable, "nothing was written, and the pipe is open"
-    return os.read(pipe.fileno(), 100)  # type: ignore[attr-defined]
+    while True:
+        readable, _, _ = select.select([pipe], [], [], 30)
+        assert readable, "nothing was written, and the pipe is open"
+        # The first worker may have ended before the second one opens the pipe: it is readable then, and empty.
+        with suppress(BlockingIOError):
+            return os.read(pipe.fileno(), 100)  # type: ignore[attr-defined]
 
 
 def await_empty(folder: Path) -> None:

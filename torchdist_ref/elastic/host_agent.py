@@ -21,17 +21,16 @@ from typing import Any, Protocol
 
 from torchdist_ref import failure_record
 from torchdist_ref.authentication import CURES, SECRET_FILE, job_secret
-from torchdist_ref.elastic.coordinator import (
+from torchdist_ref.elastic.coordinator import AgentCoordinator, Redirection
+from torchdist_ref.elastic.roster import REPORT_SECONDS, HostInfo, Progress, Roster, Rules
+from torchdist_ref.elastic.session import (
     WELCOME_SECONDS,
-    AgentCoordinator,
     AgentSession,
     CoordinatorLost,
     CoordinatorMoved,
     Message,
-    Redirection,
     open_store,
 )
-from torchdist_ref.elastic.roster import REPORT_SECONDS, HostInfo, Progress, Roster, Rules
 from torchdist_ref.errors import ArgumentError, AuthenticationError, DistNetworkError
 from torchdist_ref.launcher.environment import Assignment
 from torchdist_ref.launcher.local_workers import Outcome

@@ -1,0 +1,290 @@
+"""The coordinator of the agents of a job, and an agent's session with it, in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchdist_ref.elastic import coordinator as coordination
+from torchdist_ref.elastic import session as agent_session
+from torchdist_ref.elastic.coordinator import AgentCoordinator, Redirection
+from torchdist_ref.elastic.roster import HostInfo, Roster, Rules
+from torchdist_ref.elastic.session import AgentSession, CoordinatorMoved, open_store
+from torchdist_ref.stores import PrefixStore, TCPStore
+from torchdist_ref.stores.tcp.protocol import Request
+from torchdist_ref.stores.tcp.requests import RequestHandler, StoreClient
+
+SECRET = b"0123456789abcdef"
+RULES = Rules("job", 1, 3, join_seconds=20.0, last_call_seconds=20.0)
+
+
+class Meeting:
+    """A coordinator in this process, and sessions with it."""
+
+    def __init__(self, now: float = 0.0, secret: bytes = SECRET, forward: tuple[str, int] | None = None) -> None:
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.secret = secret
+        roster = Roster(RULES, now or time.monotonic(), "own")
+        self.coordinator = AgentCoordinator(self.store, roster, secret, "127.0.0.1", "own", forward)
+        self.sessions: list[AgentSession] = []
+        self.wakes: list[int] = []
+
+    def join(self, key: str) -> AgentSession:
+        self.wakes.append(os.eventfd(0))
+        info = HostInfo(key, f"host of {key}", "127.0.0.1", 1, 1)
+        store, alive = open_store("127.0.0.1", self.store.port, 5.0), key != "own"
+        try:
+            session = AgentSession(store, info, RULES, self.secret, "there", self.wakes[-1], print, 5.0, alive)
+        except BaseException:
+            store.close()
+            raise
+        self.sessions.append(session)
+        return session
+
+    def next(self, session: AgentSession) -> dict[str, Any]:
+        """Return the next decision."""
+        while (message := session.next()) is None:
+            readable, _, _ = select.select([session._wake], [], [], 10.0)
+            assert readable, "no decision arrives"
+            os.eventfd_read(session._wake)
+        return message
+
+    def close(self) -> None:
+        for session in self.sessions:
+            session.report("leave", text="the end")
+            session.close()
+        self.coordinator.close()
+        self.store.close()
+        for wake in self.wakes:
+            os.close(wake)
+
+
+@pytest.fixture
+def meeting() -> Iterator[Meeting]:
+    made = Meeting()
+    yield made
+    made.close()
+
+
+FOREIGN_WRITES: dict[str, Callable[[TCPStore], None]] = {
+    "number for a hello": lambda store: PrefixStore("torchdist_ref.agents", store).queue_push("hellos", "7"),
+    "list for a hello": lambda store: PrefixStore("torchdist_ref.agents", store).queue_push("hellos", "[]"),
+    "endless key in a hello": lambda store: PrefixStore("torchdist_ref.agents", store).queue_push(
+        "hellos", json.dumps({"key": "k" * 70_000, "nonce": "n"})
+    ),
+    "report": lambda store: store.queue_push(find(store, "sealed/plan", "sealed/events"), "no report"),
+    "keep-alive": lambda store: store.set(find(store, "sealed/alive/other"), "no code of the job"),
+}
+
+
+def find(store: TCPStore, part: str, instead: str = "") -> str:
+    """Return a key of the session, which each program that reaches the store can list."""
+    key = next(key for key in store.list_keys() if part in key)
+    return key.partition(part)[0] + instead if instead else key
+
+
+@pytest.mark.parametrize("write", FOREIGN_WRITES)
+def test_an_unauthenticated_program_does_not_end_the_coordinator(write: str, meeting: Meeting) -> None:
+    own, other = meeting.join("own"), meeting.join("other")
+    with_store = open_store("127.0.0.1", meeting.store.port, 5.0)
+    # The first decision, so that its key can be found.
+    meeting.coordinator._publish("note", {"text": "a note"})
+    FOREIGN_WRITES[write](with_store)
+    with_store.close()
+    meeting.join("third")
+    assert {meeting.next(session)["kind"] for session in (own, other)} == {"start"}
+    assert set(meeting.coordinator._roster.seats) == {"own", "other", "third"}
+
+
+@pytest.mark.parametrize(
+    "report",
+    ["7", "[]", '{"key": "a", "serial": "x"}', '{"key": "a", "serial": 9, "kind": "join", "info": {}, "rules": 3}'],
+)
+def test_a_malformed_report_is_ignored_without_authentication(report: str) -> None:
+    meeting = Meeting(secret=b"")
+    try:
+        own = meeting.join("own")
+        own._sealed.queue_push("events", report)
+        meeting.join("other")
+        meeting.join("third")
+        assert meeting.next(own)["kind"] == "start"
+    finally:
+        meeting.close()
+
+
+@pytest.mark.parametrize("thread", ["_step", "_read_reports", "_welcome_agents"])
+def test_agents_leave_a_coordinator_whose_thread_fails(thread: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = threading.Event()
+    whole: Callable[..., None] = getattr(AgentCoordinator, thread)
+
+    def failing(self: AgentCoordinator) -> None:
+        if thread == "_step" and not fails.is_set():
+            whole(self)
+            return
+        fails.wait(30)
+        raise RuntimeError("planted")
+
+    meeting = Meeting()
+    try:
+        own, other = meeting.join("own"), meeting.join("other")
+        if thread == "_step":
+            monkeypatch.setattr(AgentCoordinator, "_step", failing)
+            fails.set()
+            other.report("ready", attempt=0)
+        else:
+            monkeypatch.setattr(AgentCoordinator, thread, failing)
+            fails.set()
+            threading.Thread(target=meeting.coordinator._watch, args=(failing.__get__(meeting.coordinator),)).start()
+        for session in (own, other):
+            message = meeting.next(session)
+            assert (message["kind"], message["text"]) == (
+                "deposed",
+                "the coordinator of the agents has failed: planted",
+            )
+    finally:
+        meeting.close()
+
+
+def test_the_first_address_leads_agents_on_for_as_long_as_the_job_runs() -> None:
+    long_ago = time.monotonic() - 2 * RULES.join_seconds
+    meeting = Meeting(now=long_ago, forward=("10.9.9.9", 4242))
+    try:
+        for key in ("first", "second"):
+            with pytest.raises(CoordinatorMoved, match=r"the job runs at 10\.9\.9\.9:4242"):
+                meeting.join(key)
+    finally:
+        meeting.close()
+
+
+def test_redirections_leave_one_number_behind(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator remembers the last report of each agent: a redirection that repeats itself is one agent."""
+    own, info = meeting.join("own"), HostInfo("leader", "leader", "10.9.9.9", 4242, 1)
+    monkeypatch.setattr(coordination, "REDIRECTION_SECONDS", 0.0)
+    several, handle, seen = threading.Event(), AgentCoordinator._handle, list[int]()
+
+    def counted(self: AgentCoordinator, kind: str, key: str, event: dict[str, Any]) -> None:
+        seen.append(event["serial"])
+        if len(seen) == 3:
+            several.set()
+        handle(self, kind, key, event)
+
+    monkeypatch.setattr(AgentCoordinator, "_handle", counted)
+    redirection = Redirection("127.0.0.1", meeting.store.port, SECRET, info, lambda: 0)
+    try:
+        assert several.wait(30)
+    finally:
+        redirection.close()
+    assert len(set(seen)) == len(seen) and set(meeting.coordinator._serials) == {own.info.key, redirection._key}
+
+
+def test_a_decision_can_be_read_only_when_its_wake_up_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A wake-up that came after its decision was read would stop the workers that this decision has started.
+    rules, info = Rules("job", 1, 1), HostInfo("key", "host-0", "127.0.0.1", 1, 1)
+    store, wake = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), os.eventfd(0, os.EFD_NONBLOCK)
+    writing, go_on, write = threading.Event(), threading.Event(), os.eventfd_write
+    found: list[str] = []
+
+    def delayed(descriptor: int, value: int) -> None:
+        writing.set()
+        go_on.wait(30)
+        write(descriptor, value)
+        found.append("wake-up")
+
+    monkeypatch.setattr(os, "eventfd_write", delayed)
+    coordinator = AgentCoordinator(store, Roster(rules, time.monotonic(), "key"), b"", "127.0.0.1", "key")
+    session = AgentSession(store.clone(), info, rules, b"", "here", wake, print, keeps_alive=False)
+    try:
+        assert writing.wait(30)
+        reader = threading.Thread(target=lambda: found.append((session.next() or {})["kind"]))
+        reader.start()
+        reader.join(0.05)
+        go_on.set()
+        reader.join(30)
+        # The end of the host wakes it up once more.
+        in_order = found[:2]
+    finally:
+        go_on.set()
+        session.report("leave", text="the end")
+        session.close()
+        coordinator.close()
+        store.close()
+        os.close(wake)
+    assert in_order == ["wake-up", "start"]
+
+
+def test_the_coordinator_sends_no_request_while_all_agents_keep_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    handled, five_checks = list[str](), threading.Event()
+    check, handle = AgentCoordinator._check_agents, RequestHandler.handle
+
+    def counted_check(self: AgentCoordinator, now: float) -> None:
+        check(self, now)
+        handled.append("check")
+        if handled.count("check") == 5:
+            five_checks.set()
+
+    def counted_handle(self: RequestHandler, client: StoreClient, request: Request) -> None:
+        handled.append(request.operation.name)
+        handle(self, client, request)
+
+    monkeypatch.setattr(agent_session, "KEEP_ALIVE_SECONDS", 0.04)
+    monkeypatch.setattr(coordination, "LATE_SECONDS", 0.06)
+    monkeypatch.setattr(AgentCoordinator, "_check_agents", counted_check)
+    monkeypatch.setattr(RequestHandler, "handle", counted_handle)
+    rules, wake = Rules("job", 2, 2), os.eventfd(0, os.EFD_NONBLOCK)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    coordinator = AgentCoordinator(store, Roster(rules, time.monotonic(), "own"), b"", "127.0.0.1", "own")
+    infos = [HostInfo(key, key, "127.0.0.1", 1, 1) for key in ("own", "other")]
+    sessions = [
+        AgentSession(store.clone(), info, rules, b"", "here", wake, print, keeps_alive=info.key == "other")
+        for info in infos
+    ]
+    try:
+        assert five_checks.wait(30)
+    finally:
+        for session in sessions:
+            session.report("leave", text="the end")
+            session.close()
+        coordinator.close()
+        store.close()
+        os.close(wake)
+    assert "SET" in handled and "WAIT_GET_ALL" not in handled
+
+
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("begin", [100.0 + 0.013 * step for step in range(0, 24, 4)])
+def test_a_lost_agent_is_noticed_in_time_by_two_checks_a_second(begin: float, gone: bool) -> None:
+    for death in (109.801, 109.95, 110.099):
+        lost, checks = checks_until_lost(begin, death, gone)
+        assert 0.14 < lost - death < (0.91 if gone else 1.46)
+        assert checks <= (death - begin) / 0.45 + 4
+
+
+def checks_until_lost(now: float, death: float, gone: bool) -> tuple[float, int]:
+    """Return when the coordinator notices the death of an agent that kept alive until then, and its checks so far."""
+    lost: list[float] = []
+    coordinator = AgentCoordinator.__new__(AgentCoordinator)
+    roster: Any = SimpleNamespace(seats={}, waiting={"agent": None})
+
+    def lose(key: str, reason: str, certain: bool) -> None:
+        lost.append(now)
+        roster.waiting.clear()
+
+    roster.lose = lose
+    coordinator._roster, coordinator._own, coordinator._alive, coordinator._checked_at = roster, "own", {}, 0.0
+    pulses: Any = SimpleNamespace(multi_get=lambda keys: [b"%d" % (min(now, death) / 0.3)])
+    keys: Any = SimpleNamespace(list_keys=lambda: ["agent"] if gone and now > death else [])
+    coordinator._pulses, coordinator._gone = pulses, keys
+    checks = 0
+    while roster.waiting:
+        now = max(now, coordinator._next_check())
+        coordinator._check_agents(now)
+        checks += 1
+    return lost[0], checks

@@ -1,0 +1,292 @@
+"""Session of one agent with the coordinator of its job.
+
+An agent and the coordinator prove to each other that they know the job token: the coordinator seals a random number of
+its own for a random number of the agent's. Everything else is sealed with the session key, which follows from the token
+and the coordinator's number. So neither a stranger nor a recording of an earlier job is believed. Do not add decisions
+here: they belong to `coordinator` and `roster`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+from torchdist_ref.authentication import SECRET_FILE
+from torchdist_ref.elastic.roster import HostInfo, Rules, versions
+from torchdist_ref.errors import (
+    ArgumentError,
+    AuthenticationError,
+    DistError,
+    DistNetworkError,
+    StoreTimeoutError,
+)
+from torchdist_ref.stores import PrefixStore, Store, TCPStore
+from torchdist_ref.stores.sealed import KEY_BYTES, SealedStore, message_code
+
+PREFIX = "torchdist_ref.agents"
+"""Prefix of all keys of agents."""
+REPORTS, HELLOS, GONE = "events", "hellos", f"{PREFIX}/gone"
+"""Queues of reports and of new agents, and prefix of the keys that the server sets when an agent disconnects."""
+KEEP_ALIVE_SECONDS, SILENCE_SECONDS = 0.3, 1.0
+"""Interval of an agent's keep-alive, and silence after which it is lost."""
+WELCOME_SECONDS = 2.0
+LONGEST_WAIT = timedelta(hours=1)
+
+Message = dict[str, Any]
+
+
+def derive_key(secret: bytes, purpose: bytes, nonce: str) -> bytes:
+    """Return a key for one purpose within one session."""
+    return message_code(secret, b"agents %b %b" % (purpose, nonce.encode()))
+
+
+def session_store(store: Store, secret: bytes, nonce: str) -> SealedStore:
+    """Return the part of a store that belongs to one session; a standby store may serve several, one after another."""
+    part = PrefixStore(f"{PREFIX}/{nonce[:16]}", store)
+    return SealedStore(part, derive_key(secret, b"session", nonce), bool(secret))
+
+
+class CoordinatorLost(Exception):
+    """The coordinator has ended or is out of reach.
+
+    Attributes:
+        certain: Whether it has certainly ended.
+    """
+
+    def __init__(self, text: str, certain: bool) -> None:
+        super().__init__(text)
+        self.certain = certain
+
+
+class CoordinatorMoved(Exception):
+    """Another agent coordinates the job.
+
+    Attributes:
+        host: Its address.
+        port: Port of its store.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(f"the job runs at {host}:{port}")
+        self.host, self.port = host, port
+
+
+def open_store(host: str, port: int, seconds: float) -> TCPStore:
+    """Connect to the store of a coordinator.
+
+    Raises:
+        CoordinatorLost: There is none within that time.
+    """
+    try:
+        return TCPStore(host, port, timeout=timedelta(seconds=seconds))
+    except (DistNetworkError, StoreTimeoutError) as error:
+        raise CoordinatorLost(f"no agent answers at {host}:{port} ({error})", _has_refused(error)) from error
+
+
+def _has_refused(error: DistError) -> bool:
+    """Return whether the host of a store says that no process listens there."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ECONNREFUSED
+
+
+class AgentSession:
+    """Session of an agent with the coordinator: it keeps alive, reports, and receives decisions on two threads.
+
+    Args:
+        store: Store of the coordinator.
+        info: Description of this host.
+        rules: Settings of the job here.
+        secret: Job token; empty for none.
+        where: Address of the coordinator, for messages.
+        wake: Descriptor of an eventfd that is written when a decision has arrived, or the coordinator is lost.
+        notify: Function that receives lines for the user.
+        timeout: Longest time to wait for the coordinator's answer, in seconds.
+        keeps_alive: Whether the coordinator is another process, which has to learn that this one runs.
+
+    Attributes:
+        has_seat: Whether this host takes part in each attempt; False for a spare.
+
+    Raises:
+        AuthenticationError: The tokens differ.
+        ArgumentError: The versions or settings differ, or the coordinator refuses this host.
+        CoordinatorLost: There is no coordinator at that store.
+        CoordinatorMoved: Another agent coordinates the job.
+    """
+
+    def __init__(
+        self,
+        store: TCPStore,
+        info: HostInfo,
+        rules: Rules,
+        secret: bytes,
+        where: str,
+        wake: int,
+        notify: Callable[[str], None],
+        timeout: float = WELCOME_SECONDS,
+        keeps_alive: bool = True,
+    ) -> None:
+        self.info = info
+        self._store, self.where, self._wake, self._notify = store, where, wake, notify
+        self._serial = time.time_ns()
+        self._inbox: list[Message] = []
+        self._lock = threading.Lock()
+        self._lost: CoordinatorLost | None = None
+        self._closed = threading.Event()
+        self._nonce = authenticate(store, secret, info.key, info.host, where, timeout)
+        store.set_timeout(timedelta(seconds=WELCOME_SECONDS))
+        self._secret = secret
+        self._sealed = session_store(store, secret, self._nonce)
+        self._pulse = store.clone() if keeps_alive else None
+        self._next = self._join(rules)
+        targets = [(self._read_decisions, "decisions")] + [(self._keep_alive, "keep-alive")] * keeps_alive
+        self._threads = [
+            threading.Thread(target=target, name=f"torchdist_ref {name}", daemon=True) for target, name in targets
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def report(self, kind: str, **content: Any) -> None:
+        """Push a report. If the coordinator is lost, `next` says so."""
+        self._serial += 1
+        message = content | {"kind": kind, "key": self.info.key, "serial": self._serial}
+        try:
+            self._sealed.queue_push(REPORTS, json.dumps(message))
+        except DistError as error:
+            self._lose(error)
+
+    def has_news(self) -> bool:
+        """Return whether `next` would return a decision or raise."""
+        with self._lock:
+            return bool(self._inbox) or self._lost is not None
+
+    def next(self) -> Message | None:
+        """Return the next decision, or None if there is none yet.
+
+        Raises:
+            CoordinatorLost: All decisions are read, and there will be no other.
+        """
+        with self._lock:
+            if self._inbox:
+                return self._inbox.pop(0)
+            if self._lost is not None:
+                raise self._lost
+            return None
+
+    def close(self) -> None:
+        """End the session and its threads."""
+        self._closed.set()
+        if self._pulse is not None:
+            self._pulse.close()
+        self._store.close()
+        for thread in self._threads:
+            thread.join()
+
+    def attempt_secret(self, attempt: int) -> str:
+        """Return the token of the workers of one attempt; empty without a job token."""
+        return derive_key(self._secret, b"attempt %d" % attempt, self._nonce).hex() if self._secret else ""
+
+    # Joining
+
+    def _join(self, rules: Rules) -> int:
+        self._store.set_on_disconnect(f"{GONE}/{self.info.key}", "1")
+        if self._pulse is not None:
+            self._sealed.set(f"alive/{self.info.key}", "0")
+            # Silence counts from the last answer on, so the time-out is what is left of it.
+            self._pulse.set_timeout(timedelta(seconds=SILENCE_SECONDS - KEEP_ALIVE_SECONDS))
+        self.report("join", info=asdict(self.info), rules=asdict(rules))
+        try:
+            reply = json.loads(self._sealed.get(f"reply/{self.info.key}"))
+        except StoreTimeoutError as error:
+            raise CoordinatorLost(f"the agent at {self.where} does not answer", False) from error
+        self._sealed.delete_key(f"reply/{self.info.key}")
+        if reply["kind"] == "moved":
+            raise CoordinatorMoved(reply["host"], reply["port"])
+        if reply["kind"] == "reject":
+            raise ArgumentError(f"{reply['text']}.")
+        self.has_seat = not reply["spare"]
+        return int(reply["next"])
+
+    # Threads
+
+    def _keep_alive(self) -> None:
+        assert self._pulse is not None
+        sealed = session_store(self._pulse, self._secret, self._nonce)
+        beats = 0
+        try:
+            while not self._closed.wait(KEEP_ALIVE_SECONDS):
+                beats += 1
+                sealed.set(f"alive/{self.info.key}", str(beats))
+        except DistError as error:
+            self._lose(error)
+
+    def _read_decisions(self) -> None:
+        try:
+            while not self._closed.is_set():
+                with suppress(StoreTimeoutError):
+                    self._sealed.wait([f"plan/{self._next}"], LONGEST_WAIT)
+                    message = json.loads(self._sealed.get(f"plan/{self._next}"))
+                    self._next += 1
+                    self._deliver(message)
+                    if message["kind"] in ("end", "handover", "deposed", "moved"):
+                        return
+        except DistError as error:
+            self._lose(error)
+
+    def _deliver(self, message: Message) -> None:
+        if message["kind"] == "note":
+            self._notify(message["text"])
+            return
+        # Once a decision can be read, its wake-up is there: a later one would stop the workers that it starts.
+        with self._lock:
+            self._inbox.append(message)
+            os.eventfd_write(self._wake, 1)
+
+    def _lose(self, error: DistError) -> None:
+        if self._lost is None and not self._closed.is_set():
+            text = f"the agent at {self.where} is lost ({error.__cause__ or error})"
+            with self._lock:
+                self._lost = CoordinatorLost(text, _has_refused(error))
+                os.eventfd_write(self._wake, 1)
+
+
+def authenticate(store: TCPStore, secret: bytes, key: str, host: str, where: str, timeout: float) -> str:
+    """Return the random number of the session with a coordinator that knows the job token.
+
+    Args:
+        store: Store of the coordinator.
+        secret: Job token; empty for none.
+        key: Key of this agent.
+        host: Name of this host.
+        where: Address of the store, for messages.
+        timeout: Longest time to wait for the answer, in seconds.
+    """
+    nonce = os.urandom(KEY_BYTES).hex()
+    public = PrefixStore(PREFIX, store)
+    store.set_timeout(timedelta(seconds=timeout))
+    try:
+        public.queue_push(HELLOS, json.dumps({"key": key, "nonce": nonce}))
+        opened = SealedStore(public, derive_key(secret, b"welcome", nonce))
+        welcome = json.loads(opened.get(f"welcome/{key}"))
+        public.delete_key(f"sealed/welcome/{key}")
+    except AuthenticationError as error:
+        have = "another job token than" if secret else "no job token, unlike"
+        raise AuthenticationError(
+            f"{host} has {have} the agent at {where}, or that one has none. Give all hosts the same file by "
+            f"--token-file or {SECRET_FILE}."
+        ) from error
+    except (StoreTimeoutError, DistNetworkError) as error:
+        raise CoordinatorLost(f"the store at {where} has no agent that coordinates a job", False) from error
+    for name, other in welcome["versions"].items():
+        if (own := versions()[name]) != other:
+            raise ArgumentError(
+                f"{host} has {name} {own}, and the agent at {where} has {other}. Install the same version on all "
+                f"hosts (pip install {name}=={other})."
+            )
+    return str(welcome["nonce"])
