@@ -310,6 +310,20 @@ def test_ranks_may_stop_by_themselves_when_nobody_reads_the_launchers_messages(t
     assert (tmp_path / "saved").exists()
 
 
+def test_a_full_disk_ends_the_output_and_not_the_job(tmp_path: Path) -> None:
+    """Once it counted as a script that cannot be executed, and the ranks were killed."""
+    script = "import os\nprint('x' * 100_000, flush=True)\nopen('rank ' + os.environ['RANK'], 'w').close()"
+    (tmp_path / "script.py").write_text(script)
+    with open("/dev/full", "w") as full:
+        arguments = command("--nproc-per-node", "2", "script.py")
+        result = subprocess.run(
+            arguments, cwd=tmp_path, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=30
+        )
+    line = "torchdist_ref.launch: stopped forwarding output of the workers: No space left on device\n"
+    assert (result.returncode, result.stderr) == (0, line)
+    assert (tmp_path / "rank 0").exists() and (tmp_path / "rank 1").exists()
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("errors", [subprocess.DEVNULL, subprocess.STDOUT])
 def test_a_signal_is_handled_while_nobody_reads_the_output(signum: signal.Signals, errors: int, tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ import torchdist_ref.elastic.multiprocessing as ours
 from tests.elastic.agents import is_running
 from tests.launcher import jobs
 from torchdist_ref import multiprocessing as spawning
+from torchdist_ref.launcher import contexts, entrypoint, orphans
 from torchdist_ref.launcher.api import LaunchConfig, elastic_launch
 from torchdist_ref.launcher.failures import ChildFailedError
 
@@ -143,6 +146,43 @@ def test_close_sends_its_signal_and_ends_all_that_was_started(tmp_path: Path) ->
     assert not any(map(is_running, [*context.pids().values(), *daemons]))
 
 
+def test_close_ends_processes_that_are_just_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it waited for their natural end: a signal interrupts `start` before there is a supervisor."""
+    entered, go_on, guard = threading.Event(), threading.Event(), contexts.orphans.Guard
+
+    def slow(mark: str, folder: str) -> orphans.Guard:
+        entered.set()
+        go_on.wait(30)
+        return guard(mark, folder)
+
+    monkeypatch.setattr(contexts.orphans, "Guard", slow)
+    context = contexts.SubprocessContext("job", "sleep", {0: ("1000",)}, {0: {}}, ours.DefaultLogsSpecs())
+    starter, closer = threading.Thread(target=context.supervise), threading.Thread(target=context.close)
+    starter.start()
+    assert entered.wait(30)
+    closer.start()
+    asked, _, _ = select.select([context._stop], [], [], 10)
+    go_on.set()
+    starter.join()
+    if not asked:
+        os.kill(context.pids()[0], signal.SIGKILL)
+    closer.join()
+    assert asked and context.wait().failures[0].exitcode == -signal.SIGTERM
+
+
+def test_a_process_may_end_without_a_result(tmp_path: Path) -> None:
+    assert start(os._exit, (0,)).wait(30).return_values == {0: None}
+    assert entrypoint.run(tmp_path, 0, lambda: (pow, (2, 10))) == 0 and entrypoint.result(tmp_path, 0) == 1024
+    # An earlier attempt's result is not that of an attempt without one.
+    with pytest.raises(KeyboardInterrupt):
+        entrypoint.run(tmp_path, 0, interrupted)
+    assert entrypoint.result(tmp_path, 0) is None
+
+
+def interrupted() -> Any:
+    raise KeyboardInterrupt
+
+
 def test_a_signal_to_this_process_raises_and_handlers_are_restored() -> None:
     former = signal.getsignal(signal.SIGTERM)
     context = start(jobs.wait_for_signal, ())
@@ -187,6 +227,17 @@ def test_spawn_raises_torchs_errors_for_the_first_process_that_failed() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert isinstance(again, spawning.ProcessExitedException)
     assert (again.error_index, again.error_pid, again.exit_code) == (1, error.error_pid, 5)
+
+
+def test_all_files_of_spawn_are_in_the_folder_that_its_guard_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    event = multiprocessing.get_context("fork").Event()
+    context = spawning.start_processes(jobs.wait_for_event, (event,), nprocs=2, join=False, start_method="fork")
+    assert context is not None and list(tmp_path.iterdir()) == [context._context._folder]
+    event.set()
+    assert context.join() and list(tmp_path.iterdir()) == []
 
 
 def test_join_with_a_timeout_says_whether_all_have_ended() -> None:

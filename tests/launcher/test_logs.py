@@ -188,6 +188,15 @@ class TestBesideTorch:
             assert getattr(ours, name) == getattr(torchs, name), name
         assert abs(ours.timestamp - torchs.timestamp) <= 1 and ours.signal_name() == torchs.signal_name()
 
+    @pytest.mark.parametrize("content", ["", '{"message": {"mess', "[]", '{"message": {}}', '"text"'])
+    def test_an_incomplete_record_counts_as_none(self, content: str, tmp_path: Path) -> None:
+        """A disk may become full while torch's `record` writes."""
+        path = tmp_path / "error.json"
+        path.write_text(content)
+        with_part, without = failures.ProcessFailure(1, 42, 3, str(path)), failures.ProcessFailure(1, 42, 3, "")
+        assert (with_part.error_file, with_part.message) == (without.error_file, without.message)
+        assert with_part.error_file == "<N/A>" and "traceback" in with_part.message
+
     def test_a_record_has_torchs_layout(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail() -> None:
             raise RuntimeError("seven")

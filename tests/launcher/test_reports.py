@@ -143,10 +143,15 @@ def test_nonsense_and_released_timers_end_nobody(tmp_path: Path) -> None:
     server = TimerServer(path, lines.put)
     with open(path, "w", buffering=1) as file:
         file.write("nonsense\n[1, 2]\n")
+        for pid, signum in ((-5, 9), (10**30, 9), (1, 10**30)):
+            file.write(f'{{"pid": {pid}, "scope_id": "", "expiration_time": 0, "signal": {signum}}}\n')
     assert "b'nonsense'" in lines.get(timeout=10) and "b'[1, 2]'" in lines.get(timeout=10)
+    assert all("a timer that is none" in lines.get(timeout=10) for _ in range(3))
     client = timer.FileTimerClient(path, signal.SIGCONT)
     client.acquire("released", time.time() + 0.3)
     client.release("released")
+    # More milliseconds than poll(2) takes.
+    client.acquire("far", time.time() + 1e8)
     # SIGCONT does no harm to this process.
     client.acquire("late", time.time() + 0.4)
     assert "'late'" in lines.get(timeout=10)

@@ -28,7 +28,12 @@ from torchdist_ref.stores.tcp.protocol import (
     Status,
     write_request,
 )
-from torchdist_ref.stores.tcp.requests import AWAITED_OVERHEAD_BYTES, KEY_OVERHEAD_BYTES, RequestHandler
+from torchdist_ref.stores.tcp.requests import (
+    AWAITED_OVERHEAD_BYTES,
+    KEY_OVERHEAD_BYTES,
+    QUEUE_OVERHEAD_BYTES,
+    RequestHandler,
+)
 
 HOST = "127.0.0.1"
 MIB = 2**20
@@ -98,16 +103,20 @@ def really_used(handler: RequestHandler) -> int:
     table = handler.table
     sizes = [len(key) + len(value) for key, value in table.values.items()]
     sizes += [len(value) for queue in table.queues.values() for value in queue]
+    sessions = {*handler._sessions.values(), *handler.disconnected}
+    sizes += [sum(map(len, each.on_disconnect)) for each in sessions if each.on_disconnect]
     waiting = {each for by_number in handler.pending.values() for several in by_number.values() for each in several}
     first_fields = [each.request.fields[0] for each in waiting]
     named = [len(key) for field in first_fields if isinstance(field, list) for key in field]
     single = [len(field) for field in first_fields if isinstance(field, bytes)]
-    return sum(sizes + named + single) + KEY_OVERHEAD_BYTES * len(sizes) + AWAITED_OVERHEAD_BYTES * len(named)
+    queues = sum(len(key) + QUEUE_OVERHEAD_BYTES for key in table.queues)
+    awaited = sum(named + single) + AWAITED_OVERHEAD_BYTES * len(named)
+    return sum(sizes) + KEY_OVERHEAD_BYTES * len(sizes) + queues + awaited
 
 
 def test_the_memory_of_random_requests_is_counted_exactly() -> None:
     handler, generator = RequestHandler(), random.Random(3)
-    handler.budget = 4000
+    handler.budget = 6000
     names = (b"a", b"b", b"c")
     clients = [validated(handler, name) for name in names]
     refused = 0
@@ -118,6 +127,10 @@ def test_the_memory_of_random_requests_is_counted_exactly() -> None:
             client = clients[number % 3] = validated(handler, names[number % 3])
         elif client.pending is not None:
             handler.handle(client, Request(Op.CANCEL_WAIT, ()))
+        elif generator.random() < 0.05:
+            handler.remove(client)
+            handler.set_for_disconnected(float("inf"))
+            client = clients[number % 3] = validated(handler, names[number % 3])
         key, value = generator.choice([b"x", b"yy", b"zzz"]), bytes(generator.randrange(900))
         request = generator.choice(
             [
@@ -133,6 +146,9 @@ def test_the_memory_of_random_requests_is_counted_exactly() -> None:
                 (Op.BARRIER, (b"barrier" + key, 2)),
                 (Op.WAIT, ([key, b"n" * generator.randrange(700), b"yy"],)),
                 (Op.WAIT_GET_ALL, ([b"absent", key],)),
+                (Op.QUEUE_PUSH, (b"group/" + key, value)),
+                (Op.RELEASE, (b"group", generator.choice([1, 3]))),
+                (Op.SET_ON_DISCONNECT, (b"gone" + key, value[:400], [(b"yy", value[:5])])),
             ]
         )
         handler.handle(client, Request(*request, number))
@@ -140,6 +156,35 @@ def test_the_memory_of_random_requests_is_counted_exactly() -> None:
         refused += bool(sent) and sent[struct.calcsize("<QQ")] == Status.REFUSED
         assert handler.used == really_used(handler) <= handler.budget + 100, request
     assert refused > 50
+
+
+def test_keys_of_queues_and_what_is_set_at_the_end_of_clients_count_in_the_budget() -> None:
+    """Once long keys of queues, and a value for each of 4096 clients, could fill the memory."""
+    for request in (
+        lambda number: Request(Op.QUEUE_PUSH, (b"%d" % number + bytes(8000), b"x"), 1),
+        lambda number: Request(Op.SET_ON_DISCONNECT, (b"gone %d" % number, bytes(8000), []), 1),
+    ):
+        handler, statuses = RequestHandler(), list[int]()
+        handler.budget = 1 * MIB
+        for number in range(200):
+            client = validated(handler, b"client %d" % number)
+            handler.handle(client, request(number))
+            statuses.append(response_parts(client.replies())[1])
+        done = statuses.count(Status.DONE)
+        assert 100 < done < MIB // 8000 and set(statuses[done:]) == {Status.REFUSED}
+        assert handler.used == really_used(handler) <= handler.budget
+
+
+def test_sessions_that_are_dropped_leave_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "MAX_SESSIONS", 3)
+    handler = RequestHandler()
+    for number in range(8):
+        client = validated(handler, b"client %d" % number)
+        handler.handle(client, Request(Op.SET_ON_DISCONNECT, (b"gone %d" % number, b"value", []), 1))
+        handler.remove(client)
+    assert len(handler._sessions) == 3 and handler.used == really_used(handler)
+    handler.set_for_disconnected(float("inf"))
+    assert len(handler.table.values) == 8 and handler.used == really_used(handler)
 
 
 def test_the_keys_of_waiting_requests_count_in_the_budget() -> None:

@@ -294,6 +294,20 @@ def test_queue_push_wakes_one_pending_request() -> None:
     assert second.replies() == b"\x00"
 
 
+def test_a_wait_for_a_queue_leaves_its_value_to_the_next_pop() -> None:
+    """Once the wake-up of a push ended with the wait, and the pop waited though there was a value."""
+    handler = RequestHandler()
+    waiting, popping, second = (validated(handler, name) for name in (b"waiting", b"popping", b"second"))
+    handler.handle(waiting, Request(Op.WAIT, ([b"q"],), 1))
+    for each in (popping, second):
+        handler.handle(each, Request(Op.WAIT_POP, (b"q",), 1))
+    handler.handle(pusher := validated(handler), Request(Op.QUEUE_PUSH, (b"q", b"the value")))
+    assert response_parts(waiting.replies())[1] == Status.DONE
+    assert response_parts(popping.replies())[2].endswith(b"the value") and second.replies() == b""
+    handler.handle(pusher, Request(Op.QUEUE_PUSH, (b"q", b"another")))
+    assert response_parts(second.replies())[2].endswith(b"another") and handler.table.length(b"q") == 0
+
+
 @pytest.mark.parametrize(
     ("request_", "key"),
     [

@@ -34,7 +34,7 @@ from torchdist_ref.launcher.local_workers import (
     binding,
     parse_signals,
 )
-from torchdist_ref.launcher.logs import LogsSpecs, outputs
+from torchdist_ref.launcher.logs import DefaultLogsSpecs, LogsSpecs, outputs
 from torchdist_ref.launcher.supervisor import Interrupts, Supervisor
 from torchdist_ref.launcher.worker import Worker, WorkerPlan
 
@@ -71,7 +71,7 @@ class PContext(ABC):
         entrypoint: Function or command.
         args: Its arguments by local rank.
         envs: Variables by local rank that are added to the environment of this process.
-        logs_specs: Rule of log files.
+        logs_specs: Rule of log files. Default None: failure records only, in a temporary folder that is removed.
         log_line_prefixes: Start of each line on the console that goes to a file too, by local rank. Default None:
             ``[name local_rank]:``.
         duplicate_stdout_filters: Texts; lines of teed standard output that contain one go to a file of their own too.
@@ -93,7 +93,7 @@ class PContext(ABC):
         entrypoint: Callable[..., Any] | str,
         args: Mapping[int, Sequence[Any]],
         envs: dict[int, dict[str, str]],
-        logs_specs: LogsSpecs,
+        logs_specs: LogsSpecs | None = None,
         log_line_prefixes: Mapping[int, str] | None = None,
         duplicate_stdout_filters: Sequence[str] | None = None,
         duplicate_stderr_filters: Sequence[str] | None = None,
@@ -103,13 +103,13 @@ class PContext(ABC):
                 text = f"{what}, local rank mapping mismatch, expected: {set(range(len(args)))}, actual: {set(given)}"
                 raise BackendArgumentError(f"start_processes: {text}")
         self.name, self.entrypoint, self.args, self.envs = name, entrypoint, args, envs
-        self.nprocs, self._grace = len(args), float(SHUTDOWN_SECONDS)
-        self._logs = logs_specs.reify(envs)
+        self.nprocs, self._grace, self._stop_signal = len(args), float(SHUTDOWN_SECONDS), signal.SIGTERM
+        self._mark, self._folder = uuid.uuid4().hex, Path(tempfile.mkdtemp(prefix="torchdist_ref"))
+        self._logs = (logs_specs or DefaultLogsSpecs(str(self._folder / "logs"))).reify(envs)
         self.stdouts, self.stderrs, self.error_files = self._logs.stdouts, self._logs.stderrs, self._logs.error_files
         self._prefixes = log_line_prefixes or {}
         self._filters = (duplicate_stdout_filters or (), duplicate_stderr_filters or ())
         self._cpus: Callable[[int], tuple[int, ...]] | None = None
-        self._mark, self._folder = uuid.uuid4().hex, Path(tempfile.mkdtemp(prefix="torchdist_ref"))
         self._started, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._supervisor: Supervisor | None = None
@@ -171,8 +171,7 @@ class PContext(ABC):
     def set_shutdown_timeout(self, seconds: float) -> None:
         """Set the time from asking the others to stop, after a failure, to killing them. It is 30 s otherwise."""
         self._grace = seconds
-        if self._supervisor is not None:
-            self._supervisor.grace = seconds
+        self._tell_supervisor()
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = SHUTDOWN_SECONDS) -> None:
         """End the processes and all that they started, remove temporary files and restore signal handlers.
@@ -181,8 +180,9 @@ class PContext(ABC):
             death_sig: Signal that asks them to end. Default None: SIGTERM.
             timeout: Time from that signal to SIGKILL, in seconds.
         """
-        if self._thread is not None and not self._ended.is_set() and self._supervisor is not None:
-            self._supervisor.stop_signal, self._supervisor.grace = death_sig or signal.SIGTERM, timeout
+        if self._thread is not None and not self._ended.is_set():
+            self._stop_signal, self._grace = death_sig or signal.SIGTERM, timeout
+            self._tell_supervisor()
             os.eventfd_write(self._stop, 1)
         if self._thread is not None:
             self._thread.join()
@@ -194,6 +194,11 @@ class PContext(ABC):
             former, self._former = self._former, {}
             for signum, handler in former.items():
                 signal.signal(signum, handler)
+
+    def _tell_supervisor(self) -> None:
+        """Pass signal and time to the supervisor, if there is one already."""
+        if self._supervisor is not None:
+            self._supervisor.stop_signal, self._supervisor.grace = self._stop_signal, self._grace
 
     @abstractmethod
     def _plan(self, rank: int, **common: Any) -> WorkerPlan:
@@ -216,6 +221,8 @@ class PContext(ABC):
                 stop=self._stop,
                 on_start=self._started.set,
             )
+            # They may have changed since.
+            self._tell_supervisor()
             supervisor.run()
             orphans.end_all(lambda: [pid for pid in orphans.marked(self._mark) if pid != guard.pid])
             self._result = self._result_of(supervisor)
@@ -304,7 +311,7 @@ class MultiprocessContext(PContext):
         args: Mapping[int, Sequence[Any]],
         envs: dict[int, dict[str, str]],
         start_method: str,
-        logs_specs: LogsSpecs,
+        logs_specs: LogsSpecs | None = None,
         log_line_prefixes: Mapping[int, str] | None = None,
         numa_options: Any = None,
         duplicate_stdout_filters: Sequence[str] | None = None,

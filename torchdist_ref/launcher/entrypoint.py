@@ -10,6 +10,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing import spawn
 from pathlib import Path
@@ -38,8 +39,10 @@ def command(folder: Path, local_rank: int) -> list[str]:
 
 
 def result(folder: Path, local_rank: int) -> Any:
-    """Return the result of a worker."""
-    return pickle.loads(_result_path(folder, local_rank).read_bytes())
+    """Return the result of a worker; None if it ended without one, as by `os._exit`."""
+    with suppress(FileNotFoundError):
+        return pickle.loads(_result_path(folder, local_rank).read_bytes())
+    return None
 
 
 def main(folder: str, local_rank: int) -> int:
@@ -67,6 +70,8 @@ def run(folder: Path, local_rank: int, read: Callable[[], tuple[Callable[..., An
         The exit code.
     """
     try:
+        # An earlier attempt may have left one.
+        _result_path(folder, local_rank).unlink(missing_ok=True)
         function, args = read()
         try:
             value = function(*args)

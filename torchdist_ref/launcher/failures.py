@@ -62,12 +62,13 @@ class ProcessFailure:
 
     def __post_init__(self) -> None:
         self.error_file_data, self.message, self.timestamp = {"message": "<NONE>"}, "", int(time.time())
-        if os.path.isfile(self.error_file):
-            self.error_file_data = json.loads(Path(self.error_file).read_text("utf-8"))
-            self.message = self.error_file_data["message"]
-            extra = self.error_file_data if isinstance(self.message, str) else self.message["extraInfo"]
-            self.timestamp = int(extra.get("timestamp", 0))
-        else:
+        try:
+            content = json.loads(Path(self.error_file).read_text("utf-8"))
+            message = content["message"]
+            extra = content if isinstance(message, str) else message["extraInfo"]
+            self.error_file_data, self.message, self.timestamp = content, message, int(extra.get("timestamp", 0))
+        except (OSError, ValueError, LookupError, TypeError):
+            # None was written, or only a part, as on a full disk.
             self.error_file = _NO_FILE
         if not self.message and self.exitcode < 0:
             self.message = f"Signal {-self.exitcode} ({self.signal_name()}) received by PID {self.pid}"

@@ -216,7 +216,9 @@ class LocalWorkers:
         )
         try:
             supervisor.run()
-        except (FileNotFoundError, PermissionError, OSError) as error:
+        except OSError as error:
+            if len(supervisor.workers) == len(plans):
+                raise
             raise ArgumentError(f"{self.settings.entrypoint!r} cannot be executed: {error.strerror}.") from error
         finally:
             self._running = None

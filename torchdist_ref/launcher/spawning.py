@@ -6,8 +6,6 @@ here: `torchdist_ref.launcher.contexts` has them.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,7 +13,6 @@ from typing import Any
 
 from torchdist_ref.launcher.contexts import MultiprocessContext, RunProcsResult
 from torchdist_ref.launcher.failures import as_subclass_of_torchs
-from torchdist_ref.launcher.logs import DefaultLogsSpecs
 from torchdist_ref.processes import signal_name
 
 _TORCHS = "torch.multiprocessing.spawn"
@@ -70,11 +67,10 @@ class ProcessContext:
 
     Args:
         context: Started processes.
-        folder: Folder of their failure records.
     """
 
-    def __init__(self, context: MultiprocessContext, folder: str) -> None:
-        self._context, self._folder = context, folder
+    def __init__(self, context: MultiprocessContext) -> None:
+        self._context = context
 
     @property
     def error_files(self) -> list[str]:
@@ -106,7 +102,6 @@ class ProcessContext:
         if result is None:
             return False
         error = _error(result)
-        shutil.rmtree(self._folder, ignore_errors=True)
         if error is not None:
             raise error
         return True
@@ -114,15 +109,14 @@ class ProcessContext:
     def close(self) -> None:
         """End the processes."""
         self._context.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class SpawnContext(ProcessContext):
     """`ProcessContext` by its former name."""
 
-    def __init__(self, context: MultiprocessContext, folder: str) -> None:
+    def __init__(self, context: MultiprocessContext) -> None:
         warnings.warn("SpawnContext is renamed to ProcessContext since 1.4 release.", stacklevel=2)
-        super().__init__(context, folder)
+        super().__init__(context)
 
 
 def _error(result: RunProcsResult) -> ProcessException | None:
@@ -166,12 +160,11 @@ def start_processes(
         daemon: Whether the end of this program ends them.
         start_method: ``"spawn"``, ``"forkserver"`` (the same), or ``"fork"``.
     """
-    folder = tempfile.mkdtemp(prefix="torchdist_ref")
     calls = {index: (fn, index, *args) for index in range(nprocs)}
     envs: dict[int, dict[str, str]] = {index: {} for index in range(nprocs)}
     name = getattr(fn, "__name__", "spawn")
-    processes = MultiprocessContext(name, _call, calls, envs, start_method, DefaultLogsSpecs(folder))
-    context = ProcessContext(processes, folder)
+    processes = MultiprocessContext(name, _call, calls, envs, start_method)
+    context = ProcessContext(processes)
     try:
         processes.supervise(daemon)
         if not join:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from torchdist_ref.failure_record import FailureRecord, is_consequence, read, wants_dumps
-from torchdist_ref.launcher.worker import LineRelay, Worker, WorkerPlan
+from torchdist_ref.launcher.worker import LineRelay, Worker, WorkerPlan, redirect_to_null
 from torchdist_ref.processes import describe_exit, name_ranks, signal_name, signal_socket
 
 # Time to continue reading after all ranks have ended, while processes that they started hold their output open.
@@ -84,13 +84,6 @@ class Interrupts:
         if self._writing and signum != signal.SIGCHLD:
             self._writing = False
             raise OutputInterrupted
-
-
-def redirect_to_null(descriptor: int) -> None:
-    """Discard what this process writes to a descriptor from now on."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, descriptor)
-    os.close(null)
 
 
 def _ends_as_consequence(worker: Worker) -> bool:
@@ -212,6 +205,10 @@ class Supervisor:
             pass
         except BrokenPipeError:
             self._on_closed_output()
+        except OSError as error:
+            # A full disk ends the output, not the job.
+            relay.discard()
+            self._log(f"stopped forwarding output of the workers: {error.strerror}")
         if not data:
             self._selector.unregister(pipe)
 

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from torchdist_ref.processes import signal_name
 
 ENABLED, FILE = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_TIMER_FILE"
 _Key = tuple[int, str]
+_MAX_WAIT_SECONDS = 86400.0
 
 
 def is_enabled(environment: Mapping[str, str]) -> bool:
@@ -47,7 +49,8 @@ class TimerServer:
         # Open for writing too, so that the last client's end is no end of file.
         self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._closing = os.eventfd(0, os.EFD_CLOEXEC)
-        self._timers: dict[_Key, tuple[float, int]] = {}
+        # Expiry, signal, and a descriptor of the process: another one may get its number.
+        self._timers: dict[_Key, tuple[float, int, int]] = {}
         self._rest = b""
         self._thread = threading.Thread(target=self._run, name="torchdist_ref timers", daemon=True)
         self._thread.start()
@@ -56,6 +59,8 @@ class TimerServer:
         """End the thread and remove the FIFO."""
         os.eventfd_write(self._closing, 1)
         self._thread.join()
+        for key in list(self._timers):
+            self._drop(key)
         for descriptor in (self._pipe, self._closing):
             os.close(descriptor)
         with contextlib.suppress(FileNotFoundError):
@@ -66,8 +71,9 @@ class TimerServer:
         for descriptor in (self._pipe, self._closing):
             poll.register(descriptor, select.POLLIN)
         while True:
-            first = min((expires for expires, _ in self._timers.values()), default=None)
-            ready = poll.poll(None if first is None else max(0.0, first - time.time()) * 1000 + 1)
+            first = min((expires for expires, *_ in self._timers.values()), default=float("inf"))
+            wait = min(max(0.0, first - time.time()), _MAX_WAIT_SECONDS)
+            ready = poll.poll(wait * 1000 + 1)
             if any(descriptor == self._closing for descriptor, _ in ready):
                 return
             if ready:
@@ -79,22 +85,30 @@ class TimerServer:
         for line in lines:
             try:
                 self._set(json.loads(line))
-            except (ValueError, LookupError, TypeError):
+            except (ValueError, LookupError, TypeError, OverflowError, OSError):
                 self._log(f"ignored a request for a timer that is none: {line[:80]!r}")
 
     def _set(self, request: Mapping[str, Any]) -> None:
         key = int(request["pid"]), str(request["scope_id"])
         expires = float(request["expiration_time"])
-        if expires < 0:
-            self._timers.pop(key, None)
-        else:
-            self._timers[key] = expires, int(request["signal"])
+        signum = int(request["signal"])
+        if signum > 0 and signum not in signal.valid_signals():
+            raise ValueError("no signal has that number")
+        self._drop(key)
+        if expires >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                self._timers[key] = expires, signum, os.pidfd_open(key[0])
+
+    def _drop(self, key: _Key) -> None:
+        if (timer := self._timers.pop(key, None)) is not None:
+            os.close(timer[2])
 
     def _end_late_workers(self) -> None:
-        late = [(key, signum) for key, (expires, signum) in self._timers.items() if expires <= time.time()]
-        for (pid, scope), signum in late:
-            del self._timers[pid, scope]
+        now = time.time()
+        late = {key: timer for key, timer in self._timers.items() if timer[0] <= now}
+        for (pid, scope), (_, signum, process) in late.items():
             if signum > 0:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signum)
+                    signal.pidfd_send_signal(process, signum)
                     self._log(f"the timer {scope!r} of process {pid} has expired: sent {signal_name(signum)}")
+            self._drop((pid, scope))

@@ -105,23 +105,20 @@ class Table:
         """Remove a value (not a queue). Return whether it existed."""
         return self.values.pop(key, None) is not None
 
-    def release(self, prefix: bytes, users: int) -> list[tuple[bytes, bytes]] | None:
+    def release(self, prefix: bytes, users: int) -> tuple[dict[bytes, bytes], dict[bytes, deque[bytes]]] | None:
         """Count one more user of a prefix as gone; the last one deletes the keys (see `Store.release`).
 
         Returns:
-            The deleted keys and values, queued values with an empty key; None if there are other users.
+            The deleted values and queues by key; None if there are other users.
         """
         start = prefix + b"/"
         counter = start + RELEASED.encode()
         if self.number(counter) + 1 < users:
             self.add(counter, 1)
             return None
-        deleted = [pair for pair in self.values.items() if pair[0].startswith(start)]
-        for key, _ in deleted:
-            del self.values[key]
-        for key in [key for key in self.queues if key.startswith(start)]:
-            deleted += [(b"", value) for value in self.queues.pop(key)]
-        return deleted
+        values = {key: self.values.pop(key) for key in list(self.values) if key.startswith(start)}
+        queues = {key: self.queues.pop(key) for key in list(self.queues) if key.startswith(start)}
+        return values, queues
 
     def push(self, key: bytes, value: bytes) -> None:
         """Append a value to a queue."""

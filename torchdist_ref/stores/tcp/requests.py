@@ -7,8 +7,9 @@ lists. One thread at a time may use a `RequestHandler`.
 change to a key wakes the requests whose condition it fulfills. A request without unmet conditions is answered in the
 same step, so no other client can delete the key in between.
 
-*Memory.* Keys, values, queued values and the keys of waiting requests use at most one budget, 256 MiB by default. A
-request that would exceed it is refused; a client of torch's, which has no such reply, is disconnected.
+*Memory.* Keys, values, queues, the keys of waiting requests and what is set for clients that disconnect use at most one
+budget, 256 MiB by default. A request that would exceed it is refused; a client of torch's, which has no such reply, is
+disconnected.
 
 *Reconnecting.* A client that sends its name (HELLO) has a `ClientSession`, which outlives the connection and keeps the
 last response to a request that is not idempotent. If the connection breaks before the response arrives, the client
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress, repeat
 from operator import is_
@@ -48,6 +49,8 @@ MEMORY_VARIABLE = "TORCHDIST_REF_STORE_MEMORY"
 DEFAULT_MEMORY_MIB = 256
 KEY_OVERHEAD_BYTES = 200
 """Memory of a key or of a queued value besides its bytes."""
+QUEUE_OVERHEAD_BYTES = 800
+"""Memory of a queue besides its key and its values."""
 AWAITED_OVERHEAD_BYTES = 50
 """Memory of a key in a waiting request besides its bytes."""
 MAX_NUMBER_BYTES = 20
@@ -115,6 +118,10 @@ class ClientSession:
     counted: int = -1
     on_disconnect: tuple[bytes, bytes] | None = None
 
+    def later_bytes(self) -> int:
+        """Return the memory of the key and value to set later."""
+        return sum(map(len, self.on_disconnect)) + KEY_OVERHEAD_BYTES if self.on_disconnect else 0
+
 
 @dataclass(eq=False)
 class PendingRequest:
@@ -141,7 +148,7 @@ class RequestHandler:
         identity: random bytes by which clients distinguish this server from another at the same port.
         pending: waiting requests by key and by the number that the key must reach.
         budget: largest `used`, in bytes.
-        used: memory of keys, values, queued values and waiting requests, in bytes.
+        used: memory that counts against the budget, in bytes.
         disconnected: sessions without a client that asked for a key to be set then, and when it is.
     """
 
@@ -184,9 +191,10 @@ class RequestHandler:
             del self.disconnected[session]
             assert session.on_disconnect is not None
             key, value = session.on_disconnect
+            self._set_later(session, None)
             if key not in self.table.values:
                 self.table.values[key] = value
-                self.used += self._held([key])
+                self.used += self._value_bytes(key)
                 self._wake(key)
 
     def _control(self, client: StoreClient, request: Request) -> None:
@@ -279,12 +287,12 @@ class RequestHandler:
             return self._release(*fields)
         if operation is Op.MULTI_SET:
             return self._set_all(dict(fields[0]))
-        keys = (fields[0],)
-        before = self._held(keys)
+        key = fields[0]
+        before = self._value_bytes(key) + self._queue_bytes(key)
         if operation.wakes != "none":
-            self._require_memory(operation, fields, before)
+            self._require_memory(operation, fields)
         reply = execute(self.table, *fields)
-        self.used += self._held(keys) - before
+        self.used += self._value_bytes(key) + self._queue_bytes(key) - before
         if operation is Op.QUEUE_PUSH:
             self.used += len(fields[1]) + KEY_OVERHEAD_BYTES
         elif operation in (Op.QUEUE_POP, Op.WAIT_POP):
@@ -307,45 +315,71 @@ class RequestHandler:
     def _release(self, prefix: bytes, users: int) -> tuple[Any, ...]:
         counter = prefix + b"/" + RELEASED.encode()
         if users > 1:
-            self._require_memory(Op.RELEASE, (counter,), self._held([counter]))
-        before = self._held([counter])
+            self._require_memory(Op.RELEASE, (counter,))
+        before = self._value_bytes(counter)
         deleted = self.table.release(prefix, users)
         if deleted is None:
-            self.used += self._held([counter]) - before
+            self.used += self._value_bytes(counter) - before
             return (0,)
-        self.used -= sum(len(key) + len(value) + KEY_OVERHEAD_BYTES for key, value in deleted)
+        values, queues = deleted
+        self.used -= sum(len(key) + len(value) + KEY_OVERHEAD_BYTES for key, value in values.items())
+        for key, queue in queues.items():
+            self.used -= len(key) + QUEUE_OVERHEAD_BYTES + sum(len(value) + KEY_OVERHEAD_BYTES for value in queue)
         return (1,)
 
     def _set_on_disconnect(self, client: StoreClient, session: ClientSession, request: Request) -> None:
         key, value, pairs = request.fields
-        session.on_disconnect = (key, value) if value else None
+        former = session.on_disconnect
+        self._set_later(session, (key, value) if value else None)
         try:
+            if self.used > self.budget:
+                raise self._full(request.operation)
             self._run(Op.MULTI_SET, (pairs,))
         except ArgumentError as error:
+            self._set_later(session, former)
             return self._refuse(client, request, error)
         self._respond(client, request, (0,))
         if self.pending:
             self._wake_changed(Op.MULTI_SET, (pairs,))
 
-    @staticmethod
-    def _forget_on_disconnect(session: ClientSession | None, prefix: bytes) -> None:
+    def _forget_on_disconnect(self, session: ClientSession | None, prefix: bytes) -> None:
         """Withdraw the key that a client wants to be set when it disconnects, if it has released that key."""
         if session is not None and session.on_disconnect and session.on_disconnect[0].startswith(prefix + b"/"):
-            session.on_disconnect = None
+            self._set_later(session, None)
 
-    def _held(self, keys: Iterable[bytes]) -> int:
-        """Return the memory of these keys and their values."""
-        values = self.table.values
-        return sum([len(key) + len(values[key]) + KEY_OVERHEAD_BYTES for key in keys if key in values])
+    def _set_later(self, session: ClientSession, pair: tuple[bytes, bytes] | None) -> None:
+        """Keep the key and value to set when a client disconnects, and count them."""
+        self.used -= session.later_bytes()
+        session.on_disconnect = pair
+        self.used += session.later_bytes()
 
-    def _require_memory(self, operation: Operation, fields: tuple[Any, ...], before: int) -> None:
+    def _drop_session(self, name: bytes) -> None:
+        session = self._sessions.pop(name)
+        self._drop_response(session)
+        # Without its session, the pair is set all the same when its time comes.
+        if session not in self.disconnected:
+            self._set_later(session, None)
+
+    def _value_bytes(self, key: bytes) -> int:
+        """Return the memory of a key and its value."""
+        value = self.table.values.get(key)
+        return 0 if value is None else len(key) + len(value) + KEY_OVERHEAD_BYTES
+
+    def _queue_bytes(self, key: bytes) -> int:
+        """Return the memory of a queue without the values in it."""
+        return len(key) + QUEUE_OVERHEAD_BYTES if key in self.table.queues else 0
+
+    def _require_memory(self, operation: Operation, fields: tuple[Any, ...]) -> None:
+        key = fields[0]
         wanted = KEY_OVERHEAD_BYTES + sum([len(field) for field in fields if isinstance(field, bytes)])
+        former = self._value_bytes(key)
         if operation is Op.APPEND:
-            wanted += before
+            wanted += former
             if wanted > MAX_VALUE_BYTES + MAX_KEY_BYTES:
                 raise ArgumentError(f"append: the value would be longer than {MAX_VALUE_BYTES} bytes, the limit.")
-        replaced = 0 if operation is Op.QUEUE_PUSH else before
-        if self.used - replaced + wanted > self.budget:
+        if operation is Op.QUEUE_PUSH:
+            former, wanted = 0, wanted + (0 if key in self.table.queues else QUEUE_OVERHEAD_BYTES)
+        if self.used - former + wanted > self.budget:
             raise self._full(operation)
 
     def _full(self, operation: Operation) -> ArgumentError:
@@ -372,8 +406,7 @@ class RequestHandler:
             if self._kept <= KEPT_RESPONSE_BYTES:
                 return
             if session.client is None and session.nbytes > MAX_KEY_BYTES:
-                self._drop_response(session)
-                del self._sessions[name]
+                self._drop_session(name)
 
     def _open_session(self, client: StoreClient, request: Request) -> None:
         session = self._sessions.setdefault(request.fields[0], ClientSession())
@@ -388,7 +421,7 @@ class RequestHandler:
         if len(self._sessions) > MAX_SESSIONS:
             gone = next((name for name, session in self._sessions.items() if session.client is None), None)
             if gone is not None:
-                self._drop_response(self._sessions.pop(gone))
+                self._drop_session(gone)
 
     # Responses: a framed request gets its number, a status and the reply; others get the bare reply.
 
@@ -482,7 +515,7 @@ class RequestHandler:
                 continue  # disconnected or completed while another one was
             self._unfile_condition(pending, condition)
             del pending.unmet[condition]
-            if not pending.unmet and self._retry(pending) and only_one:
+            if not pending.unmet and self._retry(pending) and only_one and _may_consume(pending.request):
                 return
 
     def _cancel(self, client: StoreClient) -> None:
@@ -494,3 +527,8 @@ class RequestHandler:
                 # It was filed under the first few only.
                 missing = self.table.missing(pending.request.fields[0])
             client.send(write_response(pending.request.number, Status.CANCELED, write_values(missing)))
+
+
+def _may_consume(request: Request) -> bool:
+    """Return whether a completed request takes a queued value. A client of torch's pops by a WAIT, then QUEUE_POP."""
+    return request.operation is Op.WAIT_POP or request.number is None
