@@ -504,6 +504,7 @@ class TestStreams:
         assert rank == 1 and "cannot be unpickled: Can't get attribute 'Text'" in bundle["text/plain"]
         assert shown(pool, "rank") == [(rank, str(rank)) for rank in range(3)]
 
+    @pytest.mark.timeout(20)
     def test_values_are_displayed_while_a_cell_has_redirected_or_closed_its_output(self, pool: RankPool) -> None:
         """Once the notebook waited without end for a marker that had gone to /dev/null."""
         redirect = "saved = os.dup(1); null = os.open(os.devnull, os.O_WRONLY); os.dup2(null, 1); os.close(null)\n"
@@ -522,6 +523,7 @@ class TestStreams:
             signal.signal(signal.SIGUSR1, former)
         assert items == [(rank, f"end {rank}") for rank in range(3)] and received == [signal.SIGUSR1]
 
+    @pytest.mark.timeout(20)
     def test_a_rank_that_died_is_missed_by_a_request_to_another(self, pool: RankPool, server: RankServer) -> None:
         """Once that request consumed the news, and the next one waited without end."""
         os.kill(pool.pids[1], signal.SIGKILL)

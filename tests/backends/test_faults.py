@@ -200,7 +200,7 @@ def stall(rank: int) -> tuple[str, str, float]:
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 @BOTH_EXECUTORS
 def test_a_rank_that_does_not_come_is_named_at_the_deadline(ranks: str, executor: str) -> None:
-    results = run(stall, 3, ranks=ranks)
+    results = run(stall, 3, ranks=ranks, timeout=10)
     kinds = {results[0][0], results[2][0]}
     # The rank that reaches the deadline first aborts, and the other one learns of that.
     assert kinds <= {"RankStalledError", "GroupAbortedError"} and "RankStalledError" in kinds

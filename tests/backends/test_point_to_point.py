@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import torchdist_ref as dist
+from torchdist_ref.groups import world
 from torchdist_ref.testing import fill, run
+from torchdist_ref.transports.mailbox import Mailbox
 
 
 def ask_in_the_other_order(rank: int) -> list[float]:
@@ -211,3 +213,53 @@ def sources(rank: int) -> list[int]:
 @pytest.mark.parametrize("backend", ["ref", "gloo"])
 def test_only_receives_have_a_source(backend: str) -> None:
     assert run(sources, 2, backend=backend) == [[1, 1], [0, 0]]
+
+
+def wait_for_the_second(rank: int) -> list[float]:
+    """Rank 1 sends the first message only after rank 0 has waited for the second."""
+    first, second, go_on = torch.zeros(3), torch.zeros(3), torch.zeros(1)
+    if rank == 1:
+        dist.send(fill(2, (3,)), 0, tag=2)
+        dist.recv(go_on, 0, tag=3)
+        dist.send(fill(1, (3,)), 0, tag=1)
+        return []
+    works = [dist.irecv(first, 1, tag=1), dist.irecv(second, 1, tag=2)]
+    assert works[0] is not None and works[1] is not None
+    works[1].wait()
+    # A dump of the calls shows the receive that is pending.
+    events = world.default_group().backend.recorder.events()
+    assert [each.state for each in events if "recv(src=1, tag=1)" in each.text] == ["started"], events
+    assert not works[0].is_completed()
+    dist.send(go_on, 1, tag=3)
+    works[0].wait()
+    return [*first.tolist(), *second.tolist()]
+
+
+def test_receives_complete_in_the_order_of_their_messages() -> None:
+    """Once a receive completed only after all that were posted before it: pipelines waited for ever."""
+    wanted = [*fill(1, (3,)).tolist(), *fill(2, (3,)).tolist()]
+    for ranks in ("threads", "processes"):
+        assert run(wait_for_the_second, 2, ranks=ranks, timeout=10)[0] == wanted
+
+
+def receive_with_an_interruption(rank: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Rank 0 is interrupted in the middle of a long message."""
+    if rank == 0:
+
+        def interrupted(*arguments: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Mailbox, "_receive_chunks", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                dist.recv(torch.zeros(4_000_000), 1)
+    with pytest.raises(dist.GroupAbortedError) as caught:
+        dist.recv(torch.zeros(3), 1) if rank == 0 else dist.send(torch.zeros(4_000_000), 0)
+    return str(caught.value)
+
+
+def test_a_message_that_is_received_in_part_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the next call of either rank waited for the time-out."""
+    of_receiver, of_sender = run(receive_with_an_interruption, 2, monkeypatch, timeout=10)
+    assert "the group ended with an earlier failure" in of_receiver
+    assert "rank 0 aborted: KeyboardInterrupt" in of_sender

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 from torch.futures import Future
 
 import torchdist_ref as dist
-from torchdist_ref.backends.worker_threads import WorkerThread
+from torchdist_ref.backends.worker_threads import CallOrder, OutOfOrderError, WorkerThread
+from torchdist_ref.groups import world
 from torchdist_ref.testing import fill, run
 
 
@@ -201,3 +204,125 @@ def test_whatever_a_callback_raises_ends_its_future(kind: type[BaseException], b
             work.get_future().then(raises).wait()
 
     run(program, 2, backend=backend, timeout=5)
+
+
+def test_a_call_that_waits_and_comes_before_the_awaited_one_runs_first() -> None:
+    """The callback that makes the awaited call may be behind the callback whose call waits; once both waited."""
+    ran: list[str] = []
+
+    def give_up(number: Any, seconds: float) -> None:
+        assert seconds < 5, "the call of the first callback never runs"
+
+    order = CallOrder("a group", give_up)
+
+    def first_callbacks_call() -> None:
+        ran.append("1.1")
+        order.later((2, 1), lambda: ran.append("2.1"))
+
+    def third_call() -> None:
+        if "2.1" not in ran:
+            raise OutOfOrderError((2, 1))
+        ran.append("3")
+
+    assert order.begin(False)
+    order.later((1, 1), first_callbacks_call)
+    order.run_in_order((3, 0), third_call)
+    order.done()
+    order.close()
+    assert ran == ["1.1", "2.1", "3"]
+
+
+def call_after(kind: str, rank: int) -> list[float]:
+    """Make a call in a callback, which runs on a thread of its own on rank 1, and on this one on rank 0."""
+    tensor, inside, after = fill(rank, (4,)), fill(rank + 2, (2,)), fill(rank + 4, (2,))
+    if kind == "coalesced":
+        future = dist.all_reduce_coalesced([tensor, fill(rank + 6, (3,))], async_op=True)
+        work: Any = future
+    else:
+        op = dist.ReduceOp.PREMUL_SUM(2.0) if kind == "premultiplied" else dist.ReduceOp.SUM  # type: ignore[operator]
+        work = dist.all_reduce(tensor, op, async_op=True)
+        if rank == 0:
+            work.wait()
+        future = work.get_future()
+    result = future.then(lambda _: dist.all_reduce(inside))
+    work.wait()
+    dist.all_reduce(after)
+    result.wait()
+    return [*tensor.tolist(), *inside.tolist(), *after.tolist()]
+
+
+@pytest.mark.parametrize("kind", ["plain", "premultiplied", "coalesced"])
+def test_calls_of_callbacks_have_one_number_on_any_thread(kind: str) -> None:
+    """Once those of joined calls were numbered as the program's where the program completed the call."""
+    factor = 2.0 if kind == "premultiplied" else 1.0
+    wanted = [*(factor * sum_of(2, 0, 4)).tolist(), *sum_of(2, 2, 2).tolist(), *sum_of(2, 4, 2).tolist()]
+    assert run(partial(call_after, kind), 2, timeout=10) == [wanted] * 2
+
+
+def wait_in_the_callback(rank: int) -> tuple[bool, list[float]]:
+    tensor = fill(rank, (3,))
+    work = dist.all_reduce(tensor, dist.ReduceOp.PREMUL_SUM(2.0), async_op=True)  # type: ignore[operator]
+    assert work is not None
+    waited: bool = work.get_future().then(lambda _: work.wait(5)).wait()
+    return waited, tensor.tolist()
+
+
+def test_a_callback_may_wait_for_its_own_joined_call() -> None:
+    assert run(wait_in_the_callback, 2, timeout=10) == [(True, (2 * sum_of(2, 0, 3)).tolist())] * 2
+
+
+OUTSTANDING: dict[str, Callable[[], Any]] = {
+    "all_reduce": lambda: dist.all_reduce(torch.ones(2), async_op=True),
+    "irecv": lambda: dist.irecv(torch.ones(2), 1),
+    "isend": lambda: dist.isend(torch.ones(2), 1),
+}
+
+
+@pytest.mark.parametrize("operation", OUTSTANDING)
+def test_calls_that_nobody_joins_end_with_their_group(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once they waited for the time-out after `destroy_process_group`."""
+    monkeypatch.setattr(WorkerThread.close, "__defaults__", (0.05,))
+    over = threading.Event()
+
+    def program(rank: int) -> str:
+        if rank == 1:
+            over.wait(10)
+            return ""
+        try:
+            work = OUTSTANDING[operation]()
+            dist.destroy_process_group()
+            with pytest.raises(dist.GroupAbortedError) as caught:
+                work.wait(5)
+            return str(caught.value)
+        finally:
+            over.set()
+
+    assert "this rank destroyed the group meanwhile" in run(program, 2)[0]
+
+
+@pytest.mark.parametrize("where", ["record", "begin"])
+def test_a_signal_between_number_and_start_of_a_call_ends_the_group(where: str) -> None:
+    """Once the call's number was used up, or the lock taken, and the next call waited in vain."""
+
+    def program(rank: int) -> str:
+        dist.all_reduce(fill(rank, (2,)))
+        backend: Any = world.default_group().backend
+        part, name = (backend.recorder, "record") if where == "record" else (backend._order, "begin")
+        real = getattr(part, name)
+
+        def then_interrupted(*arguments: Any) -> None:
+            setattr(part, name, real)
+            real(*arguments)
+            raise KeyboardInterrupt
+
+        if rank == 0:
+            setattr(part, name, then_interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                dist.all_reduce(fill(rank, (2,)))
+        with pytest.raises(dist.GroupAbortedError) as caught:
+            dist.all_reduce(fill(rank, (2,)))
+        return str(caught.value)
+
+    own, other = run(program, 2, timeout=10)
+    assert "the group ended with an earlier failure (KeyboardInterrupt" in own
+    assert "rank 0 aborted: KeyboardInterrupt" in other

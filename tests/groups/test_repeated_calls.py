@@ -148,3 +148,53 @@ def test_output_that_overlaps_itself_where_a_plain_one_was() -> None:
         return "refused"
 
     assert run(program, 2) == ["refused"] * 2
+
+
+def test_lists_of_another_length_after_one_tensor_of_that_size() -> None:
+    """A plan of the form for one tensor is that of a list of one, which the lists' form refuses."""
+
+    def program(rank: int) -> list[str]:
+        output, block = torch.zeros(4), fill(rank, (2,))
+        for _ in range(2):
+            dist.all_gather_into_tensor(output, block)
+            dist.reduce_scatter_tensor(torch.zeros(2), output)
+            dist.all_to_all_single(torch.zeros(4), output)
+        calls: list[Callable[[], Any]] = [
+            lambda: dist.all_gather([output], block),
+            lambda: dist.reduce_scatter(torch.zeros(2), [output]),
+            lambda: dist.all_to_all([torch.zeros(4)], [output]),
+        ]
+        found = []
+        for call in calls:
+            with pytest.raises(ValueError, match="must be a list of 2 tensors") as caught:
+                call()
+            found.append(type(caught.value).__name__)
+        return found
+
+    assert run(program, 2) == [["BackendArgumentError"] * 3] * 2
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_tensors_of_inference_mode_are_reduced_outside_it(async_op: bool) -> None:
+    """Metrics are often made in inference mode; once the group ended."""
+
+    def program(rank: int) -> list[list[float]]:
+        with torch.inference_mode():
+            mine, metric = fill(rank, (4,)), torch.zeros(2)
+            columns = fill(rank + 3, (3, 2)).t()
+            gathered = [torch.zeros(2), torch.zeros(2)]
+        works = [dist.all_reduce(mine, async_op=async_op), dist.all_reduce(columns, async_op=async_op)]
+        for work in filter(None, works):
+            work.wait()
+        for each in (
+            dist.reduce_scatter(metric, [mine[:2], mine[2:]], async_op=async_op),
+            dist.all_gather(gathered, mine[:2], async_op=async_op),
+        ):
+            assert each is None or each.wait()
+        return [mine.tolist(), columns.flatten().tolist(), metric.tolist(), gathered[1].tolist()]
+
+    total = fill(0, (4,)) + fill(1, (4,))
+    columns = (fill(3, (3, 2)) + fill(4, (3, 2))).t().flatten()
+    for rank, result in enumerate(run(program, 2)):
+        expected = [total, columns, 2 * total[2 * rank :][:2], total[:2]]
+        assert result == [each.tolist() for each in expected]

@@ -251,6 +251,9 @@ def subgroups(rank: int, world: int) -> None:
         again: Any = dist.new_group(members, group_desc="tail", use_local_synchronization=True)
         assert len({again.group_name, ours.group_name}) == 2
         dist.destroy_process_group(again)
+        aborted: Any = dist.new_group(members, use_local_synchronization=True)
+        aborted.abort()
+        dist.destroy_process_group(aborted)
         theirs.destroy_process_group(ours)
         with pytest.raises(dist.ArgumentError, match="destroyed"):
             dist.all_reduce(tensor, group=ours)

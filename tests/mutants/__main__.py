@@ -33,8 +33,8 @@ from tests.mutants.planting import Fault, plant, planted
 ROOT = Path(__file__).resolve().parents[2]
 # A fault may make the tests hang; then they have noticed it too.
 LIMIT = 120.0
-# A few faults make ranks wait for a time-out; one run more than the cores of CI fills that time.
-RUNS_AT_ONCE = 3
+# Some faults make ranks wait for a time-out; two runs more than the cores of CI fill that time.
+RUNS_AT_ONCE = 4
 # Tests that run without a fault at first.
 CONTROL = "tests/stores/test_prefix.py tests/parallel/test_bucketing.py"
 # The tests that CI runs.

@@ -32,13 +32,17 @@ Job = Callable[[], None]
 
 
 class WorkerThread:
-    """Thread that runs jobs in order. It starts with the first job, and ends when it is closed."""
+    """Thread that runs jobs in order. It starts with the first job, and ends when it is closed.
+
+    A job that comes after that runs on the thread that puts it.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._closed = False
         self._pending = 0
 
     @property
@@ -50,26 +54,32 @@ class WorkerThread:
         """Run a job after all that were put before."""
         with self._lock:
             self._pending += 1
-            self._jobs.put(job)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-                self._thread.start()
+            if not self._closed:
+                self._jobs.put(job)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                    self._thread.start()
+                return
+        self._run(job)
 
     def _loop(self) -> None:
         # A new thread computes on all cores until it gets the number of threads that this process chose.
         torch.set_num_threads(torch.get_num_threads())
         while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except BaseException:
-                log.exception("%s: a job raised", self._name)
-            with self._lock:
-                self._pending -= 1
+            self._run(job)
+
+    def _run(self, job: Job) -> None:
+        try:
+            job()
+        except BaseException:
+            log.exception("%s: a job raised", self._name)
+        with self._lock:
+            self._pending -= 1
 
     def close(self, timeout: float = 5.0) -> None:
         """Run the jobs in the queue, then end. From a job of this thread, only ask for the end."""
         with self._lock:
-            thread, self._thread = self._thread, None
+            thread, self._thread, self._closed = self._thread, None, True
         if thread is None:
             return
         self._jobs.put(None)
@@ -193,10 +203,11 @@ class CallOrder:
     def _run_first(self, number: Number) -> None:
         since = monotonic()
         with self._made:
-            while number not in self._waiting:
+            # The callback that makes this call may be behind another one, whose call waits here and comes first.
+            while (smallest := min(self._waiting, default=None)) is None or smallest > number:
                 self._made.wait(CHECK_SECONDS)
                 self._check_wait(number, monotonic() - since)
-            job = self._waiting.pop(number)
+            job = self._waiting.pop(smallest)
         job()
 
     def later(self, number: Number, job: Job) -> None:

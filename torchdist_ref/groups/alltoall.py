@@ -77,7 +77,8 @@ def all_to_all(
     found = member_group("all_to_all", group)
     if found is None:
         return None
-    if type(output_tensor_list) is list and type(input_tensor_list) is list:
+    # A list of one may look like a call on one tensor, whose plan is known.
+    if type(output_tensor_list) is list and type(input_tensor_list) is list and len(input_tensor_list) > 1:
         work = found.backend.submit_repeated(_EVEN, input_tensor_list, output_tensor_list, not async_op)
         if work is not None:
             return work if async_op else None

@@ -373,7 +373,8 @@ class JoinedWork(Work):
     def __init__(
         self, name: str, outputs: Sequence[Any], parts: Sequence[Work], after: Callable[[], Any] | None = None
     ) -> None:
-        super().__init__(name, outputs)
+        # On each thread that may run them, callbacks number their calls below the same part's.
+        super().__init__(name, outputs, scope=parts[-1]._scope if parts else None)  # noqa: SLF001 - of its own class
         self._parts = tuple(parts)
         self._after = after
         self._once = threading.Lock()
@@ -423,6 +424,9 @@ class JoinedWork(Work):
         self.is_completed()
 
     def _conclude(self) -> None:
+        if super().is_completed():
+            # A callback, which runs below, may wait for this.
+            return
         with self._once:
             if super().is_completed():
                 return

@@ -266,7 +266,9 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
         world.close()
     elif found is not None:
         if found not in world.groups:
-            if world.registration is not None and world.registration.destroy_in_torch(found):
+            registration = world.registration
+            # A group that its own `abort` has ended is in torch's tables still.
+            if registration is not None and (registration.destroy_in_torch(found) or registration.forget(found)):
                 return
             raise ArgumentError(f"destroy_process_group: group {found.group_desc!r} was destroyed before{on_rank()}.")
         world.destroy(found)

@@ -83,7 +83,8 @@ def all_gather(
     found = member_group("all_gather", group)
     if found is None:
         return None
-    if type(tensor_list) is list:
+    # A list of one may look like a call on one tensor, whose plan is known.
+    if type(tensor_list) is list and len(tensor_list) > 1:
         work = found.backend.submit_repeated(_ALL_GATHER, (tensor,), tensor_list, not async_op)
         if work is not None:
             return work if async_op else None
@@ -388,7 +389,8 @@ def reduce_scatter(
     if found is None:
         return None
     call = REDUCE_SCATTER[reduction_name(op, "reduce_scatter")]
-    if type(input_list) is list and call.reduction != "premul_sum":
+    # As in `all_gather`.
+    if type(input_list) is list and len(input_list) > 1 and call.reduction != "premul_sum":
         work = found.backend.submit_repeated(call, input_list, (output,), not async_op)
         if work is not None:
             return work if async_op else None

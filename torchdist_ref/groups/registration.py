@@ -228,15 +228,16 @@ class Registration:
         """Withdraw a group, and with the default group everything."""
         if group is self._default:
             self.withdraw()
-        else:
-            self._forget(group)
+        elif group in self._groups:
+            # Else torch destroys it, and clears its tables itself.
+            self.forget(group)
 
-    def _forget(self, group: ProcessGroup) -> None:
-        """Remove a group from torch's tables; do nothing if torch has forgotten it."""
-        if group not in self._groups:
-            return
+    def forget(self, group: ProcessGroup) -> bool:
+        """Remove a group from torch's tables; return whether torch knew it."""
         self._release(group)
         tables = torch_private.TABLES.get()
+        if group not in tables.pg_map:
+            return False
         for table in (tables.pg_map, tables.pg_names, tables.pg_group_ranks, tables.pg_backend_config):
             table.pop(group, None)
         tables.pg_coalesce_state.pop(group, None)
@@ -244,6 +245,7 @@ class Registration:
             if group in tables.tags_to_pg.get(key, ()):
                 tables.tags_to_pg[key].remove(group)
         torch_private.UNREGISTER_NAME.get()(group.group_name)
+        return True
 
     def counterpart(self, group: Any) -> ProcessGroup:
         """Return a group of ours with the members and the backend of a group that torch made.
@@ -298,7 +300,7 @@ class Registration:
         if torch_private.TABLES.get().default_pg is not self._default:
             # The program has put another group in its place, which stays.
             for group in list(self._groups):
-                self._forget(group)
+                self.forget(group)
         else:
             self._destroy_all_in_torch()
         TablesByRank.uninstall(self._world)

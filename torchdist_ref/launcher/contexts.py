@@ -71,7 +71,7 @@ class PContext(ABC):
         entrypoint: Function or command.
         args: Its arguments by local rank.
         envs: Variables by local rank that are added to the environment of this process.
-        logs_specs: Rule of log files. Default None: failure records only, in a temporary folder that is removed.
+        logs_specs: Rule of log files. None: failure records only, in a temporary folder that is removed.
         log_line_prefixes: Start of each line on the console that goes to a file too, by local rank. Default None:
             ``[name local_rank]:``.
         duplicate_stdout_filters: Texts; lines of teed standard output that contain one go to a file of their own too.
@@ -93,7 +93,7 @@ class PContext(ABC):
         entrypoint: Callable[..., Any] | str,
         args: Mapping[int, Sequence[Any]],
         envs: dict[int, dict[str, str]],
-        logs_specs: LogsSpecs | None = None,
+        logs_specs: LogsSpecs | None,
         log_line_prefixes: Mapping[int, str] | None = None,
         duplicate_stdout_filters: Sequence[str] | None = None,
         duplicate_stderr_filters: Sequence[str] | None = None,
@@ -311,7 +311,7 @@ class MultiprocessContext(PContext):
         args: Mapping[int, Sequence[Any]],
         envs: dict[int, dict[str, str]],
         start_method: str,
-        logs_specs: LogsSpecs | None = None,
+        logs_specs: LogsSpecs | None,
         log_line_prefixes: Mapping[int, str] | None = None,
         numa_options: Any = None,
         duplicate_stdout_filters: Sequence[str] | None = None,

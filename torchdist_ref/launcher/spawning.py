@@ -163,7 +163,7 @@ def start_processes(
     calls = {index: (fn, index, *args) for index in range(nprocs)}
     envs: dict[int, dict[str, str]] = {index: {} for index in range(nprocs)}
     name = getattr(fn, "__name__", "spawn")
-    processes = MultiprocessContext(name, _call, calls, envs, start_method)
+    processes = MultiprocessContext(name, _call, calls, envs, start_method, None)
     context = ProcessContext(processes)
     try:
         processes.supervise(daemon)

@@ -194,16 +194,21 @@ class Mailbox:
         nbytes = self._fields[_NBYTES]
         transfer, address = self._transfers.get(nbytes) or self._new_transfer(nbytes), tensor.data_ptr()
         begin, size = self._begin_of(transfer), transfer.chunks[0].nbytes
-        transfer.memmove(address, begin, size)
-        if size < nbytes and self._direct is None:
-            self._receive_chunks(transfer, begin, address, description, timeout)
-        chunks = [] if self._direct is None or size == nbytes else _direct_chunks(tensor, size)
-        if self._direct is not None and chunks:
-            self._direct.post_receive(chunks)
-        self._post_reply()
-        for _ in chunks:
-            self._acquire(self._chunk, description, timeout)
-            self._post_credit()
+        try:
+            transfer.memmove(address, begin, size)
+            if size < nbytes and self._direct is None:
+                self._receive_chunks(transfer, begin, address, description, timeout)
+            chunks = [] if self._direct is None or size == nbytes else _direct_chunks(tensor, size)
+            if self._direct is not None and chunks:
+                self._direct.post_receive(chunks)
+            self._post_reply()
+            for _ in chunks:
+                self._acquire(self._chunk, description, timeout)
+                self._post_credit()
+        except BaseException as failure:
+            # Neither side can use a message of which a part has been received.
+            self.link.abort_unless_definite(failure, description)
+            raise
 
     def _receive_chunks(
         self, transfer: MessageTransfer, begin: int, address: int, description: str, timeout: float | None

@@ -135,18 +135,25 @@ class Ref(Backend):
 
     def _start(self, planned: Planned, call: Call, tensors: Tensors, written: Tensors, wait: bool) -> Work:
         """Run a planned call now if no other call is ahead of it, else on the progress thread."""
-        number, order = self._numbers.next(), self._order
-        entry: Entry = [number, call, planned[0].operands, 0.0, 0.0, ""]
-        self.recorder.record(entry)
-        if not wait or order.queued or not order.begin(False):
-            return self._later(planned, tensors, written, entry, wait)
+        order = self._order
+        entry: Entry = [-1, call, planned[0].operands, 0.0, 0.0, ""]
         try:
-            self._run(planned, tensors, entry)
-        except OutOfOrderError as first:
-            self._run_in_order(entry, partial(self._run, planned, tensors, entry), first)
-        finally:
-            order.done()
-        return _DONE
+            entry[NUMBER] = self._numbers.next()
+            self.recorder.record(entry)
+            later = not wait or order.queued or not order.begin(False)
+            if not later:
+                try:
+                    self._run(planned, tensors, entry)
+                except OutOfOrderError as first:
+                    self._run_in_order(entry, partial(self._run, planned, tensors, entry), first)
+                finally:
+                    order.done()
+        except BaseException as failure:
+            if not entry[START]:
+                # A signal's handler has raised: the number is used up, and perhaps no call can begin any more.
+                self.link.abort_unless_definite(failure, planned[0].text)
+            raise
+        return self._later(planned, tensors, written, entry, wait) if later else _DONE
 
     def wrap_executor(self, wrap: Callable[[Any], Any]) -> None:
         """Replace the executor by what a function makes of it, before the first call; for debugging."""
@@ -206,10 +213,11 @@ class Ref(Backend):
         """Run a planned call on this thread, on contiguous copies where needed, and record its times."""
         entry[START] = perf_counter()
         plan, program = planned
-        is_flat = plan.is_flat
+        is_flat, reduces = plan.is_flat, plan.reduction is not None
         try:
             for tensor in tensors:
-                if not is_flat(tensor):
+                # Outside inference mode, as on the progress thread, only other views of such a tensor may be written.
+                if not is_flat(tensor) or (reduces and tensor.is_inference()):
                     self._run_on_copies(planned, tensors, entry)
                     break
             else:
@@ -253,6 +261,8 @@ class Ref(Backend):
         self._order.close()
         self._callbacks.close()
         self._messages.close()
+        # Calls that have not ended by now wait for peers: they raise at their next check.
+        self.link.leave()
         self.link.close()
 
     def abort(self, reason: str) -> None:

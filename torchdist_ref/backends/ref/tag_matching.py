@@ -64,12 +64,19 @@ def record_of(tensor: Tensor) -> Announcement:
 
 
 class PostedReceive:
-    """Receive that waits for its message."""
+    """Receive that waits for its message.
 
-    __slots__ = ("call", "deadline", "ended", "error", "record", "source", "tensor")
+    Args:
+        call: The call.
+        tensor: Memory for the message.
+        deadline: Time at which it must be there.
+        on_end: Function to call once, when the message is there or will not come. Default: none.
+    """
 
-    def __init__(self, call: Recv, tensor: Tensor, deadline: float) -> None:
-        self.call, self.tensor, self.deadline = call, tensor, deadline
+    __slots__ = ("call", "deadline", "ended", "error", "on_end", "record", "source", "tensor")
+
+    def __init__(self, call: Recv, tensor: Tensor, deadline: float, on_end: Callable[[], None] | None = None) -> None:
+        self.call, self.tensor, self.deadline, self.on_end = call, tensor, deadline, on_end
         self.record = record_of(tensor)
         self.source = -1
         self.error: BaseException | None = None
@@ -83,6 +90,9 @@ class PostedReceive:
         """Announcement that the message is in the tensor, or the error for which it never will be."""
         self.source, self.error = source, error
         self.ended = True
+        on_end, self.on_end = self.on_end, None
+        if on_end is not None:
+            on_end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +375,10 @@ class Messages:
         self._sender, self._receiver = Sender(link), Receiver(link)
         # Results of receives that are over when they return, by source, which a Work carries.
         self._received: dict[int | None, Work] = {r: Done("recv", [], r) for r in range(link.size)}
+        # One thread takes messages for as long as a receive is pending. Another one completes receives, in the order in
+        # which their messages came: a program may wait for a later one before it has the others' messages sent.
         self._receives = WorkerThread(f"{link.name} receives")
+        self._completions = WorkerThread(f"{link.name} completions")
 
     def send(self, call: Send, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
         """Start a send; see `Backend.submit`."""
@@ -375,10 +388,13 @@ class Messages:
             return Done("send", [])
         queue, kind = self._sender.queues[call.dst], _kind_of(tensor.dtype, tensor.shape)
         if wait and queue.idle:
-            self._timed(kind, call, self._sender.send, kind.record, call, tensor)
+            self._timed(self._record(kind, call), call, self._sender.send, kind.record, call, tensor)
             return _DONE
         work = self._make_work(call.op, [], POINT_TO_POINT)
-        run = partial(self._timed, kind, call, self._sender.send, kind.record, call, tensor)
+
+        def run() -> None:
+            self._timed(self._record(kind, call), call, self._sender.send, kind.record, call, tensor)
+
         queue.put(lambda: settle(work, run))
         if wait:
             work.wait()
@@ -388,30 +404,37 @@ class Messages:
         """Start a receive; see `Backend.submit`."""
         (tensor,) = outputs
         buffer, kind = receive_buffer(tensor, call), _kind_of(tensor.dtype, tensor.shape)
+        entry = self._record(kind, call)
         if wait:
-            return self._timed(kind, call, self._receive_now, kind.record, call, buffer, tensor)
-        receive, on_side_streams = self._post(call, buffer), side_streams((tensor,))
-        work = self._make_work(call.op, [tensor], POINT_TO_POINT)
+            return self._timed(entry, call, self._receive_now, kind.record, call, buffer, tensor)
+        work, on_side_streams = self._make_work(call.op, [tensor], POINT_TO_POINT), side_streams((tensor,))
 
         def finish() -> None:
             with on_side_streams():
-                work.source = self._timed(kind, call, self._finish, receive, tensor)
+                work.source = self._timed(entry, call, self._finish, receive, tensor)
 
-        self._receives.put(lambda: settle(work, finish))
+        complete = partial(self._completions.put, lambda: settle(work, finish))
+        receive = PostedReceive(call, buffer, monotonic() + self._timeout, complete)
+        self._receiver.post(receive)
+        self._receives.put(lambda: self._take_messages(receive))
         return work
+
+    def _take_messages(self, receive: PostedReceive) -> None:
+        """Take messages until a receive has ended; its Work raises the error."""
+        try:
+            self._receiver.finish(receive)
+        except BaseException as error:
+            if not receive.ended:
+                receive.end(-1, error)
 
     def _receive_now(self, record: Announcement, call: Recv, buffer: Tensor, tensor: Tensor) -> Work:
         if buffer is tensor and self._receiver.take_at_once(record, call, tensor):
             return self._received[call.src]
-        receive = self._post(call, buffer)
+        receive = PostedReceive(call, buffer, monotonic() + self._timeout)
+        self._receiver.post(receive)
         if call.src == self._rank:
             self._receiver.refuse_unsent(receive)
         return self._received[self._finish(receive, tensor)]
-
-    def _post(self, call: Recv, buffer: Tensor) -> PostedReceive:
-        receive = PostedReceive(call, buffer, monotonic() + self._timeout)
-        self._receiver.post(receive)
-        return receive
 
     def _finish(self, receive: PostedReceive, tensor: Tensor) -> int:
         self._receiver.finish(receive)
@@ -419,9 +442,12 @@ class Messages:
             copy_back(receive.tensor, tensor)
         return receive.source
 
-    def _timed(self, kind: MessageKind, call: Call, act: Callable[..., T], *arguments: Any) -> T:
+    def _record(self, kind: MessageKind, call: Call) -> Entry:
         entry: Entry = [POINT_TO_POINT, call, kind.operands, perf_counter(), 0.0, ""]
         self._recorder.record(entry)
+        return entry
+
+    def _timed(self, entry: Entry, call: Call, act: Callable[..., T], *arguments: Any) -> T:
         try:
             result = act(*arguments)
         except BaseException as failure:
@@ -438,5 +464,5 @@ class Messages:
 
     def close(self) -> None:
         """End the threads of sends and receives."""
-        for thread in [self._receives, *self._sender.queues.values()]:
+        for thread in [self._receives, self._completions, *self._sender.queues.values()]:
             thread.close()
