@@ -37,6 +37,7 @@ PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 TORCHES = ("torch==2.11.0", "torch==2.13.0")
 HTML = ROOT / "docs" / "_build" / "html"
 LIGHTHOUSE = "12.8.2"
+MARKS = "not long and not benchmark and not browser and not deaths"
 
 
 @contextlib.contextmanager
@@ -128,7 +129,15 @@ def tests(session: nox.Session) -> None:
     session.log("[3/3] running the tests")
     # Most tests wait for ranks more than they compute: a second worker uses the time. A chosen few need none.
     workers = [] if session.posargs else ["-n", "2", "--dist", "loadfile"]
-    call(session, "-m", "pytest", *workers, "-m", "not long and not benchmark and not browser", *session.posargs)
+    call(session, "-m", "pytest", *workers, "-m", MARKS, *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def deaths(session: nox.Session) -> None:
+    """Kill a rank at one in twenty of the lines of each call; `nox -s soak -- lines` kills it at all of them."""
+    set_up(session, 3)
+    with step(session, 3, 3, "killing ranks at lines of calls"):
+        call(session, "-m", "pytest", "-q", "-n", "2", "-m", "deaths and not long", "tests/soak", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -214,8 +223,7 @@ def versions(session: nox.Session) -> None:
                 pip(session, "-e", ".[docs,notebook,test]", python=str(home / "bin" / "python"))
                 (home / "complete").touch()
             inside, results = str(home / "bin" / "python"), str(home / "results.xml")
-            marks = "not long and not benchmark and not browser"
-            call(session, "-m", "pytest", "-q", "-m", marks, f"--junitxml={results}", python=inside, codes=(0, 1))
+            call(session, "-m", "pytest", "-q", "-m", MARKS, f"--junitxml={results}", python=inside, codes=(0, 1))
             call(session, "-m", "tests.versions", results, python=inside, codes=(0, 1))
             outcomes = Path(results).read_text(encoding="utf-8")
             failed += [f"{python}, {torch}"] if "<failure" in outcomes or "<error" in outcomes else []

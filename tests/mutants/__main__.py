@@ -38,7 +38,7 @@ RUNS_AT_ONCE = 4
 # Tests that run without a fault at first.
 CONTROL = "tests/stores/test_prefix.py tests/parallel/test_bucketing.py"
 # The tests that CI runs.
-MARKS = "not long and not benchmark and not browser"
+MARKS = "not long and not benchmark and not browser and not deaths"
 # Loaded once, before the forks. Pytest's plugins are not: pytest must load them itself.
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "hypothesis.strategies", "pytest")
 PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")
