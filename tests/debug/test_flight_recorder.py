@@ -308,6 +308,14 @@ def test_the_command_prints_verdict_and_table_and_writes_a_trace(
         assert "Not read: notes.txt: not a dump of a flight recorder" in "\n".join(rows)
         assert rows[-1] == f"Trace for https://ui.perfetto.dev: {tmp_path / 'trace.json'}"
     check_trace(json.loads((tmp_path / "trace.json").read_text()), ranks=2, calls=7)
+    # As with `| head`.
+    reader, writer = os.pipe()
+    os.close(reader)
+    shown = subprocess.run(
+        [sys.executable, "-m", "torchdist_ref.debug", str(tmp_path)], stdout=writer, stderr=subprocess.PIPE, timeout=60
+    )
+    os.close(writer)
+    assert (shown.returncode, shown.stderr) == (0, b"")
 
 
 def check_trace(trace: dict[str, list[dict[str, object]]], ranks: int, calls: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,13 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     target = Path(options.trace) if options.trace else Path(options.directory) / "trace.json"
     skipped = {name: reason for name, reason in dumps.skipped.items() if name != target.name}
+    if dumps.ranks and not options.no_trace:
+        write_privately(target, json.dumps(chrome_trace(dumps)))
     sys.stdout.write(f"{find_verdict(dumps).sentence}\n\n{table(dumps)}\n")
     for name, reason in skipped.items():
         sys.stdout.write(f"\nNot read: {name}: {reason}\n")
     if not dumps.ranks:
         return 1
     if not options.no_trace:
-        write_privately(target, json.dumps(chrome_trace(dumps)))
         sys.stdout.write(f"\nTrace for https://ui.perfetto.dev: {target}\n")
     return 0
 
@@ -123,4 +125,11 @@ def _metadata(name: str, rank: int, thread: int, value: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # A reader such as `head` has read enough; what Python writes at the end goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)
