@@ -17,6 +17,8 @@ from torchdist_ref.backends.worker_threads import CallOrder, OutOfOrderError, Wo
 from torchdist_ref.groups import world
 from torchdist_ref.testing import fill, run
 
+premul_sum: Any = torch.distributed._make_nccl_premul_sum  # type: ignore[attr-defined]
+
 
 def sum_of(size: int, shift: int, count: int) -> torch.Tensor:
     return torch.stack([fill(r + shift, (count,)) for r in range(size)]).sum(0)
@@ -239,7 +241,7 @@ def call_after(kind: str, rank: int) -> list[float]:
         future = dist.all_reduce_coalesced([tensor, fill(rank + 6, (3,))], async_op=True)
         work: Any = future
     else:
-        op = dist.ReduceOp.PREMUL_SUM(2.0) if kind == "premultiplied" else dist.ReduceOp.SUM  # type: ignore[operator]
+        op = premul_sum(2.0) if kind == "premultiplied" else dist.ReduceOp.SUM
         work = dist.all_reduce(tensor, op, async_op=True)
         if rank == 0:
             work.wait()
@@ -261,7 +263,7 @@ def test_calls_of_callbacks_have_one_number_on_any_thread(kind: str) -> None:
 
 def wait_in_the_callback(rank: int) -> tuple[bool, list[float]]:
     tensor = fill(rank, (3,))
-    work = dist.all_reduce(tensor, dist.ReduceOp.PREMUL_SUM(2.0), async_op=True)  # type: ignore[operator]
+    work = dist.all_reduce(tensor, premul_sum(2.0), async_op=True)
     assert work is not None
     waited: bool = work.get_future().then(lambda _: work.wait(5)).wait()
     return waited, tensor.tolist()

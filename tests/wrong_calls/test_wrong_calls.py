@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import torchdist_ref as dist
+from tests.torch_versions import needs_torch
 from tests.wrong_calls.execution import Attempt, attempts
 from tests.wrong_calls.record import RECORD, without_numbers
 from tests.wrong_calls.table import Kind, load
@@ -34,9 +35,14 @@ def test_the_table_has_three_hundred_calls_and_none_twice() -> None:
     assert all(row.phrases for kind in KINDS for row in kind.rows)
 
 
+def marks(kind: Kind) -> list[pytest.MarkDecorator]:
+    calls_it = any("ReduceOp.PREMUL_SUM(" in row.call for row in kind.rows)
+    return [needs_torch("2.13", "ReduceOp.PREMUL_SUM(factor)")] if calls_it else []
+
+
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    [(kind, backend) for kind in KINDS for backend in kind.backends],
+    [pytest.param(kind, backend, marks=marks(kind)) for kind in KINDS for backend in kind.backends],
     ids=lambda v: getattr(v, "id", v),
 )
 @pytest.mark.filterwarnings("ignore")
