@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,14 +43,20 @@ VALUES = {
     "signals_to_handle": "SIGTERM,SIGUSR1",
     "shutdown_timeout": "11",
     "numa_binding": "node",
+    "log_line_prefix_template": "${hostname}:${rank}: ",
 }
 FLAGS = ["standalone", "module", "no_python", "run_path", "virtual_local_rank"]
 OURS = {"prefix", "use_env"}
 # Options that older releases of torch lack, or whose default is another one there.
-SINCE_2_13 = ("shutdown_timeout", "master_port")
-OTHERS = set() if torch_has("2.13") else set(SINCE_2_13)
+SINCE = {
+    "shutdown_timeout": "2.13",
+    "master_port": "2.13",
+    "log_line_prefix_template": "2.15",
+    "print_completion": "2.15",
+}
+OTHERS = {name for name, version in SINCE.items() if not torch_has(version)}
 NAMES = [
-    pytest.param(name, marks=needs_torch("2.13", f"--{name}")) if name in SINCE_2_13 else name
+    pytest.param(name, marks=needs_torch(SINCE[name], f"--{name}")) if name in SINCE else name
     for name in (*VALUES, *FLAGS)
 ]
 
@@ -71,9 +78,8 @@ def test_defaults_are_torchs() -> None:
 def test_every_option_of_torch_exists() -> None:
     parsers = [options.get_args_parser(), theirs.get_args_parser()]
     ours, torchs = ({flag for action in parser._actions for flag in action.option_strings} for parser in parsers)
-    assert torchs <= ours and set(VALUES) | set(FLAGS) | {"help"} == {
-        flag[2:].replace("-", "_") for flag in torchs if flag[:2] == "--"
-    }
+    names = {flag[2:].replace("-", "_") for flag in torchs if flag[:2] == "--"}
+    assert torchs <= ours and (set(VALUES) | set(FLAGS) | {"help", "print_completion"}) - OTHERS == names
 
 
 @pytest.mark.parametrize("spelling", ["-", "_"])
@@ -250,3 +256,31 @@ def test_processors_near_a_gpu(mode: str, expected: list[tuple[int, ...]], tmp_p
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{text}\n")
+
+
+def test_a_template_and_a_completion_script(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options of torch 2.15: the template comes before the variable, and shtab is asked for the script."""
+    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "${rank}!")
+    for given, expected in (([], "${rank}!"), (["--log-line-prefix-template", "${hostname} "], "${hostname} ")):
+        config, _, _ = options.config_from_args(options.get_args_parser().parse_args([*given, "script.py"]))
+        assert config.log_line_prefix_template == expected
+    monkeypatch.setitem(sys.modules, "shtab", None)  # type: ignore[arg-type]
+    assert sentence(["--print-completion", "zsh"], capsys).endswith(
+        "--print-completion needs the package shtab: pip install shtab"
+    )
+    made = SimpleNamespace(SUPPORTED_SHELLS=["bash"], complete=lambda parser, shell: f"{shell} of {parser.prog}")
+    monkeypatch.setitem(sys.modules, "shtab", made)  # type: ignore[arg-type]
+    assert sentence(["--print_completion", "zsh"], capsys).endswith("--print_completion zsh: give one of bash")
+    with pytest.raises(SystemExit) as end:
+        options.parse_args(["--print-completion", "bash"])
+    assert (end.value.code, capsys.readouterr().out) == (0, "bash of torchdist-run\n")
+
+
+def sentence(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the sentence with which the parser refuses arguments."""
+    with pytest.raises(SystemExit) as end:
+        options.parse_args(arguments)
+    assert end.value.code == 2
+    return capsys.readouterr().err.rstrip()

@@ -55,8 +55,9 @@ class LaunchConfig:
         max_restarts: Number of times that all ranks are restarted when one fails. Default: 3.
         monitor_interval: Accepted and not needed: failures are noticed at once.
         start_method: ``"spawn"``, ``"forkserver"`` (both start a new interpreter) or ``"fork"``, for functions.
-        log_line_prefix_template: Start of each line on the console, see `Template`; ``${role_name}``, ``${rank}`` and
-            ``${local_rank}`` are replaced. Default None: ``[role local_rank]:`` for lines that go to a file too.
+        log_line_prefix_template: Start of each line on the console, see `Template`; ``${role_name}``, ``${rank}``,
+            ``${local_rank}`` and ``${hostname}`` are replaced. Default None: ``[role local_rank]:`` for lines that go
+            to a file too.
         metrics_cfg: Accepted; a program configures metrics by torch's `elastic.metrics.configure`.
         local_addr: Address of this host for the others. Default None: looked up.
         event_log_handler: Name of a handler of `elastic.events`: ``"null"``, ``"console"``, or a registered one. Others

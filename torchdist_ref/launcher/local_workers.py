@@ -45,8 +45,9 @@ class WorkerSettings:
             copies this process.
         signals: Names of the signals to forward to the workers, with commas between them.
         shutdown_timeout: Time from asking workers to stop to killing them, in seconds.
-        prefix: Template of the start of each line on the console; ``${role_name}``, ``${rank}`` and ``${local_rank}``
-            are replaced. Default: none for streams without a file, ``[role local_rank]:`` as torch's for others.
+        prefix: Template of the start of each line on the console; ``${role_name}``, ``${rank}``, ``${local_rank}`` and
+            ``${hostname}`` are replaced. Default: none for streams without a file, ``[role local_rank]:`` as torch's
+            for others.
         duplicate_stdout_filters: Texts; lines of standard output that contain one go to the filtered file too.
         duplicate_stderr_filters: The same for standard error.
         virtual_local_rank: Whether each worker sees only its own GPU and has LOCAL_RANK 0.
@@ -234,7 +235,12 @@ class LocalWorkers:
     def _plan(self, assignment: Assignment, rank: int, environment: Mapping[str, str], logs: LogsDest) -> WorkerPlan:
         settings = self.settings
         global_rank = assignment.global_ranks[rank]
-        words = {"role_name": settings.job.role, "rank": global_rank, "local_rank": rank}
+        words = {
+            "role_name": settings.job.role,
+            "rank": global_rank,
+            "local_rank": rank,
+            "hostname": os.uname().nodename,
+        }
         prefix = None if settings.prefix is None else Template(settings.prefix).safe_substitute(words).encode()
         prefixes = (prefix or b"", f"[{settings.job.role}{rank}]:".encode() if prefix is None else prefix)
         filters = settings.duplicate_stdout_filters, settings.duplicate_stderr_filters

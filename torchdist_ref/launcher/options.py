@@ -12,6 +12,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 from torchdist_ref.errors import ArgumentError
@@ -64,6 +65,23 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Write the sentence and exit with 2."""
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+class _PrintCompletion(argparse.Action):
+    """Option that prints the completion script of a shell, which the package `shtab` makes from the parser."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> NoReturn:
+        _, shell, option = arguments
+        try:
+            shtab = import_module("shtab")
+        except ImportError:
+            parser.error(f"{option} needs the package shtab: pip install shtab")
+        if shell not in shtab.SUPPORTED_SHELLS:
+            parser.error(f"{option} {shell}: give one of {', '.join(shtab.SUPPORTED_SHELLS)}")
+        # A shell completes the name of a command, not `python -m`.
+        parser.prog = "torchdist-run"
+        sys.stdout.write(f"{shtab.complete(parser, shell=shell)}\n")
+        parser.exit()
 
 
 class _Adder:
@@ -148,6 +166,8 @@ def _add_worker_options(parser: argparse.ArgumentParser) -> None:
 def _add_log_options(parser: argparse.ArgumentParser) -> None:
     add = _Adder(parser, "output and logs")
     add.flag("--prefix", help="begin each line of output with the rank that wrote it")
+    text = "start of each line instead; ${role_name}, ${rank}, ${local_rank} and ${hostname} are replaced"
+    add.value("--log-line-prefix-template", default="", metavar="TEXT", help=text)
     add.value("--log-dir", metavar="FOLDER", help="base folder of log files (default: a temporary one)")
     text = "streams to write to log files: 0, 1 (stdout), 2 (stderr), 3 (both), or LOCAL_RANK:NUMBER pairs"
     add.value("-r", "--redirects", kind=_streams, default="0", metavar="STREAMS", help=text)
@@ -161,6 +181,8 @@ def _add_log_options(parser: argparse.ArgumentParser) -> None:
     add.value("--logs-specs", metavar="NAME", help=text)
     text = "handler of the events of agents on several hosts (default: null)"
     add.value("--event-log-handler", default="null", metavar="NAME", help=text)
+    text = "print a completion script for a shell (bash, zsh or tcsh) and exit; needs the package shtab"
+    parser.add_argument("--print-completion", "--print_completion", action=_PrintCompletion, metavar="SHELL", help=text)
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
@@ -223,7 +245,7 @@ def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, Callable[.
     """
     low, high = parse_min_max_nnodes(args.nnodes)
     alone = args.standalone or (high == 1 and args.master_port is None and not args.rdzv_endpoint)
-    prefix = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+    prefix = args.log_line_prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
     config = LaunchConfig(
         min_nodes=low,
         max_nodes=high,
