@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,12 @@ def test_fault_fits(fault: Fault) -> None:
     found = [str(file) for file, _ in places(fault, PACKAGE)]
     assert len(found) == 1, found
     assert fault.new != fault.old
+    names, _, expression = fault.tests.partition(" -k ")
+    paths = [PACKAGE.parent / name.partition("::")[0] for name in names.split()]
+    files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    # Other words may be of parameters.
+    assert [word for word in re.findall(r"\w+_\w+", expression) if word not in text] == []
 
 
 def test_there_are_enough_faults_and_each_has_a_name_of_its_own() -> None:
