@@ -234,9 +234,11 @@ def test_a_call_that_waits_and_comes_before_the_awaited_one_runs_first() -> None
     assert ran == ["1.1", "2.1", "3"]
 
 
-def call_after(kind: str, rank: int) -> list[float]:
+def call_after(kind: str, attached: threading.Event, rank: int) -> list[float]:
     """Make a call in a callback, which runs on a thread of its own on rank 1, and on this one on rank 0."""
     tensor, inside, after = fill(rank, (4,)), fill(rank + 2, (2,)), fill(rank + 4, (2,))
+    # The call of rank 1 is not over when its callback is attached.
+    assert rank == 1 or attached.wait(5)
     if kind == "coalesced":
         future = dist.all_reduce_coalesced([tensor, fill(rank + 6, (3,))], async_op=True)
         work: Any = future
@@ -254,6 +256,7 @@ def call_after(kind: str, rank: int) -> list[float]:
         dist.all_reduce(inside)
 
     result = future.then(callback)
+    attached.set()
     if rank == 0:
         result.wait()
     program_goes_on.set()
@@ -268,7 +271,7 @@ def test_calls_of_callbacks_have_one_number_on_any_thread(kind: str) -> None:
     """Once those of joined calls were numbered as the program's where the program completed the call."""
     factor = 2.0 if kind == "premultiplied" else 1.0
     wanted = [*(factor * sum_of(2, 0, 4)).tolist(), *sum_of(2, 2, 2).tolist(), *sum_of(2, 4, 2).tolist()]
-    assert run(partial(call_after, kind), 2, timeout=10) == [wanted] * 2
+    assert run(partial(call_after, kind, threading.Event()), 2, timeout=10) == [wanted] * 2
 
 
 def wait_in_the_callback(rank: int) -> tuple[bool, list[float]]:
