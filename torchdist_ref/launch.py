@@ -26,7 +26,7 @@ from torchdist_ref.launcher.options import (
     parse_min_max_nnodes,
 )
 from torchdist_ref.launcher.target import run_script_path
-from torchdist_ref.launcher.worker import redirect_to_null
+from torchdist_ref.processes import redirect_to_null
 
 __all__ = [
     "config_from_args",

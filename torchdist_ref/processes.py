@@ -319,3 +319,10 @@ def name_ranks(ranks: Iterable[int]) -> str:
     """
     listed = [str(rank) for rank in sorted(ranks)]
     return f"rank{'s' * (len(listed) > 1)} {', '.join(listed)}" if listed else ""
+
+
+def redirect_to_null(descriptor: int) -> None:
+    """Discard what this process writes to a descriptor from now on."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)

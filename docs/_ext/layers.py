@@ -85,7 +85,7 @@ PARTS = (
         "2 backends",
         (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "backends.ref", "backends.torch_native", "debug"),
     ),
-    Part("debug", "2 backends", (*BELOW_BACKENDS, "schedules", "backends.base", "failure_record")),
+    Part("debug", "2 backends", (*BELOW_BACKENDS, "schedules", "backends.base", "failure_record", "processes")),
     Part(
         "groups",
         "3 public API",

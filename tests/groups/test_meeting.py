@@ -297,3 +297,23 @@ def test_a_rank_waits_for_the_next_round_if_an_old_one_is_not_its_own(key: str, 
     for thread in threads:
         thread.join()
     assert prefixes[0] == prefixes[1] != "world/old"
+
+
+def test_a_rank_other_than_0_names_those_that_did_not_join() -> None:
+    store, errors = HashStore(), {}
+
+    def meet(rank: int, seconds: float) -> None:
+        try:
+            with Meeting(store, rank, 3).watched(seconds):
+                pass
+        except dist.RankStalledError as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=meet, args=each) for each in ((0, 20.0), (2, 0.2))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    text = "on rank 2: group ranks 1 of 3 did not join in time. Every member has to create the group."
+    assert errors[2] == f"init_process_group {text}"
+    assert errors[0] == f"init_process_group on rank 0: rank 2 failed: init_process_group {text}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump, read_directory
 from torchdist_ref.debug.flight_recorder import request, write_privately
 from torchdist_ref.debug.verdict import find_verdict, number_text, place
+from torchdist_ref.processes import redirect_to_null
 
 _COLUMNS = ("rank", "group", "last completed", "not completed", "state", "where")
 
@@ -130,6 +130,6 @@ if __name__ == "__main__":
         sys.stdout.flush()
     except BrokenPipeError:
         # A reader such as `head` has read enough; what Python writes at the end goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        redirect_to_null(sys.stdout.fileno())
         code = 0
     sys.exit(code)

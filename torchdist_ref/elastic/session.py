@@ -2,8 +2,8 @@
 
 An agent and the coordinator prove to each other that they know the job token: the coordinator seals a random number of
 its own for a random number of the agent's. Everything else is sealed with the session key, which follows from the token
-and the coordinator's number. So neither a stranger nor a recording of an earlier job is believed. Do not add decisions
-here: they belong to `coordinator` and `roster`.
+and the coordinator's number. So neither an unauthenticated peer nor a replay of an earlier job is believed. Do not add
+decisions here: they belong to `coordinator` and `roster`.
 """
 
 from __future__ import annotations

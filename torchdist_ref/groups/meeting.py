@@ -211,29 +211,17 @@ class Meeting:
         if self.rank == 0:
             announced[_ROUND] = self._round
         key, text = watch.on_disconnect()
-        return self._wait(
-            store, [f"{opened.nonce}/{key}" for key in keys], deadline, announced, (f"{opened.nonce}/{key}", text)
-        )
-
-    def _wait(
-        self,
-        store: WatchedStore,
-        keys: list[str],
-        deadline: Deadline,
-        publish: Mapping[str, str | bytes] | None = None,
-        on_disconnect: tuple[str, str] | None = None,
-    ) -> list[bytes]:
+        awaited, remaining = [f"{opened.nonce}/{key}" for key in keys], timedelta(seconds=deadline.remaining())
         try:
-            return store.wait_get(keys, timedelta(seconds=deadline.remaining()), publish, on_disconnect)
+            return store.wait_get(awaited, remaining, announced, (f"{opened.nonce}/{key}", text))
         except StoreTimeoutError as error:
-            missing = keys if self.rank == 0 else []
-            absent = dict.fromkeys(key.rpartition("/")[2] for key in missing if not store.check([key])) or ["0"]
-            raise self._stalled(", ".join(absent)) from error
+            absent = [rank for rank in range(self.size) if not store.check([f"{opened.nonce}/present/{rank}"])]
+            raise self._stalled(absent or [0]) from error
 
-    def _stalled(self, absent: str) -> RankStalledError:
+    def _stalled(self, absent: Sequence[int] = (0,)) -> RankStalledError:
         return RankStalledError(
-            f"{_OPERATION} on rank {self.rank}: group ranks {absent} of {self.size} did not join in time. "
-            f"Every member has to create the group."
+            f"{_OPERATION} on rank {self.rank}: group ranks {', '.join(map(str, absent))} of {self.size} did not join "
+            f"in time. Every member has to create the group."
         )
 
     # Rank 0
@@ -269,13 +257,16 @@ class Meeting:
             if (error := self.find_claimant(opened)) is not None:
                 raise error
             if deadline.passed():
-                raise self._stalled("0")
+                raise self._stalled()
             sleep(pause)
             pause = min(2 * pause, CHECK_SECONDS)
 
     def _read_round(self, deadline: Deadline) -> Round:
         worlds = WatchedStore(_WORLDS, self._whole, lambda: None)
-        return Round.parse(self._wait(worlds, [_ROUND], deadline)[0])
+        try:
+            return Round.parse(worlds.wait_get([_ROUND], timedelta(seconds=deadline.remaining()))[0])
+        except StoreTimeoutError as error:
+            raise self._stalled() from error
 
     def _greet(self, watch: MemberWatch, opened: Round, deadline: Deadline) -> bool:
         """Wait for the list of those who have met; return whether this rank's nonce is in it."""

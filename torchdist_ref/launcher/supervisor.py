@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from torchdist_ref.failure_record import FailureRecord, is_consequence, read, wants_dumps
-from torchdist_ref.launcher.worker import LineRelay, Worker, WorkerPlan, redirect_to_null
-from torchdist_ref.processes import describe_exit, name_ranks, signal_name, signal_socket
+from torchdist_ref.launcher.worker import LineRelay, Worker, WorkerPlan
+from torchdist_ref.processes import describe_exit, name_ranks, redirect_to_null, signal_name, signal_socket
 
 # Time to continue reading after all ranks have ended, while processes that they started hold their output open.
 _DRAIN_SECONDS = 2.0

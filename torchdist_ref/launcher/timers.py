@@ -108,7 +108,7 @@ class TimerServer:
         late = {key: timer for key, timer in self._timers.items() if timer[0] <= now}
         for (pid, scope), (_, signum, process) in late.items():
             if signum > 0:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     signal.pidfd_send_signal(process, signum)
                     self._log(f"the timer {scope!r} of process {pid} has expired: sent {signal_name(signum)}")
             self._drop((pid, scope))

@@ -211,13 +211,6 @@ def _become_worker(plan: WorkerPlan, descriptors: tuple[int, ...]) -> None:
         os.close(null)
 
 
-def redirect_to_null(descriptor: int) -> None:
-    """Discard what this process writes to a descriptor from now on."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, descriptor)
-    os.close(null)
-
-
 class Sink(Protocol):
     """Destination of a relay."""
 
@@ -337,7 +330,7 @@ class LineRelay:
     def discard(self) -> None:
         """Discard what any relay writes to this one's destination from now on, which cannot be written."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            redirect_to_null(self._sink.fileno())  # type: ignore[attr-defined]
+            processes.redirect_to_null(self._sink.fileno())  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Close the log files."""
