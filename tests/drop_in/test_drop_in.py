@@ -20,6 +20,7 @@ import torch.distributed.tensor.parallel
 
 import torchdist_ref.backends.ref
 import torchdist_ref.parallel.distributed_data_parallel  # noqa: F401
+from tests.covering import covering
 from tests.drop_in import packages
 from torchdist_ref.testing import run
 
@@ -84,8 +85,7 @@ def launched(name: str, world: int, backend: str, folder: Path, ours: bool) -> l
     return run(execute, world, world, name, port, environment, ours, ranks="processes", init=False, timeout=60)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "world"), covering(PROGRAMS, [3, 2, 4]))
 def test_a_program_of_torchs_finds_the_same_with_two_imports_changed(
     name: str, world: int, tmp_path: Path, proof: Any
 ) -> None:

@@ -252,7 +252,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Program, int], 
     return find
 
 
-CASES = covering([("ref", 4)], PROGRAMS) + covering([("ref", 2), ("gloo", 2), ("ref", 3), ("gloo", 4)], PROGRAMS)
+CASES = covering([("ref", 4), ("ref", 3), ("ref", 2)], PROGRAMS) + covering([("gloo", 2), ("gloo", 4)], PROGRAMS)
 
 
 @pytest.mark.parametrize(("backend", "world", "program"), CASES, ids=lambda value: getattr(value, "__name__", None))

@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import functools
 import gc
+import importlib
 import os
 import pickle
 import queue
@@ -84,6 +85,8 @@ class ProcessRanks:
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="torchdist_ref-")
         self._files = [RankFiles() for _ in range(self._program.world_size)]
+        # Loaded with the first group otherwise, by each rank for itself: 25 ms of its processor.
+        importlib.import_module("torchdist_ref.backends.ref")
         sys.stdout.flush()
         sys.stderr.flush()
         with processes.deferred_interrupts():
