@@ -13,7 +13,7 @@ from time import monotonic, process_time
 
 import pytest
 
-from torchdist_ref.errors import AuthenticationError, DistNetworkError, RankStalledError
+from torchdist_ref.errors import AuthenticationError, DistNetworkError, RankDiedError, RankStalledError
 from torchdist_ref.transports import frames
 from torchdist_ref.transports.frames import Acceptor, authenticate_to, check_ranges
 
@@ -204,3 +204,21 @@ def test_ranges_outside_the_allowed_ones_are_rejected() -> None:
     for wrong in [(7, 2), (10, 7), (200, 1), (2**63, 8)]:
         with pytest.raises(DistNetworkError, match="not its part"):
             check_ranges([wrong], [(8, 8), (100, 4)])
+
+
+class FailedWatch:
+    """Watch that knows of a failure."""
+
+    def failure(self, ranks: object) -> BaseException:
+        return RankDiedError(f"one of {ranks} died")
+
+
+def test_a_failure_is_found_while_clients_connect_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with acceptor_and_address() as (acceptor, clients, address):
+        # Something to accept at every look, as while many clients connect.
+        monkeypatch.setattr(acceptor, "_accept", lambda: None)
+        connect(clients, address)
+        deadline = monotonic() + 5
+        with pytest.raises(RankDiedError, match="one of"):
+            acceptor.next([1, 2], deadline, FailedWatch())  # type: ignore[arg-type]
+    assert monotonic() < deadline - 2

@@ -6,6 +6,8 @@ import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +65,36 @@ def test_the_named_interface_is_used(variable: str) -> None:
     with namespaces.hosts(2) as pair:
         found = run(own_address, 2, pair, variable, f"eth0,{namespaces.INTERFACE}", ranks="processes", init=False)
     assert found == [(socket.AF_INET, host.ipv4) for host in pair]
+
+
+def connect_by_default_route(rank: int, hosts: Sequence[Host], path: str, routed: bool) -> float:
+    """Connect through a file, which tells nothing of the network."""
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
+    hosts[rank].enter()
+    assert not routed or os.system(f"ip route add default dev {namespaces.INTERFACE}") == 0
+    for server in (None, "127.0.0.1", "::1", "localhost", hosts[rank].ipv4):
+        outside = routed or server == hosts[rank].ipv4
+        # The store of a rank 0 whose name /etc/hosts maps to its loopback.
+        store: Any = SimpleNamespace(host=server)
+        assert interface_address(store)[1] == (hosts[rank].ipv4 if outside else "127.0.0.1")
+    dist.init_process_group("ref", store=dist.FileStore(path, 2), rank=rank, world_size=2, timeout=timedelta(seconds=1))
+    dist.all_reduce(tensor := torch.tensor([rank + 1.0]))
+    dist.destroy_process_group()
+    return tensor.item()
+
+
+def test_other_hosts_are_reached_by_the_default_route(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = str(tmp_path_factory.mktemp("namespaces") / "store")
+    with namespaces.hosts(2) as pair:
+        found = run(connect_by_default_route, 2, pair, path, True, ranks="processes", init=False)
+    assert found == [3.0, 3.0]
+
+
+def test_without_a_default_route_the_loopback_is_used(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = str(tmp_path_factory.mktemp("namespaces") / "store")
+    with namespaces.hosts(2) as pair, pytest.raises(Exception) as caught:
+        run(connect_by_default_route, 2, pair, path, False, ranks="processes", init=False)
+    assert isinstance(caught.value.__cause__, DistNetworkError)
 
 
 def address_without_ipv4(rank: int, hosts: Sequence[Host]) -> tuple[int, str]:

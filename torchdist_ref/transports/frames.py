@@ -335,10 +335,14 @@ class Acceptor:
             RankStalledError: None did before the deadline, a time of `monotonic`.
             DistBackendError: One of them has failed, as `watch` knows.
         """
+        check_at = monotonic() + CHECK_SECONDS
         while (left := deadline - monotonic()) > 0:
             events = self._selector.select(min(left, self._next_check(), CHECK_SECONDS))
-            if not events and watch is not None and (failure := watch.failure([*expected])) is not None:
-                raise failure
+            # Clients that others start without end must not delay the check.
+            if watch is not None and monotonic() >= check_at:
+                if (failure := watch.failure([*expected])) is not None:
+                    raise failure
+                check_at = monotonic() + CHECK_SECONDS
             for key, _ in events:
                 if key.fd == self._server.fileno():
                     self._accept()

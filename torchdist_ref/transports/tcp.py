@@ -17,7 +17,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -26,6 +26,7 @@ from torchdist_ref.errors import DistNetworkError
 from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses, PeerProcesses
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.sealed import channel_key, innermost
+from torchdist_ref.stores.sockets import is_loopback
 from torchdist_ref.transports import shared_memory
 from torchdist_ref.transports.base import DirectPath, Range, Segment, Semaphore
 from torchdist_ref.transports.frames import Acceptor, authenticate_to
@@ -45,6 +46,8 @@ _INTERFACE_VARIABLES = ("TORCHDIST_REF_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915
 _LINK_LOCAL_SCOPE = "20"
 _DISCARD_PORT = 9
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses that no host has (RFC 5737, RFC 3849): the default route leads there."""
 
 
 class ReplicatedSegment:
@@ -212,7 +215,8 @@ def interface_address(store: Store) -> tuple[socket.AddressFamily, str]:
 
     In order of precedence: the address of the interface named in ``TORCHDIST_REF_SOCKET_IFNAME`` or
     ``GLOO_SOCKET_IFNAME`` (the first of a list that this host has), the address from which this host reaches the
-    store's server, the loopback.
+    store's server, that of the default route, the loopback. The loopback leads to the server of a store on this host
+    (a name of its own that /etc/hosts maps to 127.0.1.1, for instance), but other hosts cannot use it.
 
     Raises:
         DistNetworkError: None of the named interfaces exists and has an address.
@@ -259,9 +263,17 @@ def _server_of(store: Store) -> str | None:
 
 
 def _source_address(host: str | None) -> tuple[socket.AddressFamily, str]:
+    """Return the local address of the route to a host, or of the default route if the first is the loopback."""
+    if host is not None and not is_loopback((found := _local_end(host))[1]):
+        return found
+    for elsewhere in _ELSEWHERE:
+        with suppress(OSError):
+            return _local_end(elsewhere)
+    return socket.AF_INET, "127.0.0.1"
+
+
+def _local_end(host: str) -> tuple[socket.AddressFamily, str]:
     """Return the local address of the route to a host. Connecting a datagram socket sends nothing."""
-    if host is None:
-        return socket.AF_INET, "127.0.0.1"
     family, _, _, _, address = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect(address)
