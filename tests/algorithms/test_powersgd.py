@@ -157,6 +157,7 @@ WAYS: list[dict[str, Any]] = [
     {"batch_tensors_with_same_shape": True},
     {"orthogonalization_epsilon": 1e-3},
     {"min_compression_rate": 12},
+    {"min_compression_rate": 0.5},
 ]
 
 

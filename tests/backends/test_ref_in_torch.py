@@ -53,6 +53,17 @@ def ddp(rank: int, size: int) -> list[Tensor]:
     return train(DistributedDataParallel(model(), bucket_cap_mb=0.001), rank)
 
 
+def joined(rank: int, size: int) -> list[Tensor]:
+    """Uneven inputs: C++ waits for the Work of a count of ranks, which Python has dropped by then."""
+    found = []
+    for divide in (False, True):
+        net = DistributedDataParallel(model(), bucket_cap_mb=0.001)
+        with net.join(divide_by_initial_world_size=divide):
+            found += train(net, rank, STEPS + rank)[: -len(list(net.parameters()))]
+        found += [whole(parameter) for parameter in net.parameters()]
+    return found
+
+
 def ddp_with_half_precision(rank: int, size: int) -> list[Tensor]:
     net = DistributedDataParallel(model())
     net.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -138,6 +149,7 @@ def compiled_ddp(rank: int, size: int) -> list[Tensor]:
 # What the recorder must have seen at least once.
 USERS: dict[Callable[[int, int], list[Tensor]], set[str]] = {
     ddp: {"all_reduce", "broadcast", "all_gather"},
+    joined: {"all_reduce", "broadcast"},
     ddp_with_half_precision: {"all_reduce"},
     power_sgd: {"all_reduce"},
     fsdp: {"all_gather", "reduce_scatter"},

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import timedelta
@@ -13,7 +16,7 @@ import torch.distributed as c10d
 
 import torchdist_ref as dist
 from tests.backends.inside_torch import kept
-from torchdist_ref.backends.torch_native.stores import AddressStore, StoreForTorch
+from torchdist_ref.backends.torch_native.stores import AddressStore, StoreForTorch, StoreFromTorch
 from torchdist_ref.testing import fill, run
 
 HOST, TIMEOUT = "127.0.0.1", timedelta(seconds=20)
@@ -110,3 +113,22 @@ def test_gloo_reads_each_address_once() -> None:
     assert [store.get(name) for name in names] == [b"host 1", b"this host", b"host 13"]
     assert shared.reads == 2 and shared.get(names[1]) == b"this host"
     assert store.get(names[0]) == b"later"
+
+
+def test_a_wait_on_a_store_of_torchs_prints_nothing(torchs_server: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """torch's own wait prints two lines at each time-out, and a rank that meets others waits in parts of 20 ms."""
+    store = StoreFromTorch(c10d.TCPStore(HOST, torchs_server, timeout=TIMEOUT))
+    with pytest.raises(dist.StoreTimeoutError, match="missing"):
+        store.wait(["missing"], timedelta(seconds=0.05))
+    threading.Timer(0.05, lambda: store.set("late", "here")).start()
+    assert store.get("late") == b"here"
+    assert capfd.readouterr().err == ""
+
+
+def test_ctrl_c_interrupts_a_wait_on_a_store_of_torchs() -> None:
+    store = StoreFromTorch(c10d.HashStore())
+    began = time.monotonic()
+    threading.Timer(0.05, lambda: signal.raise_signal(signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        store.wait(["missing"], timedelta(seconds=5))
+    assert time.monotonic() - began < 2.5

@@ -6,7 +6,7 @@ over which ranks. Do not add averaging here.
 
 from __future__ import annotations
 
-import logging
+import warnings
 from typing import Any
 
 from torch.optim import Optimizer
@@ -15,8 +15,6 @@ from torchdist_ref.algorithms.model_averaging.averagers import ModelAverager
 from torchdist_ref.errors import ArgumentTypeError, explain
 
 __all__ = ["PostLocalSGDOptimizer"]
-
-logger = logging.getLogger("torchdist_ref.optim")
 
 
 class PostLocalSGDOptimizer(Optimizer):
@@ -106,5 +104,6 @@ class PostLocalSGDOptimizer(Optimizer):
         """
         self.optim.load_state_dict(state_dict)
         if "step" not in state_dict:
-            logger.warning("PostLocalSGDOptimizer: the state has no 'step', so the averager begins at step 0.")
+            text = "PostLocalSGDOptimizer: the state has no 'step', so the averager begins at step 0."
+            warnings.warn(text, stacklevel=2)
         self.averager.step = state_dict.get("step", 0)

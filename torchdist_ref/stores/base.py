@@ -28,8 +28,8 @@ from torchdist_ref.timeouts import STORE_TIMEOUT, Deadline
 
 Text = str | bytes | bytearray
 INT64 = range(-(2**63), 2**63)
-POLL_SECONDS = 0.01
-"""Interval at which a store that is not notified of changes is polled."""
+_FIRST_POLL_SECONDS, POLL_SECONDS = 0.0002, 0.01
+"""First and longest interval at which a store that is not notified of changes is polled."""
 _LATE_SECONDS = 0.25
 """Time for the response to a request after the limit, from a server that responded to the request before."""
 RELEASED = "released"
@@ -183,10 +183,12 @@ class Store:
         """
         deadline = self._deadline("wait", timeout)
         key_list("wait", keys)
+        pause = _FIRST_POLL_SECONDS
         while not self.check(keys):
             if deadline.passed():
                 raise self._timed_out("wait", [key for key in keys if not self.check([key])], deadline)
-            time.sleep(min(POLL_SECONDS, deadline.remaining()))
+            time.sleep(min(pause, deadline.remaining()))
+            pause = min(2 * pause, POLL_SECONDS)
 
     def append(self, key: Text, value: Text) -> None:
         """Append bytes to the value of a key, atomically. A missing key starts empty."""

@@ -81,14 +81,14 @@ def plan(gradients: Sequence[torch.Tensor], ranks_for: Sequence[Callable[[int, i
 
     Matrices of the same shape are adjacent, as in torch's hook: the first Qs are drawn in this order.
 
-    >>> plan([torch.empty(3), torch.empty(8, 2, 4)], [lambda n, m: 1] * 2)
+    >>> plan([torch.empty(3), torch.empty(8, 2, 4)], [lambda n, m: int(m > 1)] * 2)
     CompressionPlan(matrices=(Matrix(start=3, n=8, m=8, r=1),), rest=((0, 3),))
     """
     matrices: dict[tuple[int, int], list[Matrix]] = {}
     rest, start = [], 0
     for gradient, rank_for in zip(gradients, ranks_for, strict=True):
         n, m = matrix_shape(gradient)
-        r = rank_for(n, m) if gradient.dim() > 1 else 0
+        r = rank_for(n, m) if gradient.dim() else 0
         if r:
             matrices.setdefault((n, m), []).append(Matrix(start, n, m, r))
         else:

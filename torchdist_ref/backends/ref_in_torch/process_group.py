@@ -8,7 +8,8 @@ different reduction gives gradients that look right and are not.
 `CallsFromTorch` is the base class of this library's groups, so torch accepts them as its own. `RefProcessGroup` is the
 group that torch makes for ``torch.distributed.init_process_group("ref")``.
 
-C++ keeps no reference to these objects: torch's table of groups keeps the group, and callers keep their Works.
+C++ keeps no reference to these objects: torch's table of groups keeps the group. Callers keep their Works, or the group
+does (`HandedWork`).
 Registration with torch is in `backends`. Do not add collectives: this module only translates.
 """
 
@@ -17,6 +18,7 @@ Registration with torch is in `backends`. Do not add collectives: this module on
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -39,6 +41,7 @@ from torchdist_ref.backends.base import (
 from torchdist_ref.backends.reductions import start_sum
 from torchdist_ref.backends.ref_in_torch.method_forms import Operand, both_forms
 from torchdist_ref.backends.ref_in_torch.work import (
+    HandedWork,
     RefWork,
     hide_from_compilers,
     keep_flight_recorder_off,
@@ -75,6 +78,9 @@ if TYPE_CHECKING:
 Tensors = Sequence[Tensor]
 Lists = Sequence[Sequence[Tensor]]
 _TENSORS = Operand("tensors tensor", 1)
+_DROPPED_WORKS, _SMALL_BYTES = 64, 4096
+"""Works that a group keeps for C++ (see `HandedWork`), and the largest size of the tensors of one: they stay in memory.
+In `join`, where C++ needs that, there is one for each model that a step trains, of one number."""
 adopt_torch()
 
 
@@ -121,6 +127,12 @@ def _is_apart(requests: Sequence[Request]) -> bool:
     return not inputs or not outputs or inputs is outputs or are_apart(inputs, outputs)
 
 
+def _is_small(requests: Sequence[Request]) -> bool:
+    """Return whether the tensors of some requests have few bytes together."""
+    operands = (each for _, inputs, outputs in requests for each in (*flat_operands(inputs), *flat_operands(outputs)))
+    return sum(tensor.nbytes for tensor in operands) <= _SMALL_BYTES
+
+
 class CallsFromTorch(c10d.ProcessGroup):
     """Process group of torch's type whose calls run on a backend of ours.
 
@@ -145,6 +157,7 @@ class CallsFromTorch(c10d.ProcessGroup):
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._name = self._description = name
+        self._dropped: deque[RefWork] = deque(maxlen=_DROPPED_WORKS)
 
     @property
     def recorder(self) -> Recorder:
@@ -223,6 +236,8 @@ class CallsFromTorch(c10d.ProcessGroup):
             RefWork(works, written, seconds).wait()
             copy_back()
             return RefWork([Done("", written)], written, None)
+        if opts is not None and opts.asyncOp and _is_small(requests):
+            return HandedWork(works, written, seconds, self._dropped)
         work = RefWork([Done("", written)] if wait else works, written, seconds)
         if opts is not None and not opts.asyncOp:
             work.wait()
@@ -491,5 +506,5 @@ class RefProcessGroup(CallsFromTorch):
             self._on_end.pop()()
 
 
-hide_from_compilers(CallsFromTorch, RefWork)
+hide_from_compilers(CallsFromTorch, RefWork, HandedWork)
 keep_flight_recorder_off("ref")

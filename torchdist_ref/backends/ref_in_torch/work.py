@@ -7,6 +7,7 @@ of ours. An option that `ref` does not support is an error. Do not add default v
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from inspect import isfunction
@@ -134,6 +135,44 @@ class RefWork(c10d.Work):
         return self._works[-1].source_rank()
 
     _source_rank = source_rank
+
+
+class HandedWork(RefWork):
+    """Work that Python may hand to C++ and drop, as torch's DDP does with that of `join`.
+
+    C++ then holds an object whose Python half is gone, and its `wait` is that of torch's base class, which never
+    returns. So a work of which nobody has asked anything yet lives on among its group's last ones.
+
+    Args:
+        works: See `RefWork`.
+        outputs: See `RefWork`.
+        seconds: See `RefWork`.
+        dropped: The group's last works of this kind.
+    """
+
+    _dropped: deque[RefWork] | None = None
+
+    def __init__(
+        self, works: Sequence[Work], outputs: Sequence[Tensor], seconds: float | None, dropped: deque[RefWork]
+    ) -> None:
+        super().__init__(works, outputs, seconds)
+        self._dropped = dropped
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """See `RefWork.wait`."""
+        self._dropped = None
+        return super().wait(timeout)
+
+    def get_future(self) -> Future[Any]:
+        """See `RefWork.get_future`."""
+        self._dropped = None
+        return super().get_future()
+
+    def __del__(self) -> None:
+        dropped, self._dropped = self._dropped, None
+        if dropped is not None:
+            # The list has the only reference now, so the object lives on.
+            dropped.append(self)
 
 
 T = TypeVar("T")

@@ -1,7 +1,8 @@
 """Store adapters: torch's store with the interface of ours, and ours with the interface of torch's.
 
 `ref` inside torch connects through the first. It uses only operations that every store of torch has; the others are
-built from those in `Store`. torch's backends on our groups connect through the second.
+built from those in `Store`. It does not use torch's `wait`, which Ctrl-C does not interrupt, and of which a `TCPStore`
+logs every time-out. torch's backends on our groups connect through the second.
 
 Do not add operations here: they belong in our `Store`.
 """
@@ -58,7 +59,11 @@ class StoreFromTorch(Store):
 
     def check(self, keys: Sequence[Text]) -> bool:
         """See `Store.check`."""
-        return bool(self._torch_store.check(key_list("check", keys)))
+        names = key_list("check", keys)
+        try:
+            return bool(self._torch_store.check(names))
+        except RuntimeError as error:
+            raise DistStoreError(f"check: torch's store failed: {error}") from error
 
     def compare_set(self, key: Text, expected_value: Text, desired_value: Text) -> bytes:
         """See `Store.compare_set`."""
@@ -76,20 +81,6 @@ class StoreFromTorch(Store):
     def list_keys(self) -> list[str]:
         """See `Store.list_keys`."""
         return [key_text("list_keys", key) for key in self._torch_store.list_keys()]
-
-    def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
-        """See `Store.wait`."""
-        deadline = self._deadline("wait", timeout)
-        names = key_list("wait", keys)
-        if not names or self.check(keys):
-            return
-        try:
-            self._torch_store.wait(names, timedelta(seconds=deadline.seconds))
-        except RuntimeError as error:
-            # torch's stores raise different types for a time-out, and the same types for other failures.
-            if not deadline.passed():
-                raise DistStoreError(f"wait: torch's store failed: {error}") from error
-            raise self._timed_out("wait", [key for key in keys if not self.check([key])], deadline) from error
 
     def clone(self) -> StoreFromTorch:
         """See `Store.clone`."""
