@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -59,6 +60,9 @@ def outcome(misuse: Misuse, site: Site) -> tuple[list[str], str]:
 def program(rank: int, path: str) -> list[tuple[str, list[str] | None, list[str], str]]:
     """Make every wrong call on torch's Gloo and on ours, and then use our group."""
     warnings.simplefilter("ignore")
+    # torch keeps the connections of every group, and most systems give a user 1,024 descriptors to begin with.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     store = oracle.FileStore(path, 2)
     start_torch(store=store, rank=rank, world_size=2, timeout=TIMEOUT)
     ours = dist.new_group(timeout=TIMEOUT)
