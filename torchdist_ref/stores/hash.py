@@ -51,10 +51,6 @@ class Table:
         self.values: dict[bytes, bytes] = {}
         self.queues: dict[bytes, deque[bytes]] = {}
 
-    def has(self, key: bytes) -> bool:
-        """Return whether the key has a value or a queue that is not empty."""
-        return key in self.values or key in self.queues
-
     def absent(self, keys: Iterable[bytes]) -> Iterator[bytes]:
         """Return an iterator over the keys that do not exist, in order. It makes no call in Python for each."""
         return filterfalse(self.queues.__contains__, filterfalse(self.values.__contains__, keys))
