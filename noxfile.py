@@ -211,7 +211,7 @@ def versions(session: nox.Session) -> None:
     Arguments after -- choose: `-- python3.13 torch==2.13.0`. On Debian 13 its own Python is 3.13.
     """
     pythons = [name for name in PYTHONS if name in session.posargs] or PYTHONS
-    torches = [name for name in TORCHES if name in session.posargs] or TORCHES
+    torches = [name for name in session.posargs if name.startswith("torch==")] or TORCHES
     pairs = [(python, torch) for python in pythons if shutil.which(python) for torch in torches]
     failed = []
     for number, (python, torch) in enumerate(pairs, start=1):

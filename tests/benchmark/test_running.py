@@ -158,7 +158,7 @@ def test_without_rich_one_sentence_has_the_cure(
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "rich" else find(name))
     assert main(["--ops", "barrier", *BRIEF]) == 1
-    message = "benchmark: tables need the package rich: pip install 'torchdist_ref[benchmark]'.\n"
+    message = "benchmark: tables need the package rich: pip install -e '.[benchmark]'.\n"
     assert capsys.readouterr().err == message
 
 

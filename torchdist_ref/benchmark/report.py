@@ -91,7 +91,7 @@ def check_rich() -> None:
         UnsupportedError: It is not installed.
     """
     if importlib.util.find_spec("rich") is None:
-        raise UnsupportedError("benchmark: tables need the package rich: pip install 'torchdist_ref[benchmark]'.")
+        raise UnsupportedError("benchmark: tables need the package rich: pip install -e '.[benchmark]'.")
 
 
 def columns(titles: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
