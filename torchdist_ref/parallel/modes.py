@@ -12,8 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +23,6 @@ from torchdist_ref.parallel.bucket import split
 from torchdist_ref.parallel.construction import OPERATION, mapped
 from torchdist_ref.parallel.division import Divisor, average
 
-T = TypeVar("T")
 autograd = torch_private.AUTOGRAD.bind()
 
 
@@ -140,11 +138,12 @@ class DelayedParameters:
         self.buffer = torch.zeros_like(torch.cat([p.detach().reshape(-1) for p in self.parameters]))
         self.views = split(self.buffer, self.parameters)
         self._work: Any = None
+        reference = weakref.ref(self)
         # The trigger may be one of the delayed parameters: its gradient has to be accumulated first.
-        trigger.register_post_accumulate_grad_hook(weak_hook(self, lambda delayed, _: delayed.all_reduce()))
+        trigger.register_post_accumulate_grad_hook(_launcher(reference))
         for index, parameter in enumerate(self.parameters):
             if parameter is not trigger:
-                parameter.register_post_accumulate_grad_hook(weak_hook(self, partial(_check_order, index)))
+                parameter.register_post_accumulate_grad_hook(_checker(reference, index))
 
     def change_group(self, group: Any) -> None:
         """Average over this group from now on."""
@@ -181,20 +180,22 @@ class DelayedParameters:
             )
 
 
-def _check_order(index: int, delayed: DelayedParameters, _: torch.Tensor) -> None:
-    delayed.check_order(index)
+def _launcher(reference: weakref.ref[DelayedParameters]) -> Callable[[torch.Tensor], None]:
+    def launch(_: torch.Tensor) -> None:
+        delayed = reference()
+        if delayed is not None:
+            delayed.all_reduce()
+
+    return launch
 
 
-def weak_hook(target: T, method: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook for autograd that calls ``method(target, ...)`` without keeping the target alive."""
-    reference = weakref.ref(target)
+def _checker(reference: weakref.ref[DelayedParameters], index: int) -> Callable[[torch.Tensor], None]:
+    def check(_: torch.Tensor) -> None:
+        delayed = reference()
+        if delayed is not None:
+            delayed.check_order(index)
 
-    def hook(*arguments: Any) -> None:
-        found = reference()
-        if found is not None:
-            method(found, *arguments)
-
-    return hook
+    return check
 
 
 def take_over_optimizers(parameters: Iterable[torch.Tensor]) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from time import time_ns
@@ -33,7 +34,7 @@ from torchdist_ref.parallel import bucketing, storage, synchronization
 from torchdist_ref.parallel.bucket import BucketExchange, LaunchedBucket
 from torchdist_ref.parallel.bucketing import ParameterEntry, ReducerOptions
 from torchdist_ref.parallel.division import Divisor, average
-from torchdist_ref.parallel.modes import LowPrecision, weak_hook
+from torchdist_ref.parallel.modes import LowPrecision
 
 autograd = torch_private.AUTOGRAD.bind()
 
@@ -202,7 +203,7 @@ class Reducer:
         for index, node in enumerate(self._nodes):
             # Parameters that keep their dtype keep the node, which has the hook.
             if node is not None and node is not former[index]:
-                node.register_hook(weak_hook(self, partial(Reducer._autograd_hook, index=index)))
+                node.register_hook(_weak_hook(self, partial(Reducer._autograd_hook, index=index)))
 
     # ---- before forward
 
@@ -270,7 +271,7 @@ class Reducer:
                 self._unused = unused
         for tensor in tensors:
             if tensor.grad_fn is not None:
-                tensor.register_hook(weak_hook(self, lambda reducer, _: reducer.on_output_gradient()))
+                tensor.register_hook(_weak_hook(self, lambda reducer, _: reducer.on_output_gradient()))
 
     def _check_finished(self) -> None:
         if not (self._armed and self._begun) or self._failed:
@@ -487,6 +488,18 @@ class Reducer:
         if not self.rebuilt:
             self._ready_order = list(range(len(self.entries)))
         self._reset()
+
+
+def _weak_hook(reducer: Reducer, method: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook for autograd that calls ``method(reducer, ...)`` without keeping the reducer alive."""
+    reference = weakref.ref(reducer)
+
+    def hook(*arguments: Any) -> None:
+        found = reference()
+        if found is not None:
+            method(found, *arguments)
+
+    return hook
 
 
 # ---- the autograd graph
