@@ -3,7 +3,7 @@
 `python -m tests.soak.deaths` counts the lines of the package that one rank runs between call and return (a trace
 function sees each), then repeats the call once for each of them, with a SIGKILL there. A line in a loop counts twice:
 the rank dies when it comes there for the first time, or for the second. Options choose functions, transports and a
-share of the points; `nox -s soak` runs all of them.
+share of the points; `nox -s soak` runs all of them, and a run of all functions writes its row into the record.
 
 Only a rank that has told the store its name can be missed by name: deaths before that end at the time-out, and are
 counted apart.
@@ -12,6 +12,7 @@ counted apart.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import mmap
 import os
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 
 import torchdist_ref as dist
+from tests.soak import proofs
 from torchdist_ref.stores import TCPStore
 
 WORLD, VISITS, BOUND_SECONDS, HANG_SECONDS = 3, 2, 0.1, 15.0
@@ -314,10 +316,43 @@ def points_of(case: Case, share: float, seed: int) -> tuple[int, int, list[int]]
     return points, named, sorted(chosen)
 
 
-def check(
-    case: Case, share: float, seed: int = 0, report: Callable[[str], None] = print, bound: float = BOUND_SECONDS
-) -> list[Outcome]:
-    """Kill the victim at each of the points, and return the outcomes that are not as they should be."""
+@dataclass
+class Checked:
+    """Deaths at the points of one case.
+
+    Attributes:
+        case: The case.
+        points: Lines that the victim ran.
+        named: Lines before the store knew the victim; it does not die there.
+        outcomes: Outcome of each death.
+    """
+
+    case: Case
+    points: int
+    named: int
+    outcomes: list[Outcome]
+
+    @property
+    def wrong(self) -> list[Outcome]:
+        """The outcomes that are not as they should be."""
+        return [each for each in self.outcomes if each.error]
+
+    @property
+    def times(self) -> list[float]:
+        """Seconds to the last survivor's error, in ascending order."""
+        return sorted(each.seconds for each in self.outcomes)
+
+    def __str__(self) -> str:
+        times = [1000 * seconds for seconds in self.times]
+        return (
+            f"{self.case.function:26} {self.case.transport:13} rank {self.case.victim}  {self.points:5} lines, "
+            f"{self.named:4} before it is known, {len(self.outcomes):5} tried, {len(self.wrong):4} wrong; "
+            f"median {times[len(times) // 2]:4.0f} ms, worst {times[-1]:5.0f} ms"
+        )
+
+
+def check(case: Case, share: float, seed: int = 0, bound: float = BOUND_SECONDS) -> Checked:
+    """Kill the victim at each of the points."""
     points, named, chosen = points_of(case, share, seed)
     outcomes = [case.run(point) for point in chosen]
     if case.function == "init_process_group":
@@ -326,14 +361,20 @@ def check(
     for each in outcomes:
         if not each.error and each.seconds > bound:
             each.error = f"a survivor took {each.seconds * 1000:.0f} ms"
-    wrong = [each for each in outcomes if each.error]
-    times = sorted(each.seconds for each in outcomes)
-    report(
-        f"{case.function:26} {case.transport:13} rank {case.victim}  {points:5} lines, {named:4} before it is known, "
-        f"{len(chosen):5} tried, {len(wrong):4} wrong; median {times[len(times) // 2] * 1000:4.0f} ms, "
-        f"worst {times[-1] * 1000:5.0f} ms"
-    )
-    return wrong
+    return Checked(case, points, named, outcomes)
+
+
+def summary(found: list[Checked]) -> proofs.Outcome:
+    """Return what the record has of the cases of one transport."""
+    result = proofs.Outcome()
+    times = sorted(seconds for each in found for seconds in each.times)
+    for each in found:
+        result.done += len(each.outcomes)
+        result.failed += len(each.wrong)
+        result.counts[each.case.function] += len(each.outcomes)
+    result.counts["median milliseconds to the error"] = round(1000 * times[len(times) // 2])
+    result.counts["worst milliseconds to the error"] = round(1000 * times[-1])
+    return result
 
 
 def warm_up() -> None:
@@ -341,6 +382,9 @@ def warm_up() -> None:
     dist.init_process_group("ref", store=dist.HashStore(), rank=0, world_size=1)
     dist.all_reduce(torch.ones(3), async_op=True).wait()
     dist.destroy_process_group()
+    # A collection in a rank would write to, and so copy, every page that it shares with this process.
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager
@@ -381,13 +425,20 @@ def main() -> int:
     failed = 0
     with store_server() as port:
         for transport in options.transport or TRANSPORTS:
+            limits, found = proofs.Limits(0, options.seed), []
             for function in options.functions or FUNCTIONS:
                 for victim in (0, 1):
-                    case = Case(function, transport, victim, port=port, runs=runs)
-                    wrong = check(case, options.share, options.seed, lambda line: print(line, flush=True))
-                    failed += len(wrong)
-                    for each in wrong[:5]:
+                    checked = check(
+                        Case(function, transport, victim, port=port, runs=runs), options.share, options.seed
+                    )
+                    found.append(checked)
+                    print(checked, flush=True)
+                    for each in checked.wrong[:5]:
                         print(f"    at point {each.point}: {each.error}", flush=True)
+            failed += sum(len(each.wrong) for each in found)
+            if options.share == 1 and not options.functions:
+                limits.count = sum(each.points - each.named for each in found)
+                proofs.write_row(f"lines, {transport}", limits, summary(found))
     return 1 if failed else 0
 
 

@@ -30,5 +30,5 @@ def test_survivors_name_the_dead_rank(function: str, transport: str, port: int) 
     """CI has each function on one transport."""
     victim = (len(function) + len(transport)) % 2
     case = deaths.Case(function, transport, victim, port=port, runs=_runs)
-    wrong = deaths.check(case, SHARE, bound=SOON)
+    wrong = deaths.check(case, SHARE, bound=SOON).wrong
     assert not wrong, "\n".join(f"at point {each.point}: {each.error} {each.seconds:.1f} s" for each in wrong)
