@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from torchdist_ref.errors import DistNetworkError
 from torchdist_ref.groups.meeting import Meeting
+from torchdist_ref.liveness import Presence, read_failure
 from torchdist_ref.stores import HashStore
 
 
@@ -26,6 +28,36 @@ class StoreThatLeaves(HashStore):
     def set_on_disconnect(self, key: Any, value: Any, now: Any = None) -> bool:
         self.requests.append((key.rpartition("/")[2], str(value)))
         raise DistNetworkError("the server is gone")
+
+
+class KeysThatGo(HashStore):
+    """Store in which another rank leaves, and deletes its key, right after a check for it."""
+
+    def check(self, keys: Any) -> bool:
+        found = super().check(keys)
+        for key in keys:
+            self.delete_key(key)
+        return found
+
+    def get(self, key: Any) -> bytes:
+        assert super().check([key]), f"waits for {key!r}"
+        return super().get(key)
+
+
+def test_no_rank_waits_for_the_announcement_of_one_that_has_left() -> None:
+    store = KeysThatGo()
+    with closing(Presence(store, 0, 2)) as presence:
+        for key, value in Presence(HashStore(), 1, 2, nonce="n").announcement().items():
+            store.set(key, value)
+        assert presence.failure([1], "init_process_group") is None
+        assert not presence.is_another_process() and not presence.is_announced()
+
+
+def test_no_rank_waits_for_a_published_failure_that_has_gone() -> None:
+    store = KeysThatGo()
+    store.set("failure", "1|RankDiedError|killed")
+    assert "killed" in str(read_failure(store, "new_group"))
+    assert store.check(["failure"]) and read_failure(store, "new_group") is None
 
 
 def test_a_complete_group_does_not_need_the_store_any_more() -> None:

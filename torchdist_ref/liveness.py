@@ -276,12 +276,13 @@ def read_failure(
         key: Key of the error.
     """
     try:
-        if not store.check([key]):
-            return None
-        rank, kind, text = store.get(key).decode().split("|", 2)
+        published = store.get_if_present(key)
     except RuntimeError:
         # The store is gone, which the wait itself reports.
         return None
+    if published is None:
+        return None
+    rank, kind, text = published.decode().split("|", 2)
     if kind in _OF_ALL_RANKS:
         return _OF_ALL_RANKS[kind](text)
     global_rank = int(rank) if members is None else members[int(rank)]
@@ -417,7 +418,7 @@ class Presence:
     def is_announced(self) -> bool:
         """Return whether the store has the announcement of this process, and no later one of the same rank."""
         [(key, value)] = self.announcement().items()
-        return self._store.check([key]) and self._store.get(key).decode() == value
+        return self._store.get_if_present(key) == value.encode()
 
     def look_for(self, ranks: Sequence[int]) -> None:
         """Look for these ranks too."""
@@ -469,9 +470,8 @@ class Presence:
 
     def _announced(self, rank: int) -> tuple[str, int, int] | None:
         """Return host, process id and world size that a rank has announced; None if it has not yet."""
-        if not self._store.check([f"present/{rank}"]):
-            return None
-        return _parse_announcement(self._store.get(f"present/{rank}"))[:3]
+        found = self._store.get_if_present(f"present/{rank}")
+        return None if found is None else _parse_announcement(found)[:3]
 
     def is_another_process(self) -> bool:
         """Return whether another living process of this host has announced itself as this rank."""

@@ -17,6 +17,7 @@ import torch
 
 import torchdist_ref as dist
 from torchdist_ref.groups.meeting import Meeting
+from torchdist_ref.liveness import host_identity
 from torchdist_ref.stores import HashStore, TCPStore
 from torchdist_ref.stores.tcp.client import ConnectionPool
 from torchdist_ref.testing import run
@@ -270,9 +271,13 @@ def test_restarted_ranks_meet_whatever_the_attempt_before_has_left(started: int)
 
 
 class CountingStore(HashStore):
-    """Store that counts how often the round is read."""
+    """Store that counts how often the round is read, and looked for."""
 
-    reads = 0
+    reads = looks = 0
+
+    def compare_set(self, key: Any, expected_value: Any, desired_value: Any) -> bytes:
+        self.looks += key == "world/round"
+        return super().compare_set(key, expected_value, desired_value)
 
     def get(self, key: Any) -> bytes:
         self.reads += key == "world/round"
@@ -297,6 +302,34 @@ def test_a_rank_waits_for_the_next_round_if_an_old_one_is_not_its_own(key: str, 
     for thread in threads:
         thread.join()
     assert prefixes[0] == prefixes[1] != "world/old"
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_end_of_a_rank_0_of_this_world_is_believed_at_once(waits: bool) -> None:
+    """Rank 1 finds the round of a living process, or waits for it. With an agent it doubts older rounds for ever."""
+    store, died, errors = CountingStore(), "0|RankDiedError|its process has ended", []
+
+    def meet() -> None:
+        try:
+            with Meeting(store, 1, 2, has_agent=True).watched(3.0):
+                pass
+        except dist.RankDiedError as error:
+            errors.append(str(error))
+
+    def open_round() -> None:
+        store.multi_set(["world/round", "world/new/failure"], [f"new|open|2|{pid}|{host}", died])
+
+    pid, host = (1, "elsewhere") if waits else (os.getpid(), host_identity())
+    thread = threading.Thread(target=meet)
+    if not waits:
+        open_round()
+    thread.start()
+    if waits:
+        while not store.looks:
+            time.sleep(0.001)
+        open_round()
+    thread.join()
+    assert errors == ["init_process_group on rank 1: rank 0 failed: its process has ended"]
 
 
 def test_a_rank_other_than_0_names_those_that_did_not_join() -> None:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import mmap
+import multiprocessing
 import os
 import random
 import select
@@ -27,6 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,9 +41,10 @@ from tests.soak import proofs
 from torchdist_ref.stores import TCPStore
 
 WORLD, VISITS, BOUND_SECONDS, HANG_SECONDS = 3, 2, 0.1, 15.0
+HEAD_START_SECONDS = 0.01
 PACKAGE = str(Path(dist.__file__).parent)
 TRANSPORTS = ("shared_memory", "tcp")
-INIT_TIMEOUT = timedelta(seconds=1.5)
+INIT_TIMEOUT = timedelta(seconds=4)
 TIMEOUT = timedelta(seconds=12)
 
 Prepare = Callable[[int], None]
@@ -173,6 +177,9 @@ class Killer:
         signal.pause()
 
 
+_runs = itertools.count()
+
+
 @dataclass
 class Case:
     """One function on one transport, in which one rank dies.
@@ -187,7 +194,6 @@ class Case:
     transport: str
     victim: int
     port: int = field(repr=False, kw_only=True)
-    runs: Iterator[int] = field(repr=False, kw_only=True)
 
     @property
     def ranks(self) -> int:
@@ -195,7 +201,8 @@ class Case:
 
     def run(self, point: int) -> Outcome:
         """Start the ranks, kill the victim at a point (0: when the function has returned), and gather reports."""
-        shared, number = Shared(), next(self.runs)
+        # Several processes run cases on one store.
+        shared, number = Shared(), os.getpid() * 10**6 + next(_runs)
         sys.stdout.flush()
         children = {}
         for rank in range(self.ranks):
@@ -273,6 +280,8 @@ class Case:
         if ready.add(f"ready/{number}", 1) == WORLD:
             ready.set(f"all ready/{number}", b"")
         ready.wait([f"all ready/{number}"])
+        if first:
+            self._begin_in_order(rank, ready, number)
         ready.close()
         calls: list[Program] = [FUNCTIONS[self.function]]
         if first:
@@ -295,6 +304,14 @@ class Case:
         except dist.DistError as error:
             return began, time.monotonic(), type(error).__name__, str(error)
         return began, time.monotonic(), "", ""
+
+    def _begin_in_order(self, rank: int, ready: TCPStore, number: int) -> None:
+        """Let the victim begin last: a rank that comes after a death takes it for one of an earlier attempt."""
+        if rank == self.victim:
+            ready.wait([f"all began/{number}"])
+            time.sleep(HEAD_START_SECONDS)
+        elif ready.add(f"began/{number}", 1) == WORLD - 1:
+            ready.set(f"all began/{number}", b"")
 
     def _init(self, rank: int, number: int, timeout: timedelta) -> None:
         store = TCPStore("127.0.0.1", self.port)
@@ -419,22 +436,23 @@ def main() -> int:
     parser.add_argument("--transport", choices=TRANSPORTS, action="append")
     parser.add_argument("--share", type=float, default=1.0, help="share of the points, at most 1")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="cases to run at a time")
     options = parser.parse_args()
     warm_up()
-    runs = iter(range(1, 10**9))
     failed = 0
-    with store_server() as port:
+    with store_server() as port, multiprocessing.get_context("fork").Pool(options.jobs) as pool:
         for transport in options.transport or TRANSPORTS:
             limits, found = proofs.Limits(0, options.seed), []
-            for function in options.functions or FUNCTIONS:
-                for victim in (0, 1):
-                    checked = check(
-                        Case(function, transport, victim, port=port, runs=runs), options.share, options.seed
-                    )
-                    found.append(checked)
-                    print(checked, flush=True)
-                    for each in checked.wrong[:5]:
-                        print(f"    at point {each.point}: {each.error}", flush=True)
+            cases = [
+                Case(function, transport, victim, port=port)
+                for function in options.functions or FUNCTIONS
+                for victim in (0, 1)
+            ]
+            for checked in pool.imap(partial(check, share=options.share, seed=options.seed), cases):
+                found.append(checked)
+                print(checked, flush=True)
+                for each in checked.wrong[:5]:
+                    print(f"    at point {each.point}: {each.error}", flush=True)
             failed += sum(len(each.wrong) for each in found)
             if options.share == 1 and not options.functions:
                 limits.count = sum(each.points - each.named for each in found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -22,13 +21,10 @@ def port() -> Iterator[int]:
         yield port
 
 
-_runs = itertools.count(1)
-
-
 @pytest.mark.parametrize(("function", "transport"), covering(list(deaths.FUNCTIONS), deaths.TRANSPORTS))
 def test_survivors_name_the_dead_rank(function: str, transport: str, port: int) -> None:
     """CI has each function on one transport."""
     victim = (len(function) + len(transport)) % 2
-    case = deaths.Case(function, transport, victim, port=port, runs=_runs)
+    case = deaths.Case(function, transport, victim, port=port)
     wrong = deaths.check(case, SHARE, bound=SOON).wrong
     assert not wrong, "\n".join(f"at point {each.point}: {each.error} {each.seconds:.1f} s" for each in wrong)

@@ -43,7 +43,14 @@ from torchdist_ref.errors import (
     UsageError,
     explain,
 )
-from torchdist_ref.liveness import MemberWatch, Presence, host_identity, read_failure, size_mismatch
+from torchdist_ref.liveness import (
+    MemberWatch,
+    PeerProcesses,
+    Presence,
+    host_identity,
+    read_failure,
+    size_mismatch,
+)
 from torchdist_ref.rendezvous import rendezvous
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.prefix import KeyRange, WatchedStore
@@ -94,6 +101,13 @@ class Round(NamedTuple):
                 f"{_OPERATION}: the store has {value!r} where rank 0 announces a world. Another program writes to it."
             ) from None
 
+    def is_of_living_process(self) -> bool:
+        """Return whether the process of rank 0 runs on this host. False for one of another host."""
+        if self.host != host_identity():
+            return False
+        with closing(PeerProcesses({0: self.pid})) as rank_0:
+            return not rank_0.dead()
+
     def __str__(self) -> str:
         return "|".join(map(str, self))
 
@@ -136,6 +150,7 @@ class Meeting:
         self._nonce = secrets.token_hex(8)
         self._round = ""
         self._found: Round | None = None
+        self._looked, self._inherited = False, ""
         self._missed: set[str] = set()
         self._published: Mapping[str, str | bytes] = {}
         self._awaited: Sequence[str] = ()
@@ -262,6 +277,12 @@ class Meeting:
             pause = min(2 * pause, CHECK_SECONDS)
 
     def _read_round(self, deadline: Deadline) -> Round:
+        looked, self._looked = self._looked, True
+        if not looked and (found := self._worlds.get_if_present(_ROUND)) is not None:
+            # Of this world, or of one before whose rank 0 has ended.
+            inherited = Round.parse(found)
+            self._inherited = "" if inherited.is_of_living_process() else inherited.nonce
+            return inherited
         worlds = WatchedStore(_WORLDS, self._whole, lambda: None)
         try:
             return Round.parse(worlds.wait_get([_ROUND], timedelta(seconds=deadline.remaining()))[0])
@@ -283,16 +304,15 @@ class Meeting:
 
     def _failure_or_new_round(self, watch: MemberWatch) -> BaseException | None:
         """Return why this rank need not wait for the list any more; None while it has to."""
+        own = Round.parse(self._round.encode()).nonce
         with suppress(RuntimeError):
-            if Round.parse(self._worlds.get(_ROUND)).nonce != Round.parse(self._round.encode()).nonce:
+            if Round.parse(self._worlds.get(_ROUND)).nonce != own:
                 return _RoundReplaced()
         failure = watch.failure()
         if self._doubtful_until is None:
-            # A server of rank 0 has no older round.
-            doubtful = (
-                0.0 if failure is None or not self._outlives_worlds else inf if self._has_agent else _LEAVE_SECONDS
-            )
-            self._doubtful_until = monotonic() + doubtful
+            # A server of rank 0 has no older round, and a round that was opened while this rank waited is no old one.
+            certain = failure is None or not self._outlives_worlds or own != self._inherited
+            self._doubtful_until = monotonic() + (0.0 if certain else inf if self._has_agent else _LEAVE_SECONDS)
         return failure if monotonic() >= self._doubtful_until else None
 
     # Failures
@@ -310,11 +330,8 @@ class Meeting:
         if self.rank != 0:
             return None if self._presence.is_announced() else self._claimed_twice()
         if (found := self._worlds.get(_ROUND)) == self._round.encode():
-            return (
-                self.find_claimant(Round.parse(self._worlds.get(_LAST_MET)))
-                if self._worlds.check([_LAST_MET])
-                else None
-            )
+            last = self._worlds.get_if_present(_LAST_MET)
+            return None if last is None else self.find_claimant(Round.parse(last))
         # The ranks that have seen the other round learn of it there.
         error = self._claimed_twice()
         MemberWatch(self._part(Round.parse(found)), 0, range(self.size), _OPERATION).publish(error)

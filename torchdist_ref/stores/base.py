@@ -32,6 +32,8 @@ _FIRST_POLL_SECONDS, POLL_SECONDS = 0.0002, 0.01
 """First and longest interval at which a store that is not notified of changes is polled."""
 _LATE_SECONDS = 0.25
 """Time for the response to a request after the limit, from a server that responded to the request before."""
+_ABSENT = "\0no such key"
+"""Value that no key has, in the place of a missing one."""
 RELEASED = "released"
 """Last part of the key that counts the users who have released a prefix."""
 
@@ -100,6 +102,26 @@ class Store:
             public.
         """
         raise self._unsupported("get")
+
+    def get_if_present(self, key: Text) -> bytes | None:
+        """Return the value of a key, or None if it is missing. Never waits.
+
+        Raises:
+            ArgumentTypeError: the key is neither text nor bytes.
+            DistNetworkError: the server of a TCPStore cannot be reached.
+
+        >>> store = dist.HashStore()
+        >>> store.set("leader", "rank 3")
+        >>> store.get_if_present("leader"), store.get_if_present("deputy")
+        (b'rank 3', None)
+
+        Elsewhere:
+            ``PMIx_Get`` with ``PMIX_IMMEDIATE`` in PMIx; none in NCCL; ``key_value_try_get`` of JAX's coordination
+            client, which is not public.
+        """
+        # One atomic operation of every store, torch's included. It stores nothing, since no key has the expected value.
+        found = self.compare_set(key, _ABSENT, _ABSENT)
+        return None if found == _ABSENT.encode() else found
 
     def add(self, key: Text, value: int) -> int:
         """Add to a counter atomically, and return its new value. A missing counter starts at 0.
@@ -192,9 +214,7 @@ class Store:
 
     def append(self, key: Text, value: Text) -> None:
         """Append bytes to the value of a key, atomically. A missing key starts empty."""
-        old, added = b"", value_bytes("append", value)
-        if self.check([key]):
-            old = self.get(key)
+        old, added = self.get_if_present(key) or b"", value_bytes("append", value)
         while (current := self.compare_set(key, old, old + added)) != old + added:
             old = b"" if current == old else current
 

@@ -127,6 +127,17 @@ def _checking(store: Store) -> None:
     assert not store.check(["a", "c"])
 
 
+def _looking(store: Store) -> None:
+    # The value of a key that exists, empty or not; otherwise None, at once, and nothing is stored.
+    before = store.num_keys()
+    assert store.get_if_present("k") is None and store.num_keys() == before and not store.check(["k"])
+    for value in (b"", b"v", bytes(range(256))):
+        store.set("k", value)
+        assert store.get_if_present("k") == value == store.get("k")
+    store.delete_key("k")
+    assert store.get_if_present("k") is None
+
+
 def _several_keys(store: Store) -> None:
     # Values have the order of the keys, repeated keys included; the last value of a repeated key is kept.
     store.multi_set(["x", "y", "x"], ["1", "2", "3"])
@@ -375,6 +386,7 @@ CLAUSES: list[Callable[[Store], None]] = [
     _comparing,
     _deleting,
     _checking,
+    _looking,
     _several_keys,
     _appending,
     _timing_out,

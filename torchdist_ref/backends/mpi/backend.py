@@ -171,9 +171,8 @@ class Mpi(Backend):
 
     def _failure(self) -> BaseException | None:
         """Return the error of a member that has aborted the group, if any."""
-        if not self._store.check(["aborted"]):
-            return None
-        return GroupAbortedError(f"{self._location()}: {self._store.get('aborted').decode()}")
+        text = self._store.get_if_present("aborted")
+        return None if text is None else GroupAbortedError(f"{self._location()}: {text.decode()}")
 
     def _start(self, call: Call, inputs: list[Tensor], outputs: Tensors) -> Started:
         """Start a call's MPI operation."""
