@@ -144,10 +144,11 @@ class GroupAbortedError(DistBackendError):
     """Another rank aborted the group, or the group was destroyed during the call.
 
     Attributes:
-        reason: The reason that the first rank gave, which is the same on all ranks; empty if none did.
+        culprit: The rank that aborted first, such as ``rank 3``; empty if none did.
+        reason: The reason that it gave, which is the same on all ranks.
     """
 
-    reason = ""
+    culprit = reason = ""
 
 
 class MismatchError(DistBackendError):

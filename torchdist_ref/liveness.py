@@ -26,7 +26,9 @@ from time import monotonic, sleep
 from typing import Protocol
 
 from torchdist_ref.errors import (
+    ArgumentError,
     DistBackendError,
+    DistError,
     DistNetworkError,
     GroupAbortedError,
     MismatchError,
@@ -43,6 +45,8 @@ _FAILURE_KEY, _GROUP_FAILURE_KEY = "failure", "failure in the group"
 _SAME_TYPE = {kind.__name__: kind for kind in (RankDiedError, RankStalledError)}
 _OF_ALL_RANKS = {kind.__name__: kind for kind in (MismatchError, RendezvousError)}
 """Errors whose message is the same on all ranks."""
+_OWN_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
+"""System errors that do not follow from the end of another rank."""
 _STAT_EXIT_CODE = 49
 """Index of the exit code in /proc/PID/stat, counted from the state, which follows the name."""
 _END_SECONDS = 0.08
@@ -246,12 +250,26 @@ class MemberWatch:
         try:
             yield
         except (DistNetworkError, UnsupportedError, OSError) as error:
-            failure = self._failure_soon()
+            failure = None if getattr(error, "errno", None) in _OWN_ERRORS else self._failure_soon()
             # A member that needs nothing more from the dead one waits for this rank.
             self.publish(failure or error)
             if failure is None:
                 raise
             raise failure from error
+        except BaseException as error:
+            self.publish(error)
+            raise
+
+    @contextmanager
+    def interruption_published(self) -> Iterator[None]:
+        """Publish an error that is raised in the block, unless it is one of communication or of wrong arguments.
+
+        Those are published where they are found, or leave the store with no way to publish them.
+        """
+        try:
+            yield
+        except (DistError, ArgumentError):
+            raise
         except BaseException as error:
             self.publish(error)
             raise

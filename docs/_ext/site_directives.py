@@ -20,6 +20,8 @@
     The private names of torch that the library uses, from `torchdist_ref.torch_private`.
 `.. launcher-options::`
     The options of the launcher, from its parser.
+`.. benchmark-options::`
+    The options of the benchmark, for each of its commands.
 `.. gpu-report::`
     What ran on a GPU, as `python -m tests.gpu --land` recorded it; a sentence if nothing has.
 """
@@ -28,7 +30,7 @@ from __future__ import annotations
 
 import json
 import re
-from argparse import Action
+from argparse import Action, ArgumentParser
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,6 +40,7 @@ from docutils.parsers.rst import Directive, directives
 from sphinx.application import Sphinx
 
 from torchdist_ref import schedules, torch_private
+from torchdist_ref.benchmark import __main__ as benchmark
 from torchdist_ref.launcher.options import get_args_parser
 
 VERSIONS = Path(__file__).parents[1] / "versions.json"
@@ -380,6 +383,29 @@ class LauncherOptionsDirective(Directive):
         return shown
 
 
+class BenchmarkOptionsDirective(Directive):
+    """Tables of the benchmark's options, one for each command."""
+
+    def run(self) -> list[nodes.Node]:
+        """Read the options of each command."""
+        shown: list[nodes.Node] = []
+        for command in benchmark.COMMANDS:
+            parser = ArgumentParser(add_help=False)
+            for name, option in benchmark.options_of(command).items():
+                option.add_to(parser, name)
+            rows = [
+                (
+                    spelling(option),
+                    f"{option.help}".removesuffix(" (%(default)s)"),
+                    "" if option.default in (None, False) else f"{option.default}",
+                )
+                for option in parser._actions  # noqa: SLF001 (argparse has no public list)
+            ]
+            shown.append(nodes.rubric("", command))
+            shown.append(table("launcher-options", ("option", "meaning", "default"), rows))
+        return shown
+
+
 def spelling(option: Action) -> str:
     """Return the spellings of an option with dashes; underscores are accepted in their place."""
     flags = [flag for flag in option.option_strings if "_" not in flag]
@@ -397,6 +423,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("versions", VersionsDirective)
     app.add_directive("gpu-report", GpuDirective)
     app.add_directive("launcher-options", LauncherOptionsDirective)
+    app.add_directive("benchmark-options", BenchmarkOptionsDirective)
     app.add_directive("proofs-at-length", ProofsAtLengthDirective)
     app.add_directive("private-names", PrivateNamesDirective)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

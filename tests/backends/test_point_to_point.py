@@ -263,3 +263,21 @@ def test_a_message_that_is_received_in_part_ends_the_group(monkeypatch: pytest.M
     of_receiver, of_sender = run(receive_with_an_interruption, 2, monkeypatch, timeout=10)
     assert "the group ended with an earlier failure" in of_receiver
     assert "rank 0 aborted: KeyboardInterrupt" in of_sender
+
+
+def wait_in_a_chain(rank: int) -> str:
+    """Rank 0 fails; rank 1 waits for it, and rank 2 for rank 1."""
+    if rank == 0:
+        world.default_group().backend.abort("out of paper")
+        return ""
+    with pytest.raises(dist.GroupAbortedError) as caught:
+        dist.recv(torch.zeros(3), rank - 1)
+    assert (caught.value.culprit, caught.value.reason) == ("rank 0", "out of paper")
+    return str(caught.value).partition(": ")[2]
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_each_rank_of_a_chain_learns_who_failed_first(ranks: str) -> None:
+    """Once each rank named the one before it, with the reason of the first."""
+    _, *errors = run(wait_in_a_chain, 3, ranks=ranks, timeout=10)
+    assert errors == ["rank 0 aborted: out of paper"] * 2

@@ -66,6 +66,68 @@ def test_a_rank_that_fails_tells_the_others_in_words(name: str) -> None:
         assert seconds < SOON
 
 
+OPENING = {
+    "after all have joined": "torchdist_ref.transports.shared_memory.PeerProcesses",
+    "in the backend": "torchdist_ref.backends.ref.backend.Messages",
+    "in the debug level": "torchdist_ref.groups.creation.apply_debug_level",
+    "in the registration with torch": "torchdist_ref.groups.registration.Registration.add",
+}
+
+
+def fail_when_others_have_joined(rank: int, name: str, where: str) -> tuple[str, str, float]:
+    monkeypatch = pytest.MonkeyPatch()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    if rank == 1:
+        monkeypatch.setattr(OPENING[where], fail)
+        with pytest.raises(OSError, match="Too many open files"):
+            CALLS[name]()
+        return "", "", 0.0
+    start = time.monotonic()
+    try:
+        dist.barrier(CALLS[name]())
+    except dist.DistError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "no error", 0.0
+
+
+@pytest.mark.parametrize("where", OPENING)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_that_fails_when_others_have_joined_tells_them(name: str, where: str) -> None:
+    """Once the others had a group, and its first call waited for the time-out."""
+    outcomes = run(fail_when_others_have_joined, 3, name, where, ranks="processes", timeout=20)
+    for kind, text, seconds in (outcomes[0], outcomes[2]):
+        assert kind == "GroupAbortedError" and "rank 1 " in text and "Too many open files" in text, text
+        assert seconds < SOON
+
+
+def interrupted_before_it_connects(rank: int, name: str) -> tuple[str, str, float]:
+    store, request = (PrefixStore, "compare_set") if name == "new_group" else (liveness.WatchedStore, "wait")
+    original = getattr(store, request)
+
+    def interrupted_once(*_: Any, **__: Any) -> None:
+        setattr(store, request, original)
+        raise KeyboardInterrupt
+
+    if rank != 1:
+        return failing(CALLS[name])
+    setattr(store, request, interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        CALLS[name]()
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize("name", ["new_group", "split_group"])
+def test_a_rank_that_is_interrupted_before_it_connects_tells_the_others(name: str) -> None:
+    """Once the others waited for the time-out."""
+    outcomes = run(interrupted_before_it_connects, 3, name, ranks="processes", timeout=20)
+    for kind, text, seconds in (outcomes[0], outcomes[2]):
+        assert kind == "GroupAbortedError" and "rank 1 failed: KeyboardInterrupt" in text, text
+        assert seconds < SOON
+
+
 def two_deaths(rank: int) -> tuple[str, str, float] | None:
     dist.barrier()
     if rank == 3:

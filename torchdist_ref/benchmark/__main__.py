@@ -11,7 +11,7 @@ from torchdist_ref.benchmark.harness import Harness, Option, checked, file
 from torchdist_ref.errors import ArgumentError, DistError
 from torchdist_ref.testing import RankError
 
-_COMMANDS = {
+COMMANDS = {
     "calls": (calls, "cost of a call and an import besides the backend"),
     "collectives": (collectives, "time of each operation, by size, on each backend (the default command)"),
     "ddp": (ddp, "a step of training under our DistributedDataParallel and torch's, by model and hook"),
@@ -25,14 +25,14 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or (arguments[0] not in _COMMANDS and arguments[0] not in ("-h", "--help")):
+    if not arguments or (arguments[0] not in COMMANDS and arguments[0] not in ("-h", "--help")):
         arguments.insert(0, "collectives")
     typed = _parser().parse_args(arguments)
     try:
-        settings = checked(_options(typed.benchmark), typed)
+        settings = checked(options_of(typed.benchmark), typed)
         compares = getattr(settings, "against_checkout", None)
         harness = checkouts.CheckoutHarness if compares else Harness
-        harness(_COMMANDS[typed.benchmark][0], settings).measure()
+        harness(COMMANDS[typed.benchmark][0], settings).measure()
         return 0
     except (ArgumentError, DistError, RankError) as error:
         print(error, file=sys.stderr)
@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _options(name: str) -> dict[str, Option]:
+def options_of(name: str) -> dict[str, Option]:
     """Return all options of a command."""
-    options: dict[str, Option] = dict(_COMMANDS[name][0].OPTIONS)
+    options: dict[str, Option] = dict(COMMANDS[name][0].OPTIONS)
     if name in checkouts.COMMANDS:
         options["against-checkout"] = checkouts.OPTION
     return options | {"json": Option(None, "write all samples, with the machine, versions and date", file, "FILE")}
@@ -52,10 +52,10 @@ def _options(name: str) -> dict[str, Option]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m torchdist_ref.benchmark", description=__doc__)
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    for name, (module, description) in _COMMANDS.items():
+    for name, (module, description) in COMMANDS.items():
         command = commands.add_parser(name, help=description, description=module.__doc__)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
-        for option_name, option in _options(name).items():
+        for option_name, option in options_of(name).items():
             option.add_to(command, option_name)
     return parser
 

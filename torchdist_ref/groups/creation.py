@@ -38,6 +38,7 @@ from torchdist_ref.groups.world import (
     ProcessGroup,
     World,
     abort_on_uncaught_exception,
+    aborted_on_failure,
     as_integer,
     current,
     default_group,
@@ -185,8 +186,10 @@ def make_group(
         if not agreed:
             _agree_on_backend(watched, chosen, members[rank], watch.operation)
         membership = Membership(watched, rank, members, name, seconds, pg_options, device, watch=watch)
-        created = apply_debug_level(create(chosen, membership), membership)
-    return ProcessGroup.on(created, members, rank, name, seconds, store)
+        made = create(chosen, membership)
+        with aborted_on_failure(made, watch.operation):
+            created = apply_debug_level(made, membership)
+            return ProcessGroup.on(created, members, rank, name, seconds, store)
 
 
 def _choose(store: Store, rank: int, size: int) -> str:
@@ -329,17 +332,18 @@ def new_group(
         return None
     with limit_requests(seconds):
         chosen, agreed = backend or default.backend.name, False
-        if use_local_synchronization:
-            store = _member_store(world, members)
-        else:
-            store, agreed = _agreed_store(world, default, members, _name_for_cpu(chosen))
+        store = _member_store(world, members) if use_local_synchronization else _next_store(world)
         users = len(members) if use_local_synchronization else default.size()
         keys = KeyRange(store.underlying_store, store.prefix, users)
         if me not in members:
+            _agree_on_members(store, me, members, _name_for_cpu(chosen))
             keys.release()
             return GroupMember.NON_GROUP_MEMBER
-        name = group_desc or store.prefix.replace("/", " ")
         watch, options = watch_members(store, default, members, "new_group"), (pg_options, device_id)
+        if not use_local_synchronization:
+            with watch.interruption_published():
+                agreed = _agree_on_members(store, me, members, _name_for_cpu(chosen))
+        name = group_desc or store.prefix.replace("/", " ")
         group = make_group(watch, store, chosen, name, members, members.index(me), seconds, options, agreed)
     group.keys = keys
     return world.add(group)
@@ -376,24 +380,21 @@ def _next_store(world: World) -> PrefixStore:
     return store
 
 
-def _agreed_store(
-    world: World, default: ProcessGroup, members: tuple[int, ...], backend: str
-) -> tuple[PrefixStore, bool]:
-    """Compare this rank's members and backend with those of the first rank.
+def _agree_on_members(store: PrefixStore, rank: int, members: tuple[int, ...], backend: str) -> bool:
+    """Compare this rank's members and backend with those of the first rank that creates the same group.
 
     Returns:
-        The store of a group that all ranks create, and whether its members have agreed on the backend. They have not
-        if the first rank is no member: its backend does not count.
+        Whether the members have agreed on the backend. They have not if the first rank is no member: its backend does
+        not count.
 
     Raises:
         MismatchError: Another rank passed other members, or another member another backend.
     """
-    store, rank = _next_store(world), default.members[default.rank()]
     own = ",".join(map(str, members))
     facts = f"{own}|{rank}|{backend}" if rank in members else f"{own}||"
     listed, first, other = store.compare_set("members", "", facts).decode().split("|", 2)
     if listed == own and (not first or rank not in members or other == backend):
-        return store, first != ""
+        return first != ""
     if listed == own:
         error = backend_mismatch("new_group", (rank, backend), (int(first), other))
     else:

@@ -208,16 +208,18 @@ def split_group(
     with limit_requests(seconds):
         number = parent.store.add(f"split/rounds/{parent.rank()}", 1)
         keys = _keys_of("split_group", parent, number, parent.size())
-        _agree_on_parts("split_group", parent, keys, parts)
         index = next((index for index, ranks in enumerate(parts) if parent.rank() in ranks), None)
         if index is None:
+            _agree_on_parts("split_group", parent, keys, parts)
             keys.release()
             return None
         ranks = parts[index]
         members = tuple(parent.members[rank] for rank in ranks)
         store = _part_store(keys, index)
         watch = watch_members(store, parent, members, "split_group")
-        _await_part(parent, watch, ranks, seconds)
+        with watch.interruption_published():
+            _agree_on_parts("split_group", parent, keys, parts)
+            _await_part(parent, watch, ranks, seconds)
         name = group_desc or f"{parent.group_desc}, split {number}, part {index}"
         own = ranks.index(parent.rank())
         group = make_group(watch, store, backend or parent.backend.name, name, members, own, seconds)
@@ -320,10 +322,11 @@ def _meet_remaining(parent: ProcessGroup, remaining: list[int]) -> tuple[KeyRang
     """Wait until all remaining ranks have arrived; return the keys of the new group, and a watch over its members."""
     number = parent.store.add(f"shrink/rounds/{parent.rank()}", 1)
     keys = _keys_of("shrink_group", parent, number, len(remaining))
-    _agree_on_parts("shrink_group", parent, keys, [remaining])
     members = [parent.members[rank] for rank in remaining]
     watch = watch_members(_part_store(keys, 0), parent, members, "shrink_group")
-    _await_part(parent, watch, remaining, parent.timeout)
+    with watch.interruption_published():
+        _agree_on_parts("shrink_group", parent, keys, [remaining])
+        _await_part(parent, watch, remaining, parent.timeout)
     return keys, watch
 
 

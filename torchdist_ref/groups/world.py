@@ -190,6 +190,16 @@ class DestroyedGroupError(GroupAbortedError, ArgumentError):
     definite = True
 
 
+@contextmanager
+def aborted_on_failure(backend: Backend, operation: str) -> Iterator[None]:
+    """Abort a group whose other members have created it, if this rank fails in the block."""
+    try:
+        yield
+    except BaseException as error:
+        backend.abort(f"{type(error).__name__} in {operation}: {error}")
+        raise
+
+
 class DestroyedBackend(Backend):
     """Placeholder backend of a destroyed group: every call raises, and the flight recorder stays readable.
 
@@ -284,9 +294,10 @@ class World:
 
     def add(self, group: ProcessGroup) -> ProcessGroup:
         """Add a new group, register it with torch if the default group is, and return it."""
-        self.groups.append(group)
-        if self.registration is not None:
-            self.registration.add(group)
+        with aborted_on_failure(group.backend, "the creation of the group"):
+            self.groups.append(group)
+            if self.registration is not None:
+                self.registration.add(group)
         return group
 
     def destroy(self, group: ProcessGroup) -> None:

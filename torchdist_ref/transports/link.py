@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
@@ -51,6 +52,7 @@ from torchdist_ref.transports.segment import (
 # A waiting rank renews its entry in the status table at every poll. An older entry belongs to a stopped process.
 _WAITING_EXPIRES_SECONDS = 10 * CHECK_SECONDS
 _MAIN_THREAD = threading.main_thread().ident
+_ABORTED = " aborted: "
 _ADVICE = "The call may have completed on some ranks. Destroy the group and start again from a checkpoint."
 
 
@@ -248,11 +250,7 @@ class Link:
             return self._death(dead, description)
         if aborted:
             first = min(aborted, key=lambda r: self.rows[r].aborted_at)
-            reason = self.rows[first].reason
-            text = f"{self.context(description)}: {self.rank_names([first])} aborted: {reason}"
-            error = GroupAbortedError(text)
-            error.reason = reason
-            return error
+            return self._abort_of(first, description)
         if left:
             last = self.rows[left[0]].describe()
             return GroupAbortedError(
@@ -276,6 +274,15 @@ class Link:
         endings = "; ".join(filter(None, (self.liveness.ending(rank) for rank in dead)))
         died = f"{self.rank_names(dead)} died{endings and f' ({endings})'}"
         return RankDiedError(f"{self.context(description)}: {died}. {_ADVICE}")
+
+    def _abort_of(self, rank: int, description: str) -> GroupAbortedError:
+        """Return the error for an abort; a rank that passed on the abort of another is not the culprit."""
+        culprit, aborted, reason = self.rows[rank].reason.partition(_ABORTED)
+        if not (aborted and culprit.startswith("rank ")):
+            culprit, reason = self.rank_names([rank]), self.rows[rank].reason
+        error = GroupAbortedError(f"{self.context(description)}: {culprit}{_ABORTED}{reason}")
+        error.culprit, error.reason = culprit, reason
+        return error
 
     def _is_needed(self, rank: int) -> bool:
         """Return whether `rank` has yet to complete this rank's call. A rank that has completed it may exit."""
@@ -320,13 +327,24 @@ class Link:
         if self.broken is not None:
             return
         self.broken = error
-        own = f"{type(error).__name__} in {description}: {error}" if description else str(error)
-        # The cause of another rank's abort is passed on as it is.
-        self.row.abort(getattr(error, "reason", "") or own)
+        reason = f"{type(error).__name__} in {description}: {error}" if description else str(error)
+        if isinstance(error, GroupAbortedError) and error.culprit:
+            # A rank that sees only this one learns who was first, and why.
+            reason = f"{error.culprit}{_ABORTED}{error.reason}"
+        self.row.abort(reason)
         self.publish_row()
         # Receives that wait for this rank look at once.
         for peer in self.peers:
             self.make_signal("doorbell", peer)()
+
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """Abort the group if this rank fails in the block: ranks that have joined already do not look at the watch."""
+        try:
+            yield
+        except BaseException as error:
+            self.abort(error, "the creation of the group")
+            raise
 
     def abort_unless_definite(self, error: BaseException, description: str) -> None:
         """End the group as `abort` does, unless the call failed in the same way on all ranks, or on none of them."""

@@ -135,8 +135,9 @@ def join_segment(
     """Join a segment and wait until all ranks have. Arguments and result as in `connect`."""
     link = Link(segment, layout, rank, members, name, timeout)
     link.row.join(os.getpid())
-    link.handshake(watch)
-    link.liveness = PeerProcesses({peer: link.rows[peer].pid for peer in link.peers})
+    with link.joining():
+        link.handshake(watch)
+        link.liveness = PeerProcesses({peer: link.rows[peer].pid for peer in link.peers})
     return link
 
 

@@ -149,8 +149,9 @@ def connect(
         link.hosts = tuple([*dict.fromkeys(hosts)].index(host) for host in hosts)
         link.row.join(os.getpid())
         link.liveness = HostAndMeshLiveness(NoPeerProcesses(), segment.mesh)
-        link.handshake(watch)
-    processes = PeerProcesses({r: link.rows[r].pid for r in local if r != rank})
+        with link.joining():
+            link.handshake(watch)
+            processes = PeerProcesses({r: link.rows[r].pid for r in local if r != rank})
     link.liveness = HostAndMeshLiveness(processes, segment.mesh)
     return link
 

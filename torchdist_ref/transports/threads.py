@@ -77,7 +77,8 @@ def connect(
     # Threads do not run in parallel: spinning would keep the interpreter lock from the awaited rank.
     link.spins = link.yields = 0
     link.row.join(os.getpid())
-    link.handshake(watch)
+    with link.joining():
+        link.handshake(watch)
     return link
 
 

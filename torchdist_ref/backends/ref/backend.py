@@ -70,6 +70,10 @@ class Ref(Backend):
     def __init__(self, membership: Membership) -> None:
         m = membership
         self.link = connect(m.store, m.rank, m.members, m.name, m.timeout, m.watch)
+        with self.link.joining():
+            self._set_up(m)
+
+    def _set_up(self, m: Membership) -> None:
         self.recorder = m.recorder
         self._made = monotonic()
         self._numbers, self._callbacks = Numbers(m.name), CallbackThreads(m.name)
@@ -211,10 +215,10 @@ class Ref(Backend):
 
     def _run(self, planned: Planned, tensors: Tensors, entry: Entry) -> None:
         """Run a planned call on this thread, on contiguous copies where needed, and record its times."""
-        entry[START] = perf_counter()
         plan, program = planned
-        is_flat, reduces = plan.is_flat, plan.reduction is not None
         try:
+            entry[START] = perf_counter()
+            is_flat, reduces = plan.is_flat, plan.reduction is not None
             for tensor in tensors:
                 # Outside inference mode, as on the progress thread, only other views of such a tensor may be written.
                 if not is_flat(tensor) or (reduces and tensor.is_inference()):
