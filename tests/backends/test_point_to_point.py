@@ -281,3 +281,26 @@ def test_each_rank_of_a_chain_learns_who_failed_first(ranks: str) -> None:
     """Once each rank named the one before it, with the reason of the first."""
     _, *errors = run(wait_in_a_chain, 3, ranks=ranks, timeout=10)
     assert errors == ["rank 0 aborted: out of paper"] * 2
+
+
+def fail_in_a_receive(rank: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Rank 0 has no memory for the message of rank 1."""
+    if rank == 0:
+
+        def fail(*arguments: Any) -> None:
+            raise MemoryError("no memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Mailbox, "peek", fail)
+            with pytest.raises(MemoryError):
+                dist.recv(torch.zeros(3), 1)
+        # It stays until the other knows.
+    with pytest.raises(dist.GroupAbortedError) as caught:
+        dist.recv(torch.zeros(3), 1) if rank == 0 else dist.send(torch.zeros(3), 0)
+    return str(caught.value)
+
+
+def test_a_rank_that_fails_in_a_receive_tells_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the sender waited for the time-out."""
+    _, of_sender = run(fail_in_a_receive, 2, monkeypatch, timeout=10)
+    assert "rank 0 aborted: MemoryError in recv(src=1, tag=0): no memory" in of_sender

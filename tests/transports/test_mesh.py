@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,6 +111,43 @@ def test_sending_to_a_peer_that_does_not_read_times_out() -> None:
         # Part of the frame was sent: no other frame may follow it.
         mesh.send_direct(1, "chunk", memoryview(bytes(64 << 20)))
         assert time.monotonic() - start < 2
+        mesh.close()
+
+
+def received(sock: socket.socket, nbytes: int) -> bytes:
+    """Read a number of bytes."""
+    data = bytearray(nbytes)
+    assert sock.recv_into(data, nbytes, socket.MSG_WAITALL) == nbytes
+    return bytes(data)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_an_interrupted_frame_is_completed_by_the_next(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a rank that was interrupted in the middle of a frame could not tell the peer why it ends the group."""
+    layout = SegmentLayout(2, window=8192)
+    memory, data = bytearray(layout.nbytes), bytes(i * i % 251 for i in range(1 << 20)) * 16
+    mesh = ConnectionMesh(0, layout, lambda rank: memoryview(memory))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with socket_pair() as (peer_end, own_end):
+        mesh.add(1, own_end)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(mesh, "_wait_writable", interrupted)
+            mesh.send_direct(1, "chunk", memoryview(data))
+        header = pack(MeshFrame(SEMAPHORE_KINDS.index("chunk"), 0, ((POSTED_RECEIVE, len(data)),)))
+        signal = pack(MeshFrame(SEMAPHORE_KINDS.index("doorbell"), 0, ()))
+        if reads:
+            sender = threading.Thread(target=mesh.send, args=(1, "doorbell", 0, ()))
+            sender.start()
+            assert received(peer_end, len(header) + len(data) + len(signal)) == header + data + signal
+            sender.join()
+        else:
+            start = time.monotonic()
+            for _ in range(3):
+                mesh.send(1, "doorbell", 0, ())
+            assert time.monotonic() - start < 2
         mesh.close()
 
 

@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch
 
 import torchdist_ref as dist
 from torchdist_ref.errors import DistNetworkError
+from torchdist_ref.groups.world import default_group
 from torchdist_ref.stores import HashStore
 from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.testing.backend_contract import CLAUSES
@@ -260,3 +262,34 @@ def exchange_dtypes(rank: int, path: str) -> bool:
 def test_long_messages_of_any_dtype_and_layout_are_delivered(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = str(tmp_path_factory.mktemp("tcp") / "store")
     assert run(exchange_dtypes, 2, path, ranks="processes", init=False) == [True, True]
+
+
+def interrupt_in_a_frame(rank: int, path: str) -> str:
+    join(rank, "ab", path)
+    mesh = default_group().backend.link.segment.mesh
+    if rank == 0:
+        mesh.connections[1].sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        original = mesh._wait_writable
+
+        def interrupted_once(*_: object) -> None:
+            mesh._wait_writable = original
+            raise KeyboardInterrupt
+
+        mesh._wait_writable = interrupted_once
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(torch.ones(4_000_000))
+        # It stays: the end of its process would tell the other.
+        with pytest.raises(dist.GroupAbortedError):
+            dist.barrier()
+        dist.FileStore(path + " of the end", 2).wait(["told"], timedelta(seconds=15))
+        return ""
+    with pytest.raises(dist.GroupAbortedError) as caught:
+        dist.all_reduce(torch.ones(4_000_000))
+    dist.FileStore(path + " of the end", 2).set("told", "")
+    return str(caught.value)
+
+
+def test_a_rank_that_is_interrupted_while_it_sends_tells_the_other(tmp_path: Path) -> None:
+    """Once the other waited for the time-out, since no frame could follow the half of one."""
+    _, text = run(interrupt_in_a_frame, 2, str(tmp_path / "store"), ranks="processes", init=False, timeout=20)
+    assert "rank 0 aborted: KeyboardInterrupt in all_reduce" in text

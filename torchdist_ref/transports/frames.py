@@ -94,6 +94,9 @@ class MeshConnection:
         views_for: Function that returns the destinations of a frame's bytes; raises `DistNetworkError` if the peer may
             not write there.
         on_frame: Function that is called when all bytes of a frame have arrived.
+
+    Attributes:
+        rest: Bytes of an interrupted send, which the next one sends first; None if they are not known.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class MeshConnection:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._begin = self._end = 0
+        self.rest: bytes | None = b""
         self._frame: MeshFrame | None = None
         self._missing: list[memoryview] = []
 
@@ -117,22 +121,32 @@ class MeshConnection:
         return self.sock.fileno()
 
     def send(self, parts: Sequence[memoryview | bytes], on_full: Callable[[], None]) -> None:
-        """Send all parts; call `on_full` whenever the socket's buffer is full.
+        """Send all parts, after the rest of those before; call `on_full` whenever the socket's buffer is full.
+
+        If `on_full` raises, `rest` has the bytes that have not been sent; None if that is not known.
 
         Raises:
             OSError: The connection is closed.
         """
-        left = [memoryview(part) for part in parts if len(part)]
+        left = [memoryview(part) for part in (self.rest or b"", *parts) if len(part)]
+        begun, self.rest = bool(self.rest), None
         while left:
             try:
                 sent = self.sock.sendmsg(left)
             except BlockingIOError:
-                on_full()
+                try:
+                    on_full()
+                except BaseException:
+                    # A copy: what the parts are views of may go.
+                    self.rest = b"".join(left) if begun else b""
+                    raise
                 continue
+            begun = True
             while left and sent >= len(left[0]):
                 sent -= len(left.pop(0))
             if left:
                 left[0] = left[0][sent:]
+        self.rest = b""
 
     def receive(self) -> bool:
         """Read the available bytes and process complete frames; return False at the end of the stream.

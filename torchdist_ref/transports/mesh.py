@@ -22,6 +22,8 @@ from torchdist_ref.transports.base import Range, Semaphore
 from torchdist_ref.transports.frames import POSTED_RECEIVE, MeshConnection, MeshFrame, check_ranges, pack
 from torchdist_ref.transports.segment import MESSAGE_HEADER_BYTES, ROW_BYTES, SEMAPHORE_KINDS, SegmentLayout
 
+_RESUME_SECONDS = 0.5
+"""Longest time in which a peer reads the rest of an interrupted frame, and this rank's reason."""
 _SOCKET_POLL_SECONDS = 0.0005
 """Longest wait on the sockets before a waiter checks semaphores that other ranks of this host post."""
 
@@ -50,8 +52,6 @@ class ConnectionMesh:
         self._addresses: dict[int, str] = {}
         self.disconnected: set[int] = set()
         self._timeout = timeout
-        # Ranks that received only part of a frame: they would take later bytes for the rest of it.
-        self._interrupted: set[int] = set()
         self.counts: defaultdict[tuple[str, int], int] = defaultdict(int)
         self.ring_doorbell: Callable[[], Any] = lambda: None
         self._poll = select.poll()
@@ -126,17 +126,24 @@ class ConnectionMesh:
         )
 
     def _send(self, peer: int, parts: Sequence[memoryview | bytes]) -> None:
-        if peer in self.disconnected or peer in self._interrupted:
+        connection = self.connections[peer]
+        if peer in self.disconnected:
             return
-        deadline = monotonic() + self._timeout
         with self._sending[peer]:
+            if connection.rest is None:
+                # After an interruption in the middle of a frame, nothing that follows would be understood.
+                return
+            resumes = connection.rest != b""
+            deadline = monotonic() + (min(self._timeout, _RESUME_SECONDS) if resumes else self._timeout)
             try:
-                self.connections[peer].send(parts, lambda: self._wait_writable(peer, deadline))
+                connection.send(parts, lambda: self._wait_writable(peer, deadline))
             except OSError:
                 self.disconnected.add(peer)
-            except BaseException:
-                self._interrupted.add(peer)
-                raise
+            except RankStalledError:
+                # It does not read, so that no later frame would be read either.
+                connection.rest = None
+                if not resumes:
+                    raise
 
     def _wait_writable(self, peer: int, deadline: float) -> None:
         if monotonic() > deadline:

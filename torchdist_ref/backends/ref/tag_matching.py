@@ -458,8 +458,12 @@ class Messages:
         return result
 
     def _pass_on(self, failure: BaseException, call: Call) -> None:
-        """End the group, for ranks that wait for this one, where it can't go on: a half-sent message, a failed peer."""
-        if isinstance(failure, (RankDiedError, GroupAbortedError)) or isinstance(call, Send):
+        """End the group, for ranks that wait for this one, where it can't go on.
+
+        That is after a message that was sent in part, the failure of a peer, or an error that is none of communication.
+        """
+        unforeseen = isinstance(failure, Exception) and not isinstance(failure, (DistError, ArgumentError))
+        if unforeseen or isinstance(failure, (RankDiedError, GroupAbortedError)) or isinstance(call, Send):
             self._link.abort_unless_definite(failure, str(call))
 
     def close(self) -> None:
