@@ -34,7 +34,14 @@ from torchdist_ref.groups.arguments import timeout_of
 from torchdist_ref.groups.creation import make_group, new_group, watch_members
 from torchdist_ref.groups.queries import get_process_group_ranks, get_rank
 from torchdist_ref.groups.registration import share
-from torchdist_ref.groups.world import ProcessGroup, current, default_group, refuse_destroyed, resolve
+from torchdist_ref.groups.world import (
+    ProcessGroup,
+    aborted_on_failure,
+    current,
+    default_group,
+    refuse_destroyed,
+    resolve,
+)
 from torchdist_ref.liveness import MemberWatch
 from torchdist_ref.stores.base import limit_requests
 from torchdist_ref.stores.prefix import KeyRange, PrefixStore
@@ -306,15 +313,16 @@ def shrink_group(
     # The old group goes last: it watches those who stay.
     with limit_requests(parent.timeout):
         shrunk = make_group(watch, _part_store(keys, 0), backend, name, members, own, parent.timeout, (pg_options,))
-    shrunk.keys = keys
-    if parent.keys is not None:
-        parent.keys = parent.keys._replace(users=len(remaining))
-    for old in reversed(list(world.groups)) if is_default else [parent]:
-        world.destroy(old)
-    world.add(shrunk)
-    if is_default:
-        world.default = shrunk
-        share(world)
+    with aborted_on_failure(shrunk.backend, "shrink_group"):
+        shrunk.keys = keys
+        if parent.keys is not None:
+            parent.keys = parent.keys._replace(users=len(remaining))
+        for old in reversed(list(world.groups)) if is_default else [parent]:
+            world.destroy(old)
+        world.add(shrunk)
+        if is_default:
+            world.default = shrunk
+            share(world)
     return shrunk
 
 
