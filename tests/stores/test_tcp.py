@@ -327,7 +327,7 @@ def test_stopped_server_is_a_timeout(kind: Any) -> None:
             start = time.monotonic()
             with pytest.raises(StoreTimeoutError, match="the server does not respond at all"):
                 call()
-            assert 0.4 <= time.monotonic() - start < 0.4 * 1.05 + 0.1 + 0.2  # 0.2 for this machine
+            assert 0.4 <= time.monotonic() - start < 0.4 * 1.05 + 0.1 + 0.5  # 0.5 for a busy machine
         process_view.resume()
         store.set("k", "back")
         assert store.get("k") == b"back"
