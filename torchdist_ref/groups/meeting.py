@@ -278,7 +278,9 @@ class Meeting:
 
     def _read_round(self, deadline: Deadline) -> Round:
         looked, self._looked = self._looked, True
-        if not looked and (found := self._worlds.get_if_present(_ROUND)) is not None:
+        # A server of rank 0 has no older round.
+        looks = self._outlives_worlds and not looked
+        if looks and (found := self._worlds.get_if_present(_ROUND)) is not None:
             # Of this world, or of one before whose rank 0 has ended.
             inherited = Round.parse(found)
             self._inherited = "" if inherited.is_of_living_process() else inherited.nonce
@@ -310,8 +312,8 @@ class Meeting:
                 return _RoundReplaced()
         failure = watch.failure()
         if self._doubtful_until is None:
-            # A server of rank 0 has no older round, and a round that was opened while this rank waited is no old one.
-            certain = failure is None or not self._outlives_worlds or own != self._inherited
+            # A round that was opened while this rank waited is no old one.
+            certain = failure is None or own != self._inherited
             self._doubtful_until = monotonic() + (0.0 if certain else inf if self._has_agent else _LEAVE_SECONDS)
         return failure if monotonic() >= self._doubtful_until else None
 
