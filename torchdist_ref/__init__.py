@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         ArgumentTypeError,
         AuthenticationError,
         BackendArgumentError,
+        DestroyedGroupError,
         DistBackendError,
         DistError,
         DistNetworkError,
@@ -119,9 +120,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "torchdist_ref.errors": (
-        "ArgumentError ArgumentTypeError AuthenticationError BackendArgumentError DistBackendError DistError "
-        "DistNetworkError DistStoreError EntryError GroupAbortedError MismatchError NotInitializedError PicklingError "
-        "QueueEmptyError RankDiedError RankStalledError RendezvousError StoreTimeoutError UnsupportedError UsageError"
+        "ArgumentError ArgumentTypeError AuthenticationError BackendArgumentError DestroyedGroupError "
+        "DistBackendError DistError DistNetworkError DistStoreError EntryError GroupAbortedError MismatchError "
+        "NotInitializedError PicklingError QueueEmptyError RankDiedError RankStalledError RendezvousError "
+        "StoreTimeoutError UnsupportedError UsageError"
     ),
     "torchdist_ref.algorithms.ddp_comm_hooks.default_hooks": "BuiltinCommHookType",
     "torchdist_ref.groups": (

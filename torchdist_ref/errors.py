@@ -8,6 +8,7 @@
         │   ├── RankDiedError      a member of the group is gone                        (may have happened)
         │   ├── RankStalledError   a member did not arrive before the deadline          (may have happened)
         │   ├── GroupAbortedError  another rank aborted, or the group was destroyed     (may have happened)
+        │   │   └── DestroyedGroupError  the group was destroyed before the call        (did not happen)
         │   ├── MismatchError      ranks made different calls; nothing was written      (did not happen)
         │   └── UnsupportedError   this backend cannot do that; names one that can       (did not happen)
         ├── DistNetworkError       a socket could not be opened, or broke
@@ -191,6 +192,15 @@ class RendezvousError(ArgumentError):
 
 class ArgumentTypeError(_Indexed, TypeError):
     """An argument has a type that the call cannot take."""
+
+    definite = True
+
+
+class DestroyedGroupError(GroupAbortedError, ArgumentError):
+    """Use of a destroyed group. Calls made before its destruction raise its base class `GroupAbortedError`.
+
+    torch raises a ValueError here, or uses the group as if nothing had happened.
+    """
 
     definite = True
 

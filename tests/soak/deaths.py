@@ -27,7 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -193,7 +193,7 @@ class Case:
     function: str
     transport: str
     victim: int
-    port: int = field(repr=False, kw_only=True)
+    port: int = field(default=0, repr=False, kw_only=True)
 
     @property
     def ranks(self) -> int:
@@ -201,8 +201,7 @@ class Case:
 
     def run(self, point: int) -> Outcome:
         """Start the ranks, kill the victim at a point (0: when the function has returned), and gather reports."""
-        # Several processes run cases on one store.
-        shared, number = Shared(), os.getpid() * 10**6 + next(_runs)
+        shared, number = Shared(), next(_runs)
         sys.stdout.flush()
         children = {}
         for rank in range(self.ranks):
@@ -369,9 +368,11 @@ class Checked:
 
 
 def check(case: Case, share: float, seed: int = 0, bound: float = BOUND_SECONDS) -> Checked:
-    """Kill the victim at each of the points."""
-    points, named, chosen = points_of(case, share, seed)
-    outcomes = [case.run(point) for point in chosen]
+    """Kill the victim at each of the points, with a store for them alone: the dead leave keys behind, for good."""
+    with store_server() as port:
+        case = replace(case, port=port)
+        points, named, chosen = points_of(case, share, seed)
+        outcomes = [case.run(point) for point in chosen]
     if case.function == "init_process_group":
         # A run differs from the counted ones: on a busy machine rank 0 begins late, and this point comes too early.
         outcomes = [each for each in outcomes if each.named]
@@ -440,13 +441,11 @@ def main() -> int:
     options = parser.parse_args()
     warm_up()
     failed = 0
-    with store_server() as port, multiprocessing.get_context("fork").Pool(options.jobs) as pool:
+    with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
         for transport in options.transport or TRANSPORTS:
             limits, found = proofs.Limits(0, options.seed), []
             cases = [
-                Case(function, transport, victim, port=port)
-                for function in options.functions or FUNCTIONS
-                for victim in (0, 1)
+                Case(function, transport, victim) for function in options.functions or FUNCTIONS for victim in (0, 1)
             ]
             for checked in pool.imap(partial(check, share=options.share, seed=options.seed), cases):
                 found.append(checked)

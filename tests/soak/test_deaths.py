@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.covering import covering
@@ -14,17 +12,15 @@ pytestmark = pytest.mark.deaths
 SOON, SHARE = 2.0, 0.05
 
 
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
     deaths.warm_up()
-    with deaths.store_server() as port:
-        yield port
 
 
 @pytest.mark.parametrize(("function", "transport"), covering(list(deaths.FUNCTIONS), deaths.TRANSPORTS))
-def test_survivors_name_the_dead_rank(function: str, transport: str, port: int) -> None:
+def test_survivors_name_the_dead_rank(function: str, transport: str) -> None:
     """CI has each function on one transport."""
     victim = (len(function) + len(transport)) % 2
-    case = deaths.Case(function, transport, victim, port=port)
+    case = deaths.Case(function, transport, victim)
     wrong = deaths.check(case, SHARE, bound=SOON).wrong
     assert not wrong, "\n".join(f"at point {each.point}: {each.error} {each.seconds:.1f} s" for each in wrong)

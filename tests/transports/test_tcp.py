@@ -74,6 +74,42 @@ def test_a_death_is_detected_on_other_hosts(victim: int, tmp_path_factory: pytes
             assert seconds < SOON
 
 
+def look_after_a_close(rank: int, path: str, aborts: bool) -> tuple[str, str]:
+    """Rank 1 closes the group and lives on, then rank 0 dies; returns what rank 2 knows of their processes."""
+    join(rank, "abc", path)
+    after = dist.FileStore(f"{path} after", 3)
+    if rank == 0:
+        after.wait(["go"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        after.wait(["joined"])
+        dist.group.WORLD.abort() if aborts else dist.destroy_process_group()
+        after.set("closed", "")
+        after.wait(["seen"])
+        return "", ""
+    backend = default_group().backend
+    after.set("joined", "")
+    after.wait(["closed"])
+    # Each look reads what has arrived, in several steps.
+    of_the_living = [backend.failure([1], "meeting") for _ in range(20)][-1]
+    after.set("go", "")
+    end = time.monotonic() + SOON
+    while (of_the_dead := backend.failure([0, 1], "meeting")) is None and time.monotonic() < end:
+        os.sched_yield()
+    after.set("seen", "")
+    return str(of_the_living), str(of_the_dead)
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+def test_the_end_of_a_closed_connection_is_no_death(aborts: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = str(tmp_path_factory.mktemp("tcp") / "store")
+    with pytest.raises(RankError) as caught:
+        run(look_after_a_close, 3, path, aborts, ranks="processes", init=False)
+    of_the_living, of_the_dead = caught.value.outcomes[2].value
+    assert of_the_living == "None"
+    assert of_the_dead.startswith("meeting on rank 2 of group 'world': rank 0 died")
+
+
 def differ(rank: int, path: str) -> tuple[str, list[float]]:
     join(rank, "ab", path)
     tensor = fill(rank, (4 + rank,))

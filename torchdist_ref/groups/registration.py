@@ -26,8 +26,8 @@ from torchdist_ref import torch_private
 from torchdist_ref.backends import registry
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch
-from torchdist_ref.errors import ArgumentError, UnsupportedError, on_rank
-from torchdist_ref.groups.world import DestroyedGroupError, ProcessGroup, World, current, is_thread_rank
+from torchdist_ref.errors import ArgumentError, DestroyedGroupError, UnsupportedError, on_rank
+from torchdist_ref.groups.world import ProcessGroup, World, current, is_thread_rank
 from torchdist_ref.stores import PrefixStore
 
 _lock = threading.Lock()

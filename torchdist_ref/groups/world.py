@@ -35,7 +35,7 @@ from torchdist_ref.debug.monitored import run_monitored_barrier
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
-    GroupAbortedError,
+    DestroyedGroupError,
     NotInitializedError,
     explain,
     find_rank_with,
@@ -179,15 +179,6 @@ class ProcessGroup(CallsFromTorch):
 
 class RankTypeError(ArgumentError, ArgumentTypeError):
     """A rank that is no integer. torch raises a TypeError in the default group, and a ValueError in others."""
-
-
-class DestroyedGroupError(GroupAbortedError, ArgumentError):
-    """Use of a destroyed group. Calls made before its destruction raise its base class `GroupAbortedError`.
-
-    torch raises a ValueError here, or uses the group as if nothing had happened.
-    """
-
-    definite = True
 
 
 @contextmanager

@@ -403,8 +403,7 @@ class Link:
 
     def close(self) -> None:
         """Leave the group. The memory is freed with the last tensor that uses it."""
-        if self.row.status != ABORTED:
-            self.row.status = LEFT
-            self.publish_row()
+        self.row.close()
+        self.publish_row()
         self.broken = GroupAbortedError(f"group {self.name!r} was destroyed on {self.rank_names([self.rank])}")
         self.liveness.close()

@@ -174,7 +174,7 @@ ZERO_COPY_BITS, REGISTERED_MEMORY, DEVICE_MEMORY = 3, 1, 2
 """Mask of the fingerprint bits for a zero-copy call, and their values: the kind of memory that its tensors are in."""
 
 # Indices of the fields, in words.
-_STATUS, COMPLETED, _PID, _ABORTED_AT, _WAITING_FOR, _WAITING_SINCE = range(6)
+_STATUS, COMPLETED, _PID, _ABORTED_AT, _WAITING_FOR, _WAITING_SINCE, _CLOSED = range(7)
 # Offsets in bytes. An announcement is a header of 32 bytes and a memory handle of 32 bytes; a row holds two of each.
 _ANNOUNCEMENTS, _HEADER_BYTES, _ANNOUNCEMENT_STRIDE = 64, 32, 64
 _TEXTS, _TEXT_BYTES = 192, 256
@@ -295,6 +295,17 @@ class StatusRow:
             _put_text(self._bytes[_REASON:_STORE_ADDRESS], reason.encode())
             self.fields[_ABORTED_AT] = monotonic_ns()
             self.status = ABORTED
+
+    @property
+    def closed(self) -> bool:
+        """Whether the rank has closed its end of the group, after an abort too: its process need not have ended."""
+        return bool(self.fields[_CLOSED])
+
+    def close(self) -> None:
+        """Mark the rank as gone from the group; one that has aborted remains so."""
+        self.fields[_CLOSED] = True
+        if self.status != ABORTED:
+            self.status = LEFT
 
     @property
     def aborted_at(self) -> int:

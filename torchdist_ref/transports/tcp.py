@@ -38,7 +38,7 @@ from torchdist_ref.transports.mesh import (
     MeshDirectPath,
     OutgoingSemaphore,
 )
-from torchdist_ref.transports.segment import SegmentLayout
+from torchdist_ref.transports.segment import SegmentLayout, StatusRow
 from torchdist_ref.transports.threads import PrivateSegment
 
 _INTERFACE_VARIABLES = ("TORCHDIST_REF_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -94,15 +94,19 @@ class ReplicatedSegment:
 
 
 class HostAndMeshLiveness:
-    """`Liveness` from the processes of this host and the connections to the others."""
+    """`Liveness` from the processes of this host and the connections to the others.
 
-    def __init__(self, local: Liveness, mesh: ConnectionMesh) -> None:
-        self._local, self._mesh = local, mesh
+    A connection that ends after its rank has closed the group says nothing of the process.
+    """
+
+    def __init__(self, local: Liveness, mesh: ConnectionMesh, rows: Sequence[StatusRow]) -> None:
+        self._local, self._mesh, self._rows = local, mesh, rows
 
     def dead(self) -> list[int]:
         """See `Liveness.dead`."""
         self._mesh.progress(0.0)
-        return sorted({*self._local.dead(), *self._mesh.disconnected})
+        lost = (rank for rank in self._mesh.disconnected if not self._rows[rank].closed)
+        return sorted({*self._local.dead(), *lost})
 
     def ending(self, rank: int) -> str:
         """See `Liveness.ending`."""
@@ -148,11 +152,11 @@ def connect(
         link = Link(segment, layout, rank, members, name, timeout)
         link.hosts = tuple([*dict.fromkeys(hosts)].index(host) for host in hosts)
         link.row.join(os.getpid())
-        link.liveness = HostAndMeshLiveness(NoPeerProcesses(), segment.mesh)
+        link.liveness = HostAndMeshLiveness(NoPeerProcesses(), segment.mesh, link.rows)
         with link.joining():
             link.handshake(watch)
             processes = PeerProcesses({r: link.rows[r].pid for r in local if r != rank})
-    link.liveness = HostAndMeshLiveness(processes, segment.mesh)
+    link.liveness = HostAndMeshLiveness(processes, segment.mesh, link.rows)
     return link
 
 
