@@ -80,6 +80,7 @@ OWN = {
             "ArgumentTypeError",
             "AuthenticationError",
             "BackendArgumentError",
+            "DestroyedGroupError",
             "EntryError",
             "GroupAbortedError",
             "MismatchError",
