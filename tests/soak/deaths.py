@@ -188,6 +188,7 @@ class Case:
         function: Name in FUNCTIONS.
         transport: One of TRANSPORTS.
         victim: The rank that dies.
+        port: Port of the store that `check` serves.
     """
 
     function: str

@@ -115,14 +115,14 @@ def test_sending_to_a_peer_that_does_not_read_times_out() -> None:
 
 
 def received(sock: socket.socket, nbytes: int) -> bytes:
-    """Read a number of bytes, of which some arrive every few seconds."""
+    """Read a number of bytes; fail if none arrive for some seconds."""
     sock.settimeout(5.0)
-    data = b""
+    data = bytearray()
     while len(data) < nbytes:
         part = sock.recv(nbytes - len(data))
         assert part, "the connection has ended"
         data += part
-    return data
+    return bytes(data)
 
 
 @pytest.mark.parametrize("reads", [True, False])
