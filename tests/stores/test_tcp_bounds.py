@@ -15,6 +15,7 @@ import pytest
 from tests.stores.test_tcp_protocol import RecordingClient, response_parts, validated
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.stores import TCPStore
+from torchdist_ref.stores.hash import KEYS_IN_PART
 from torchdist_ref.stores.tcp import requests, server
 from torchdist_ref.stores.tcp.operations import MAX_FILED, Op, Operation
 from torchdist_ref.stores.tcp.protocol import (
@@ -343,3 +344,106 @@ def test_one_turn_on_the_largest_request_is_short(operation: Operation) -> None:
             longest, start = max(longest, time.thread_time() - start), time.thread_time()
             request = decoder.resume() if decoder.reading else None
     assert handled == 1 and longest < 0.1
+
+
+# The keys of a prefix are deleted in turns
+
+DELETED_IN_TURN = requests.PARTS_IN_TURN * KEYS_IN_PART
+RELEASE = Request(Op.RELEASE, (b"group", 1), 5)
+
+
+def large_group() -> RequestHandler:
+    """A store of three turns of keys, every third of them not in the group, and a queue of two turns."""
+    handler = RequestHandler()
+    client = validated(handler)
+    pairs = [(b"group/%d" % i if i % 3 else b"groups/%d" % i, b"x" * (i % 50)) for i in range(3 * DELETED_IN_TURN)]
+    handler.handle(client, Request(Op.MULTI_SET, (pairs,)))
+    for i in range(2 * DELETED_IN_TURN):
+        handler.handle(client, Request(Op.QUEUE_PUSH, (b"group/queue", b"%d" % i)))
+    return handler
+
+
+def test_the_keys_of_a_prefix_are_deleted_in_turns_and_then_its_last_user_is_answered() -> None:
+    handler = large_group()
+    first, last, other = (validated(handler, name) for name in (b"first", b"last", b"other"))
+    handler.handle(first, Request(Op.RELEASE, (b"group", 2), 1))
+    assert response_parts(first.replies()) == (1, Status.DONE, b"\0") and not handler.releases
+    handler.handle(last, Request(Op.RELEASE, (b"group", 2), 1))
+    for turn in range(1, 7):
+        assert handler.releases and last.sent == b"" and handler.used == really_used(handler)
+        handler.handle(other, Request(Op.ADD, (b"group/new", 1), turn))
+        assert response_parts(other.replies())[:2] == (turn, Status.DONE)
+        handler.handle(other, Request(Op.DELETE_KEY, (b"group/%d" % turn,)))
+        other.replies()
+        handler.delete_released()
+        if not handler.releases:
+            break
+    assert turn == 5, "two of the turns are for the queue"
+    assert response_parts(last.replies()) == (1, Status.DONE, b"\1") and last.pending is None
+    left = {key for key in handler.table.values if not key.startswith(b"groups/")}
+    assert left == {b"group/new"} and len(handler.table.values) == DELETED_IN_TURN + 1 and not handler.table.queues
+    assert handler.table.values[b"group/new"] == b"5" and handler.used == really_used(handler)
+
+
+def test_deletions_of_several_prefixes_come_one_after_another() -> None:
+    """Each holds a list of all keys, so that only one may have begun."""
+    handler = large_group()
+    clients = [validated(handler, name) for name in (b"a", b"b")]
+    handler.handle(clients[0], RELEASE)
+    handler.handle(clients[1], Request(Op.RELEASE, (b"groups", 1), 5))
+    answered = []
+    while handler.releases:
+        handler.delete_released()
+        answered += [index for index, client in enumerate(clients) if client.replies()]
+    assert answered == [0, 1] and not handler.table.values and handler.used == 0
+
+
+@pytest.mark.parametrize("reconnects", ["during the deletion", "after it"])
+def test_a_release_that_is_repeated_after_reconnecting_runs_once(reconnects: str) -> None:
+    handler = large_group()
+    before = validated(handler, b"me")
+    handler.handle(before, RELEASE)
+    handler.remove(before)
+    after = RecordingClient()
+    if reconnects == "during the deletion":
+        after = validated(handler, b"me")
+        handler.handle(after, RELEASE)
+        assert len(handler.releases) == 1 and after.sent == b""
+    while handler.releases:
+        handler.delete_released()
+    if reconnects == "after it":
+        after = validated(handler, b"me")
+        handler.handle(after, RELEASE)
+    assert response_parts(after.replies()) == (5, Status.DONE, b"\1") and not handler.releases
+    assert len(handler.table.values) == DELETED_IN_TURN and handler.used == really_used(handler)
+    handler.handle(after, Request(Op.ADD, (b"next", 1), 6))
+    assert response_parts(after.replies())[:2] == (6, Status.DONE)
+
+
+@pytest.mark.parametrize("name", [b"me", b""])
+def test_a_deletion_ends_after_its_client_has_gone(name: bytes) -> None:
+    handler = large_group()
+    client = validated(handler, name)
+    handler.handle(client, RELEASE if name else Request(*RELEASE[:2], None))
+    handler.remove(client)
+    if name:
+        handler.handle(again := validated(handler, name), Request(Op.ADD, (b"next", 1), 6))
+        assert response_parts(again.replies())[:2] == (6, Status.DONE)
+    while handler.releases:
+        handler.delete_released()
+    assert not any(key.startswith(b"group/") for key in handler.table.values) and client.sent == b""
+    if name:
+        assert again.sent == b"", "it does not expect the response to an older request"
+
+
+def test_one_turn_of_the_deletion_of_a_million_keys_is_short() -> None:
+    """Takes a second: the store is as full as its budget admits."""
+    handler = RequestHandler()
+    handler.table.values.update((b"group/%d" % number, b"") for number in range(1_200_000))
+    client, longest = validated(handler, b"me"), 0.0
+    start = time.thread_time()
+    handler.handle(client, RELEASE)
+    while handler.releases:
+        longest, start = max(longest, time.thread_time() - start), time.thread_time()
+        handler.delete_released()
+    assert max(longest, time.thread_time() - start) < 0.1 and not handler.table.values

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from torchdist_ref.stores import sockets
+from torchdist_ref.stores.hash import KEYS_IN_PART
 from torchdist_ref.stores.tcp import server
 from torchdist_ref.stores.tcp.operations import Op
 from torchdist_ref.stores.tcp.protocol import ITEMS_PER_TURN, MAGIC, MAX_KEYS, Request, write_request
-from torchdist_ref.stores.tcp.requests import RequestHandler, StoreClient
+from torchdist_ref.stores.tcp.requests import PARTS_IN_TURN, RequestHandler, StoreClient
 from torchdist_ref.timeouts import Deadline
 
 HANDSHAKE = write_request(Op.VALIDATE, MAGIC)
@@ -186,3 +187,23 @@ def test_a_request_of_131072_keys_is_read_in_turns_and_others_are_answered_in_ea
     parts = MAX_KEYS // ITEMS_PER_TURN
     assert [name for _, name in handled] == [kind] * 2
     assert handled[0][0] - arrived[0] >= parts and handled[1][0] - handled[0][0] >= parts
+
+
+def test_others_are_answered_in_each_turn_of_a_deletion(loop: server.ServerLoop) -> None:
+    parts = 5
+    keys = parts * PARTS_IN_TURN * KEYS_IN_PART
+    loop.handler.table.values.update((b"group/%d" % number, b"") for number in range(keys))
+    port = loop.listeners[0].getsockname()[1]
+    honest = connect_honest(loop, port)
+    last = Greedy(port, write_request(Op.RELEASE, b"group", 1))
+    last.push()
+    while not loop.handler.releases:
+        turn(loop)
+    for turns in range(1, 100):
+        assert loop._poll_timeout() == 0.0
+        assert turns_until_answered(loop, honest, [], turns) == 1
+        if not loop.handler.releases:
+            break
+    for sock in (honest, last.socket):
+        sock.close()
+    assert turns >= parts - 1 and list(loop.handler.table.values) == [b"/honest"]

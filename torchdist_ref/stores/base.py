@@ -344,7 +344,8 @@ class Store:
             timeout: longest duration; the store's time-out by default.
 
         Returns:
-            Whether the keys were deleted.
+            Whether the keys were deleted. A store that other processes use deletes many keys in several steps, between
+            which others may find a part of them; it returns after the last step.
 
         >>> store = dist.HashStore()
         >>> store.multi_set(["group/1/address", "group/10/address"], ["a", "b"])

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import filterfalse
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torchdist_ref.errors import ArgumentError, QueueEmptyError, explain
 from torchdist_ref.stores.base import (
@@ -33,6 +33,28 @@ from torchdist_ref.stores.base import (
 from torchdist_ref.timeouts import Deadline
 
 T = TypeVar("T")
+
+KEYS_IN_PART = 256
+"""Keys that a part of `Table.delete_in_parts` looks at, or values that it takes from a queue."""
+
+
+class Deleted(NamedTuple):
+    """A part of a deletion.
+
+    Attributes:
+        values: number of values, in queues too.
+        queues: number of queues.
+        nbytes: size of these values and of the keys, in bytes.
+    """
+
+    values: int
+    queues: int
+    nbytes: int
+
+
+def release_counter(prefix: bytes) -> bytes:
+    """Return the key under which `Store.release` counts the users of a prefix that have gone."""
+    return prefix + b"/" + RELEASED.encode()
 
 
 class Table:
@@ -101,20 +123,45 @@ class Table:
         """Remove a value (not a queue). Return whether it existed."""
         return self.values.pop(key, None) is not None
 
-    def release(self, prefix: bytes, users: int) -> tuple[dict[bytes, bytes], dict[bytes, deque[bytes]]] | None:
+    def release(self, prefix: bytes, users: int) -> bool:
         """Count one more user of a prefix as gone; the last one deletes the keys (see `Store.release`).
 
         Returns:
-            The deleted values and queues by key; None if there are other users.
+            Whether the keys were deleted.
         """
-        start = prefix + b"/"
-        counter = start + RELEASED.encode()
+        last = self.count_release(prefix, users)
+        if last:
+            deque(self.delete_in_parts(prefix), maxlen=0)
+        return last
+
+    def count_release(self, prefix: bytes, users: int) -> bool:
+        """Count one more user of a prefix as gone; forget the count after the last one. Return whether it was that."""
+        counter = release_counter(prefix)
         if self.number(counter) + 1 < users:
             self.add(counter, 1)
-            return None
-        values = {key: self.values.pop(key) for key in list(self.values) if key.startswith(start)}
-        queues = {key: self.queues.pop(key) for key in list(self.queues) if key.startswith(start)}
-        return values, queues
+            return False
+        self.values.pop(counter, None)
+        return True
+
+    def delete_in_parts(self, prefix: bytes) -> Iterator[Deleted]:
+        """Delete the keys ``prefix/...`` that exist when the first part is asked for, and yield after each part.
+
+        The store may change between two parts: a key that is set then stays, unless it existed at the start.
+        """
+        start = prefix + b"/"
+        keys = list(self.values)
+        while keys:
+            part = [key for key in keys[-KEYS_IN_PART:] if key.startswith(start) and key in self.values]
+            # The list holds the last references to keys, so what it drops at once is freed at once.
+            del keys[-KEYS_IN_PART:]
+            yield Deleted(len(part), 0, sum(len(key) + len(self.values.pop(key)) for key in part))
+        for key in [key for key in self.queues if key.startswith(start)]:
+            while queue := self.queues.get(key):
+                part = [queue.popleft() for _ in range(min(len(queue), KEYS_IN_PART))]
+                gone = not queue
+                if gone:
+                    del self.queues[key]
+                yield Deleted(len(part), gone, sum(map(len, part)) + gone * len(key))
 
     def push(self, key: bytes, value: bytes) -> None:
         """Append a value to a queue."""
@@ -191,7 +238,7 @@ class HashStore(Store):
 
     def release(self, prefix: Text, users: int, timeout: timedelta | None = None) -> bool:
         name, count = key_bytes("release", prefix, "prefix"), integer("release", "users", users)
-        return self._change(lambda table: table.release(name, count)) is not None
+        return self._change(lambda table: table.release(name, count))
 
     def num_keys(self) -> int:
         return len(self._table.values)

@@ -88,8 +88,9 @@ def _recognize(table: Table, nonce: int) -> Fields:
     return (nonce if known is None else known,)
 
 
-def _release(table: Table, prefix: bytes, users: int) -> Fields:
-    return (int(table.release(prefix, users) is not None),)
+def _count_release(table: Table, prefix: bytes, users: int) -> Fields:
+    # The server deletes the keys after the last one: in parts, so that its other clients need not wait.
+    return (int(table.count_release(prefix, users)),)
 
 
 def _acknowledge(*_: Any) -> Fields:
@@ -179,7 +180,7 @@ class Op:
         emulation=(MULTI_GET, lambda reply: (list(reply),)),
     )
     SET_ON_DISCONNECT = Operation("SET_ON_DISCONNECT", 0x86, "kvP", "a", idempotent=True)
-    RELEASE = Operation("RELEASE", 0x87, "ki", "b", _release)
+    RELEASE = Operation("RELEASE", 0x87, "ki", "b", _count_release)
 
 
 OPERATIONS: dict[int, Operation] = {row.code: row for row in vars(Op).values() if isinstance(row, Operation)}

@@ -7,6 +7,9 @@ lists. One thread at a time may use a `RequestHandler`.
 change to a key wakes the requests whose condition it fulfills. A request without unmet conditions is answered in the
 same step, so no other client can delete the key in between.
 
+*Deleting.* The last user of a prefix deletes its keys (RELEASE). That may concern all keys of the store, so it is done
+in turns, and the user gets its response after the last one, like a request that waits.
+
 *Memory.* Keys, values, queues, the keys of waiting requests and what is set for clients that disconnect use at most one
 budget, 256 MiB by default. A request that would exceed it is refused; a client of torch's, which has no such reply, is
 disconnected.
@@ -20,16 +23,16 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, repeat
+from itertools import compress, islice, repeat
 from operator import is_
 from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import ArgumentError
-from torchdist_ref.stores.base import RELEASED
-from torchdist_ref.stores.hash import Table
+from torchdist_ref.stores.hash import Deleted, Table, release_counter
 from torchdist_ref.stores.tcp.operations import OPERATIONS, Condition, Op, Operation
 from torchdist_ref.stores.tcp.protocol import (
     MAGIC,
@@ -56,6 +59,8 @@ AWAITED_OVERHEAD_BYTES = 50
 MAX_NUMBER_BYTES = 20
 KEPT_RESPONSE_BYTES = 32 * 2**20
 """Memory of the kept responses of clients that have disconnected; the oldest large ones go first."""
+PARTS_IN_TURN = 16
+"""Parts of a deletion that are deleted before the requests of other clients."""
 RECONNECT_SECONDS = 0.04
 """Time that a client whose connection broke has to open another. One that waits for a key does so at once."""
 # Looking up a member of an enumeration is a Python call, and every request needs this one.
@@ -150,6 +155,7 @@ class RequestHandler:
         budget: largest `used`, in bytes.
         used: memory that counts against the budget, in bytes.
         disconnected: sessions without a client that asked for a key to be set then, and when it is.
+        releases: requests of last users of a prefix, with the deletion of its keys; `delete_released` goes on with it.
     """
 
     def __init__(self) -> None:
@@ -157,6 +163,7 @@ class RequestHandler:
         self.identity = os.urandom(16)
         self.pending: dict[bytes, dict[int, dict[PendingRequest, None]]] = {}
         self.disconnected: dict[ClientSession, float] = {}
+        self.releases: deque[tuple[PendingRequest, Iterator[Deleted]]] = deque()
         self.budget = memory_budget()
         self.used = 0
         self._sessions: dict[bytes, ClientSession] = {}
@@ -232,11 +239,11 @@ class RequestHandler:
         try:
             if operation.unmet is not None:
                 return self._execute_or_wait(client, request)
+            if operation is Op.RELEASE:
+                return self._release(client, request)
             reply = self._run(operation, fields)
         except ArgumentError as error:
             return self._refuse(client, request, error)
-        if operation is Op.RELEASE:
-            self._forget_on_disconnect(client.session, fields[0])
         self._respond(client, request, reply)
         if self.pending and operation.wakes != "none":
             self._wake_changed(operation, fields)
@@ -261,6 +268,40 @@ class RequestHandler:
             self._respond(client, request, self._run(operation, fields))
         return unmet
 
+    # Deletion in turns
+
+    def _release(self, client: StoreClient, request: Request) -> None:
+        """Count one more user of a prefix as gone. Delete the keys after the last one, then respond to it."""
+        session, number = client.session, request.number
+        for pending, _ in self.releases if session is not None else ():
+            if pending.client.session is session and pending.request.number == number:
+                pending.client, client.pending = client, pending
+                return  # the client has repeated it after its connection broke
+        reply = self._run(Op.RELEASE, request.fields)
+        self._forget_on_disconnect(session, request.fields[0])
+        if reply == (0,):
+            return self._respond(client, request, reply)
+        client.pending = PendingRequest(client, request, 0)
+        self.releases.append((client.pending, self.table.delete_in_parts(request.fields[0])))
+        if len(self.releases) == 1:
+            self.delete_released()
+
+    def delete_released(self) -> None:
+        """Delete some of the keys of the first of the releases. After the last of them, respond to its client."""
+        pending, parts = self.releases[0]
+        deleted = list(islice(parts, PARTS_IN_TURN))
+        for values, queues, nbytes in deleted:
+            self.used -= values * KEY_OVERHEAD_BYTES + queues * QUEUE_OVERHEAD_BYTES + nbytes
+        if len(deleted) == PARTS_IN_TURN:
+            return
+        self.releases.popleft()
+        client, session = pending.client, pending.client.session
+        if client.pending is pending:
+            client.pending = None
+        elif session is None or session.number != pending.request.number:
+            return  # nobody expects a response any more; a client whose connection broke does
+        self._respond(client, pending.request, (1,))
+
     # Memory
 
     def _run(self, operation: Operation, fields: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -283,14 +324,12 @@ class RequestHandler:
             reply = execute(self.table, key, value)
             self.used += len(values[key]) - before
             return reply
-        if operation is Op.RELEASE:
-            return self._release(*fields)
         if operation is Op.MULTI_SET:
             return self._set_all(dict(fields[0]))
-        key = fields[0]
+        key = release_counter(fields[0]) if operation is Op.RELEASE else fields[0]
         before = self._value_bytes(key) + self._queue_bytes(key)
-        if operation.wakes != "none":
-            self._require_memory(operation, fields)
+        if operation.wakes != "none" or (operation is Op.RELEASE and fields[1] > 1):
+            self._require_memory(operation, (key, *fields[1:]))
         reply = execute(self.table, *fields)
         self.used += self._value_bytes(key) + self._queue_bytes(key) - before
         if operation is Op.QUEUE_PUSH:
@@ -311,21 +350,6 @@ class RequestHandler:
         self.table.values.update(pairs)
         self.used += change
         return ()
-
-    def _release(self, prefix: bytes, users: int) -> tuple[Any, ...]:
-        counter = prefix + b"/" + RELEASED.encode()
-        if users > 1:
-            self._require_memory(Op.RELEASE, (counter,))
-        before = self._value_bytes(counter)
-        deleted = self.table.release(prefix, users)
-        if deleted is None:
-            self.used += self._value_bytes(counter) - before
-            return (0,)
-        values, queues = deleted
-        self.used -= sum(len(key) + len(value) + KEY_OVERHEAD_BYTES for key, value in values.items())
-        for key, queue in queues.items():
-            self.used -= len(key) + QUEUE_OVERHEAD_BYTES + sum(len(value) + KEY_OVERHEAD_BYTES for value in queue)
-        return (1,)
 
     def _set_on_disconnect(self, client: StoreClient, session: ClientSession, request: Request) -> None:
         key, value, pairs = request.fields

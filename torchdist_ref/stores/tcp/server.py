@@ -9,7 +9,8 @@ on loopback. Each connection has limits:
 - unfinished requests hold at most `MEMORY_LIMIT` bytes together. Above that, only one connection may continue a large
   request; the others are not read. One that is unfinished for `HANDSHAKE_SECONDS` while others wait is closed;
 - a client that does not read its replies is not read from;
-- a request with a long list is read in turns, one such request after another, and nothing else is read from its client.
+- a request with a long list is read in turns, one such request after another, and nothing else is read from its client;
+  the keys of a prefix are deleted in turns, too.
 
 The server ends when its `TCPServer` is closed or collected: no thread, descriptor or port stays behind. A forked child
 closes its copies of the sockets at once, so that the port is free when the parent's server ends. Do not add the meaning
@@ -385,7 +386,7 @@ class ServerLoop:
     # Housekeeping
 
     def _poll_timeout(self) -> float | None:
-        if self._long:
+        if self._long or self.handler.releases:
             return 0.0
         waits = [self._accept_again - monotonic()] if self._accept_again else []
         if self._unvalidated:
@@ -399,6 +400,8 @@ class ServerLoop:
     def _check_limits(self, idle: bool) -> None:
         if self._long:
             self._read_on()
+        if self.handler.releases:
+            self.handler.delete_released()
         now = monotonic()
         # A client that connects again may be among those that wait for this thread.
         self.handler.set_for_disconnected(now if idle else now - BUSY_SECONDS)
