@@ -7,7 +7,7 @@ lists. One thread at a time may use a `RequestHandler`.
 change to a key wakes the requests whose condition it fulfills. A request without unmet conditions is answered in the
 same step, so no other client can delete the key in between.
 
-*Deleting.* The last user of a prefix deletes its keys (RELEASE). That may concern all keys of the store, so it is done
+*Deleting.* The last user of a prefix deletes its keys (RELEASE). They may be all keys of the store, so they are deleted
 in turns, and the user gets its response after the last one, like a request that waits.
 
 *Memory.* Keys, values, queues, the keys of waiting requests and what is set for clients that disconnect use at most one
