@@ -2,6 +2,8 @@
 
 Each job starts one process in one of several ways to escape, and ends in one of several ways. The escaped process
 holds a pipe open, to which its rank has written the store's port: the end of file shows that both have ended.
+
+Those that escape in one of the ways have their rank's output, too: the launcher waits two seconds for what they write.
 """
 
 from __future__ import annotations
@@ -57,6 +59,10 @@ def daemon(command, environment):
     os.wait()
 
 fd = os.open(sys.argv[1], os.O_WRONLY)
+if sys.argv[2] == "quiet":
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
 if os.environ["RANK"] == "1":
     os.set_inheritable(fd, True)
     ESCAPE
@@ -84,7 +90,7 @@ def test_nothing_is_left(escape: str, end: str, tmp_path: Path) -> None:
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     command = [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node", "2", "--no-python", sys.executable]
     launcher = subprocess.Popen(
-        [*command, "script.py", str(fifo)],
+        [*command, "script.py", str(fifo), "may write" if escape == "daemon" else "quiet"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
         stdout=subprocess.DEVNULL,
@@ -142,7 +148,7 @@ def environ(process: Path) -> bytes:
 def test_a_program_keeps_its_own_children() -> None:
     """Only descendants of a launcher's own process are all the job's."""
     with subprocess.Popen(["sleep", "1000"], start_new_session=True) as own:
-        daemon = "import subprocess as s; print(s.Popen(['sleep', '1000'], stdout=-3, start_new_session=True).pid)"
+        daemon = "import subprocess as s; print(s.Popen(['sleep', '1000'], stdout=-3, stderr=-3, start_new_session=True).pid)"
         with LocalWorkers(WorkerSettings(escape_function, [daemon])) as workers:
             pid = int(workers.run(Assignment([0], 1, "127.0.0.1", 1)).return_values[0])
             assert orphans.reap(pid) or not alive(pid)

@@ -322,13 +322,11 @@ def test_long_replies_arrive_whole_and_nobody_waits_for_their_reader() -> None:
     store.close()
 
 
-KEYS = [b"/never%07d" % number for number in range(MAX_KEYS)]
-
-
 @pytest.mark.parametrize("operation", [Op.WAIT, Op.CHECK, Op.MULTI_SET])
 def test_one_turn_on_the_largest_request_is_short(operation: Operation) -> None:
     """The parser is given what the server reads at once."""
-    message = write_request(operation, [(key, b"") for key in KEYS] if operation is Op.MULTI_SET else KEYS)
+    keys = [b"/never%07d" % number for number in range(MAX_KEYS)]
+    message = write_request(operation, [(key, b"") for key in keys] if operation is Op.MULTI_SET else keys)
     decoder, handler, client, longest = RequestDecoder(), RequestHandler(), RecordingClient(), 0.0
     handled, client.validated = 0, True
     decoder.feed(HANDSHAKE)

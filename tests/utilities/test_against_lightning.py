@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,19 +18,12 @@ from tests.parallel.training import forked
 from torchdist_ref.testing import fill, run
 from torchdist_ref.utilities import distributed as helpers
 
-# Imports part of Lightning: some 2 s.
-lightning = pytest.importorskip("lightning.fabric.utilities.distributed")
+if find_spec("lightning") is None:
+    pytest.skip("Lightning is not installed", allow_module_level=True)
 
 WORLD = 3
+NAMES = ("gather_all_tensors", "sync_ddp", "all_gather_ddp_if_available")
 Value = Callable[[Any, int], Any]
-
-
-class Theirs:
-    """Lightning's functions under the names that they had."""
-
-    gather_all_tensors = staticmethod(lightning._gather_all_tensors)
-    sync_ddp = staticmethod(lightning._sync_ddp)
-    all_gather_ddp_if_available = staticmethod(lightning._all_gather_ddp_if_available)
 
 
 def gathered(shape: Callable[[int], tuple[int, ...]], dtype: torch.dtype = torch.float32) -> Value:
@@ -72,11 +68,14 @@ VALUES: dict[str, Value] = {
 
 
 def theirs(rank: int, path: str) -> dict[str, Any]:
+    # Some seconds, and 80 MiB that the other tests' processes would be forked with.
+    lightning = import_module("lightning.fabric.utilities.distributed")
+    module = SimpleNamespace(**{name: getattr(lightning, f"_{name}") for name in NAMES})
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
     with warnings.catch_warnings():
         # Lightning takes slices with a list of them, which torch has deprecated.
         warnings.simplefilter("ignore")
-        found = {name: value(Theirs, rank) for name, value in VALUES.items()}
+        found = {name: value(module, rank) for name, value in VALUES.items()}
     torch.distributed.destroy_process_group()
     return found
 
