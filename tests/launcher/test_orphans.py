@@ -148,7 +148,8 @@ def environ(process: Path) -> bytes:
 def test_a_program_keeps_its_own_children() -> None:
     """Only descendants of a launcher's own process are all the job's."""
     with subprocess.Popen(["sleep", "1000"], start_new_session=True) as own:
-        daemon = "import subprocess as s; print(s.Popen(['sleep', '1000'], stdout=-3, stderr=-3, start_new_session=True).pid)"
+        quiet = "stdout=s.DEVNULL, stderr=s.DEVNULL, start_new_session=True"
+        daemon = f"import subprocess as s; print(s.Popen(['sleep', '1000'], {quiet}).pid)"
         with LocalWorkers(WorkerSettings(escape_function, [daemon])) as workers:
             pid = int(workers.run(Assignment([0], 1, "127.0.0.1", 1)).return_values[0])
             assert orphans.reap(pid) or not alive(pid)
