@@ -75,7 +75,8 @@ pipeline.sync.utils                        pipeline.pipe        partition_model
 nn.rooted                                  nn.functional        broadcast gather reduce scatter
 nn.symmetric                               nn.functional        all_gather all_reduce all_to_all
 nn.symmetric                               nn.functional        all_to_all_single reduce_scatter
-benchmark.hooks_timeline                   benchmark.hooks_pictures    picture
+benchmark.hooks_timeline                   benchmark.hooks_watch    picture
+benchmark.hooks_pictures                   benchmark.hooks_watch    picture
 
 distributed_c10d                           groups    Backend DebugLevel GroupMember P2POp ProcessGroup ReduceOp Work
 distributed_c10d                           groups    all_gather all_gather_coalesced all_gather_into_tensor

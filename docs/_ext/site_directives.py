@@ -391,16 +391,12 @@ class BenchmarkOptionsDirective(Directive):
         shown: list[nodes.Node] = []
         for command in benchmark.COMMANDS:
             parser = ArgumentParser(add_help=False)
-            for name, option in benchmark.options_of(command).items():
-                option.add_to(parser, name)
-            rows = [
-                (
-                    spelling(option),
-                    f"{option.help}".removesuffix(" (%(default)s)"),
-                    "" if option.default in (None, False) else f"{option.default}",
-                )
-                for option in parser._actions  # noqa: SLF001 (argparse has no public list)
-            ]
+            benchmark.add_options(command, parser)
+            rows = []
+            for option in parser._actions:  # noqa: SLF001 (argparse has no public list)
+                value = "" if option.metavar or option.nargs == 0 else option.dest.upper()
+                default = "" if option.default in (None, False) else f"{option.default}"
+                rows.append((f"{spelling(option)} {value}".strip(), option.help or "", default))
             shown.append(nodes.rubric("", command))
             shown.append(table("launcher-options", ("option", "meaning", "default"), rows))
         return shown

@@ -21,11 +21,15 @@ import torchdist_ref
 from torchdist_ref import processes
 from torchdist_ref.benchmark import ranks, started_rank
 from torchdist_ref.benchmark.__main__ import main
-from torchdist_ref.benchmark.checkouts import COMMANDS, SIDES, compared, old_spread, ratio_to_old, show, slower
+from torchdist_ref.benchmark.checkouts import COMMANDS, SIDES, old_spread, ratio_to_old, show, slower
 from torchdist_ref.benchmark.rounds import ParentAddress, RankContext, Result, take_turns
 from torchdist_ref.errors import DistBackendError
 
 HERE = Path(torchdist_ref.__file__).parents[1]
+
+
+def compared(cell: dict[str, object], *samples: list[float]) -> Result:
+    return Result(cell, dict(zip(SIDES, samples, strict=True)))
 
 
 def table() -> list[Result]:
@@ -63,7 +67,9 @@ def test_table_names_cells_that_are_slower() -> None:
 
 
 @contextmanager
-def forked_side(address: ParentAddress, program: Any, checkout: Path, side: int) -> Iterator[processes.Child]:
+def forked_side(
+    address: ParentAddress, program: Any, checkout: Path, side: int, mpi: bool
+) -> Iterator[processes.Child]:
     """The ranks of one checkout, forked from this process, which has imported it."""
     folder = Path(address.folder, str(side))
     (folder / started_rank.TASK).write_bytes(pickle.dumps((str(checkout), address, side, program)))
@@ -100,7 +106,7 @@ def overlapping(context: RankContext) -> None:
 def test_sides_have_their_turns_one_at_a_time_in_an_order_that_rotates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "start_child", forked_side)
     reports: dict[int, Any] = {}
-    ranks.run_checkouts(overlapping, 2, reports.__setitem__, dict.fromkeys(SIDES, HERE))
+    ranks.run_programs(overlapping, 2, reports.__setitem__, dict.fromkeys(SIDES, HERE))
     assert [reports[side].cell["order"] for side in range(3)] == ["012120201012"] * 3
     assert [reports[side].cell["values"] for side in range(3)] == [[(side, 0), (side, 1)] for side in range(3)]
 
@@ -140,11 +146,11 @@ def test_this_checkout_against_itself(
     out = tmp_path / "out.json"
     assert main([*command, "--repetitions", "2", "--against-checkout", str(HERE), "--json", str(out)]) == 0
     report = json.loads(out.read_text())
-    assert report["benchmark"] == f"{command[0]} against checkout" and report["schema"] == 2
-    assert [entry["cell"] for entry in report["results"]] == cells
+    assert report["benchmark"] == f"{command[0]} against checkout" and report["schema"] == 3
+    assert [{key: entry[key] for key in cell} for entry, cell in zip(report["results"], cells, strict=True)] == cells
     for entry in report["results"]:
-        assert [len(samples) for samples in (entry["this_seconds"], *entry["old_seconds"])] == [2, 2, 2]
-        assert min(min(samples) for samples in (entry["this_seconds"], *entry["old_seconds"])) > 0
+        assert {side: len(samples) for side, samples in entry["samples"].items()} == dict.fromkeys(SIDES, 2)
+        assert min(min(samples) for samples in entry["samples"].values()) > 0
         assert entry["ratio"] > 0 and entry["old_spread"] >= 1 and entry["slower"] in (False, True)
     assert report["geometric_mean"] == pytest.approx(
         prod(each["ratio"] for each in report["results"]) ** (1 / len(cells))
@@ -174,7 +180,7 @@ def failing(context: RankContext) -> None:
 def test_error_of_a_checkout_names_it_and_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "start_child", forked_side)
     with pytest.raises(DistBackendError, match=r"the checkout 'old A' failed.*rank 0.*no such operation"):
-        ranks.run_checkouts(failing, 1, ignore, dict.fromkeys(SIDES, HERE))
+        ranks.run_programs(failing, 1, ignore, dict.fromkeys(SIDES, HERE))
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from torchdist_ref.benchmark.__main__ import main
-from torchdist_ref.benchmark.ddp import excess, over_local, pss
-from torchdist_ref.benchmark.ddp_models import HOOKS, MODELS
+from torchdist_ref.benchmark.__main__ import main, parse
+from torchdist_ref.benchmark.ddp import NAMES, excess, over_local, pss
 from torchdist_ref.benchmark.rounds import Result
+from torchdist_ref.benchmark.training import MODELS
 
 # torch's DDP loads the compiler: some 2 s, once.
 BRIEF = ["ddp", "--models", "tiny", "--repetitions", "2", "--seconds", "0.001"]
@@ -21,24 +21,32 @@ def test_every_hook_on_every_side(tmp_path: Path, capsys: pytest.CaptureFixture[
     # Twelve hooks, four sides each: some 4 s.
     assert main([*BRIEF, "--json", str(out)]) == 0
     results = json.loads(out.read_text())["results"]
-    assert [result["hook"] for result in results] == list(HOOKS)
+    assert [result["hook"] for result in results] == NAMES.split()
     assert all(set(r["samples"]) == {"local", "torch:gloo", "ref", "gloo"} for r in results)
     assert all(len(times) == 2 and min(times) > 0 for r in results for times in r["samples"].values())
     table = capsys.readouterr().out
-    assert "excess ref / torch" in table and "powerSGD 4" in table
+    assert "excess ref / torch" in table and "powersgd-4" in table
 
 
 def test_memory_of_each_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     assert main([*BRIEF, "--hooks", "none", "--memory", "--json", str(out)]) == 0
-    sizes = {r["side"]: r["pss_bytes"] for r in json.loads(out.read_text())["results"]}
-    assert set(sizes) == {"torch:gloo", "ref", "gloo"} and min(sizes.values()) > 1 << 20
-    assert "MiB" in capsys.readouterr().out
+    (result,) = json.loads(out.read_text())["results"]
+    assert set(result["samples"]) == {"torch:gloo", "ref", "gloo"} and result["unit"] == "bytes"
+    assert min(size for sizes in result["samples"].values() for size in sizes) > 1 << 20
+    printed = capsys.readouterr().out
+    assert "gloo MiB" in printed and "gloo / torch" in printed and "excess" not in printed
 
 
 def test_unknown_hook_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*BRIEF, "--hooks", "fp17"]) == 1
     assert "fp17" in capsys.readouterr().err
+
+
+def test_former_names_of_hooks_are_understood() -> None:
+    given = ["--hooks", "none;none, views;fp16 wrapper;powerSGD 4"]
+    assert parse(["ddp", *given]).hooks == ("none", "none-views", "fp16-wrapper", "powersgd-4")
+    assert parse(["ddp", "--hooks", "none,powersgd-1"]).hooks == ("none", "powersgd-1")
 
 
 def test_figures_of_a_result() -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -19,14 +22,12 @@ import torch
 from torch import Tensor
 
 from torchdist_ref import groups
-from torchdist_ref.benchmark import hooks, hooks_pictures, hooks_results
+from torchdist_ref.benchmark import hooks, hooks_results
 from torchdist_ref.benchmark.__main__ import main
-from torchdist_ref.benchmark.ddp_models import EXACT_STEPS
-from torchdist_ref.benchmark.harness import Harness, Settings
+from torchdist_ref.benchmark.harness import Harness
+from torchdist_ref.benchmark.hooks import CONTESTANTS, Trainee, rate, sent_since
 from torchdist_ref.benchmark.hooks_results import HookResult, from_json, select
-from torchdist_ref.benchmark.hooks_tasks import CONTESTANTS, LOCAL_STEPS, TASKS, Digits, Text, source
-from torchdist_ref.benchmark.hooks_watch import Trainee, counted, parse_link
-from torchdist_ref.errors import ArgumentError
+from torchdist_ref.benchmark.training import EXACT_STEPS, HOOKS, LOCAL_STEPS, TASKS, Digits, Text, source
 from torchdist_ref.testing import namespaces, run
 
 # The convolutional network: 10 and 512, 32 and 144, 16 and 9 are the sides of its matrices, 58 numbers are biases.
@@ -60,56 +61,70 @@ def by_hand(name: str, world: int) -> float:
     }[name]
 
 
+def numel(bucket: list[torch.Size]) -> int:
+    return sum(shape.numel() for shape in bucket)
+
+
+def factors(shape: torch.Size, rank: int) -> int:
+    """Numbers of PowerSGD's factors, where they are less than half of the matrix; else those of the tensor."""
+    n, m = shape[0], shape.numel() // shape[0]
+    r = min(n, m, rank)
+    return (n + m) * r if len(shape) > 1 and 2 * (n + m) * r < n * m else n * m
+
+
+def by_shapes(name: str, buckets: list[list[torch.Size]]) -> float:
+    """Bytes a step from the shapes in each bucket, on two ranks."""
+    return {
+        "none": sum(4 * numel(bucket) for bucket in buckets),
+        "powersgd-2": sum(4 * factors(shape, 2) for bucket in buckets for shape in bucket),
+        # A bucket is one square matrix, and has two factors of its side.
+        "batched-powersgd-1": sum(4 * 2 * math.ceil(math.sqrt(numel(bucket))) for bucket in buckets),
+        # Padded rows of 512 bytes with a scale and a zero each.
+        "quantize-channel": sum(math.ceil(numel(bucket) / 512) * (512 + 8) for bucket in buckets),
+    }[name]
+
+
+def sent(trainee: Trainee, steps: int = 1) -> float:
+    """Bytes that a trainee sends in a step, after those that every hook averages exactly."""
+    for _ in range(EXACT_STEPS):
+        trainee.step(trainee.batch())
+    begin = perf_counter()
+    for _ in range(steps):
+        trainee.step(trainee.batch())
+    return sent_since(trainee.group, begin) / steps
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_hook_sends_what_its_formula_says(world: int) -> None:
-    def program(rank: int) -> dict[str, tuple[float, float]]:
-        task, found = Digits(), {}
-        for name, contestant in CONTESTANTS.items():
-            trainee = Trainee(task, contestant, groups.new_group())
-            for _ in range(EXACT_STEPS):
-                trainee.step(trainee.batch())
-            steps = contestant.every or 1
-            with counted(trainee.group) as counter:
-                for _ in range(steps):
-                    trainee.step(trainee.batch())
-            found[name] = counter.sent / steps, trainee.expected_bytes()
-        return found
+    def program(rank: int) -> dict[str, float]:
+        task = Digits()
+        return {
+            name: sent(Trainee(task, HOOKS[name], groups.new_group()), HOOKS[name].every or 1) for name in CONTESTANTS
+        }
 
     for found in run(program, world):
-        for name, (sent, expected) in found.items():
-            assert sent == pytest.approx(expected, rel=1e-12), name
-            assert expected == pytest.approx(by_hand(name, world), rel=1e-12), name
+        assert found == pytest.approx({name: by_hand(name, world) for name in CONTESTANTS}, rel=1e-12)
 
 
 def test_on_gloo_the_same_is_counted() -> None:
     def program(rank: int) -> list[float]:
-        sent = []
-        for name in ("fp16", "quantize-channel"):
-            trainee = Trainee(Digits(), CONTESTANTS[name])
-            for _ in range(EXACT_STEPS):
-                trainee.step(trainee.batch())
-            with counted(trainee.group) as counter:
-                trainee.step(trainee.batch())
-            sent.append(counter.sent)
-        return sent
+        return [sent(Trainee(Digits(), HOOKS[name])) for name in ("fp16", "quantize-channel")]
 
     assert run(program, 2, backend="gloo")[0] == [by_hand("fp16", 2), by_hand("quantize-channel", 2)]
 
 
 def test_every_hook_sends_what_its_formula_says_of_several_buckets() -> None:
-    def program(rank: int) -> list[tuple[str, int, float, float]]:
+    def program(rank: int) -> list[tuple[str, float, list[list[torch.Size]]]]:
         task, found = Text(), []
         for name in ("none", "powersgd-2", "batched-powersgd-1", "quantize-channel"):
-            trainee = Trainee(task, CONTESTANTS[name])
-            for _ in range(EXACT_STEPS):
-                trainee.step(trainee.batch())
-            with counted(trainee.group) as counter:
-                trainee.step(trainee.batch())
-            found.append((name, len(trainee.buckets()), counter.sent, trainee.expected_bytes()))
+            trainee = Trainee(task, HOOKS[name])
+            nbytes, reducer = sent(trainee), trainee.model.reducer
+            shapes = [[reducer.parameters[member].shape for member in members] for members in reducer.assignment]
+            found.append((name, nbytes, shapes))
         return found
 
-    for name, buckets, sent, expected in run(program, 2)[0]:
-        assert buckets > 2 and sent == expected, name
+    for name, nbytes, buckets in run(program, 2)[0]:
+        assert len(buckets) > 2 and nbytes == by_shapes(name, buckets), name
 
 
 def halves(gradients: list[Tensor]) -> Tensor:
@@ -134,7 +149,7 @@ def relative_error(got: Tensor, gradients: list[Tensor]) -> float:
 def error_and_gradients(rank: int, name: str, steps: int = EXACT_STEPS) -> tuple[float, list[Tensor], list[torch.Size]]:
     """The error that a trainee reports after some steps, and the gradients of both ranks from the plain model."""
     task = Digits()
-    trainee = Trainee(task, CONTESTANTS[name])
+    trainee = Trainee(task, HOOKS[name])
     for _ in range(steps):
         trainee.step(trainee.batch())
     plain = task.model()
@@ -223,7 +238,7 @@ def test_both_tasks_learn() -> None:
     def program(rank: int) -> list[tuple[float, float]]:
         found = []
         for name, steps in (("digits", 30), ("text", 12)):
-            trainee = Trainee(TASKS[name](), CONTESTANTS["none"])
+            trainee = Trainee(TASKS[name](), HOOKS["none"])
             losses = [float(trainee.step(trainee.batch())) for _ in range(steps)]
             found.append((losses[0], losses[-1]))
         return found
@@ -233,7 +248,7 @@ def test_both_tasks_learn() -> None:
 
 def test_local_models_are_equal_after_every_fourth_step() -> None:
     def program(rank: int) -> list[Tensor]:
-        trainee = Trainee(Digits(), CONTESTANTS["local-sgd"])
+        trainee = Trainee(Digits(), HOOKS["local-sgd"])
         weights = []
         for _ in range(LOCAL_STEPS):
             trainee.step(trainee.batch())
@@ -246,7 +261,7 @@ def test_local_models_are_equal_after_every_fourth_step() -> None:
 
 def test_the_spans_of_a_step_follow_each_other() -> None:
     def program(rank: int) -> list[Any]:
-        trainee = Trainee(Text(), CONTESTANTS["powersgd-1"])
+        trainee = Trainee(Text(), HOOKS["powersgd-1"])
         for _ in range(EXACT_STEPS):
             trainee.step(trainee.batch())
         return trainee.spans()
@@ -273,7 +288,6 @@ def result(hook: str = "none", link: str = "fast", times: float = 1.0, **changes
         2,
         1000,
         4000.0,
-        4000.0,
         None,
         [0.25, 0.35],
         seconds,
@@ -285,20 +299,19 @@ def result(hook: str = "none", link: str = "fast", times: float = 1.0, **changes
 
 
 def test_the_table_shows_hooks_beside_the_first_one_on_each_link() -> None:
-    slow = parse_link("1mbit")
     ones = [result(), result("fp16", times=2.0, sent_bytes=2000.0, error=[3e-4])]
-    assert hooks_results.table([*ones, *(one.on(slow) for one in ones)]) == (
+    assert hooks_results.table([*ones, *(one.on("1mbit", 1e6) for one in ones)]) == (
         "text: 1,000 parameters, 2 ranks on ref\n"
-        "hook   bytes  x less   error  fast ms  x none  1mbit (modeled) ms  x none   loss\n"
-        "none   4,000    1.00     0.3     11.0    1.00                43.0    1.00  2.250\n"
-        "fp16  2,000!    2.00  0.0003     22.0    2.00                38.0    0.88  2.250"
+        "hook  bytes  x less   error  fast ms  x none  1mbit (modeled) ms  x none   loss\n"
+        "none  4,000    1.00     0.3     11.0    1.00                43.0    1.00  2.250\n"
+        "fp16  2,000    2.00  0.0003     22.0    2.00                38.0    0.88  2.250"
     )
-    assert hooks_results.table(ones, ratios=False).splitlines()[1] == "hook   bytes  x less   error  fast ms   loss"
+    assert hooks_results.table(ones, ratios=False).splitlines()[1] == "hook  bytes  x less   error  fast ms   loss"
 
 
 def test_a_result_comes_back_from_its_report() -> None:
     one = result(wire_bytes=4321.5)
-    assert from_json(json.loads(json.dumps(one.as_json()))) == one
+    assert from_json(json.loads(json.dumps(one.entry()))) == one
     assert select([one, result("fp16")], hook="fp16", link="fast") == [result("fp16")]
     assert one.clock == pytest.approx([0.5, 0.51, 0.522, 0.533])
 
@@ -306,16 +319,16 @@ def test_a_result_comes_back_from_its_report() -> None:
 def test_the_same_results_draw_the_same_pictures(tmp_path: Path) -> None:
     results = [result(), result("fp16", sent_bytes=2000.0), result("noop", link="100mbit", sent_bytes=0.0)]
     for name in ("a", "b"):
-        hooks_pictures.plot(str(tmp_path / f"{name}.svg"), results)
+        hooks_results.plot(str(tmp_path / f"{name}.svg"), results)
     drawn = (tmp_path / "a.svg").read_text()
     assert drawn == (tmp_path / "b.svg").read_text()
     assert all(words in drawn for words in ("loss, 100mbit", "time of a step", "2,000 B", "fp16"))
-    line = hooks_pictures.timelines(results)
-    assert line == hooks_pictures.timelines(results) and line.count("backward: 0 s to 10 ms") == 3
+    line = hooks_results.timelines(results)
+    assert line == hooks_results.timelines(results) and line.count("backward: 0 s to 10 ms") == 3
 
 
 def test_spans_that_overlap_have_bars_of_different_heights() -> None:
-    drawn = hooks_pictures.timelines([result()])
+    drawn = hooks_results.timelines([result()])
     heights = {
         line.split("y='")[1].split("'")[0] for line in drawn.split("<rect")[1:] if "bucket" in line.split("</rect>")[0]
     }
@@ -323,7 +336,7 @@ def test_spans_that_overlap_have_bars_of_different_heights() -> None:
 
 
 def test_of_many_curves_those_that_differ_are_drawn(tmp_path: Path) -> None:
-    hooks_pictures.plot(str(tmp_path / "a.svg"), [result(name) for name in CONTESTANTS])
+    hooks_results.plot(str(tmp_path / "a.svg"), [result(name) for name in CONTESTANTS])
     _, _, curves = (tmp_path / "a.svg").read_text().partition("loss, fast")
     assert "powersgd-1" in curves and "powersgd-2" not in curves
 
@@ -366,22 +379,21 @@ def test_the_command_measures_models_and_draws(tmp_path: Path, capsys: pytest.Ca
     report = json.loads(files[0].read_text())
     found = [from_json(entry) for entry in report["results"]]
     assert len(found) == 3 * 2 * 2 and report["date"] and report["machine"]["processor"]
-    assert all(one.sent_bytes == one.expected_bytes and len(one.seconds) == 12 for one in found)
+    assert all(one.sent_bytes == by_hand(one.hook, 2) and len(one.seconds) == 12 for one in found)
     assert {one.link for one in found if one.modeled} == {"100mbit"}
     assert all("<svg" in path.read_text() for path in files[1:])
 
 
 @pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
 def test_on_a_slow_link_bytes_take_the_time_that_the_rate_allows() -> None:
-    link = parse_link("10mbit")
-    settings = Settings(tasks=("digits",), backends=("ref", "gloo"), hooks=("none", "noop"), turns=2, world=2)
+    settings = Namespace(tasks=("digits",), backends=("ref", "gloo"), hooks=("none", "noop"), turns=2, world=2)
     harness = Harness(hooks, settings)
-    hooks.on_link(harness, link)
+    assert hooks.on_link(harness, "10mbit") == ""
     results: list[HookResult] = harness.results
     assert len(results) == 4
     for backend in ("ref", "gloo"):
         full, nothing = select(results, backend=backend)
-        assert full.step > 0.4 * link.seconds(full.sent_bytes)
+        assert full.step > 0.4 * 8 * full.sent_bytes / 10e6
         assert full.wire_bytes is not None and full.wire_bytes > full.sent_bytes
         assert (nothing.wire_bytes or 0.0) < 0.1 * full.wire_bytes
 
@@ -393,7 +405,7 @@ def test_link_that_cannot_be_made_is_modeled(
     wanted = ["--tasks", "digits", "--hooks", "none", "--links", "10mbit", "--backends", "ref", "--turns", "2"]
     assert main(["hooks", *wanted]) == 0
     printed = capsys.readouterr().out
-    assert "10mbit is modeled, there is no cable" in printed and "10mbit (modeled) ms" in printed
+    assert "10mbit is modeled, " in printed and "there is no cable" in printed and "10mbit (modeled) ms" in printed
 
 
 def test_a_task_that_lacks_its_data_is_left_out_with_a_reason(
@@ -406,6 +418,7 @@ def test_a_task_that_lacks_its_data_is_left_out_with_a_reason(
 
 
 def test_rates_of_links_are_parsed_like_those_of_tc() -> None:
-    assert [parse_link(text).bits_per_second for text in ("2kbit", "1.5Mbit")] == [2000.0, 1.5e6]
-    with pytest.raises(ArgumentError, match="100mbit"):
-        parse_link("fastest")
+    assert [rate(text) for text in ("2kbit", "1.5mbit", "fast")] == [2000.0, 1.5e6, None]
+    assert hooks.links("fast,1.5Mbit,fast") == ("fast", "1.5mbit")
+    with pytest.raises(ArgumentTypeError, match="100mbit"):
+        rate("fastest")

@@ -5,8 +5,8 @@ Each run forks ranks and starts backends, which takes some tenths of a second.
 
 from __future__ import annotations
 
-import importlib.util
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from torchdist_ref.benchmark.__main__ import main
 from torchdist_ref.benchmark.calls import ADDED, TORCH, WITHOUT
 from torchdist_ref.benchmark.collectives import Case
 from torchdist_ref.benchmark.competitors import available
-from torchdist_ref.benchmark.faults import death, interrupt, mismatches
-from torchdist_ref.benchmark.harness import Settings
+from torchdist_ref.benchmark.faults import BUSY, INTERRUPT, MISMATCH, strike, trial
 from torchdist_ref.benchmark.operations import OPERATIONS, Buffers
 from torchdist_ref.benchmark.ranks import run_ranks
 from torchdist_ref.benchmark.rounds import RankContext
@@ -120,7 +119,7 @@ def test_mpi_is_left_out_where_ranks_are_forked() -> None:
 
 def test_wrong_result_raises() -> None:
     def program(context: RankContext) -> None:
-        case = Case(context, Settings(dtype="float32", device="cpu"), OPERATIONS["broadcast"], 64)
+        case = Case(context, Namespace(dtype="float32", device="cpu"), OPERATIONS["broadcast"], 64)
         case.check("careless", lambda: None, case.buffers)
 
     with pytest.raises(RankError, match=r"broadcast of 64 B on 'careless' is wrong on rank 1: element 0 of 16"):
@@ -152,16 +151,6 @@ def test_wrong_options_are_named(options: list[str], named: str, capsys: pytest.
     assert named in capsys.readouterr().err
 
 
-def test_without_rich_one_sentence_has_the_cure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "rich" else find(name))
-    assert main(["--ops", "barrier", *BRIEF]) == 1
-    message = "benchmark: tables need the package rich: pip install -e '.[benchmark]'.\n"
-    assert capsys.readouterr().err == message
-
-
 def test_an_unknown_backend_is_an_argument_error() -> None:
     with pytest.raises(ArgumentError, match="glue"):
         available(["ref", "glue"])
@@ -182,25 +171,27 @@ def test_starting_side_by_side(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     brief = ["--backends", "ref,gloo", "--worlds", "2", "--repetitions", "1"]
     assert main(["start", *brief, "--json", str(out)]) == 0
-    (entry,) = results(out)
-    assert all(entry["samples"]["init and destroy"][n][0] > entry["samples"]["init"][n][0] for n in ("ref", "gloo"))
+    begun, cycled = results(out)
+    assert (begun["operation"], cycled["operation"]) == ("init", "init and destroy")
+    assert all(cycled["samples"][name][0] > begun["samples"][name][0] > 0 for name in ("ref", "gloo"))
 
 
 def test_faults_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     assert main(["faults", "--ops", "recv", "--backends", "ref", "--trials", "1", "--json", str(out)]) == 0
     assert "worst ms" in capsys.readouterr().out
-    assert [len(entry["seconds"]) for entry in results(out)] == [2, 20, 20, 20, 20, 1]
+    assert [len(entry["samples"]["seconds"]) for entry in results(out)] == [2, 20, 20, 20, 20, 1]
     assert all(entry["late"] == 0 for entry in results(out))
 
 
 def test_a_death_among_busy_ranks_reaches_every_survivor() -> None:
-    assert len([seconds for seconds in death("ref", "all_reduce", 1024, 3, True, 7) if seconds is not None]) == 2
+    found = strike(BUSY, "ref", "all_reduce", 1024, 3, seed=7)
+    assert len(found) == 2 and None not in found
 
 
 def test_mismatches_and_interrupts_end_in_errors() -> None:
-    assert len(mismatches("ref", "root", 2, 3)) == 6
-    assert interrupt("ref", "barrier", 0) is not None
+    assert len(trial(MISMATCH, "root", "ref", Namespace(trials=1))) == 20
+    assert None not in strike(INTERRUPT, "ref", "barrier", 0, 2, seed=0)
 
 
 # Over a second: interpreters start that load torch.
@@ -212,8 +203,9 @@ def test_cost_of_the_public_api_and_of_imports(tmp_path: Path, capsys: pytest.Ca
     assert [(entry["op"], entry["world"]) for entry in calls] == [
         (op, world) for world in (1, 2) for op in ("all_reduce", "all_gather", "barrier")
     ]
-    assert all(len(entry["public"]) == len(entry["backend"]) == 2 and min(entry["backend"]) > 0 for entry in calls)
-    (torch_alone,), (added,), (without,) = (loaded["imports"][what] for what in (TORCH, ADDED, WITHOUT))
+    samples = [entry["samples"] for entry in calls]
+    assert all(len(each["public"]) == len(each["backend"]) == 2 and min(each["backend"]) > 0 for each in samples)
+    (torch_alone,), (added,), (without,) = (loaded["samples"][what] for what in (TORCH, ADDED, WITHOUT))
     assert 0 < added < torch_alone and 0 < without < torch_alone
     printed = capsys.readouterr().out
     assert "public API us" in printed and ADDED in printed

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.docs import pages
+from torchdist_ref.benchmark.hooks import CONTESTANTS
 from torchdist_ref.benchmark.hooks_results import HookResult, from_json, select
-from torchdist_ref.benchmark.hooks_tasks import CONTESTANTS
 from torchdist_ref.testing import run
 
 NOTEBOOK = pages.ROOT / "tutorials" / "08_when_compression_pays.ipynb"
@@ -45,7 +45,9 @@ def test_the_recording_is_of_every_hook_on_measured_links(measured: list[HookRes
 
 
 def test_every_recorded_byte_is_that_of_the_formula(measured: list[HookResult]) -> None:
-    assert all(result.sent_bytes == result.expected_bytes for result in measured)
+    # The recording has the formulas' results beside the bytes; today `tests/benchmark/test_hooks.py` has the formulas.
+    entries = [entry for path in RECORDED for entry in json.loads(path.read_text())["results"]]
+    assert all(entry["sent_bytes"] == entry["expected_bytes"] for entry in entries)
     for task, weights in WEIGHTS.items():
         assert one(measured, "none", "fast", task).sent_bytes == 4 * weights
         assert one(measured, "fp16", "fast", task).sent_bytes == 2 * weights

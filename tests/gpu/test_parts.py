@@ -157,7 +157,7 @@ def test_results_of_the_benchmark_become_rows(tmp_path: Path, monkeypatch: pytes
     """Without ranks, which would wait for each other on a busy machine."""
     wanted: list[Any] = []
 
-    def run_ranks(program: Any, world: int, on_report: Any, extra: int) -> None:
+    def run_ranks(program: Any, world: int, on_report: Any) -> None:
         settings = program.keywords["settings"]
         wanted.append((world, settings.ops, settings.sizes, settings.backends, settings.device))
         on_report(0, "all_reduce")

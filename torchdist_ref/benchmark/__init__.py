@@ -12,8 +12,8 @@
 
 In every one all contestants are alive at once and take turns within each round, and ratios are medians of same-round
 ratios; so a disturbance affects all alike. `harness` reads options and runs a command, `ranks` starts processes,
-`rounds` is what each rank sees, `report` is the output. A command is a file with `OPTIONS`, `run` and `show`, and a
-line in `__main__`.
+`rounds` is what each rank sees, `report` is the output. A command is a file with `add_options`, `run` and `show`,
+and a name in `__main__`.
 
 Nothing in the rest of the package imports this.
 """

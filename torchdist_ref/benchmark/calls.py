@@ -22,11 +22,10 @@ import torch
 
 from torchdist_ref import groups
 from torchdist_ref.backends.base import Backend, BackendWrapper
-from torchdist_ref.benchmark import competitors
-from torchdist_ref.benchmark.harness import Harness, Option, Settings, among, at_least, numbers
+from torchdist_ref.benchmark import competitors, report, rounds
+from torchdist_ref.benchmark.harness import AddOption, Harness, Settings, among, at_least, many
 from torchdist_ref.benchmark.operations import OPERATIONS
-from torchdist_ref.benchmark.report import columns, show_micros, show_millis
-from torchdist_ref.benchmark.rounds import Action, RankContext, Result, calls_in_a_row, take_turns
+from torchdist_ref.benchmark.rounds import Action, RankContext, Result
 from torchdist_ref.groups.world import default_group
 from torchdist_ref.work import Work
 
@@ -38,13 +37,16 @@ PROGRAMS = (
     {TORCH: "import torch", ADDED: "torch._import_device_backends(); import torchdist_ref"},
     {WITHOUT: "import torchdist_ref"},
 )
-OPTIONS = {
-    "ops": Option(",".join(op for op in OPERATIONS if op != "sendrecv"), "operations", among(OPERATIONS)),
-    "worlds": Option("1,2", "numbers of ranks", numbers),
-    "repetitions": Option(15, "rounds", at_least(1)),
-    "calls": Option(300, "calls a round", at_least(1)),
-    "imports": Option(5, "rounds of imports", at_least(1)),
-}
+
+
+def add_options(add: AddOption) -> None:
+    """Add the options of the command."""
+    ops = ",".join(op for op in OPERATIONS if op != "sendrecv")
+    add("--ops", default=ops, type=among(OPERATIONS), help="operations")
+    add("--worlds", default="1,2", type=many(at_least(1)), help="numbers of ranks")
+    add("--repetitions", default=15, type=at_least(1), help="rounds")
+    add("--calls", default=300, type=at_least(1), help="calls a round")
+    add("--imports", default=5, type=at_least(1), help="rounds of imports")
 
 
 class SubmitRecorder(BackendWrapper):
@@ -64,11 +66,9 @@ def measure(context: RankContext, settings: Settings) -> None:
     """Measure all operations on one rank. Reports a result for each."""
     competitors.join(["ref"], context)
     for op in settings.ops:
-        actions = dict(zip((PUBLIC, BACKEND), _public_and_backend(op, context), strict=True))
-        turns = {name: partial(_mean_call, action, settings.calls, context) for name, action in actions.items()}
-        samples, _ = take_turns(context, turns, settings.repetitions)
-        context.report(Result({"op": op, "world": context.world}, samples))
-        context.report(1)
+        actions = zip((PUBLIC, BACKEND), _public_and_backend(op, context), strict=True)
+        turns = {name: partial(_mean_call, action, settings.calls, context) for name, action in actions}
+        context.compare({"op": op, "world": context.world}, turns, settings.repetitions)
     competitors.leave()
 
 
@@ -91,7 +91,7 @@ def _public_and_backend(op: str, context: RankContext) -> tuple[Action, Action]:
 
 
 def _mean_call(action: Action, calls: int, context: RankContext) -> list[float]:
-    ((begin, end),) = calls_in_a_row(action, calls, context.wait)
+    ((begin, end),) = rounds.calls_in_a_row(action, calls, context.wait)
     return [(end - begin) / calls]
 
 
@@ -115,36 +115,24 @@ def _in_fresh_interpreter(program: Mapping[str, str]) -> dict[str, float]:
 def run(harness: Harness) -> None:
     """Measure for each number of ranks, and imports, whose result has no cell."""
     settings = harness.settings
-    harness.begin(len(settings.worlds) * len(settings.ops))
     for world in settings.worlds:
-        harness.bar.heading(f"{world} rank{'s' * (world > 1)}")
+        harness.head(f"{world} rank{'s' * (world > 1)}")
         harness.run(partial(measure, settings=settings), world)
-    harness.bar.heading("imports")
+    harness.head("imports")
     harness.results.append(Result({}, imports(settings.imports)))
 
 
 def public_api(result: Result) -> float:
-    """Return the median over the rounds of the seconds that the public API adds."""
-    return median(whole - own for whole, own in zip(result.samples[PUBLIC], result.samples[BACKEND], strict=True))
+    """Return the median over the rounds of the microseconds that the public API adds."""
+    pairs = zip(result.samples[PUBLIC], result.samples[BACKEND], strict=True)
+    return median(result.counted([1e6 * (whole - own) for whole, own in pairs]))
 
 
 def show(harness: Harness, results: Sequence[Result]) -> str:
-    """Return the table of calls, in microseconds, and that of imports, in milliseconds."""
-    rows = [
-        [each.cell["op"], str(each.cell["world"])]
-        + [show_micros(seconds) for seconds in (each.median(PUBLIC), each.median(BACKEND), public_api(each))]
-        for each in results
-        if each.cell
-    ]
-    table = columns(["", "ranks", "whole us", "backend us", "public API us"], rows)
-    loaded = [each for each in results if not each.cell]
-    imported = [[what, show_millis(each.median(what))] for each in loaded for what in each.samples]
-    return f"{table}\n\n{columns(['import', 'ms'], imported)}"
-
-
-def entries(harness: Harness) -> list[dict[str, Any]]:
-    """Return an entry for each operation, and one for imports."""
-    return [
-        {**each.cell, **each.samples, "public_api": public_api(each)} if each.cell else {"imports": each.samples}
-        for each in harness.results
-    ]
+    """Return the table of calls, and that of imports."""
+    added = report.figure("public API us", (PUBLIC, BACKEND), public_api)
+    cells = [report.cell("op"), report.cell("world", "ranks")]
+    calls = [*cells, report.time(PUBLIC, "us"), report.time(BACKEND, "us"), added]
+    imported = [(what, each.median(what)) for each in results if not each.cell for what in each.samples]
+    loads = report.table([("import", lambda row: row[0]), ("ms", lambda row: report.show_time(row[1], "ms"))], imported)
+    return f"{report.table(calls, filter(lambda each: each.cell, results))}\n\n{loads}"

@@ -9,18 +9,16 @@ Do not add measuring code here: the ranks run that of the command.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from argparse import ArgumentTypeError
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
 import torchdist_ref
-from torchdist_ref.benchmark import ranks
-from torchdist_ref.benchmark.harness import Harness, Option
-from torchdist_ref.benchmark.report import columns, show_micros, show_size
+from torchdist_ref.benchmark.report import show_size, table, time
 from torchdist_ref.benchmark.rounds import Result
-from torchdist_ref.errors import ArgumentError, explain
 
 SIDES = ("this", "old A", "old B")
 COMMANDS = ("collectives", "ddp", "start", "store")
@@ -29,24 +27,28 @@ TOLERATED_RATIO = 1.03
 BACKENDS = ("ref", "gloo")
 
 
-def check_checkout(command: str, option: str, folder: str) -> str:
+def folder(path: str) -> str:
     """Check that a folder has the package."""
-    if not Path(folder, "torchdist_ref", "__init__.py").is_file():
-        raise ArgumentError(explain(command, option, "a folder with a package torchdist_ref", folder))
-    return folder
+    if not Path(path, "torchdist_ref", "__init__.py").is_file():
+        raise ArgumentTypeError(f"expected a folder with a package torchdist_ref, got {path!r}")
+    return path
 
 
-OPTION = Option(
-    None,
-    "compare this checkout with an older one, which runs twice; a folder with a package torchdist_ref",
-    check_checkout,
-    "DIR",
-)
+def folders(old: str | None) -> dict[str, Path]:
+    """Return the folder of each side: of this checkout, and twice of the old one, if any."""
+    this = {SIDES[0]: Path(torchdist_ref.__file__).parents[1]}
+    return this | ({side: Path(old) for side in SIDES[1:]} if old else {})
 
 
-def compared(cell: Mapping[str, Any], *samples: Sequence[float]) -> Result:
-    """Return the result of a cell whose contestants are the `SIDES`: seconds of a call, one value a round."""
-    return Result(cell, dict(zip(SIDES, samples, strict=True)))
+def merged(sides: Sequence[Result], by_backend: bool) -> list[Result]:
+    """Return a result for each contestant of a cell that all sides measured; the contestants of it are the `SIDES`."""
+    return [
+        Result(
+            {**({"backend": contestant} if by_backend else {}), **sides[0].cell},
+            {side: result.samples[contestant] for side, result in zip(SIDES, sides, strict=True)},
+        )
+        for contestant in sides[0].samples
+    ]
 
 
 def ratio_to_old(result: Result) -> float:
@@ -58,7 +60,7 @@ def ratio_to_old(result: Result) -> float:
 def old_spread(result: Result) -> float:
     """Return the larger median of A and B over the smaller one: at least 1.
 
-    >>> old_spread(compared({}, [3.0], [2.0], [1.0]))
+    >>> old_spread(Result({}, {"this": [3.0], "old A": [2.0], "old B": [1.0]}))
     2.0
     """
     first, second = sorted(map(result.median, SIDES[1:]))
@@ -76,86 +78,27 @@ def name(result: Result) -> str:
     return ", ".join(shown)
 
 
-class CheckoutHarness(Harness):
-    """Run of one command on this checkout, and on an old one twice."""
-
-    compares_checkouts = True
-
-    @property
-    def name(self) -> str:
-        """Name in the report."""
-        return f"{super().name} against checkout"
-
-    def run(self, program: ranks.Program, world: int, *_: Any, **__: Any) -> list[Any]:
-        """Run a program on ranks of all checkouts at once."""
-        old = Path(self.settings.against_checkout)
-        checkouts = [Path(torchdist_ref.__file__).parents[1], old, old]
-        self._pending: list[list[Result]] = [[] for _ in SIDES]
-        ranks.run_checkouts(program, world, self.on_report, dict(zip(SIDES, checkouts, strict=True)))
-        return []
-
-    def on_report(self, side: int, event: Any) -> None:
-        """Handle the headings and numbers of the first side, and the results of all."""
-        if not isinstance(event, Result):
-            if side == 0 and not isinstance(event, int):
-                super().on_report(side, event)
-            return
-        self._pending[side].append(event)
-        while all(self._pending):
-            sides = [results.pop(0) for results in self._pending]
-            for contestant in sides[0].samples:
-                # Without a choice of contestants the cell has its whole name.
-                chosen = {"backend": contestant} if "backends" in self.settings else {}
-                cell = {**chosen, **sides[0].cell}
-                self.results.append(compared(cell, *(result.samples[contestant] for result in sides)))
-            self.bar.advance(name(self.results[-1]))
-
-    def choose_backends(self, forked: bool = True) -> list[str]:
-        """Return the backends of ``--backends`` that are the library's own."""
-        found = [name for name in self.settings.backends if name in BACKENDS]
-        if not found:
-            expected = f"one of {', '.join(BACKENDS)} with --against-checkout"
-            raise ArgumentError(explain("benchmark", "--backends", expected, ",".join(self.settings.backends)))
-        return found
-
-    def show(self, results: list[Any]) -> str:
-        """Return the table, the geometric mean, and the cells that are slower."""
-        return show(results)
-
-    def finish(self) -> None:
-        """Do nothing: a comparison has no pictures."""
-
-    def entries(self) -> list[Any]:
-        """Return the comparisons."""
-        return [
-            {
-                "cell": dict(each.cell),
-                "this_seconds": list(each.samples[SIDES[0]]),
-                "old_seconds": [list(each.samples[side]) for side in SIDES[1:]],
-                "ratio": ratio_to_old(each),
-                "old_spread": old_spread(each),
-                "slower": slower(each),
-            }
-            for each in self.results
-        ]
-
-    def summary(self) -> dict[str, Any]:
-        """Return the geometric mean, and the names of the cells that are slower."""
-        found = [name(each) for each in self.results if slower(each)]
-        return {"geometric_mean": geometric_mean(map(ratio_to_old, self.results)), "slower": found}
-
-
 def show(results: Sequence[Result]) -> str:
     """Return the table, the geometric mean, and the cells that are slower."""
-    rows = [
-        [name(each), *(show_micros(each.median(side)) for side in SIDES)]
-        + [f"{ratio_to_old(each):.3f}", f"{old_spread(each):.3f}"]
+    ratios = [("this / old", ratio_to_old), ("old spread", old_spread)]
+    figures = [(title, lambda result, of=of: f"{of(result):.3f}") for title, of in ratios]
+    found = summary(results)
+    return (
+        f"{table([('cell', name), *(time(side, 'us') for side in SIDES), *figures], results)}\n\n"
+        f"geometric mean of this / old over {len(results)} cells: {found['geometric_mean']:.3f}\n"
+        f"slower than {TOLERATED_RATIO} and than the old spread: {'; '.join(found['slower']) or 'none'}"
+    )
+
+
+def entries(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Return the comparisons for the report."""
+    return [
+        {**each.entry(), "ratio": ratio_to_old(each), "old_spread": old_spread(each), "slower": slower(each)}
         for each in results
     ]
-    titles = ["cell", *(f"{side} us" for side in SIDES), "this / old", "old spread"]
-    behind = "; ".join(map(name, filter(slower, results))) or "none"
-    return (
-        f"{columns(titles, rows)}\n\n"
-        f"geometric mean of this / old over {len(results)} cells: {geometric_mean(map(ratio_to_old, results)):.3f}\n"
-        f"slower than {TOLERATED_RATIO} and than the old spread: {behind}"
-    )
+
+
+def summary(results: Sequence[Result]) -> dict[str, Any]:
+    """Return the geometric mean, and the names of the cells that are slower."""
+    found = [name(each) for each in results if slower(each)]
+    return {"geometric_mean": geometric_mean(map(ratio_to_old, results)), "slower": found}

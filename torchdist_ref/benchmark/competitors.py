@@ -13,24 +13,22 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as torch_distributed
 from torch import Tensor
 
-from torchdist_ref.benchmark.operations import Make
+from torchdist_ref.benchmark.operations import Buffers, Make, MeasuredOperation
 from torchdist_ref.benchmark.rounds import RankContext, library
 from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
 
 TIMEOUT = timedelta(minutes=5)
-TORCH_PREFIX = "torch:"
-MPI, MPI4PY, REGISTERED = "mpi", "mpi4py", "registered"
+TORCH_GLOO, MPI, MPI4PY, REGISTERED = "torch:gloo", "mpi", "mpi4py", "registered"
 # Backends whose ranks `mpiexec` must start, and the package that they need.
 UNDER_MPIEXEC = {MPI: "mpi4py", MPI4PY: "mpi4py"}
 
@@ -51,25 +49,17 @@ class Competitor:
     group: Any
     make: Make | None = None
 
-
-@dataclass(frozen=True)
-class LeftOut:
-    """Backend that could not be made, and the reason."""
-
-    name: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.name} is left out: {self.reason}"
+    def bind(self, operation: MeasuredOperation, buffers: Buffers) -> Callable[[], Any]:
+        """Return the call to time."""
+        return operation.bind(self.api, self.group, buffers)
 
 
-def torch_has_gloo() -> bool:
-    """Return whether torch was built with Gloo."""
-    return torch_distributed.is_available() and torch_distributed.is_gloo_available()
+class Note(str):
+    """Remark that a rank reports, such as the reason why a backend was left out."""
 
 
-def available(asked: tuple[str, ...] | list[str], forked: bool = False) -> tuple[list[str], list[LeftOut]]:
-    """Return the names that may run here, and those that can't.
+def available(asked: Sequence[str], forked: bool = False) -> tuple[list[str], list[str]]:
+    """Return the names that may run here, and a remark for each that can't.
 
     Args:
         asked: Names as in ``--backends``.
@@ -81,30 +71,26 @@ def available(asked: tuple[str, ...] | list[str], forked: bool = False) -> tuple
     >>> available(["ref", "torch:gloo"])
     (['ref', 'torch:gloo'], [])
     """
-    out = [LeftOut(name, reason) for name in dict.fromkeys(asked) if (reason := _obstacle(name, forked))]
-    return [name for name in dict.fromkeys(asked) if name not in {each.name for each in out}], out
+    reasons = {name: _obstacle(name, forked) for name in asked}
+    left_out = [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
+    return [name for name, reason in reasons.items() if not reason], left_out
 
 
 def _obstacle(name: str, forked: bool) -> str:
     """Return why a backend cannot run here; empty if it can."""
     from torchdist_ref.backends.registry import names
 
-    if name == "torch:gloo":
-        return "" if torch_has_gloo() else "this torch was built without Gloo"
+    known = dict.fromkeys([*names(), REGISTERED, *UNDER_MPIEXEC, TORCH_GLOO])
+    if name not in known:
+        raise ArgumentError(explain("benchmark", "--backends", f"among {', '.join(known)}", name))
+    if name == TORCH_GLOO and not (torch_distributed.is_available() and torch_distributed.is_gloo_available()):
+        return "this torch was built without Gloo"
     package = UNDER_MPIEXEC.get(name)
     if package and importlib.util.find_spec(package) is None:
         return f"needs the package {package}: pip install -e '.[mpi]'"
     if package and forked:
         return "this benchmark forks its ranks, and MPI's are started by mpiexec"
-    if package and not find_mpiexec():
-        return "no mpiexec was found, which has to start the ranks"
-    others = (MPI4PY, REGISTERED)
-    if name in (*names(), *others):
-        return ""
-    if package:
-        return "this version of torchdist_ref has no such backend yet"
-    expected = f"among {', '.join(dict.fromkeys([*names(), others[1], *UNDER_MPIEXEC, 'torch:gloo']))}"
-    raise ArgumentError(explain("benchmark", "--backends", expected, name))
+    return "no mpiexec was found, which has to start the ranks" if package and not find_mpiexec() else ""
 
 
 def find_mpiexec() -> str:
@@ -117,19 +103,18 @@ def join(asked: Sequence[str], context: RankContext) -> list[Competitor]:
     """Make a group on every backend. All stay alive until `leave`.
 
     Returns:
-        The backends that could be made on every rank. Of each other, rank 0 reports a `LeftOut`.
+        The backends that could be made on every rank. For each other, rank 0 reports a `Note`.
     """
-    foreign = [name for name in asked if name.startswith(TORCH_PREFIX) or name == MPI4PY]
-    ours = sorted(set(asked) - set(foreign), key=lambda name: (name in UNDER_MPIEXEC, asked.index(name)))
-    # A process has one default group, known to both libraries: ours makes it.
-    joined = {name: _attempt(name, context, ours[:1] == [name]) for name in [*ours, *foreign]}
+    # A process has one default group, known to both libraries: ours makes it, if it can be without MPI.
+    order = sorted(asked, key=lambda name: (name in (TORCH_GLOO, MPI4PY), name in UNDER_MPIEXEC))
+    joined = {name: _attempt(name, context) for name in order}
     return [backend for name in asked if (backend := joined[name])]
 
 
-def _attempt(name: str, context: RankContext, default: bool) -> Competitor | None:
+def _attempt(name: str, context: RankContext) -> Competitor | None:
     competitor, reason = None, ""
     try:
-        competitor = _join_foreign(name, context) or _join_ours(name, context, default)
+        competitor = _join(name, context)
     except (ImportError, UnsupportedError) as error:
         reason = str(error)
     reasons = [f"rank {rank}: {text}" for rank, text in enumerate(context.exchange(reason)) if text]
@@ -137,39 +122,23 @@ def _attempt(name: str, context: RankContext, default: bool) -> Competitor | Non
         # The other sides would wait for its turns.
         raise UnsupportedError(f"{name}: {reasons[0]}")
     if reasons:
-        context.report(LeftOut(name, reasons[0]))
+        context.report(Note(f"{name} is left out: {reasons[0]}"))
     return None if reasons else competitor
 
 
-def _join_ours(name: str, context: RankContext, default: bool) -> Competitor:
-    chosen, group = "ref" if name == REGISTERED else name, None
-    if default:
-        store = library.FileStore(os.path.join(context.folder, "ours"), context.world)
-        library.init_process_group(chosen, store=store, rank=context.rank, world_size=context.world, timeout=TIMEOUT)
-    else:
-        group = library.new_group(backend=chosen, timeout=TIMEOUT)
-    return Competitor(name, library, group, partial(_registered, group) if name == REGISTERED else None)
-
-
-def _registered(group: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
-    tensor: torch.Tensor = library.empty_registered(count, dtype=dtype, group=group)
-    return tensor
-
-
-def _join_foreign(name: str, context: RankContext) -> Competitor | None:
+def _join(name: str, context: RankContext) -> Competitor:
     if name == MPI4PY:
         return Competitor(name, DirectMpi(), None)
-    if not name.startswith(TORCH_PREFIX):
-        return None
-    backend = name.removeprefix(TORCH_PREFIX)
-    if torch_distributed.is_initialized():
-        return Competitor(name, torch_distributed, torch_distributed.new_group(backend=backend, timeout=TIMEOUT))
-    path = os.path.join(context.folder, "theirs")
-    store = torch_distributed.FileStore(path, context.world)  # type: ignore[attr-defined]
-    torch_distributed.init_process_group(
-        backend, store=store, rank=context.rank, world_size=context.world, timeout=TIMEOUT
-    )
-    return Competitor(name, torch_distributed, None)
+    api: Any = torch_distributed if name == TORCH_GLOO else library
+    backend = {TORCH_GLOO: "gloo", REGISTERED: "ref"}.get(name, name)
+    group = None
+    if api.is_initialized():
+        group = api.new_group(backend=backend, timeout=TIMEOUT)
+    else:
+        store = api.FileStore(os.path.join(context.folder, f"store of {backend}"), context.world)
+        api.init_process_group(backend, store=store, rank=context.rank, world_size=context.world, timeout=TIMEOUT)
+    make = partial(library.empty_registered, group=group) if name == REGISTERED else None
+    return Competitor(name, api, group, make)
 
 
 def leave() -> None:
@@ -191,65 +160,37 @@ class DirectMpi:
     def __init__(self) -> None:
         from mpi4py import MPI
 
-        self._mpi, self._comm = MPI, MPI.COMM_WORLD.Dup()
+        comm, memory, whole = MPI.COMM_WORLD.Dup(), self._memory, self._whole
         self._arrays: dict[int, tuple[Tensor, Any]] = {}
+        self._type = MPI.Datatype.fromcode
+
+        def reduce(tensor: Tensor, dst: int, group: None = None) -> None:
+            if comm.rank == dst:
+                comm.Reduce(MPI.IN_PLACE, memory(tensor), root=dst)
+            else:
+                comm.Reduce(memory(tensor), None, root=dst)
+
+        self.reduce = reduce
+        self.all_reduce = lambda tensor, group: comm.Allreduce(MPI.IN_PLACE, memory(tensor))
+        self.broadcast = lambda tensor, src, group: comm.Bcast(memory(tensor), root=src)
+        self.all_gather_single = lambda output, tensor, group: comm.Allgather(memory(tensor), memory(output))
+        self.reduce_scatter_single = lambda out, tensor, group: comm.Reduce_scatter_block(memory(tensor), memory(out))
+        self.all_to_all = lambda outputs, inputs, group: comm.Alltoall(whole(inputs), whole(outputs))
+        self.gather = lambda tensor, parts, dst, group: comm.Gather(memory(tensor), whole(parts), root=dst)
+        self.scatter = lambda tensor, parts, src, group: comm.Scatter(whole(parts), memory(tensor), root=src)
+        self.send = lambda tensor, dst, group: comm.Send(memory(tensor), dst)
+        self.recv = lambda tensor, src, group: comm.Recv(memory(tensor), src)
+        self.barrier = lambda group: comm.Barrier()
 
     def _memory(self, tensor: Tensor) -> Any:
         """Return a tensor as mpi4py takes it; cached."""
         found = self._arrays.get(id(tensor))
         if found is None:
             array = tensor.numpy()
-            found = self._arrays[id(tensor)] = tensor, [array, self._mpi.Datatype.fromcode(array.dtype.char)]
+            found = self._arrays[id(tensor)] = tensor, [array, self._type(array.dtype.char)]
         return found[1]
 
     def _whole(self, parts: Sequence[Tensor] | None) -> Any:
         """Return the one tensor that parts are consecutive views of."""
         base = parts[0]._base if parts else None  # noqa: SLF001  torch has no other name for it
         return None if base is None else self._memory(base)
-
-    def all_reduce(self, tensor: Tensor, group: None = None) -> None:
-        """Sum on all ranks, in place."""
-        self._comm.Allreduce(self._mpi.IN_PLACE, self._memory(tensor))
-
-    def reduce(self, tensor: Tensor, dst: int, group: None = None) -> None:
-        """Sum to one rank, in place."""
-        if self._comm.rank == dst:
-            self._comm.Reduce(self._mpi.IN_PLACE, self._memory(tensor), root=dst)
-        else:
-            self._comm.Reduce(self._memory(tensor), None, root=dst)
-
-    def broadcast(self, tensor: Tensor, src: int, group: None = None) -> None:
-        """Copy one rank's tensor to all."""
-        self._comm.Bcast(self._memory(tensor), root=src)
-
-    def all_gather_single(self, output: Tensor, tensor: Tensor, group: None = None) -> None:
-        """Copy every rank's block to all."""
-        self._comm.Allgather(self._memory(tensor), self._memory(output))
-
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, group: None = None) -> None:
-        """Sum, and keep one block on each rank."""
-        self._comm.Reduce_scatter_block(self._memory(tensor), self._memory(output))
-
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: None = None) -> None:
-        """Copy a block from each rank to each."""
-        self._comm.Alltoall(self._whole(inputs), self._whole(outputs))
-
-    def gather(self, tensor: Tensor, parts: Sequence[Tensor] | None, dst: int, group: None = None) -> None:
-        """Copy every rank's block to one rank."""
-        self._comm.Gather(self._memory(tensor), self._whole(parts), root=dst)
-
-    def scatter(self, tensor: Tensor, parts: Sequence[Tensor] | None, src: int, group: None = None) -> None:
-        """Copy one block of one rank to each."""
-        self._comm.Scatter(self._whole(parts), self._memory(tensor), root=src)
-
-    def send(self, tensor: Tensor, dst: int, group: None = None) -> None:
-        """Send to one rank."""
-        self._comm.Send(self._memory(tensor), dst)
-
-    def recv(self, tensor: Tensor, src: int, group: None = None) -> None:
-        """Receive from one rank."""
-        self._comm.Recv(self._memory(tensor), src)
-
-    def barrier(self, group: None = None) -> None:
-        """Wait for all ranks."""
-        self._comm.Barrier()

@@ -11,53 +11,57 @@ one contestant each.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as torch_distributed
-from torch import nn
 
-from torchdist_ref.benchmark.ddp_models import GLOO, HOOKS, LOCAL, MODELS, REF, TORCH, wrap
-from torchdist_ref.benchmark.harness import Harness, Option, Settings, among, at_least
-from torchdist_ref.benchmark.report import columns, show_millis, show_number
-from torchdist_ref.benchmark.rounds import Action, RankContext, Result, calls_in_a_row, durations, library, take_turns
+from torchdist_ref.benchmark.harness import AddOption, Harness, Settings, among, at_least
+from torchdist_ref.benchmark.report import cell, figure, ratio, table, time
+from torchdist_ref.benchmark.rounds import Action, RankContext, Result, Turn, calls_in_a_row, durations, library
+from torchdist_ref.benchmark.training import GLOO, HOOKS, LOCAL, MODELS, REF, TORCH, wrap
 
 SIDES = (TORCH, REF, GLOO)
 OURS = (REF, GLOO)
+NAMES = "none none-views allreduce fp16 bf16 fp16-wrapper bf16-wrapper noop noop-views powersgd-1 powersgd-2 powersgd-4"
 # Untimed steps: buckets are rebuilt after the first, PowerSGD compresses from the third.
 WARM_UP_STEPS = 4
 MEMORY_STEPS = WARM_UP_STEPS + 4
 CALIBRATION_STEPS = 2
 
 
-def _hooks(command: str, option: str, text: str) -> tuple[str, ...]:
-    """Split a list of hooks, whose names have commas."""
-    found: tuple[str, ...] = among(HOOKS, ";")(command, option, ";".join(HOOKS) if text == "all" else text)
-    return found
+def _hooks(text: str) -> tuple[str, ...]:
+    """Split a list of hooks. In former names of hooks there were spaces and commas, and semicolons between them."""
+    text = re.sub(r",? (\w+)", r"-\1", text.lower()).replace(";", ",")
+    return among(NAMES.split())(",".join(NAMES.split()) if text == "all" else text)
 
 
-OPTIONS = {
-    "models": Option("mlp,resnet18", f"of {', '.join(MODELS)}", among(MODELS)),
-    "hooks": Option("all", f"separated by ';', of {'; '.join(HOOKS)}", _hooks),
-    "world": Option(2, "ranks", at_least(1)),
-    "repetitions": Option(9, "rounds", at_least(1)),
-    "seconds": Option(0.15, "of each round"),
-    "zeroed": Option(False, "gradients are None before each step, as after zero_grad"),
-    "memory": Option(False, "measure memory in place of time"),
-}
+def add_options(add: AddOption) -> None:
+    """Add the options of the command."""
+    add("--models", default="mlp,resnet18", type=among(MODELS), help=f"of {', '.join(MODELS)}")
+    add("--hooks", default="all", type=_hooks, help=f"of {', '.join(NAMES.split())}")
+    add("--world", default=2, type=at_least(1), help="ranks")
+    add("--repetitions", default=9, type=at_least(1), help="rounds")
+    add("--seconds", default=0.15, type=float, help="of each round")
+    add("--zeroed", action="store_true", help="gradients are None before each step, as after zero_grad")
+    add("--memory", action="store_true", help="measure memory in place of time")
 
 
 def measure(context: RankContext, settings: Settings) -> None:
-    """Measure all models and hooks on one rank. Reports a result for each, and a number after each round."""
+    """Measure all models and hooks on one rank. Reports a result for each."""
     torch.set_num_threads(1)
     groups = make_groups(context, settings.sides)
     for model in settings.models:
+        parameters = sum(1 for _ in MODELS[model]()[0].parameters())
         for hook in settings.hooks:
+            context.report(f"{model}, {hook}")
             gc.collect()
-            context.report(_result(context, settings, groups, model, hook))
+            turns = {side: _turn(context, settings, groups.get(side), model, hook, side) for side in settings.sides}
+            context.compare({"model": model, "hook": hook}, turns, settings.repetitions, parameters=parameters)
     library.destroy_process_group()
 
 
@@ -73,26 +77,22 @@ def make_groups(context: RankContext, sides: Sequence[str]) -> dict[str, Any]:
     return {side: make[side]() for side in sides if side in make}
 
 
-def _result(context: RankContext, settings: Settings, groups: Mapping[str, Any], model: str, hook: str) -> Result:
-    def timed(step: Action, calls: int) -> list[float]:
+def _turn(context: RankContext, settings: Settings, group: Any, model: str, hook: str, side: str) -> Turn:
+    """Return the turn of a side: some steps in a row, and the time of one."""
+    step = make_step(model, side, group, hook, settings.zeroed)
+
+    def timed(calls: int) -> list[float]:
         return durations(context.exchange(calls_in_a_row(step, calls, context.wait)), calls)
 
-    turns = {}
-    for side in settings.sides:
-        step = make_step(model, side, groups.get(side), hook, settings.zeroed)
-        calls_in_a_row(step, WARM_UP_STEPS, context.wait)
-        calls = context.calls(partial(timed, step, CALIBRATION_STEPS), settings.seconds)
-        turns[side] = partial(timed, step, calls)
-    samples, disturbed = take_turns(context, turns, settings.repetitions, context.report)
-    parameters = sum(1 for _ in MODELS[model]()[0].parameters())
-    return Result({"model": model, "hook": hook}, samples, disturbed, {"parameters": parameters})
+    calls_in_a_row(step, WARM_UP_STEPS, context.wait)
+    return partial(timed, context.calls(partial(timed, CALIBRATION_STEPS), settings.seconds))
 
 
 def make_step(name: str, side: str, group: Any, hook: str, zeroed: bool) -> Action:
     """Return one step of training. Gradients are kept and added to, or set to None before each step."""
     torch.manual_seed(0)
     model, batch = MODELS[name]()
-    wrapped: nn.Module = wrap(model, side, group, HOOKS[hook])
+    wrapped = wrap(model, side, group, HOOKS[hook])
 
     def step() -> None:
         if zeroed:
@@ -102,8 +102,8 @@ def make_step(name: str, side: str, group: Any, hook: str, zeroed: bool) -> Acti
     return step
 
 
-def memory(context: RankContext, settings: Settings, model: str, hook: str, side: str) -> None:
-    """Report the largest share of memory (PSS) of all ranks after each of some steps, in bytes."""
+def memory(context: RankContext, settings: Settings, model: str, hook: str, side: str) -> int:
+    """Return the largest share of memory (PSS) of all ranks after each of some steps, in bytes."""
     torch.set_num_threads(1)
     step = make_step(model, side, make_groups(context, SIDES)[side], hook, settings.zeroed)
     largest = 0
@@ -112,8 +112,7 @@ def memory(context: RankContext, settings: Settings, model: str, hook: str, side
         context.wait()
         largest = max(largest, sum(context.exchange(pss())))
     library.destroy_process_group()
-    context.report(Result({"model": model, "hook": hook, "side": side}, {}, more={"pss_bytes": largest}))
-    context.report(1)
+    return largest
 
 
 def pss() -> int:
@@ -125,6 +124,11 @@ def pss() -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
+def over_local(result: Result, side: str) -> float:
+    """Return the seconds that one side adds to a local step."""
+    return result.median(side) - result.median(LOCAL)
+
+
 def excess(result: Result, side: str) -> float:
     """Return the time that one side adds to a local step over the time that torch's DDP adds.
 
@@ -134,15 +138,20 @@ def excess(result: Result, side: str) -> float:
     return over_local(result, side) / over_local(result, TORCH)
 
 
-def over_local(result: Result, side: str) -> float:
-    """Return the seconds that one side adds to a local step."""
-    return result.median(side) - result.median(LOCAL)
+def over_local_each(result: Result, side: str) -> float:
+    """Return the microseconds that one side adds to a local step for each parameter."""
+    return over_local(result, side) / int(result.more["parameters"]) * 1e6
+
+
+def mebibytes(result: Result, side: str) -> float:
+    """Return the memory of all ranks together."""
+    return result.median(side) / 2**20
 
 
 def run(harness: Harness) -> None:
     """Measure times, or memory in ranks of their own for each case."""
     settings = harness.settings
-    if harness.compares_checkouts:
+    if harness.against:
         settings.sides = [REF]
     else:
         from torchdist_ref import torch_private
@@ -151,53 +160,24 @@ def run(harness: Harness) -> None:
         torch_private.COMPILER.get()
         settings.sides = [LOCAL, *SIDES]
     cases = [(model, hook) for model in settings.models for hook in settings.hooks]
-    harness.begin(len(cases) * (len(SIDES) if settings.memory else settings.repetitions))
     if not settings.memory:
         harness.run(partial(measure, settings=settings), settings.world)
         return
     for model, hook in cases:
-        for side in SIDES:
-            program = partial(memory, settings=settings, model=model, hook=hook, side=side)
-            harness.run(program, settings.world)
-
-
-def entries(harness: Harness) -> list[dict[str, Any]]:
-    """Return the results."""
-    return [{**each.cell, **each.more} if harness.settings.memory else each.entry() for each in harness.results]
+        harness.head(f"{model}, {hook}")
+        program = partial(memory, settings=settings, model=model, hook=hook)
+        found = {side: harness.run(partial(program, side=side), settings.world)[:1] for side in SIDES}
+        harness.results.append(Result({"model": model, "hook": hook}, found, more={"unit": "bytes"}))
 
 
 def show(harness: Harness, results: Sequence[Result]) -> str:
     """Return the table of times or memory."""
-    rows = (_memory_rows if harness.settings.memory else _time_rows)(results)
-    unit = "MiB" if harness.settings.memory else "ms"
-    sides = SIDES if harness.settings.memory else (LOCAL, *SIDES)
-    titles = ["model", "hook", *(f"{side} {unit}" for side in sides), *(f"{side} / torch" for side in OURS)]
-    if not harness.settings.memory:
-        titles += [*(f"excess {side} / torch" for side in OURS), *(f"{side} us/parameter" for side in OURS)]
-    return columns(titles, rows, left=2)
-
-
-def _time_rows(results: Sequence[Result]) -> list[list[str]]:
-    """Return milliseconds a step, ratios, and microseconds that DDP adds for each parameter."""
-    rows = []
-    for each in results:
-        mark = "~" if each.noisy else ""
-        cells = [each.cell["model"], each.cell["hook"]]
-        cells += [show_millis(each.median(side)) + mark for side in (LOCAL, *SIDES)]
-        cells += [show_number(each.median(side) / each.median(TORCH)) for side in OURS]
-        cells += [show_number(excess(each, side)) for side in OURS]
-        cells += [show_number(over_local(each, side) / each.more["parameters"] * 1e6) for side in OURS]
-        rows.append(cells)
-    return rows
-
-
-def _memory_rows(results: Sequence[Result]) -> list[list[str]]:
-    """Return MiB of all ranks together, and ours over torch's."""
-    cases: dict[tuple[str, str], dict[str, int]] = {}
-    for each in results:
-        cases.setdefault((each.cell["model"], each.cell["hook"]), {})[each.cell["side"]] = each.more["pss_bytes"]
-    return [
-        [*case, *(f"{size / 2**20:,.1f}" for size in sizes.values())]
-        + [f"{sizes[side] / sizes[TORCH]:.3f}" for side in OURS if side in sizes]
-        for case, sizes in cases.items()
-    ]
+    columns = [cell("model", "model"), cell("hook", "hook")]
+    if harness.settings.memory:
+        columns += [figure(f"{side} MiB", [side], partial(mebibytes, side=side)) for side in SIDES]
+    else:
+        columns += [time(side, "ms") for side in (LOCAL, *SIDES)]
+    columns += [ratio(f"{side} / torch", side, TORCH) for side in OURS]
+    for title, value in {"excess {} / torch": excess, "{} us/parameter": over_local_each}.items():
+        columns += [figure(title.format(side), (side, TORCH, LOCAL), partial(value, side=side)) for side in OURS]
+    return table(columns[: 7 if harness.settings.memory else None], results, left=2)

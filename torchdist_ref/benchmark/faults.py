@@ -1,7 +1,8 @@
 """``benchmark faults``: how long from a rank's death, from calls that differ, from Ctrl-C, to the error on the others.
 
-Every trial of a death has fresh processes. Ctrl-C is sent to a rank that waits in a call. Only backends that compare
-calls take part in the mismatches: on others, ranks that call different things hang, crash, or get wrong numbers.
+Every trial of a death or of a Ctrl-C has fresh processes. Ctrl-C is sent to a rank that waits in a call. Only backends
+that compare calls take part in the mismatches: on others, ranks that call different things hang, crash, or get wrong
+numbers.
 
 Times are of a clock that all processes share. Survivors stay alive after their error until all have theirs, so that no
 rank learns of the fault from another's exit.
@@ -13,7 +14,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from time import perf_counter, sleep
@@ -23,9 +24,9 @@ import torch
 
 from torchdist_ref import errors, groups, testing
 from torchdist_ref.benchmark import competitors, ranks
-from torchdist_ref.benchmark.harness import Harness, Option, among, at_least, size, texts
+from torchdist_ref.benchmark.harness import AddOption, Harness, Settings, among, at_least, many
 from torchdist_ref.benchmark.operations import OPERATIONS
-from torchdist_ref.benchmark.report import columns, show_millis
+from torchdist_ref.benchmark.report import Column, cell, parse_size, show_time, table
 from torchdist_ref.benchmark.rounds import Action, RankContext, Result
 
 # Seconds in which survivors repeat their call, and wait for each other. Less than the grace of `testing.run`.
@@ -37,113 +38,94 @@ WAITING, BUSY, MISMATCH, INTERRUPT = "others wait", "all busy", "mismatch", "Ctr
 COMPARING_BACKENDS = ("ref",)
 OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier", RECV)
 MISMATCHES_PER_TRIAL = 10
-TITLES = ("fault", "in", "backend", "median ms", "95 % ms", "worst ms", "late")
 SECONDS = "seconds"
-OPTIONS = {
-    "ops": Option(",".join(OPS), "operations", among([*OPERATIONS, RECV])),
-    "backends": Option("ref,gloo", "backends", texts),
-    "world": Option(3, "ranks", at_least(2)),
-    "size": Option("64K", "bytes of the whole buffer", size),
-    "trials": Option(10, "of each kind", at_least(1)),
-}
 
 
-def death(backend: str, op: str, nbytes: int, world: int, busy: bool, seed: int) -> list[float | None]:
-    """Kill the last rank with SIGKILL and wait for the others' errors.
+def add_options(add: AddOption) -> None:
+    """Add the options of the command."""
+    add("--ops", default=",".join(OPS), type=among([*OPERATIONS, RECV]), help="operations")
+    add("--backends", default="ref,gloo", type=many(str), help="backends")
+    add("--world", default=3, type=at_least(2), help="ranks")
+    add("--size", default="64K", type=parse_size, help="bytes of the whole buffer")
+    add("--trials", default=10, type=at_least(1), help="of each kind")
+
+
+def strike(fault: str, backend: str, op: str, nbytes: int, world: int, seed: int) -> list[float | None]:
+    """Kill the last rank with SIGKILL, or send Ctrl-C to rank 0, and wait for the errors.
 
     Args:
+        fault: `WAITING`: the others wait in a call for the rank that dies. `BUSY`: it makes calls itself. `INTERRUPT`:
+            rank 0 alone makes a call.
         backend: A backend, as in ``--backends``.
         op: An operation, or ``recv``: every rank waits for a message of the last one.
         nbytes: Of the whole buffer.
         world: Ranks.
-        busy: Whether the rank dies while it makes calls itself; else the others wait for it in a call.
         seed: Seed of the moment.
 
     Returns:
-        For each survivor the seconds until its error; None where it had none.
+        The seconds until the error, of each survivor of a death, or of rank 0; None for an error that did not come, or
+        only because other ranks had ended.
     """
-    killed: list[float] = []
+    struck: list[float] = []
+    program = partial(_until_error, fault=fault, backend=backend, op=op, nbytes=nbytes, seed=seed)
     try:
-        program = partial(_until_death, backend=backend, op=op, nbytes=nbytes, busy=busy, seed=seed)
-        ranks.run_ranks(program, world, lambda side, when: killed.append(when))
+        ends = ranks.run_ranks(program, world, lambda side, when: struck.append(when))[:1]
     except testing.RankError as error:
-        if not killed or error.rank != world - 1:
+        if fault == INTERRUPT or not struck or error.rank != world - 1:
             raise
         ends = [error.outcomes[rank].value if rank in error.outcomes else None for rank in range(world - 1)]
-        return [None if end is None else in_time(end - killed[0]) for end in ends]
-    raise AssertionError("a killed rank cannot have returned")
+    return [end - struck[0] if end and end - struck[0] < SURVIVOR_SECONDS else None for end in ends]
 
 
-def in_time(seconds: float) -> float | None:
-    """Return None for an error that came only because other ranks had ended."""
-    return seconds if seconds < SURVIVOR_SECONDS else None
-
-
-def _until_death(context: RankContext, backend: str, op: str, nbytes: int, busy: bool, seed: int) -> float | None:
-    competitor = competitors.join([backend], context)[0]
-    action = _action(competitor, context, op, nbytes)
-    last = context.world - 1
-    moment = FAULT_DELAY_SECONDS * (1 + random.Random(seed).random())
+def _until_error(context: RankContext, fault: str, backend: str, op: str, nbytes: int, seed: int) -> float | None:
+    """Repeat a call, since some backends' calls return although a rank is missing; return the time of the error."""
+    action = _action(competitors.join([backend], context)[0], context, op, nbytes)
+    last, interrupts = context.world - 1, fault == INTERRUPT
+    victim = 0 if interrupts else last
     context.wait()
-    if context.rank == last:
-        threading.Thread(target=_die, args=(context, moment), daemon=True).start()
-        while busy and op != RECV:
+    if context.rank == victim:
+        moment = FAULT_DELAY_SECONDS * (1 + random.Random(seed).random())
+        signum = signal.SIGINT if interrupts else signal.SIGKILL
+        threading.Thread(target=_signal, args=(context, moment, signum), daemon=True).start()
+    calls = {WAITING: context.rank != victim, BUSY: True, INTERRUPT: context.rank == victim}[fault]
+    when, end = None, perf_counter() + SURVIVOR_SECONDS
+    try:
+        while calls and perf_counter() < end:
             action()
-        threading.Event().wait()
-    when = _call_until_error(action)
-    context.start_line.poll(range(last), SURVIVOR_SECONDS)
+    except (RuntimeError, KeyboardInterrupt):
+        when = perf_counter()
+    # Ranks that make no call wait for an error as long as it counts, and for the rank that has it.
+    context.start_line.poll(range(context.world if interrupts else last), SURVIVOR_SECONDS * (1 if calls else 2))
     return when
 
 
-def _die(context: RankContext, moment: float) -> None:
+def _signal(context: RankContext, moment: float, signum: int) -> None:
     sleep(moment)
     context.report(perf_counter(), from_any_rank=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signum)
 
 
 def _action(competitor: competitors.Competitor, context: RankContext, op: str, nbytes: int) -> Action:
     if op == RECV:
         into = torch.zeros(max(1, nbytes // 4))
         return lambda: competitor.api.recv(into, context.world - 1, group=competitor.group)
-    operation = OPERATIONS[op]
-    action = operation.bind(
-        competitor.api, competitor.group, operation.buffers(context.rank, context.world, nbytes, torch.float32)
-    )
+    buffers = OPERATIONS[op].buffers(context.rank, context.world, nbytes, torch.float32)
+    action = competitor.bind(OPERATIONS[op], buffers)
     action()
     return action
 
 
-def _call_until_error(action: Action, expected: tuple[type[BaseException], ...] = (RuntimeError,)) -> float | None:
-    """Call repeatedly, since some backends' calls return although a rank is missing; return the time of the error."""
-    end = perf_counter() + SURVIVOR_SECONDS
-    try:
-        while perf_counter() < end:
-            action()
-    except expected:
-        return perf_counter()
-    return None
-
-
-def _one(rank: int) -> torch.Tensor:
-    return torch.full((4 + rank % 2,), 0.5)
-
-
 # By the difference: the calls of even and of odd ranks.
 MISMATCHES: dict[str, Callable[[int], Any]] = {
-    "shape": lambda rank: groups.all_reduce(_one(rank)),
+    "shape": lambda rank: groups.all_reduce(torch.full((4 + rank % 2,), 0.5)),
     "dtype": lambda rank: groups.all_reduce(torch.ones(4, dtype=(torch.float32, torch.int32)[rank % 2])),
     "operation": lambda rank: groups.barrier() if rank % 2 else groups.all_reduce(torch.ones(4)),
     "root": lambda rank: groups.broadcast(torch.ones(4), rank % 2),
 }
 
 
-def mismatches(backend: str, kind: str, world: int, trials: int) -> list[float]:
-    """Let ranks make different calls, repeatedly on one group; return the seconds to the error on each rank."""
-    by_rank = ranks.run_ranks(lambda context: _mismatch(context, backend, kind, trials), world)
-    return [seconds for times in by_rank for seconds in times]
-
-
 def _mismatch(context: RankContext, backend: str, kind: str, trials: int) -> list[float]:
+    """Let ranks make different calls, repeatedly on one group; return the seconds to this rank's errors."""
     competitors.join([backend], context)
     times = []
     for _ in range(trials):
@@ -158,54 +140,28 @@ def _mismatch(context: RankContext, backend: str, kind: str, trials: int) -> lis
     return times
 
 
-def interrupt(backend: str, op: str, nbytes: int) -> float | None:
-    """Send Ctrl-C to rank 0, which waits in a call for rank 1; return the seconds to the KeyboardInterrupt."""
-    caught, sent = ranks.run_ranks(lambda context: _interrupted(context, backend, op, nbytes), 2)
-    return None if caught is None or sent is None else in_time(caught - sent)
-
-
-def _interrupted(context: RankContext, backend: str, op: str, nbytes: int) -> float | None:
-    competitor = competitors.join([backend], context)[0]
-    action = _action(competitor, context, op, nbytes)
-    pids = context.exchange(os.getpid())
-    if context.rank:
-        sleep(FAULT_DELAY_SECONDS)
-        when: float | None = perf_counter()
-        os.kill(pids[0], signal.SIGINT)
-    else:
-        when = _call_until_error(action, (KeyboardInterrupt, RuntimeError))
-    context.start_line.poll(range(2), SURVIVOR_SECONDS)
-    return when
-
-
-def trials(ops: Sequence[str], backends: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield the kinds of fault, each with an operation or a difference, and a backend."""
-    for op in ops:
-        for fault in (WAITING, BUSY) if op != RECV else (WAITING,):
-            yield from ((fault, op, name) for name in backends)
-    for kind in MISMATCHES:
-        yield from ((MISMATCH, kind, name) for name in backends if name in COMPARING_BACKENDS)
-    yield from ((INTERRUPT, op, name) for op in ops[:1] for name in backends)
+def trial(fault: str, what: str, backend: str, settings: Settings) -> list[float | None]:
+    """Return the seconds to the errors of all trials of a kind of fault."""
+    if fault == MISMATCH:
+        trials = settings.trials * MISMATCHES_PER_TRIAL
+        found = ranks.run_ranks(partial(_mismatch, backend=backend, kind=what, trials=trials), 2)
+        return [seconds for each in found for seconds in each]
+    world = 2 if fault == INTERRUPT else settings.world
+    struck = [strike(fault, backend, what, settings.size, world, seed) for seed in range(settings.trials)]
+    return [seconds for each in struck for seconds in each]
 
 
 def run(harness: Harness) -> None:
     """Run all trials."""
     settings = harness.settings
-    settings.backends = harness.choose_backends()
-    kinds = list(trials(settings.ops, settings.backends))
-    harness.begin(len(kinds))
-    for fault, what, backend in kinds:
-        harness.bar.heading(f"{fault}, {what}")
-        seconds: list[float | None] = []
-        if fault == MISMATCH:
-            seconds += mismatches(backend, what, 2, settings.trials * MISMATCHES_PER_TRIAL)
-        elif fault == INTERRUPT:
-            seconds += [interrupt(backend, what, settings.size) for _ in range(settings.trials)]
-        else:
-            for seed in range(settings.trials):
-                seconds += death(backend, what, settings.size, settings.world, fault == BUSY, seed)
-        harness.results.append(result(fault, what, backend, seconds))
-        harness.bar.advance(backend)
+    settings.backends = backends = harness.choose_backends()
+    kinds = [(fault, op) for op in settings.ops for fault in (WAITING, BUSY) if (fault, op) != (BUSY, RECV)]
+    cases = [(*kind, name) for kind in kinds for name in backends]
+    cases += [(MISMATCH, kind, name) for kind in MISMATCHES for name in backends if name in COMPARING_BACKENDS]
+    cases += [(INTERRUPT, settings.ops[0], name) for name in backends]
+    for fault, what, backend in cases:
+        harness.head(f"{fault}, {what}")
+        harness.results.append(result(fault, what, backend, trial(fault, what, backend, settings)))
 
 
 def result(fault: str, what: str, backend: str, seconds: Sequence[float | None]) -> Result:
@@ -215,23 +171,23 @@ def result(fault: str, what: str, backend: str, seconds: Sequence[float | None])
     1
     """
     known = sorted(each for each in seconds if each is not None)
-    cell = {"fault": fault, "in": what, "backend": backend}
-    return Result(cell, {SECONDS: known}, more={"seconds": list(seconds), "late": len(seconds) - len(known)})
+    where = {"fault": fault, "in": what, "backend": backend}
+    return Result(where, {SECONDS: known}, more={"trials": len(seconds), "late": len(seconds) - len(known)})
 
 
-def row(result: Result) -> list[str]:
-    """Return a row of the table: the median, the time that 95 % of the errors did not exceed, and the worst."""
-    known = result.samples[SECONDS]
-    figures = [median(known), known[min(len(known) - 1, int(0.95 * len(known)))], known[-1]] if known else []
-    shown = list(map(show_millis, figures)) or ["-"] * 3
-    return [*result.cell.values(), *shown, f"{result.more['late']} of {len(result.more['seconds'])}"]
+def most(known: Sequence[float]) -> float:
+    """Return the time that 95 % of the errors did not exceed, from ascending times."""
+    return known[min(len(known) - 1, int(0.95 * len(known)))]
+
+
+def errors_column(title: str, of: Callable[[Sequence[float]], float]) -> Column:
+    """Return the column of a figure of the errors that came."""
+    return title, lambda each: show_time(of(each.samples[SECONDS]), "ms") if each.samples[SECONDS] else "-"
 
 
 def show(harness: Harness, results: Sequence[Result]) -> str:
     """Return the table."""
-    return f"{columns(TITLES, list(map(row, results)), left=3)}\nlate: no error within {SURVIVOR_SECONDS:g} s"
-
-
-def entries(harness: Harness) -> list[dict[str, Any]]:
-    """Return an entry for each kind of fault, with all times."""
-    return [{**each.cell, **each.more} for each in harness.results]
+    times = [errors_column("median ms", median), errors_column("95 % ms", most), errors_column("worst ms", max)]
+    late: Column = "late", lambda result: "{late} of {trials}".format_map(result.more)
+    columns = [cell("fault", "fault"), cell("in", "in"), cell("backend", "backend"), *times, late]
+    return f"{table(columns, results, left=3)}\nlate: no error within {SURVIVOR_SECONDS:g} s"

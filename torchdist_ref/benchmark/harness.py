@@ -1,11 +1,12 @@
-"""Harness of all benchmarks: it reads the settings, starts ranks, shows progress, keeps results and writes the report.
+"""Harness of all benchmarks: it starts ranks, shows progress, keeps results and writes the report.
 
-A command is a module with its `OPTIONS` and two functions. ``run(harness)`` measures, with `Harness.run`; what each
-rank runs reports headings, numbers and results. ``show(harness, results)`` returns the tables of results. A command may
-also have ``entries(harness)``, the list for the JSON file, and ``finish(harness)``, which draws pictures at the end.
-`checkouts` replaces `Harness.run` by one on several checkouts.
+A command is a module with `add_options`, which gets a parser's `add_argument`, and two functions. ``run(harness)``
+measures, with `Harness.run`; what each rank runs reports headings, remarks and results.
+``show(harness, results)`` returns the tables of results. A command may also have ``entries(results)``, the list for
+the JSON file, and functions ``(path, results)`` that draw for the options of `PICTURES`. With ``--against-checkout``
+the ranks run on several checkouts, and `checkouts` shows their results.
 
-Each option of a command names its default, its help, and a function that checks what was typed.
+The functions before `Harness` check what was typed, as argparse's ``type=``.
 
 Ranks of an older library load this file too, since the settings come with their program: what starts ranks is imported
 where it is used. Do not add here: what is measured, or options of one command.
@@ -13,189 +14,108 @@ where it is used. Do not add here: what is measured, or options of one command.
 
 from __future__ import annotations
 
-import argparse
+import importlib.util
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+import sys
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable
+from math import isfinite
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-from torchdist_ref.benchmark import competitors, report
-from torchdist_ref.benchmark.rounds import RankContext
-from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
+from torchdist_ref.benchmark import checkouts, competitors, report
+from torchdist_ref.benchmark.rounds import RankContext, Result
+from torchdist_ref.errors import ArgumentError, UnsupportedError
 
-# From the command's name, the option's and what was typed to the setting.
-Check = Callable[[str, str, Any], Any]
+T = TypeVar("T")
+AddOption = Callable[..., Any]
+Program = Callable[[RankContext], Any]
+Settings = Namespace
+# Options, and functions of commands, that draw into a file.
+PICTURES = ("plot", "timeline")
 
 
-@dataclass(frozen=True)
-class Option:
-    """Option of a command.
+def many(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """Return the function that splits a list, and reads its parts.
 
-    Attributes:
-        default: Default as it would be typed, whose type is the option's; False for a flag, None for no text.
-        help: Help, to which the default is added.
-        check: Function that returns the setting. Default: as typed.
-        metavar: Form of the value in the help. Default: by its type.
-        alias: Former name, which is still accepted.
+    >>> many(str)("ref,gloo,ref")
+    ('ref', 'gloo')
     """
 
-    default: Any
-    help: str
-    check: Check | None = None
-    metavar: str = ""
-    alias: str = ""
+    def values(text: str) -> tuple[T, ...]:
+        return tuple(dict.fromkeys(map(read, text.split(","))))
 
-    def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
-        """Add the option to a parser."""
-        if self.default is False:
-            names = [f"--{each}" for each in (name, self.alias) if each]
-            parser.add_argument(*names, action="store_true", help=self.help)
-            return
-        kind = str if self.default is None else type(self.default)
-        text = "A,B,..." if name.endswith("s") else name.upper()
-        metavar = self.metavar or {str: text, int: "N", float: "S"}[kind]
-        shown = self.help if self.default is None else f"{self.help} (%(default)s)"
-        parser.add_argument(f"--{name}", default=self.default, type=kind, metavar=metavar, help=shown)
+    return values
 
 
-class Settings(argparse.Namespace):
-    """Settings of a command by the names of its options, and ``benchmark``, its name."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the settings that are part of a report."""
-        left_out = ("benchmark", "json", "plot")
-        return {name: _plain(value) for name, value in vars(self).items() if name not in left_out}
-
-
-def _plain(value: Any) -> Any:
-    """Return a setting for JSON: of links, their attributes."""
-    return list(map(_plain, value)) if isinstance(value, list | tuple) else getattr(value, "__dict__", value)
-
-
-def checked(options: Mapping[str, Option], typed: argparse.Namespace) -> Settings:
-    """Return the settings for what was typed.
-
-    Raises:
-        ArgumentError: An option has a wrong value.
-    """
-    settings = Settings(**vars(typed))
-    for name, option in options.items():
-        value = getattr(typed, name.replace("-", "_"))
-        if option.check and value is not None:
-            setattr(settings, name.replace("-", "_"), option.check(f"benchmark {typed.benchmark}", f"--{name}", value))
-    return settings
-
-
-def among(known: Iterable[str], separator: str = ",") -> Check:
-    """Return the check of a list of known names.
-
-    >>> among(["reduce", "barrier", "gather"])("benchmark", "--ops", "barrier,reduce")
-    ('barrier', 'reduce')
-    """
+def among(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """Return the function that splits a list of known names."""
     names = list(known)
 
-    def check(command: str, option: str, text: str) -> tuple[str, ...]:
-        found = tuple(dict.fromkeys(text.split(separator)))
-        if unknown := [name for name in found if name not in names]:
-            raise ArgumentError(explain(command, option, f"among {', '.join(names)}", unknown[0]))
-        return found
+    def name(text: str) -> str:
+        if text not in names:
+            raise ArgumentTypeError(f"expected names among {', '.join(names)}, got {text!r}")
+        return text
 
-    return check
-
-
-def texts(command: str, option: str, text: str) -> tuple[str, ...]:
-    """Split a list."""
-    return tuple(dict.fromkeys(text.split(",")))
+    return many(name)
 
 
-def numbers(command: str, option: str, text: str) -> tuple[int, ...]:
-    """Split a list of positive numbers, and sort them."""
-    if not all(part.isdigit() and int(part) > 0 for part in text.split(",")):
-        raise ArgumentError(explain(command, option, "positive numbers, with commas between", text))
-    return tuple(sorted(map(int, text.split(","))))
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the function that reads a number that must not be less."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise ArgumentTypeError(f"expected at least {least}, got {text}")
+        return int(text)
+
+    return number
 
 
-def size(command: str, option: str, text: str) -> int:
-    """Return bytes."""
-    return report.parse_size(text)
-
-
-def sizes(command: str, option: str, text: str) -> tuple[int, ...]:
-    """Split a list of sizes in bytes."""
-    return tuple(map(report.parse_size, text.split(",")))
-
-
-def at_least(least: int) -> Check:
-    """Return the check of a number that must not be less."""
-
-    def check(command: str, option: str, number: int) -> int:
-        if number < least:
-            raise ArgumentError(explain(command, option, f"at least {least}", number))
-        return number
-
-    return check
-
-
-def file(command: str, option: str, path: str) -> str:
+def file(path: str) -> str:
     """Check that a file can be written, before minutes of measuring."""
     target = Path(path)
     if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise ArgumentError(explain(command, option, "a file that can be written, in a folder that exists", path))
+        raise ArgumentTypeError(f"expected a file that can be written, in a folder that exists, got {path!r}")
     return path
 
 
+def plot_file(path: str) -> str:
+    """Check that a plot can be drawn and written."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ArgumentTypeError("needs the package matplotlib: pip install matplotlib")
+    return file(path)
+
+
 class Harness:
-    """Run of one command; creating it without the package `rich` raises UnsupportedError.
+    """Run of one command.
 
     Attributes:
-        settings: Settings of the command.
+        settings: Settings of the command, by the names of its options; ``benchmark`` is its name.
+        against: Folder of the older checkout to compare with; None for none.
         results: Results so far.
         notes: Remarks for the report, such as the reason why a backend was left out.
-        bar: Progress bar.
         shows_parts: Whether tables are printed at each heading, and not only at the end.
     """
 
-    compares_checkouts = False
-    shows_parts = False
-
     def __init__(self, command: ModuleType, settings: Settings) -> None:
-        report.check_rich()
         self.command, self.settings = command, settings
+        self.against: str | None = getattr(settings, "against_checkout", None)
         self.results: list[Any] = []
         self.notes: list[str] = []
-        self.bar = report.ProgressBar(1)
-        self._shown = 0
+        self.shows_parts, self._shown, self._heading = False, 0, ""
+        self._pending: list[list[Result]] = [[] for _ in checkouts.SIDES]
 
-    @property
-    def name(self) -> str:
-        """Name of the command in the report."""
-        return str(self.settings.benchmark)
-
-    def begin(self, steps: int) -> None:
-        """Show a bar of so many steps: results, or numbers that ranks report."""
-        self.bar = report.ProgressBar(steps)
-
-    def run(
-        self,
-        program: Callable[[RankContext], Any],
-        world: int,
-        extra: int = 0,
-        hosts: bool = False,
-        bits_per_second: float | None = None,
-        mpi: bool = False,
-    ) -> list[Any]:
-        """Run a program on ranks; return what each returns.
+    def run(self, program: Program, world: int, mpi: bool = False, cable: float | None = None) -> list[Any]:
+        """Run a program on ranks, and return what each returns; or on those of all checkouts at once.
 
         Args:
             program: Function of each rank.
             world: Number of ranks.
-            extra: Bytes of `RankContext.memory`.
-            hosts: Whether each half of the ranks has a host of its own.
-            bits_per_second: Rate of the cable between the hosts.
             mpi: Whether ``mpiexec`` starts the ranks, which return nothing.
+            cable: Bits a second of the cable between two hosts, each with half of the ranks; infinite for no limit.
+                Default None: all ranks are on this machine itself.
 
         Raises:
             UnsupportedError: This machine has no network namespaces, or this process may not make them.
@@ -203,36 +123,44 @@ class Harness:
         from torchdist_ref.benchmark import ranks
         from torchdist_ref.testing import namespaces
 
-        if mpi:
-            ranks.run_mpi_ranks(program, world, self.on_report, extra)
+        if self.against or mpi:
+            ranks.run_programs(program, world, self.on_report, checkouts.folders(self.against), mpi)
             return []
-        if hosts and (reason := namespaces.missing()):
+        if cable is None:
+            return ranks.run_ranks(program, world, self.on_report)
+        if reason := namespaces.missing():
             raise UnsupportedError(f"benchmark: ranks can't be put on two hosts: {reason}.")
-        with namespaces.hosts(ranks.HOSTS, bits_per_second) if hosts else nullcontext(()) as pair:
-            return ranks.run_ranks(program, world, self.on_report, extra=extra, hosts=pair)
+        with namespaces.hosts(ranks.HOSTS, cable if isfinite(cable) else None) as pair:
+            return ranks.run_ranks(program, world, self.on_report, pair)
 
     def on_report(self, side: int, event: Any) -> None:
-        """Handle a heading, the number of a step, a backend that is left out, or a result."""
+        """Handle a heading or a remark of the first side, or a result of any."""
         match event:
+            case Result() if self.against:
+                self._pending[side].append(event)
+                while all(self._pending):
+                    sides = [results.pop(0) for results in self._pending]
+                    self.results += checkouts.merged(sides, "backends" in self.settings)
+            case _ if side:
+                pass
+            case competitors.Note():
+                self.note(event)
             case str():
-                if self.shows_parts and event != self.bar.text:
-                    self._show_new()
-                self.bar.heading(event)
-            case int():
-                self.bar.advance()
-            case competitors.LeftOut():
-                self.note(str(event))
+                self.head(event)
             case _:
                 self.results.append(event)
+
+    def head(self, text: str) -> None:
+        """Print the heading of a part, if it is another one, on standard error."""
+        if text != self._heading:
+            if self.shows_parts:
+                self._show_new()
+            self._heading = text
+            print(f"{text} ...", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
         """Keep a remark, and print it."""
         self.notes.append(text)
-        self.print(text)
-
-    def print(self, text: str) -> None:
-        """Print beside the bar."""
-        self.bar.clear()
         print(text, flush=True)
 
     def choose_backends(self, forked: bool = True) -> list[str]:
@@ -242,10 +170,13 @@ class Harness:
             ArgumentError: A name is unknown, or none is left.
         """
         found, left_out = competitors.available(self.settings.backends, forked)
+        if self.against:
+            found = [name for name in found if name in checkouts.BACKENDS]
         for each in left_out:
-            self.note(str(each))
+            self.note(each)
         if not found:
-            raise ArgumentError(f"benchmark {self.name}: no backend is left to measure; see --backends.")
+            known = f", which compares {' and '.join(checkouts.BACKENDS)}" if self.against else ""
+            raise ArgumentError(f"benchmark {self.settings.benchmark}{known}: no backend is left of --backends.")
         return found
 
     def measure(self) -> None:
@@ -253,33 +184,29 @@ class Harness:
         try:
             self.command.run(self)
         finally:
-            self.bar.clear()
             if self.results:
                 self._show_new()
-                content = report.report(self.name, self.settings.as_json(), self.entries(), self.notes)
-                report.write(self.settings.json, content | self.summary())
-                self.finish()
+                if any(isinstance(each, Result) and each.noisy for each in self.results):
+                    print("~: other processes used the processors in most rounds; repeat it on a quiet machine.")
+                if self.settings.json:
+                    self._write(self.settings.json)
+                for name in PICTURES if not self.against else ():
+                    if path := getattr(self.settings, name, None):
+                        getattr(self.command, name)(path, self.results)
+                        print(f"wrote {path}")
 
     def _show_new(self) -> None:
         """Print the tables of results that have not been shown."""
         if new := self.results[self._shown :]:
             self._shown = len(self.results)
-            self.print(self.show(new))
+            print(checkouts.show(new) if self.against else self.command.show(self, new), flush=True)
 
-    def show(self, results: list[Any]) -> str:
-        """Return the tables of results."""
-        return str(self.command.show(self, results))
-
-    def finish(self) -> None:
-        """Print remarks at the end, and draw pictures."""
-        if finish := getattr(self.command, "finish", None):
-            finish(self)
-
-    def entries(self) -> list[Any]:
-        """Return the results for the report."""
-        entries = getattr(self.command, "entries", None)
-        return list(entries(self)) if entries else [each.entry() for each in self.results]
-
-    def summary(self) -> dict[str, Any]:
-        """Return further keys of the report."""
-        return {}
+    def _write(self, path: str) -> None:
+        """Write the report."""
+        name, summary = self.settings.benchmark, {}
+        entries = getattr(self.command, "entries", lambda results: [each.entry() for each in results])
+        if self.against:
+            name, entries, summary = f"{name} against checkout", checkouts.entries, checkouts.summary(self.results)
+        content = report.report(name, vars(self.settings), entries(self.results), self.notes) | summary
+        Path(path).write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        print(f"wrote {path}")

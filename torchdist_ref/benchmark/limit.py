@@ -13,6 +13,7 @@ Ranks of an older library load this file too: use the library's public API alone
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor
 from torchdist_ref.benchmark.operations import ROOT, Buffers, Make, MeasuredOperation
 from torchdist_ref.benchmark.rounds import LINE_BYTES, Action
 
+# Contestants that are bounds: the least cost with staging, and the least with direct reads of peers' tensors.
+LIMIT, DIRECT = BOUNDS = ("limit", "direct")
 Work = tuple[tuple[str, int], ...]
 # Elements of a block, where in it a window begins, and how many it has.
 Cut = tuple[int, int, int]
@@ -87,15 +90,30 @@ def work(op: str, rank: int, world: int, direct: bool = False, processors: int |
 
 
 class Stages:
-    """Staging buffers, one for each rank, in shared memory: `world` times `window` bytes of it.
+    """Bound with staging buffers, one for each rank, in shared memory: `world` times `window` bytes of it.
 
     `processors` is the number that the ranks share, if they do not have one each.
     """
 
+    name = LIMIT
+
     def __init__(self, memory: Any, window: int, processors: int | None = None) -> None:
         self.window, self.memory, self.processors = window, memory, processors
 
-    direct = False
+    @property
+    def make(self) -> Make | None:
+        """Function that allocates the tensors, if not just any will do."""
+        return None
+
+    def bind(self, operation: MeasuredOperation, buffers: Buffers) -> Action:
+        """Return the bound as a call that can be timed."""
+        todo = list(kernels(operation.name, buffers, self))
+
+        def run() -> None:
+            for kernel, *operands in todo:
+                kernel(*operands)
+
+        return run
 
     def slot(self, rank: int, number: int, cut: Cut, count: int, dtype: torch.dtype) -> Tensor:
         """Return `count` elements of a rank's staging buffer, in its slot of this number."""
@@ -110,13 +128,25 @@ class Stages:
 
 
 class Tensors(Stages):
-    """All ranks' tensors in shared memory: `world` times `capacity` bytes of it."""
+    """Bound with all ranks' tensors in shared memory: `world` times `capacity` bytes of it."""
 
-    direct = True
+    name = DIRECT
 
-    def __init__(self, memory: Any, capacity: int, window: int) -> None:
+    def __init__(self, memory: Any, capacity: int, window: int, rank: int) -> None:
         super().__init__(memory, window)
-        self.capacity = capacity
+        self.capacity, self.rank = capacity, rank
+
+    @property
+    def make(self) -> Make:
+        """Function that allocates new tensors of the rank here; those that others read come first."""
+        free = [self.rank * self.capacity]
+
+        def make(count: int, dtype: torch.dtype) -> Tensor:
+            offset = free[0]
+            free[0] += count * dtype.itemsize
+            return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset) if count else torch.empty(0)
+
+        return make
 
     def slot(self, rank: int, number: int, cut: Cut, count: int, dtype: torch.dtype) -> Tensor:
         """Return `count` elements of a rank's tensors that others read: a window of the block of this number."""
@@ -133,28 +163,6 @@ class Tensors(Stages):
         theirs = {"all_reduce": peer, "all_gather": 0}.get(op, b.rank) if kind == "out" else b.rank
         return b.rank, peer if kind == "out" else b.rank, peer, theirs
 
-    def maker(self, rank: int) -> Make:
-        """Return a function that allocates the tensors of a rank here; those that others read come first."""
-        free = [rank * self.capacity]
-
-        def make(count: int, dtype: torch.dtype) -> Tensor:
-            offset = free[0]
-            free[0] += count * dtype.itemsize
-            return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset) if count else torch.empty(0)
-
-        return make
-
-
-def bind(operation: MeasuredOperation, buffers: Buffers, stages: Stages) -> Action:
-    """Return the bound as a call that can be timed."""
-    todo = list(kernels(operation.name, buffers, stages))
-
-    def run() -> None:
-        for kernel, *operands in todo:
-            kernel(*operands)
-
-    return run
-
 
 def _copy(target: Tensor, source: Tensor) -> Any:
     return target.copy_(source)
@@ -170,56 +178,35 @@ def _sum(target: Tensor, source: Tensor, own: Tensor) -> Any:
 
 def kernels(op: str, b: Buffers, stages: Stages) -> Iterator[tuple[Any, ...]]:
     """Yield the work on a rank's tensors, in order: (kernel, tensor written, tensors read)."""
-    steps, parts = _merged(work(op, b.rank, b.world, stages.direct, stages.processors), b.world)
+    steps, parts = work(op, b.rank, b.world, stages.name == DIRECT, stages.processors), b.world
+    if not any(blocks % parts for _, blocks in steps):
+        # A step of all blocks takes the whole buffer, by one call of a kernel.
+        steps, parts = tuple((kind.removesuffix("_each"), blocks // parts) for kind, blocks in steps), 1
     block = -(-b.whole // parts)
-    # All blocks of one round share the window, as they share a backend's staging buffer.
-    staged = max((blocks for kind, blocks in steps if kind in ("in", "out")), default=1)
-    piece = max(1, min(block, _whole_lines(stages.window // staged) // b.result.dtype.itemsize))
-    for begin in range(0, block, piece):
-        for kind, blocks in steps:
-            for number in range(blocks):
-                first, second, peer, slot = stages.blocks(op, kind, number, b)
-                yield from _kernel(kind, (first, second, peer, slot % parts), b, stages, (block, begin, piece))
+    # All blocks of one round share the window, as they share a backend's staging buffer. Slots begin at cache lines, as
+    # a backend's do, for faster copies.
+    share = stages.window // max((blocks for kind, blocks in steps if kind in ("in", "out")), default=1)
+    piece = max(1, min(block, (share // LINE_BYTES * LINE_BYTES or share) // b.result.dtype.itemsize))
 
+    def window(tensor: Tensor, number: int, begin: int) -> Tensor:
+        """Return a window of one block of a private tensor; numbers wrap where it has fewer blocks."""
+        start = number % max(1, tensor.numel() // block) * block
+        return tensor[start + begin : min(start + begin + piece, start + block, tensor.numel())]
 
-def _whole_lines(nbytes: int) -> int:
-    """Round down to whole cache lines: slots begin at lines, as a backend's do, for faster copies."""
-    return nbytes // LINE_BYTES * LINE_BYTES or nbytes
-
-
-def _merged(steps: Work, world: int) -> tuple[Work, int]:
-    """Return the steps in parts of the whole buffer. A step of all blocks takes the buffer, by one call of a kernel."""
-    if any(blocks % world for _, blocks in steps):
-        return steps, world
-    return tuple(("add" if kind == "add_each" else kind, blocks // world) for kind, blocks in steps), 1
-
-
-def _kernel(kind: str, blocks: Blocks, b: Buffers, stages: Stages, cut: Cut) -> Iterator[tuple[Any, ...]]:
-    first, second, peer, number = blocks
-    source, result = _piece(b.source, first, cut), _piece(b.result, second, cut)
-    private = source if kind in ("in", "put") else result
-    if private.numel() == 0:
-        return
-    where = (number, cut, private.numel(), private.dtype)
-    mine, other = stages.slot(b.rank, *where), stages.slot(peer, *where)
-    match kind:
-        case "in" | "publish":
-            yield _copy, mine, private
-        case "put":
-            yield _copy, other, private
-        case "out":
-            yield _copy, result, other
-        case "own":
-            yield _copy, result, source
-        case "add":
-            yield _add, result, other
-        case "sum":
-            yield _sum, result, other, source
-
-
-def _piece(tensor: Tensor, number: int, cut: Cut) -> Tensor:
-    """Return a window of one block of a private tensor; numbers wrap where it has fewer blocks."""
-    block, begin, piece = cut
-    have = max(1, tensor.numel() // block)
-    start = number % have * block + begin
-    return tensor[start : min(start + piece, number % have * block + block, tensor.numel())]
+    for begin, (kind, blocks) in product(range(0, block, piece), steps):
+        for number in range(blocks):
+            first, second, peer, slot = stages.blocks(op, kind, number, b)
+            source, result = window(b.source, first, begin), window(b.result, second, begin)
+            private = source if kind in ("in", "put") else result
+            if private.numel():
+                where = slot % parts, (block, begin, piece), private.numel(), private.dtype
+                mine, other = stages.slot(b.rank, *where), stages.slot(peer, *where)
+                yield {
+                    "in": (_copy, mine, source),
+                    "publish": (_copy, mine, result),
+                    "put": (_copy, other, source),
+                    "out": (_copy, result, other),
+                    "own": (_copy, result, source),
+                    "add": (_add, result, other),
+                    "sum": (_sum, result, other, source),
+                }[kind]

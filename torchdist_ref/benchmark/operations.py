@@ -26,8 +26,8 @@ ROOT = 0
 _PERIOD = 65_521
 
 Action = Callable[[], Any]
-# From a number of elements and a dtype to a tensor.
-Make = Callable[[int, torch.dtype], Tensor]
+# From a number of elements and `dtype` to a tensor.
+Make = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ class MeasuredOperation:
         grain = world if self.splits else 1
         return max(1, nbytes // dtype.itemsize // grain) * grain
 
-    def buffers(self, rank: int, world: int, nbytes: int, dtype: torch.dtype, make: Make | None = None) -> Buffers:
+    def buffers(self, rank: int, world: int, nbytes: int, dtype: torch.dtype, make: Make = torch.empty) -> Buffers:
         """Return new tensors of zeros for one rank; `make` allocates them (default: anywhere)."""
-        whole, make = self.whole(nbytes, world, dtype), make or _allocate
-        reads, writes = (make(_elements(side, rank, world, whole), dtype).zero_() for side in self.blocks)
+        whole = self.whole(nbytes, world, dtype)
+        reads, writes = (make(_elements(side, rank, world, whole), dtype=dtype).zero_() for side in self.blocks)
         return Buffers(rank, world, whole, writes if self.in_place else reads, writes)
 
     def load(self, buffers: Buffers) -> None:
@@ -120,10 +120,6 @@ class MeasuredOperation:
         return self.expected(data, buffers.rank, world) if buffers.result.numel() else None
 
 
-def _allocate(count: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(count, dtype=dtype)
-
-
 def _elements(side: str, rank: int, world: int, whole: int) -> int:
     blocks = _BLOCKS[side](rank, world)
     return whole if blocks == world else whole // world * blocks
@@ -136,10 +132,7 @@ def pattern(rank: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def _sum(data: list[Tensor], rank: int, world: int) -> Tensor:
-    total = data[0].clone()
-    for tensor in data[1:]:
-        total += tensor
-    return total
+    return sum(data[1:], data[0])
 
 
 def _sum_on_root(data: list[Tensor], rank: int, world: int) -> Tensor | None:

@@ -24,33 +24,23 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torchdist_ref
 from torchdist_ref import processes
 from torchdist_ref.benchmark import competitors, started_rank
-from torchdist_ref.benchmark.rounds import EVERYONE, HUB, JOIN, REPORT, ParentAddress, RankContext, segment_bytes
+from torchdist_ref.benchmark.rounds import HUB, ParentAddress, RankContext
 from torchdist_ref.errors import DistBackendError
 from torchdist_ref.testing import namespaces, run
 
 T = TypeVar("T")
 Program = Callable[[RankContext], Any]
 OnReport = Callable[[int, Any], None]
-DAY_SECONDS = 86_400.0
 TERMINATE_SECONDS = 5.0
 HOSTS = 2
-# Number of a rank that has not sent its own yet.
-UNKNOWN = -1
-
-
-def _ignore(side: int, event: Any) -> None:
-    """Ignore a report."""
 
 
 def run_ranks(
     program: Callable[[RankContext], T],
     world: int,
-    on_report: OnReport = _ignore,
-    timeout: float = DAY_SECONDS,
-    extra: int = 0,
+    on_report: OnReport = lambda side, event: None,
     hosts: Sequence[namespaces.Host] = (),
 ) -> list[T]:
     """Run a program on forked ranks.
@@ -59,8 +49,6 @@ def run_ranks(
         program: Function of each rank.
         world: Number of ranks.
         on_report: Called here with the side and each thing that rank 0 reports, in order, on another thread.
-        timeout: Seconds until the ranks are stopped.
-        extra: Bytes of `RankContext.memory`.
         hosts: Hosts of the ranks: the first part of them is on the first host. Default: this machine.
 
     Returns:
@@ -69,43 +57,39 @@ def run_ranks(
     Raises:
         RankError: A rank failed.
     """
-    with hub(world, on_report, extra) as address:
+    with hub(world, on_report) as address:
 
         def start(rank: int) -> T:
             host = hosts[rank * len(hosts) // world] if hosts else None
-            context = address.connect(rank, host=host)
+            context = RankContext(address, rank, host=host)
             if host:
                 host.enter()
                 # Gloo and `ref` read this one.
                 os.environ["GLOO_SOCKET_IFNAME"] = host.interface
             return program(context)
 
-        return run(start, world, ranks="processes", init=False, timeout=timeout)
+        return run(start, world, ranks="processes", init=False, timeout=started_rank.DAY_SECONDS)
 
 
-def run_mpi_ranks(program: Program, world: int, on_report: OnReport, extra: int = 0) -> None:
-    """Run a program, which can be pickled, on ranks under ``mpiexec``; otherwise as `run_ranks`.
-
-    Raises:
-        DistBackendError: A rank failed. Its own message is on standard error.
-    """
-    here = Path(torchdist_ref.__file__).parents[1]
-    with hub(world, on_report, extra) as address, start_child(address, program, here, mpi=True) as child:
-        if code := child.wait():
-            text = f"ranks under mpiexec ended with exit code {code}; their output is above."
-            raise DistBackendError(f"benchmark: {text}")
-
-
-def run_checkouts(program: Program, world: int, on_report: OnReport, checkouts: Mapping[str, Path]) -> None:
+def run_programs(
+    program: Program, world: int, on_report: OnReport, checkouts: Mapping[str, Path], mpi: bool = False
+) -> None:
     """Run a program, which can be pickled, on ranks of several checkouts at once; one of them has a turn at a time.
+
+    Args:
+        program: Function of each rank.
+        world: Number of ranks of a checkout.
+        on_report: As of `run_ranks`.
+        checkouts: Folders by names.
+        mpi: Whether ``mpiexec`` starts the ranks.
 
     Raises:
         DistBackendError: A rank failed.
     """
-    with hub(world, on_report, sides=len(checkouts)) as address, ExitStack() as stack:
+    with hub(world, on_report, len(checkouts)) as address, ExitStack() as stack:
         running: dict[Any, tuple[processes.Child, str, int]] = {}
         for side, (name, checkout) in enumerate(checkouts.items()):
-            child = stack.enter_context(start_child(address, program, checkout, side=side))
+            child = stack.enter_context(start_child(address, program, checkout, side, mpi))
             running[child.descriptor] = child, name, side
         while running:
             for ready in wait([*running]):
@@ -118,17 +102,18 @@ def run_checkouts(program: Program, world: int, on_report: OnReport, checkouts: 
 
 @contextmanager
 def start_child(
-    address: ParentAddress, program: Program, checkout: Path, side: int = 0, mpi: bool = False
+    address: ParentAddress, program: Program, checkout: Path, side: int, mpi: bool
 ) -> Iterator[processes.Child]:
     """Start the ranks of one side from a checkout; they have ended when the block ends."""
     folder = os.path.join(address.folder, str(side))
     Path(folder, started_rank.TASK).write_bytes(pickle.dumps((str(checkout), address, side, program)))
     launcher = [competitors.find_mpiexec(), "-n", str(address.world)] if mpi else []
-    environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": "1"}
+    # torch would call the function that the installed package names; an older checkout may have another.
+    set_here = {"PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     # -P keeps the folder of the script off the path.
     command = [*launcher, sys.executable, "-P", started_rank.__file__, folder, *(["mpi"] if mpi else [])]
     # In a session of its own Ctrl-C reaches MPI's ranks once, from here.
-    child = processes.spawn(command, new_session=mpi, env=environment)
+    child = processes.spawn(command, new_session=mpi, env={**os.environ, **set_here})
     try:
         yield child
     finally:
@@ -136,11 +121,9 @@ def start_child(
 
 
 @contextmanager
-def hub(world: int, on_report: OnReport, extra: int = 0, sides: int = 1) -> Iterator[ParentAddress]:
+def hub(world: int, on_report: OnReport, sides: int = 1) -> Iterator[ParentAddress]:
     """Serve ranks until the block ends, when they have ended: yield the address to which they connect."""
     stopped, stop = Pipe(duplex=False)
-    memory = os.memfd_create("torchdist_ref", os.MFD_CLOEXEC)
-    os.ftruncate(memory, sides * segment_bytes(world, extra))
     with tempfile.TemporaryDirectory(prefix="torchdist_ref-") as folder, socket.socket(socket.AF_UNIX) as listener:
         for side in range(sides):
             os.mkdir(os.path.join(folder, str(side)))
@@ -150,13 +133,12 @@ def hub(world: int, on_report: OnReport, extra: int = 0, sides: int = 1) -> Iter
         thread = threading.Thread(target=_serve, args=arguments, name="benchmark hub")
         thread.start()
         try:
-            yield ParentAddress(os.getpid(), folder, world, sides, extra, memory)
+            yield ParentAddress(folder, world, sides)
         finally:
             stop.send(None)
             thread.join()
             stopped.close()
             stop.close()
-            os.close(memory)
 
 
 def _serve(listener: socket.socket, stopped: Connection, world: int, sides: int, on_report: OnReport) -> None:
@@ -165,39 +147,29 @@ def _serve(listener: socket.socket, stopped: Connection, world: int, sides: int,
     values: defaultdict[range, dict[int, Any]] = defaultdict(dict)
     while (ready := wait([stopped, listener, *numbers])) != [stopped]:
         if listener in ready:
-            numbers[Connection(listener.accept()[0].detach())] = UNKNOWN
+            joined = Connection(listener.accept()[0].detach())
+            numbers[joined] = joined.recv()
         for each in numbers.keys() & set(ready):
             try:
-                kind, value = each.recv()
+                members, value = each.recv()
             except (EOFError, OSError):
                 del numbers[each]
                 each.close()
                 continue
-            if kind == JOIN:
-                numbers[each] = value
-            elif kind == REPORT:
-                _handle(on_report, numbers[each] // world, value)
-            else:
-                first = numbers[each] // world * world
-                members = range(world * sides) if kind == EVERYONE else range(first, first + world)
-                values[members][numbers[each]] = value
-                if len(values[members]) == len(members):
-                    _answer([each for each, number in numbers.items() if number in members], values.pop(members))
+            if members is None:
+                try:
+                    on_report(numbers[each] // world, value)
+                except Exception:
+                    # A full terminal or a closed pipe must not stop the ranks.
+                    logging.getLogger("torchdist_ref.benchmark").exception("could not show %r", value)
+                continue
+            found = values[members]
+            found[numbers[each]] = value
+            if len(found) == len(members):
+                for rank in [rank for rank, number in numbers.items() if number in members]:
+                    # A rank that has ended is reported by whatever started it.
+                    with suppress(OSError):
+                        rank.send([found[number] for number in sorted(found)])
+                del values[members]
     for connection in numbers:
         connection.close()
-
-
-def _handle(on_report: OnReport, side: int, event: Any) -> None:
-    try:
-        on_report(side, event)
-    except Exception:
-        # A full terminal or a closed pipe must not stop the ranks.
-        logging.getLogger("torchdist_ref.benchmark").exception("could not show %r", event)
-
-
-def _answer(ranks: Sequence[Any], values: Mapping[int, Any]) -> None:
-    """Send all values to each rank, in rank order."""
-    for rank in ranks:
-        # A rank that has ended is reported by whatever started it.
-        with suppress(OSError):
-            rank.send([values[number] for number in sorted(values)])

@@ -1,34 +1,30 @@
-"""Output of all benchmarks: sizes and times as text, tables, a progress bar, plots' style, and the JSON report.
+"""Output of all benchmarks: sizes and times as text, tables, plots, and the JSON report.
 
-The report's form is `SCHEMA`: all times are seconds, all sizes bytes. A change that breaks a reader gets a new number;
-new keys do not. Tables and bars are `rich`'s, which `check_rich` asks for.
+A table is a list of columns: a title, and a function from a result to the text of its cell. The report's form is
+`SCHEMA`: all times are seconds, all sizes bytes. A change that breaks a reader gets a new number; new keys do not.
 """
 
 from __future__ import annotations
 
 import datetime
-import importlib.util
-import io
-import json
 import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from torchdist_ref.errors import ArgumentError, UnsupportedError, explain
-
-SCHEMA = 2
+SCHEMA = 3
+# Title of a column, and the text of its cell for a result.
+Column = tuple[str, Callable[[Any], str]]
 Panel = tuple[Callable[[Any, Any], None], Any]
 _PACKAGES = ("torch", "torchdist_ref", "numpy", "mpi4py")
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(i?B)?", re.IGNORECASE)
-# Characters, more than a line of a table has.
-_WIDTH = 10_000
+_UNITS = {"us": 1e6, "ms": 1e3}
 
 
 def parse_size(text: str) -> int:
@@ -39,7 +35,7 @@ def parse_size(text: str) -> int:
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None or int(found[1]) == 0:
-        raise ArgumentError(explain("benchmark", "--sizes", "sizes such as 4, 64K or 16M, with commas between", text))
+        raise ArgumentTypeError(f"expected sizes such as 4, 64K or 16M, got {text!r}")
     return int(found[1]) * _FACTORS[found[2].upper()]
 
 
@@ -66,160 +62,88 @@ def show_number(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
 
 
-def show_micros(seconds: float) -> str:
-    """Return seconds as microseconds.
+def show_time(seconds: float, unit: str) -> str:
+    """Return seconds in another unit.
 
-    >>> show_micros(5.2e-6)
-    '5.20'
+    >>> show_time(5.2e-6, "us"), show_time(0.0187, "ms")
+    ('5.20', '18.7')
     """
-    return show_number(seconds * 1e6)
+    return show_number(seconds * _UNITS[unit])
 
 
-def show_millis(seconds: float) -> str:
-    """Return seconds as milliseconds.
+def table(columns: Sequence[Column], results: Iterable[Any], left: int = 1) -> str:
+    """Return results as lines of text; the first `left` columns are left-aligned, the others right-aligned.
 
-    >>> show_millis(0.0187)
-    '18.7'
+    >>> print(table([("op", lambda pair: pair[0]), ("us", lambda pair: f"{pair[1]}")], [("all", 12.0), ("any", 1.5)]))
+    op     us
+    all  12.0
+    any   1.5
     """
-    return show_number(seconds * 1e3)
+    lines = [[title for title, _ in columns], *([text(result) for _, text in columns] for result in results)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            text.ljust(width) if i < left else text.rjust(width) for i, (text, width) in enumerate(pairs)
+        ).rstrip()
+        for pairs in ([*zip(line, widths, strict=True)] for line in lines)
+    )
 
 
-def check_rich() -> None:
-    """Raise if `rich` is missing.
-
-    Raises:
-        UnsupportedError: It is not installed.
-    """
-    if importlib.util.find_spec("rich") is None:
-        raise UnsupportedError("benchmark: tables need the package rich: pip install -e '.[benchmark]'.")
+def cell(key: str, title: str = "") -> Column:
+    """Return the column of a part of the results' cells."""
+    return title, lambda result: str(result.cell[key])
 
 
-def columns(titles: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return rows under titles; the first `left` columns are left-aligned, the others right-aligned.
-
-    >>> print(columns(["op", "us"], [["barrier", "1.5"], ["all", "12.0"]]))
-    op         us
-    barrier   1.5
-    all      12.0
-    """
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    for number, title in enumerate(titles):
-        table.add_column(Text(title), justify="left" if number < left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
-    with console.capture() as captured:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+def figure(title: str, names: Iterable[str], value: Callable[[Any], float]) -> Column:
+    """Return the column of a number, "-" for results without samples of these contestants."""
+    needed = set(names)
+    return title, lambda result: show_number(value(result)) if needed <= result.samples.keys() else "-"
 
 
-class ProgressBar:
-    """Bar of so many steps on a terminal; elsewhere a line for each heading. On standard error.
+def time(name: str, unit: str) -> Column:
+    """Return the column of a contestant's median; ``~`` marks times taken beside other processes."""
+    title, text = figure(f"{name} {unit}", [name], lambda result: result.median(name) * _UNITS[unit])
+    return title, lambda result: text(result) + ("~" if result.noisy and name in result.samples else "")
+
+
+def ratio(title: str, of: str, to: str) -> Column:
+    """Return the column of one contestant's time over another's."""
+    return figure(title, (of, to), lambda result: result.ratio(of, to))
+
+
+def draw(target: Any, rows: Sequence[Sequence[Panel]], size: tuple[float, float]) -> None:
+    """Write a figure with rows of panels as SVG, for pages of any color; equal panels give equal files.
 
     Args:
-        steps: Number of calls of `advance`.
-        stream: Stream to draw on (default: standard error).
-
-    Attributes:
-        stream: Stream.
-        text: The last heading.
-
-    >>> bar = ProgressBar(2, io.StringIO())
-    >>> bar.heading("all_reduce"); bar.advance("4 B"); bar.advance("1 KiB"); bar.clear()
-    >>> print(bar.stream.getvalue(), end="")
-    all_reduce ...
-    """
-
-    def __init__(self, steps: int, stream: TextIO | None = None) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-        self.stream = stream or sys.stderr
-        self._moves, self.text = self.stream.isatty(), ""
-        # Drawn on `advance` alone: a thread that redraws would disturb the measurement.
-        self._bar = Progress(
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.description}"),
-            console=Console(file=self.stream, color_system=None),
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        self._task = self._bar.add_task("", total=max(1, steps))
-
-    def heading(self, text: str) -> None:
-        """Begin a part of the work."""
-        if text != self.text:
-            self.text = text
-            if self._moves:
-                self._draw("", 0)
-            else:
-                print(f"{text} ...", file=self.stream, flush=True)
-
-    def advance(self, text: str = "") -> None:
-        """Complete one step."""
-        if self._moves:
-            self._draw(text, 1)
-
-    def clear(self) -> None:
-        """Remove the bar, so that something else can be printed; the next call draws it again."""
-        if self._moves:
-            self._bar.stop()
-
-    def _draw(self, text: str, steps: int) -> None:
-        self._bar.start()
-        self._bar.update(self._task, advance=steps, description=f"{self.text} {text}", refresh=True)
-
-
-def draw(path: str, rows: Sequence[Sequence[Panel]], size: tuple[float, float]) -> None:
-    """Write a figure with rows of panels as SVG; equal panels give equal files. Without matplotlib, print that instead.
-
-    Args:
-        path: File to write.
+        target: Path, or a file.
         rows: Panels: a function of axes and results, and the results.
         size: Width and height of a panel, in inches.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no plot: matplotlib is not installed (pip install matplotlib)")
-        return
+    import matplotlib
     from matplotlib.figure import Figure
 
+    from torchdist_ref.schedules.drawing import GRAY
+
+    inked: Any = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
+    # Ids in the file are made from the salt; by default they are made from a random number.
+    fixed: Any = {"svg.hashsalt": "torchdist_ref", "svg.fonttype": "none", "legend.frameon": False}
     across = max(map(len, rows), default=1)
-    with style():
+    with matplotlib.rc_context({**dict.fromkeys(inked, GRAY), **fixed, "font.size": 9, "grid.color": GRAY}):
         figure = Figure(figsize=(size[0] * across, size[1] * max(1, len(rows))), layout="constrained")
         for number, row in enumerate(rows):
             for column, (panel, results) in enumerate(row, 1):
                 panel(figure.add_subplot(len(rows), across, number * across + column), results)
-        save(figure, path)
-    print(f"wrote {path}")
+        plain = {"Date": None, "Creator": "torchdist_ref.benchmark"}
+        figure.savefig(target, format="svg", transparent=True, metadata=plain)
 
 
-@contextmanager
-def style() -> Iterator[None]:
-    """Set matplotlib's settings for pages of any color, and for equal files from equal figures."""
-    import matplotlib
-
-    from torchdist_ref.schedules.drawing import GRAY
-
-    ink: Any = dict.fromkeys(
-        ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), GRAY
-    )
-    # Ids in the file are made from the salt; by default they are made from a random number.
-    fixed: Any = {"svg.hashsalt": "torchdist_ref", "svg.fonttype": "none", "legend.frameon": False}
-    with matplotlib.rc_context({**ink, **fixed, "font.size": 9, "grid.color": GRAY}):
-        yield
-
-
-def save(figure: Any, target: Any) -> None:
-    """Write a figure as SVG, without background and date."""
-    plain = {"Date": None, "Creator": "torchdist_ref.benchmark"}
-    figure.savefig(target, format="svg", transparent=True, metadata=plain)
+def finish(panel: Any, title: str, legend: int = 0, **properties: str) -> None:
+    """Set a panel's title and other properties, a grid, and a legend in letters of some size."""
+    panel.set_title(title, fontsize=10)
+    panel.set(**properties)
+    panel.grid(alpha=0.3)
+    if legend:
+        panel.legend(fontsize=legend)
 
 
 def report(
@@ -233,23 +157,17 @@ def report(
         results: Flat entries.
         notes: Remarks, such as the reason why a backend was left out.
     """
+    left_out = ("benchmark", "json", "plot")
     return {
         "schema": SCHEMA,
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "settings": dict(settings),
+        "settings": {name: value for name, value in settings.items() if name not in left_out},
         "machine": machine(),
         "versions": versions(),
         "notes": list(notes),
         "results": list(results),
     }
-
-
-def write(path: str | None, content: Mapping[str, Any]) -> None:
-    """Write a report to a file, if there is a path, indented for people."""
-    if path:
-        Path(path).write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        print(f"wrote {path}")
 
 
 def machine() -> dict[str, Any]:
@@ -279,8 +197,5 @@ def _version(package: str) -> str:
 
 
 def _line_of(path: str, key: str) -> str:
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")

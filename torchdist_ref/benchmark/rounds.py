@@ -16,10 +16,9 @@ from __future__ import annotations
 import gc
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Client
 from pathlib import Path
 from statistics import median
 from time import monotonic, perf_counter, process_time, sleep, thread_time
@@ -45,8 +44,7 @@ TICK_SECONDS = 0.01
 TOLERATED_SHARE = 0.15
 MAX_CALLS = 1000
 Turn = Callable[[], Sequence[float]]
-# Kinds of messages of a rank to the hub; `HUB` is the socket's name in the folder of the run.
-REPORT, JOIN, SIDE, EVERYONE = "report", "join", "side", "everyone"
+# Name of the hub's socket in the folder of the run.
 HUB = "hub"
 
 
@@ -170,32 +168,6 @@ def rotated(names: Sequence[T], turn: int) -> list[T]:
     return [*names[first:], *names[:first]]
 
 
-class OtherProcesses:
-    """Processor time of other processes during a measurement: busy time, less that of our ranks.
-
-    Only processors that this process may run on count. Without /proc/stat nothing is ever disturbed.
-    """
-
-    def __init__(self, cpus: set[int] | None = None) -> None:
-        self._cpus = os.sched_getaffinity(0) if cpus is None else cpus
-        self.mark()
-
-    def mark(self) -> None:
-        """Begin a new interval."""
-        self._busy, self._wall = self._read(), perf_counter()
-
-    def disturbed(self, own: float) -> bool:
-        """Return whether others used more than the tolerated share since the mark; our ranks used `own` seconds."""
-        wall = perf_counter() - self._wall
-        return self._read() - self._busy - own > TOLERATED_SHARE * wall + 2 * TICK_SECONDS
-
-    def _read(self) -> float:
-        try:
-            return busy(Path("/proc/stat").read_text(), self._cpus, os.sysconf("SC_CLK_TCK"))
-        except OSError:
-            return 0.0
-
-
 def busy(stat: str, cpus: set[int], ticks: int) -> float:
     r"""Return the seconds for which some processors were not idle, from the text of /proc/stat.
 
@@ -208,14 +180,18 @@ def busy(stat: str, cpus: set[int], ticks: int) -> float:
     return sum(used) / ticks
 
 
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Keep Python's garbage collector out of what is timed."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+def busy_now() -> float:
+    """Return `busy` of the processors that this process may run on."""
+    return busy(Path("/proc/stat").read_text(), os.sched_getaffinity(0), os.sysconf("SC_CLK_TCK"))
+
+
+def disturbed_by_others(used: float, own: float, wall: float) -> bool:
+    """Return whether other processes had more than the tolerated share of the processor time that was used.
+
+    >>> disturbed_by_others(2.0, own=1.9, wall=1.0), disturbed_by_others(2.0, own=1.0, wall=1.0)
+    (False, True)
+    """
+    return used - own > TOLERATED_SHARE * wall + 2 * TICK_SECONDS
 
 
 @dataclass(frozen=True)
@@ -271,29 +247,54 @@ class Result:
 
 
 @dataclass(frozen=True)
-class RankContext:
-    """One rank of a benchmark.
+class ParentAddress:
+    """Address of the parent process for its ranks.
 
     Attributes:
-        rank: This rank.
-        world: Number of ranks on this side.
-        folder: Folder for stores; it is removed when the ranks have ended.
-        memory: Shared memory for the program, page-aligned.
-        start_line: Barrier of all ranks of this side.
-        side: Number of this side, which runs this library's or another checkout's ranks.
+        folder: Folder of the run, with the hub's socket.
+        world: Number of ranks of a side.
         sides: Number of sides.
-        host: Host of `torchdist_ref.testing.namespaces` that this rank runs on, if any.
     """
 
-    rank: int
-    world: int
     folder: str
-    memory: memoryview
-    start_line: StartLine
-    side: int
+    world: int
     sides: int
-    host: Any
-    _hub: Connection
+
+
+class RankContext:
+    """One rank of a benchmark, connected to the parent.
+
+    Args:
+        address: Address of the parent.
+        rank: This rank.
+        side: Number of this side, which runs this library's or another checkout's ranks.
+        host: Host of `torchdist_ref.testing.namespaces` that this rank runs on, if any.
+
+    Attributes:
+        rank, side, host: As given.
+        world: Number of ranks on this side.
+        sides: Number of sides.
+        folder: Folder for stores; it is removed when the ranks have ended.
+        start_line: Barrier of all ranks of this side.
+    """
+
+    def __init__(self, address: ParentAddress, rank: int, side: int = 0, host: Any = None) -> None:
+        self.rank, self.side, self.host = rank, side, host
+        self.world, self.sides = address.world, address.sides
+        self.folder = os.path.join(address.folder, str(side))
+        self._hub = Client(os.path.join(address.folder, HUB))
+        self._hub.send(side * self.world + rank)
+        self.start_line = StartLine(self.shared_memory(self.world * LINE_BYTES), rank, range(self.world))
+
+    def shared_memory(self, nbytes: int) -> memoryview:
+        """Return new memory that all ranks of this side share, page-aligned and zero at first."""
+        descriptor = os.memfd_create("torchdist_ref", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, nbytes)
+        with open(self.exchange(f"/proc/{os.getpid()}/fd/{descriptor}")[0], "r+b") as file:
+            memory = mmap.mmap(file.fileno(), nbytes)
+        self.exchange(None)
+        os.close(descriptor)
+        return memoryview(memory)
 
     def wait(self) -> None:
         """Wait at the start line."""
@@ -301,14 +302,15 @@ class RankContext:
 
     def exchange(self, value: Any, everyone: bool = False) -> list[Any]:
         """Return every rank's value, of this side or of all sides, in rank order. It blocks without spinning."""
-        self._hub.send((EVERYONE if everyone else SIDE, value))
+        first = 0 if everyone else self.side * self.world
+        self._hub.send((range(first, first + self.world * (self.sides if everyone else 1)), value))
         received: list[Any] = self._hub.recv()
         return received
 
     def report(self, event: object, from_any_rank: bool = False) -> None:
         """Send the parent something; without `from_any_rank` only rank 0 does."""
         if self.rank == 0 or from_any_rank:
-            self._hub.send((REPORT, event))
+            self._hub.send((None, event))
 
     def in_turn(self, number: int, turn: Turn) -> Sequence[float]:
         """Run this side's turn while the other sides wait; the number decides on their order."""
@@ -327,50 +329,13 @@ class RankContext:
         everyone = self.exchange(self.in_turn(0, first), everyone=True)
         return calls_for([min(map(min, everyone))], seconds)
 
-
-@dataclass(frozen=True)
-class ParentAddress:
-    """Address of the parent process for its ranks: the hub's socket in the folder, and shared memory.
-
-    Attributes:
-        pid: The parent.
-        folder: Folder of the run.
-        world: Number of ranks of a side.
-        sides: Number of sides.
-        extra: Bytes of `RankContext.memory`.
-        memory: Descriptor, in the parent, of the shared memory of all sides, one after the other.
-    """
-
-    pid: int
-    folder: str
-    world: int
-    sides: int
-    extra: int
-    memory: int
-
-    def connect(self, rank: int, side: int = 0, host: Any = None) -> RankContext:
-        """Return the context of a rank in its process."""
-        size, lines = segment_bytes(self.world, self.extra), segment_bytes(self.world, 0)
-        with open(f"/proc/{self.pid}/fd/{self.memory}", "r+b") as file:
-            whole = memoryview(mmap.mmap(file.fileno(), self.sides * size))[side * size : (side + 1) * size]
-        hub = Client(os.path.join(self.folder, HUB))
-        hub.send((JOIN, side * self.world + rank))
-        folder = os.path.join(self.folder, str(side))
-        line, memory = StartLine(whole[:lines], rank, range(self.world)), whole[lines : lines + self.extra]
-        return RankContext(rank, self.world, folder, memory, line, side, self.sides, host, hub)
-
-
-def segment_bytes(world: int, extra: int) -> int:
-    """Return the size of a side's shared memory: a cache line a rank, and the program's bytes, each up to whole pages.
-
-    >>> segment_bytes(2, 100), segment_bytes(100, 0)
-    (8192, 8192)
-    """
-    return sum(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for nbytes in (world * LINE_BYTES, extra))
+    def compare(self, cell: Mapping[str, Any], contestants: Mapping[str, Turn], rounds: int, **more: Any) -> None:
+        """Let contestants take turns, and report the result of the cell, with other facts about it."""
+        self.report(Result(cell, *take_turns(self, contestants, rounds), more))
 
 
 def take_turns(
-    context: RankContext, contestants: Mapping[str, Turn], rounds: int, after_round: Callable[[int], None] | None = None
+    context: RankContext, contestants: Mapping[str, Turn], rounds: int
 ) -> tuple[dict[str, list[float]], list[bool]]:
     """Let contestants take turns, without Python's garbage collector.
 
@@ -378,20 +343,20 @@ def take_turns(
         context: This rank.
         contestants: By name, a function that runs a turn and returns its samples. Called on all ranks alike.
         rounds: Number of rounds.
-        after_round: Called with the number of each completed round.
 
     Returns:
         The samples by contestant, and for each round whether other processes disturbed it.
     """
     samples: dict[str, list[float]] = {name: [] for name in contestants}
-    disturbed, others = [], OtherProcesses()
+    disturbed = []
     for number in range(rounds):
-        others.mark()
-        used = process_time()
+        busy_before, wall, used = busy_now(), perf_counter(), process_time()
         for name in rotated([*contestants], number):
-            with without_collector():
+            gc.disable()
+            try:
                 samples[name] += context.in_turn(number, contestants[name])
-        disturbed.append(others.disturbed(sum(context.exchange(process_time() - used))))
-        if after_round:
-            after_round(number)
+            finally:
+                gc.enable()
+        own = sum(context.exchange(process_time() - used))
+        disturbed.append(disturbed_by_others(busy_now() - busy_before, own, perf_counter() - wall))
     return samples, disturbed

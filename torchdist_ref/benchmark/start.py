@@ -11,25 +11,26 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 import torch.distributed as torch_distributed
 
-from torchdist_ref.benchmark.harness import Harness, Option, Settings, at_least, numbers, texts
-from torchdist_ref.benchmark.report import columns, show_millis, show_number
+from torchdist_ref.benchmark.harness import AddOption, Harness, Settings, at_least, many
+from torchdist_ref.benchmark.report import cell, ratio, table, time
 from torchdist_ref.benchmark.rounds import RankContext, Result, durations, library, take_turns
 
 HOST = "127.0.0.1"
 INIT, CYCLE = "init", "init and destroy"
-OPTIONS = {
-    "backends": Option("ref,gloo,torch:gloo", "backends", texts),
-    "worlds": Option("2,4", "numbers of ranks", numbers),
-    "repetitions": Option(9, "rounds", at_least(1)),
-}
+
+
+def add_options(add: AddOption) -> None:
+    """Add the options of the command."""
+    add("--backends", default="ref,gloo,torch:gloo", type=many(str), help="backends")
+    add("--worlds", default="2,4", type=many(at_least(1)), help="numbers of ranks")
+    add("--repetitions", default=9, type=at_least(1), help="rounds")
 
 
 def measure(context: RankContext, settings: Settings) -> None:
-    """Measure all backends on one rank. Reports a result for each part of the cycle, and numbers."""
+    """Measure all backends on one rank. Reports a result for each part of the cycle."""
     cycles: dict[str, list[float]] = {name: [] for name in settings.backends}
 
     def turn(name: str) -> list[float]:
@@ -38,7 +39,7 @@ def measure(context: RankContext, settings: Settings) -> None:
         return [made]
 
     turns = {name: partial(turn, name) for name in settings.backends}
-    samples, disturbed = take_turns(context, turns, settings.repetitions, context.report)
+    samples, disturbed = take_turns(context, turns, settings.repetitions)
     for what, found in ((INIT, samples), (CYCLE, cycles)):
         context.report(Result({"operation": what, "world": context.world}, found, disturbed))
 
@@ -67,27 +68,16 @@ def run(harness: Harness) -> None:
     """Measure for each number of ranks."""
     settings = harness.settings
     settings.backends = harness.choose_backends()
-    harness.begin(len(settings.worlds) * settings.repetitions)
     for world in settings.worlds:
-        harness.bar.heading(f"{world} ranks")
+        harness.head(f"{world} ranks")
         harness.run(partial(measure, settings=settings), world)
 
 
 def show(harness: Harness, results: Sequence[Result]) -> str:
     """Return the table: milliseconds, and how many times faster than the last backend."""
     *others, against = names = harness.settings.backends
-    titles = ["", "ranks", *(f"{name} ms" for name in names), *(f"{name} x {against}" for name in others)]
-    rows = [
-        [each.cell["operation"], str(each.cell["world"]), *(show_millis(each.median(name)) for name in names)]
-        + [show_number(each.ratio(against, name)) for name in others]
-        for each in results
-    ]
-    return columns(titles, rows)
-
-
-def entries(harness: Harness) -> list[dict[str, Any]]:
-    """Return an entry for each number of ranks."""
-    found: dict[int, dict[str, Any]] = {}
-    for each in harness.results:
-        found.setdefault(each.cell["world"], {})[each.cell["operation"]] = each.samples
-    return [{"world": world, "samples": samples} for world, samples in found.items()]
+    times, ratios = (
+        [time(name, "ms") for name in names],
+        [ratio(f"{name} x {against}", against, name) for name in others],
+    )
+    return table([cell("operation"), cell("world", "ranks"), *times, *ratios], results)

@@ -31,42 +31,38 @@ def load_benchmark() -> None:
     spec.loader.exec_module(sys.modules[name])
 
 
-def run_side(folder: str) -> None:
-    """Fork the ranks of a checkout, and run the program that the parent left in the folder."""
-    checkout, address, side, program = load_task(folder)
+def load_task(folder: str) -> tuple[int, Callable[[int], Any]]:
+    """Return the number of ranks and the function of a rank, from what the parent left in the folder."""
+    from torchdist_ref.benchmark.rounds import RankContext
+
+    checkout, address, side, program = pickle.loads(Path(folder, TASK).read_bytes())
     imported = Path(str(torchdist_ref.__file__)).resolve()
     if not imported.is_relative_to(Path(checkout).resolve()):
         raise RuntimeError(f"imported {imported}, which is not in the checkout {checkout}")
-    start: Callable[[int], Any] = lambda rank: program(address.connect(rank, side))  # noqa: E731
-    run(start, address.world, ranks="processes", init=False, timeout=DAY_SECONDS)
+    return address.world, lambda rank: program(RankContext(address, rank, side))
 
 
-def run_mpi_rank(folder: str) -> None:
-    """Run the program of this process, which ``mpiexec`` started."""
+def run_mpi_rank(start: Callable[[int], Any]) -> None:
+    """Run the rank of this process, which ``mpiexec`` started."""
     import torch
     from mpi4py import MPI
 
     torch.set_num_threads(1)
     rank = MPI.COMM_WORLD.rank
     try:
-        _, address, side, program = load_task(folder)
-        program(address.connect(rank, side))
+        start(rank)
     except BaseException as error:
         print(f"rank {rank} failed with {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         # The others wait for this rank, and only MPI can end them.
         MPI.COMM_WORLD.Abort(1)
 
 
-def load_task(folder: str) -> Any:
-    """Return the checkout, the parent's address, the side and the program."""
-    return pickle.loads(Path(folder, TASK).read_bytes())
-
-
 def main(folder: str, mpi: bool) -> int:
-    """Run, and leave the parent the text of an error."""
+    """Run the rank of this process, or fork all ranks of a checkout; leave the parent the text of an error."""
     load_benchmark()
     try:
-        run_mpi_rank(folder) if mpi else run_side(folder)
+        world, start = load_task(folder)
+        run_mpi_rank(start) if mpi else run(start, world, ranks="processes", init=False, timeout=DAY_SECONDS)
     except Exception as error:
         Path(folder, ERROR).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
         return 1

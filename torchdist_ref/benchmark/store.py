@@ -11,16 +11,15 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch.distributed as torch_distributed
 
-from torchdist_ref.benchmark.harness import Harness, Option, Settings, at_least, numbers
-from torchdist_ref.benchmark.report import columns, show_micros, show_number
-from torchdist_ref.benchmark.rounds import Action, RankContext, Result, durations, library, take_turns
+from torchdist_ref.benchmark.harness import AddOption, Harness, Settings, at_least, many
+from torchdist_ref.benchmark.report import cell, figure, ratio, table, time
+from torchdist_ref.benchmark.rounds import Action, RankContext, Result, durations, library
 
 HOST = "127.0.0.1"
 VALUE = b"sixteen bytes..."
@@ -31,14 +30,10 @@ CALLS_PER_CLOCK_READ = 8
 BARRIERS = 5
 OPERATIONS = ("set", "get", "add")
 BARRIER = "barrier"
-OURS, TORCH, ECHO = "torchdist_ref", "torch", "echo"
-OPTIONS = {
-    "clients": Option("1,8,64", "numbers of clients", numbers),
-    "repetitions": Option(5, "rounds", at_least(1)),
-    "seconds": Option(0.3, "of a server's turn"),
-}
-# torch's stubs leave it out.
-_torch_store: Any = torch_distributed.TCPStore  # type: ignore[attr-defined]
+SIDES = OURS, TORCH, ECHO = "torchdist_ref", "torch", "echo"
+# torch's stubs leave its store out.
+STORES: dict[str, Any] = {OURS: library.TCPStore, TORCH: torch_distributed.TCPStore}  # type: ignore[attr-defined]
+Client = dict[str, Callable[..., Any]]
 
 
 class EchoServer:
@@ -93,27 +88,18 @@ class EchoClient:
         return self.socket.recv(RECEIVE_BYTES)
 
 
-@dataclass(frozen=True)
-class MeasuredClient:
-    """Connected client of one side.
-
-    Attributes:
-        actions: Operations by name, to be repeated.
-        barrier: Function that waits at a key for so many clients; None without keys.
-    """
-
-    actions: dict[str, Action]
-    barrier: Callable[[str, int], Any] | None = None
+def _server(side: str) -> Any:
+    """Start the server of a side."""
+    return EchoServer() if side == ECHO else STORES[side](HOST, 0, is_master=True, wait_for_workers=False)
 
 
-def _client(store: Any, name: str) -> MeasuredClient:
+def _client(side: str, port: int, name: str) -> Client:
+    """Return the operations of a connected client; the echo has one for all names, and no barrier."""
+    if side == ECHO:
+        return dict.fromkeys(OPERATIONS, EchoClient(port).echo)
+    store = STORES[side](HOST, port)
     value, number = f"{name}/value", f"{name}/number"
     store.set(value, VALUE)
-    actions: dict[str, Action] = {
-        "set": lambda: store.set(value, VALUE),
-        "get": lambda: store.get(value),
-        "add": lambda: store.add(number, 1),
-    }
 
     def counted(key: str, world: int) -> None:
         """Wait as programs do before torch 2.13: the last client sets a key that all wait for."""
@@ -121,48 +107,45 @@ def _client(store: Any, name: str) -> MeasuredClient:
             store.set(f"{key}/all", b"")
         store.wait([f"{key}/all"])
 
-    return MeasuredClient(actions, getattr(store, "barrier", counted))
+    return {
+        "set": lambda: store.set(value, VALUE),
+        "get": lambda: store.get(value),
+        "add": lambda: store.add(number, 1),
+        BARRIER: getattr(store, "barrier", counted),
+    }
 
 
-# By the name of a side: the function that starts its server, and the one that connects a client to a port.
-SIDES: dict[str, tuple[Callable[[], Any], Callable[[int, str], MeasuredClient]]] = {
-    OURS: (
-        lambda: library.TCPStore(HOST, 0, is_master=True, wait_for_workers=False),
-        lambda port, name: _client(library.TCPStore(HOST, port), name),
-    ),
-    TORCH: (
-        lambda: _torch_store(HOST, 0, None, True, wait_for_workers=False),
-        lambda port, name: _client(_torch_store(HOST, port, None, False), name),
-    ),
-    # The echo has one operation for all names.
-    ECHO: (EchoServer, lambda port, name: MeasuredClient(dict.fromkeys(OPERATIONS, EchoClient(port).echo))),
-}
+def add_options(add: AddOption) -> None:
+    """Add the options of the command."""
+    add("--clients", default="1,8,64", type=many(at_least(1)), help="numbers of clients")
+    add("--repetitions", default=5, type=at_least(1), help="rounds")
+    add("--seconds", default=0.3, type=float, help="of a server's turn")
 
 
 def measure(context: RankContext, settings: Settings) -> None:
-    """Measure on one rank: the first ranks are servers, the others clients. Reports results and numbers."""
+    """Measure on one rank: the first ranks are servers, the others clients. Reports results."""
     sides, number = settings.sides, context.rank - len(settings.sides)
-    server = SIDES[sides[context.rank]][0]() if number < 0 else None
+    server = _server(sides[context.rank]) if number < 0 else None
     ports = context.exchange(server.port if server else None)
-    own = {name: SIDES[name][1](ports[i], f"client {number}") for i, name in enumerate(sides)} if number >= 0 else {}
+    own = {name: _client(name, ports[i], f"client {number}") for i, name in enumerate(sides)} if number >= 0 else {}
     for clients in settings.clients:
         active = own if 0 <= number < clients else {}
         context.report(f"{clients} clients")
         for operation in (*OPERATIONS, BARRIER):
-            context.report(_result(context, settings, active, operation, clients))
-            context.report(1)
+            turns = _turns(context, settings, active, operation, clients)
+            context.compare({"operation": operation, "clients": clients}, turns, settings.repetitions)
     context.exchange(None)
 
 
-def _result(
-    context: RankContext, settings: Settings, active: Mapping[str, MeasuredClient], operation: str, clients: int
-) -> Result:
-    """Return the seconds of a call of all clients together, or of a barrier."""
+def _turns(
+    context: RankContext, settings: Settings, active: Mapping[str, Client], operation: str, clients: int
+) -> dict[str, Callable[[], list[float]]]:
+    """Return the turns of all sides, in which they take the seconds of a call of all clients, or of a barrier."""
     rounds = dict.fromkeys(settings.sides, 0)
 
     def calls(name: str) -> list[float]:
         context.exchange(None)
-        own = _rate(active[name].actions[operation], settings.seconds) if active else 0.0
+        own = _rate(active[name][operation], settings.seconds) if active else 0.0
         return [1 / sum(context.exchange(own))]
 
     def barriers(name: str) -> list[float]:
@@ -171,10 +154,9 @@ def _result(
         times = context.exchange(_barriers(active[name], f"{clients}/{rounds[name]}", clients) if active else [])
         return durations([each for each in times if each], BARRIERS)[:1]
 
-    turn = barriers if operation == BARRIER else calls
-    turns = {name: partial(turn, name) for name in settings.sides if (operation, name) != (BARRIER, ECHO)}
-    samples, disturbed = take_turns(context, turns, settings.repetitions)
-    return Result({"operation": operation, "clients": clients}, samples, disturbed)
+    if operation == BARRIER:
+        return {name: partial(barriers, name) for name in settings.sides if name != ECHO}
+    return {name: partial(calls, name) for name in settings.sides}
 
 
 def _rate(action: Action, seconds: float) -> float:
@@ -187,47 +169,32 @@ def _rate(action: Action, seconds: float) -> float:
     return calls / passed
 
 
-def _barriers(client: MeasuredClient, key: str, clients: int) -> list[tuple[float, float]]:
+def _barriers(client: Client, key: str, clients: int) -> list[tuple[float, float]]:
     """Time some barriers in a row, after one that lines up the clients."""
-    assert client.barrier is not None
-    client.barrier(f"barrier/{key}/first", clients)
+    client[BARRIER](f"barrier/{key}/first", clients)
     begin = perf_counter()
     for number in range(BARRIERS):
-        client.barrier(f"barrier/{key}/{number}", clients)
+        client[BARRIER](f"barrier/{key}/{number}", clients)
     return [(begin, perf_counter())]
 
 
 def run(harness: Harness) -> None:
     """Measure all sides; of checkouts, our server and clients."""
     settings = harness.settings
-    settings.sides = [OURS] if harness.compares_checkouts else [*SIDES]
-    harness.begin(len(settings.clients) * (len(OPERATIONS) + 1))
+    settings.sides = [OURS] if harness.against else [*SIDES]
     harness.run(partial(measure, settings=settings), len(settings.sides) + max(settings.clients))
 
 
-def entries(harness: Harness) -> list[dict[str, Any]]:
-    """Return the results; those of sets, gets and adds as calls a second."""
-    found = []
-    for each in harness.results:
-        counts = each.cell["operation"] != BARRIER
-        shown = {side: [1 / one if counts else one for one in samples] for side, samples in each.samples.items()}
-        medians = {side: 1 / each.median(side) if counts else each.median(side) for side in shown}
-        unit = "calls_per_second" if counts else "seconds"
-        found.append({**each.entry(), "samples": shown, "unit": unit, "medians": medians})
-    return found
+def rate(side: str) -> tuple[str, Callable[[Result], str]]:
+    """Return the column of the calls a second of all clients of a side."""
+    return figure(f"{side} /s", [side], lambda result: 1 / result.median(side))
 
 
 def show(harness: Harness, results: Sequence[Result]) -> str:
     """Return both tables: rates, then barriers."""
-    rates, barriers = [], []
-    for each in results:
-        cells = [each.cell["operation"], str(each.cell["clients"])]
-        if each.cell["operation"] == BARRIER:
-            cells += [*map(show_micros, map(each.median, (OURS, TORCH))), show_number(each.ratio(OURS, TORCH))]
-            barriers.append(cells)
-        else:
-            cells += [show_number(1 / each.median(side)) for side in SIDES]
-            rates.append([*cells, show_number(each.ratio(TORCH, OURS)), show_number(each.ratio(OURS, ECHO))])
-    titles = ["", "clients", *(f"{side} /s" for side in SIDES), f"rate / {TORCH}", f"time / {ECHO}"]
-    below = columns(["", "clients", f"{OURS} us", f"{TORCH} us", f"time / {TORCH}"], barriers)
-    return f"{columns(titles, rates)}\n\ntorch's set is not acknowledged; ours is.\n\n{below}"
+    counted, barriers = [[each for each in results if (each.cell["operation"] == BARRIER) == b] for b in (False, True)]
+    names = [cell("operation"), cell("clients", "clients")]
+    ratios = [ratio(f"rate / {TORCH}", TORCH, OURS), ratio(f"time / {ECHO}", OURS, ECHO)]
+    rates = table([*names, *map(rate, SIDES), *ratios], counted)
+    times = [time(OURS, "us"), time(TORCH, "us"), ratio(f"time / {TORCH}", OURS, TORCH)]
+    return f"{rates}\n\ntorch's set is not acknowledged; ours is.\n\n{table([*names, *times], barriers)}"
