@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import threading
@@ -17,7 +16,13 @@ from torchdist_ref.elastic import coordinator as coordination
 from torchdist_ref.elastic import session as agent_session
 from torchdist_ref.elastic.coordinator import AgentCoordinator, Redirection
 from torchdist_ref.elastic.roster import HostInfo, Roster, Rules
-from torchdist_ref.elastic.session import AgentSession, CoordinatorMoved, open_store
+from torchdist_ref.elastic.session import (
+    AgentSession,
+    CoordinatorLost,
+    CoordinatorMoved,
+    authenticate,
+    open_store,
+)
 from torchdist_ref.stores import PrefixStore, TCPStore
 from torchdist_ref.stores.tcp.protocol import Request
 from torchdist_ref.stores.tcp.requests import RequestHandler, StoreClient
@@ -76,9 +81,11 @@ def meeting() -> Iterator[Meeting]:
 
 FOREIGN_WRITES: dict[str, Callable[[TCPStore], None]] = {
     "number for a hello": lambda store: PrefixStore("torchdist_ref.agents", store).queue_push("hellos", "7"),
-    "list for a hello": lambda store: PrefixStore("torchdist_ref.agents", store).queue_push("hellos", "[]"),
-    "endless key in a hello": lambda store: PrefixStore("torchdist_ref.agents", store).queue_push(
-        "hellos", json.dumps({"key": "k" * 70_000, "nonce": "n"})
+    "nested lists for a hello": lambda store: PrefixStore("torchdist_ref.agents", store).queue_push(
+        "hellos", "[" * 100_000
+    ),
+    "endless number in a hello": lambda store: PrefixStore("torchdist_ref.agents", store).queue_push(
+        "hellos", "ab" * 70_000
     ),
     "report": lambda store: store.queue_push(find(store, "sealed/plan", "sealed/events"), "no report"),
     "keep-alive": lambda store: store.set(find(store, "sealed/alive/other"), "no code of the job"),
@@ -106,7 +113,13 @@ def test_an_unauthenticated_program_does_not_end_the_coordinator(write: str, mee
 
 @pytest.mark.parametrize(
     "report",
-    ["7", "[]", '{"key": "a", "serial": "x"}', '{"key": "a", "serial": 9, "kind": "join", "info": {}, "rules": 3}'],
+    [
+        "7",
+        "[]",
+        "[" * 100_000,
+        '{"key": "a", "serial": "x"}',
+        '{"key": "a", "serial": 9, "kind": "join", "info": {}, "rules": 3}',
+    ],
 )
 def test_a_malformed_report_is_ignored_without_authentication(report: str) -> None:
     meeting = Meeting(secret=b"")
@@ -118,6 +131,40 @@ def test_a_malformed_report_is_ignored_without_authentication(report: str) -> No
         assert meeting.next(own)["kind"] == "start"
     finally:
         meeting.close()
+
+
+def test_a_welcome_after_the_time_out_is_not_taken_for_a_later_one() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    late, other = store.clone(), store.clone()
+    with pytest.raises(CoordinatorLost, match="no agent that coordinates"):
+        authenticate(late, SECRET, "host-0", "there", 0.01)
+    coordinator = AgentCoordinator(store, Roster(RULES, time.monotonic(), "own"), SECRET, "127.0.0.1", "own")
+    try:
+        # Questions are answered in order: the first one has its answer then, which nobody has read.
+        authenticate(other, SECRET, "host-0", "there", 30.0)
+        coordinator.close()
+        with pytest.raises(CoordinatorLost, match="no agent that coordinates"):
+            authenticate(late, SECRET, "host-0", "there", 0.01)
+    finally:
+        for each in (late, other, store):
+            each.close()
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_keep_alives_that_are_written_again_do_not_hide_that_an_agent_is_silent(replayed: bool) -> None:
+    now, lost, written = 100.0, list[str](), iter([0, 1, 2, 3, 1, 2, 3, 0] if replayed else [0, 1, 2, 3, 3, 3, 3, 3])
+    coordinator = AgentCoordinator.__new__(AgentCoordinator)
+    roster: Any = SimpleNamespace(
+        seats={}, waiting={"agent": None}, lose=lambda key, reason, certain: lost.append(reason)
+    )
+    pulses: Any = SimpleNamespace(multi_get=lambda keys: [b"%d" % next(written)])
+    keys: Any = SimpleNamespace(list_keys=lambda: [])
+    coordinator._roster, coordinator._own, coordinator._alive, coordinator._checked_at = roster, "own", {}, 0.0
+    coordinator._pulses, coordinator._gone = pulses, keys
+    for _ in range(8):
+        coordinator._check_agents(now)
+        now += 0.3
+    assert lost == ["has sent no keep-alive for 1.2 s"]
 
 
 @pytest.mark.parametrize("thread", ["_step", "_read_reports", "_welcome_agents"])

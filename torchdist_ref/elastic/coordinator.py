@@ -51,7 +51,7 @@ REDIRECTION_SECONDS = 1.0
 _FAREWELL_SECONDS = 5.0
 _MEBIBYTE_OF_KEYS = 1024
 # Errors of a value that another program has written.
-_MALFORMED = (AuthenticationError, LookupError, TypeError, ValueError)
+_MALFORMED = (AuthenticationError, LookupError, RecursionError, TypeError, ValueError)
 log = logging.getLogger("torchdist_ref.elastic")
 
 
@@ -90,7 +90,7 @@ class AgentCoordinator:
         self._reports: SimpleQueue[Message | Exception] = SimpleQueue()
         self._plans = 0
         self._serials: dict[str, int] = {}
-        self._alive: dict[str, tuple[bytes, float]] = {}
+        self._alive: dict[str, tuple[int, float]] = {}
         self._checked_at = 0.0
         self._own_joined, self._early = False, list[tuple[str, str, Message]]()
         self._job_store: TCPServer | None = None
@@ -137,13 +137,12 @@ class AgentCoordinator:
         """Tell each new agent this session's random number, and prove to know the job token."""
         while not self._closed.is_set():
             with suppress(StoreTimeoutError, *_MALFORMED):
-                hello = json.loads(self._hellos.queue_pop(HELLOS))
-                key, nonce = str(hello["key"]), str(hello["nonce"])
+                nonce = bytes.fromhex(self._hellos.queue_pop(HELLOS).decode()).hex()
                 welcome = SealedStore(self._hellos, derive_key(self._secret, b"welcome", nonce))
-                welcome.set(f"welcome/{key}", json.dumps({"nonce": self._nonce, "versions": versions()}))
+                welcome.set(f"welcome/{nonce}", json.dumps({"nonce": self._nonce, "versions": versions()}))
 
     def _read_reports(self) -> None:
-        reports = session_store(self._reports_store, self._secret, self._nonce)
+        reports, ignored = session_store(self._reports_store, self._secret, self._nonce), log.warning
         while not self._closed.is_set():
             try:
                 event = json.loads(reports.queue_pop(REPORTS))
@@ -151,7 +150,9 @@ class AgentCoordinator:
             except StoreTimeoutError:
                 continue
             except _MALFORMED:
-                log.warning("ignored a report that no agent of this job has written")
+                # Once: a program that writes thousands must not have the agents' reports wait for lines of a log.
+                ignored("ignored a report that no agent of this job has written")
+                ignored = log.debug
 
     def _run(self) -> None:
         failure = ""
@@ -247,7 +248,7 @@ class AgentCoordinator:
         """Return when an agent is late next, or silent for too long. A new one is looked at right away."""
         due = time.monotonic() + LONGEST_WAIT.total_seconds()
         for key in self._present():
-            since = self._alive.get(key, (b"", float("-inf")))[1]
+            since = self._alive.get(key, (-1, float("-inf")))[1]
             was_late = self._checked_at - since >= LATE_SECONDS
             due = min(due, since + (SILENCE_SECONDS if was_late else LATE_SECONDS))
         return due
@@ -255,12 +256,12 @@ class AgentCoordinator:
     def _check_agents(self, now: float) -> None:
         """Remove agents that have disconnected, or whose keep-alive does not arrive any more."""
         present, self._checked_at = self._present(), now
-        known = [self._alive.get(key, (b"", 0.0))[0] for key in present]
+        known = [self._alive.get(key, (-1, 0.0))[0] for key in present]
         values = list(map(self._keep_alive_of, present, known))
-        gone = set(self._gone.list_keys()) if any(map(operator.eq, values, known)) else set[str]()
+        gone = set(self._gone.list_keys()) if any(map(operator.le, values, known)) else set[str]()
         for key, value in zip(present, values, strict=True):
-            before, since = self._alive.get(key, (b"", now))
-            if value != before:
+            before, since = self._alive.get(key, (-1, now))
+            if value > before:
                 self._alive[key] = (value, now)
             # A connection may end because the network is slow: only an agent that is silent too has ended.
             elif key in gone and now - since >= LATE_SECONDS:
@@ -269,11 +270,14 @@ class AgentCoordinator:
             elif now - since >= SILENCE_SECONDS:
                 self._roster.lose(key, f"has sent no keep-alive for {now - since:.1f} s", certain=False)
 
-    def _keep_alive_of(self, key: str, known: bytes) -> bytes:
-        """Return the number that an agent has written last; the known one if another program has written it."""
+    def _keep_alive_of(self, key: str, known: int) -> int:
+        """Return the number that an agent has written last; the known one if another program has written it.
+
+        Only a larger number is new: another program may write again what the agent wrote earlier.
+        """
         try:
-            return self._pulses.multi_get([f"alive/{key}"])[0]
-        except AuthenticationError:
+            return int(self._pulses.multi_get([f"alive/{key}"])[0])
+        except _MALFORMED:
             return known
 
     def _has_ended(self, key: str) -> bool:
@@ -346,7 +350,7 @@ class Redirection:
         key, info = self._key, self._info
         try:
             where = f"{self._host}:{self._port}"
-            nonce = authenticate(store, self._secret, key, info.host, where, WELCOME_SECONDS)
+            nonce = authenticate(store, self._secret, info.host, where, WELCOME_SECONDS)
             message = {"kind": "moved", "key": key, "serial": time.time_ns(), "host": info.address, "port": info.port}
             message["attempt"] = self._attempt()
             session_store(store, self._secret, nonce).queue_push(REPORTS, json.dumps(message))

@@ -307,6 +307,8 @@ class _HostAgent:
                     report_at += REPORT_SECONDS
                     self._log(f"{error}; trying for {deadline.remaining():.0f} s more. {_ENDPOINT_CURE}")
                 self._pause(_RETRY_SECONDS)
+                # A coordinator that was late takes this host for one that has come and left.
+                self._key = os.urandom(8).hex()
 
     def _serve(self) -> TCPStore | None:
         """Return the store at the job's first address; None if another process has to serve it."""

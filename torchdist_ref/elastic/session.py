@@ -139,7 +139,7 @@ class AgentSession:
         self._lock = threading.Lock()
         self._lost: CoordinatorLost | None = None
         self._closed = threading.Event()
-        self._nonce = authenticate(store, secret, info.key, info.host, where, timeout)
+        self._nonce = authenticate(store, secret, info.host, where, timeout)
         store.set_timeout(timedelta(seconds=WELCOME_SECONDS))
         self._secret = secret
         self._sealed = session_store(store, secret, self._nonce)
@@ -256,13 +256,14 @@ class AgentSession:
                 os.eventfd_write(self._wake, 1)
 
 
-def authenticate(store: TCPStore, secret: bytes, key: str, host: str, where: str, timeout: float) -> str:
+def authenticate(store: TCPStore, secret: bytes, host: str, where: str, timeout: float) -> str:
     """Return the random number of the session with a coordinator that knows the job token.
+
+    The answer has a key of its own: one that arrives after the time-out is not taken for that to a later question.
 
     Args:
         store: Store of the coordinator.
         secret: Job token; empty for none.
-        key: Key of this agent.
         host: Name of this host.
         where: Address of the store, for messages.
         timeout: Longest time to wait for the answer, in seconds.
@@ -271,10 +272,10 @@ def authenticate(store: TCPStore, secret: bytes, key: str, host: str, where: str
     public = PrefixStore(PREFIX, store)
     store.set_timeout(timedelta(seconds=timeout))
     try:
-        public.queue_push(HELLOS, json.dumps({"key": key, "nonce": nonce}))
+        public.queue_push(HELLOS, nonce)
         opened = SealedStore(public, derive_key(secret, b"welcome", nonce))
-        welcome = json.loads(opened.get(f"welcome/{key}"))
-        public.delete_key(f"sealed/welcome/{key}")
+        welcome = json.loads(opened.get(f"welcome/{nonce}"))
+        public.delete_key(f"sealed/welcome/{nonce}")
     except AuthenticationError as error:
         have = "another job token than" if secret else "no job token, unlike"
         raise AuthenticationError(
