@@ -56,7 +56,7 @@ PARTS = (
     Part("error_index", "0 core types", torch=NEVER),
     Part("errors", "0 core types", ("error_index",), torch=LATE),
     Part("calls", "0 core types", ("errors",), torch=NEVER),
-    Part("recorder", "0 core types", ("calls",), torch=NEVER),
+    Part("recorder", "0 core types", ("calls", "errors"), torch=NEVER),
     Part("timeouts", "0 core types", torch=NEVER),
     Part("torch_private", "0 core types", ("errors",)),
     Part("work", "0 core types", ("errors", "calls", "timeouts"), torch=FUTURES),
@@ -67,6 +67,7 @@ PARTS = (
     Part("failure_record", "1 infrastructure", ("errors",), torch=NEVER),
     Part("rendezvous", "1 infrastructure", (*CORE, "stores", "job_environment"), torch=LATE),
     Part("authentication", "1 infrastructure", (*CORE, "stores", "job_environment"), torch=NEVER),
+    Part("plain_data", "1 infrastructure"),
     Part("liveness", "1 infrastructure", (*CORE, "stores"), torch=LATE),
     Part("transports", "1 infrastructure", (*CORE, "stores", "liveness")),
     Part("backends.base", "2 backends", (*CORE, "torch_private", "stores", "liveness")),
@@ -83,7 +84,7 @@ PARTS = (
     Part(
         "backends.ref_in_torch",
         "2 backends",
-        (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "backends.ref", "backends.torch_native", "debug"),
+        (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "plain_data", "backends.ref", "backends.torch_native", "debug"),
     ),
     Part("debug", "2 backends", (*BELOW_BACKENDS, "schedules", "backends.base", "failure_record", "processes")),
     Part(
@@ -94,6 +95,7 @@ PARTS = (
             "torch_private",
             "stores",
             "authentication",
+            "plain_data",
             "liveness",
             "rendezvous",
             "job_environment",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchdist_ref.groups.plain_data import MAX_DEPTH, NotPlainError, decode, encode
+from torchdist_ref.plain_data import MAX_DEPTH, NotPlainError, decode, encode
 from torchdist_ref.testing import fill
 
 VALUES: list[Any] = [

@@ -29,8 +29,8 @@ from torchdist_ref.errors import (
     PicklingError,
     add_note,
 )
-from torchdist_ref.groups.plain_data import PLAIN_TYPES, NotPlainError, decode, encode
 from torchdist_ref.groups.world import ProcessGroup
+from torchdist_ref.plain_data import PLAIN_TYPES, NotPlainError, decode, encode
 from torchdist_ref.stores.sealed import channel_key, is_authenticated
 from torchdist_ref.stores.sockets import trusts_network
 

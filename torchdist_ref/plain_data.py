@@ -49,7 +49,7 @@ def encode(value: Any) -> bytes:
     {'loss': 0.5, 'steps': [1, 1180591620717411303424], 'shape': (3, None)}
     >>> encode(print)
     Traceback (most recent call last):
-    torchdist_ref.groups.plain_data.NotPlainError: a builtin_function_or_method
+    torchdist_ref.plain_data.NotPlainError: a builtin_function_or_method
     """
     out = bytearray()
     _write(out, value, 0)
