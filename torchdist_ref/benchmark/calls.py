@@ -16,18 +16,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
+from unittest import mock
 
 import torch
 
 from torchdist_ref import groups
-from torchdist_ref.backends.base import Backend, BackendWrapper
 from torchdist_ref.benchmark import competitors, report, rounds
 from torchdist_ref.benchmark.harness import AddOption, Harness, Settings, among, at_least, many
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.benchmark.rounds import Action, RankContext, Result
 from torchdist_ref.groups.world import default_group
-from torchdist_ref.work import Work
 
 NBYTES = 64
 PUBLIC, BACKEND = "public", "backend"
@@ -49,19 +47,6 @@ def add_options(add: AddOption) -> None:
     add("--imports", default=5, type=at_least(1), help="rounds of imports")
 
 
-class SubmitRecorder(BackendWrapper):
-    """Backend that records the arguments of `submit`, and submits them to another."""
-
-    def __init__(self, backend: Backend) -> None:
-        super().__init__(backend)
-        self.submitted: list[tuple[Any, ...]] = []
-
-    def submit(self, *arguments: Any) -> Work:
-        """Record, and submit."""
-        self.submitted.append(arguments)
-        return self.wrapped.submit(*arguments)
-
-
 def measure(context: RankContext, settings: Settings) -> None:
     """Measure all operations on one rank. Reports a result for each."""
     competitors.join(["ref"], context)
@@ -78,16 +63,16 @@ def _public_and_backend(op: str, context: RankContext) -> tuple[Action, Action]:
     buffers = operation.buffers(context.rank, context.world, NBYTES, torch.float32)
     operation.load(buffers)
     public = operation.bind(groups, None, buffers)
-    backend, recorder = group.backend, SubmitRecorder(group.backend)
-    group.backend = recorder
-    try:
-        public()
-    finally:
-        group.backend = backend
-    if len(recorder.submitted) == 1:
-        (arguments,) = recorder.submitted
+    backend = group.backend
+    # Without it, calls of lists go another way than through `submit`.
+    with mock.patch.object(backend, "submit_repeated", return_value=None):
+        with mock.patch.object(backend, "submit", wraps=backend.submit) as submit:
+            public()
+    submitted = [call.args for call in submit.call_args_list]
+    if len(submitted) == 1:
+        (arguments,) = submitted
         return public, lambda: backend.submit(*arguments)
-    return public, lambda: [backend.submit(*arguments) for arguments in recorder.submitted]
+    return public, lambda: [backend.submit(*arguments) for arguments in submitted]
 
 
 def _mean_call(action: Action, calls: int, context: RankContext) -> list[float]:

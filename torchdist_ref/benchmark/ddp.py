@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as torch_distributed
 
+from torchdist_ref.benchmark import competitors
 from torchdist_ref.benchmark.harness import AddOption, Harness, Settings, among, at_least
 from torchdist_ref.benchmark.report import cell, figure, ratio, table, time
-from torchdist_ref.benchmark.rounds import Action, RankContext, Result, Turn, calls_in_a_row, durations, library
+from torchdist_ref.benchmark.rounds import Action, RankContext, Result, Turn, calls_in_a_row, durations
 from torchdist_ref.benchmark.training import GLOO, HOOKS, LOCAL, MODELS, REF, TORCH, wrap
 
 SIDES = (TORCH, REF, GLOO)
@@ -54,27 +54,16 @@ def add_options(add: AddOption) -> None:
 def measure(context: RankContext, settings: Settings) -> None:
     """Measure all models and hooks on one rank. Reports a result for each."""
     torch.set_num_threads(1)
-    groups = make_groups(context, settings.sides)
+    groups = {each.name: each.group for each in competitors.join(settings.sides, context)}
+    sides = groups if context.sides > 1 else (LOCAL, *groups)
     for model in settings.models:
         parameters = sum(1 for _ in MODELS[model]()[0].parameters())
         for hook in settings.hooks:
             context.report(f"{model}, {hook}")
             gc.collect()
-            turns = {side: _turn(context, settings, groups.get(side), model, hook, side) for side in settings.sides}
+            turns = {side: _turn(context, settings, groups.get(side), model, hook, side) for side in sides}
             context.compare({"model": model, "hook": hook}, turns, settings.repetitions, parameters=parameters)
-    library.destroy_process_group()
-
-
-def make_groups(context: RankContext, sides: Sequence[str]) -> dict[str, Any]:
-    """Return the group of all ranks of each side, and make the default group."""
-    ranks: Any = {"rank": context.rank, "world_size": context.world}
-    library.init_process_group("ref", init_method=f"file://{context.folder}/ours", **ranks)
-    make = {
-        TORCH: lambda: torch_distributed.new_group(backend="gloo"),
-        REF: lambda: library.group.WORLD,
-        GLOO: lambda: library.new_group(backend="gloo"),
-    }
-    return {side: make[side]() for side in sides if side in make}
+    competitors.leave()
 
 
 def _turn(context: RankContext, settings: Settings, group: Any, model: str, hook: str, side: str) -> Turn:
@@ -105,13 +94,14 @@ def make_step(name: str, side: str, group: Any, hook: str, zeroed: bool) -> Acti
 def memory(context: RankContext, settings: Settings, model: str, hook: str, side: str) -> int:
     """Return the largest share of memory (PSS) of all ranks after each of some steps, in bytes."""
     torch.set_num_threads(1)
-    step = make_step(model, side, make_groups(context, SIDES)[side], hook, settings.zeroed)
+    groups = {each.name: each.group for each in competitors.join(SIDES, context)}
+    step = make_step(model, side, groups[side], hook, settings.zeroed)
     largest = 0
     for _ in range(MEMORY_STEPS):
         step()
         context.wait()
         largest = max(largest, sum(context.exchange(pss())))
-    library.destroy_process_group()
+    competitors.leave()
     return largest
 
 
@@ -158,7 +148,7 @@ def run(harness: Harness) -> None:
 
         # torch's DDP loads the compiler, which takes seconds: once, before ranks are forked.
         torch_private.COMPILER.get()
-        settings.sides = [LOCAL, *SIDES]
+        settings.sides = SIDES
     cases = [(model, hook) for model in settings.models for hook in settings.hooks]
     if not settings.memory:
         harness.run(partial(measure, settings=settings), settings.world)

@@ -1,8 +1,8 @@
 """``benchmark faults``: how long from a rank's death, from calls that differ, from Ctrl-C, to the error on the others.
 
-Every trial of a death or of a Ctrl-C has fresh processes. Ctrl-C is sent to a rank that waits in a call. Only backends
-that compare calls take part in the mismatches: on others, ranks that call different things hang, crash, or get wrong
-numbers.
+Every trial of a death or of a Ctrl-C has fresh processes. Ctrl-C is sent to a rank that waits in a call. Only the
+backend that compares calls takes part in the mismatches: on others, ranks that call different things hang, crash, or
+get wrong numbers.
 
 Times are of a clock that all processes share. Survivors stay alive after their error until all have theirs, so that no
 rank learns of the fault from another's exit.
@@ -26,7 +26,7 @@ from torchdist_ref import errors, groups, testing
 from torchdist_ref.benchmark import competitors, ranks
 from torchdist_ref.benchmark.harness import AddOption, Harness, Settings, among, at_least, many
 from torchdist_ref.benchmark.operations import OPERATIONS
-from torchdist_ref.benchmark.report import Column, cell, parse_size, show_time, table
+from torchdist_ref.benchmark.report import Column, cell, figure, parse_size, table
 from torchdist_ref.benchmark.rounds import Action, RankContext, Result
 
 # Seconds in which survivors repeat their call, and wait for each other. Less than the grace of `testing.run`.
@@ -35,7 +35,7 @@ SURVIVOR_SECONDS = 2.0
 FAULT_DELAY_SECONDS = 0.04
 RECV = "recv"
 WAITING, BUSY, MISMATCH, INTERRUPT = "others wait", "all busy", "mismatch", "Ctrl-C"
-COMPARING_BACKENDS = ("ref",)
+COMPARING = "ref"
 OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier", RECV)
 MISMATCHES_PER_TRIAL = 10
 SECONDS = "seconds"
@@ -157,7 +157,7 @@ def run(harness: Harness) -> None:
     settings.backends = backends = harness.choose_backends()
     kinds = [(fault, op) for op in settings.ops for fault in (WAITING, BUSY) if (fault, op) != (BUSY, RECV)]
     cases = [(*kind, name) for kind in kinds for name in backends]
-    cases += [(MISMATCH, kind, name) for kind in MISMATCHES for name in backends if name in COMPARING_BACKENDS]
+    cases += [(MISMATCH, kind, COMPARING) for kind in MISMATCHES if COMPARING in backends]
     cases += [(INTERRUPT, settings.ops[0], name) for name in backends]
     for fault, what, backend in cases:
         harness.head(f"{fault}, {what}")
@@ -172,7 +172,9 @@ def result(fault: str, what: str, backend: str, seconds: Sequence[float | None])
     """
     known = sorted(each for each in seconds if each is not None)
     where = {"fault": fault, "in": what, "backend": backend}
-    return Result(where, {SECONDS: known}, more={"trials": len(seconds), "late": len(seconds) - len(known)})
+    return Result(
+        where, {SECONDS: known} if known else {}, more={"trials": len(seconds), "late": len(seconds) - len(known)}
+    )
 
 
 def most(known: Sequence[float]) -> float:
@@ -181,13 +183,13 @@ def most(known: Sequence[float]) -> float:
 
 
 def errors_column(title: str, of: Callable[[Sequence[float]], float]) -> Column:
-    """Return the column of a figure of the errors that came."""
-    return title, lambda each: show_time(of(each.samples[SECONDS]), "ms") if each.samples[SECONDS] else "-"
+    """Return the column of a figure of the errors that came, in milliseconds."""
+    return figure(title, [SECONDS], lambda each: of(each.samples[SECONDS]) * 1e3)
 
 
 def show(harness: Harness, results: Sequence[Result]) -> str:
     """Return the table."""
     times = [errors_column("median ms", median), errors_column("95 % ms", most), errors_column("worst ms", max)]
     late: Column = "late", lambda result: "{late} of {trials}".format_map(result.more)
-    columns = [cell("fault", "fault"), cell("in", "in"), cell("backend", "backend"), *times, late]
+    columns = [*(cell(key, key) for key in ("fault", "in", "backend")), *times, late]
     return f"{table(columns, results, left=3)}\nlate: no error within {SURVIVOR_SECONDS:g} s"

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torchdist_ref import processes
 from torchdist_ref.benchmark import competitors, started_rank
@@ -30,7 +30,6 @@ from torchdist_ref.benchmark.rounds import HUB, ParentAddress, RankContext
 from torchdist_ref.errors import DistBackendError
 from torchdist_ref.testing import namespaces, run
 
-T = TypeVar("T")
 Program = Callable[[RankContext], Any]
 OnReport = Callable[[int, Any], None]
 TERMINATE_SECONDS = 5.0
@@ -38,11 +37,8 @@ HOSTS = 2
 
 
 def run_ranks(
-    program: Callable[[RankContext], T],
-    world: int,
-    on_report: OnReport = lambda side, event: None,
-    hosts: Sequence[namespaces.Host] = (),
-) -> list[T]:
+    program: Program, world: int, on_report: OnReport = lambda *_: None, hosts: Sequence[namespaces.Host] = ()
+) -> list[Any]:
     """Run a program on forked ranks.
 
     Args:
@@ -59,7 +55,7 @@ def run_ranks(
     """
     with hub(world, on_report) as address:
 
-        def start(rank: int) -> T:
+        def start(rank: int) -> Any:
             host = hosts[rank * len(hosts) // world] if hosts else None
             context = RankContext(address, rank, host=host)
             if host:

@@ -47,31 +47,26 @@ class EchoServer:
     def __init__(self) -> None:
         self._listener = socket.create_server((HOST, 0), backlog=1024)
         self.port: int = self._listener.getsockname()[1]
-        self._selector, self._clients = selectors.DefaultSelector(), 0
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         threading.Thread(target=self._serve, name="echo server", daemon=True).start()
 
     def _serve(self) -> None:
-        with self._selector, self._listener:
-            self._accept(self._listener)
-            while self._clients:
-                for key, _ in self._selector.select():
-                    key.data(key.fileobj)
-
-    def _accept(self, listener: socket.socket) -> None:
-        client, _ = listener.accept()
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._selector.register(client, selectors.EVENT_READ, self._echo)
-        self._clients += 1
-
-    def _echo(self, client: socket.socket) -> None:
-        data = client.recv(RECEIVE_BYTES)
-        if data:
-            client.sendall(data)
-        else:
-            self._selector.unregister(client)
-            self._clients -= 1
-            client.close()
+        clients = None
+        with selectors.DefaultSelector() as selector, self._listener:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while clients != 0:
+                for ready in [key.fileobj for key, _ in selector.select()]:
+                    assert isinstance(ready, socket.socket)
+                    if ready is self._listener:
+                        client, _ = ready.accept()
+                        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                        selector.register(client, selectors.EVENT_READ)
+                        clients = (clients or 0) + 1
+                    elif data := ready.recv(RECEIVE_BYTES):
+                        ready.sendall(data)
+                    else:
+                        selector.unregister(ready)
+                        ready.close()
+                        clients = (clients or 0) - 1
 
 
 class EchoClient:

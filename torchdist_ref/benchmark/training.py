@@ -5,7 +5,7 @@ in torch's modules and in ours, so both sides get the same; to add one, add a li
 
 Tasks: handwritten digits, and Python's own source text, character by character. Both are small enough for a notebook
 and differ in one respect: the convolutional network has 40 KB of gradients, the transformer 3.8 MB. A task is data
-and a model, the same on every rank and in every run. A third task is a class with the same four methods, and a line
+and a model, the same on every rank and in every run. A third task is a class with the same methods, and a line
 in `TASKS`.
 
 Ranks of an older library run this file too: use the library's public API alone.
@@ -162,7 +162,15 @@ def resnet18() -> tuple[nn.Module, Tensor]:
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {"mlp": mlp, "resnet18": resnet18, "tiny": tiny}
 
 
-class Digits:
+class Classification:
+    """Classification: of an image, or of each character by those before it."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the cross-entropy."""
+        return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+class Digits(Classification):
     """1797 images of 8 × 8 pixels, from scikit-learn, and the tutorial's network of two convolutions.
 
     >>> sum(parameter.numel() for parameter in Digits().model().parameters())
@@ -193,12 +201,8 @@ class Digits:
         rows = _draw(step, len(self.labels), self.each, rank, world)
         return self.images[rows], self.labels[rows]
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy."""
-        return nn.functional.cross_entropy(outputs, targets)
 
-
-class Text:
+class Text(Classification):
     """A million characters of the standard library's own modules, and a transformer that predicts the next one.
 
     >>> Text().characters[:3].tolist() == [ord(symbol) for symbol in source()[:3]]
@@ -224,10 +228,6 @@ class Text:
         starts = _draw(step, len(self.characters) - CONTEXT, self.each, rank, world)
         pieces = self.characters[starts[:, None] + torch.arange(CONTEXT + 1)]
         return pieces[:, :-1], pieces[:, 1:]
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of a character."""
-        return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
 class Transformer(nn.Module):
@@ -269,13 +269,8 @@ class TransformerLayer(nn.Module):
 
 def source() -> str:
     """Return the text: the standard library's modules in order of their names, as ASCII."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    text = ""
-    for path in sorted(folder.glob("*.py")):
-        text += path.read_bytes().decode("ascii", "ignore")
-        if len(text) >= CHARACTERS:
-            break
-    return text[:CHARACTERS]
+    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return "".join(path.read_bytes().decode("ascii", "ignore") for path in paths)[:CHARACTERS]
 
 
 @contextmanager
