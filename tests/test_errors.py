@@ -12,6 +12,10 @@ import torch.distributed as theirs
 
 import torchdist_ref as dist
 from tests.torchs_world import start_torch
+from torchdist_ref.calls import Barrier
+from torchdist_ref.errors import message_of
+from torchdist_ref.recorder import ERROR, Recorder
+from torchdist_ref.testing import run
 
 
 def local() -> Any:
@@ -87,3 +91,32 @@ def test_a_renamed_error_keeps_its_old_name_with_a_warning() -> None:
             assert home.EngineArgumentError is dist.BackendArgumentError
     with pytest.raises(AttributeError):
         _ = dist.errors.NoSuchError
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise LookupError
+
+
+def test_every_error_has_a_text_that_can_be_sent() -> None:
+    assert message_of(OSError("no \udce9.pt")) == r"OSError: no \udce9.pt"
+    assert message_of(Unprintable()) == "Unprintable: its text cannot be read: LookupError"
+
+
+@pytest.mark.parametrize("error", [ValueError("no \udce9.pt"), Unprintable()])
+def test_a_call_that_fails_without_a_text_is_recorded_and_ends_the_group(error: BaseException) -> None:
+    def fail(rank: int, told: threading.Event) -> str:
+        link: Any = getattr(dist.group.WORLD.backend, "link")  # noqa: B009 - of `ref` alone
+        if rank == 1:
+            recorder = Recorder()
+            recorder.fail(entry := recorder.begin((0, 0), Barrier(), ((), ())), error)
+            link.abort(error, "a call")
+            assert told.wait(10) and entry[ERROR] == message_of(error)
+            return ""
+        with pytest.raises(dist.GroupAbortedError) as caught:
+            dist.barrier()
+        told.set()
+        return str(caught.value)
+
+    text = run(fail, 2, threading.Event(), timeout=4)[0]
+    assert f"rank 1 aborted: {type(error).__name__} in a call: " in text

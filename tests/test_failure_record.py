@@ -98,6 +98,25 @@ def test_without_a_launcher_nothing_is_written(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise LookupError
+
+
+def test_an_exception_without_a_text_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = recorded(tmp_path / "error.json", monkeypatch, Unprintable())
+    assert record is not None and record.message == "Unprintable: its text cannot be read: LookupError"
+
+
+def test_the_others_are_told_though_nothing_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    monkeypatch.setattr(failure_record, "write", lambda error: 1 // 0)
+    failure_record.on_uncaught(told.append)
+    sys.excepthook(ValueError, error := ValueError("no data"), None)
+    assert told == [error]
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"message": "text"}', '{"message": {}}'])
 def test_a_broken_record_is_no_record(text: str, tmp_path: Path) -> None:
     (tmp_path / "error.json").write_text(text)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from torchdist_ref.errors import DistNetworkError
+from torchdist_ref.errors import DistNetworkError, message_of
 from torchdist_ref.groups.meeting import Meeting
-from torchdist_ref.liveness import Presence, read_failure
-from torchdist_ref.stores import HashStore
+from torchdist_ref.liveness import MemberFailures, MemberWatch, Presence, read_failure
+from torchdist_ref.stores import HashStore, PrefixStore
 
 
 class StoreThatLeaves(HashStore):
@@ -73,3 +73,22 @@ def test_an_error_in_the_block_leaves_the_request_in_place() -> None:
     with pytest.raises(ValueError, match="in the block"), Meeting(store, 0, 1).watched(5.0):
         raise ValueError("in the block")
     assert len(store.requests) == 1
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise LookupError
+
+
+@pytest.mark.parametrize("error", [ValueError("no \udce9.pt"), Unprintable()])
+def test_an_error_without_a_text_is_published(error: BaseException) -> None:
+    store = PrefixStore("group", HashStore())
+    with pytest.raises(type(error)), MemberWatch(store, 1, [0, 4], "new_group").published():
+        raise error
+    assert str(read_failure(store, "new_group", [0, 4])) == f"new_group: rank 4 failed: {message_of(error)}"
+
+
+def test_a_reason_that_is_no_text_can_be_read() -> None:
+    store = PrefixStore("group", HashStore())
+    MemberFailures(store, 1, [0, 4]).publish("no \udce9.pt")
+    assert r"rank 4 failed: no \x" in str(MemberFailures(store, 0, [0, 4]).find("barrier"))

@@ -213,6 +213,30 @@ class PicklingError(ArgumentTypeError, pickle.PicklingError, AttributeError):
     """
 
 
+def text_of(error: BaseException) -> str:
+    r"""Return the text of an exception, in characters that UTF-8 can encode; it never raises.
+
+    Other ranks must learn of an error in any case. But a path in its text may hold bytes that are no text, and the
+    ``__str__`` of a user's exception may raise.
+
+    >>> print(text_of(ValueError("cannot read \udce9.pt")))
+    cannot read \udce9.pt
+    """
+    try:
+        return str(error).encode(errors="backslashreplace").decode()
+    except Exception as failure:
+        return f"its text cannot be read: {type(failure).__name__}"
+
+
+def message_of(error: BaseException) -> str:
+    """Return type and text of an exception; as `text_of`, it never raises.
+
+    >>> message_of(ValueError("no such file"))
+    'ValueError: no such file'
+    """
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
 def adopt_torch() -> None:
     """Make torch's exception types base classes of ours. Called once by modules that import torch."""
     import torch.distributed as theirs

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from torchdist_ref.errors import GroupAbortedError, RankDiedError
+from torchdist_ref.errors import GroupAbortedError, RankDiedError, message_of
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 LAUNCH_ID = "TORCHDIST_REF_LAUNCH_ID"
@@ -55,15 +55,6 @@ def wants_dumps(environment: Mapping[str, str]) -> bool:
     if asked is not None and asked not in ("1", "true", "y", "yes", "t"):
         return False
     return asked is not None or any(map(environment.get, (DIRECTORY_VARIABLE, *PREFIX_VARIABLES)))
-
-
-def message_of(error: BaseException) -> str:
-    """Return type and text of an exception.
-
-    >>> message_of(ValueError("no such file"))
-    'ValueError: no such file'
-    """
-    return f"{type(error).__name__}: {error}"
 
 
 def write(error: BaseException) -> None:
@@ -125,6 +116,7 @@ def on_uncaught(tell: Callable[[BaseException], None]) -> None:
         if isinstance(error, Exception) and not hasattr(sys, "ps1") and not sys.flags.interactive:
             with suppress(Exception):
                 write(error)
+            with suppress(Exception):
                 tell(error)
         former(kind, error, frames)
 

@@ -36,6 +36,7 @@ from torchdist_ref.errors import (
     RankStalledError,
     RendezvousError,
     UnsupportedError,
+    text_of,
 )
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.base import limit_requests
@@ -226,7 +227,7 @@ class MemberWatch:
 
     def publish(self, error: BaseException) -> None:
         """Publish the error for which this rank leaves. The first one published in a meeting counts for all."""
-        kind, text = type(error).__name__, str(error)
+        kind, text = type(error).__name__, text_of(error)
         described = text if isinstance(error, DistBackendError) else f"{kind}: {text}".removesuffix(": ")
         with contextlib.suppress(RuntimeError):
             self._store.compare_set(_FAILURE_KEY, "", f"{self._rank}|{kind}|{described}")
@@ -300,7 +301,7 @@ def read_failure(
         return None
     if published is None:
         return None
-    rank, kind, text = published.decode().split("|", 2)
+    rank, kind, text = published.decode(errors="backslashreplace").split("|", 2)
     if kind in _OF_ALL_RANKS:
         return _OF_ALL_RANKS[kind](text)
     global_rank = int(rank) if members is None else members[int(rank)]

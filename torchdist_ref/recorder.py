@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import Any
 
 from torchdist_ref.calls import AllGather, Call, Number, Scatter, signature
+from torchdist_ref.errors import message_of
 
 # The first variable that is set counts; the others are torch's names, the last one its former name.
 SIZE_VARIABLES = ("TORCHDIST_REF_FLIGHT_RECORDER_SIZE", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -161,7 +162,7 @@ class Recorder:
 
     def fail(self, entry: Entry, error: BaseException) -> None:
         """Record that a call has ended with an exception, and report that."""
-        entry[END], entry[ERROR] = perf_counter(), f"{type(error).__name__}: {error}"
+        entry[END], entry[ERROR] = perf_counter(), message_of(error)
         if self.on_failure is not None:
             self.on_failure(error)
 

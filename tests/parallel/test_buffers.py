@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel import distributed as torch_ddp
 
 import torchdist_ref as dist
-from tests.parallel.training import forked
+from tests.parallel.training import caught_by_others, forked
 from tests.torchs_world import start_torch
 from torchdist_ref.parallel import distributed_data_parallel as our_ddp
 from torchdist_ref.testing import fill, run
@@ -164,6 +165,26 @@ def test_error_of_a_buffer_hook_names_it(wrong: str) -> None:
         return str(caught.value)
 
     assert fault in run(program, 1)[0]
+
+
+@pytest.mark.parametrize("wrong", ["raises", "a Future fails"])
+def test_a_buffer_hook_that_fails_on_one_rank_ends_the_others_wait(wrong: str) -> None:
+    told = threading.Event()
+
+    def program(rank: int) -> str:
+        def hook(state: Any, buffers: dict[str, Tensor]) -> Any:
+            return WRONG[wrong][0](state, buffers) if rank == 1 else None
+
+        def iterate() -> None:
+            ddp(fill(rank, (2, 3))).sum().backward()
+            dist.barrier()
+
+        ddp = DDP(Counting())
+        ddp._register_buffer_comm_hook(None, hook)
+        return caught_by_others(iterate, rank, told)
+
+    text = run(program, 2, timeout=4)[0]
+    assert "GroupAbortedError" in text and "rank 1 aborted" in text and "KeyError: 'lost'" in text
 
 
 def test_buffer_hook_has_to_be_callable_and_is_not_copied() -> None:

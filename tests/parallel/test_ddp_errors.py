@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 import torchdist_ref as dist
-from tests.parallel.training import batch, build
+from tests.parallel.training import batch, build, caught_by_others
 from torchdist_ref.testing import RankError, fill, run
 
 DDP = dist.DistributedDataParallel
@@ -157,6 +158,11 @@ def test_dense_gradient_of_a_sparse_embedding_raises() -> None:
 # ---- hooks
 
 
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        return str(1 // 0)
+
+
 def done(value: Any) -> Any:
     future: Any = Future()
     future.set_result(value)
@@ -203,6 +209,46 @@ def test_error_of_a_hook_names_hook_bucket_and_rank(wrong: str) -> None:
     for rank, text in enumerate(outcomes(program)):
         assert text.startswith(f"{kind.__name__}: DistributedDataParallel: communication hook")
         assert fault.format(rank) in text
+
+
+def of(error: BaseException) -> Callable[..., Any]:
+    def hook(state: Any, bucket: Any) -> Any:
+        raise error
+
+    return hook
+
+
+# Each on rank 1 alone, and a part of the reason that rank 0 gets.
+ON_ONE_RANK: dict[str, tuple[Callable[..., Any], str]] = {
+    "raises": (of(KeyError("lost")), "raised KeyError: 'lost'"),
+    "raises an error of the library": (of(dist.UnsupportedError("not here")), "raised UnsupportedError: not here"),
+    "raises Ctrl-C": (of(KeyboardInterrupt()), "KeyboardInterrupt in a communication hook"),
+    "raises without text": (of(Unprintable()), "raised Unprintable: its text cannot be read: ZeroDivisionError"),
+    "raises with bytes that are no text": (of(OSError("/data/\udce9.pt")), "raised OSError: /data/\\udce9.pt"),
+    "fails later": (failing_later, "its Future ended with"),
+    "returns None": (lambda state, bucket: None, "returned NoneType"),
+    "returns a Future of None": (lambda state, bucket: done(None), "its Future holds NoneType"),
+    "returns too little": (lambda state, bucket: done(torch.ones(3)), "its Future holds a tensor of 3"),
+}
+
+
+@pytest.mark.parametrize("wrong", ON_ONE_RANK)
+def test_a_hook_that_fails_on_one_rank_ends_the_others_wait(wrong: str) -> None:
+    hook, reason = ON_ONE_RANK[wrong]
+    told = threading.Event()
+
+    def program(rank: int) -> str:
+        def summed(state: Any, bucket: dist.GradBucket) -> Any:
+            if rank == 1:
+                return hook(state, bucket)
+            return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda each: each.value()[0])
+
+        ddp = DDP(build("mlp"))
+        ddp.register_comm_hook(None, summed)
+        return caught_by_others(lambda: backward(ddp, rank), rank, told)
+
+    text = run(program, 2, timeout=4)[0]
+    assert "its Future ended with GroupAbortedError" in text and "rank 1 aborted" in text and reason in text
 
 
 @BACKENDS

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchdist_ref.errors import message_of
 from torchdist_ref.testing import run
 
 # torch's DDP imports this when it is first built, which takes seconds: once here, not in every forked rank.
@@ -103,3 +104,16 @@ def train(wrap: Callable[..., Any], name: str, rank: int, steps: int, **kw: Any)
         update(model, momenta)
         losses.append(loss.detach())
     return torch.stack(losses), torch.cat([t.detach().flatten().float() for t in model.state_dict().values()]), wrapped
+
+
+def caught_by_others(call: Callable[[], object], rank: int, told: threading.Event) -> str:
+    """Return the text of the error that a call raises. Rank 1, which fails first, lives on until rank 0 has failed."""
+    try:
+        call()
+    except BaseException as error:
+        if rank == 0:
+            told.set()
+        elif not told.wait(10):
+            return "rank 0 was not told"
+        return message_of(error)
+    return "no error"

@@ -59,6 +59,11 @@ def test_the_last_two_calls_have_their_texts_and_older_ones_do_not(row: StatusRo
     assert row.describe() == "completed call 2, call 2, and has made no other"
 
 
+def test_a_reason_that_cannot_be_encoded_is_published(row: StatusRow) -> None:
+    row.abort("no \udce9.pt")
+    assert row.reason == r"no \udce9.pt"
+
+
 def test_the_first_reason_of_an_abort_is_kept_and_shortened_to_the_row(row: StatusRow) -> None:
     row.abort("é" * ROW_BYTES)
     row.abort("later")

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torchdist_ref.debug.call_sites import frames_of
-from torchdist_ref.errors import GroupAbortedError
+from torchdist_ref.errors import GroupAbortedError, message_of
 from torchdist_ref.failure_record import DIRECTORY_VARIABLE, PREFIX_VARIABLES, wants_dumps
 from torchdist_ref.recorder import CallRecord, Frame, Recorder
 
@@ -185,7 +185,7 @@ def _event(event: CallRecord, wall: float, stacks: dict[tuple[Frame, ...], int])
 
 
 def _error(error: BaseException) -> dict[str, Any]:
-    return {"text": f"{type(error).__name__}: {error}"[:MAX_TEXT], "frames": frames_of_traceback(error.__traceback__)}
+    return {"text": message_of(error)[:MAX_TEXT], "frames": frames_of_traceback(error.__traceback__)}
 
 
 def frames_of_traceback(trace: TracebackType | None) -> list[Frame]:
@@ -253,7 +253,7 @@ def dump_failure(error: BaseException, rank: int | None = None) -> None:
     """
     if not wants_dumps(os.environ):
         return
-    text = f"{type(error).__name__}: {error}"
+    text = message_of(error)
     ranks = [rank] if rank is not None else sorted({group.global_rank for _, group in _registered()})
     for each in ranks:
         if each in _dumped_failures and (_dumped_failures[each] == text or isinstance(error, GroupAbortedError)):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.calls import AllGather, Broadcast, Call, Gather, Recv, Scatter, Send
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, EntryError, explain, on_rank
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, EntryError, explain, message_of, on_rank
 from torchdist_ref.groups.arguments import member_group, root_of
 from torchdist_ref.groups.collectives import submit
 from torchdist_ref.groups.pickling import Payload, ReceiveBuffer, error_payload, pack, raise_error_of, unpack
@@ -459,7 +459,7 @@ def _abort_on_failure(step: Callable[Concatenate[ProcessGroup, P], T]) -> Callab
             return step(group, *args, **kwargs)
         except BaseException as error:
             if not (isinstance(error, DistError) or getattr(error, "definite", False)):
-                reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+                reason = message_of(error).removesuffix(": ")
                 group.backend.abort(f"a call with objects failed between its collectives: {reason}")
             raise
 

@@ -39,9 +39,11 @@ from torchdist_ref.errors import (
     NotInitializedError,
     explain,
     find_rank_with,
+    message_of,
     on_rank,
+    text_of,
 )
-from torchdist_ref.failure_record import message_of, on_uncaught
+from torchdist_ref.failure_record import on_uncaught
 from torchdist_ref.stores import Store, TCPStore
 from torchdist_ref.stores.prefix import KeyRange
 from torchdist_ref.stores.sealed import innermost
@@ -187,7 +189,7 @@ def aborted_on_failure(backend: Backend, operation: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        backend.abort(f"{type(error).__name__} in {operation}: {error}")
+        backend.abort(f"{type(error).__name__} in {operation}: {text_of(error)}")
         raise
 
 

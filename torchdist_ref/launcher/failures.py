@@ -24,7 +24,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from torchdist_ref.failure_record import ERROR_FILE, message_of
+from torchdist_ref.errors import message_of
+from torchdist_ref.failure_record import ERROR_FILE
 from torchdist_ref.processes import signal_name
 
 logger = logging.getLogger("torchdist_ref.launcher")

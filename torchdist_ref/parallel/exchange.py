@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from torch.futures import Future
 
 from torchdist_ref import groups, torch_private
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import NO_TRAITS, traits_of
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, RankStalledError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, RankStalledError, explain, message_of
 from torchdist_ref.parallel.bucket import GradBucket, LaunchedBucket
 from torchdist_ref.parallel.division import Divisor
 
@@ -54,44 +55,39 @@ class HookExchange:
         self.average_group = averaged if self.divisor.factor_is_exact else None
         self.state = state
         self.rank = groups.get_rank(group)
-        self._group: Any = groups.GroupMember.WORLD if group is None else group
+        self._group = groups.world.resolve(group)
         self.timeout_seconds = timeout_seconds(group)
         self.name = _name(hook)
 
     def launch(self, bucket: LaunchedBucket) -> tuple[GradBucket, Future[torch.Tensor]]:
         """Call the hook. Its communication continues behind the Future."""
         shown = bucket.grad_bucket()
-        try:
-            future: Any = self.hook(self.state, shown)
-        except Exception as error:
-            text = f"{self._where(bucket)} raised {type(error).__name__}: {error}"
-            self._abort_group(error, text)
-            raise DistError(f"{text}{_sparse_hint(shown)}") from error
-        if not isinstance(future, AnyFuture):
-            expected = "It has to return a torch.futures.Future whose value is one tensor, as long as bucket.buffer()."
-            raise ArgumentTypeError(f"{self._where(bucket)} returned {type(future).__name__}. {expected}")
+        with aborted_on_hook_failure(self._group):
+            try:
+                future: Any = self.hook(self.state, shown)
+            except Exception as error:
+                raise DistError(f"{self._where(bucket)} raised {message_of(error)}{_sparse_hint(shown)}") from error
+            if not isinstance(future, AnyFuture):
+                expected = "a torch.futures.Future whose value is one tensor, as long as bucket.buffer()"
+                returned = f"returned {type(future).__name__}. It has to return {expected}."
+                raise ArgumentTypeError(f"{self._where(bucket)} {returned}")
         return shown, cast("Future[torch.Tensor]", future)
 
     def wait(self, bucket: LaunchedBucket, handle: tuple[GradBucket, Future[torch.Tensor]]) -> torch.Tensor:
         """Wait for the Future and return its tensor."""
         shown, future = handle
-        if not future.done() and not completed_within(future, self.timeout_seconds):
-            raise RankStalledError(
-                f"{self._where(bucket)}: its Future was not completed within {self.timeout_seconds:g} s, the group's "
-                "time-out. Some rank may not have reached this bucket, or the hook never sets its Future."
-            )
-        try:
-            value = future.wait()
-        except Exception as error:
-            text = f"{self._where(bucket)}: its Future ended with {type(error).__name__}: {error}"
-            self._abort_group(error, text)
-            raise DistError(f"{text}{_sparse_hint(shown)}") from error
-        return self._checked(bucket, shown, value)
-
-    def _abort_group(self, error: Exception, text: str) -> None:
-        """End the group for an error of the hook itself: other ranks may wait for what it would have sent."""
-        if not isinstance(error, DistError):
-            self._group.backend.abort(text)
+        with aborted_on_hook_failure(self._group):
+            if not future.done() and not completed_within(future, self.timeout_seconds):
+                raise RankStalledError(
+                    f"{self._where(bucket)}: its Future was not completed within {self.timeout_seconds:g} s, the "
+                    "group's time-out. Some rank may not have reached this bucket, or the hook never sets its Future."
+                )
+            try:
+                value = future.wait()
+            except Exception as error:
+                text = f"{self._where(bucket)}: its Future ended with {message_of(error)}"
+                raise DistError(f"{text}{_sparse_hint(shown)}") from error
+            return self._checked(bucket, shown, value)
 
     def _checked(self, bucket: LaunchedBucket, shown: GradBucket, value: Any) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
@@ -136,6 +132,12 @@ _SPARSE = (
     "The bucket is one sparse gradient of shape {}, and such a tensor has to come back, of layout torch.sparse_coo. "
     "Hooks that do not support that need embeddings with sparse=False."
 )
+
+
+def aborted_on_hook_failure(group: Any) -> AbstractContextManager[None]:
+    """Return a context that ends the group if a hook fails in it: other ranks may wait for what it would have sent."""
+    resolved: Any = groups.world.resolve(group)
+    return groups.world.aborted_on_failure(resolved.backend, "a communication hook")
 
 
 def completed_within(future: Future[Any], seconds: float) -> bool:

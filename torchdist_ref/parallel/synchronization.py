@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from torchdist_ref import groups, torch_private
-from torchdist_ref.errors import ArgumentTypeError, DistError, MismatchError, RankStalledError, explain
-from torchdist_ref.parallel.exchange import completed_within, timeout_seconds
+from torchdist_ref.errors import ArgumentTypeError, DistError, MismatchError, RankStalledError, explain, message_of
+from torchdist_ref.parallel.exchange import aborted_on_hook_failure, completed_within, timeout_seconds
 
 copy_many, keep_versions = torch_private.COPY_MANY.bind(), torch_private.KEEP_VERSIONS.bind()
 
@@ -276,19 +276,22 @@ class BufferHook:
 
     def launch(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Call the hook."""
-        try:
-            with torch.no_grad():
-                self._pending += self.hook(self.state, dict(buffers)) or ()
-        except Exception as error:
-            raise DistError(f"{self.name} raised {type(error).__name__}: {error}") from error
+        with aborted_on_hook_failure(self.group):
+            try:
+                with torch.no_grad():
+                    self._pending += self.hook(self.state, dict(buffers)) or ()
+            except Exception as error:
+                raise DistError(f"{self.name} raised {message_of(error)}") from error
 
     def wait(self) -> None:
         """Wait for the Futures that the hook has returned."""
         pending, self._pending = self._pending, []
-        for future in pending:
-            if not completed_within(future, timeout_seconds(self.group)):
-                raise RankStalledError(f"{self.name}: a Future that it returned was not completed within the time-out.")
-            try:
-                future.wait()
-            except Exception as error:
-                raise DistError(f"{self.name}: a Future ended with {type(error).__name__}: {error}") from error
+        with aborted_on_hook_failure(self.group):
+            for future in pending:
+                if not completed_within(future, timeout_seconds(self.group)):
+                    late = "a Future that it returned was not completed within the time-out"
+                    raise RankStalledError(f"{self.name}: {late}.")
+                try:
+                    future.wait()
+                except Exception as error:
+                    raise DistError(f"{self.name}: a Future ended with {message_of(error)}") from error

@@ -14,7 +14,7 @@ from textwrap import indent
 from typing import Any
 
 from torchdist_ref import groups
-from torchdist_ref.errors import GroupAbortedError, RankDiedError
+from torchdist_ref.errors import GroupAbortedError, RankDiedError, message_of
 from torchdist_ref.groups import world
 from torchdist_ref.processes import name_ranks
 from torchdist_ref.stores import Store
@@ -93,7 +93,7 @@ class Outcome:
             return self.died
         if self.error is None:
             return "returned"
-        return f"failed with {type(self.error).__name__}: {self.error}".removesuffix(": ")
+        return f"failed with {message_of(self.error)}".removesuffix(": ")
 
 
 @dataclass(frozen=True)

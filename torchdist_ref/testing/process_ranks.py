@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import torch
 
 from torchdist_ref import processes
-from torchdist_ref.errors import add_note
+from torchdist_ref.errors import add_note, message_of
 from torchdist_ref.stores import FileStore, Store
 from torchdist_ref.testing import outcomes
 from torchdist_ref.testing.outcomes import Outcome, RankProgram, RemoteError
@@ -230,7 +230,7 @@ def _picklable(rank: int, error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        error = RemoteError(f"{type(error).__name__}: {error}")
+        error = RemoteError(message_of(error))
     # Frames cannot be pickled, so the traceback travels as text.
     add_note(error, f"\nOn rank {rank}:\n{''.join(trace.format())}")
     return error

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError
+from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError, text_of
 from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses
 from torchdist_ref.timeouts import CHECK_SECONDS
 from torchdist_ref.transports.base import Range, Segment, Semaphore
@@ -327,7 +327,7 @@ class Link:
         if self.broken is not None:
             return
         self.broken = error
-        reason = f"{type(error).__name__} in {description}: {error}" if description else str(error)
+        reason = f"{type(error).__name__} in {description}: {text_of(error)}" if description else text_of(error)
         if isinstance(error, GroupAbortedError) and error.culprit:
             # A rank that sees only this one learns who was first, and why.
             reason = f"{error.culprit}{_ABORTED}{error.reason}"

@@ -292,7 +292,7 @@ class StatusRow:
     def abort(self, reason: str) -> None:
         """Mark the rank as aborted, with the reason. Later aborts do not overwrite the first reason."""
         if self.status == PRESENT:
-            _put_text(self._bytes[_REASON:_STORE_ADDRESS], reason.encode())
+            _put_text(self._bytes[_REASON:_STORE_ADDRESS], reason.encode(errors="backslashreplace"))
             self.fields[_ABORTED_AT] = monotonic_ns()
             self.status = ABORTED
 
