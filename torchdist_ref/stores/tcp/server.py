@@ -24,6 +24,7 @@ import logging
 import os
 import socket
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,6 +53,7 @@ BRIEF_SECONDS = 0.0005
 """Time of a request that does not count toward `TURN_SECONDS`: many clients with such requests do not end a turn."""
 PAUSED_CHECK_SECONDS = 0.25
 ACCEPT_RETRY_SECONDS = 0.1
+ERROR_PAUSE_SECONDS = 0.1
 STOP_SECONDS = 5.0
 MAX_REPORTED_USERS = 16
 
@@ -145,6 +147,7 @@ class ServerLoop:
         self._long: deque[ServerConnection] = deque()
         self._held = 0
         self._accept_again = 0.0
+        self._listening = False
         self._refused: set[int] = set()
         self._had_client = False
         self._stopping = False
@@ -175,13 +178,21 @@ class ServerLoop:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                timeout = self._poll_timeout()
-                ready = self._poller.poll(timeout)
-                self._serve_all(ready)
-                if timeout is not None:
-                    self._check_limits(idle=not ready)
+                try:
+                    self._run_turn()
+                except Exception:
+                    # Without this thread, no rank has a store. A pause keeps a lasting error from filling the log.
+                    logger.exception("store server: internal error; the server continues")
+                    time.sleep(ERROR_PAUSE_SECONDS)
         finally:
             self.close_copies()
+
+    def _run_turn(self) -> None:
+        timeout = self._poll_timeout()
+        ready = self._poller.poll(timeout)
+        self._serve_all(ready)
+        if timeout is not None:
+            self._check_limits(idle=not ready)
 
     def _serve_all(self, ready: list[tuple[int, int]]) -> None:
         """Serve the ready descriptors, clients that took little time lately first, until some have taken long.
@@ -243,6 +254,11 @@ class ServerLoop:
             logger.warning("store server: refused a client of user %d; %s=1 would admit it", user, TRUST_NETWORK)
 
     def _add(self, connection: ServerConnection) -> None:
+        try:
+            self._poller.register(connection.descriptor, READ)
+        except OSError as error:
+            logger.warning("store server: cannot watch a connection: %s", error)
+            return connection.sock.close()
         self.connections[connection.descriptor] = connection
         self.unused.clear()
         if not self._had_client:
@@ -251,7 +267,6 @@ class ServerLoop:
         if len(self._unvalidated) >= MAX_UNVALIDATED:
             self.drop(next(iter(self._unvalidated)), "too many clients that sent no request")
         self._unvalidated[connection] = None
-        self._poller.register(connection.descriptor, READ)
 
     def _make_space(self, error: OSError) -> None:
         logger.warning("store server: cannot accept a connection: %s", error)
@@ -262,6 +277,9 @@ class ServerLoop:
             self._accept_again = monotonic() + ACCEPT_RETRY_SECONDS
 
     def _listen(self, wanted: bool) -> None:
+        if wanted is self._listening:
+            return  # two listeners of one turn may both be without a descriptor
+        self._listening = wanted
         for listener in self.listeners:
             if wanted:
                 self._poller.register(listener.fileno(), READ)
@@ -418,9 +436,16 @@ class ServerLoop:
             if now > connection.unfinished_since + HANDSHAKE_SECONDS:
                 self.drop(connection, "an unfinished request held memory that others wait for")
         if self._held <= MEMORY_LIMIT:
-            paused, self._paused = self._paused, {}
-            for connection in paused:
-                self._poller.register(connection.descriptor, connection.interest)
+            for connection in list(self._paused):
+                self._resume(connection)
+
+    def _resume(self, connection: ServerConnection) -> None:
+        try:
+            self._poller.register(connection.descriptor, connection.interest)
+        except OSError as error:
+            self.drop(connection, f"cannot watch it: {error}")
+        else:
+            del self._paused[connection]
 
 
 class TCPServer:
