@@ -159,6 +159,15 @@ REGISTER_NAME = PrivateName(
 UNREGISTER_NAME = PrivateName(
     _NATIVE, "_unregister_process_group", "removes a group from these names", "`destroy_process_group` raises"
 )
+OBJECT_TO_TENSOR = PrivateName(
+    _C10D,
+    "_object_to_tensor",
+    "pickles for torch's object collectives; ours sends plain data where ranks are not authenticated",
+    _NO_INIT,
+)
+TENSOR_TO_OBJECT = PrivateName(
+    _C10D, "_tensor_to_object", "unpickles for them; ours runs no code of ranks that are not authenticated", _NO_INIT
+)
 NAMES_PER_THREAD = PrivateName(_NATIVE, "_set_thread_isolation_mode", "keeps these names per thread", _NO_THREADS)
 COMPILE_CONTEXT = PrivateName(
     "torch._guards", "CompileContext", "tells whether torch.compile is reading a function", _NO_INIT

@@ -37,8 +37,7 @@ def _register() -> None:
 def _create(options: Any, _: Any) -> Any:
     """Make a process group on ``ref``; torch calls it for each new group."""
     try:
-        from torchdist_ref.backends import ref  # noqa: F401, `create` imports it later, where an error would be bare
-        from torchdist_ref.backends.ref_in_torch.process_group import create
+        from torchdist_ref.backends.ref_in_torch.creation import create
     except Exception as error:
         raise ImportError(
             f"init_process_group: backend 'ref' is registered, but torchdist_ref can't be loaded ({error!r}). "

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from torchdist_ref.authentication import CURES
+from torchdist_ref.backends.ref_in_torch.objects import not_plain
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -30,8 +30,8 @@ from torchdist_ref.errors import (
     add_note,
 )
 from torchdist_ref.groups.world import ProcessGroup
-from torchdist_ref.plain_data import PLAIN_TYPES, NotPlainError, decode, encode
-from torchdist_ref.stores.sealed import channel_key, is_authenticated
+from torchdist_ref.plain_data import NotPlainError, decode, encode
+from torchdist_ref.stores.sealed import channel_key
 from torchdist_ref.stores.sockets import trusts_network
 
 _ERROR_KINDS: tuple[type[Exception], ...] = (PicklingError, ArgumentError, EntryError, ArgumentTypeError)
@@ -83,21 +83,17 @@ class ReceiveBuffer:
 
 def pack(group: ProcessGroup, operation: str, value: Any, count: int = 1) -> Payload:
     """Convert an object of this rank to a payload; the payload holds the error if that fails."""
-    rank = group.members[group.rank()]
     try:
         return Payload(_dump(group, operation, value), count=count)
     except NotPlainError as cause:
         error = PicklingError(
-            f"{operation}: rank {rank}'s object has {cause} in it. The ranks of group {group.name!r} are not "
-            f"authenticated, so they exchange plain data only ({PLAIN_TYPES}; not their subclasses): unpickling would "
-            f"run code of everybody who reaches the network. No rank received anything, and the group remains usable. "
-            f"{CURES}"
+            f"{not_plain(operation, group, cause)} No rank received anything, and the group remains usable."
         )
     except Exception as cause:
         error = PicklingError(
-            f"{operation}: rank {rank}'s object cannot be pickled ({type(cause).__name__}: {cause}). "
-            f"No rank received anything, and the group remains usable. Send plain data, or functions and classes that "
-            f"are defined at module level."
+            f"{operation}: rank {group.members[group.rank()]}'s object cannot be pickled ({type(cause).__name__}: "
+            f"{cause}). No rank received anything, and the group remains usable. Send plain data, or functions and "
+            f"classes that are defined at module level."
         )
         error.__cause__ = cause
     return error_payload(error, count)
@@ -124,7 +120,7 @@ def unpack(group: ProcessGroup, buffer: bytes | bytearray | memoryview, operatio
 
 
 def _dump(group: ProcessGroup, operation: str, value: Any) -> bytes:
-    if not _pickles(group):
+    if not group.pickles_objects:
         return encode(value)
     data = pickle.dumps(value)
     if not _needs_code(group):
@@ -133,7 +129,7 @@ def _dump(group: ProcessGroup, operation: str, value: Any) -> bytes:
 
 
 def _load(group: ProcessGroup, buffer: memoryview, operation: str, source: int) -> Any:
-    if not _pickles(group):
+    if not group.pickles_objects:
         return decode(buffer)
     if not _needs_code(group):
         return pickle.loads(buffer)
@@ -146,10 +142,6 @@ def _load(group: ProcessGroup, buffer: memoryview, operation: str, source: int) 
             f"Another process has connected to backend {group.backend.name!r}, whose connections are not authenticated."
         )
     return pickle.loads(data)
-
-
-def _pickles(group: ProcessGroup) -> bool:
-    return group.size() == 1 or is_authenticated(group.store) or trusts_network()
 
 
 def _needs_code(group: ProcessGroup) -> bool:

@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from torchdist_ref import torch_private
 from torchdist_ref.backends import registry
 from torchdist_ref.backends.base import Membership
+from torchdist_ref.backends.ref_in_torch.objects import limit_objects
 from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch
 from torchdist_ref.errors import ArgumentError, DestroyedGroupError, UnsupportedError, on_rank
 from torchdist_ref.groups.world import ProcessGroup, World, current, is_thread_rank
@@ -93,6 +94,7 @@ def share(world: World) -> None:
             return
     elif torch.distributed.is_initialized():
         return
+    limit_objects()
     world.registration = Registration(world)
     _explain_second_initialization()
 

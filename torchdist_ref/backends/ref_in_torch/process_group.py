@@ -6,7 +6,7 @@ field of torch's options, and calls `Backend.submit`. An option that no backend 
 different reduction gives gradients that look right and are not.
 
 `CallsFromTorch` is the base class of this library's groups, so torch accepts them as its own. `RefProcessGroup` is the
-group that torch makes for ``torch.distributed.init_process_group("ref")``.
+group that torch makes for ``torch.distributed.init_process_group("ref")``; `creation` creates it.
 
 C++ keeps no reference to these objects: torch's table of groups keeps the group. Callers keep their Works, or the group
 does (`HandedWork`).
@@ -19,8 +19,7 @@ Registration with torch is in `backends`. Do not add collectives: this module on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,10 +27,8 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
-from torchdist_ref.authentication import authenticate
 from torchdist_ref.backends.base import (
     Backend,
-    Membership,
     Request,
     RowBlocks,
     are_apart,
@@ -50,7 +47,6 @@ from torchdist_ref.backends.ref_in_torch.work import (
     reduction,
     require_dense_cpu,
 )
-from torchdist_ref.backends.torch_native.stores import StoreFromTorch
 from torchdist_ref.calls import (
     AllGather,
     AllReduce,
@@ -65,10 +61,11 @@ from torchdist_ref.calls import (
     Scatter,
     Send,
 )
-from torchdist_ref.debug.flight_recorder import answer_requests, register
+from torchdist_ref.debug.flight_recorder import answer_requests
 from torchdist_ref.errors import ArgumentError, UnsupportedError, adopt_torch, explain
-from torchdist_ref.liveness import MemberWatch, Presence
-from torchdist_ref.stores import PrefixStore
+from torchdist_ref.stores import Store
+from torchdist_ref.stores.sealed import is_authenticated
+from torchdist_ref.stores.sockets import trusts_network
 from torchdist_ref.work import Done
 
 if TYPE_CHECKING:
@@ -82,32 +79,6 @@ _DROPPED_WORKS, _SMALL_BYTES = 64, 4096
 """Works that a group keeps for C++ (see `HandedWork`), and the largest size of the tensors of one: they stay in memory.
 In `join`, where C++ needs that, there is one for each model that a step trains, of one number."""
 adopt_torch()
-
-
-def create(torchs_options: Any) -> RefProcessGroup:
-    """Create the process group of one member; torch calls it with its options for each new group."""
-    from torchdist_ref.backends.ref import Ref
-
-    o = torchs_options
-    members = tuple(o.global_ranks_in_group) or tuple(range(o.group_size))
-    store = PrefixStore("ref", StoreFromTorch(o.store, o.timeout))
-    is_world = not o.global_ranks_in_group
-    name, operation = ("world", "init_process_group") if is_world else (f"group {o.group_id}", "new_group")
-    presence = Presence(store, o.group_rank, len(members))
-    watch = MemberWatch(store, o.group_rank, members, operation, presence.failure)
-    seconds, on_connected = o.timeout.total_seconds(), list[Callable[[], None]]()
-    try:
-        with closing(presence), watch.published():
-            for key, value in presence.announcement().items():
-                store.set(key, value)
-            sealed = authenticate(watch.store, o.group_rank, o.group_size, seconds, on_connected)
-            membership = Membership(sealed, o.group_rank, members, name, seconds, watch=watch)
-            backend = Ref(membership)
-            register(backend.recorder, membership, "ref")
-            return RefProcessGroup(backend, members)
-    finally:
-        for function in on_connected:
-            function()
 
 
 def _in_place(call: Call, tensor: Tensor) -> Request:
@@ -144,10 +115,12 @@ class CallsFromTorch(c10d.ProcessGroup):
     Attributes:
         backend: The backend that runs the calls.
         members: The global rank of every member, in group order.
+        store: Store with a key prefix that only this group uses, whose values are sealed.
     """
 
     backend: Backend
     members: tuple[int, ...]
+    store: Store
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Exclude the methods of a subclass from torch's compiler too."""
@@ -163,6 +136,14 @@ class CallsFromTorch(c10d.ProcessGroup):
     def recorder(self) -> Recorder:
         """The last calls of this group on this rank."""
         return self.backend.recorder
+
+    @property
+    def pickles_objects(self) -> bool:
+        """Whether ranks may unpickle what others send: unpickling runs code that the sender chose.
+
+        They exchange plain data unless they have authenticated each other, or the user trusts the network.
+        """
+        return self.size() == 1 or is_authenticated(self.store) or trusts_network()
 
     # Facts that torch asks a group for. C++ and Python use different names for the same fact.
 
@@ -474,11 +455,12 @@ class RefProcessGroup(CallsFromTorch):
     Args:
         backend: The backend that runs the calls.
         members: The global rank of every member, in group order.
+        store: Store of the group, whose values are sealed.
     """
 
-    def __init__(self, backend: Ref, members: Sequence[int]) -> None:
+    def __init__(self, backend: Ref, members: Sequence[int], store: Store) -> None:
         super().__init__(backend.link.rank, backend.link.size, "")
-        self.backend = backend
+        self.backend, self.store = backend, store
         self.members = tuple(members)
         self._on_end = [answer_requests()]
 

@@ -1,0 +1,45 @@
+"""Creation of the group that torch makes for the backend `ref`: ranks authenticate each other, and connect.
+
+Do not add the translation of calls (`process_group`) here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+from torchdist_ref.authentication import authenticate
+from torchdist_ref.backends.base import Membership
+from torchdist_ref.backends.ref import Ref
+from torchdist_ref.backends.ref_in_torch.objects import limit_objects
+from torchdist_ref.backends.ref_in_torch.process_group import RefProcessGroup
+from torchdist_ref.backends.torch_native.stores import StoreFromTorch
+from torchdist_ref.debug.flight_recorder import register
+from torchdist_ref.liveness import MemberWatch, Presence
+from torchdist_ref.stores import PrefixStore
+
+
+def create(torchs_options: Any) -> RefProcessGroup:
+    """Create the process group of one member; torch calls it with its options for each new group."""
+    limit_objects()
+    o = torchs_options
+    members = tuple(o.global_ranks_in_group) or tuple(range(o.group_size))
+    store = PrefixStore("ref", StoreFromTorch(o.store, o.timeout))
+    is_world = not o.global_ranks_in_group
+    name, operation = ("world", "init_process_group") if is_world else (f"group {o.group_id}", "new_group")
+    presence = Presence(store, o.group_rank, len(members))
+    watch = MemberWatch(store, o.group_rank, members, operation, presence.failure)
+    seconds, on_connected = o.timeout.total_seconds(), list[Callable[[], None]]()
+    try:
+        with closing(presence), watch.published():
+            for key, value in presence.announcement().items():
+                store.set(key, value)
+            sealed = authenticate(watch.store, o.group_rank, o.group_size, seconds, on_connected)
+            membership = Membership(sealed, o.group_rank, members, name, seconds, watch=watch)
+            backend = Ref(membership)
+            register(backend.recorder, membership, "ref")
+            return RefProcessGroup(backend, members, sealed)
+    finally:
+        for function in on_connected:
+            function()
