@@ -9,8 +9,6 @@ import ast
 import json
 import os
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -66,10 +64,7 @@ def test_table_names_cells_that_are_slower() -> None:
     )
 
 
-@contextmanager
-def forked_side(
-    address: ParentAddress, program: Any, checkout: Path, side: int, mpi: bool
-) -> Iterator[processes.Child]:
+def forked_side(address: ParentAddress, program: Any, checkout: Path, side: int, mpi: bool) -> processes.Child:
     """The ranks of one checkout, forked from this process, which has imported it."""
     folder = Path(address.folder, str(side))
     (folder / started_rank.TASK).write_bytes(pickle.dumps((str(checkout), address, side, program)))
@@ -77,11 +72,7 @@ def forked_side(
     def run_side() -> NoReturn:
         os._exit(started_rank.main(str(folder), mpi=False))
 
-    child = processes.fork(run_side)
-    try:
-        yield child
-    finally:
-        child.terminate(1.0)
+    return processes.fork(run_side)
 
 
 def overlapping(context: RankContext) -> None:

@@ -85,7 +85,8 @@ def run_programs(
     with hub(world, on_report, len(checkouts)) as address, ExitStack() as stack:
         running: dict[Any, tuple[processes.Child, str, int]] = {}
         for side, (name, checkout) in enumerate(checkouts.items()):
-            child = stack.enter_context(start_child(address, program, checkout, side, mpi))
+            child = start_child(address, program, checkout, side, mpi)
+            stack.callback(child.terminate, TERMINATE_SECONDS)
             running[child.descriptor] = child, name, side
         while running:
             for ready in wait([*running]):
@@ -96,11 +97,8 @@ def run_programs(
                     raise DistBackendError(f"benchmark: the checkout {name!r} failed: {reason}")
 
 
-@contextmanager
-def start_child(
-    address: ParentAddress, program: Program, checkout: Path, side: int, mpi: bool
-) -> Iterator[processes.Child]:
-    """Start the ranks of one side from a checkout; they have ended when the block ends."""
+def start_child(address: ParentAddress, program: Program, checkout: Path, side: int, mpi: bool) -> processes.Child:
+    """Start the ranks of one side from a checkout."""
     folder = os.path.join(address.folder, str(side))
     Path(folder, started_rank.TASK).write_bytes(pickle.dumps((str(checkout), address, side, program)))
     launcher = [competitors.find_mpiexec(), "-n", str(address.world)] if mpi else []
@@ -109,11 +107,7 @@ def start_child(
     # -P keeps the folder of the script off the path.
     command = [*launcher, sys.executable, "-P", started_rank.__file__, folder, *(["mpi"] if mpi else [])]
     # In a session of its own Ctrl-C reaches MPI's ranks once, from here.
-    child = processes.spawn(command, new_session=mpi, env={**os.environ, **set_here})
-    try:
-        yield child
-    finally:
-        child.terminate(TERMINATE_SECONDS)
+    return processes.spawn(command, new_session=mpi, env={**os.environ, **set_here})
 
 
 @contextmanager

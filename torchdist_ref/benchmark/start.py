@@ -19,7 +19,8 @@ from torchdist_ref.benchmark.report import cell, ratio, table, time
 from torchdist_ref.benchmark.rounds import RankContext, Result, durations, library, take_turns
 
 HOST = "127.0.0.1"
-INIT, CYCLE = "init", "init and destroy"
+# Parts of the cycle that a turn times.
+PARTS = ("init", "init and destroy")
 
 
 def add_options(add: AddOption) -> None:
@@ -31,17 +32,11 @@ def add_options(add: AddOption) -> None:
 
 def measure(context: RankContext, settings: Settings) -> None:
     """Measure all backends on one rank. Reports a result for each part of the cycle."""
-    cycles: dict[str, list[float]] = {name: [] for name in settings.backends}
-
-    def turn(name: str) -> list[float]:
-        made, destroyed = _cycle(context, name)
-        cycles[name].append(destroyed)
-        return [made]
-
-    turns = {name: partial(turn, name) for name in settings.backends}
+    turns = {name: partial(_cycle, context, name) for name in settings.backends}
     samples, disturbed = take_turns(context, turns, settings.repetitions)
-    for what, found in ((INIT, samples), (CYCLE, cycles)):
-        context.report(Result({"operation": what, "world": context.world}, found, disturbed))
+    for number, part in enumerate(PARTS):
+        found = {name: each[number :: len(PARTS)] for name, each in samples.items()}
+        context.report(Result({"operation": part, "world": context.world}, found, disturbed))
 
 
 def _cycle(context: RankContext, name: str) -> list[float]:
