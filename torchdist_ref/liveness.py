@@ -46,8 +46,14 @@ _FAILURE_KEY, _GROUP_FAILURE_KEY = "failure", "failure in the group"
 _SAME_TYPE = {kind.__name__: kind for kind in (RankDiedError, RankStalledError)}
 _OF_ALL_RANKS = {kind.__name__: kind for kind in (MismatchError, RendezvousError)}
 """Errors whose message is the same on all ranks."""
-_OWN_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
-"""System errors that do not follow from the end of another rank."""
+_LIMITS = {
+    errno.EMFILE: "This process has no free file descriptor: raise its limit (ulimit -n), or close files.",
+    errno.ENFILE: "This host has no free file descriptor: raise its limit (sysctl fs.file-max), or close files.",
+    errno.ENOMEM: "No memory is free, or a limit on it is reached (ulimit -v, or that of the container).",
+    errno.ENOBUFS: "The system has no memory for sockets: close some, or raise its limits (sysctl net.core).",
+    errno.ENOSPC: "No space is left: free some on the disk or in /dev/shm.",
+}
+"""Advice on the system errors of this process alone, which do not follow from the end of another rank."""
 _STAT_EXIT_CODE = 49
 """Index of the exit code in /proc/PID/stat, counted from the state, which follows the name."""
 _END_SECONDS = 0.08
@@ -101,8 +107,12 @@ class PeerProcesses:
         self._endings: dict[int, str] = {}
         self._poll = select.poll()
         self._polling = threading.Lock()
-        for rank, pid in pids.items():
-            self.watch(rank, pid)
+        try:
+            for rank, pid in pids.items():
+                self.watch(rank, pid)
+        except BaseException:
+            self.close()
+            raise
 
     def watch(self, rank: int, pid: int) -> None:
         """Watch the process of one more rank."""
@@ -159,6 +169,15 @@ def _exit_of(pid: int) -> str:
     with contextlib.suppress(ValueError):
         return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
     return f"was killed by signal {os.WTERMSIG(status)}"
+
+
+def advice_on_limit(error: BaseException) -> str:
+    """Return advice on a system error that names a limit of this process or host; empty for any other error.
+
+    >>> advice_on_limit(OSError(errno.ENFILE, "Too many open files in system")).partition(":")[0]
+    'This host has no free file descriptor'
+    """
+    return _LIMITS.get(getattr(error, "errno", None) or 0, "")
 
 
 FindFailure = Callable[[Sequence[int], str], BaseException | None]
@@ -251,7 +270,7 @@ class MemberWatch:
         try:
             yield
         except (DistNetworkError, UnsupportedError, OSError) as error:
-            failure = None if getattr(error, "errno", None) in _OWN_ERRORS else self._failure_soon()
+            failure = self._exhausted(error) or self._failure_soon()
             # A member that needs nothing more from the dead one waits for this rank.
             self.publish(failure or error)
             if failure is None:
@@ -260,6 +279,14 @@ class MemberWatch:
         except BaseException as error:
             self.publish(error)
             raise
+
+    def _exhausted(self, error: BaseException) -> OSError | None:
+        """Return a system error that names the limit of this process which ended the operation, or None."""
+        if not (advice := advice_on_limit(error)):
+            return None
+        number = getattr(error, "errno", 0)
+        operation = f"{self.operation} on rank {self._members[self._rank]}"
+        return OSError(number, f"{operation}: {os.strerror(number)}. {advice}")
 
     @contextmanager
     def interruption_published(self) -> Iterator[None]:

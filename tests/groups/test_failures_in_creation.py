@@ -60,9 +60,10 @@ def fail_before_joining(rank: int, name: str) -> tuple[str, str, float]:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_rank_that_fails_tells_the_others_in_words(name: str) -> None:
     outcomes = run(fail_before_joining, 3, name, ranks="processes")
-    assert outcomes[1][:2] == ("OSError", "[Errno 24] Too many open files")
+    said = f"[Errno 24] {name.split()[0]} on rank 1: Too many open files. This process has no free file descriptor"
+    assert outcomes[1][0] == "OSError" and said in outcomes[1][1] and "ulimit -n" in outcomes[1][1]
     for kind, text, seconds in (outcomes[0], outcomes[2]):
-        assert kind == "GroupAbortedError" and "rank 1 failed: OSError: [Errno 24] Too many open files" in text
+        assert kind == "GroupAbortedError" and f"rank 1 failed: OSError: {said}" in text
         assert seconds < SOON
 
 

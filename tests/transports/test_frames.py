@@ -199,6 +199,24 @@ def test_a_lack_of_descriptors_costs_the_oldest_handshake_and_no_processor_time(
             assert process_time() - begin < 1
 
 
+def test_an_acceptor_without_descriptors_or_handshakes_raises_at_once() -> None:
+    """Once it waited for the time-out, and then blamed the rank that had connected."""
+    with acceptor_and_address() as (acceptor, clients, address):
+        connect(clients, address)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with socket.socket() as last:
+            # Lower numbers that are free.
+            filled = [os.dup(last.fileno()) for _ in range(last.fileno())]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(filled) + 1, hard))
+            try:
+                with pytest.raises(OSError, match="Too many open files"):
+                    acceptor.next([1], monotonic() + 5)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                for descriptor in filled:
+                    os.close(descriptor)
+
+
 def test_ranges_outside_the_allowed_ones_are_rejected() -> None:
     check_ranges([(10, 5), (100, 1)], [(8, 8), (100, 4)])
     for wrong in [(7, 2), (10, 7), (200, 1), (2**63, 8)]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 
@@ -149,6 +150,19 @@ def test_memory_of_an_ended_process_is_not_accessible() -> None:
     os.waitpid(child, 0)
     with pytest.raises(DistBackendError, match=rf"process {child}.*not accessible.*torch\.empty"):
         PeerMemory(child).view(MemoryHandle(5, 0, 4096, 0), torch.float32, 1)
+
+
+@pytest.mark.parametrize("function", ["os.open", "mmap.mmap"])
+def test_a_process_at_its_limit_is_told_which(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = handle(registered_memory.empty((3,), torch.float32))
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM if function == "mmap.mmap" else errno.EMFILE, "no more")
+
+    monkeypatch.setattr(function, fail)
+    advice = "No memory is free" if function == "mmap.mmap" else r"no free file descriptor.*ulimit -n"
+    with pytest.raises(DistBackendError, match=advice):
+        PeerMemory(os.getpid()).view(tensor, torch.float32, 1)
 
 
 def test_without_memfd_tensors_are_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
@@ -55,3 +56,42 @@ def test_an_ended_process_is_dead_and_a_running_one_is_not() -> None:
         peers.close()
         os.close(end)
         os.waitpid(child, 0)
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def at_the_limit(*_: object) -> None:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_segment_that_this_process_cannot_map_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = shared_memory.layout_for(2)
+    with shared_memory.created_segment(layout) as (_, handle):
+        monkeypatch.setattr(shared_memory, "SharedMemorySegment", at_the_limit)
+        before = open_descriptors()
+        with pytest.raises(OSError, match="Too many open files"):
+            shared_memory.attach(handle, layout)
+        assert open_descriptors() == before
+
+
+def test_a_process_without_descriptors_does_not_blame_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "open_peer_descriptor", at_the_limit)
+    with pytest.raises(OSError, match="Too many open files") as caught:
+        shared_memory.attach(b"1 3 00", shared_memory.layout_for(2))
+    assert not isinstance(caught.value, UnsupportedError)
+
+
+def test_processes_that_cannot_all_be_watched_leave_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, original = [], os.pidfd_open
+
+    def open_one(pid: int) -> int:
+        opened.append(original(pid) if not opened else at_the_limit())
+        return opened[-1]
+
+    monkeypatch.setattr(os, "pidfd_open", open_one)
+    before = open_descriptors()
+    with pytest.raises(OSError, match="Too many open files"):
+        shared_memory.PeerProcesses({0: os.getpid(), 1: os.getpid()})
+    assert len(opened) == 1 and open_descriptors() == before

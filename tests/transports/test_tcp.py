@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import io
 import logging
 import os
@@ -22,6 +23,7 @@ from torchdist_ref.groups.world import default_group
 from torchdist_ref.stores import HashStore
 from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.testing.backend_contract import CLAUSES
+from torchdist_ref.transports import tcp
 from torchdist_ref.transports.tcp import interface_address
 
 SOON = 2.0
@@ -329,3 +331,13 @@ def test_a_rank_that_is_interrupted_while_it_sends_tells_the_other(tmp_path: Pat
     """Once the other waited for the time-out, since no frame could follow the half of one."""
     _, text = run(interrupt_in_a_frame, 2, str(tmp_path / "store"), ranks="processes", init=False, timeout=20)
     assert "rank 0 aborted: KeyboardInterrupt in all_reduce" in text
+
+
+def test_a_rank_without_descriptors_does_not_blame_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "create_connection", fail)
+    with pytest.raises(OSError, match="Too many open files") as caught:
+        tcp._connect_to("192.0.2.1 1", bytes(32), 1, 0, time.monotonic() + 1, None)
+    assert not isinstance(caught.value, DistNetworkError)

@@ -22,7 +22,6 @@ Do not add knowledge of groups or calls here.
 
 from __future__ import annotations
 
-import errno
 import hmac
 import math
 import secrets
@@ -34,13 +33,12 @@ from time import monotonic
 from typing import NamedTuple
 
 from torchdist_ref.errors import AuthenticationError, DistNetworkError, RankStalledError
-from torchdist_ref.liveness import MemberWatch
+from torchdist_ref.liveness import MemberWatch, advice_on_limit
 from torchdist_ref.timeouts import CHECK_SECONDS
 from torchdist_ref.transports.base import Range
 
 HANDSHAKE_SECONDS = 5.0
 MAX_HANDSHAKES = 64
-ACCEPT_RETRY_SECONDS = 0.1
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
 _RANK, _RANKS = struct.Struct("<I"), struct.Struct("<II")
 _HEADER = struct.Struct("<BBI")
@@ -337,7 +335,6 @@ class Acceptor:
         self._server, self._key, self._rank = server, key, rank
         self._handshakes: dict[int, _PendingHandshake] = {}
         self._selector = selectors.DefaultSelector()
-        self._accept_again = 0.0
         self._selector.register(server, selectors.EVENT_READ)
 
     def next(
@@ -348,6 +345,7 @@ class Acceptor:
         Raises:
             RankStalledError: None did before the deadline, a time of `monotonic`.
             DistBackendError: One of them has failed, as `watch` knows.
+            OSError: This process has reached a limit of the system, and no handshake can be closed.
         """
         check_at = monotonic() + CHECK_SECONDS
         while (left := deadline - monotonic()) > 0:
@@ -369,37 +367,31 @@ class Acceptor:
 
     def _next_check(self) -> float:
         first = next(iter(self._handshakes.values()), None)
-        until = min(first.expires if first else math.inf, self._accept_again or math.inf)
-        return max(0.0, until - monotonic())
+        return max(0.0, first.expires - monotonic()) if first else math.inf
 
     def _close_expired(self) -> None:
         now = monotonic()
         while self._handshakes and (first := next(iter(self._handshakes.values()))).expires <= now:
             self._forget(first).close()
-        if self._accept_again and self._accept_again <= now:
-            self._accept_again = 0.0
-            self._selector.register(self._server, selectors.EVENT_READ)
 
     def _accept(self) -> None:
         try:
             sock, _ = self._server.accept()
         except OSError as error:
             # Other errors concern only the client, which has disconnected again.
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                self._make_space()
-            return
+            if not advice_on_limit(error):
+                return
+            if not self._handshakes:
+                raise
+            return self._close_oldest()
         if len(self._handshakes) >= MAX_HANDSHAKES:
-            self._make_space()
+            self._close_oldest()
         self._handshakes[sock.fileno()] = client = _PendingHandshake(sock, self._key, self._rank)
         self._selector.register(client.sock, selectors.EVENT_READ)
 
-    def _make_space(self) -> None:
-        """Close the oldest handshake; if there is none, accept nothing for a moment."""
-        if self._handshakes:
-            self._forget(next(iter(self._handshakes.values()))).close()
-        elif not self._accept_again:
-            self._selector.unregister(self._server)
-            self._accept_again = monotonic() + ACCEPT_RETRY_SECONDS
+    def _close_oldest(self) -> None:
+        """Close the oldest handshake, to make space for another one."""
+        self._forget(next(iter(self._handshakes.values()))).close()
 
     def _advance(self, descriptor: int) -> _PendingHandshake | None:
         """Process a client's bytes; return the handshake if it is complete now."""

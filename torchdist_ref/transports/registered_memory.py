@@ -37,6 +37,7 @@ import torch.multiprocessing  # noqa: F401
 from torch import Tensor
 
 from torchdist_ref.errors import DistBackendError
+from torchdist_ref.liveness import advice_on_limit
 
 _MAX_MAPPED_REGIONS = 64
 """Regions of one peer that stay mapped. Programs repeat a few tensors; beyond these, regions are mapped again."""
@@ -202,7 +203,7 @@ class PeerMemory:
         """Return `count` elements of the peer's tensor, from byte `offset` on. Do not write to them.
 
         Raises:
-            DistBackendError: The process is not accessible.
+            DistBackendError: The process is not accessible, or this one has reached a limit of the system.
         """
         start = handle.position - handle.begin + offset
         return torch.frombuffer(self._map(handle), dtype=dtype, count=count, offset=start)
@@ -218,15 +219,16 @@ class PeerMemory:
     def _open(self, handle: MemoryHandle) -> mmap.mmap:
         try:
             fd = open_peer_descriptor(self._pid, handle.fd)
+            try:
+                return mmap.mmap(fd, handle.end - handle.begin, offset=handle.begin)
+            finally:
+                os.close(fd)
         except OSError as error:
+            advice = advice_on_limit(error) or "Use tensors from torch.empty where ranks run as different users."
             raise DistBackendError(
-                f"registered memory: process {self._pid}, which holds a peer's tensor, is not accessible ({error}). "
-                f"Use tensors from torch.empty where ranks run as different users."
+                f"registered memory: that of process {self._pid}, which holds a peer's tensor, is not accessible "
+                f"({error}). {advice}"
             ) from error
-        try:
-            return mmap.mmap(fd, handle.end - handle.begin, offset=handle.begin)
-        finally:
-            os.close(fd)
 
 
 class DeviceMemory(Protocol):

@@ -29,7 +29,7 @@ from functools import cache
 from typing import Any
 
 from torchdist_ref.errors import DistBackendError, UnsupportedError
-from torchdist_ref.liveness import MemberWatch, PeerProcesses
+from torchdist_ref.liveness import MemberWatch, PeerProcesses, advice_on_limit
 from torchdist_ref.stores import Store
 from torchdist_ref.transports.base import Semaphore
 from torchdist_ref.transports.link import Link
@@ -172,17 +172,22 @@ def attach(handle: bytes, layout: SegmentLayout) -> SharedMemorySegment:
 
     Raises:
         UnsupportedError: The process is not accessible.
+        OSError: This process has reached a limit of the system.
     """
     pid, number, nonce = handle.decode().split()
     try:
         fd = open_peer_descriptor(int(pid), int(number))
     except OSError as error:
+        if advice_on_limit(error):
+            raise
         raise UnsupportedError(
             f"shared memory: process {pid}, which holds the group's segment, is not accessible ({error}); the "
             f"ranks are in different pid namespaces or belong to different users. Use backend 'gloo'."
         ) from error
-    segment = SharedMemorySegment(fd, layout.nbytes)
-    os.close(fd)
+    try:
+        segment = SharedMemorySegment(fd, layout.nbytes)
+    finally:
+        os.close(fd)
     if segment.bytes[:_NONCE_BYTES] != bytes.fromhex(nonce):
         raise DistBackendError(f"shared memory: descriptor {number} of process {pid} is not the group's segment.")
     return segment

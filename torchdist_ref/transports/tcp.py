@@ -23,7 +23,7 @@ from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError
-from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses, PeerProcesses
+from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses, PeerProcesses, advice_on_limit
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.sealed import channel_key, innermost
 from torchdist_ref.stores.sockets import is_loopback
@@ -207,6 +207,8 @@ def _connect_to(
                 sock.close()
                 raise
     except OSError as error:
+        if advice_on_limit(error):
+            raise
         if watch is not None and (failure := watch.failure([peer])) is not None:
             raise failure from error
         raise DistNetworkError(
