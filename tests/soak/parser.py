@@ -117,7 +117,7 @@ def check_received(kinds: str, data: bytes) -> str:
 
     found, expected, cursor = None, None, second.Cursor(data)
     try:
-        found = protocol.receive(kinds, take), at
+        found = protocol.receive(kinds, take, protocol.UNLIMITED), at
     except (second.Incomplete, protocol.ProtocolError):
         pass
     try:

@@ -82,7 +82,7 @@ def test_replies_have_torchs_bytes(
     data = b"".join(write(reply_kinds(op, fields), reply))
     assert data.hex() == expected
     taken = Source(data)
-    assert receive(reply_kinds(op, fields), taken.take) == reply
+    assert receive(reply_kinds(op, fields), taken.take, len(data)) == reply
     assert taken.rest() == b""
     assert read(reply_kinds(op, fields), data) == reply
 

@@ -2,7 +2,7 @@
 
 A store listens on the addresses that it is asked for, while torch listens on every interface. A host name that the
 hosts file maps to loopback, or an address that no interface has, would need another interface than the one asked for:
-that is an error, unless the user trusts the network. On loopback, the kernel knows the user of each client.
+that is an error, unless the user trusts the network. On loopback, the kernel knows the users at both ends.
 
 A server polls with the kernel's `epoll` if there is one, else with `selectors`. `selectors` looks up and wraps each
 event in Python, which costs a server of small requests a tenth of its time. Do not add a protocol here.
@@ -19,6 +19,7 @@ import selectors
 import socket
 import struct
 import threading
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -30,18 +31,24 @@ Address = tuple[socket.AddressFamily, tuple[Any, ...]]
 BACKLOG = 4096
 TRUST_NETWORK = "TORCHDIST_REF_TRUST_NETWORK"
 
-# Constants of linux/netlink.h, sock_diag.h and inet_diag.h; the offset is that of `idiag_uid`, before `idiag_inode`.
-_SOCK_DIAG, _BY_FAMILY, _ANY, _USER_OFFSET = 4, 20, 0xFFFFFFFF, 64
-_NETLINK_HEADER = struct.Struct("=IHHII")
+# Constants of linux/netlink.h, sock_diag.h and inet_diag.h: a request with its two headers; kind and error code of a
+# reply; `idiag_state`, `idiag_uid` and `idiag_inode`.
+_SOCK_DIAG, _BY_FAMILY, _ANY, _REPLY_BYTES = 4, 20, 0xFFFFFFFF, 4096
+_REQUEST, _REPLY_KIND, _REPLY = map(struct.Struct, ("=IHHIIBBBBIHH16s16sIII", "=4xH10xi", "=17xB62xII"))
+# States of connections that may wait to be accepted (TCP_ESTABLISHED, TCP_SYN_RECV), and of sockets that listen.
+_OPENED, _LISTENING = (1, 3), 10
+_CLOSED, _UNACCEPTED = -1, -2
 
 
 @lru_cache
 def is_loopback(host: str) -> bool:
     """Return whether the text itself means loopback, without resolving it."""
     try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return host.lower().rstrip(".") == "localhost"
+    # A socket of both families sees IPv4 addresses as parts of IPv6 ones.
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def look_up(host: str, port: int) -> list[Address]:
@@ -221,40 +228,75 @@ def refused_user(sock: socket.socket) -> int | None:
     try:
         peer = sock.getpeername()
     except OSError:
-        return -1
-    if not is_loopback(str(peer[0])) or trusts_network():
+        return _CLOSED
+    if not is_loopback(peer[0]) or trusts_network():
         return None
-    user = _user_of_peer(sock, peer)
-    return None if user in (os.geteuid(), 0) else user
+    [user] = _owners(sock.family, (peer, sock.getsockname()))
+    return _refused(user)
 
 
-def _user_of_peer(sock: socket.socket, peer: tuple[Any, ...]) -> int | None:
-    """Return the user that owns the other end of a connection on this host; -1 if it is closed, None if unknown.
+def refused_server(sock: socket.socket) -> int | None:
+    """Return the user that serves a connection if a client must not use it, else None.
 
-    sock_diag(7) finds the socket by its two addresses.
+    On loopback, only servers of this user and of root are used; -1 stands for a connection that is closed already.
+    Servers of other hosts are unknown to the kernel.
+
+    A connection that was not accepted yet has no owner, so that of the listening socket counts. The kernel looks for
+    that one first: a connection that still waits afterward waits in its queue, and would have ended with it.
     """
-    if not hasattr(socket, "AF_NETLINK"):
+    peer, own = sock.getpeername(), sock.getsockname()
+    if not is_loopback(peer[0]) or trusts_network():
         return None
-    own = sock.getsockname()
-    addresses = [socket.inet_pton(sock.family, end[0]).ljust(16, b"\0") for end in (peer, own)]
-    identity = struct.pack("!HH", peer[1], own[1]) + b"".join(addresses) + struct.pack("=III", 0, _ANY, _ANY)
-    request = struct.pack("=BBBBI", sock.family, socket.IPPROTO_TCP, 0, 0, _ANY) + identity
+    listener, user = _owners(sock.family, (peer, None), (peer, own))
+    return _refused(listener if user == _UNACCEPTED else user)
+
+
+def _refused(user: int | None) -> int | None:
+    return None if user is None or user == os.geteuid() or user == 0 else user
+
+
+def _owners(
+    family: socket.AddressFamily, *ends: tuple[tuple[Any, ...], tuple[Any, ...] | None]
+) -> Sequence[int | None]:
+    """Return the users that own TCP sockets of this host; `_CLOSED` or `_UNACCEPTED` for one without, None if unknown.
+
+    sock_diag(7) finds a socket by its two addresses, and one that listens by its own.
+
+    Args:
+        family: address family of the sockets.
+        ends: address of each socket, and that of its peer; None if it listens.
+    """
+    unknown = [None] * len(ends)
+    if not hasattr(socket, "AF_NETLINK"):
+        return unknown
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as netlink:
-            netlink.settimeout(1.0)
-            netlink.send(_NETLINK_HEADER.pack(_NETLINK_HEADER.size + len(request), _BY_FAMILY, 1, 1, 0) + request)
-            reply = netlink.recv(4096)
+            netlink.send(b"".join([_owner_request(family, own, peer) for own, peer in ends]))
+            # The kernel replies within the system call that sends: nothing has to be waited for.
+            return [_owner_in(netlink.recv(_REPLY_BYTES, socket.MSG_DONTWAIT), peer is None) for _, peer in ends]
     except OSError as error:
-        # A server without descriptors refuses, so that nobody gets in by using them up.
-        return -1 if error.errno in (errno.EMFILE, errno.ENFILE) else None
-    _, kind, *_ = _NETLINK_HEADER.unpack_from(reply)
+        # Without descriptors, nobody is believed: others could use them up.
+        return [_CLOSED] * len(ends) if error.errno in (errno.EMFILE, errno.ENFILE) else unknown
+
+
+def _owner_request(family: socket.AddressFamily, own: tuple[Any, ...], peer: tuple[Any, ...] | None) -> bytes:
+    address, port = (socket.inet_pton(family, peer[0]), socket.htons(peer[1])) if peer else (b"", 0)
+    ends = socket.htons(own[1]), port, socket.inet_pton(family, own[0]), address
+    header = _REQUEST.size, _BY_FAMILY, 1, 1, 0
+    return _REQUEST.pack(*header, family, socket.IPPROTO_TCP, 0, 0, _ANY, *ends, 0, _ANY, _ANY)
+
+
+def _owner_in(reply: bytes, listening: bool) -> int | None:
+    kind, code = _REPLY_KIND.unpack_from(reply)
     if kind != _BY_FAMILY:
         # The kernel has no such socket any more, or this kernel has no sock_diag.
-        code = -struct.unpack_from("=i", reply, _NETLINK_HEADER.size)[0]
-        return -1 if code == errno.ENOENT else None
-    user, inode = struct.unpack_from("=II", reply, _NETLINK_HEADER.size + _USER_OFFSET)
-    # A closed socket has no owner, and appears to be root's.
-    return int(user) if inode else -1
+        return _CLOSED if code == -errno.ENOENT else None
+    state, user, inode = _REPLY.unpack_from(reply)
+    if (state == _LISTENING) != listening:
+        # Without the connection, the kernel finds a socket that listens at its address.
+        return _CLOSED
+    # A socket without an owner appears to be root's.
+    return int(user) if inode else _UNACCEPTED if state in _OPENED else _CLOSED
 
 
 READ, WRITE = 1, 4

@@ -7,6 +7,9 @@ and the server reports which keys are missing.
 *Reconnecting.* If the connection breaks, the next attempt opens another. Our server recognizes the client and does not
 run a request twice. At torch's server, only idempotent requests are repeated.
 
+*Limits.* A response has a largest size that follows from its request, so a server cannot fill the memory of a client.
+Bytes that are no response raise `DistNetworkError`.
+
 *Emulation.* torch's servers run a `get` in two steps, WAIT and GET, between which another client may delete the key.
 They do not acknowledge a `set`; the reply to a PING behind it shows that the value is in the store.
 
@@ -15,22 +18,26 @@ The meaning of the operations belongs to `store`, their bytes to `protocol`.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
-import struct
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from time import monotonic
 from typing import Any, NoReturn
 
 from torchdist_ref.errors import ArgumentError, DistNetworkError
-from torchdist_ref.stores import sockets
+from torchdist_ref.stores.tcp.client_socket import (
+    ConnectionLost,
+    DeadlineSocket,
+    ServerAddress,
+    open_socket,
+    unreachable,
+)
+from torchdist_ref.stores.tcp.requests import MEMORY_VARIABLE, memory_budget
 from torchdist_ref.stores.tcp.operations import NONCE_MARK, Op, Operation, recognized
 from torchdist_ref.stores.tcp.protocol import (
+    IDENTITY_BYTES,
     MAGIC,
+    MAX_VALUE_BYTES,
     RESPONSE_HEADER,
     ProtocolError,
     Status,
@@ -39,25 +46,25 @@ from torchdist_ref.stores.tcp.protocol import (
     reply_kinds,
     write_request,
 )
-from torchdist_ref.timeouts import CHECK_SECONDS, Deadline, max_sleep
+from torchdist_ref.timeouts import Deadline
 
 MAX_ATTEMPTS = 5
-READ_BYTES = 4096
 BUSY_SECONDS = 0.5
 """Longest wait for responses that a server gives at once."""
-MAX_READ_BYTES = 2**20
+SMALL_REPLY_BYTES = 4096
+MAX_TEXT_BYTES = 64 * 1024
+"""Longest text of a server that refuses a request."""
 _HEADER_BYTES, _unpack_header = RESPONSE_HEADER.size, RESPONSE_HEADER.unpack_from
 _DONE = int(Status.DONE)
+_ONE_VALUE, _WITH_VALUES = frozenset("rq"), frozenset("rqL*")
+_ACKNOWLEDGED = ("", "a")
+"""Replies that the status implies."""
 _PROBE_NONCE = 0x5E7
 _MIN_GRACE_SECONDS = 0.09
 
 
 Ahead = tuple[Operation, tuple[Any, ...]]
 """Request that is sent ahead of another: operation and fields."""
-
-
-class ConnectionLost(Exception):
-    """The connection broke before the response arrived."""
 
 
 class RequestTimeout(Exception):
@@ -89,116 +96,6 @@ def without_grace(seconds: float) -> float:
 
 def _extended(deadline: Deadline) -> Deadline:
     return deadline.extended(grace(deadline.seconds))
-
-
-class DeadlineSocket:
-    """Socket of a client; each call takes a deadline.
-
-    The socket blocks, but for `CHECK_SECONDS` at most on the main thread, so that Ctrl-C is answered. One system call
-    writes a request, one waits for the response and reads it.
-    """
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(True)
-        self._socket = sock
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            sock.setsockopt(socket.SOL_SOCKET, option, _as_option(CHECK_SECONDS))
-        self._limit = CHECK_SECONDS
-        self._buffer = bytearray()
-
-    def send(self, data: bytes, deadline: Deadline) -> None:
-        """Send everything.
-
-        Raises:
-            ConnectionLost: the connection broke.
-            TimeoutError: the deadline passed.
-        """
-        sent = 0
-        while sent < len(data):
-            try:
-                sent += self._socket.send(memoryview(data)[sent:] if sent else data)
-            except (TimeoutError, BlockingIOError):
-                if deadline.passed():
-                    raise TimeoutError from None
-            except OSError as error:
-                raise ConnectionLost(str(error)) from error
-
-    def take(self, size: int, deadline: Deadline) -> bytes:
-        """Return exactly `size` bytes. Raises as `send`."""
-        while len(self._buffer) < size:
-            self._buffer += self.receive(deadline, max(READ_BYTES, min(size - len(self._buffer), MAX_READ_BYTES)))
-        piece = bytes(self._buffer[:size])
-        del self._buffer[:size]
-        return piece
-
-    def take_rest(self) -> bytes:
-        """Return the bytes that were received with those already taken; it may be none."""
-        rest, self._buffer = bytes(self._buffer), bytearray()
-        return rest
-
-    def receive(self, deadline: Deadline, limit: int = READ_BYTES) -> bytes:
-        """Return the next bytes, between 1 and `limit`. Raises as `send`."""
-        longest = CHECK_SECONDS
-        while True:
-            if self._limit != longest or deadline.at - monotonic() < longest:
-                self._limit_wait(deadline, longest)
-            try:
-                data = self._socket.recv(limit)
-            except (TimeoutError, BlockingIOError):
-                longest = max_sleep()
-                continue
-            except OSError as error:
-                raise ConnectionLost(str(error)) from error
-            if not data:
-                raise ConnectionLost("the server closed the connection")
-            return data
-
-    def _limit_wait(self, deadline: Deadline, longest: float) -> None:
-        """Let the next read block until the deadline, and for `longest` seconds at most."""
-        seconds = min(deadline.at - monotonic(), longest)
-        if seconds <= 0:
-            raise TimeoutError
-        if seconds != self._limit:
-            # Not `settimeout`, which would have Python call `poll` before every read and write.
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _as_option(seconds))
-            self._limit = seconds
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._socket.close()
-
-    def abort(self) -> None:
-        """Wake the thread that waits on this socket; it raises `ConnectionLost`."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-
-def _as_option(seconds: float) -> bytes:
-    if os.name == "nt":
-        return struct.pack("@L", max(1, int(seconds * 1000)))
-    return struct.pack("@ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
-
-
-@dataclass
-class ServerAddress:
-    """Server of a store object, shared by all of its connections.
-
-    Attributes:
-        host: host name.
-        port: port number.
-        reached: whether a connection was ever opened.
-        is_ours: whether it is a server of this library.
-        identity: random bytes that a server of ours sends after HELLO; another server at the same port has others.
-    """
-
-    host: str
-    port: int
-    reached: bool = False
-    is_ours: bool = False
-    identity: bytes | None = None
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
 
 
 class ClientConnection:
@@ -257,7 +154,7 @@ class ClientConnection:
                 # A server that was reached and refuses now has ended; one that disconnects may still listen.
                 retry = not self._server.reached or (isinstance(error, ConnectionLost) and pause < 0.1)
                 if deadline.passed() or not retry:
-                    raise self._unreachable(error, deadline) from error
+                    raise unreachable(self._server, error, deadline) from error
                 time.sleep(min(pause, deadline.remaining()))
                 pause = min(pause * 1.5, 0.25)
 
@@ -275,7 +172,7 @@ class ClientConnection:
         Raises:
             RequestTimeout: the keys did not appear in time, or the server did not respond.
             ArgumentError: the server refused the request.
-            DistNetworkError: the connection broke, and the request could not be repeated.
+            DistNetworkError: the connection broke, and the request could not be repeated; or the response is none.
         """
         self._number += 1 + len(ahead) if ahead else 1
         deadline = Deadline(seconds)
@@ -299,6 +196,12 @@ class ClientConnection:
                 raise RequestTimeout(no_response=True) from None
             except (ArgumentError, RequestTimeout):
                 raise
+            except ProtocolError as error:
+                self.close()
+                raise DistNetworkError(
+                    f"{operation.name.lower()}: the server at {self._server} sent what is no response ({error}). "
+                    f"Another program may hold the port, or run another version: check MASTER_ADDR and MASTER_PORT."
+                ) from error
             except BaseException:
                 self.close()  # the next request must not read the response to this one
                 raise
@@ -351,13 +254,20 @@ class ClientConnection:
         if len(response) < _HEADER_BYTES:
             response += sock.take(_HEADER_BYTES - len(response), _extended(deadline))
         number, size, status = _unpack_header(response)
+        if size > SMALL_REPLY_BYTES:
+            _check_size(size, status, operation, fields, len(requests))
         if len(response) < _HEADER_BYTES + size:
             response += sock.take(_HEADER_BYTES + size - len(response), _extended(deadline))
         if number != self._number:
             raise ProtocolError(f"response {number} to request {self._number}")
         if status != _DONE:
             _raise_status(status, response[_HEADER_BYTES:])
-        return read(operation.reply, response, _HEADER_BYTES) if len(response) > _HEADER_BYTES else ()
+        if not size and operation.reply in _ACKNOWLEDGED:
+            return ()
+        reply = read(operation.reply, response, _HEADER_BYTES)
+        if operation is Op.WAIT_GET_ALL and len(reply[0]) != len(fields[0]):
+            raise ProtocolError(f"{len(reply[0])} values of {len(fields[0])} keys")
+        return reply
 
     def _skip_responses(self, sock: DeadlineSocket, count: int, deadline: Deadline) -> bytes:
         """Read the responses to earlier requests; return bytes after them. Raise if one of them was refused."""
@@ -367,6 +277,8 @@ class ClientConnection:
             self._read_identity(sock, extended)
         for _ in range(count):
             _, size, status = _unpack_header(sock.take(_HEADER_BYTES, extended))
+            if size > MAX_TEXT_BYTES:
+                raise ProtocolError(f"a response of {size} bytes to a request without values")
             text = sock.take(size, extended)
             self._unread = max(0, self._unread - 1)
             if status != _DONE:
@@ -381,15 +293,7 @@ class ClientConnection:
     # Handshake
 
     def _open(self, deadline: Deadline) -> DeadlineSocket:
-        addresses = sockets.resolve(self._server.host, self._server.port, deadline)
-        for index, address in enumerate(addresses):
-            try:
-                share = Deadline(deadline.remaining() / (len(addresses) - index))
-                sock = DeadlineSocket(sockets.connect(address, share))
-                break
-            except OSError:
-                if address is addresses[-1]:
-                    raise
+        sock = open_socket(self._server, deadline)
         try:
             self._shake_hands(sock, deadline)
         except BaseException:
@@ -403,7 +307,7 @@ class ClientConnection:
         # VALIDATE and PING go in one write: torch's server drops a client whose first bytes arrive in two parts.
         nonce = NONCE_MARK | int.from_bytes(os.urandom(2), "little")
         sock.send(write_request(Op.VALIDATE, MAGIC) + write_request(Op.PING, nonce), deadline)
-        [echo] = receive(Op.PING.reply, lambda size: sock.take(size, deadline))
+        [echo] = receive(Op.PING.reply, lambda size: sock.take(size, deadline), SMALL_REPLY_BYTES)
         self._framed = echo == recognized(nonce)
         if not self._framed and echo != nonce:
             raise DistNetworkError(
@@ -419,7 +323,9 @@ class ClientConnection:
                 self._read_identity(sock, deadline)
 
     def _read_identity(self, sock: DeadlineSocket, deadline: Deadline) -> None:
-        [identity] = receive(Op.HELLO.reply, lambda size: sock.take(size, deadline))
+        [identity] = receive(Op.HELLO.reply, lambda size: sock.take(size, deadline), 8 + IDENTITY_BYTES)
+        if len(identity) != IDENTITY_BYTES:
+            raise ProtocolError(f"an identity of {len(identity)} bytes instead of {IDENTITY_BYTES}")
         if self._server.identity not in (None, identity):
             raise DistNetworkError(
                 f"TCPStore: the server at {self._server} has been restarted since this client connected, and its "
@@ -428,23 +334,6 @@ class ClientConnection:
         self._server.identity, self._identity_due = identity, False
 
     # Errors
-
-    def _unreachable(self, error: Exception, deadline: Deadline) -> DistNetworkError:
-        server = self._server
-        if server.reached:
-            return DistNetworkError(
-                f"TCPStore: the server at {server} is gone ({error}). Its process (rank 0, or the launcher) has ended "
-                f"or cannot be reached; see the log of that process for the reason."
-            )
-        if isinstance(error, socket.gaierror):
-            return DistNetworkError(
-                f"TCPStore: the host name {server.host!r} did not resolve to an address within "
-                f"{deadline.seconds:g} s ({error.strerror}). Check MASTER_ADDR, or use an IP address."
-            )
-        return DistNetworkError(
-            f"TCPStore: no connection to {server} within {deadline.seconds:g} s ({error}). Check that rank 0, which "
-            f"runs the store, is up and uses the same MASTER_ADDR and MASTER_PORT, and that no firewall is between."
-        )
 
     def _broken(self, operation: Operation, lost: ConnectionLost) -> DistNetworkError:
         return DistNetworkError(
@@ -455,10 +344,32 @@ class ClientConnection:
 
 def _raise_status(status: int, body: bytes) -> NoReturn:
     if status == Status.REFUSED:
-        raise ArgumentError(body.decode())
+        try:
+            text = body.decode()
+        except UnicodeDecodeError as error:
+            raise ProtocolError(f"a refusal that is no text: {error}") from error
+        raise ArgumentError(text)
     if status == Status.CANCELED:
         raise RequestTimeout(read("L", body)[0])
     raise ProtocolError(f"a response of status {status}")
+
+
+def _check_size(size: int, status: int, operation: Operation, fields: tuple[Any, ...], request_bytes: int) -> None:
+    """Raise if a response of our server is longer than its request allows."""
+    limit, hint = max(MAX_TEXT_BYTES, request_bytes + 8), ""
+    if status == _DONE and operation.reply in _ONE_VALUE:
+        limit = 16 + MAX_VALUE_BYTES
+    elif status == _DONE and operation.reply in _WITH_VALUES:
+        limit, hint = _max_values_bytes(request_bytes), f"; {MEMORY_VARIABLE} sets the limit of all values"
+        if operation.request == "K":
+            limit = min(limit, 8 + len(fields[0]) * (8 + MAX_VALUE_BYTES))
+    if size > limit:
+        raise ProtocolError(f"a response of {size} bytes, where at most {limit} are allowed{hint}")
+
+
+def _max_values_bytes(request_bytes: int) -> int:
+    """Return the largest size of values from a store: its memory, and a length for each key in the request."""
+    return memory_budget() + request_bytes
 
 
 # Requests to torch's servers. They refuse nothing, but may disconnect.
@@ -471,12 +382,14 @@ def _exchange_plain(
     waits = operation.unmet is not None
     if not operation.reply:
         sock.send(request + write_request(Op.PING, _PROBE_NONCE), extended)
-        receive(Op.PING.reply, lambda size: sock.take(size, extended))
+        receive(Op.PING.reply, lambda size: sock.take(size, extended), SMALL_REPLY_BYTES)
         return ()
     sock.send(request, extended)
     until = deadline if waits else extended
     try:
-        return receive(reply_kinds(operation, fields), lambda size: sock.take(size, until))
+        # These servers limit no value: `append` may have made it as large as the memory.
+        limit = _max_values_bytes(len(request)) if operation.reply in _WITH_VALUES else SMALL_REPLY_BYTES
+        return receive(reply_kinds(operation, fields), lambda size: sock.take(size, until), limit)
     except TimeoutError:
         if not waits:
             raise

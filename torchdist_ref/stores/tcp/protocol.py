@@ -31,7 +31,10 @@ MAX_KEY_BYTES = 8192
 MAX_VALUE_BYTES = 8 * 2**20
 MAX_KEYS = 131072
 MAX_MESSAGE_BYTES = 12 * 2**20
+IDENTITY_BYTES = 16
+"""Size of the random number by which clients distinguish servers."""
 UNLIMITED = 2**40
+"""Limit of fields in replies: a client limits the whole reply."""
 MANY_VALUES = 1024
 LONG_MESSAGE_BYTES = 64 * 1024
 """Size above which a request with a list is read in turns, so that other clients need not wait for the whole."""
@@ -402,11 +405,20 @@ def extent(kinds: str, number_at: NumberAt, at: int = 0) -> Extent:
     return at
 
 
-def receive(kinds: str, take: Callable[[int], bytes]) -> tuple[Any, ...]:
-    """Return the fields of a message that is not framed; `take` reads exactly that many bytes."""
+def receive(kinds: str, take: Callable[[int], bytes], limit: int) -> tuple[Any, ...]:
+    """Return the fields of a message that is not framed.
+
+    Args:
+        kinds: kinds of its fields.
+        take: function that reads exactly that many bytes.
+        limit: largest size of the message in bytes.
+
+    Raises:
+        ProtocolError: the message is larger, or has another layout.
+    """
     data = bytearray()
     for size in extent(kinds, lambda at: int(_unpack_u64(data, at)[0])):
-        data.extend(take(size - len(data)))
+        data.extend(take(_checked(size, limit) - len(data)))
     return read(kinds, bytes(data))
 
 

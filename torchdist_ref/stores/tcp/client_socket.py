@@ -1,0 +1,190 @@
+"""Sockets of TCPStore's clients: deadlines, and opening one to a server that the client may use.
+
+On loopback, the kernel knows the user that serves a connection. A client sends nothing to a server of another user,
+and believes nothing that it sends: the port may have been free before rank 0 listened there. Do not add the protocol
+here: `client` has requests and responses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from time import monotonic
+
+from torchdist_ref.errors import AuthenticationError, DistNetworkError
+from torchdist_ref.stores import sockets
+from torchdist_ref.timeouts import CHECK_SECONDS, Deadline, max_sleep
+
+READ_BYTES = 4096
+MAX_READ_BYTES = 2**20
+
+
+class ConnectionLost(Exception):
+    """The connection broke before the response arrived."""
+
+
+class DeadlineSocket:
+    """Socket of a client; each call takes a deadline.
+
+    The socket blocks, but for `CHECK_SECONDS` at most on the main thread, so that Ctrl-C is answered. One system call
+    writes a request, one waits for the response and reads it.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        self._socket = sock
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, _as_option(CHECK_SECONDS))
+        self._limit = CHECK_SECONDS
+        self._buffer = bytearray()
+
+    def send(self, data: bytes, deadline: Deadline) -> None:
+        """Send everything.
+
+        Raises:
+            ConnectionLost: the connection broke.
+            TimeoutError: the deadline passed.
+        """
+        sent = 0
+        while sent < len(data):
+            try:
+                sent += self._socket.send(memoryview(data)[sent:] if sent else data)
+            except (TimeoutError, BlockingIOError):
+                if deadline.passed():
+                    raise TimeoutError from None
+            except OSError as error:
+                raise ConnectionLost(str(error)) from error
+
+    def take(self, size: int, deadline: Deadline) -> bytes:
+        """Return exactly `size` bytes. Raises as `send`."""
+        while len(self._buffer) < size:
+            self._buffer += self.receive(deadline, max(READ_BYTES, min(size - len(self._buffer), MAX_READ_BYTES)))
+        piece = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return piece
+
+    def take_rest(self) -> bytes:
+        """Return the bytes that were received with those already taken; it may be none."""
+        rest, self._buffer = bytes(self._buffer), bytearray()
+        return rest
+
+    def receive(self, deadline: Deadline, limit: int = READ_BYTES) -> bytes:
+        """Return the next bytes, between 1 and `limit`. Raises as `send`."""
+        longest = CHECK_SECONDS
+        while True:
+            if self._limit != longest or deadline.at - monotonic() < longest:
+                self._limit_wait(deadline, longest)
+            try:
+                data = self._socket.recv(limit)
+            except (TimeoutError, BlockingIOError):
+                longest = max_sleep()
+                continue
+            except OSError as error:
+                raise ConnectionLost(str(error)) from error
+            if not data:
+                raise ConnectionLost("the server closed the connection")
+            return data
+
+    def _limit_wait(self, deadline: Deadline, longest: float) -> None:
+        """Let the next read block until the deadline, and for `longest` seconds at most."""
+        seconds = min(deadline.at - monotonic(), longest)
+        if seconds <= 0:
+            raise TimeoutError
+        if seconds != self._limit:
+            # Not `settimeout`, which would have Python call `poll` before every read and write.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _as_option(seconds))
+            self._limit = seconds
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def abort(self) -> None:
+        """Wake the thread that waits on this socket; it raises `ConnectionLost`."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def _as_option(seconds: float) -> bytes:
+    if os.name == "nt":
+        return struct.pack("@L", max(1, int(seconds * 1000)))
+    return struct.pack("@ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
+
+
+@dataclass
+class ServerAddress:
+    """Server of a store object, shared by all of its connections.
+
+    Attributes:
+        host: host name.
+        port: port number.
+        reached: whether a connection was ever opened.
+        is_ours: whether it is a server of this library.
+        identity: random bytes that a server of ours sends after HELLO; another server at the same port has others.
+    """
+
+    host: str
+    port: int
+    reached: bool = False
+    is_ours: bool = False
+    identity: bytes | None = None
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def open_socket(server: ServerAddress, deadline: Deadline) -> DeadlineSocket:
+    """Return a socket to a server, at the first of its addresses that accepts.
+
+    Raises:
+        AuthenticationError: the server belongs to another user.
+        OSError: the name does not resolve, or no address accepts before the deadline.
+        ConnectionLost: the server has closed the connection.
+    """
+    addresses = sockets.resolve(server.host, server.port, deadline)
+    for index, address in enumerate(addresses):
+        try:
+            sock = sockets.connect(address, Deadline(deadline.remaining() / (len(addresses) - index)))
+            break
+        except OSError:
+            if address is addresses[-1]:
+                raise
+    try:
+        user = sockets.refused_server(sock)
+        if user is not None:
+            raise _refused(server, user)
+    except BaseException:
+        sock.close()
+        raise
+    return DeadlineSocket(sock)
+
+
+def _refused(server: ServerAddress, user: int) -> Exception:
+    if user < 0:
+        return ConnectionLost("the server closed the connection")
+    return AuthenticationError(
+        f"TCPStore: the server at {server} belongs to user {user}, and this process to user {os.geteuid()}: it may be "
+        f"no part of this job. Choose another MASTER_PORT, run all ranks as one user, or set "
+        f"{sockets.TRUST_NETWORK}=1 if every user of this host may run code in the ranks."
+    )
+
+
+def unreachable(server: ServerAddress, error: Exception, deadline: Deadline) -> DistNetworkError:
+    """Return the error for a server to which no socket could be opened."""
+    if server.reached:
+        return DistNetworkError(
+            f"TCPStore: the server at {server} is gone ({error}). Its process (rank 0, or the launcher) has ended "
+            f"or cannot be reached; see the log of that process for the reason."
+        )
+    if isinstance(error, socket.gaierror):
+        return DistNetworkError(
+            f"TCPStore: the host name {server.host!r} did not resolve to an address within "
+            f"{deadline.seconds:g} s ({error.strerror}). Check MASTER_ADDR, or use an IP address."
+        )
+    return DistNetworkError(
+        f"TCPStore: no connection to {server} within {deadline.seconds:g} s ({error}). Check that rank 0, which "
+        f"runs the store, is up and uses the same MASTER_ADDR and MASTER_PORT, and that no firewall is between."
+    )
