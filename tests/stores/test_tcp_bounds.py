@@ -16,7 +16,8 @@ from tests.stores.test_tcp_protocol import RecordingClient, response_parts, vali
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.stores import TCPStore
 from torchdist_ref.stores.hash import KEYS_IN_PART
-from torchdist_ref.stores.tcp import requests, server
+from torchdist_ref.stores.tcp import releases, server, sessions
+from torchdist_ref.stores.tcp.memory import KEY_OVERHEAD_BYTES, QUEUE_OVERHEAD_BYTES
 from torchdist_ref.stores.tcp.operations import MAX_FILED, Op, Operation
 from torchdist_ref.stores.tcp.protocol import (
     MAGIC,
@@ -29,12 +30,8 @@ from torchdist_ref.stores.tcp.protocol import (
     Status,
     write_request,
 )
-from torchdist_ref.stores.tcp.requests import (
-    AWAITED_OVERHEAD_BYTES,
-    KEY_OVERHEAD_BYTES,
-    QUEUE_OVERHEAD_BYTES,
-    RequestHandler,
-)
+from torchdist_ref.stores.tcp.requests import RequestHandler
+from torchdist_ref.stores.tcp.sessions import AWAITED_OVERHEAD_BYTES, SESSION_OVERHEAD_BYTES
 
 HOST = "127.0.0.1"
 MIB = 2**20
@@ -51,7 +48,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
 
 
 def test_the_default_budget_is_256_mib() -> None:
-    assert RequestHandler().budget == 256 * MIB
+    assert RequestHandler().memory.budget == 256 * MIB
 
 
 def test_a_full_store_names_its_budget_and_has_space_again(small: TCPStore) -> None:
@@ -104,7 +101,7 @@ def really_used(handler: RequestHandler) -> int:
     table = handler.table
     sizes = [len(key) + len(value) for key, value in table.values.items()]
     sizes += [len(value) for queue in table.queues.values() for value in queue]
-    sessions = {*handler._sessions.values(), *handler.disconnected}
+    sessions = {*handler.sessions.sessions.values(), *handler.sessions.disconnected}
     sizes += [sum(map(len, each.on_disconnect)) for each in sessions if each.on_disconnect]
     waiting = {each for by_number in handler.pending.values() for several in by_number.values() for each in several}
     first_fields = [each.request.fields[0] for each in waiting]
@@ -112,12 +109,20 @@ def really_used(handler: RequestHandler) -> int:
     single = [len(field) for field in first_fields if isinstance(field, bytes)]
     queues = sum(len(key) + QUEUE_OVERHEAD_BYTES for key in table.queues)
     awaited = sum(named + single) + AWAITED_OVERHEAD_BYTES * len(named)
-    return sum(sizes) + KEY_OVERHEAD_BYTES * len(sizes) + queues + awaited
+    known = handler.sessions.sessions.values()
+    kept = sum(len(each.name) + SESSION_OVERHEAD_BYTES for each in known)
+    kept += sum(sum(map(len, each.response)) for each in known if each.response and len(each.response) > 1)
+    for batch in handler.releases.batches:
+        queues += sum(len(key) + QUEUE_OVERHEAD_BYTES for key, _ in batch.queues)
+        sizes += [len(value) for _, queue in batch.queues for value in queue]
+        kept += sum(len(prefix) - 1 + KEY_OVERHEAD_BYTES for prefix in batch.prefixes)
+        kept += sum(len(key) + AWAITED_OVERHEAD_BYTES for key in batch.written)
+    return sum(sizes) + KEY_OVERHEAD_BYTES * len(sizes) + queues + awaited + kept
 
 
 def test_the_memory_of_random_requests_is_counted_exactly() -> None:
     handler, generator = RequestHandler(), random.Random(3)
-    handler.budget = 6000
+    handler.memory.budget = 8000
     names = (b"a", b"b", b"c")
     clients = [validated(handler, name) for name in names]
     refused = 0
@@ -155,7 +160,9 @@ def test_the_memory_of_random_requests_is_counted_exactly() -> None:
         handler.handle(client, Request(*request, number))
         sent = client.replies()
         refused += bool(sent) and sent[struct.calcsize("<QQ")] == Status.REFUSED
-        assert handler.used == really_used(handler) <= handler.budget + 100, request
+        assert handler.memory.used == really_used(handler), request
+        # Responses are kept after the request was run.
+        assert handler.memory.used <= handler.memory.budget + 2000, request
     assert refused > 50
 
 
@@ -166,32 +173,35 @@ def test_keys_of_queues_and_what_is_set_at_the_end_of_clients_count_in_the_budge
         lambda number: Request(Op.SET_ON_DISCONNECT, (b"gone %d" % number, bytes(8000), []), 1),
     ):
         handler, statuses = RequestHandler(), list[int]()
-        handler.budget = 1 * MIB
+        handler.memory.budget = 1 * MIB
         for number in range(200):
             client = validated(handler, b"client %d" % number)
             handler.handle(client, request(number))
             statuses.append(response_parts(client.replies())[1])
         done = statuses.count(Status.DONE)
         assert 100 < done < MIB // 8000 and set(statuses[done:]) == {Status.REFUSED}
-        assert handler.used == really_used(handler) <= handler.budget
+        # A client may connect to a full store, to delete keys.
+        session_bytes = 200 * (len(b"client 000") + SESSION_OVERHEAD_BYTES)
+        assert handler.memory.used == really_used(handler) <= handler.memory.budget + session_bytes
 
 
 def test_sessions_that_are_dropped_leave_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "MAX_SESSIONS", 3)
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
+    monkeypatch.setattr(sessions, "SESSION_SECONDS", 0.0)
     handler = RequestHandler()
     for number in range(8):
         client = validated(handler, b"client %d" % number)
         handler.handle(client, Request(Op.SET_ON_DISCONNECT, (b"gone %d" % number, b"value", []), 1))
         handler.remove(client)
-    assert len(handler._sessions) == 3 and handler.used == really_used(handler)
+    assert len(handler.sessions.sessions) == 3 and handler.memory.used == really_used(handler)
     handler.set_for_disconnected(float("inf"))
-    assert len(handler.table.values) == 8 and handler.used == really_used(handler)
+    assert len(handler.table.values) == 8 and handler.memory.used == really_used(handler)
 
 
 def test_the_keys_of_waiting_requests_count_in_the_budget() -> None:
     """Once each of 1000 clients could leave 16 MiB of keys in a server."""
     handler = RequestHandler()
-    handler.budget = 1 * MIB
+    handler.memory.budget = 1 * MIB
     keys = [b"absent %d" % number for number in range(2000)]
     clients = [validated(handler, b"client %d" % number) for number in range(20)]
     statuses = []
@@ -199,19 +209,19 @@ def test_the_keys_of_waiting_requests_count_in_the_budget() -> None:
         handler.handle(client, Request(Op.WAIT, (keys,), 1))
         statuses.append(response_parts(sent)[1:] if (sent := client.replies()) else None)
     held = statuses.count(None)
-    assert held == 8 and handler.used <= handler.budget
+    assert held == 8 and handler.memory.used <= handler.memory.budget
     assert all(status == Status.REFUSED and b"the store is full" in text for status, text in statuses[held:])
     handler.handle(clients[0], Request(Op.CANCEL_WAIT, ()))
     handler.handle(clients[-1], Request(Op.WAIT, (keys,), 2))
     assert clients[-1].pending is not None
     for client in clients:
         handler.remove(client)
-    assert handler.used == 0 and not handler.pending
+    assert handler.memory.used == 0 and not handler.pending
 
 
 def test_kept_responses_of_clients_that_have_gone_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once 600 gone clients kept 605 MiB."""
-    monkeypatch.setattr(requests, "KEPT_RESPONSE_BYTES", 10 * MIB)
+    monkeypatch.setattr(sessions, "KEPT_RESPONSE_BYTES", 10 * MIB)
     handler = RequestHandler()
     for number in range(40):
         client = validated(handler, b"client %d" % number)
@@ -219,8 +229,8 @@ def test_kept_responses_of_clients_that_have_gone_are_bounded(monkeypatch: pytes
         assert len(client.replies()) > MIB
         handler.handle(client, Request(Op.DELETE_KEY, (b"k%d" % number,), 2) if number % 2 else Request(Op.PING, (7,)))
         handler.remove(client)
-        kept = [sum(map(len, each.response)) for each in handler._sessions.values() if each.response]
-        assert sum(kept) == handler._kept <= 10 * MIB
+        kept = [sum(map(len, each.response)) for each in handler.sessions.sessions.values() if each.response]
+        assert sum(kept) == handler.sessions._kept_bytes <= 10 * MIB
 
 
 def test_a_request_that_was_broken_off_leaves_no_memory() -> None:
@@ -262,7 +272,7 @@ def test_silent_connections_are_capped(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = [socket.create_connection((HOST, store.port), timeout=20) for _ in range(20)]
     assert silent[0].recv(1) == b"", "the oldest is closed, long before its time"
     store.set("k", "v")
-    assert len([loop for loop in server._loops if loop.listeners[0].fileno() != -1][-1].connections) <= 10
+    assert len([loop for loop in server._loops if loop.listeners.sockets[0].fileno() != -1][-1].connections) <= 10
     for each in silent:
         each.close()
     store.close()
@@ -281,6 +291,8 @@ def test_a_wait_for_many_keys_is_filed_under_a_few_at_a_time() -> None:
         handler.handle(setter, Request(Op.SET, (key, b"")))
     assert waiter.sent == b""
     handler.handle(setter, Request(Op.SET, (keys[0], b"")))
+    while handler.busy:
+        handler.take_turn()
     assert response_parts(waiter.replies())[1] == Status.DONE and not handler.pending
 
 
@@ -346,7 +358,7 @@ def test_one_turn_on_the_largest_request_is_short(operation: Operation) -> None:
 
 # The keys of a prefix are deleted in turns
 
-DELETED_IN_TURN = requests.PARTS_IN_TURN * KEYS_IN_PART
+DELETED_IN_TURN = releases.PARTS_IN_TURN * KEYS_IN_PART
 RELEASE = Request(Op.RELEASE, (b"group", 1), 5)
 
 
@@ -365,35 +377,35 @@ def test_the_keys_of_a_prefix_are_deleted_in_turns_and_then_its_last_user_is_ans
     handler = large_group()
     first, last, other = (validated(handler, name) for name in (b"first", b"last", b"other"))
     handler.handle(first, Request(Op.RELEASE, (b"group", 2), 1))
-    assert response_parts(first.replies()) == (1, Status.DONE, b"\0") and not handler.releases
+    assert response_parts(first.replies()) == (1, Status.DONE, b"\0") and not handler.busy
     handler.handle(last, Request(Op.RELEASE, (b"group", 2), 1))
     for turn in range(1, 7):
-        assert handler.releases and last.sent == b"" and handler.used == really_used(handler)
+        assert handler.busy and last.sent == b"" and handler.memory.used == really_used(handler)
         handler.handle(other, Request(Op.ADD, (b"group/new", 1), turn))
         assert response_parts(other.replies())[:2] == (turn, Status.DONE)
         handler.handle(other, Request(Op.DELETE_KEY, (b"group/%d" % turn,)))
         other.replies()
-        handler.delete_released()
-        if not handler.releases:
+        handler.take_turn()
+        if not handler.busy:
             break
     assert turn == 5, "two of the turns are for the queue"
     assert response_parts(last.replies()) == (1, Status.DONE, b"\1") and last.pending is None
     left = {key for key in handler.table.values if not key.startswith(b"groups/")}
     assert left == {b"group/new"} and len(handler.table.values) == DELETED_IN_TURN + 1 and not handler.table.queues
-    assert handler.table.values[b"group/new"] == b"5" and handler.used == really_used(handler)
+    assert handler.table.values[b"group/new"] == b"5" and handler.memory.used == really_used(handler)
 
 
-def test_deletions_of_several_prefixes_come_one_after_another() -> None:
-    """Each holds a list of all keys, so that only one may have begun."""
+def test_a_deletion_that_has_begun_ends_before_the_next_one_begins() -> None:
+    """Each holds a list of all keys."""
     handler = large_group()
     clients = [validated(handler, name) for name in (b"a", b"b")]
     handler.handle(clients[0], RELEASE)
     handler.handle(clients[1], Request(Op.RELEASE, (b"groups", 1), 5))
     answered = []
-    while handler.releases:
-        handler.delete_released()
+    while handler.busy:
+        handler.take_turn()
         answered += [index for index, client in enumerate(clients) if client.replies()]
-    assert answered == [0, 1] and not handler.table.values and handler.used == 0
+    assert answered == [0, 1] and not handler.table.values and handler.memory.used == really_used(handler)
 
 
 @pytest.mark.parametrize("reconnects", ["during the deletion", "after it"])
@@ -406,14 +418,14 @@ def test_a_release_that_is_repeated_after_reconnecting_runs_once(reconnects: str
     if reconnects == "during the deletion":
         after = validated(handler, b"me")
         handler.handle(after, RELEASE)
-        assert len(handler.releases) == 1 and after.sent == b""
-    while handler.releases:
-        handler.delete_released()
+        assert len(handler.releases.batches[0].requests) == 1 and after.sent == b""
+    while handler.busy:
+        handler.take_turn()
     if reconnects == "after it":
         after = validated(handler, b"me")
         handler.handle(after, RELEASE)
-    assert response_parts(after.replies()) == (5, Status.DONE, b"\1") and not handler.releases
-    assert len(handler.table.values) == DELETED_IN_TURN and handler.used == really_used(handler)
+    assert response_parts(after.replies()) == (5, Status.DONE, b"\1") and not handler.busy
+    assert len(handler.table.values) == DELETED_IN_TURN and handler.memory.used == really_used(handler)
     handler.handle(after, Request(Op.ADD, (b"next", 1), 6))
     assert response_parts(after.replies())[:2] == (6, Status.DONE)
 
@@ -427,8 +439,8 @@ def test_a_deletion_ends_after_its_client_has_gone(name: bytes) -> None:
     if name:
         handler.handle(again := validated(handler, name), Request(Op.ADD, (b"next", 1), 6))
         assert response_parts(again.replies())[:2] == (6, Status.DONE)
-    while handler.releases:
-        handler.delete_released()
+    while handler.busy:
+        handler.take_turn()
     assert not any(key.startswith(b"group/") for key in handler.table.values) and client.sent == b""
     if name:
         assert again.sent == b"", "it does not expect the response to an older request"
@@ -441,7 +453,7 @@ def test_one_turn_of_the_deletion_of_a_million_keys_is_short() -> None:
     client, longest = validated(handler, b"me"), 0.0
     start = time.thread_time()
     handler.handle(client, RELEASE)
-    while handler.releases:
+    while handler.busy:
         longest, start = max(longest, time.thread_time() - start), time.thread_time()
-        handler.delete_released()
+        handler.take_turn()
     assert max(longest, time.thread_time() - start) < 0.1 and not handler.table.values

@@ -34,7 +34,8 @@ from torchdist_ref.stores.tcp.protocol import (
     write_request,
     write_response,
 )
-from torchdist_ref.stores.tcp.requests import RequestHandler, StoreClient
+from torchdist_ref.stores.tcp.requests import RequestHandler
+from torchdist_ref.stores.tcp.sessions import StoreClient
 
 HANDSHAKE = bytes.fromhex("00cef7853c")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from collections.abc import Iterator
 
@@ -50,8 +51,10 @@ def test_two_listeners_without_descriptors_in_one_turn_are_paused_and_resumed(
     loop: server.ServerLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the second one ended the server's thread: it was no longer registered."""
-    clients = [dial(listener) for listener in loop.listeners]
-    real = [listener.fileno() for listener in loop.listeners]
+    clients = [dial(listener) for listener in loop.listeners.sockets]
+    real, listeners = [listener.fileno() for listener in loop.listeners.sockets], loop.listeners.sockets
+    os.close(loop.listeners._reserve)  # type: ignore[arg-type]
+    loop.listeners._reserve = None
 
     class Refusing:
         def __init__(self, listener: socket.socket) -> None:
@@ -60,13 +63,14 @@ def test_two_listeners_without_descriptors_in_one_turn_are_paused_and_resumed(
         def accept(self) -> None:
             raise OSError(errno.EMFILE, "too many open files")
 
-    listeners = loop.listeners
-    monkeypatch.setattr(loop, "listeners", [Refusing(each) for each in listeners])
-    loop._serve_all([(descriptor, READ) for descriptor in real])
-    assert loop._poller.poll(0) == [], "neither is watched for the time being"
-    monkeypatch.setattr(loop, "listeners", listeners)
-    monkeypatch.setattr(server, "monotonic", lambda: loop._accept_again)
-    loop._check_limits(idle=True)
+    with monkeypatch.context() as without:
+        without.setattr(loop.listeners, "_reopen_reserve", lambda: None)
+        without.setattr(loop.listeners, "sockets", [Refusing(each) for each in listeners])
+        loop._serve_all([(descriptor, READ) for descriptor in real])
+        assert loop._poller.poll(0) == [], "neither is watched for the time being"
+        without.setattr(loop.listeners, "sockets", listeners)
+        without.setattr(server, "monotonic", lambda: loop.listeners.retry_at)
+        loop._check_limits(idle=True)
     loop._serve_all(loop._poller.poll(0))
     assert len(loop.connections) == 2
     for client in clients:
@@ -76,7 +80,7 @@ def test_two_listeners_without_descriptors_in_one_turn_are_paused_and_resumed(
 def test_a_connection_that_cannot_be_watched_is_closed(
     loop: server.ServerLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, poller = dial(loop.listeners[0]), loop._poller
+    client, poller = dial(loop.listeners.sockets[0]), loop._poller
     monkeypatch.setattr(loop, "_poller", FullPoller(loop))
     loop._run_turn()
     assert not loop.connections and not loop._unvalidated
@@ -84,7 +88,7 @@ def test_a_connection_that_cannot_be_watched_is_closed(
         client.recv(1) or client.sendall(bytes(2**20))
     client.close()
     monkeypatch.setattr(loop, "_poller", poller)
-    paused = dial(loop.listeners[0])
+    paused = dial(loop.listeners.sockets[0])
     loop._run_turn()
     [connection] = loop.connections.values()
     loop._poller.unregister(connection.descriptor)

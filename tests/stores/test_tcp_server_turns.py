@@ -15,7 +15,9 @@ from torchdist_ref.stores.hash import KEYS_IN_PART
 from torchdist_ref.stores.tcp import server
 from torchdist_ref.stores.tcp.operations import Op
 from torchdist_ref.stores.tcp.protocol import ITEMS_PER_TURN, MAGIC, MAX_KEYS, Request, write_request
-from torchdist_ref.stores.tcp.requests import PARTS_IN_TURN, RequestHandler, StoreClient
+from torchdist_ref.stores.tcp.releases import PARTS_IN_TURN
+from torchdist_ref.stores.tcp.requests import RequestHandler
+from torchdist_ref.stores.tcp.sessions import StoreClient
 from torchdist_ref.timeouts import Deadline
 
 HANDSHAKE = write_request(Op.VALIDATE, MAGIC)
@@ -125,7 +127,7 @@ def connect_honest(loop: server.ServerLoop, port: int) -> socket.socket:
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_honest_client_is_answered_in_the_next_turn(loop: server.ServerLoop, clock: Clock, attack: str) -> None:
     loop.handler.table.values.update((b"/filler %d" % i, b"") for i in range(KEYS))
-    port = loop.listeners[0].getsockname()[1]
+    port = loop.listeners.sockets[0].getsockname()[1]
     honest = connect_honest(loop, port)
     most = 0
     greedy: list[Greedy] = []
@@ -162,7 +164,7 @@ def test_a_request_of_131072_keys_is_read_in_turns_and_others_are_answered_in_ea
 
     monkeypatch.setattr(RequestHandler, "handle", recorded)
     monkeypatch.setattr(server, "monotonic", lambda: 0.0)
-    port = loop.listeners[0].getsockname()[1]
+    port = loop.listeners.sockets[0].getsockname()[1]
     honest = connect_honest(loop, port)
     long = [Greedy(port, request) for _ in range(2)]
     arrived: list[int] = []
@@ -186,16 +188,16 @@ def test_others_are_answered_in_each_turn_of_a_deletion(loop: server.ServerLoop)
     parts = 5
     keys = parts * PARTS_IN_TURN * KEYS_IN_PART
     loop.handler.table.values.update((b"group/%d" % number, b"") for number in range(keys))
-    port = loop.listeners[0].getsockname()[1]
+    port = loop.listeners.sockets[0].getsockname()[1]
     honest = connect_honest(loop, port)
     last = Greedy(port, write_request(Op.RELEASE, b"group", 1))
     last.push()
-    while not loop.handler.releases:
+    while not loop.handler.busy:
         turn(loop)
     for turns in range(1, 100):
         assert loop._poll_timeout() == 0.0
         assert turns_until_answered(loop, honest, [], turns) == 1
-        if not loop.handler.releases:
+        if not loop.handler.busy:
             break
     for sock in (honest, last.socket):
         sock.close()

@@ -36,6 +36,11 @@ T = TypeVar("T")
 
 KEYS_IN_PART = 256
 """Keys that a part of `Table.delete_in_parts` looks at, or values that it takes from a queue."""
+MAX_NUMBER_BYTES = 20
+"""Longest text of a counter: that of the smallest 64-bit integer."""
+
+DetachedQueue = tuple[bytes, deque[bytes]]
+"""Queue that is no longer in the table, and its key."""
 
 
 class Deleted(NamedTuple):
@@ -50,6 +55,15 @@ class Deleted(NamedTuple):
     values: int
     queues: int
     nbytes: int
+
+
+def _take_part(queues: deque[DetachedQueue]) -> Deleted:
+    """Delete a part of the first of detached queues."""
+    key, queue = queues[0]
+    part = [queue.popleft() for _ in range(min(len(queue), KEYS_IN_PART))]
+    if not queue:
+        queues.popleft()
+    return Deleted(len(part), not queue, sum(map(len, part)) + (not queue) * len(key))
 
 
 def release_counter(prefix: bytes) -> bytes:
@@ -94,7 +108,8 @@ class Table:
         """Return the value of a counter; 0 if it is missing or empty."""
         text = self.values.get(key, b"0")
         try:
-            return int(text.replace(b"_", b"?") or b"0")  # int() accepts 1_000
+            # A value may have megabytes, which int() would read for milliseconds. It also accepts 1_000.
+            return int((text.replace(b"_", b"?") or b"0") if len(text) <= MAX_NUMBER_BYTES else b"?")
         except ValueError:
             hint = f"Its value is {text[:40]!r}; use another key for the counter."
             raise ArgumentError(
@@ -131,37 +146,47 @@ class Table:
         """
         last = self.count_release(prefix, users)
         if last:
-            deque(self.delete_in_parts(prefix), maxlen=0)
+            start = prefix + b"/"
+            deque(self.delete_in_parts(lambda key: key.startswith(start), deque()), maxlen=0)
         return last
 
     def count_release(self, prefix: bytes, users: int) -> bool:
         """Count one more user of a prefix as gone; forget the count after the last one. Return whether it was that."""
         counter = release_counter(prefix)
-        if self.number(counter) + 1 < users:
+        if not self.is_last_release(prefix, users):
             self.add(counter, 1)
             return False
         self.values.pop(counter, None)
         return True
 
-    def delete_in_parts(self, prefix: bytes) -> Iterator[Deleted]:
-        """Delete the keys ``prefix/...`` that exist when the first part is asked for, and yield after each part.
+    def is_last_release(self, prefix: bytes, users: int) -> bool:
+        """Return whether the next user of a prefix to go is the last one."""
+        return self.number(release_counter(prefix)) + 1 >= users
 
-        The store may change between two parts: a key that is set then stays, unless it existed at the start.
+    def detach(self, keys: Iterable[bytes]) -> tuple[Deleted, list[DetachedQueue]]:
+        """Delete values, and take queues out of the table. The queues are not yet counted as deleted."""
+        values = [(key, value) for key in keys if (value := self.values.pop(key, None)) is not None]
+        queues = [(key, queue) for key in keys if (queue := self.queues.pop(key, None))] if self.queues else []
+        return Deleted(len(values), 0, sum(len(key) + len(value) for key, value in values)), queues
+
+    def delete_in_parts(self, dooms: Callable[[bytes], bool], queues: deque[DetachedQueue]) -> Iterator[Deleted]:
+        """Delete the keys of which `dooms` is true when their part is due, and yield after each part.
+
+        Args:
+            dooms: function of a key. It is asked about the keys that exist when the first part is asked for.
+            queues: detached queues, which are freed in parts too. The caller may add some between two parts.
         """
-        start = prefix + b"/"
-        keys = list(self.values)
-        while keys:
-            part = [key for key in keys[-KEYS_IN_PART:] if key.startswith(start) and key in self.values]
+        keys = [*self.values, *self.queues]
+        while keys or queues:
+            if queues:
+                yield _take_part(queues)
+                continue
+            part = [key for key in keys[-KEYS_IN_PART:] if dooms(key)]
             # The list holds the last references to keys, so what it drops at once is freed at once.
             del keys[-KEYS_IN_PART:]
-            yield Deleted(len(part), 0, sum(len(key) + len(self.values.pop(key)) for key in part))
-        for key in [key for key in self.queues if key.startswith(start)]:
-            while queue := self.queues.get(key):
-                part = [queue.popleft() for _ in range(min(len(queue), KEYS_IN_PART))]
-                gone = not queue
-                if gone:
-                    del self.queues[key]
-                yield Deleted(len(part), gone, sum(map(len, part)) + gone * len(key))
+            deleted, detached = self.detach(part)
+            queues += detached
+            yield deleted
 
     def push(self, key: bytes, value: bytes) -> None:
         """Append a value to a queue."""

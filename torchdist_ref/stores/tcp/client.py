@@ -32,7 +32,7 @@ from torchdist_ref.stores.tcp.client_socket import (
     open_socket,
     unreachable,
 )
-from torchdist_ref.stores.tcp.requests import MEMORY_VARIABLE, memory_budget
+from torchdist_ref.stores.tcp.memory import MEMORY_VARIABLE, memory_budget
 from torchdist_ref.stores.tcp.operations import NONCE_MARK, Op, Operation, recognized
 from torchdist_ref.stores.tcp.protocol import (
     IDENTITY_BYTES,

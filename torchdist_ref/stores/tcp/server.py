@@ -8,9 +8,12 @@ on loopback. Each connection has limits:
   `MAX_UNVALIDATED` such connections;
 - unfinished requests hold at most `MEMORY_LIMIT` bytes together. Above that, only one connection may continue a large
   request; the others are not read. One that is unfinished for `HANDSHAKE_SECONDS` while others wait is closed;
-- a client that does not read its replies is not read from;
+- a client that does not read its replies is not read from; unsent replies count in the budget of `memory`, and the
+  clients that have not read for the longest time are disconnected when the budget is used up;
 - a request with a long list is read in turns, one such request after another, and nothing else is read from its client;
-  the keys of a prefix are deleted in turns, too.
+  requests that arrive together end with the turn, and so do the keys of a prefix that are deleted;
+- at most `MAX_NEWCOMERS` connections have sent only greetings, and the oldest of them gives its descriptor to a new
+  client if the process has none left. Other connections may be idle for any time.
 
 The server ends when its `TCPServer` is closed or collected: no thread, descriptor or port stays behind. A forked child
 closes its copies of the sockets at once, so that the port is free when the parent's server ends. Do not add the meaning
@@ -19,7 +22,6 @@ of requests here.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
@@ -27,14 +29,15 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping
 from time import monotonic
-from typing import cast
 
-from torchdist_ref.stores.sockets import READ, TRUST_NETWORK, WRITE, adopt, listen, poller, refused_user
-from torchdist_ref.stores.tcp.protocol import ManyValues, Piece, ProtocolError, RequestDecoder
-from torchdist_ref.stores.tcp.requests import RequestHandler, StoreClient
+from torchdist_ref.stores.sockets import READ, WRITE, adopt, listen, poller
+from torchdist_ref.stores.tcp.connections import TURN_SECONDS, ConnectionOwner, ServerConnection
+from torchdist_ref.stores.tcp.listeners import ListeningSockets
+from torchdist_ref.stores.tcp.operations import Op
+from torchdist_ref.stores.tcp.protocol import ProtocolError
+from torchdist_ref.stores.tcp.requests import RequestHandler
 from torchdist_ref.timeouts import Deadline
 
 logger = logging.getLogger("torchdist_ref.stores")
@@ -46,115 +49,37 @@ MEMORY_LIMIT = 4 * 2**20
 READ_BYTES = 4096
 MAX_READ_BYTES = 64 * 1024
 MAX_UNVALIDATED = 1024
-SEND_PIECES = 64
-SENDS_PER_TURN = 64
-TURN_SECONDS = 0.005
+MAX_NEWCOMERS = 4096
+UNSENT_SHARE = 16
+"""Part of the budget, as its divisor, that unsent replies may always use, also in a store that is full of keys."""
 BRIEF_SECONDS = 0.0005
 """Time of a request that does not count toward `TURN_SECONDS`: many clients with such requests do not end a turn."""
 PAUSED_CHECK_SECONDS = 0.25
-ACCEPT_RETRY_SECONDS = 0.1
 ERROR_PAUSE_SECONDS = 0.1
 STOP_SECONDS = 5.0
-MAX_REPORTED_USERS = 16
+_GREETINGS = (Op.VALIDATE, Op.PING)
 
 
-class ServerConnection(StoreClient):
-    """Socket of one client, with its unfinished requests and unsent replies.
-
-    Attributes:
-        accepted: when the connection was accepted, in seconds of the monotonic clock.
-        unfinished_since: when the unfinished request began to hold memory.
-        counted: bytes that it holds, as the loop has counted them.
-        recent_seconds: time that its requests took lately, in seconds.
-    """
-
-    def __init__(self, loop: ServerLoop, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock, self.loop, self.descriptor = sock, loop, sock.fileno()
-        self.decoder = RequestDecoder()
-        self.send_queue: deque[memoryview] = deque()
-        self.accepted = self.unfinished_since = monotonic()
-        self.counted = 0
-        # A new client comes after those that are known to be quick: its first request may take long.
-        self.recent_seconds = TURN_SECONDS
-        self._more: Iterator[bytes] | None = None
-        self.interest = READ
-        self.closed = False
-
-    def send(self, pieces: Sequence[Piece]) -> None:
-        if not self.send_queue and sum(map(len, pieces)) <= READ_BYTES:
-            # Most replies are small and are sent whole, without the queue. `ManyValues` are longer.
-            whole = b"".join(cast("Sequence[bytes]", pieces))
-            try:
-                sent = self.sock.send(whole) if whole else 0
-            except OSError:
-                sent = 0  # `flush` meets the same error
-            if sent == len(whole):
-                return
-            pieces = [whole[sent:]]
-        for piece in pieces:
-            if isinstance(piece, ManyValues):
-                self._more = piece.pieces()
-            elif piece:
-                self.send_queue.append(memoryview(piece))
-        self.flush()
-
-    def flush(self) -> None:
-        """Send as much of the queue as the socket accepts, a few megabytes at most: others wait for this thread."""
-        try:
-            for _ in range(SENDS_PER_TURN):
-                if self.closed or not self._has_more():
-                    break
-                self._drop_sent(self.sock.sendmsg(list(islice(self.send_queue, SEND_PIECES))))
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self.disconnect(str(error))
-        self._has_more()
-        self.loop.watch(self)
-
-    def _has_more(self) -> bool:
-        """Return whether the queue has anything to send; get the next piece of a long reply if it is empty."""
-        while not self.send_queue and self._more is not None:
-            piece = next(self._more, None)
-            if piece is None:
-                self._more = None
-            else:
-                self.send_queue.append(memoryview(piece))
-        return bool(self.send_queue)
-
-    def _drop_sent(self, size: int) -> None:
-        while self.send_queue and size >= len(self.send_queue[0]):
-            size -= len(self.send_queue.popleft())
-        if size:
-            self.send_queue[0] = self.send_queue[0][size:]
-
-    def disconnect(self, reason: str) -> None:
-        self.loop.drop(self, reason)
-
-
-class ServerLoop:
+class ServerLoop(ConnectionOwner):
     """Event loop of the server's thread. It holds no reference to `TCPServer`, which can be collected."""
 
     def __init__(self, listeners: list[socket.socket]) -> None:
         self.handler = RequestHandler()
-        self.listeners = listeners
+        self._poller = poller()
+        self.listeners = ListeningSockets(listeners, self._poller)
         self.connections: dict[int, ServerConnection] = {}
         self.unused = threading.Event()
         self._unvalidated: dict[ServerConnection, None] = {}
+        self._newcomers: dict[ServerConnection, None] = {}
         self._paused: dict[ServerConnection, None] = {}
+        self._unprocessed: dict[ServerConnection, None] = {}
+        self._readers: dict[ServerConnection, None] = {}
         self._long: deque[ServerConnection] = deque()
-        self._held = 0
-        self._accept_again = 0.0
-        self._listening = False
-        self._refused: set[int] = set()
+        self._held = self._unsent = 0
         self._had_client = False
         self._stopping = False
-        self._poller = poller()
         self._wake_sender, self._wake_receiver = socket.socketpair()
         self._poller.register(self._wake_receiver.fileno(), READ)
-        self._listen(True)
         self.thread = threading.Thread(target=self._run, name="torchdist_ref store server", daemon=True)
 
     def stop(self) -> None:
@@ -171,8 +96,9 @@ class ServerLoop:
         """Close a forked child's copies of the descriptors, which the parent's clients do not notice."""
         # The child shares the epoll instance with the parent: to unregister here would unregister there.
         copies = [connection.sock for connection in self.connections.values()]
-        for sock in [*self.listeners, *copies, self._wake_sender, self._wake_receiver]:
+        for sock in [*copies, self._wake_sender, self._wake_receiver]:
             sock.close()
+        self.listeners.close()
         self._poller.close()
 
     def _run(self) -> None:
@@ -199,6 +125,10 @@ class ServerLoop:
 
         The poller reports the others again, together with clients that have sent requests meanwhile.
         """
+        if self._unprocessed:
+            reported = {descriptor for descriptor, _ in ready}
+            rest = [each.descriptor for each in self._unprocessed]
+            ready += [(descriptor, 0) for descriptor in rest if descriptor not in reported]
         if len(ready) > 1:
             ready.sort(key=self._recent_seconds)
         spent, before = 0.0, monotonic()
@@ -222,10 +152,10 @@ class ServerLoop:
 
     def _serve(self, connection: ServerConnection, events: int) -> None:
         try:
-            if events & ~READ:  # writable, or an error
+            if events & ~READ or connection.unprocessed:  # writable, or an error
                 connection.flush()
                 self._process(connection)
-            if events & ~WRITE and not connection.closed:
+            if events & ~WRITE and not (connection.closed or connection.unprocessed):
                 self._read(connection)
         except Exception:
             self._drop_failed(connection)
@@ -233,25 +163,14 @@ class ServerLoop:
     # Opening and closing connections
 
     def _accept(self, descriptor: int) -> None:
-        try:
-            for listener in (each for each in self.listeners if each.fileno() == descriptor):
-                for _ in range(16):
-                    self._admit(listener.accept()[0])
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            # Other errors concern only the connection, which is closed already.
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                self._make_space(error)
-
-    def _admit(self, sock: socket.socket) -> None:
-        user = refused_user(sock)
-        if user is None:
-            return self._add(ServerConnection(self, sock))
-        sock.close()
-        if user >= 0 and user not in self._refused and len(self._refused) < MAX_REPORTED_USERS:
-            self._refused.add(user)
-            logger.warning("store server: refused a client of user %d; %s=1 would admit it", user, TRUST_NETWORK)
+        for sock in self.listeners.accept(descriptor):
+            self._add(ServerConnection(self, sock))
+        if self.listeners.exhausted:
+            idle = next(iter(self._unvalidated or self._newcomers), None)
+            if idle is not None:
+                self.drop(idle, "its descriptor was needed for another connection")
+            else:
+                self.listeners.turn_away(descriptor)
 
     def _add(self, connection: ServerConnection) -> None:
         try:
@@ -268,24 +187,6 @@ class ServerLoop:
             self.drop(next(iter(self._unvalidated)), "too many clients that sent no request")
         self._unvalidated[connection] = None
 
-    def _make_space(self, error: OSError) -> None:
-        logger.warning("store server: cannot accept a connection: %s", error)
-        if self._unvalidated:
-            self.drop(next(iter(self._unvalidated)), "its descriptor was needed for another connection")
-        else:
-            self._listen(False)
-            self._accept_again = monotonic() + ACCEPT_RETRY_SECONDS
-
-    def _listen(self, wanted: bool) -> None:
-        if wanted is self._listening:
-            return  # two listeners of one turn may both be without a descriptor
-        self._listening = wanted
-        for listener in self.listeners:
-            if wanted:
-                self._poller.register(listener.fileno(), READ)
-            else:
-                self._poller.unregister(listener.fileno())
-
     def drop(self, connection: ServerConnection, reason: str) -> None:
         """Close a connection and forget it."""
         if connection.closed:
@@ -293,8 +194,10 @@ class ServerLoop:
         logger.debug("store server: closed a connection: %s", reason)
         connection.closed = True
         self._held -= connection.counted
+        self._count_unsent(connection, 0)
         del self.connections[connection.descriptor]
-        self._unvalidated.pop(connection, None)
+        for several in (self._unvalidated, self._newcomers, self._unprocessed, self._readers):
+            several.pop(connection, None)
         if connection.decoder.reading:
             self._long.remove(connection)
         if connection in self._paused:
@@ -302,8 +205,7 @@ class ServerLoop:
         else:
             self._poller.unregister(connection.descriptor)
         connection.sock.close()
-        connection.send_queue.clear()
-        connection.decoder.clear()
+        connection.clear()
         self.handler.remove(connection)
         if not self.connections:
             self.unused.set()
@@ -314,13 +216,37 @@ class ServerLoop:
 
     # Reading requests and sending replies
 
-    def watch(self, connection: ServerConnection) -> None:
-        """Poll a connection for writing if it has unsent replies, else for reading."""
+    def watch(self, connection: ServerConnection, progress: bool) -> None:
+        """Poll a connection for writing if it has unsent replies, else for reading, and count these replies."""
         wanted = WRITE if connection.send_queue else READ
-        if wanted != connection.interest and not connection.closed:
+        if connection.closed:
+            return
+        if wanted != connection.interest:
             connection.interest = wanted
             if connection not in self._paused:
                 self._poller.modify(connection.descriptor, wanted)
+        if connection.unsent != connection.counted_unsent or connection in self._readers:
+            self._order_readers(connection, progress)
+
+    def _order_readers(self, connection: ServerConnection, progress: bool) -> None:
+        """Count unsent replies. Beyond the budget, disconnect the clients that have not read for the longest time."""
+        self._count_unsent(connection, connection.unsent)
+        if progress or not connection.unsent:
+            self._readers.pop(connection, None)
+        if connection.unsent:
+            self._readers[connection] = None
+        memory = self.handler.memory
+        while memory.used > memory.budget and self._unsent > memory.budget // UNSENT_SHARE:
+            slowest = next((each for each in self._readers if each is not connection), None)
+            if slowest is None:
+                break
+            self.drop(slowest, "unsent replies held memory that others needed")
+
+    def _count_unsent(self, connection: ServerConnection, unsent: int) -> None:
+        change = unsent - connection.counted_unsent
+        connection.counted_unsent = unsent
+        self._unsent += change
+        self.handler.memory.used += change
 
     def _read(self, connection: ServerConnection) -> None:
         size = self._read_size(connection) if connection.decoder.held else READ_BYTES
@@ -364,19 +290,45 @@ class ServerLoop:
         return max(self.connections.values(), key=lambda connection: connection.decoder.held)
 
     def _process(self, connection: ServerConnection, handled: bool = False) -> None:
-        decoder = connection.decoder
+        decoder, end, late = connection.decoder, monotonic() + TURN_SECONDS, False
         try:
-            while decoder.held and not (connection.closed or connection.send_queue):
+            while decoder.held and not (connection.closed or connection.send_queue or late):
                 if (request := decoder.next()) is None:
                     break
                 self.handler.handle(connection, request)
                 handled = True
+                if not connection.in_use and request.operation not in _GREETINGS:
+                    connection.in_use = True
+                late = monotonic() > end
         except ProtocolError as error:
             self.drop(connection, str(error))
+        if connection.closed:
+            return
+        if (handled and not connection.in_use) or connection in self._newcomers:
+            self._note_newcomer(connection)
         if handled:
             self._unvalidated.pop(connection, None)
-        if (decoder.held or connection.counted) and not connection.closed:
+        if late or connection.unprocessed:
+            self._leave_unprocessed(connection, late)
+        if decoder.held or connection.counted:
             self._count(connection, handled)
+
+    def _note_newcomer(self, connection: ServerConnection) -> None:
+        """Take note of a client that has sent only greetings, or no longer only these."""
+        if connection.in_use:
+            del self._newcomers[connection]
+        elif connection not in self._newcomers:
+            if len(self._newcomers) >= MAX_NEWCOMERS:
+                self.drop(next(iter(self._newcomers)), "too many clients that sent no request")
+            self._newcomers[connection] = None
+
+    def _leave_unprocessed(self, connection: ServerConnection, late: bool) -> None:
+        """Leave the other requests of a connection to its next turn, or take note that there are none."""
+        connection.unprocessed = late and connection.decoder.held > 0
+        if connection.unprocessed:
+            self._unprocessed[connection] = None
+        else:
+            self._unprocessed.pop(connection, None)
 
     def _count(self, connection: ServerConnection, fresh: bool) -> None:
         """Record the memory that a connection's unfinished request holds, and since when."""
@@ -404,28 +356,27 @@ class ServerLoop:
     # Housekeeping
 
     def _poll_timeout(self) -> float | None:
-        if self._long or self.handler.releases:
+        if self._long or self._unprocessed or self.handler.busy:
             return 0.0
-        waits = [self._accept_again - monotonic()] if self._accept_again else []
+        waits = [self.listeners.retry_at - monotonic()] if self.listeners.retry_at else []
         if self._unvalidated:
             waits.append(next(iter(self._unvalidated)).accepted + HANDSHAKE_SECONDS - monotonic())
         if self._paused:
             waits.append(PAUSED_CHECK_SECONDS)
-        if self.handler.disconnected:
-            waits.append(min(self.handler.disconnected.values()) - monotonic())
+        if self.handler.sessions.disconnected:
+            waits.append(min(self.handler.sessions.disconnected.values()) - monotonic())
         return max(0.0, min(waits)) if waits else None
 
     def _check_limits(self, idle: bool) -> None:
         if self._long:
             self._read_on()
-        if self.handler.releases:
-            self.handler.delete_released()
+        if self.handler.busy:
+            self.handler.take_turn()
         now = monotonic()
         # A client that connects again may be among those that wait for this thread.
         self.handler.set_for_disconnected(now if idle else now - BUSY_SECONDS)
-        if self._accept_again and now >= self._accept_again:
-            self._accept_again = 0.0
-            self._listen(True)
+        if self.listeners.retry_at and now >= self.listeners.retry_at:
+            self.listeners.listen(True)
         while self._unvalidated and now >= (first := next(iter(self._unvalidated))).accepted + HANDSHAKE_SECONDS:
             self.drop(first, "no request in time")
         if self._paused:

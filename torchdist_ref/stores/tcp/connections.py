@@ -1,0 +1,134 @@
+"""Connection of the store's server to one client: unfinished requests, and replies that are not sent yet.
+
+Do not add limits over several connections here: `server` has them.
+"""
+
+from __future__ import annotations
+
+import socket
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from time import monotonic
+from typing import cast
+
+from torchdist_ref.stores.sockets import READ
+from torchdist_ref.stores.tcp.protocol import ManyValues, Piece, RequestDecoder
+from torchdist_ref.stores.tcp.sessions import StoreClient
+
+TURN_SECONDS = 0.005
+SMALL_REPLY_BYTES = 4096
+LARGE_REPLY_BYTES = 64 * 1024
+"""Size above which a reply is sent in the connection's own turn: one change may wake many clients."""
+SEND_PIECES = 64
+SENDS_PER_TURN = 64
+
+
+class ConnectionOwner(ABC):
+    """Server, as its connections see it."""
+
+    @abstractmethod
+    def watch(self, connection: ServerConnection, progress: bool) -> None:
+        """Take note of a connection's unsent replies; `progress` is whether some of them were sent now."""
+
+    @abstractmethod
+    def drop(self, connection: ServerConnection, reason: str) -> None:
+        """Close a connection and forget it."""
+
+
+class ServerConnection(StoreClient):
+    """Socket of one client, with its unfinished requests and unsent replies.
+
+    Attributes:
+        accepted: when the connection was accepted, in seconds of the monotonic clock.
+        unfinished_since: when the unfinished request began to hold memory.
+        counted: bytes that it holds, as the loop has counted them.
+        unprocessed: whether whole requests may be left of a turn that took long.
+        unsent: bytes of the pieces of replies that are not sent yet, or in part.
+        counted_unsent: the same, as the loop has counted them.
+        in_use: whether the client has sent anything but greetings.
+        recent_seconds: time that its requests took lately, in seconds.
+    """
+
+    def __init__(self, owner: ConnectionOwner, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock, self.owner, self.descriptor = sock, owner, sock.fileno()
+        self.decoder = RequestDecoder()
+        self.send_queue: deque[memoryview] = deque()
+        self.accepted = self.unfinished_since = monotonic()
+        self.counted = self.unsent = self.counted_unsent = 0
+        self.unprocessed = self.in_use = False
+        # A new client comes after those that are known to be quick: its first request may take long.
+        self.recent_seconds = TURN_SECONDS
+        self._more: Iterator[bytes] | None = None
+        self.interest = READ
+        self.closed = False
+
+    def send(self, pieces: Sequence[Piece]) -> None:
+        size = sum(map(len, pieces))
+        if not self.send_queue and size <= SMALL_REPLY_BYTES:
+            # Most replies are small and are sent whole, without the queue. `ManyValues` are longer.
+            whole = b"".join(cast("Sequence[bytes]", pieces))
+            try:
+                sent = self.sock.send(whole) if whole else 0
+            except OSError:
+                sent = 0  # `flush` meets the same error
+            if sent == len(whole):
+                return
+            pieces, size = [whole[sent:]], size - sent
+        for piece in pieces:
+            if isinstance(piece, ManyValues):
+                self._more = piece.pieces()
+            elif piece:
+                self.send_queue.append(memoryview(piece))
+        self.unsent += size
+        if size <= LARGE_REPLY_BYTES:
+            self.flush()
+        else:
+            self._has_more()
+            self.owner.watch(self, True)
+
+    def flush(self) -> None:
+        """Send as much of the queue as the socket accepts, a few megabytes at most: others wait for this thread."""
+        progress = False
+        try:
+            for _ in range(SENDS_PER_TURN):
+                if self.closed or not self._has_more():
+                    break
+                self._drop_sent(self.sock.sendmsg(list(islice(self.send_queue, SEND_PIECES))))
+                progress = True
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.disconnect(str(error))
+        self._has_more()
+        self.owner.watch(self, progress)
+
+    def clear(self) -> None:
+        """Release the memory of unfinished requests and unsent replies."""
+        self.send_queue.clear()
+        self._more, self.unsent = None, 0
+        self.decoder.clear()
+
+    def _has_more(self) -> bool:
+        """Return whether the queue has anything to send; get the next piece of a long reply if it is empty."""
+        while not self.send_queue and self._more is not None:
+            piece = next(self._more, None)
+            if piece is None:
+                self._more = None
+            else:
+                self.send_queue.append(memoryview(piece))
+        return bool(self.send_queue)
+
+    def _drop_sent(self, size: int) -> None:
+        while self.send_queue and size >= len(self.send_queue[0]):
+            piece = self.send_queue.popleft()
+            size -= len(piece)
+            self.unsent -= len(cast("bytes", piece.obj))  # until now it was in memory as a whole
+        if size:
+            self.send_queue[0] = self.send_queue[0][size:]
+
+    def disconnect(self, reason: str) -> None:
+        self.owner.drop(self, reason)
