@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -275,3 +277,22 @@ def test_a_wrong_size_is_named(text: str) -> None:
 def test_sizes_read_as_they_are_shown() -> None:
     for size in (4, 1000, 1024, 3 << 20, 1 << 30):
         assert parse_size(show_size(size)) == size
+
+
+class Terminal(io.StringIO):
+    """Stream that may be a terminal."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.isatty = lambda: is_terminal  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_bar_shows_the_rounds_on_a_terminal_alone(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal(is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    bar = report.ProgressBar()
+    bar.show("barrier", 1, 4)
+    bar.clear()
+    assert ("barrier" in stream.getvalue(), "25%" in stream.getvalue()) == (is_terminal, is_terminal)
+    assert bool(stream.getvalue()) == is_terminal

@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from torchdist_ref.benchmark import checkouts, competitors, report
-from torchdist_ref.benchmark.rounds import RankContext, Result
+from torchdist_ref.benchmark.rounds import Progress, RankContext, Result
 from torchdist_ref.errors import ArgumentError, UnsupportedError
 
 T = TypeVar("T")
@@ -96,6 +96,7 @@ class Harness:
         against: Folder of the older checkout to compare with; None for none.
         results: Results so far.
         notes: Remarks for the report, such as the reason why a backend was left out.
+        bar: Progress bar.
         shows_parts: Whether tables are printed at each heading, and not only at the end.
     """
 
@@ -104,6 +105,7 @@ class Harness:
         self.against: str | None = getattr(settings, "against_checkout", None)
         self.results: list[Any] = []
         self.notes: list[str] = []
+        self.bar = report.ProgressBar()
         self.shows_parts, self._shown, self._heading = False, 0, ""
         self._pending: list[list[Result]] = [[] for _ in checkouts.SIDES]
 
@@ -147,6 +149,8 @@ class Harness:
                 self.note(event)
             case str():
                 self.head(event)
+            case Progress():
+                self.bar.show(self._heading, event.done, event.rounds)
             case _:
                 self.results.append(event)
 
@@ -156,11 +160,13 @@ class Harness:
             if self.shows_parts:
                 self._show_new()
             self._heading = text
+            self.bar.clear()
             print(f"{text} ...", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
         """Keep a remark, and print it."""
         self.notes.append(text)
+        self.bar.clear()
         print(text, flush=True)
 
     def choose_backends(self, forked: bool = True) -> list[str]:
@@ -184,6 +190,7 @@ class Harness:
         try:
             self.command.run(self)
         finally:
+            self.bar.clear()
             if self.results:
                 self._show_new()
                 if any(isinstance(each, Result) and each.noisy for each in self.results):
@@ -199,6 +206,7 @@ class Harness:
         """Print the tables of results that have not been shown."""
         if new := self.results[self._shown :]:
             self._shown = len(self.results)
+            self.bar.clear()
             print(checkouts.show(new) if self.against else self.command.show(self, new), flush=True)
 
     def _write(self, path: str) -> None:

@@ -7,6 +7,7 @@ A table is a list of columns: a title, and a function from a result to the text 
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import os
 import platform
 import re
@@ -109,6 +110,32 @@ def time(name: str, unit: str) -> Column:
 def ratio(title: str, of: str, to: str) -> Column:
     """Return the column of one contestant's time over another's."""
     return figure(title, (of, to), lambda result: result.ratio(of, to))
+
+
+class ProgressBar:
+    """Bar of the rounds of a measurement, on standard error if that is a terminal and the package `rich` is there."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            # Drawn on `show` alone: a thread that redraws would disturb the measurement.
+            quiet = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
+            self._bar = Progress(console=Console(stderr=True), transient=True, **quiet)
+            self._task = self._bar.add_task("")
+
+    def show(self, text: str, done: int, rounds: int) -> None:
+        """Draw the bar."""
+        if self._bar is not None:
+            self._bar.start()
+            self._bar.update(self._task, description=text, completed=done, total=rounds, refresh=True)
+
+    def clear(self) -> None:
+        """Remove the bar, so that something else can be printed."""
+        if self._bar is not None:
+            self._bar.stop()
 
 
 def draw(target: Any, rows: Sequence[Sequence[Panel]], size: tuple[float, float]) -> None:

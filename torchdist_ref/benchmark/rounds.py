@@ -48,6 +48,14 @@ Turn = Callable[[], Sequence[float]]
 HUB = "hub"
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Report of rank 0 after each round: how many rounds of this measurement are done, and of how many."""
+
+    done: int
+    rounds: int
+
+
 class StartLine:
     """Barrier of a benchmark's ranks, independent of all backends: one word a rank in shared memory.
 
@@ -359,4 +367,5 @@ def take_turns(
                 gc.enable()
         own = sum(context.exchange(process_time() - used))
         disturbed.append(disturbed_by_others(busy_now() - busy_before, own, perf_counter() - wall))
+        context.report(Progress(number + 1, rounds))
     return samples, disturbed
