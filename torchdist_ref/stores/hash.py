@@ -108,8 +108,9 @@ class Table:
         """Return the value of a counter; 0 if it is missing or empty."""
         text = self.values.get(key, b"0")
         try:
-            # A value may have megabytes, which int() would read for milliseconds. It also accepts 1_000.
-            return int((text.replace(b"_", b"?") or b"0") if len(text) <= MAX_NUMBER_BYTES else b"?")
+            if len(text) > MAX_NUMBER_BYTES:
+                raise ValueError  # it may have megabytes, which int() would read for milliseconds
+            return int(text.replace(b"_", b"?") or b"0")  # int() accepts 1_000
         except ValueError:
             hint = f"Its value is {text[:40]!r}; use another key for the counter."
             raise ArgumentError(

@@ -86,6 +86,8 @@ class ListeningSockets:
         try:
             for listener in (each for each in self.sockets if each.fileno() == descriptor):
                 listener.accept()[0].close()
+        except BlockingIOError:
+            pass
         except OSError:
             self.listen(False)
         self._reopen_reserve()

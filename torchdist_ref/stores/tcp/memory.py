@@ -1,8 +1,8 @@
 """Memory of TCPStore's server: the operations on its table, counted against one budget.
 
 Keys, values, queues, the keys of waiting requests, sessions, kept responses, unsent replies and what is set for
-clients that disconnect use at most one budget, 256 MiB by default. A request that would exceed it is refused. Do not add
-clients or sessions here.
+clients that disconnect use at most one budget, 256 MiB by default. A request that would exceed it is refused. Do not
+add clients or sessions here.
 """
 
 from __future__ import annotations

@@ -136,7 +136,8 @@ class RequestHandler:
     def _execute(self, client: StoreClient, request: Request) -> None:
         operation, fields, _ = request
         try:
-            self._settle(operation, fields)
+            if self.releases.batches:
+                self.releases.settle(operation, fields)
             if operation.unmet is not None:
                 return self._execute_or_wait(client, request)
             if operation is Op.RELEASE:

@@ -30,8 +30,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
+from itertools import chain, islice
 from time import monotonic
 
+from torchdist_ref.forks import close_copies_in_child
 from torchdist_ref.stores.sockets import READ, WRITE, adopt, listen, poller
 from torchdist_ref.stores.tcp.connections import TURN_SECONDS, ConnectionOwner, ServerConnection
 from torchdist_ref.stores.tcp.listeners import ListeningSockets
@@ -163,10 +165,12 @@ class ServerLoop(ConnectionOwner):
     # Opening and closing connections
 
     def _accept(self, descriptor: int) -> None:
+        silent = list(islice(self._unvalidated, 1))
         for sock in self.listeners.accept(descriptor):
             self._add(ServerConnection(self, sock))
         if self.listeners.exhausted:
-            idle = next(iter(self._unvalidated or self._newcomers), None)
+            # The kernel reports that even if nobody waits, so a client that was accepted just now must not go.
+            idle = next(chain(silent, self._newcomers), None)
             if idle is not None:
                 self.drop(idle, "its descriptor was needed for another connection")
             else:
@@ -420,7 +424,7 @@ class TCPServer:
             "store server: listening on %s, port %d; see SECURITY.md for what it is trusted with", at, self.port
         )
         loop = ServerLoop(listeners)
-        _loops.add(loop)
+        close_copies_in_child(loop)
         self._loop = loop
         self._finalizer = weakref.finalize(self, _stop, loop, os.getpid())
         loop.thread.start()
@@ -442,15 +446,3 @@ class TCPServer:
 def _stop(loop: ServerLoop, owner: int) -> None:
     if os.getpid() == owner:
         loop.stop()
-
-
-_loops: weakref.WeakSet[ServerLoop] = weakref.WeakSet()
-
-
-def _close_all_copies() -> None:
-    for loop in list(_loops):
-        loop.close_copies()
-    _loops.clear()
-
-
-os.register_at_fork(after_in_child=_close_all_copies)

@@ -170,9 +170,10 @@ class SessionTable:
         """Keep a response until the session's next request. A bare acknowledgement is not counted: it is small."""
         session.response = response
         if len(response) > 1:
-            session.nbytes = sum(map(len, response))
+            nbytes = session.nbytes = sum(map(len, response))
             self._kept[session] = None
-            self._count_kept(session.nbytes)
+            self._kept_bytes += nbytes
+            self._memory.used += nbytes
             while self._kept_bytes > KEPT_RESPONSE_BYTES:
                 oldest = next(iter(self._kept))
                 self.forget_response(oldest)
@@ -180,9 +181,11 @@ class SessionTable:
 
     def forget_response(self, session: ClientSession) -> None:
         """Drop the kept response of a session."""
-        if session.nbytes:
+        nbytes = session.nbytes
+        if nbytes:
             del self._kept[session]
-            self._count_kept(-session.nbytes)
+            self._kept_bytes -= nbytes
+            self._memory.used -= nbytes
         session.response, session.nbytes, session.lost = None, 0, False
 
     def _drop(self, session: ClientSession) -> None:
@@ -197,8 +200,4 @@ class SessionTable:
     def _count_session(self, name: bytes, sign: int) -> None:
         nbytes = sign * (len(name) + SESSION_OVERHEAD_BYTES)
         self._session_bytes += nbytes
-        self._memory.used += nbytes
-
-    def _count_kept(self, nbytes: int) -> None:
-        self._kept_bytes += nbytes
         self._memory.used += nbytes
