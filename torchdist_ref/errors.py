@@ -40,8 +40,8 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Self, TypeVar
 
 from torchdist_ref.error_index import PREFIX, entry_of
 
@@ -108,7 +108,18 @@ class DistError(_Indexed, _ErrorSlot):
 
 
 class DistBackendError(_BackendSlot, DistError):
-    """A backend could not run a call."""
+    """A backend could not run a call.
+
+    Attributes:
+        ranks: Global ranks that did not do their part, as far as they are known.
+    """
+
+    ranks: tuple[int, ...] = ()
+
+    def naming(self, ranks: Iterable[int]) -> Self:
+        """Set `ranks`, and return this error."""
+        self.ranks = tuple(ranks)
+        return self
 
 
 class DistNetworkError(_NetworkSlot, DistError):

@@ -332,7 +332,9 @@ def read_failure(
     if kind in _OF_ALL_RANKS:
         return _OF_ALL_RANKS[kind](text)
     global_rank = int(rank) if members is None else members[int(rank)]
-    return _SAME_TYPE.get(kind, GroupAbortedError)(f"{operation}: rank {global_rank} failed: {text}")
+    error = _SAME_TYPE.get(kind, GroupAbortedError)(f"{operation}: rank {global_rank} failed: {text}")
+    # In a meeting, a rank publishes the death of another one.
+    return error.naming([global_rank] if key == _GROUP_FAILURE_KEY else ())
 
 
 class MemberFailures:
@@ -358,7 +360,8 @@ class MemberFailures:
         self._store = PrefixStore(store.prefix, store.underlying_store) if isinstance(store, WatchedStore) else store
         self._rank, self._members = rank, tuple(members)
         self._processes: dict[int, int] = {}
-        self._found: tuple[type[DistBackendError], str] | None = None
+        # Type and text of the error, and the global ranks that have failed.
+        self._found: tuple[type[DistBackendError], str, tuple[int, ...]] | None = None
 
     def watch(self, processes: Mapping[int, str]) -> None:
         """Look for these processes after a failure, by group rank, each as `process_identity` has described it."""
@@ -381,8 +384,8 @@ class MemberFailures:
             self._bounded(self._look, _LOOK_SECONDS)
         if self._found is None:
             return None
-        kind, text = self._found
-        return kind(f"{operation}: {text}")
+        kind, text, ranks = self._found
+        return kind(f"{operation}: {text}").naming(ranks)
 
     def _bounded(self, use_store: Callable[[], None], seconds: float = _END_SECONDS) -> None:
         """Use the store for a short time: its host may not answer any more."""
@@ -405,20 +408,23 @@ class MemberFailures:
         while self._found is None and monotonic() < deadline:
             published = read_failure(self._store, "", self._members, _GROUP_FAILURE_KEY)
             if isinstance(published, DistBackendError):
-                self._found = type(published), str(published).removeprefix(": ")
+                self._found = type(published), str(published).removeprefix(": "), published.ranks
             elif (death := self._death()) is not None:
-                self._found = RankDiedError, death
+                self._found = RankDiedError, *death
             else:
                 sleep(0.002)
 
-    def _death(self) -> str | None:
-        """Return a text on the processes that have ended, after publishing it: this one may end before others look."""
+    def _death(self) -> tuple[str, tuple[int, ...]] | None:
+        """Return a text on the processes that have ended, and their ranks, after publishing the text.
+
+        This process may end before others look.
+        """
         with contextlib.closing(PeerProcesses(self._processes)) as processes:
             if not (dead := processes.dead()):
                 return None
             endings = [f"rank {self._members[rank]} died ({processes.ending(rank)})" for rank in dead]
         self._publish(dead[0], RankDiedError, text := "; ".join(endings))
-        return text
+        return text, tuple(self._members[rank] for rank in dead)
 
 
 def process_identity() -> str:

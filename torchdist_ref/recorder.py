@@ -32,7 +32,10 @@ Entry = list[Any]
 """Event in the ring buffer; the indices of its fields are the constants below."""
 
 NUMBER, CALL, OPERANDS, START, END, ERROR, FRAMES = range(7)
-"""Fields of an `Entry`. START is 0.0 until the call runs, END until it ends. FRAMES exists at debug level DETAIL."""
+"""Fields of an `Entry`. START is 0.0 until the call runs, END until it ends. FRAMES exists at debug level DETAIL.
+
+ERROR is the empty string, or the text of an exception and the global ranks that it names.
+"""
 
 Frame = tuple[str, str, int]
 """Function, file and line."""
@@ -62,6 +65,7 @@ class CallRecord:
         start: Time at which the backend began, in seconds of `time.perf_counter`; 0.0 if it has not.
         end: Time at which it ended; 0.0 if it has not.
         error: Type and message of the exception that ended it, or the empty string.
+        ranks: Global ranks that the exception names because they did not do their part.
         path: Number below `sequence` of a call that a completion callback made; else 0.
         frames: The caller's stack, innermost frame first; recorded at debug level DETAIL only.
     """
@@ -74,6 +78,7 @@ class CallRecord:
     error: str = ""
     path: int = 0
     frames: tuple[Frame, ...] = ()
+    ranks: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -162,7 +167,7 @@ class Recorder:
 
     def fail(self, entry: Entry, error: BaseException) -> None:
         """Record that a call has ended with an exception, and report that."""
-        entry[END], entry[ERROR] = perf_counter(), message_of(error)
+        entry[END], entry[ERROR] = perf_counter(), (message_of(error), getattr(error, "ranks", ()))
         if self.on_failure is not None:
             self.on_failure(error)
 
@@ -186,5 +191,7 @@ class Recorder:
 
 
 def _record_of(entry: Entry) -> CallRecord:
-    (sequence, path), call, operands, start, end, error, *frames = entry
-    return CallRecord(sequence, call, operands, start, end, error, path, *frames)
+    (sequence, path), call, operands, start, end, failure, *frames = entry
+    error, ranks = failure or ("", ())
+    stack = frames[0] if frames else ()
+    return CallRecord(sequence, call, operands, start, end, error, path, stack, ranks)

@@ -16,7 +16,7 @@ import torch
 
 import torchdist_ref as dist
 from torchdist_ref.debug import flight_recorder
-from torchdist_ref.debug.dumps import DumpError, load_plain_pickle, read_directory, read_file
+from torchdist_ref.debug.dumps import MAX_MEMBERS, DumpError, load_plain_pickle, read_directory, read_file
 from torchdist_ref.debug.verdict import find_verdict
 from torchdist_ref.testing import fill, run
 
@@ -68,6 +68,7 @@ BROKEN: dict[str, Any] = {
     },
     "a number without end": {"time_ns": 10**400},
     "threads that are numbers": {"threads": [1, 2]},
+    "more members than a job has": {"groups": [{"name": "a", "members": [0] * (MAX_MEMBERS + 1), "events": []}]},
 }
 
 

@@ -93,7 +93,8 @@ def test_a_dump_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(flight_recorder, "MAX_EVENTS", 50)
     recorders = [Recorder(1000) for _ in range(5)]
     for index, recorder in enumerate(recorders):
-        membership = type("Facts", (), {"name": f"g{index}", "members": (71,), "rank": 0, "timeout": 1.0})()
+        facts = {"name": f"g{index}", "members": (71,), "rank": 0, "timeout": 1.0, "store": None}
+        membership = type("Facts", (), facts)()
         flight_recorder.register(recorder, membership, "ref")
         shapes = tuple((torch.float32, (2,)) for _ in range(10_000))
         for number in range(100):

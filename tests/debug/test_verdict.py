@@ -8,9 +8,11 @@ import select
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,9 @@ import torch
 import torchdist_ref as dist
 from torchdist_ref import failure_record
 from torchdist_ref.debug import flight_recorder
-from torchdist_ref.debug.dumps import read_directory
-from torchdist_ref.debug.verdict import Verdict, find_verdict
+from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump, read_directory
+from torchdist_ref.debug.verdict import JobGroup, Verdict, find_verdict
+from torchdist_ref.groups.world import current
 from torchdist_ref.testing import RankError, fill, run
 
 SOON = timedelta(milliseconds=200)
@@ -345,3 +348,157 @@ def test_a_rank_behind_on_gloo_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     found = verdict_on(program, 3, tmp_path, monkeypatch, backend="gloo")
     assert (found.kind, found.ranks, found.number) == ("behind", (1,), (1, 0))
     assert "rank 1 made call 0 last, all_reduce(reduction=sum) of float32 [3]," in found.sentence
+
+
+# ---- dumps made by hand: times decide here, and real ranks differ in them
+
+
+def message(op: str, rank: int, peer: int | None, error: str, ranks: tuple[int, ...] = (), start: int = 1) -> Event:
+    return Event((-1, 0), op, f"{op} of {rank}", op, "failed", start, start + 10, error, ranks, peer)
+
+
+def collective(error: str = "", ranks: tuple[int, ...] = (), start: int = 1) -> Event:
+    state = "failed" if error else "completed"
+    return Event((0, 0), "all_reduce", "all_reduce", "all_reduce", state, start, start + 10, error, ranks)
+
+
+def job(events: dict[int, dict[str, list[Event]]], size: int, **more: Any) -> Dumps:
+    """Return dumps of ranks, each with the events of its groups, which have all ranks as members."""
+    groups = {
+        rank: tuple(GroupCalls(name, tuple(range(size)), tuple(calls)) for name, calls in of_rank.items())
+        for rank, of_rank in events.items()
+    }
+    return Dumps({rank: RankDump(rank, f"rank{rank}.json", calls) for rank, calls in groups.items()}, **more)
+
+
+def test_the_death_of_a_rank_that_gave_up_first_is_a_consequence() -> None:
+    found = find_verdict(
+        job(
+            {
+                0: {"world": [message("recv", 0, 1, "RankDiedError: rank 1 died", (1,), 2)]},
+                1: {"world": [message("recv", 1, 2, "RankStalledError: rank 2 did not arrive", (2,))]},
+                2: {"world": []},
+            },
+            3,
+        )
+    )
+    assert (found.kind, found.ranks) == ("behind", (2,)) and "rank 1 waits for it" in found.sentence
+
+
+def test_receives_from_any_rank_are_a_deadlock() -> None:
+    stalled = "RankStalledError: no rank arrived"
+    found = find_verdict(job({rank: {"world": [message("recv", rank, None, stalled)]} for rank in range(3)}, 3))
+    assert found.kind == "deadlock" and "recv of 0 for ranks 1 and 2" in found.sentence
+
+
+def test_a_rank_that_sends_after_the_time_out_is_behind_and_no_part_of_a_deadlock() -> None:
+    found = find_verdict(
+        job(
+            {
+                0: {"world": [message("recv", 0, 1, "RankStalledError: rank 1 did not arrive")]},
+                1: {"world": [message("send", 1, 0, "RankDiedError: rank 0 died", (0,), 20)]},
+            },
+            2,
+        )
+    )
+    assert (found.kind, found.ranks) == ("behind", (1,))
+
+
+def test_a_deadlock_of_two_groups_names_both() -> None:
+    stalled = "RankStalledError: a rank did not arrive"
+    found = find_verdict(job({0: {"a": [collective(stalled)], "b": []}, 1: {"a": [], "b": [collective(stalled)]}}, 2))
+    assert found.kind == "deadlock"
+    assert "rank 0 waits in all_reduce of group 'a' for rank 1" in found.sentence
+    assert "rank 1 waits in all_reduce of group 'b' for rank 0" in found.sentence
+
+
+def test_a_rank_whose_dump_cannot_be_read_is_no_evidence() -> None:
+    stalled, broken = {"world": [collective("RankStalledError: a rank did not arrive")]}, {"rank1.json": "truncated"}
+    found = find_verdict(job({0: stalled, 2: {"world": []}}, 3, skipped=broken))
+    assert (found.kind, found.ranks) == ("behind", (2,))
+    found = find_verdict(job({0: stalled, 2: stalled}, 3, skipped=broken))
+    assert (found.kind, found.ranks) == ("behind", (1,))
+    assert found.sentence.endswith("; the dump of rank 1 could not be read.")
+    died = {"world": [collective("RankDiedError: rank 2 died", (2,))]}
+    assert find_verdict(job({0: died}, 3, skipped=broken)).ranks == (2,)
+    assert find_verdict(job({0: {"world": [collective("RankDiedError: it died")]}}, 3, skipped=broken)).ranks == ()
+
+
+def test_the_members_of_a_large_group_are_listed_once_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[int] = []
+    original = JobGroup.absent
+    monkeypatch.setattr(JobGroup, "absent", lambda self, calls: listed.append(1) or original(self, calls))
+    calls = [replace(collective("RankStalledError: late"), number=(number, 0)) for number in range(50)]
+    found = find_verdict(job({0: {"world": calls}}, 300))
+    assert len(listed) == 1 and len(found.ranks) == 299
+    assert found.sentence.startswith("Ranks 1, 2, 3,") and " and 236 others are behind" in found.sentence
+
+
+# ---- what the errors of real ranks name
+
+
+def dies_in_a_subgroup(rank: int) -> None:
+    group = dist.new_group([1, 2])
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        dist.all_reduce(fill(rank, (4,)), group=group)
+
+
+def test_a_dead_rank_of_a_subgroup_has_its_global_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = verdict_on(dies_in_a_subgroup, 3, tmp_path, monkeypatch)
+    assert (found.kind, found.ranks) == ("died", (2,)) and found.sentence.startswith("Rank 2 died: rank 1 failed in ")
+
+
+def leaves(rank: int) -> None:
+    if rank == 1:
+        dist.destroy_process_group()
+    else:
+        dist.barrier()
+
+
+def test_a_rank_that_destroyed_the_group_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = verdict_on(leaves, 2, tmp_path, monkeypatch)
+    assert (found.kind, found.ranks) == ("behind", (1,)) and found.sentence.endswith("; rank 1 destroyed the group.")
+
+
+def fails_outside(call: Callable[[], object], rank: int) -> None:
+    """Rank 1 makes no call until the others have failed in one that no recorder has."""
+    store = current().store
+    assert store is not None
+    if rank == 1:
+        store.wait(["failed"])
+        return
+    try:
+        call()
+    except dist.DistError as error:
+        flight_recorder.dump_failure(error, rank)
+        store.set("failed", "")
+
+
+OUTSIDE: dict[str, Callable[[], object]] = {
+    "monitored_barrier": lambda: dist.monitored_barrier(timeout=SOON),
+    "new_group": lambda: dist.new_group(timeout=SOON),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_rank_that_is_missing_in_a_call_that_is_not_recorded_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = verdict_on(partial(fails_outside, OUTSIDE[name]), 2, tmp_path, monkeypatch)
+    assert (found.kind, found.ranks) == ("failed", (1,))
+    assert found.sentence.startswith("Rank 0 failed, rank 0 first: RankStalledError: ")
+
+
+def test_groups_of_one_description_are_two_groups(tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        first, second = (dist.new_group(group_desc="pair") for _ in range(2))
+        dist.barrier(first)
+        dist.all_reduce(fill(rank, (1,)), group=second)
+        flight_recorder.dump(tmp_path)
+
+    run(program, 2, ranks="processes")
+    for dump in read_directory(tmp_path).ranks.values():
+        calls = {group.name: [event.op for event in group.events] for group in dump.groups}
+        assert calls == {"world": [], "pair (group/1)": ["barrier"], "pair (group/2)": ["all_reduce"]}

@@ -15,7 +15,7 @@ from typing import Any
 
 from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump, read_directory
 from torchdist_ref.debug.flight_recorder import request, write_privately
-from torchdist_ref.debug.verdict import find_verdict, number_text, place
+from torchdist_ref.debug.verdict import MAX_NAMED, find_verdict, number_text, place
 from torchdist_ref.processes import redirect_to_null
 
 _COLUMNS = ("rank", "group", "last completed", "not completed", "state", "where")
@@ -57,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def table(dumps: Dumps) -> str:
     """Return a table with a row for each rank and group: its last completed call, and the first that is not."""
     rows = [_COLUMNS, *(_row(dump, group) for dump in dumps.ranks.values() for group in dump.groups)]
-    rows += [(str(rank), "", "", "", "no dump", "") for rank in dumps.missing]
+    rows += [(str(rank), "", "", "", "no dump", "") for rank in dumps.missing[:MAX_NAMED]]
+    if (more := len(dumps.missing) - MAX_NAMED) > 0:
+        rows.append((f"{more} others", "", "", "", "no dump", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])

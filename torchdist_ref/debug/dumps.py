@@ -13,7 +13,7 @@ import pickle
 import pickletools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +23,7 @@ from torchdist_ref.recorder import Frame
 
 MAX_FILE_BYTES = 64 << 20
 MAX_PICKLE_OPERATIONS = 20_000_000
+MAX_MEMBERS = 1 << 17
 
 # Operations of a pickle that make plain data. Every other one could import or call something.
 _PLAIN = frozenset(
@@ -51,6 +52,7 @@ class Event:
         start_ns: Time of day at which it began, in nanoseconds; 0 if it has not.
         end_ns: Time of day at which it ended; 0 if it has not, or if that is not known.
         error: Type and message of its exception, or the empty string.
+        ranks: Global ranks that the exception names because they did not do their part.
         peer: Global rank of the other side of a message; None for collectives and if any rank may send.
         nbytes: Size of the largest operand in bytes.
         frames: The caller's stack, innermost frame first, if it was recorded.
@@ -64,6 +66,7 @@ class Event:
     start_ns: int = 0
     end_ns: int = 0
     error: str = ""
+    ranks: tuple[int, ...] = ()
     peer: int | None = None
     nbytes: int = 0
     frames: tuple[Frame, ...] = ()
@@ -82,11 +85,13 @@ class GroupCalls:
         name: The group's name.
         members: Global ranks, in group order.
         events: Oldest first.
+        key: Text that tells the group from others of its name; empty if the dump has none.
     """
 
     name: str
     members: tuple[int, ...]
     events: tuple[Event, ...]
+    key: str = ""
 
     @property
     def collectives(self) -> dict[tuple[int, int], Event]:
@@ -107,6 +112,7 @@ class RankDump:
         reason: Cause of the dump, if known.
         error: Type and message of the exception that caused it, or the empty string.
         error_frames: Stack of that exception, innermost frame first.
+        error_ranks: Global ranks that it names because they did not do their part.
         program: Stack of the thread that runs the program, innermost frame first.
         groups: The calls of each group.
     """
@@ -120,6 +126,7 @@ class RankDump:
     reason: str = ""
     error: str = ""
     error_frames: tuple[Frame, ...] = ()
+    error_ranks: tuple[int, ...] = ()
     program: tuple[Frame, ...] = ()
 
 
@@ -135,9 +142,15 @@ class Dumps:
     ranks: Mapping[int, RankDump]
     skipped: Mapping[str, str] = field(default_factory=dict)
 
+    def lack(self, rank: int) -> str:
+        """Return why there is no dump of a rank, in words."""
+        names = (re.search(r"(\d+)(?:\.\w+)?$", name) for name in self.skipped)
+        unreadable = any(found is not None and int(found[1]) == rank for found in names)
+        return f"the dump of rank {rank} could not be read" if unreadable else f"rank {rank} left no dump"
+
     @property
     def missing(self) -> tuple[int, ...]:
-        """Members of the groups that have left no dump."""
+        """Members of the groups that have left no dump that can be read."""
         members = {member for dump in self.ranks.values() for group in dump.groups for member in group.members}
         return tuple(sorted(members - set(self.ranks)))
 
@@ -164,7 +177,20 @@ def read_directory(directory: str | Path) -> Dumps:
             skipped[dump.source] = f"of attempt {dump.attempt}, and the last one is {last}"
         else:
             ranks[dump.rank] = dump
-    return Dumps(dict(sorted(ranks.items())), skipped)
+    return Dumps(_with_unique_names(dict(sorted(ranks.items()))), skipped)
+
+
+def _with_unique_names(ranks: dict[int, RankDump]) -> dict[int, RankDump]:
+    """Add the key to the names of groups that share a name."""
+    keys: dict[str, set[str]] = {}
+    for dump in ranks.values():
+        for group in dump.groups:
+            keys.setdefault(group.name, set()).add(group.key)
+
+    def unique(group: GroupCalls) -> GroupCalls:
+        return group if len(keys[group.name]) == 1 else replace(group, name=f"{group.name} ({group.key})")
+
+    return {rank: replace(dump, groups=tuple(map(unique, dump.groups))) for rank, dump in ranks.items()}
 
 
 def read_file(path: Path) -> RankDump:
@@ -262,6 +288,17 @@ def _frames(value: Any) -> tuple[Frame, ...]:
     return tuple((_text(name), _text(file), _int(line)) for name, file, line in _list(value))
 
 
+def _members(value: Sequence[Any]) -> tuple[int, ...]:
+    if len(value) > MAX_MEMBERS:
+        _refuse(f"a group of more than {MAX_MEMBERS} members")
+    return tuple(map(_int, value))
+
+
+def _ranks(content: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ranks that an error names; dumps of earlier releases have none."""
+    return _members(_list(content.get("ranks", ())))
+
+
 def _shapes(value: Any) -> list[list[int]]:
     return [[_int(extent) for extent in _list(shape)] for shape in _list(value)]
 
@@ -283,14 +320,15 @@ def _our_dump(content: dict[str, Any], source: str) -> RankDump:
         reason=_text(content["reason"]),
         error="" if error is None else _text(error["text"]),
         error_frames=() if error is None else _frames(error["frames"]),
+        error_ranks=() if error is None else _ranks(error),
         program=_frames(threads[0]["frames"]) if threads else (),
     )
 
 
 def _our_group(content: dict[str, Any], stacks: Sequence[tuple[Frame, ...]]) -> GroupCalls:
-    members = tuple(map(_int, _list(content["members"])))
+    members = _members(_list(content["members"]))
     events = tuple(_our_event(event, members, stacks) for event in _list(content["events"]))
-    return GroupCalls(_text(content["name"]), members, events)
+    return GroupCalls(_text(content["name"]), members, events, _text(content.get("key", "")))
 
 
 def _our_event(content: dict[str, Any], members: Sequence[int], stacks: Sequence[tuple[Frame, ...]]) -> Event:
@@ -308,6 +346,7 @@ def _our_event(content: dict[str, Any], members: Sequence[int], stacks: Sequence
         start_ns=_int(content["start_ns"]),
         end_ns=_int(content["end_ns"]),
         error=_text(content["error"]),
+        ranks=_ranks(content),
         peer=None if peer is None else members[_int(peer)],
         nbytes=_int(content["nbytes"]),
         frames=() if stack is None else stacks[_int(stack)],
@@ -348,7 +387,7 @@ def _torchs_dump(content: dict[str, Any], source: str) -> RankDump:
 def _torchs_members(configured: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """Return the members of a group; the default group is listed without a name by some versions."""
     found = configured.get(name) or configured.get("") or {}
-    return tuple(map(_int, json.loads(_text(found.get("ranks", "[]")))))
+    return _members(_list(json.loads(_text(found.get("ranks", "[]")))))
 
 
 def _torchs_event(entry: dict[str, Any], members: Sequence[int]) -> Event:

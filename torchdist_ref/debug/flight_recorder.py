@@ -45,6 +45,7 @@ SIGNAL_VARIABLE = "TORCHDIST_REF_FLIGHT_RECORDER_SIGNAL"
 MAX_EVENTS = 20_000
 MAX_GROUPS = 1_000
 MAX_OPERANDS = 16
+MAX_RANKS = 64
 MAX_STACKS = 2_000
 MAX_FRAMES = 64
 MAX_THREADS = 64
@@ -64,6 +65,7 @@ class RecordedGroup:
         rank: This rank in the group.
         timeout: Time-out of its calls in seconds.
         thread: The thread that created it, on which the rank's program runs.
+        key: Text that tells the group from others of its name, the same on all ranks.
     """
 
     name: str
@@ -72,6 +74,7 @@ class RecordedGroup:
     rank: int
     timeout: float
     thread: int
+    key: str
 
     @property
     def global_rank(self) -> int:
@@ -96,7 +99,8 @@ def register(recorder: Recorder, membership: Membership, backend: str) -> None:
         backend: Name of its backend.
     """
     m = membership
-    group = RecordedGroup(m.name, backend, m.members, m.rank, m.timeout, threading.get_ident())
+    key = getattr(m.store, "prefix", "")
+    group = RecordedGroup(m.name, backend, m.members, m.rank, m.timeout, threading.get_ident(), key)
     with _groups_lock:
         _groups[recorder] = group
     _dumped_failures.pop(group.global_rank, None)
@@ -114,7 +118,9 @@ def snapshot(rank: int, reason: str, error: BaseException | None = None) -> dict
         reason: Cause of the dump.
         error: The exception that caused it, if any.
     """
-    groups = list({group.name: (recorder, group) for recorder, group in _of_rank(rank)}.values())[-MAX_GROUPS:]
+    # Of an earlier world, a group may have the same name and key.
+    latest = {(group.name, group.key): (recorder, group) for recorder, group in _of_rank(rank)}
+    groups = list(latest.values())[-MAX_GROUPS:]
     stacks: dict[tuple[Frame, ...], int] = {}
     wall = time.time() - time.perf_counter()
     most = max(1, MAX_EVENTS // max(1, len(groups)))
@@ -134,6 +140,7 @@ def snapshot(rank: int, reason: str, error: BaseException | None = None) -> dict
         "groups": [
             {
                 "name": group.name,
+                "key": group.key[:MAX_TEXT],
                 "backend": group.backend,
                 "members": group.members,
                 "rank": group.rank,
@@ -180,12 +187,17 @@ def _event(event: CallRecord, wall: float, stacks: dict[tuple[Frame, ...], int])
         "start_ns": int((event.start + wall) * 1e9) if event.start else 0,
         "end_ns": int((event.end + wall) * 1e9) if event.end else 0,
         "error": event.error[:MAX_TEXT],
+        "ranks": event.ranks[:MAX_RANKS],
         "stack": stack,
     }
 
 
 def _error(error: BaseException) -> dict[str, Any]:
-    return {"text": message_of(error)[:MAX_TEXT], "frames": frames_of_traceback(error.__traceback__)}
+    return {
+        "text": message_of(error)[:MAX_TEXT],
+        "frames": frames_of_traceback(error.__traceback__),
+        "ranks": getattr(error, "ranks", ())[:MAX_RANKS],
+    }
 
 
 def frames_of_traceback(trace: TracebackType | None) -> list[Frame]:

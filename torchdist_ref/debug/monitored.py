@@ -87,16 +87,18 @@ def _missing_error(
     names = ", ".join(str(members[position]) for position in absent)
     ranks = f"Rank{'s' if len(absent) > 1 else ''} {names}"
     here = f"[Rank {members[rank]}]: {ranks} failed to pass monitoredBarrier"
+    missing = [members[position] for position in absent]
     if failure is not None:
-        return RankDiedError(f"{here} (group {name!r}). {failure}")
+        return RankDiedError(f"{here} (group {name!r}). {failure}").naming(missing)
     text = f"{here} in {timeout.total_seconds() * 1000:.0f} ms (group {name!r})."
     if rank in absent:
-        return RankStalledError(f"{text} This rank arrived after the others had timed out in monitoredBarrier.")
+        late = "This rank arrived after the others had timed out in monitoredBarrier."
+        return RankStalledError(f"{text} {late}").naming(missing)
     reached = f"Rank {members[rank]} successfully reached monitoredBarrier, but received errors while waiting"
     return RankStalledError(
         f"{text} {reached}: {ranks} timed out in monitoredBarrier. Check whether these ranks are alive, and at which "
         "call they are."
-    )
+    ).naming(missing)
 
 
 def _delete_round(store: Store, number: int, rank: int) -> None:

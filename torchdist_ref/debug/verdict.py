@@ -2,7 +2,9 @@
 
 Four questions are asked in this order, since each kind of failure causes those below it: Did ranks make different
 calls under one number? Has a rank raised an exception of its own? Has a rank died? For which rank do the others wait?
-The answer to the last one is the end of a chain: a rank may wait for one that waits for a third.
+The answer to the last one is the end of a chain: a rank may wait for one that waits for a third. A rank whose own
+time-out passed before it ended waited itself: its death is a consequence. A rank without a dump that can be read is no
+evidence of anything.
 
 Do not add ways to read dumps here: they belong to `dumps`.
 """
@@ -11,8 +13,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import eq
 
 from torchdist_ref.debug.call_sites import frame_text, user_frames
@@ -21,6 +24,8 @@ from torchdist_ref.recorder import Frame
 
 Number = tuple[int, int]
 
+MAX_NAMED = 64
+"""Ranks that a sentence lists."""
 # Failures that a rank has because of another one.
 _CAUSED_BY_ANOTHER = ("GroupAbortedError", "RankDiedError", "RankStalledError")
 
@@ -31,7 +36,7 @@ class Verdict:
 
     Attributes:
         kind: ``"mismatch"``, ``"swapped"``, ``"skipped"``, ``"raised"``, ``"died"``, ``"late"``, ``"behind"``,
-            ``"deadlock"``, ``"pending"``, ``"sites"`` or ``"nothing"``.
+            ``"deadlock"``, ``"pending"``, ``"sites"``, ``"failed"`` or ``"nothing"``.
         ranks: The ranks to look at; several if the dumps do not show who is wrong.
         sentence: The verdict in words.
         group: Name of the group, if there is one.
@@ -70,6 +75,10 @@ class JobGroup:
         """Return the calls of the ranks that have made one with this number."""
         return {rank: calls[number] for rank, calls in self.calls.items() if number in calls}
 
+    def absent(self, calls: Mapping[int, Event]) -> frozenset[int]:
+        """Return the members that lack among those of a call; ones without dumps only if no other one lacks."""
+        return frozenset(set(self.calls) - set(calls) or set(self.members) - set(calls))
+
 
 def job_groups(dumps: Dumps) -> list[JobGroup]:
     """Return the groups of a job; those of one name but other members are different groups."""
@@ -92,13 +101,14 @@ def find_verdict(dumps: Dumps) -> Verdict:
     groups = job_groups(dumps)
     if not dumps.ranks:
         return Verdict("nothing", (), "There is no dump to read.")
-    for find in (_difference, _raised, _death, _wait, _pending, _call_sites, _raised_afterward):
+    for find in (_difference, _raised, _death, _wait, _pending, _call_sites, _raised_afterward, _failed):
         found = find(dumps, groups)
         if found is not None:
             return found
     text = "No rank waits for another, and all calls agree"
     if dumps.missing:
-        return Verdict("nothing", dumps.missing, f"{text}, but {_ranks(dumps.missing)} left no dump.")
+        lack = "; ".join(map(dumps.lack, dumps.missing[:MAX_NAMED]))
+        return Verdict("nothing", dumps.missing, f"{text}, but {lack}.")
     return Verdict("nothing", (), f"{text}.")
 
 
@@ -112,6 +122,8 @@ def _ranks(ranks: Iterable[int]) -> str:
     ('rank 2', 'ranks 0, 1 and 3')
     """
     names = [str(rank) for rank in sorted(ranks)]
+    if len(names) > MAX_NAMED:
+        names[MAX_NAMED - 1 :] = [f"{len(names) - MAX_NAMED + 1} others"]
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
@@ -244,41 +256,47 @@ def _short(text: str, most: int = 300) -> str:
 
 
 def _death(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
-    """Return the verdict on ranks that others found dead."""
+    """Return the verdict on ranks that others found dead, and that had not given up themselves."""
+    gave_up = {rank for rank, dump in dumps.ranks.items() if _gave_up(dump)}
     reports = [
-        (event.end_ns, rank, group, number, event)
-        for group in groups
-        for rank, calls in group.calls.items()
-        for number, event in calls.items()
-        if event.error.startswith("RankDiedError")
-    ]
-    messages = [
-        (event.end_ns, dump.rank, event)
+        (event.is_message, event.end_ns, dump.rank, group, event)
         for dump in dumps.ranks.values()
         for group in dump.groups
         for event in group.events
-        if event.is_message and event.error.startswith("RankDiedError")
+        if event.error.startswith("RankDiedError") and not gave_up.issuperset(event.ranks or (None,))
     ]
-    if not reports and not messages:
+    if not reports:
         return None
-    if reports:
-        _, witness, group, number, event = min(reports, key=lambda report: report[0])
-        where = f"call {number_text(number)} of group {group.name!r}, {event.text}"
-        name, at, failed = group.name, number, [r for r, e in group.at(number).items() if e.state == "failed"]
-    else:
-        _, witness, event = min(messages, key=lambda report: report[0])
-        where, name, at, failed = event.text, "", None, [witness]
-    dead = tuple(sorted(set(_named_dead(event.error)))) or dumps.missing
+    _, _, witness, group, event = min(reports, key=lambda report: report[:3])
+    number = None if event.is_message else event.number
+    failed = [
+        rank
+        for _, _, rank, other, call in reports
+        if rank == witness or (number is not None and (other.name, call.number) == (group.name, number))
+    ]
+    where = f"{event.text}" if number is None else f"call {number_text(number)} of group {group.name!r}, {event.text}"
+    dead = tuple(sorted(set(event.ranks) - gave_up))
     which = _ranks(dead) if dead else "a rank"
-    cause = next(iter(re.findall(r"\brank \d+ died \(([^()]*)\)", event.error)), "")
-    witnesses = f"{_ranks(failed)} failed in {where}{_at(dumps.ranks[witness], event)}"
+    cause = next(iter(re.findall(r"\bdied \(([^()]*)\)", event.error)), "")
+    witnesses = f"{_ranks(set(failed))} failed in {where}{_at(dumps.ranks[witness], event)}"
     sentence = f"{_capital(which)} died: {witnesses}{f' ({cause})' if cause else ''}."
-    return Verdict("died", dead, sentence, name, at)
+    return Verdict("died", dead, sentence, "" if number is None else group.name, number)
 
 
-def _named_dead(error: str) -> Iterator[int]:
-    for found in re.finditer(r"\brank (\d+) died\b", error):
-        yield int(found[1])
+def _gave_up(dump: RankDump) -> bool:
+    """Return whether a time-out of a rank's own passed, so that it was waiting for another one."""
+    events = (event for group in dump.groups for event in group.events)
+    return any(error.startswith("RankStalledError") for error in (dump.error, *(event.error for event in events)))
+
+
+def _failed(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
+    """Return the verdict on the first error that ended a rank in a call that is not recorded, as those of stores."""
+    failed = [dump for dump in dumps.ranks.values() if dump.error]
+    if not failed:
+        return None
+    first = min(failed, key=lambda dump: dump.time_ns)
+    sentence = f"{_capital(_ranks(dump.rank for dump in failed))} failed, rank {first.rank} first"
+    return Verdict("failed", first.error_ranks, f"{sentence}: {_short(first.error)}{_at(first)}.")
 
 
 # ---- waits
@@ -299,9 +317,7 @@ def _wait(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
     late = _late(dumps, groups)
     if late is not None:
         return late
-    waits: dict[int, _Wait] = {}
-    for each in sorted(_waits(dumps, groups), key=lambda wait: (not wait.event.start_ns, wait.event.start_ns)):
-        waits.setdefault(each.rank, each)
+    waits = _waits(dumps, groups)
     if not waits:
         return None
     rank, chain = min(waits), []
@@ -312,12 +328,16 @@ def _wait(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
     if rank in waits:
         cycle = chain[chain.index(rank) :]
         steps = ", ".join(
-            f"rank {r} waits in {waits[r].event.text}{_at(dumps.ranks[r], waits[r].event)} for {_ranks(waits[r].ends)}"
+            f"rank {r} waits in {_where(waits[r])}{_at(dumps.ranks[r], waits[r].event)} for {_ranks(waits[r].ends)}"
             for r in cycle
         )
         return Verdict("deadlock", tuple(sorted(cycle)), f"{_capital(_ranks(cycle))} wait for each other: {steps}.")
-    last = waits[chain[-1]]
-    return _behind(dumps, groups, last, waits)
+    return _behind(dumps, groups, waits[chain[-1]], waits)
+
+
+def _where(wait: _Wait) -> str:
+    """Return the call of a wait, with the group that it is on if that matters."""
+    return wait.event.text if wait.event.is_message else f"{wait.event.text} of group {wait.group!r}"
 
 
 def _behind(dumps: Dumps, groups: Sequence[JobGroup], last: _Wait, waits: Mapping[int, _Wait]) -> Verdict:
@@ -329,7 +349,8 @@ def _behind(dumps: Dumps, groups: Sequence[JobGroup], last: _Wait, waits: Mappin
         same = [last.rank]
     waiting = f"{_ranks(same)} {'waits' if len(same) == 1 else 'wait'}"
     pronoun = "it" if len(absent) == 1 else "them"
-    states = "; ".join(_state(dumps, groups, rank, last.group) for rank in absent)
+    left = {r for r in last.event.ranks if " destroyed the group" in last.event.error}
+    states = "; ".join(_state(dumps, groups, rank, last.group, rank in left) for rank in absent[:MAX_NAMED])
     verb = "is" if len(absent) == 1 else "are"
     where = _at(dumps.ranks[last.rank], last.event)
     sentence = (
@@ -343,11 +364,13 @@ def _key(wait: _Wait) -> tuple[str, Number, str]:
     return wait.group, wait.event.number, wait.event.op
 
 
-def _state(dumps: Dumps, groups: Sequence[JobGroup], rank: int, name: str) -> str:
-    """Return what is known about a rank that others wait for."""
+def _state(dumps: Dumps, groups: Sequence[JobGroup], rank: int, name: str, left: bool) -> str:
+    """Return what is known about a rank that others wait for; `left` if it has destroyed the group."""
     dump = dumps.ranks.get(rank)
+    if left:
+        return f"rank {rank} destroyed the group"
     if dump is None:
-        return f"rank {rank} left no dump"
+        return dumps.lack(rank)
     calls = next((group.calls.get(rank, {}) for group in groups if group.name == name and rank in group.members), {})
     last = calls[max(calls)] if calls else None
     made = f"made call {number_text(last.number)} last, {last.text}," if last else "has made no call on it"
@@ -355,24 +378,46 @@ def _state(dumps: Dumps, groups: Sequence[JobGroup], rank: int, name: str) -> st
     return f"rank {rank} {made} and is at {where}" if where else f"rank {rank} {made.rstrip(',')}"
 
 
-def _waits(dumps: Dumps, groups: Sequence[JobGroup]) -> Iterator[_Wait]:
-    """Yield the calls that have not ended, or ran into a time-out, and the ranks that they wait for."""
+def _waits(dumps: Dumps, groups: Sequence[JobGroup]) -> dict[int, _Wait]:
+    """Return the first call of each rank that has not ended, or ran into a time-out, and the ranks it waits for."""
+    found: list[tuple[Event, int, str, Callable[[], frozenset[int]]]] = []
     for group in groups:
         for number in group.numbers:
             calls = group.at(number)
-            ends = frozenset(set(group.members) - set(calls))
-            for rank, event in calls.items():
-                if ends and _is_waiting(event):
-                    yield _Wait(rank, ends, event, group.name)
+            if len(calls) < len(group.members):
+                ends = partial(group.absent, calls)
+                found += [(event, rank, group.name, ends) for rank, event in calls.items() if _is_waiting(event)]
     for dump in dumps.ranks.values():
-        for calls_of_rank in dump.groups:
-            for event in calls_of_rank.events:
-                if event.is_message and event.peer is not None and _is_waiting(event):
-                    yield _Wait(dump.rank, frozenset([event.peer]), event, calls_of_rank.name)
+        for of_rank in dump.groups:
+            for event in of_rank.events:
+                if event.is_message and _is_waiting(event):
+                    found.append((event, dump.rank, of_rank.name, partial(_peers, event, dump.rank, of_rank.members)))
+    waits: dict[int, _Wait] = {}
+    # The ranks are listed for the first call alone: a group may have many members.
+    for event, rank, name, listed in sorted(found, key=lambda each: (not each[0].start_ns, each[0].start_ns)):
+        if rank not in waits and (ends_of_rank := listed()):
+            waits[rank] = _Wait(rank, ends_of_rank, event, name)
+    for late in [
+        rank for wait in waits.values() for rank in wait.ends if rank in waits and _is_late(waits[rank], wait)
+    ]:
+        waits.pop(late, None)
+    return waits
+
+
+def _is_late(wait: _Wait, earlier: _Wait) -> bool:
+    """Return whether a wait began when the time-out of another one for its rank had passed."""
+    gave_up = earlier.event.error.startswith("RankStalledError")
+    return gave_up and wait.event.start_ns >= earlier.event.end_ns > 0
+
+
+def _peers(event: Event, rank: int, members: Sequence[int]) -> frozenset[int]:
+    """Return the other side of a message; all other members if any of them may send it."""
+    return frozenset(members) - {rank} if event.peer is None else frozenset([event.peer])
 
 
 def _is_waiting(event: Event) -> bool:
-    return event.state in ("scheduled", "started") or event.error.startswith(("RankStalledError", "GroupAbortedError"))
+    # Where a death is the cause, `_death` has found it.
+    return event.state in ("scheduled", "started") or event.error.startswith(_CAUSED_BY_ANOTHER)
 
 
 def _late(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
@@ -403,7 +448,7 @@ def _pending(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
     for group in groups:
         for number in group.numbers:
             calls = group.at(number)
-            if set(calls) == set(group.members) and all(event.state == "started" for event in calls.values()):
+            if len(calls) == len(group.members) and all(event.state == "started" for event in calls.values()):
                 text = next(iter(calls.values())).text
                 sentence = (
                     f"All ranks are in call {number_text(number)} of group {group.name!r}, {text}, which none has "

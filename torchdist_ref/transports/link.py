@@ -255,7 +255,7 @@ class Link:
             last = self.rows[left[0]].describe()
             return GroupAbortedError(
                 f"{self.context(description)}: {self.rank_names(left)} destroyed the group; it {last}."
-            )
+            ).naming(self.members[rank] for rank in left)
         return None
 
     def process_failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
@@ -273,7 +273,8 @@ class Link:
     def _death(self, dead: Sequence[int], description: str) -> RankDiedError:
         endings = "; ".join(filter(None, (self.liveness.ending(rank) for rank in dead)))
         died = f"{self.rank_names(dead)} died{endings and f' ({endings})'}"
-        return RankDiedError(f"{self.context(description)}: {died}. {_ADVICE}")
+        ranks = (self.members[rank] for rank in dead)
+        return RankDiedError(f"{self.context(description)}: {died}. {_ADVICE}").naming(ranks)
 
     def _abort_of(self, rank: int, description: str) -> GroupAbortedError:
         """Return the error for an abort; a rank that passed on the abort of another is not the culprit."""
@@ -296,7 +297,7 @@ class Link:
         return RankStalledError(
             f"{self.context(description)}: {self.rank_names(chain[-1:])} did not arrive within {seconds:g} s{through}. "
             f"Other ranks: {others}. Inspect that rank, or pass a longer timeout to init_process_group or new_group."
-        )
+        ).naming(self.members[rank] for rank in chain[-1:])
 
     def _waiting_chain(self, peer: int) -> list[int]:
         """Return the ranks from `peer` to the one at the end of the waits, as far as they are visible here."""

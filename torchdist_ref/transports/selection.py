@@ -101,7 +101,7 @@ def connect(
     link_store, size = PrefixStore("link", store), len(members)
     with _prepared_segment(rank, size) as (segment, handle):
         operation = "init_process_group or new_group" if watch is None else watch.operation
-        endpoints = _exchange_endpoints(link_store, rank, size, timeout, handle, operation)
+        endpoints = _exchange_endpoints(link_store, rank, members, timeout, handle, operation)
         group = GroupEndpoints(link_store, rank, members, name, timeout, endpoints, segment, watch)
         return TRANSPORTS[select(endpoints)].connect(group)
 
@@ -163,26 +163,26 @@ def _prepared_segment(
 
 def all_on_one_host(store: Store, rank: int, size: int) -> bool:
     """Return whether all ranks of a group can share memory. Every rank must call it; all get the same result."""
-    return len({each.host for each in _exchange_endpoints(PrefixStore("choice", store), rank, size)}) == 1
+    return len({each.host for each in _exchange_endpoints(PrefixStore("choice", store), rank, range(size))}) == 1
 
 
 def _exchange_endpoints(
     store: Store,
     rank: int,
-    size: int,
+    members: Sequence[int],
     timeout: float | None = None,
     segment: bytes = b"",
     operation: str = "init_process_group",
 ) -> list[RankEndpoint]:
     """Publish the endpoint of this rank, and return those of all ranks."""
     own = {f"endpoint/{rank}": b"|".join([host_identity().encode(), b"%d" % os.getpid(), segment])}
-    keys = [f"endpoint/{r}" for r in range(size)]
+    keys = [f"endpoint/{r}" for r in range(len(members))]
     try:
         values = store.wait_get(keys, store.timeout if timeout is None else timedelta(seconds=timeout), own)
     except StoreTimeoutError as error:
-        absent = ", ".join(str(r) for r, key in enumerate(keys) if not store.check([key]))
+        absent = [r for r, key in enumerate(keys) if not store.check([key])]
         raise RankStalledError(
-            f"{operation} on rank {rank}: group ranks {absent} of {size} did not join in time. "
-            f"Every member has to create the group."
-        ) from error
+            f"{operation} on rank {rank}: group ranks {', '.join(map(str, absent))} of {len(members)} did not join in "
+            f"time. Every member has to create the group."
+        ).naming(members[r] for r in absent) from error
     return [RankEndpoint(*value.rsplit(b"|", 2)) for value in values]
