@@ -23,17 +23,41 @@ from __future__ import annotations
 import contextvars
 import hashlib
 import itertools
+import operator
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torchdist_ref.errors import DistBackendError
+from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, DistBackendError, explain
 
 # Largest tag that every backend accepts.
 MAX_TAG = 2**30 - 1
+
+
+def checked_tag(operation: str, tag: Any) -> int:
+    """Return the tag of a message.
+
+    Raises:
+        ArgumentTypeError: It is no integer, or too large for torch's backends: torch raises a TypeError there.
+        BackendArgumentError: It is negative.
+    """
+    if tag.__class__ is int and 0 <= tag <= MAX_TAG:
+        return tag
+    expected = explain(operation, "tag", f"an integer from 0 to {MAX_TAG}", tag)
+    try:
+        number = operator.index(tag)
+    except TypeError:
+        raise ArgumentTypeError(expected) from None
+    if number > MAX_TAG:
+        raise ArgumentTypeError(expected)
+    if number < 0:
+        raise BackendArgumentError(expected)
+    return number
+
+
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 
 

@@ -24,7 +24,7 @@ LATE = "only inside functions"
 FUTURES = "torch.futures only"
 YES = "yes"
 
-CORE = ("errors", "calls", "recorder", "timeouts", "work")
+CORE = ("errors", "calls", "forks", "recorder", "timeouts", "work")
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,14 @@ API = (*CORE, "torch_private", "groups")
 ALL = "everything"
 
 BELOW_BACKENDS = (*CORE, "torch_private", "stores", "authentication", "liveness", "rendezvous", "transports")
-SHARED_BY_BACKENDS = ("backends", "backends.base", "backends.reductions")
+SHARED_BY_BACKENDS = ("backends", "backends.base", "backends.reductions", "backends.unusable")
 
 PARTS = (
     Part("error_index", "0 core types", torch=NEVER),
     Part("errors", "0 core types", ("error_index",), torch=LATE),
     Part("calls", "0 core types", ("errors",), torch=NEVER),
     Part("recorder", "0 core types", ("calls", "errors"), torch=NEVER),
+    Part("forks", "0 core types", torch=NEVER),
     Part("timeouts", "0 core types", torch=NEVER),
     Part("torch_private", "0 core types", ("errors",)),
     Part("work", "0 core types", ("errors", "calls", "timeouts"), torch=FUTURES),
@@ -65,6 +66,7 @@ PARTS = (
     Part("job_environment", "1 infrastructure", torch=NEVER),
     Part("processes", "1 infrastructure", torch=NEVER),
     Part("failure_record", "1 infrastructure", ("errors",), torch=NEVER),
+    Part("program_end", "1 infrastructure", ("failure_record",), torch=NEVER),
     Part("rendezvous", "1 infrastructure", (*CORE, "stores", "job_environment"), torch=LATE),
     Part("authentication", "1 infrastructure", (*CORE, "stores", "job_environment"), torch=NEVER),
     Part("plain_data", "1 infrastructure"),
@@ -72,6 +74,7 @@ PARTS = (
     Part("transports", "1 infrastructure", (*CORE, "stores", "liveness")),
     Part("backends.base", "2 backends", (*CORE, "torch_private", "stores", "liveness")),
     Part("backends.reductions", "2 backends", (*CORE, "backends.base")),
+    Part("backends.unusable", "2 backends", (*CORE, "backends.base")),
     Part("backends.registry", "2 backends", (*BELOW_BACKENDS, "backends.base")),
     Part(
         "backends",
@@ -84,7 +87,15 @@ PARTS = (
     Part(
         "backends.ref_in_torch",
         "2 backends",
-        (*BELOW_BACKENDS, *SHARED_BY_BACKENDS, "plain_data", "backends.ref", "backends.torch_native", "debug"),
+        (
+            *BELOW_BACKENDS,
+            *SHARED_BY_BACKENDS,
+            "plain_data",
+            "program_end",
+            "backends.ref",
+            "backends.torch_native",
+            "debug",
+        ),
     ),
     Part("debug", "2 backends", (*BELOW_BACKENDS, "schedules", "backends.base", "failure_record", "processes")),
     Part(
@@ -99,10 +110,11 @@ PARTS = (
             "liveness",
             "rendezvous",
             "job_environment",
-            "failure_record",
+            "program_end",
             "backends.base",
             "backends.reductions",
             "backends.registry",
+            "backends.unusable",
             "backends.ref_in_torch",
             "debug",
         ),

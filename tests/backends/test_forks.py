@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+from datetime import timedelta
+from pathlib import Path
 
 import torch
+import torch.distributed as c10d
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchdist_ref as dist
@@ -61,3 +64,27 @@ def load(rank: int) -> float:
 
 def test_workers_of_a_data_loader_may_be_forked_between_calls() -> None:
     assert run(load, 2, ranks="processes") == [3 * 276.0] * 2
+
+
+def fork_in_a_group_of_torchs(rank: int, path: str) -> tuple[list[str], list[float]]:
+    """Return what calls of a forked child raise, and the parents' next sum: the child once took part in it."""
+    timeout = timedelta(seconds=5)
+    c10d.init_process_group("ref", init_method=f"file://{path}", rank=rank, world_size=2, timeout=timeout)
+    tensor = torch.full((2,), 10.0 * (rank + 1))
+    calls = {
+        "waits": lambda: c10d.all_reduce(torch.ones(2)),
+        "does not wait": lambda: c10d.all_reduce(torch.ones(2), async_op=True),
+        "sends": lambda: c10d.send(torch.ones(2), 1 - rank),
+        "leaves": c10d.destroy_process_group,
+    }
+    said = [answer_of_child(lambda call=call: str(call())) for call in calls.values()]  # type: ignore[misc]
+    c10d.all_reduce(tensor)
+    c10d.destroy_process_group()
+    return said, tensor.tolist()
+
+
+def test_a_child_cannot_use_its_parents_group_of_torchs(tmp_path: Path) -> None:
+    for said, total in run(fork_in_a_group_of_torchs, 2, str(tmp_path / "store"), init=False, ranks="processes"):
+        assert [text.partition(":")[0] for text in said] == ["DestroyedGroupError"] * 3 + ["None"], said
+        assert "belongs to the process that forked this one" in said[0]
+        assert total == [30.0, 30.0]

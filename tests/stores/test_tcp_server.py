@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.stores.store_helpers import LossyRelay, in_child
+from torchdist_ref import forks
 from torchdist_ref.errors import ArgumentError, DistNetworkError, DistStoreError
 from torchdist_ref.stores import TCPStore, sockets
 from torchdist_ref.stores.tcp import server
@@ -75,7 +76,7 @@ def _loop(master: TCPStore) -> server.ServerLoop:
 
 
 def _loops() -> list[server.ServerLoop]:
-    return list(server._loops)
+    return [owner for owner in forks._owners if isinstance(owner, server.ServerLoop)]
 
 
 GARBAGE = [

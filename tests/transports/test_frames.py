@@ -13,6 +13,7 @@ from time import monotonic, process_time
 
 import pytest
 
+from tests.process_ends import answer_of_child
 from torchdist_ref.errors import AuthenticationError, DistNetworkError, RankDiedError, RankStalledError
 from torchdist_ref.transports import frames
 from torchdist_ref.transports.frames import Acceptor, authenticate_to, check_ranges
@@ -240,3 +241,13 @@ def test_a_failure_is_found_while_clients_connect_without_end(monkeypatch: pytes
         with pytest.raises(RankDiedError, match="one of"):
             acceptor.next([1, 2], deadline, FailedWatch())  # type: ignore[arg-type]
     assert monotonic() < deadline - 2
+
+
+def test_a_forked_child_closes_its_copies_of_the_acceptors_sockets() -> None:
+    with acceptor_and_address() as (acceptor, clients, address):
+        connect(clients, address, b"s")
+        with suppress(RankStalledError):
+            acceptor.next({1}, monotonic() + 0.05)
+        [handshake] = acceptor._handshakes.values()
+        states = answer_of_child(lambda: f"{acceptor._server.fileno()} {handshake.sock.fileno()}")
+        assert states == "-1 -1" and handshake.sock.fileno() != -1

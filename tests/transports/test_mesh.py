@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import resource
 import socket
 import threading
@@ -173,3 +174,25 @@ def test_waiting_for_a_full_socket_works_with_any_descriptor() -> None:
             mesh.close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_living_child_does_not_keep_its_parents_connections_open() -> None:
+    """Once a rank's death was not seen for as long as a child of it lived."""
+    layout = SegmentLayout(2, window=8192)
+    mesh = ConnectionMesh(0, layout, lambda rank: memoryview(bytearray(layout.nbytes)))
+    reader, writer = os.pipe()
+    with socket_pair() as (peer_end, own_end):
+        mesh.add(1, own_end)
+        child = os.fork()
+        if child == 0:
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+        try:
+            mesh.close()
+            peer_end.settimeout(5.0)
+            assert peer_end.recv(1) == b""
+        finally:
+            os.close(writer)
+            os.waitpid(child, 0)
+            os.close(reader)

@@ -16,14 +16,16 @@ Do not add a method per operation here, nor numbers of bytes or ranks to a range
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from operator import attrgetter
-from typing import Any, TypeVar, overload
+from time import sleep
+from typing import Any, TypeGuard, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -32,11 +34,22 @@ from torch.futures import Future
 
 from torchdist_ref import torch_private
 from torchdist_ref.calls import Call
-from torchdist_ref.errors import UnsupportedError, on_rank
+from torchdist_ref.errors import (
+    ArgumentError,
+    BackendArgumentError,
+    UnsupportedError,
+    explain,
+    message_of,
+    on_rank,
+)
 from torchdist_ref.liveness import MemberWatch
 from torchdist_ref.recorder import Operands, Recorder
 from torchdist_ref.stores import PrefixStore, Store
+from torchdist_ref.timeouts import Deadline
 from torchdist_ref.work import Work
+
+_CLOSE_SECONDS, _CLOSE_POLL_SECONDS = 5.0, 0.001
+"""Longest wait for the calls of groups that are destroyed, for all groups together, and interval of its checks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +134,8 @@ def flat_operands(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return (tensors.tensor,) if type(tensors) is RowBlocks else tensors
 
 
+PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+"""Types of most tensors, whose addresses may be asked for; those of others may be nowhere."""
 operand_kind = attrgetter("dtype", "shape")
 
 
@@ -133,7 +148,8 @@ def operands_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operands
     return tuple(map(operand_kind, flat_operands(inputs))), tuple(map(operand_kind, flat_operands(outputs)))
 
 
-Request = tuple[Call, Sequence[Tensor], Sequence[Tensor]]
+Tensors = Sequence[Tensor]
+Request = tuple[Call, Tensors, Tensors]
 """A call, its inputs and its outputs: the arguments of `Backend.submit`."""
 
 
@@ -141,7 +157,8 @@ def without_overlap(rank: int, requests: Sequence[Request]) -> tuple[Sequence[Re
     """Return requests whose outputs share no memory, and a function that copies their results to the given outputs.
 
     Inputs are read before any output is written, and where outputs share memory, the later output of the list stays.
-    An input may be exactly this rank's own block of the outputs, or the reverse: such calls are in place.
+    An input may be exactly this rank's own block of the outputs, or the reverse: such calls are in place. Requests with
+    a tensor that is not in memory (`is_in_memory`) are returned as they are: the backend decides what they mean.
 
     Args:
         rank: This rank in the group.
@@ -151,7 +168,8 @@ def without_overlap(rank: int, requests: Sequence[Request]) -> tuple[Sequence[Re
         The requests themselves and None if nothing overlaps. Else requests on copies, and the function to call once
         they are complete.
     """
-    if not _overlap(rank, requests):
+    operands = (each for _, inputs, outputs in requests for each in (*flat_operands(inputs), *flat_operands(outputs)))
+    if not all(map(is_in_memory, operands)) or not _overlap(rank, requests):
         return requests, None
     copies: list[Request] = []
     results: list[tuple[Tensor, Tensor]] = []
@@ -183,12 +201,14 @@ def are_apart(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
         if len(tensors) == 2:
             # One input and one output: half of the time of the general case.
             one, other = tensors
+            if not (type(one) in PLAIN_TYPES and type(other) in PLAIN_TYPES):
+                return False
             begin, start = one.data_ptr(), other.data_ptr()
             apart = begin + one.nbytes <= start or start + other.nbytes <= begin
             return apart and one.is_contiguous() and other.is_contiguous()
         extents = []
         for tensor in tensors:
-            if not tensor.is_contiguous():
+            if not (type(tensor) in PLAIN_TYPES and tensor.is_contiguous()):
                 return False
             extents.append((tensor.data_ptr(), tensor.nbytes))
     except RuntimeError:
@@ -214,14 +234,10 @@ def _overlap(rank: int, requests: Iterable[Request]) -> bool:
     """
     written: list[tuple[int, int]] = []
     read: list[tuple[int, int]] = []
-    try:
-        for _, inputs, outputs in requests:
-            written += [_extent(tensor) for tensor in flat_operands(outputs)]
-            if inputs is not outputs and outputs:
-                read += [_extent(tensor) for tensor in _not_in_place(rank, inputs, outputs)]
-    except RuntimeError:
-        # Some tensors have no memory, such as those of FakeTensorMode.
-        return False
+    for _, inputs, outputs in requests:
+        written += [_extent(tensor) for tensor in flat_operands(outputs)]
+        if inputs is not outputs and outputs:
+            read += [_extent(tensor) for tensor in _not_in_place(rank, inputs, outputs)]
     if len(written) == 1:
         start, stop = written[0]
         return start < stop and any(begin < stop and start < end for begin, end in read)
@@ -265,22 +281,60 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.itemsize
 
 
-def refuse_unsupported(call: Call, tensors: Iterable[Tensor], backend: str, devices: Sequence[str]) -> None:
-    """Raise if a tensor is on a device that the backend cannot use, or is quantized.
+def is_in_memory(tensor: Tensor) -> bool:
+    """Return whether all elements of a tensor are in memory, where its address and its strides say.
+
+    Those of fake, functional and most wrapping tensors (DTensor) are elsewhere or nowhere, and those of a tensor whose
+    storage was resized, as FSDP does, may be gone.
+
+    >>> freed = torch.zeros(3)
+    >>> freed.untyped_storage().resize_(0)
+    >>> is_in_memory(torch.zeros(3)), is_in_memory(torch.zeros(0)), is_in_memory(freed)
+    (True, True, False)
+    """
+    if not tensor.numel():
+        return True
+    try:
+        storage = tensor.untyped_storage()
+        # The storage of a fake tensor is on no device. torch warns where its address is asked for.
+        if storage.device != tensor.device or not tensor.data_ptr():
+            return False
+        begin, end = _extent(tensor)
+        return tensor.storage_offset() * tensor.itemsize + end - begin <= storage.nbytes()
+    except RuntimeError:
+        # Tensors without storage raise it, such as those of `torch.vmap`.
+        return False
+
+
+def check_writable(operation: str, argument: str, tensor: Tensor) -> None:
+    """Raise if two elements of an output share memory."""
+    if tensor.is_contiguous():
+        return
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        expected = "a tensor whose elements do not overlap (use .clone())"
+        raise ArgumentError(explain(operation, argument, expected, f"strides {tensor.stride()}"))
+
+
+def refuse_unsupported(call: Call, inputs: Tensors, outputs: Tensors, backend: str, devices: Sequence[str]) -> None:
+    """Raise if a tensor is on a device that the backend cannot use, is quantized, or is not in memory.
 
     torch's own backends read memory that is not there in these cases, and end the process. The public functions refuse
     layouts other than dense ones, since they know the argument's name.
 
     Args:
         call: The call.
-        tensors: Its operands.
+        inputs: See `Backend.submit`.
+        outputs: See `Backend.submit`.
         backend: The backend's name.
         devices: The types of devices whose memory the backend can use.
 
     Raises:
         UnsupportedError: There is such a tensor.
+        BackendArgumentError: A tensor is not in memory.
     """
-    for tensor in tensors:
+    named = [] if inputs is outputs else [(f"inputs[{i}]", tensor) for i, tensor in enumerate(flat_operands(inputs))]
+    named += [(f"outputs[{i}]", tensor) for i, tensor in enumerate(flat_operands(outputs))]
+    for name, tensor in named:
         if tensor.device.type not in devices:
             raise UnsupportedError(
                 f"{call.op}: backend {backend!r} works on tensors of {' and '.join(devices)}, and this one is on "
@@ -289,6 +343,12 @@ def refuse_unsupported(call: Call, tensors: Iterable[Tensor], backend: str, devi
         if tensor.is_quantized:
             hint = "Send .int_repr(), and the scale and zero point once."
             raise UnsupportedError(f"{call.op}: no backend works on quantized tensors{on_rank()}. {hint}")
+        if not is_in_memory(tensor):
+            raise BackendArgumentError(
+                f"{call.op}: Cannot access data pointer of Tensor that doesn't have storage, or whose storage is too "
+                f"small: argument {name if len(named) > 1 else 'tensor'!r}, {type(tensor).__name__} of "
+                f"{list(tensor.shape)}{on_rank()}. Pass a tensor with memory, such as DTensor.to_local()."
+            )
 
 
 class Backend(ABC):
@@ -375,9 +435,16 @@ class Backend(ABC):
     def announce_exit(self) -> None:  # noqa: B027 - most backends announce it in `close`
         """Publish that this rank's program ends though the group exists; for backends whose errors name no rank."""
 
+    def leave(self) -> bool:
+        """Announce that this rank makes no new call, and return whether its calls have ended. `close` ends the others.
+
+        Called until it returns True or a time-out has passed. Never blocks.
+        """
+        return True
+
     @abstractmethod
     def close(self) -> None:
-        """Leave the group in an orderly way."""
+        """Leave the group in an orderly way; calls that have not ended raise."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:
@@ -407,12 +474,42 @@ class BackendWrapper(Backend):
     shares_memory = property(lambda self: self.wrapped.shares_memory)
     empty, failure, coalescing, close, abort = map(_forwarded, ("empty", "failure", "coalescing", "close", "abort"))
     successor_store, announce_exit = _forwarded("successor_store"), _forwarded("announce_exit")
+    leave = _forwarded("leave")
+
+
+# ---- the end of a group
+
+
+def close_all(backends: Sequence[Backend]) -> None:
+    """Close backends, after their calls have ended or 5 seconds have passed, whichever is first.
+
+    While an exception is handled, as in the ``finally`` of a program that fails, the groups are aborted with it: its
+    other members read it, and no call is waited for.
+    """
+    if is_failure(error := sys.exc_info()[1]):
+        for backend in backends:
+            with suppress(Exception):
+                backend.abort(f"it destroyed the group because of {message_of(error)}")
+    deadline = Deadline(_CLOSE_SECONDS)
+    try:
+        # All of them, each time: the members of each group shall learn at once that this rank leaves.
+        while not min([backend.leave() for backend in backends], default=True) and not deadline.passed():
+            sleep(_CLOSE_POLL_SECONDS)
+    finally:
+        for backend in backends:
+            backend.close()
+
+
+def is_failure(error: BaseException | None) -> TypeGuard[BaseException]:
+    """Return whether a program that ends with an exception has failed; `SystemExit` without a code is a success."""
+    if isinstance(error, SystemExit):
+        return bool(error.code)
+    return error is not None and not isinstance(error, GeneratorExit)
 
 
 # ---- profiler ranges
 
 AnyBackend = TypeVar("AnyBackend", bound=Backend)
-Tensors = Sequence[Tensor]
 Submit = Callable[[AnyBackend, Call, Tensors, Tensors, bool], Work]
 
 # Ranges that outlived their profiler. They are kept, since destroying a range ends it.

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from torchdist_ref.backends.base import check_writable
 from torchdist_ref.calls import AllToAll
 from torchdist_ref.errors import BackendArgumentError, explain
 from torchdist_ref.groups.arguments import (
@@ -20,7 +21,6 @@ from torchdist_ref.groups.arguments import (
     check_one_dtype,
     check_tensor,
     check_tensors,
-    check_writable,
     contiguous_blocks,
     member_group,
 )

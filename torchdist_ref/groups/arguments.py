@@ -18,7 +18,7 @@ from torch import Tensor, strided
 from torch.distributed import ReduceOp
 
 from torchdist_ref.backends import reductions
-from torchdist_ref.backends.base import RowBlocks
+from torchdist_ref.backends.base import RowBlocks, check_writable, is_in_memory
 from torchdist_ref.calls import AllReduce, Reduce, ReduceScatter
 from torchdist_ref.errors import (
     ArgumentError,
@@ -217,15 +217,6 @@ def blocks_match(value: Any, count: int, like: Tensor | None) -> bool:
     return True
 
 
-def check_writable(operation: str, argument: str, tensor: Tensor) -> None:
-    """Raise if two elements of an output share memory."""
-    if tensor.is_contiguous():
-        return
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        expected = "a tensor whose elements do not overlap (use .clone())"
-        raise ArgumentError(explain(operation, argument, expected, f"strides {tensor.stride()}"))
-
-
 def check_outputs(operation: str, outputs: Sequence[Tensor]) -> None:
     """Raise if an output overlaps itself, or if a list of outputs holds one tensor twice.
 
@@ -245,7 +236,8 @@ def check_distinct(operation: str, names: Sequence[str], outputs: Sequence[Tenso
     """Raise if two outputs are the same memory, so that only the later block would remain."""
     first: dict[tuple[int, int], str] = {}
     for name, tensor in zip(names, outputs, strict=True):
-        if tensor.is_meta or not tensor.numel():
+        # Tensors without memory share none.
+        if not is_in_memory(tensor) or not tensor.numel():
             continue
         other = first.setdefault((tensor.data_ptr(), tensor.nbytes), name)
         if other is not name:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, strided
 from torch.futures import Future
 
-from torchdist_ref.backends.base import without_overlap
+from torchdist_ref.backends.base import check_writable, without_overlap
 from torchdist_ref.calls import AllGather
 from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explain
 from torchdist_ref.groups.arguments import (
@@ -23,7 +23,6 @@ from torchdist_ref.groups.arguments import (
     check_not_empty,
     check_one_dtype,
     check_tensors,
-    check_writable,
     member_group,
     reduction_name,
 )

@@ -21,10 +21,10 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
-from torch import Tensor, sparse_coo
+from torch import Tensor, sparse_coo, strided
 from torch.futures import Future
 
-from torchdist_ref.backends.base import are_apart, flat_operands, without_overlap
+from torchdist_ref.backends.base import are_apart, check_writable, flat_operands, without_overlap
 from torchdist_ref.backends.reductions import start_sum
 from torchdist_ref.calls import AllReduce, Barrier, Broadcast, Call, Reduce
 from torchdist_ref.errors import BackendArgumentError, RankStalledError, explain
@@ -33,7 +33,6 @@ from torchdist_ref.groups.arguments import (
     SUM,
     check_outputs,
     check_tensor,
-    check_writable,
     member_group,
     premultiplied,
     reduce_call,
@@ -46,6 +45,7 @@ from torchdist_ref.timeouts import Deadline
 from torchdist_ref.work import CallFuture, Work
 
 _BARRIER = Barrier()
+_SUM = ALL_REDUCE["sum"]
 _PREMUL_SUM = ALL_REDUCE["premul_sum"]
 _broadcast = cache(Broadcast)
 
@@ -124,11 +124,15 @@ def all_reduce(
     found = member_group("all_reduce", group)
     if found is None:
         return None
-    if getattr(tensor, "layout", None) is sparse_coo:
+    # Functions are called only where they may raise.
+    layout = getattr(tensor, "layout", None)
+    if layout is sparse_coo:
         return _sum_sparse(found, tensor, op, async_op)
-    check_tensor("all_reduce", "tensor", tensor)
-    check_writable("all_reduce", "tensor", tensor)
-    call, operands = ALL_REDUCE[reduction_name(op, "all_reduce")], (tensor,)
+    if layout is not strided:
+        check_tensor("all_reduce", "tensor", tensor)
+    if not tensor.is_contiguous():
+        check_writable("all_reduce", "tensor", tensor)
+    call, operands = _SUM if op is SUM else ALL_REDUCE[reduction_name(op, "all_reduce")], (tensor,)
     if call is _PREMUL_SUM:
         return submit_premultiplied(found, "all_reduce", call, tensor, op, async_op)
     return submit(found, call, operands, operands, async_op)

@@ -37,11 +37,11 @@ from torchdist_ref.groups.world import (
     GroupMember,
     ProcessGroup,
     World,
-    abort_on_uncaught_exception,
     aborted_on_failure,
     as_integer,
     current,
     default_group,
+    leave_at_end_of_program,
     resolve,
 )
 from torchdist_ref.liveness import MemberWatch, backend_mismatch
@@ -138,7 +138,7 @@ def init_process_group(
                 )
             world.add(world.default)
             share(world)
-            abort_on_uncaught_exception()
+            leave_at_end_of_program()
             world.on_close.append(observe_process())
         except BaseException:
             world.close(failed=True)

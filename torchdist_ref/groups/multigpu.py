@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchdist_ref.backends.base import check_writable
 from torchdist_ref.backends.reductions import reduction
 from torchdist_ref.calls import AllGather, Broadcast, Call
 from torchdist_ref.errors import ArgumentError, explain
@@ -27,7 +28,6 @@ from torchdist_ref.groups.arguments import (
     check_not_empty,
     check_one_dtype,
     check_tensors,
-    check_writable,
     member_group,
     premultiplied,
     reduce_call,

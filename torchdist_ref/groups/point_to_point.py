@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from torchdist_ref.calls import MAX_TAG, Recv, Send
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, BackendArgumentError, EntryError, explain, on_rank
-from torchdist_ref.groups.arguments import check_tensor, check_writable, member_group, root_of
-from torchdist_ref.groups.world import GroupMember, ProcessGroup, as_integer, refuse_destroyed, resolve
+from torchdist_ref.backends.base import check_writable
+from torchdist_ref.calls import Recv, Send, checked_tag
+from torchdist_ref.errors import ArgumentError, EntryError, explain, on_rank
+from torchdist_ref.groups.arguments import check_tensor, member_group, root_of
+from torchdist_ref.groups.world import GroupMember, ProcessGroup, refuse_destroyed, resolve
 from torchdist_ref.work import Work
 
 _send, _recv = lru_cache(Send), lru_cache(Recv)
@@ -222,7 +223,7 @@ def _send_call(
     operation: str, tensor: Tensor, dst: int | None, group: ProcessGroup, tag: int, group_dst: int | None
 ) -> Send:
     check_tensor(operation, "tensor", tensor)
-    return _send(root_of(group, operation, dst, group_dst, "dst"), _tag(operation, tag))
+    return _send(root_of(group, operation, dst, group_dst, "dst"), checked_tag(operation, tag))
 
 
 def _recv_call(
@@ -231,19 +232,7 @@ def _recv_call(
     check_tensor(operation, "tensor", tensor)
     check_writable(operation, "tensor", tensor)
     any_source = src is None and group_src is None
-    return _recv(None if any_source else root_of(group, operation, src, group_src), _tag(operation, tag))
-
-
-def _tag(operation: str, tag: int) -> int:
-    if tag.__class__ is int and 0 <= tag <= MAX_TAG:
-        return tag
-    number = as_integer(tag)
-    if number is None or number > MAX_TAG:
-        # Where a tag is too large for torch's backends, torch raises a TypeError.
-        raise ArgumentTypeError(explain(operation, "tag", f"an integer from 0 to {MAX_TAG}", tag))
-    if number < 0:
-        raise BackendArgumentError(explain(operation, "tag", f"an integer from 0 to {MAX_TAG}", tag))
-    return number
+    return _recv(None if any_source else root_of(group, operation, src, group_src), checked_tag(operation, tag))
 
 
 class P2POp:
@@ -289,7 +278,7 @@ class P2POp:
         self.op = op
         self.tensor = tensor
         self.group = resolve(group, "P2POp")
-        self.tag = _tag("P2POp", tag)
+        self.tag = checked_tag("P2POp", tag)
         self.group_peer, self.peer = group_peer, peer
         if self.group is not None:
             refuse_destroyed(self.group, "P2POp")

@@ -7,13 +7,12 @@ There is one `World` per process, as in torch: plain threads, completion callbac
 A context variable overrides it only where ranks are threads (`testing`, notebooks). This and the table of backends
 are the package's only module state.
 
-A forked child starts without groups (`_after_fork`). Do not add communication here, nor anything that a backend needs
-to know.
+A forked child starts without groups (`_after_fork`), and its parent's refuse every call (`CallsFromTorch`). Do not add
+communication here, nor anything that a backend needs to know.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextvars
 import operator
 import os
@@ -21,34 +20,29 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed
-from torch import Tensor
 
-from torchdist_ref.backends.base import Backend
+from torchdist_ref.backends.base import Backend, close_all
 from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch
 from torchdist_ref.backends.registry import by_device_type
-from torchdist_ref.calls import Call
+from torchdist_ref.backends.unusable import DestroyedBackend
 from torchdist_ref.debug.monitored import run_monitored_barrier
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
-    DestroyedGroupError,
     NotInitializedError,
     explain,
     find_rank_with,
     message_of,
-    on_rank,
     text_of,
 )
-from torchdist_ref.failure_record import on_uncaught
+from torchdist_ref.program_end import leave_at_end
 from torchdist_ref.stores import Store, TCPStore
 from torchdist_ref.stores.prefix import KeyRange
 from torchdist_ref.stores.sealed import innermost
 from torchdist_ref.timeouts import GROUP_TIMEOUT
-from torchdist_ref.work import Work
 
 default_pg_timeout = GROUP_TIMEOUT
 _LINGER_SECONDS = 0.05
@@ -193,56 +187,6 @@ def aborted_on_failure(backend: Backend, operation: str) -> Iterator[None]:
         raise
 
 
-class DestroyedBackend(Backend):
-    """Placeholder backend of a destroyed group: every call raises, and the flight recorder stays readable.
-
-    Do not add ways to restore a group: create a new one.
-    """
-
-    def __init__(self, backend: Backend, group: str) -> None:
-        self.name, self.recorder, self._group = backend.name, backend.recorder, group
-
-    def refuse(self, operation: str) -> NoReturn:
-        """Raise the error for any use of the group.
-
-        Raises:
-            DestroyedGroupError: Always.
-        """
-        raise DestroyedGroupError(
-            f"{operation}: group {self._group!r} was destroyed{on_rank()}. Create a new one with new_group."
-        )
-
-    def submit(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
-        """See `Backend.submit`."""
-        self.refuse(call.op)
-
-    def close(self) -> None:
-        """See `Backend.close`."""
-
-    def abort(self, reason: str) -> None:
-        """See `Backend.abort`."""
-
-
-class InheritedBackend(DestroyedBackend):
-    """Placeholder backend of a group in a forked child: the group is its parent's, whose links it must not use."""
-
-    def __init__(self, backend: Backend, group: str) -> None:
-        super().__init__(backend, group)
-        # Kept: its finalizers would release what the parent uses.
-        self._backend_of_parent = backend
-
-    def refuse(self, operation: str) -> NoReturn:
-        """Raise the error for any use of the group.
-
-        Raises:
-            DestroyedGroupError: Always.
-        """
-        raise DestroyedGroupError(
-            f"{operation}: group {self._group!r} belongs to the process that forked this one. A forked process has no "
-            "groups: call collectives in its parent, or init_process_group here."
-        )
-
-
 def refuse_destroyed(group: ProcessGroup, operation: str) -> None:
     """Raise if the group was destroyed; for functions that submit nothing to its backend.
 
@@ -295,15 +239,15 @@ class World:
 
     def destroy(self, group: ProcessGroup) -> None:
         """Close one group's backend, put a `DestroyedBackend` in its place, and release the group's keys."""
-        self._remove(group)
+        close_all([self._remove(group)])
         if group.keys is not None:
             group.keys.release()
 
-    def _remove(self, group: ProcessGroup) -> None:
+    def _remove(self, group: ProcessGroup) -> Backend:
         if self.registration is not None:
             self.registration.remove(group)
         self.groups.remove(group)
-        group.destroy_backend().close()
+        return group.destroy_backend()
 
     def replace_store(self, store: Store) -> None:
         """Use another store from now on, which this library has created, and close the old one if it was such."""
@@ -320,14 +264,14 @@ class World:
             function()
         self.on_close.clear()
 
-    def abort(self, error: BaseException) -> None:
-        """Abort all groups because of an exception that ends this rank's program."""
+    def abort_with(self, error: BaseException) -> None:
+        """See `GroupOwner.abort_with`."""
         for group in reversed(self.groups):
             with suppress(Exception):
                 group.backend.abort(f"its program ended with {message_of(error)}")
 
     def exit(self) -> None:
-        """Close all groups because the program ends. Members in a call learn which rank has left them."""
+        """See `GroupOwner.exit`."""
         for group in self.groups:
             with suppress(Exception):
                 group.backend.announce_exit()
@@ -341,8 +285,7 @@ class World:
                 read the cause from the store, which this rank may serve.
         """
         self.run_on_close()
-        for group in reversed(list(self.groups)):
-            self._remove(group)
+        close_all([self._remove(group) for group in reversed(list(self.groups))])
         if self.leave_store is not None:
             self.leave_store()
         store, owned = self.store, self.owns_store
@@ -395,10 +338,9 @@ def abort(reason: str) -> None:
         group.backend.abort(reason)
 
 
-@cache
-def abort_on_uncaught_exception() -> None:
-    """From now on, an exception that ends this program aborts its groups, whose other members then quote it."""
-    on_uncaught(lambda error: _of_process.abort(error))
+def leave_at_end_of_program() -> None:
+    """From now on, the end of this program ends its groups. If it is an exception, their other members quote it."""
+    leave_at_end(_of_process)
 
 
 def default_group() -> ProcessGroup:
@@ -491,14 +433,10 @@ def _global_rank() -> int | None:
 
 
 def _after_fork() -> None:
-    # The child has no backend threads and must not use its parent's links.
-    groups = list(_of_process.groups)
+    # The groups themselves refuse every call.
     _of_process.run_on_close()
     _of_process.reset()
-    for group in groups:
-        group.backend = InheritedBackend(group.backend, group.group_desc)
 
 
 find_rank_with(_global_rank)
 os.register_at_fork(after_in_child=_after_fork)
-atexit.register(lambda: _of_process.exit())

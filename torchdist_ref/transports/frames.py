@@ -33,6 +33,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from torchdist_ref.errors import AuthenticationError, DistNetworkError, RankStalledError
+from torchdist_ref.forks import close_copies_in_child
 from torchdist_ref.liveness import MemberWatch, advice_on_limit
 from torchdist_ref.timeouts import CHECK_SECONDS
 from torchdist_ref.transports.base import Range
@@ -84,6 +85,11 @@ def check_ranges(ranges: Sequence[Range], allowed: Sequence[Range]) -> None:
             raise DistNetworkError(f"a peer tried to write {size} bytes at {begin}: not its part of the segment.")
 
 
+def discarded(view: memoryview) -> memoryview:
+    """Return memory of the same size, for bytes that nobody wants."""
+    return memoryview(bytearray(len(view)))
+
+
 class MeshConnection:
     """One end of a socket to a peer.
 
@@ -106,6 +112,7 @@ class MeshConnection:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
+        close_copies_in_child(self)
         self._views_for, self._on_frame = views_for, on_frame
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
@@ -166,6 +173,11 @@ class MeshConnection:
             if count < len(target):
                 return True
 
+    def discard_direct(self) -> None:
+        """Discard what has yet to come of a frame for a posted view."""
+        if self._frame is not None and self._frame.ranges and self._frame.ranges[0][0] == POSTED_RECEIVE:
+            self._missing = [discarded(view) for view in self._missing]
+
     def _receive_target(self) -> memoryview:
         """Return the destination of the next bytes: that of a large range itself, else the buffer."""
         if self._missing and len(self._missing[0]) >= _BUFFER_BYTES // 2 and self._begin == self._end:
@@ -213,6 +225,8 @@ class MeshConnection:
     def close(self) -> None:
         """Close the socket. Sent bytes are still delivered."""
         self.sock.close()
+
+    close_copies = close
 
 
 class _Challenge(NamedTuple):
@@ -336,6 +350,7 @@ class Acceptor:
         self._handshakes: dict[int, _PendingHandshake] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
+        close_copies_in_child(self)
 
     def next(
         self, expected: Collection[int], deadline: float, watch: MemberWatch | None = None
@@ -413,6 +428,11 @@ class Acceptor:
         self._selector.unregister(client.sock)
         del self._handshakes[client.sock.fileno()]
         return client.sock
+
+    def close_copies(self) -> None:
+        """See `DescriptorOwner.close_copies`. A child has the parent's selector, so nothing is unregistered."""
+        for sock in (self._server, *(client.sock for client in self._handshakes.values())):
+            sock.close()
 
     def close(self) -> None:
         """Close the connections whose handshake is incomplete."""

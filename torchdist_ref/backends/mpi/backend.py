@@ -110,7 +110,7 @@ class Mpi(Backend):
     @profiled
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool) -> Work:
         """See `Backend.submit`."""
-        refuse_unsupported(call, (*flat_operands(inputs), *flat_operands(outputs)), self.name, ("cpu",))
+        refuse_unsupported(call, inputs, outputs, self.name, ("cpu",))
         entry = self.recorder.begin((self._next_number(call), 0), call, operands_of(inputs, outputs))
         try:
             started = self._start(call, [tensor.detach().contiguous() for tensor in inputs], outputs)

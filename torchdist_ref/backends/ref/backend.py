@@ -20,12 +20,15 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.backends.base import (
+    PLAIN_TYPES,
     Backend,
     Membership,
     RowBlocks,
     are_apart,
+    is_in_memory,
     is_profiling,
     operands_of,
+    refuse_unsupported,
     run_in_range,
 )
 from torchdist_ref.backends.ref.fast import executor_for
@@ -48,11 +51,12 @@ Planned = tuple[Plan, Any]
 
 # Programs repeat a few kinds of calls. One that keeps inventing shapes (objects of all sizes) must not fill the memory.
 MOST_PLANS = 1024
-# Sets of operands that a plan remembers as apart. Programs call again and again with the same ones.
+# Operands that are remembered as checked: sets of a plan, tensors. Programs call again and again with the same ones.
 MOST_ADDRESSES = 64
 _DONE = Done()
 # Operations whose operands are their outputs: those that work in place, and that without operands.
 _OUTPUTS_ONLY = IN_PLACE | {"barrier"}
+_DEVICES = ("cpu", "cuda")
 # Properties of a tensor that a plan depends on.
 _kind = attrgetter("dtype", "shape", "is_cpu", "requires_grad")
 
@@ -88,6 +92,8 @@ class Ref(Backend):
         self._executor: Any = executor_for(self.link)
         self._planner = Planner(self.link, self._executor.name)
         self.plans: dict[Any, Planned] = {}
+        # Sizes in bytes of tensors that were found in memory, by address.
+        self._in_memory: dict[int, int] = {}
 
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool, *, profiled: bool = False) -> Work:
         """See `Backend.submit`; a call that is `profiled` has its profiler range already."""
@@ -97,6 +103,7 @@ class Ref(Backend):
             self._refuse(call, inputs, outputs)
         point_to_point = self._submitters.get(type(call))
         if point_to_point is not None:
+            self._check_memory(call, inputs, outputs, inputs or outputs)
             return point_to_point(call, inputs, outputs, wait)
         # As `flat_operands`, but a call of a function shorter.
         written = (outputs.tensor,) if type(outputs) is RowBlocks else outputs
@@ -108,9 +115,15 @@ class Ref(Backend):
             # Quicker than `_kind`, and most calls have one tensor.
             t = tensors[0]
             key: Any = (call, len(written), t.dtype, t.shape, t.is_cpu, t.requires_grad)
+            try:
+                in_memory = type(t) in PLAIN_TYPES and self._in_memory.get(t.data_ptr(), 0) >= t.nbytes
+            except RuntimeError:
+                in_memory = False
         else:
             # Only a barrier has no operands.
-            key = (call, len(written), *map(_kind, tensors)) if tensors else call.op
+            key, in_memory = (call, len(written), *map(_kind, tensors)) if tensors else call.op, not tensors
+        if not in_memory:
+            self._check_memory(call, inputs, outputs, tensors)
         planned = self.plans.get(key)
         if planned is None:
             planned = self._plan(key, call, tensors, len(tensors) - len(written), (inputs, outputs))
@@ -130,12 +143,38 @@ class Ref(Backend):
             # Other objects than tensors, or tensors without memory.
             return None
         if addresses not in apart:
-            if not are_apart(inputs, outputs):
+            if not (are_apart(inputs, outputs) and all(map(is_in_memory, tensors))):
                 return None
             if len(apart) >= MOST_ADDRESSES:
                 apart.clear()
             apart.add(addresses)
         return self._start(planned, call, tensors, outputs, wait)
+
+    def _check_memory(self, call: Call, inputs: Tensors, outputs: Tensors, tensors: Tensors) -> None:
+        """Raise if an operand is not in memory, before the call has a number.
+
+        Storages are asked for their sizes only at addresses where no tensor as large was found in memory: that takes
+        some hundredths of a small call.
+        """
+        found = self._in_memory
+        try:
+            for tensor in tensors:
+                address, nbytes = (tensor.data_ptr(), tensor.nbytes) if type(tensor) in PLAIN_TYPES else (0, 1)
+                if found.get(address, 0) < nbytes:
+                    # As `is_in_memory`, for most tensors.
+                    before = tensor.storage_offset() * tensor.itemsize
+                    fits = address and before + nbytes <= tensor.untyped_storage().nbytes()
+                    if not (fits and tensor.is_contiguous()):
+                        break
+                    if len(found) >= MOST_ADDRESSES:
+                        found.clear()
+                    found[address] = nbytes
+            else:
+                return
+        except RuntimeError:
+            # A tensor without storage.
+            pass
+        refuse_unsupported(call, inputs, outputs, self.name, _DEVICES)
 
     def _start(self, planned: Planned, call: Call, tensors: Tensors, written: Tensors, wait: bool) -> Work:
         """Run a planned call now if no other call is ahead of it, else on the progress thread."""

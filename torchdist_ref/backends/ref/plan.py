@@ -137,7 +137,7 @@ class Plan:
 
     @cached_property
     def apart(self) -> set[tuple[int, ...]]:
-        """Addresses of operands of this plan's kind that were found to share no memory."""
+        """Addresses of operands of this plan's kind that were found to be in memory, and to share none."""
         return set()
 
     @cached_property
@@ -378,7 +378,7 @@ class Planner:
             dtypes = sorted({str(t.dtype) for t in tensors})
             raise ArgumentError(f"{call.op}: all tensors need one dtype, got {dtypes}.")
         if any(not (t.is_cpu or t.is_cuda) or t.is_quantized for t in tensors):
-            refuse_unsupported(call, tensors, "ref", ("cpu", "cuda"))
+            refuse_unsupported(call, *lists, "ref", ("cpu", "cuda"))
         dtype = tensors[0].dtype if tensors else torch.uint8
         if dtype in QUANTIZED:
             # `.view(torch.qint32)` of a plain tensor is not quantized, and torch crashes when it makes another one.

@@ -17,6 +17,7 @@ from torchdist_ref.backends.ref_in_torch.process_group import RefProcessGroup
 from torchdist_ref.backends.torch_native.stores import StoreFromTorch
 from torchdist_ref.debug.flight_recorder import register
 from torchdist_ref.liveness import MemberWatch, Presence
+from torchdist_ref.program_end import leave_at_end
 from torchdist_ref.stores import PrefixStore
 
 
@@ -39,7 +40,9 @@ def create(torchs_options: Any) -> RefProcessGroup:
             membership = Membership(sealed, o.group_rank, members, name, seconds, watch=watch)
             backend = Ref(membership)
             register(backend.recorder, membership, "ref")
-            return RefProcessGroup(backend, members, sealed)
+            group = RefProcessGroup(backend, members, sealed)
+            leave_at_end(group)
+            return group
     finally:
         for function in on_connected:
             function()

@@ -1,8 +1,11 @@
 """Forms in which torch's process groups take arguments: lists and options, or tensors and values.
 
 torch's C++ passes a list of one tensor and an options object. Programs also write ``group.allreduce(tensor, op)`` and
-``group.broadcast(tensor, root=1)``. `both_forms` lets a method that takes the first form take the others. Do not add
-checks of tensors here.
+``group.broadcast(tensor, root=1)``. `both_forms` lets a method that takes the first form take the others.
+
+torch's own groups pass each call to torch's dispatcher, where modes and tensors with a dispatch of their own may act
+in place of a backend: those of ``FakeTensorMode`` return at once, DTensor raises. `dispatched` does so for tensors that
+our backend refuses since they are not in memory. Do not add checks of tensors here.
 """
 
 # torch's stubs leave out some of its names.
@@ -12,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from torchdist_ref.errors import ArgumentTypeError
+from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError
 
 # Attributes of torch's options by the name of the argument.
 _ATTRIBUTES = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
@@ -42,6 +46,36 @@ class Operand:
         return value
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def dispatched(method: _Method) -> _Method:
+    """Decorate a method of a group: torch's dispatcher gets the calls with tensors that our backend refuses.
+
+    A group without a backend passes them on, and raises where the dispatcher finds nobody to run them.
+    """
+
+    @wraps(method)
+    def call(self: Any, *arguments: Any) -> Any:
+        try:
+            return method(self, *arguments)
+        except BackendArgumentError as refused:
+            return _dispatch(self, method.__name__, arguments, refused)
+
+    return cast(_Method, call)
+
+
+def _dispatch(group: Any, method: str, arguments: Sequence[Any], refused: BackendArgumentError) -> Any:
+    without_backend: Any = ProcessGroup(group.rank(), group.size())  # type: ignore[call-arg]
+    try:
+        return getattr(without_backend, method)(*arguments)
+    except (RuntimeError, TypeError) as error:
+        # The latter where an argument is wrong for torch too.
+        if isinstance(error, TypeError) or "No backend type associated" in str(error):
+            raise refused from None
+        raise
+
+
 def both_forms(options: type, fields: str, *operands: Operand) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a method of ``(self, operands..., opts)``, so that it takes the values of options as arguments too.
 
@@ -59,13 +93,17 @@ def both_forms(options: type, fields: str, *operands: Operand) -> Callable[[Call
         @wraps(method)
         def call(self: Any, *arguments: Any, **named: Any) -> Any:
             count = len(operands)
-            if not named and len(arguments) == count + 1 and type(arguments[count]) is options:
-                return method(self, *map(Operand.wrapped, operands, arguments), arguments[count])
-            given = [*arguments[:count]]
-            for operand in operands[len(given) :]:
-                given.append(_popped(method.__name__, operand.names, named))
-            opts = _options(method.__name__, options, order, arguments[count:], named)
-            return method(self, *map(Operand.wrapped, operands, given), opts)
+            given: Sequence[Any] = arguments
+            if named or len(arguments) != count + 1 or type(arguments[count]) is not options:
+                first = [*arguments[:count]]
+                for operand in operands[len(first) :]:
+                    first.append(_popped(method.__name__, operand.names, named))
+                given = [*first, _options(method.__name__, options, order, arguments[count:], named)]
+            given = [*map(Operand.wrapped, operands, given), given[count]]
+            try:
+                return method(self, *given)
+            except BackendArgumentError as refused:
+                return _dispatch(self, method.__name__, given, refused)
 
         return call
 

@@ -18,9 +18,11 @@ Registration with torch is in `backends`. Do not add collectives: this module on
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as c10d
@@ -32,11 +34,13 @@ from torchdist_ref.backends.base import (
     Request,
     RowBlocks,
     are_apart,
+    check_writable,
+    close_all,
     flat_operands,
     without_overlap,
 )
 from torchdist_ref.backends.reductions import start_sum
-from torchdist_ref.backends.ref_in_torch.method_forms import Operand, both_forms
+from torchdist_ref.backends.ref_in_torch.method_forms import Operand, both_forms, dispatched
 from torchdist_ref.backends.ref_in_torch.work import (
     HandedWork,
     RefWork,
@@ -47,6 +51,7 @@ from torchdist_ref.backends.ref_in_torch.work import (
     reduction,
     require_dense_cpu,
 )
+from torchdist_ref.backends.unusable import InheritedBackend
 from torchdist_ref.calls import (
     AllGather,
     AllReduce,
@@ -60,9 +65,10 @@ from torchdist_ref.calls import (
     ReduceScatter,
     Scatter,
     Send,
+    checked_tag,
 )
 from torchdist_ref.debug.flight_recorder import answer_requests
-from torchdist_ref.errors import ArgumentError, UnsupportedError, adopt_torch, explain
+from torchdist_ref.errors import ArgumentError, UnsupportedError, adopt_torch, explain, message_of
 from torchdist_ref.stores import Store
 from torchdist_ref.stores.sealed import is_authenticated
 from torchdist_ref.stores.sockets import trusts_network
@@ -105,7 +111,7 @@ def _is_small(requests: Sequence[Request]) -> bool:
 
 
 class CallsFromTorch(c10d.ProcessGroup):
-    """Process group of torch's type whose calls run on a backend of ours.
+    """Process group of torch's type whose calls run on a backend of ours; in a forked child every call raises.
 
     Args:
         rank: Group rank of this rank.
@@ -131,6 +137,7 @@ class CallsFromTorch(c10d.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._name = self._description = name
         self._dropped: deque[RefWork] = deque(maxlen=_DROPPED_WORKS)
+        _groups.add(self)
 
     @property
     def recorder(self) -> Recorder:
@@ -211,6 +218,9 @@ class CallsFromTorch(c10d.ProcessGroup):
         seconds = limit(opts)
         wait = opts is not None and not opts.asyncOp and seconds is None
         written = [tensor for request in requests for tensor in flat_operands(request[2])]
+        for tensor in written:
+            if not tensor.is_contiguous():
+                check_writable(requests[0][0].op, "output", tensor)
         apart, copy_back = (requests, None) if _is_apart(requests) else without_overlap(self.rank(), requests)
         works = [self.backend.submit(*request, wait) for request in apart]
         if copy_back is not None:
@@ -272,6 +282,7 @@ class CallsFromTorch(c10d.ProcessGroup):
             return self._sum_sparse(tensor, limit(opts))
         return self._submit(opts, _in_place(AllReduce(name), tensor))
 
+    @dispatched
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> RefWork:
         """Start torch's `allreduce_coalesced`."""
         opts = opts or options.AllreduceCoalescedOptions()
@@ -305,6 +316,7 @@ class CallsFromTorch(c10d.ProcessGroup):
         tensor, outputs = only("all_gather", "inputs", inputs), only("all_gather", "output_lists", output_lists)
         return self._submit(opts, self._gather_request("all_gather", outputs, tensor))
 
+    @dispatched
     def allgather_coalesced(self, output_lists: Lists, inputs: Tensors, opts: Any = None) -> RefWork:
         """Start torch's `allgather_coalesced`."""
         opts = opts or options.AllgatherOptions()
@@ -318,6 +330,7 @@ class CallsFromTorch(c10d.ProcessGroup):
         """Start torch's `all_gather_single`."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
+    @dispatched
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> RefWork:
         """Start torch's `all_gather_single_coalesced`."""
         opts = opts or options.AllgatherOptions()
@@ -371,6 +384,7 @@ class CallsFromTorch(c10d.ProcessGroup):
         """Start torch's `reduce_scatter_single`."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
+    @dispatched
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> RefWork:
         """Start torch's `reduce_scatter_single_coalesced`."""
         opts = opts or options.ReduceScatterOptions()
@@ -413,16 +427,19 @@ class CallsFromTorch(c10d.ProcessGroup):
         # The options' device is where NCCL would run the barrier; `ref` needs no device for it.
         return self._submit(opts or options.BarrierOptions(), (Barrier(), (), ()))
 
+    @dispatched
     def send(self, tensors: Tensors, dst: int, tag: int) -> RefWork:
         """Start torch's `send`."""
         tensor = only("send", "tensors", tensors)
-        return self._submit(None, (Send(dst, tag), (tensor,), ()))
+        return self._submit(None, (Send(dst, checked_tag("send", tag)), (tensor,), ()))
 
+    @dispatched
     def recv(self, tensors: Tensors, src: int | None, tag: int) -> RefWork:
         """Start torch's `recv`."""
         tensor = only("recv", "tensors", tensors)
-        return self._submit(None, (Recv(src, tag), (), (tensor,)))
+        return self._submit(None, (Recv(src, checked_tag("recv", tag)), (), (tensor,)))
 
+    @dispatched
     def recv_anysource(self, tensors: Tensors, tag: int) -> RefWork:
         """Start torch's `recv_anysource`."""
         return self.recv(tensors, None, tag)
@@ -447,6 +464,19 @@ class CallsFromTorch(c10d.ProcessGroup):
     def _exchange(self, opts: Any, outputs: Tensors, inputs: Tensors) -> RefWork:
         """Start an all-to-all with blocks of any sizes, since other ranks' blocks may have other sizes."""
         return self._submit(opts, (AllToAll(uneven=True), list(inputs), list(outputs)))
+
+
+_groups: WeakSet[CallsFromTorch] = WeakSet()
+
+
+def _after_fork() -> None:
+    # The child has no backend threads, and must not use its parent's links: its call would be taken for the parent's.
+    for group in list(_groups):
+        if hasattr(group, "backend"):
+            group.backend = InheritedBackend(group.backend, group.group_desc or group.group_name)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class RefProcessGroup(CallsFromTorch):
@@ -475,7 +505,13 @@ class RefProcessGroup(CallsFromTorch):
     def shutdown(self) -> None:
         """Leave the group in an orderly way."""
         self._stop_answers()
-        self.backend.close()
+        close_all([self.backend])
+
+    def abort_with(self, error: BaseException) -> None:
+        """See `GroupOwner.abort_with`."""
+        self.backend.abort(f"its program ended with {message_of(error)}")
+
+    exit = shutdown
 
     def abort(self) -> None:
         """Leave the group at once."""

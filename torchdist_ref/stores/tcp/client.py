@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torchdist_ref.errors import ArgumentError, DistNetworkError
+from torchdist_ref.forks import close_copies_in_child
 from torchdist_ref.stores.tcp.client_socket import (
     ConnectionLost,
     DeadlineSocket,
@@ -425,7 +425,7 @@ class ConnectionPool:
         self._idle: list[ClientConnection] = []
         self._busy: set[ClientConnection] = set()
         self._closed = False
-        _pools.add(self)
+        close_copies_in_child(self)
 
     def connect(self, deadline: Deadline) -> None:
         """Open a first connection. Raises as `ClientConnection.connect`."""
@@ -476,19 +476,8 @@ class ConnectionPool:
         return ClientConnection(self.server)
 
     def close_copies(self) -> None:
-        """Close a forked child's copies of the parent's sockets, which the server does not notice."""
+        """See `DescriptorOwner.close_copies`; the child opens connections of its own."""
         for connection in (*self._idle, *self._busy):
             connection.close()
         self._idle.clear()
         self._busy.clear()
-
-
-_pools: weakref.WeakSet[ConnectionPool] = weakref.WeakSet()
-
-
-def _close_all_copies() -> None:
-    for pool in list(_pools):
-        pool.close_copies()
-
-
-os.register_at_fork(after_in_child=_close_all_copies)

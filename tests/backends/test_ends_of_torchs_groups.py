@@ -1,0 +1,70 @@
+"""torch's own groups on `ref` at the end of a program: the others learn at once why, and no thread is left running."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as c10d
+
+from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_survivors
+from torchdist_ref import program_end
+
+# Threads of a group that run at the end may abort the process; once they did in three of four runs.
+PROGRAM = """
+import atexit, os, sys, threading
+from datetime import timedelta
+def report():
+    print([thread.name for thread in threading.enumerate() if "world" in thread.name], flush=True)
+    os._exit(5)
+atexit.register(report)
+import torch, torch.distributed as c10d
+c10d.init_process_group("ref", init_method="file://" + sys.argv[1], rank=0, world_size=1, timeout=timedelta(seconds=9))
+works = [c10d.all_reduce(torch.ones(3), async_op=True) for _ in range(8)]
+futures = [work.get_future().then(lambda future: future.value()) for work in works]
+assert [thread for thread in threading.enumerate() if "world" in thread.name]
+sys.exit(3)
+"""
+
+
+def join(rank: int, path: str) -> None:
+    timeout = timedelta(seconds=20)
+    c10d.init_process_group("ref", init_method=f"file://{path}", rank=rank, world_size=WORLD, timeout=timeout)
+    c10d.barrier()
+
+
+def test_an_uncaught_exception_is_quoted_by_the_others(tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        join(rank, str(tmp_path / "store"))
+        if rank == CULPRIT:
+            error = ValueError("no such layer")
+            sys.excepthook(type(error), error, None)
+        c10d.all_reduce(torch.ones(2))
+
+    found = errors_of_survivors(program)
+    for rank in SURVIVORS:
+        assert found[rank].kind == "GroupAbortedError"
+        assert "rank 1 aborted: its program ended with ValueError: no such layer" in found[rank].text
+
+
+def test_a_program_that_ends_leaves_its_groups(tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        join(rank, str(tmp_path / "store"))
+        if rank == CULPRIT:
+            program_end._exit_all()
+        c10d.all_reduce(torch.ones(2))
+
+    found = errors_of_survivors(program)
+    texts = [found[rank].text for rank in SURVIVORS]
+    assert [found[rank].kind for rank in SURVIVORS] == ["GroupAbortedError"] * 2
+    assert any("rank 1 destroyed the group" in text for text in texts), texts
+
+
+# Two seconds: a process of its own starts torch.
+def test_no_thread_of_a_group_runs_when_the_interpreter_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "store")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (5, "[]\n"), ended.stderr

@@ -1,0 +1,63 @@
+"""Placeholder backends of groups that cannot be used any more: destroyed ones, and those of the parent in a child.
+
+Do not add ways to restore a group: create a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from torch import Tensor
+
+from torchdist_ref.backends.base import Backend
+from torchdist_ref.calls import Call
+from torchdist_ref.errors import DestroyedGroupError, on_rank
+from torchdist_ref.work import Work
+
+
+class DestroyedBackend(Backend):
+    """Placeholder backend of a destroyed group: every call raises, and the flight recorder stays readable."""
+
+    def __init__(self, backend: Backend, group: str) -> None:
+        self.name, self.recorder, self._group = backend.name, backend.recorder, group
+
+    def refuse(self, operation: str) -> NoReturn:
+        """Raise the error for any use of the group.
+
+        Raises:
+            DestroyedGroupError: Always.
+        """
+        raise DestroyedGroupError(
+            f"{operation}: group {self._group!r} was destroyed{on_rank()}. Create a new one with new_group."
+        )
+
+    def submit(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
+        """See `Backend.submit`."""
+        self.refuse(call.op)
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+
+    def abort(self, reason: str) -> None:
+        """See `Backend.abort`."""
+
+
+class InheritedBackend(DestroyedBackend):
+    """Placeholder backend of a group in a forked child: the group is its parent's, whose links it must not use."""
+
+    def __init__(self, backend: Backend, group: str) -> None:
+        super().__init__(backend, group)
+        # Kept: its finalizers would release what the parent uses.
+        self._backend_of_parent = backend
+
+    def refuse(self, operation: str) -> NoReturn:
+        """Raise the error for any use of the group.
+
+        Raises:
+            DestroyedGroupError: Always.
+        """
+        raise DestroyedGroupError(
+            f"{operation}: group {self._group!r} belongs to the process that forked this one. A forked process has no "
+            "groups: call collectives in its parent, or init_process_group here."
+        )
