@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from torchdist_ref.errors import DistNetworkError, message_of
 from torchdist_ref.groups.meeting import Meeting
-from torchdist_ref.liveness import MemberFailures, MemberWatch, Presence, read_failure
+from torchdist_ref.liveness import MemberFailures, MemberWatch, PeerProcesses, Presence, read_failure
 from torchdist_ref.stores import HashStore, PrefixStore
 
 
@@ -92,3 +93,23 @@ def test_a_reason_that_is_no_text_can_be_read() -> None:
     store = PrefixStore("group", HashStore())
     MemberFailures(store, 1, [0, 4]).publish("no \udce9.pt")
     assert r"rank 4 failed: no \x" in str(MemberFailures(store, 0, [0, 4]).find("barrier"))
+
+
+class Entered:
+    """Lock that records how many processes are watched when it is acquired."""
+
+    def __init__(self, processes: PeerProcesses) -> None:
+        self._processes, self.watched = processes, list[int]()
+
+    def __enter__(self) -> None:
+        self.watched.append(len(self._processes._ranks))
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_processes_are_not_released_while_another_thread_polls_them() -> None:
+    processes = PeerProcesses({0: os.getpid(), 1: os.getppid()})
+    processes._polling = lock = Entered(processes)  # type: ignore[assignment]
+    processes.close()
+    assert lock.watched == [2]

@@ -148,10 +148,11 @@ class PeerProcesses:
 
     def close(self) -> None:
         """Close the descriptors."""
-        for fd in self._ranks:
-            os.close(fd)
-        self._ranks.clear()
-        self._poll = select.poll()
+        with self._polling:
+            for fd in self._ranks:
+                os.close(fd)
+            self._ranks.clear()
+            self._poll = select.poll()
 
 
 def _exit_of(pid: int) -> str:

@@ -7,20 +7,36 @@ its progress thread, so a callback may wait for a new collective. Do not add kno
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 from torch.futures import Future
 
 from torchdist_ref.calls import CallScope, numbered_in
-from torchdist_ref.errors import RankStalledError, UnsupportedError, on_rank
+from torchdist_ref.errors import ArgumentTypeError, RankStalledError, UnsupportedError, explain, on_rank
 from torchdist_ref.timeouts import CHECK_SECONDS
 
-Runner = Callable[[Callable[[], None]], None]
+log = logging.getLogger("torchdist_ref.backends")
+
+
+class Runner(Protocol):
+    """Function that runs callbacks on a thread of a backend."""
+
+    def __call__(self, job: Callable[[], None], /) -> None:
+        """Run a callback."""
+
+    def start(self) -> None:
+        """Start the thread, so that no later call can fail.
+
+        Raises:
+            RuntimeError: The system has no room for one more thread.
+        """
+
 
 # When Ctrl-C last interrupted a wait for a call.
 _interrupted_at = -math.inf
@@ -40,7 +56,9 @@ class InterruptibleFuture(Future[Any]):
             done_lock = threading.Lock()
             done_lock.acquire()
             super().add_done_callback(lambda _: done_lock.release())
-            done_lock.acquire()
+            # If the future is done meanwhile, torch calls the function here, and drops a Ctrl-C that arrives in it.
+            while not self.done() and not done_lock.acquire(timeout=CHECK_SECONDS):
+                pass
         return super().wait()
 
 
@@ -57,28 +75,43 @@ class CallFuture(InterruptibleFuture):
         self._scope, self._devices = scope, devices
 
     def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> None:
-        """Call a function with the future once it is done."""
-        super().add_done_callback(lambda _: self._run_in_scope(lambda: callback(self)))
+        """Call a function with the future once it is done: at once, on this thread, if it is."""
+        if not self.done():
+            super().add_done_callback(lambda _: self._run_in_scope(callback))
+            return
+        # Not through torch, which logs and drops every exception, of a Ctrl-C too.
+        try:
+            self._run_in_scope(callback)
+        except Exception:
+            log.exception("a callback of a future raised")
 
     def then(self, callback: Callable[[Future[Any]], Any]) -> Future[Any]:
-        """Return a future of the result of a callback, which runs once this future is done."""
+        """Return a future of the result of a callback, which runs once this future is done.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C arrived while the callback ran on this thread.
+        """
         following = type(self)(self._scope, self._devices)
 
         def follow(done: Future[Any]) -> None:
+            value: Any = None
+            error: Exception | None = RuntimeError("the callback was interrupted")
             try:
-                value = callback(done)
-            except BaseException as error:
+                value, error = callback(done), None
+            except BaseException as raised:
                 # A future accepts subclasses of Exception only, but its waiters must see a KeyboardInterrupt too.
-                following.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-            else:
-                following.set_result(value)
+                error = raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
+                if isinstance(raised, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                    raise
+            finally:
+                following.set_result(value) if error is None else following.set_exception(error)
 
         self.add_done_callback(follow)
         return following
 
-    def _run_in_scope(self, function: Callable[[], None]) -> None:
+    def _run_in_scope(self, callback: Callable[[Future[Any]], None]) -> None:
         with numbered_in(self._scope):
-            function()
+            callback(self)
 
 
 class Work:
@@ -141,6 +174,7 @@ class Work:
         Raises:
             RankStalledError: The time-out passed first. The call is still running.
             DistError: The error of the call.
+            ArgumentTypeError: `timeout` is no time.
 
         Example:
             >>> import torch, torchdist_ref as dist
@@ -155,7 +189,7 @@ class Work:
         Elsewhere:
             ``MPI_Wait`` in MPI; ``cudaStreamWaitEvent`` with NCCL; ``jax.block_until_ready`` in JAX.
         """
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        seconds = seconds_of(timeout)
         if not self._await(seconds):
             raise RankStalledError(
                 f"{self.name}: not done after {seconds} s of waiting; the call itself is still running."
@@ -265,6 +299,9 @@ class Work:
 
     def future_of_kind(self, kind: type[CallFuture]) -> Future[Any]:
         """Return the future of this Work; the first caller decides its class. Subclasses override this method."""
+        if self._run_callbacks is not None and not self._over:
+            # When the call ends, nobody could be told that its callbacks have no thread.
+            self._run_callbacks.start()
         with self._lock:
             future = self._future
             if future is None:
@@ -317,6 +354,25 @@ class Work:
             future.set_exception(RuntimeError(f"{self.name}: {self._error!r}"))
         else:
             future.set_result(list(self.outputs))
+
+
+def seconds_of(timeout: timedelta | float | None) -> float | None:
+    """Return the time-out of a wait in seconds.
+
+    Raises:
+        ArgumentTypeError: It is no time.
+
+    >>> seconds_of(timedelta(minutes=1))
+    60.0
+    """
+    if timeout is None or isinstance(timeout, timedelta):
+        return None if timeout is None else timeout.total_seconds()
+    try:
+        # Of any type with this method: NumPy's numbers and tensors of one element too.
+        return timeout.__float__()
+    except AttributeError:
+        expected = "a timedelta, a number of seconds or None"
+        raise ArgumentTypeError(explain("wait", "timeout", expected, timeout)) from None
 
 
 def devices_of(outputs: Sequence[Any]) -> list[Any]:

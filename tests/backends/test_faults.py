@@ -7,12 +7,14 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 
 import torchdist_ref as dist
 from tests.outcomes import failing
+from torchdist_ref.groups import world
 from torchdist_ref.testing import RankError, fill, run
 
 # A loose bound: the goal of 100 ms is measured by the benchmark; a test on a busy machine must not be a timer.
@@ -117,6 +119,92 @@ def test_a_receive_names_the_dead_sender() -> None:
     kind, text, seconds = caught.value.outcomes[0].value
     assert (kind, "rank 1 died" in text) == ("RankDiedError", True), text
     assert seconds < SOON
+
+
+def receive_from_any(rank: int, with_message: bool) -> tuple[str, str, float] | list[float]:
+    """Rank 1 is killed, rank 2 lives; rank 0 receives from any rank."""
+    if rank == 2 and with_message:
+        dist.isend(fill(2, (3,)), 0)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2:
+        return failing(lambda: dist.recv(torch.zeros(3), 0))
+    tensor = torch.zeros(3)
+    if with_message:
+        deadline = time.monotonic() + 10
+        while not group_link().liveness.dead():
+            assert time.monotonic() < deadline
+        dist.recv(tensor)
+        return tensor.tolist()
+    return failing(lambda: dist.recv(tensor))
+
+
+def group_link() -> Any:
+    backend: Any = world.default_group().backend
+    return backend.link
+
+
+def test_a_receive_from_any_rank_names_a_dead_one_of_several_senders() -> None:
+    """Once it waited for the time-out, as long as another sender lived, and did not name the dead rank then."""
+    with pytest.raises(RankError) as caught:
+        run(receive_from_any, 3, False, ranks="processes")
+    outcomes = {rank: outcome.value for rank, outcome in caught.value.outcomes.items() if rank != 1}
+    for rank, kind in ((0, "RankDiedError"), (2, "GroupAbortedError")):
+        assert outcomes[rank][0] == kind and "rank 1 died (pid " in outcomes[rank][1], outcomes
+        assert outcomes[rank][2] < SOON
+
+
+def test_a_receive_from_any_rank_takes_a_message_that_came_before_a_death() -> None:
+    with pytest.raises(RankError) as caught:
+        run(receive_from_any, 3, True, ranks="processes")
+    assert caught.value.outcomes[0].value == fill(2, (3,)).tolist()
+
+
+def receive_from_those_who_stay(rank: int) -> list[float]:
+    """Rank 1 destroys its group; rank 0 receives from any rank, rank 2 sends when rank 0 has had time to fail."""
+    group = dist.new_group()
+    dist.barrier(group)
+    tensor = torch.zeros(3)
+    if rank == 1:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    if rank == 0:
+        work: Any = dist.irecv(tensor, group=group)
+        with pytest.raises(dist.RankStalledError):
+            work.wait(0.1)
+    dist.barrier()
+    if rank == 2:
+        dist.send(fill(2, (3,)), 0, group)
+    if rank == 0:
+        work.wait()
+    dist.barrier()
+    return tensor.tolist()
+
+
+def test_a_receive_from_any_rank_ignores_one_that_left() -> None:
+    assert run(receive_from_those_who_stay, 3, timeout=10)[0] == fill(2, (3,)).tolist()
+
+
+def wait_for_one_who_lives(rank: int) -> str:
+    """Rank 1 is killed; rank 2 lives, and does not send until rank 0 has given up."""
+    group = dist.new_group(timeout=timedelta(seconds=0.3))
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2:
+        dist.recv(torch.zeros(1), 0)
+        return ""
+    text = failing(lambda: dist.recv(torch.zeros(3), 2, group))[1]
+    dist.send(torch.zeros(1), 2)
+    return text
+
+
+def test_the_error_of_a_stalled_call_names_ranks_that_have_died() -> None:
+    with pytest.raises(RankError) as caught:
+        run(wait_for_one_who_lives, 3, ranks="processes")
+    text = caught.value.outcomes[0].value
+    assert "rank 2 did not arrive within 0.3 s" in text and "Meanwhile rank 1 died (pid " in text
 
 
 def ignore_a_death_elsewhere(rank: int) -> list[float]:
@@ -353,3 +441,33 @@ def test_a_receive_with_another_tag_says_so() -> None:
         return text
 
     assert "rank 1 sent one with tag 3. Pass the same tag" in run(program, 2)[0]
+
+
+class NoMemory:
+    """Executor that runs no call."""
+
+    def __init__(self, executor: Any) -> None:
+        self.compile = executor.compile
+
+    def run(self, *_: object) -> None:
+        raise MemoryError
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "recv"])
+def test_the_others_learn_of_a_failure_before_it_is_recorded(name: str) -> None:
+    """The recorder may write a file, which delayed a chain of receives by that time for each rank."""
+
+    def program(rank: int) -> list[bool]:
+        told: list[bool] = []
+        dist.barrier()
+        if rank == 1:
+            dist.destroy_process_group()
+            return told
+        backend: Any = world.default_group().backend
+        backend.recorder.on_failure = lambda _: told.append(backend.link.broken is not None)
+        backend.wrap_executor(NoMemory)
+        with pytest.raises((MemoryError, dist.GroupAbortedError)):
+            CALLS[name]()
+        return told
+
+    assert run(program, 2)[0] == [True]

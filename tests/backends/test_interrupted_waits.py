@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import torchdist_ref as dist
+from torchdist_ref.calls import Numbers
 from torchdist_ref.testing import fill, run
-from torchdist_ref.work import Work
+from torchdist_ref.work import InterruptibleFuture, Work
 
 
 def interrupted(rank: int, path: str, chained: bool) -> tuple[float, list[float]]:
@@ -67,3 +68,72 @@ def test_a_future_raises_what_the_call_failed_with() -> None:
     threading.Timer(0.01, lambda: work.fail(ValueError("of another shape"))).start()
     with pytest.raises(ValueError, match="of another shape"):
         future.wait()
+
+
+def press_ctrl_c(_: object) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("method", ["then", "add_done_callback"])
+def test_ctrl_c_in_a_callback_that_runs_at_once_reaches_the_program(method: str) -> None:
+    """Once torch's C++, which ran the callback, logged and dropped it."""
+    work = Work("all_reduce", [torch.ones(2)], scope=Numbers("a group").scope((1, 0)))
+    work.finish()
+    future = work.get_future()
+    with pytest.raises(KeyboardInterrupt):
+        getattr(future, method)(press_ctrl_c)
+
+
+@pytest.mark.parametrize("done", [True, False], ids=["at once", "later"])
+def test_a_future_whose_callback_ctrl_c_ended_is_done(done: bool) -> None:
+    work = Work("all_reduce", [torch.ones(2)], scope=Numbers("a group").scope((1, 0)))
+    if done:
+        work.finish()
+    future, errors = work.get_future(), []
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt("in a callback")
+
+    def program() -> None:
+        following = future.then(interrupted)
+        if not done:
+            work.finish()
+        try:
+            following.wait()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=program, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert errors == ["KeyboardInterrupt('in a callback')"]
+
+
+def test_a_callback_that_raises_at_once_does_not_end_the_program(caplog: pytest.LogCaptureFixture) -> None:
+    work = Work("all_reduce", [torch.ones(2)], scope=Numbers("a group").scope((1, 0)))
+    work.finish()
+    work.get_future().add_done_callback(lambda _: 1 / 0)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_wait_ends_even_if_its_notification_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a Ctrl-C that arrives in the function that torch calls; once the wait never ended."""
+    future, values = InterruptibleFuture(), []
+
+    def dropped(self: InterruptibleFuture, _: object) -> None:
+        self.set_result(3)
+
+    monkeypatch.setattr(torch.futures.Future, "add_done_callback", dropped)
+    thread = threading.Thread(target=lambda: values.append(future.wait()), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert values == [3]
+
+
+def test_a_timeout_of_another_type_is_named() -> None:
+    work = Work("all_reduce", [])
+    for timeout in ("1 s", [1]):
+        with pytest.raises(dist.ArgumentTypeError, match="argument 'timeout' must be a timedelta, a number of seconds"):
+            work.wait(timeout)  # type: ignore[arg-type]
+    work.finish()
+    assert work.wait(1) and work.wait(0.5) and work.wait(torch.tensor(1.0))  # type: ignore[arg-type]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import torchdist_ref as dist
+from torchdist_ref.backends.ref.tag_matching import PostedReceive
+from torchdist_ref.calls import Recv
 from torchdist_ref.groups import world
 from torchdist_ref.testing import fill, run
 from torchdist_ref.transports.mailbox import Mailbox
@@ -304,3 +307,40 @@ def test_a_rank_that_fails_in_a_receive_tells_the_sender(monkeypatch: pytest.Mon
     """Once the sender waited for the time-out."""
     _, of_sender = run(fail_in_a_receive, 2, monkeypatch, timeout=10)
     assert "rank 0 aborted: MemoryError in recv(src=1, tag=0): no memory" in of_sender
+
+
+class InterruptedLock:
+    """Lock whose first release is interrupted, as by Ctrl-C between two statements."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock, self._interrupts = lock, True
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if self._interrupts:
+            self._interrupts = False
+            raise KeyboardInterrupt
+
+
+def lose_a_posted_receive(rank: int) -> tuple[bool, str, bool]:
+    """Interrupt a thread that takes a message when it has found the receive, which another thread has posted."""
+    backend: Any = world.default_group().backend
+    receiver, link = backend._messages._receiver, backend.link
+    if rank:
+        return True, "", True
+    receive = PostedReceive(Recv(1, 0), torch.zeros(3), time.monotonic() + 5)
+    receiver.post(receive)
+    receiver._queues = InterruptedLock(receiver._queues)
+    fields = (0, receive.record.fingerprint, 12)
+    message = SimpleNamespace(acquire=lambda block: True)
+    with pytest.raises(KeyboardInterrupt):
+        receiver._accept_next(SimpleNamespace(source=1, message=message, peek=lambda: fields))
+    return receive.ended, repr(receive.error), link.broken is not None
+
+
+def test_an_interrupted_receive_is_not_lost_and_its_sender_learns_of_it() -> None:
+    """Once the thread that had posted the receive waited without a deadline, and the sender for the time-out."""
+    assert run(lose_a_posted_receive, 2)[0] == (True, "KeyboardInterrupt()", True)

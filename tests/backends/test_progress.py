@@ -13,6 +13,7 @@ import torch
 from torch.futures import Future
 
 import torchdist_ref as dist
+from torchdist_ref.backends import base
 from torchdist_ref.backends.worker_threads import CallOrder, OutOfOrderError, WorkerThread
 from torchdist_ref.groups import world
 from torchdist_ref.testing import fill, run
@@ -296,7 +297,7 @@ OUTSTANDING: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("operation", OUTSTANDING)
 def test_calls_that_nobody_joins_end_with_their_group(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once they waited for the time-out after `destroy_process_group`."""
-    monkeypatch.setattr(WorkerThread.close, "__defaults__", (0.05,))
+    monkeypatch.setattr(base, "_CLOSE_SECONDS", 0.05)
     over = threading.Event()
 
     def program(rank: int) -> str:

@@ -63,6 +63,32 @@ def test_direct_bytes_without_a_posted_receive_are_rejected() -> None:
         mesh.close()
 
 
+def test_bytes_that_come_after_a_receive_has_failed_are_discarded() -> None:
+    """Once they were written into a tensor that the user had again."""
+    layout = SegmentLayout(2, window=8192)
+    memory, wanted = bytearray(layout.nbytes), [bytearray(4), bytearray(4)]
+    mesh = ConnectionMesh(0, layout, lambda rank: memoryview(memory))
+    with socket_pair() as (peer_end, own_end):
+        mesh.add(1, own_end)
+        path = MeshDirectPath(mesh, 1)
+        path.post_receive([memoryview(view) for view in wanted])
+        frame = pack(MeshFrame(SEMAPHORE_KINDS.index("chunk"), 1, ((POSTED_RECEIVE, 4),)))
+        peer_end.sendall(frame + b"ab")
+        mesh.progress(1.0)
+        path.cancel_receives()
+        begin = layout.eager_buffer(1, 0)
+        ready = pack(MeshFrame(SEMAPHORE_KINDS.index("ready"), 1, ((begin, 3),))) + b"xyz"
+        peer_end.sendall(b"cd" + frame + b"efgh" + ready[:-1])
+        mesh.progress(1.0)
+        # A frame for the segment, of which a part has come, is not discarded.
+        path.cancel_receives()
+        peer_end.sendall(ready[-1:])
+        mesh.progress(1.0)
+        assert [bytes(view) for view in wanted] == [b"ab\0\0", bytes(4)] and mesh.counts["chunk", 1] == 2
+        assert bytes(memory[begin : begin + 3]) == b"xyz"
+        mesh.close()
+
+
 @pytest.mark.parametrize(
     ("owner", "ranges", "message"),
     [

@@ -13,6 +13,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torchdist_ref.stores import HashStore
 from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.testing.backend_contract import CLAUSES
 from torchdist_ref.transports import tcp
+from torchdist_ref.transports.mailbox import Mailbox
 from torchdist_ref.transports.tcp import interface_address
 
 SOON = 2.0
@@ -49,6 +51,34 @@ def whole_contract(rank: int, hosts: str, path: str) -> None:
 def test_ref_keeps_the_contract_between_hosts(hosts: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = str(tmp_path_factory.mktemp("tcp") / "store")
     run(whole_contract, len(hosts), hosts, path, ranks="processes", init=False, timeout=60.0)
+
+
+def interrupt_a_long_message(rank: int, path: str) -> tuple[bool, bool]:
+    """Rank 0 is interrupted when half of the first chunks may have come; return whether its tensor stays as it is."""
+    join(rank, "ab", path)
+    backend: Any = default_group().backend
+    if rank:
+        with pytest.raises(dist.GroupAbortedError, match="rank 0 aborted: KeyboardInterrupt"):
+            dist.send(torch.ones(1 << 20), 0)
+        return True, True
+    tensor, mesh = torch.zeros(1 << 20), backend.link.segment.mesh
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Mailbox, "_acquire", interrupted)
+        dist.recv(tensor, 1)
+    before, deadline = tensor.clone(), time.monotonic() + 10
+    while mesh.counts["chunk", 1] < 2 and time.monotonic() < deadline:
+        mesh.progress(0.01)
+    return torch.equal(tensor, before), mesh.counts["chunk", 1] >= 2
+
+
+def test_a_tensor_is_the_users_again_when_its_receive_has_failed(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Once what the sender sent before it learned of the failure was still written into it."""
+    path = str(tmp_path_factory.mktemp("tcp") / "store")
+    assert run(interrupt_a_long_message, 2, path, ranks="processes", init=False) == [(True, True)] * 2
 
 
 def die_or_report(rank: int, hosts: str, path: str, victim: int) -> tuple[str, str, float]:

@@ -224,6 +224,11 @@ class ByDevice(Backend):
         for backend in self._backends.values():
             backend.announce_exit()
 
+    def leave(self) -> bool:
+        """See `Backend.leave`."""
+        have_left = [backend.leave() for backend in self._backends.values()]
+        return all(have_left)
+
     def close(self) -> None:
         """See `Backend.close`."""
         for backend in self._backends.values():

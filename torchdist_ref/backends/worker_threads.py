@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextvars
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 from time import monotonic
 from typing import Any
@@ -23,10 +23,12 @@ from typing import Any
 import torch
 
 from torchdist_ref.calls import Number, Numbers
-from torchdist_ref.timeouts import CHECK_SECONDS
-from torchdist_ref.work import Runner, Work
+from torchdist_ref.timeouts import CHECK_SECONDS, Deadline
+from torchdist_ref.work import Work
 
 log = logging.getLogger("torchdist_ref.backends")
+_END_SECONDS = 0.5
+"""Longest wait for threads to end. Calls that wait for peers end at their next check, a callback perhaps never."""
 
 Job = Callable[[], None]
 
@@ -50,15 +52,33 @@ class WorkerThread:
         """Whether every job that was put is done."""
         return self._pending == 0
 
-    def put(self, job: Job) -> None:
-        """Run a job after all that were put before."""
+    def start(self) -> None:
+        """Start the thread if it has yet to run, so that no later `put` can fail.
+
+        Raises:
+            RuntimeError: The system has no room for one more thread.
+        """
         with self._lock:
+            self._start()
+
+    def _start(self) -> None:
+        if self._thread is None and not self._closed:
+            thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def put(self, job: Job) -> None:
+        """Run a job after all that were put before.
+
+        Raises:
+            RuntimeError: As `start`; the job will not run.
+        """
+        with self._lock:
+            if self._thread is None:
+                self._start()
             self._pending += 1
             if not self._closed:
                 self._jobs.put(job)
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-                    self._thread.start()
                 return
         self._run(job)
 
@@ -76,19 +96,52 @@ class WorkerThread:
         with self._lock:
             self._pending -= 1
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Run the jobs in the queue, then end. From a job of this thread, only ask for the end."""
+    def end(self) -> threading.Thread | None:
+        """Ask the thread to end after the jobs in its queue, and return it; None if there is none."""
         with self._lock:
             thread, self._thread, self._closed = self._thread, None, True
-        if thread is None:
-            return
-        self._jobs.put(None)
-        if thread is not threading.current_thread():
-            thread.join(timeout)
+        if thread is not None:
+            self._jobs.put(None)
+        return thread
+
+    def close(self) -> None:
+        """Run the jobs in the queue, then end. From a job of this thread, only ask for the end."""
+        end_threads([self])
 
 
-# Number of callbacks that the running code is inside of.
-_depth: contextvars.ContextVar[int] = contextvars.ContextVar("torchdist_ref_callback_depth", default=0)
+def end_threads(workers: Iterable[WorkerThread]) -> None:
+    """End threads after the jobs in their queues, and wait for all of them together, for a short time.
+
+    Threads in whose jobs the caller is are only asked to end.
+    """
+    threads = [(worker, worker.end()) for worker in workers]
+    deadline = Deadline(_END_SECONDS)
+    for worker, thread in threads:
+        if thread is not None and thread is not threading.current_thread() and worker not in _callers.get():
+            thread.join(deadline.remaining())
+
+
+# Threads that run the callbacks that the running code is inside of, the outermost first.
+_callers: contextvars.ContextVar[tuple[WorkerThread, ...]] = contextvars.ContextVar(
+    "torchdist_ref_callback_threads", default=()
+)
+
+
+class CallbackRunner:
+    """Function that runs the callbacks of one call on a thread for callbacks, in the context of the call's caller."""
+
+    __slots__ = ("_context", "_thread")
+
+    def __init__(self, thread: WorkerThread, context: contextvars.Context) -> None:
+        self._thread, self._context = thread, context
+
+    def __call__(self, job: Job) -> None:
+        """Run a callback after all that were put before."""
+        self._thread.put(lambda: self._context.run(job))
+
+    def start(self) -> None:
+        """Start the thread; see `WorkerThread.start`."""
+        self._thread.start()
 
 
 class CallbackThreads:
@@ -111,17 +164,26 @@ class CallbackThreads:
         self._name = name
         self._threads: dict[int, WorkerThread] = {}
 
-    def runner(self) -> Runner:
+    def runner(self) -> CallbackRunner:
         """Return a function that runs the callbacks of a call made now, in the context of the caller."""
-        depth, context = _depth.get(), contextvars.copy_context()
-        context.run(_depth.set, depth + 1)
-        thread = self._threads.setdefault(depth, WorkerThread(f"{self._name} callbacks"))
-        return lambda job: thread.put(lambda: context.run(job))
+        callers, context = _callers.get(), contextvars.copy_context()
+        thread = self._threads.setdefault(len(callers), WorkerThread(f"{self._name} callbacks"))
+        context.run(_callers.set, (*callers, thread))
+        return CallbackRunner(thread, context)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all callbacks have run, but for those that the caller is inside of."""
+        return all(thread.idle or thread in _callers.get() for thread in self.threads)
+
+    @property
+    def threads(self) -> list[WorkerThread]:
+        """All threads."""
+        return list(self._threads.values())
 
     def close(self) -> None:
         """End all threads; from a callback, only ask for the end."""
-        for thread in list(self._threads.values()):
-            thread.close()
+        end_threads(self.threads)
 
 
 class WorkFactory:
@@ -215,8 +277,13 @@ class CallOrder:
 
         The job must not raise: a call that lets it run first has no use for its error. So the job uses `run_in_order`
         itself and settles the call's Work.
+
+        Raises:
+            RuntimeError: The progress thread cannot be started; the call will not run.
         """
         with self._made:
+            # Before the call is in the queue, where nobody would run it.
+            self.progress.start()
             self.queued += 1
             self._waiting[number] = job
             self.progress.put(lambda: self._next(number))

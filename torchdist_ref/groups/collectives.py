@@ -42,7 +42,7 @@ from torchdist_ref.groups.arguments import (
 )
 from torchdist_ref.groups.world import ProcessGroup, refuse_destroyed
 from torchdist_ref.timeouts import Deadline
-from torchdist_ref.work import CallFuture, Work
+from torchdist_ref.work import CallFuture, Work, seconds_of
 
 _BARRIER = Barrier()
 _SUM = ALL_REDUCE["sum"]
@@ -385,7 +385,7 @@ class JoinedWork(Work):
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """See `Work.wait`."""
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        seconds = seconds_of(timeout)
         deadline = None if seconds is None else Deadline(seconds)
         for part in self._parts:
             self._wait_for(part, None if deadline is None else deadline.remaining(), seconds)

@@ -36,6 +36,9 @@ class DirectPath(Protocol):
     def post_receive(self, views: Sequence[memoryview]) -> None:
         """Post one view for each of the next sends of the peer."""
 
+    def cancel_receives(self) -> None:
+        """Discard what the peer has yet to send to the posted views, whose memory is the user's again."""
+
 
 class Segment(Protocol):
     """Memory of a group: shared by all ranks, or a copy on each host that the ranks keep up to date."""

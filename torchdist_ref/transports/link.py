@@ -243,9 +243,10 @@ class Link:
             return self._failure_to_join(ended, description)
         concerned = [r for r in self.peers if (self._is_needed(r) if ranks is None else r in ranks)]
         # The process of a rank that aborted or left may have ended since: its own reason counts.
-        dead = [r for r in ended if r in concerned and self.rows[r].status == PRESENT]
+        dead = [r for r in ended if r in concerned and not (self.rows[r].closed or self.rows[r].status == ABORTED)]
         aborted = [r for r in concerned if self.rows[r].status == ABORTED]
-        left = [r for r in concerned if self.rows[r].status == LEFT]
+        # Until it has closed its end, a rank that has left may still send messages.
+        left = [r for r in concerned if self.rows[r].status == LEFT and (ranks is None or self.rows[r].closed)]
         if dead:
             return self._death(dead, description)
         if aborted:
@@ -271,10 +272,12 @@ class Link:
         return self._death(gone, description) if gone else None
 
     def _death(self, dead: Sequence[int], description: str) -> RankDiedError:
-        endings = "; ".join(filter(None, (self.liveness.ending(rank) for rank in dead)))
-        died = f"{self.rank_names(dead)} died{endings and f' ({endings})'}"
         ranks = (self.members[rank] for rank in dead)
-        return RankDiedError(f"{self.context(description)}: {died}. {_ADVICE}").naming(ranks)
+        return RankDiedError(f"{self.context(description)}: {self._endings(dead)}. {_ADVICE}").naming(ranks)
+
+    def _endings(self, dead: Sequence[int]) -> str:
+        endings = "; ".join(filter(None, (self.liveness.ending(rank) for rank in dead)))
+        return f"{self.rank_names(dead)} died{endings and f' ({endings})'}"
 
     def _abort_of(self, rank: int, description: str) -> GroupAbortedError:
         """Return the error for an abort; a rank that passed on the abort of another is not the culprit."""
@@ -297,7 +300,13 @@ class Link:
         return RankStalledError(
             f"{self.context(description)}: {self.rank_names(chain[-1:])} did not arrive within {seconds:g} s{through}. "
             f"Other ranks: {others}. Inspect that rank, or pass a longer timeout to init_process_group or new_group."
+            f"{self.deaths()}"
         ).naming(self.members[rank] for rank in chain[-1:])
+
+    def deaths(self) -> str:
+        """Return the ranks that have died, as a sentence for the error of a stalled call; else an empty text."""
+        dead = [rank for rank in self.liveness.dead() if not self.rows[rank].closed]
+        return f" Meanwhile {self._endings(dead)}." if dead else ""
 
     def _waiting_chain(self, peer: int) -> list[int]:
         """Return the ranks from `peer` to the one at the end of the waits, as far as they are visible here."""
@@ -398,9 +407,16 @@ class Link:
                 f"Destroy it and make a new one."
             ) from self.broken
 
+    def announce_leave(self) -> None:
+        """Announce that this rank issues no further collective; its pending messages may still be delivered."""
+        if self.row.status == PRESENT:
+            self.row.status = LEFT
+            self.publish_row()
+
     def leave(self) -> None:
         """End the waits of this rank's pending calls; they raise at their next check."""
         self.leaving = True
+        self.announce_leave()
 
     def close(self) -> None:
         """Leave the group. The memory is freed with the last tensor that uses it."""

@@ -206,6 +206,8 @@ class Mailbox:
                 self._acquire(self._chunk, description, timeout)
                 self._post_credit()
         except BaseException as failure:
+            if self._direct is not None:
+                self._direct.cancel_receives()
             # Neither side can use a message of which a part has been received.
             self.link.abort_unless_definite(failure, description)
             raise

@@ -19,7 +19,7 @@ from typing import Any
 
 from torchdist_ref.errors import DistNetworkError, RankStalledError
 from torchdist_ref.transports.base import Range, Semaphore
-from torchdist_ref.transports.frames import POSTED_RECEIVE, MeshConnection, MeshFrame, check_ranges, pack
+from torchdist_ref.transports.frames import POSTED_RECEIVE, MeshConnection, MeshFrame, check_ranges, discarded, pack
 from torchdist_ref.transports.segment import MESSAGE_HEADER_BYTES, ROW_BYTES, SEMAPHORE_KINDS, SegmentLayout
 
 _RESUME_SECONDS = 0.5
@@ -99,6 +99,12 @@ class ConnectionMesh:
         if not views or len(views[0]) != size:
             raise DistNetworkError(f"a peer sent {size} bytes for which no receive is posted.")
         return views.popleft()
+
+    def cancel_receives(self, peer: int) -> None:
+        """Discard what a peer has yet to send to posted views."""
+        with self._reading:
+            self.connections[peer].discard_direct()
+            self.posted_receives[peer] = deque(map(discarded, self.posted_receives[peer]))
 
     def _on_frame(self, peer: int, frame: MeshFrame) -> None:
         try:
@@ -203,6 +209,10 @@ class MeshDirectPath:
     def post_receive(self, views: Sequence[memoryview]) -> None:
         """See `DirectPath.post_receive`."""
         self._mesh.posted_receives[self._peer].extend(views)
+
+    def cancel_receives(self) -> None:
+        """See `DirectPath.cancel_receives`."""
+        self._mesh.cancel_receives(self._peer)
 
 
 class OutgoingSemaphore:

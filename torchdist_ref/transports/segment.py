@@ -308,6 +308,11 @@ class StatusRow:
             self.status = LEFT
 
     @property
+    def has_left(self) -> bool:
+        """Whether the rank has closed its end of the group in good order."""
+        return self.closed and self.status == LEFT
+
+    @property
     def aborted_at(self) -> int:
         """Time of the abort in nanoseconds, by the monotonic clock that the ranks of a host share."""
         return self.fields[_ABORTED_AT]

@@ -35,7 +35,14 @@ from torchdist_ref.backends.ref.fast import executor_for
 from torchdist_ref.backends.ref.plan import IN_PLACE, Plan, Planner
 from torchdist_ref.backends.ref.staging import contiguous, copy_back, side_streams
 from torchdist_ref.backends.ref.tag_matching import POINT_TO_POINT, Messages
-from torchdist_ref.backends.worker_threads import CallbackThreads, CallOrder, OutOfOrderError, WorkFactory, settle
+from torchdist_ref.backends.worker_threads import (
+    CallbackThreads,
+    CallOrder,
+    OutOfOrderError,
+    WorkFactory,
+    end_threads,
+    settle,
+)
 from torchdist_ref.calls import Call, Number, Numbers, Recv, Send
 from torchdist_ref.errors import GroupAbortedError
 from torchdist_ref.recorder import CALL, END, NUMBER, START, Entry
@@ -191,12 +198,17 @@ class Ref(Backend):
                     self._run_in_order(entry, partial(self._run, planned, tensors, entry), first)
                 finally:
                     order.done()
+                return _DONE
+            work = self._later(planned, tensors, written, entry)
         except BaseException as failure:
             if not entry[START]:
-                # A signal's handler has raised: the number is used up, and perhaps no call can begin any more.
+                # A signal's handler has raised, or no thread can be started: the number is used up, and perhaps no call
+                # can begin any more.
                 self.link.abort_unless_definite(failure, planned[0].text)
             raise
-        return self._later(planned, tensors, written, entry, wait) if later else _DONE
+        if wait:
+            work.wait()
+        return work
 
     def wrap_executor(self, wrap: Callable[[Any], Any]) -> None:
         """Replace the executor by what a function makes of it, before the first call; for debugging."""
@@ -225,8 +237,8 @@ class Ref(Backend):
             raise
         return planned
 
-    def _later(self, planned: Planned, tensors: Tensors, written: Tensors, entry: Entry, wait: bool) -> Work:
-        """Run a planned call on the progress thread."""
+    def _later(self, planned: Planned, tensors: Tensors, written: Tensors, entry: Entry) -> Work:
+        """Run a planned call on the progress thread, and return its Work."""
         number: Number = entry[NUMBER]
         call: Call = entry[CALL]
         work = self._make_work(call.op, written, number)
@@ -239,8 +251,6 @@ class Ref(Backend):
                 self._run(planned, tensors, entry)
 
         self._order.later(number, partial(settle, work, partial(self._run_in_order, entry, run)))
-        if wait:
-            work.wait()
         return work
 
     def _run_in_order(self, entry: Entry, run: Callable[[], None], first: OutOfOrderError | None = None) -> None:
@@ -268,8 +278,9 @@ class Ref(Backend):
         except OutOfOrderError:
             raise
         except BaseException as failure:
-            self.recorder.fail(entry, failure)
+            # The other ranks first: the recorder may write a file.
             self.link.abort_unless_definite(failure, plan.text)
+            self.recorder.fail(entry, failure)
             raise
         entry[END] = perf_counter()
 
@@ -297,15 +308,21 @@ class Ref(Backend):
         """See `Backend.successor_store`. The address is in the status table."""
         return succeed(self.link, store, server, timeout)
 
-    def close(self) -> None:
-        """See `Backend.close`. Pending calls complete first, unless nobody waits for them any more."""
+    def leave(self) -> bool:
+        """See `Backend.leave`. Receives end at once, if no message for them has come."""
         if self.link.broken is not None or interrupted_since(self._made):
             self.link.leave()
-        self._order.close()
-        self._callbacks.close()
-        self._messages.close()
+        self._messages.end_receives()
+        if self._order.progress.idle:
+            self.link.announce_leave()
+        # In the order in which one puts jobs into the next.
+        return all(thread.idle for thread in (self._order.progress, *self._messages.threads)) and self._callbacks.idle
+
+    def close(self) -> None:
+        """See `Backend.close`."""
         # Calls that have not ended by now wait for peers: they raise at their next check.
         self.link.leave()
+        end_threads([self._order.progress, *self._messages.threads, *self._callbacks.threads])
         self.link.close()
 
     def abort(self, reason: str) -> None:

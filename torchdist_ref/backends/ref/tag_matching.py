@@ -11,7 +11,8 @@ Do not add bytes or windows here: how a message travels is `transports.mailbox`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import monotonic, perf_counter
@@ -152,6 +153,7 @@ class Receiver:
         self._unexpected: list[UnexpectedMessage] = []
         self._queues = threading.Lock()
         self._taking = threading.Lock()
+        self._ending = False
 
     def send_to_self(self, tag: int, tensor: Tensor) -> None:
         """Add a message from this rank to itself."""
@@ -175,6 +177,12 @@ class Receiver:
             # sender waits for this rank, perhaps before it does what the other receive is about.
             self._doorbell.release()
 
+    def end_all(self) -> None:
+        """End the posted receives whose messages have not come, for a rank that destroys the group."""
+        if not self._ending:
+            self._ending = True
+            self._doorbell.release()
+
     def refuse_unsent(self, receive: PostedReceive) -> None:
         """Raise if a receive of this rank from itself has no message yet: its thread would wait for itself.
 
@@ -195,14 +203,11 @@ class Receiver:
             if receive is None:
                 self._unexpected.append(message)
                 return
+            self._posted.remove(receive)
         self._give(receive, message)
 
     def _match(self, source: int, tag: int) -> PostedReceive | None:
-        for index, receive in enumerate(self._posted):
-            if receive.matches(source, tag):
-                del self._posted[index]
-                return receive
-        return None
+        return next((receive for receive in self._posted if receive.matches(source, tag)), None)
 
     def _give(self, receive: PostedReceive, message: UnexpectedMessage) -> None:
         source, tag = message.source, message.tag
@@ -228,13 +233,17 @@ class Receiver:
             while not (self._posted or self._unexpected):
                 if not (mailbox.message.acquire(False) or self._link.spin(mailbox.message)):
                     return False
-                if mailbox.peek()[0] == call.tag:
-                    self._take(mailbox, record, call, tensor)
-                    # Rings would pile up. This one may be for another sender, but nobody waits for that: a thread that
-                    # comes to wait looks at all offers first. Where one waits, no ring may be taken here.
-                    self._doorbell.acquire(False)
-                    return True
-                self._accept(mailbox)
+                try:
+                    if mailbox.peek()[0] == call.tag:
+                        self._take(mailbox, record, call, tensor)
+                        # Rings would pile up. This one may be for another sender, but nobody waits for that: a thread
+                        # that comes to wait looks at all offers first. Where one waits, no ring may be taken here.
+                        self._doorbell.acquire(False)
+                        return True
+                    self._accept(mailbox)
+                except BaseException as failure:
+                    self._abort_if_interrupted(failure, mailbox)
+                    raise
             return False
         finally:
             self._taking.release()
@@ -277,7 +286,7 @@ class Receiver:
         self._scan()
         while not receive.ended:
             rung = self._link.spin(self._doorbell) or self._doorbell.acquire(True, CHECK_SECONDS)
-            # A peer that fails rings without a message.
+            # A peer that fails rings without a message, and so does this rank when it destroys the group.
             if not (rung and self._scan()):
                 self._fail_receives()
 
@@ -287,33 +296,50 @@ class Receiver:
             wanted = {p.call.src for p in self._posted}
         found = False
         for peer in self._link.peers if None in wanted else wanted:
-            if peer is not None and peer != self._link.rank and self._mailboxes[peer].message.acquire(False):
-                self._accept(self._mailboxes[peer])
-                found = True
+            if peer is not None and peer != self._link.rank:
+                found |= self._accept_next(self._mailboxes[peer])
         return found
+
+    def _accept_next(self, box: Mailbox) -> bool:
+        """Receive the next message of a peer, and return whether there was one."""
+        try:
+            if box.message.acquire(False):
+                self._accept(box)
+                return True
+            return False
+        except BaseException as failure:
+            self._abort_if_interrupted(failure, box)
+            raise
+
+    def _abort_if_interrupted(self, failure: BaseException, box: Mailbox) -> None:
+        """End the group if a signal's handler has raised while a message was taken: its sender waits for this rank."""
+        if not isinstance(failure, Exception):
+            self._link.abort(failure, f"a receive from {self._link.rank_names([box.source])}")
 
     def _accept(self, box: Mailbox) -> None:
         """Receive the message at the head into the first receive that it matches, or as an unexpected message."""
         peer, (tag, fingerprint, nbytes) = box.source, box.peek()
-        with self._queues:
-            receive = self._match(peer, tag)
-        if receive is not None:
-            self._receive(receive, box)
+        receive = None
+        try:
+            with self._queues:
+                receive = self._match(peer, tag)
+                if receive is not None:
+                    self._posted.remove(receive)
+            if receive is not None:
+                self._take(box, receive.record, receive.call, receive.tensor)
+                receive.end(peer)
+                return
+        except BaseException as error:
+            if receive is not None:
+                # A thread waits for it, which would find it in no queue.
+                self._forget(receive)
+                receive.end(peer, error)
+            if not isinstance(error, DistError):
+                raise
             return
         data, text = torch.empty(nbytes, dtype=torch.uint8, device="cpu"), box.text()
         box.receive(data, f"a message with tag {tag}")
         self._arrived(UnexpectedMessage(peer, tag, fingerprint, text, data))
-
-    def _receive(self, receive: PostedReceive, box: Mailbox) -> None:
-        try:
-            self._take(box, receive.record, receive.call, receive.tensor)
-        except DistError as error:
-            receive.end(box.source, error)
-        except BaseException as error:
-            receive.end(box.source, error)
-            raise
-        else:
-            receive.end(box.source)
 
     def _mismatch(self, call: Recv, record: Announcement, source: int, tag: int, text: str) -> MismatchError:
         link = self._link
@@ -329,7 +355,8 @@ class Receiver:
         for receive in posted:
             error = self._failure_of(receive)
             if error is not None:
-                self._scan()
+                while not receive.ended and self._scan():
+                    pass
                 if not receive.ended:
                     self._forget(receive)
                     receive.end(-1, error)
@@ -337,20 +364,29 @@ class Receiver:
     def _failure_of(self, receive: PostedReceive) -> BaseException | None:
         link, operation = self._link, str(receive.call)
         sources: Sequence[int] = link.peers if receive.call.src is None else (receive.call.src,)
-        failures = [link.failure([source], operation) for source in sources if source != link.rank]
-        if failures and all(failures):
-            return failures[0]
+        # One that has left in good order is a sender less, unless it was the last one; any other failure counts.
+        concerned = [source for source in sources if not link.rows[source].has_left] or sources
+        error = link.failure([source for source in concerned if source != link.rank], operation)
+        if error is not None:
+            return error
+        if self._ending:
+            ended = GroupAbortedError(f"{link.context(operation)}: this rank destroyed the group meanwhile.")
+            # The others learn of it when this rank has delivered its messages.
+            ended.definite = True
+            return ended
         if monotonic() < receive.deadline:
             return None
         if others := self._other_tags(sources):
             return RankStalledError(
                 f"{link.context(operation)}: no message with tag {receive.call.tag} came in {link.timeout:g} s, but "
-                f"{others}. Pass the same tag to send and recv."
+                f"{others}. Pass the same tag to send and recv.{link.deaths()}"
             )
         if receive.call.src is not None:
             return link.stall_error(receive.call.src, operation, link.timeout)
         tag = receive.call.tag
-        return RankStalledError(f"{link.context(operation)}: no rank sent with tag {tag} within {link.timeout:g} s.")
+        return RankStalledError(
+            f"{link.context(operation)}: no rank sent with tag {tag} within {link.timeout:g} s.{link.deaths()}"
+        )
 
     def _other_tags(self, sources: Sequence[int]) -> str:
         """Return the unexpected messages of some ranks as text, for an error."""
@@ -395,7 +431,8 @@ class Messages:
         def run() -> None:
             self._timed(self._record(kind, call), call, self._sender.send, kind.record, call, tensor)
 
-        queue.put(lambda: settle(work, run))
+        with self._aborted_on_failure(call):
+            queue.put(lambda: settle(work, run))
         if wait:
             work.wait()
         return work
@@ -415,9 +452,22 @@ class Messages:
 
         complete = partial(self._completions.put, lambda: settle(work, finish))
         receive = PostedReceive(call, buffer, monotonic() + self._timeout, complete)
+        with self._aborted_on_failure(call):
+            # Before a message can come.
+            self._completions.start()
+            self._receives.start()
         self._receiver.post(receive)
         self._receives.put(lambda: self._take_messages(receive))
         return work
+
+    @contextmanager
+    def _aborted_on_failure(self, call: Call) -> Iterator[None]:
+        """End the group if no thread can be started for a call that others wait for."""
+        try:
+            yield
+        except BaseException as failure:
+            self._link.abort_unless_definite(failure, str(call))
+            raise
 
     def _take_messages(self, receive: PostedReceive) -> None:
         """Take messages until a receive has ended; its Work raises the error."""
@@ -451,8 +501,9 @@ class Messages:
         try:
             result = act(*arguments)
         except BaseException as failure:
-            self._recorder.fail(entry, failure)
+            # The other ranks first: the recorder may write a file.
             self._pass_on(failure, call)
+            self._recorder.fail(entry, failure)
             raise
         entry[END] = perf_counter()
         return result
@@ -466,7 +517,11 @@ class Messages:
         if unforeseen or isinstance(failure, (RankDiedError, GroupAbortedError)) or isinstance(call, Send):
             self._link.abort_unless_definite(failure, str(call))
 
-    def close(self) -> None:
-        """End the threads of sends and receives."""
-        for thread in [self._receives, self._completions, *self._sender.queues.values()]:
-            thread.close()
+    def end_receives(self) -> None:
+        """End the receives whose messages have not come."""
+        self._receiver.end_all()
+
+    @property
+    def threads(self) -> list[WorkerThread]:
+        """Threads of sends and receives; the last one completes what others have received."""
+        return [*self._sender.queues.values(), self._receives, self._completions]
