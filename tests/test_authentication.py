@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import socket
@@ -157,6 +158,35 @@ def test_ranks_of_one_user_agree_on_a_key_that_is_in_no_store() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "known", [{"LOCAL_WORLD_SIZE": "3", "WORLD_SIZE": "3"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "3"}]
+)
+def test_the_store_does_not_turn_authentication_off_where_a_launcher_reports_one_host(
+    known: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user who reaches the store has replaced rank 0's entry by one of another network."""
+    for name in ("WORLD_SIZE", "SLURM_HET_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**known, "SLURM_STEP_NUM_NODES": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for world_size, name in ((0, "world"), (3, "two of them")):
+        store = FileStore(str(tmp_path / name), 1)
+        store.set("authentication/0", f"user another-host/1 torchdist_ref/{'0' * 32}")
+        with pytest.raises(AuthenticationError, match="rank 0 does not serve the session key on this host"):
+            authenticate(store, 1, 3 if not world_size else 2, 0.05, [], world_size)
+
+
+def test_ranks_that_may_be_on_several_hosts_log_both_cures(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"), 1)
+    for rank, network in enumerate(("here", "there")):
+        store.set(f"authentication/{rank}", f"user {network} torchdist_ref/{'0' * 32}")
+    on_close: list[Callable[[], None]] = []
+    assert not is_authenticated(authenticate(store, 0, 2, 5.0, on_close))
+    on_close[0]()
+    for words in (SECRET_FILE, f"{TRUST_NETWORK}=1", "If all ranks are on this host, set MASTER_ADDR=127.0.0.1"):
+        assert words in caplog.text
+
+
 def test_a_file_store_tells_ranks_of_one_host_from_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,6 +258,29 @@ def test_a_key_of_another_user_is_refused() -> None:
     with pytest.raises(AuthenticationError, match=f"belongs to user {NOBODY}, and this rank to user 0"):
         receive_key(name, 5.0)
     thread.join()
+
+
+@as_root
+def test_another_user_who_fills_the_queue_stops_no_rank_and_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = KeyServer(2)
+
+    def fill_queue() -> int:
+        # Connections that have ended stay in the queue.
+        for count in range(10_000):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.setblocking(False)
+                if client.connect_ex(f"\0{server.name}") == errno.EAGAIN:
+                    return count
+        return 0
+
+    assert int(in_child_as(NOBODY, fill_queue)) > 2
+    # Rank 0 serves when a rank has found the queue full.
+    monkeypatch.setattr(authentication.time, "sleep", lambda _: server.thread or server.serve())
+    assert receive_key(server.name, 5.0) == server.key
+    server.close()
+    assert caplog.text.count("refused the session key") == caplog.text.count(f"of user {NOBODY}") == 1
 
 
 def test_the_key_server_ends_when_all_ranks_have_the_key() -> None:
@@ -357,6 +410,31 @@ def test_a_bad_secret_file_is_refused(secret_file: Path, content: str, mode: int
         authenticate(HashStore(), 0, 1, 1.0, [])
     secret_file.unlink()
     with pytest.raises(AuthenticationError, match="No such file"):
+        authenticate(HashStore(), 0, 1, 1.0, [])
+
+
+@as_root
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_secret_that_another_user_knows_is_refused(secret_file: Path, linked: bool) -> None:
+    os.chown(secret_file, NOBODY, NOBODY)
+    if linked:
+        secret_file.rename(secret_file.with_name("target"))
+        secret_file.symlink_to("target")
+    with pytest.raises(AuthenticationError, match=rf"belongs to user {NOBODY}.*chown {os.geteuid()} {secret_file}"):
+        authenticate(HashStore(), 0, 1, 1.0, [])
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "directory"])
+def test_a_secret_file_that_is_no_file_is_refused_at_once(secret_file: Path, kind: str) -> None:
+    secret_file.unlink()
+    os.mkfifo(secret_file, 0o600) if kind == "FIFO" else secret_file.mkdir(0o700)
+    with pytest.raises(AuthenticationError, match=r"it is no regular file|Is a directory"):
+        authenticate(HashStore(), 0, 1, 1.0, [])
+
+
+def test_a_short_secret_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET, "x")
+    with pytest.raises(AuthenticationError, match=f"{SECRET}: the token has 1 bytes; it needs 16"):
         authenticate(HashStore(), 0, 1, 1.0, [])
 
 

@@ -12,7 +12,7 @@ import torch.distributed as c10d
 
 import torchdist_ref as dist
 from torchdist_ref.errors import RendezvousError
-from torchdist_ref.job_environment import derived, first_host
+from torchdist_ref.job_environment import derived, first_host, ranks_on_this_host
 from torchdist_ref.rendezvous import rendezvous
 
 ROOT = Path(__file__).parent.parent
@@ -121,6 +121,20 @@ def test_mpiexec_within_a_slurm_job_takes_precedence() -> None:
     assert (
         found["MASTER_PORT"] == derived(batch)["MASTER_PORT"] != derived({**batch, "SLURM_JOB_ID": "78"})["MASTER_PORT"]
     )
+
+
+def test_a_step_of_slurm_on_one_host_meets_on_the_loopback() -> None:
+    step = {**STARTED["Slurm"], "SLURM_STEP_NUM_NODES": "1"}
+    assert (ranks_on_this_host(step), derived(step)["MASTER_ADDR"]) == (2, "127.0.0.1")
+    others = (
+        {**step, "SLURM_STEP_NUM_NODES": "2"},
+        # Each part of a heterogeneous job counts its own hosts.
+        {**step, "SLURM_HET_SIZE": "2"},
+        # Ranks of MPICH inherit the variables of the step in which its mpiexec runs.
+        {**step, "PMI_RANK": "0", "PMI_SIZE": "2"},
+    )
+    for given in others:
+        assert (ranks_on_this_host(given), derived(given)["MASTER_ADDR"]) == (0, "n3")
 
 
 @pytest.mark.parametrize("given", [{}, {"PMI_RANK": "0"}, {"SLURM_PROCID": "0"}, {"SLURM_NTASKS": "2"}])

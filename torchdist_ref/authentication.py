@@ -10,11 +10,16 @@ number is new. Our launcher passes its ranks a new token for each attempt, in ``
 
 *User.* On one host, rank 0 gives the key to processes of its own user. It listens on an abstract Unix socket, whose
 name it publishes. The kernel reports the user at the other end to both sides (SO_PEERCRED), before either has sent a
-byte. There is no file, and another user who takes the name is recognized.
+byte. There is no file, and another user who takes the name is recognized. Connections of other users are closed, and
+where they fill the queue, ranks try again.
 
 *None.* Ranks on several hosts without a token, or ``TORCHDIST_REF_TRUST_NETWORK=1``: the key is known to everybody.
 
-A wrong value in the store can make ranks fail here, or disagree about the way; none of them then accepts the others.
+Each rank chooses the token's way by its own environment. On Linux, a rank that knows all ranks to be on its host, since
+the store's address is a loopback address or a launcher reports it (`ranks_on_this_host`), never takes the way *none*
+unless it trusts the network. For ranks with a token or that knowledge, a wrong value in the store has one effect: they
+fail here. Without both, the store's content tells ranks on one host from ranks on several. Whoever writes the store can
+then have them take the way *none*, or join in their place: rank 0 logs a warning, and they exchange no pickles.
 Do not add transports or groups here.
 """
 
@@ -26,6 +31,7 @@ import logging
 import os
 import re
 import socket
+import stat
 import struct
 import sys
 import threading
@@ -49,8 +55,8 @@ SECRET, SECRET_FILE = "TORCHDIST_REF_TOKEN", "TORCHDIST_REF_TOKEN_FILE"
 MIN_SECRET_BYTES = 16
 _PUBLIC_KEY = bytes(KEY_BYTES)
 _SOCKET_NAME = re.compile(r"torchdist_ref/[0-9a-f]{32}")
-_BACKLOG = 4096
-_RETRY_SECONDS = 0.05
+_SPARE_BACKLOG, _MAX_BACKLOG = 16, 4096
+_RETRY_SECONDS, _CONNECT_RETRY_SECONDS = 0.05, 0.001
 _SERVE_SECONDS = 0.01
 """Time that rank 0 serves the session key before it goes on; ranks that come later get the key from a thread."""
 _CREDENTIALS = struct.Struct("3i")
@@ -61,7 +67,9 @@ CURES = (
 log = logging.getLogger("torchdist_ref.authentication")
 
 
-def authenticate(store: Store, rank: int, size: int, timeout: float, on_close: list[Callable[[], None]]) -> SealedStore:
+def authenticate(
+    store: Store, rank: int, size: int, timeout: float, on_close: list[Callable[[], None]], world_size: int = 0
+) -> SealedStore:
     """Agree with the other ranks on a session key, and return the store with sealed values.
 
     Args:
@@ -71,12 +79,13 @@ def authenticate(store: Store, rank: int, size: int, timeout: float, on_close: l
         timeout: Longest duration of a wait in seconds.
         on_close: List to which a function is added that ends this rank's part, which the others may need until all
             of them have the key.
+        world_size: Number of ranks of the job, if these are some of them; 0 for `size`.
 
     Raises:
         AuthenticationError: The other side does not belong to this job, or the ranks are configured differently.
         RankStalledError: A rank did not publish in time what the others need.
     """
-    agreement = KeyAgreement(store, rank, size, on_close)
+    agreement = KeyAgreement(store, rank, size, on_close, world_size)
     for key, value in agreement.own.items():
         store.set(key, value)
     return agreement.complete(store, timeout)
@@ -93,14 +102,17 @@ class KeyAgreement:
         rank: This rank.
         size: Number of ranks.
         on_close: As for `authenticate`.
+        world_size: As for `authenticate`.
 
     Attributes:
         own: Keys and values that this rank has to set before `complete`.
         awaited: Keys of the entries that `complete` needs.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, on_close: list[Callable[[], None]]) -> None:
-        self._rank, self._size = rank, size
+    def __init__(
+        self, store: Store, rank: int, size: int, on_close: list[Callable[[], None]], world_size: int = 0
+    ) -> None:
+        self._rank, self._size, self._world_size = rank, size, world_size or size
         self.own: dict[str, bytes] = {}
         self.awaited: list[str] = []
         self._complete: Callable[[Store, float, Sequence[bytes] | None], SealedStore]
@@ -176,7 +188,7 @@ class KeyAgreement:
             server = KeyServer(self._size - 1)
             on_close.append(server.close)
             own.append(server.name.encode())
-        known = _all_on_this_host(store, self._size)
+        known = _all_on_this_host(store, self._world_size)
         if rank == 0 or not known:
             self.own = {_entry(rank): b" ".join(own)}
         self.awaited = [_entry(each) for each in range(self._size if not known else min(rank, 1))]
@@ -202,8 +214,9 @@ class KeyAgreement:
                 return SealedStore(store, server.key)
             try:
                 return SealedStore(store, receive_key(found[0][-1].decode(), deadline.remaining()))
-            except (ConnectionRefusedError, ConnectionResetError) as error:
-                # Rank 0 died, or the entry is that of an earlier run or of another attempt; rank 0 then replaces it.
+            except (ConnectionRefusedError, ConnectionResetError, BlockingIOError) as error:
+                # Rank 0 died, or the entry is that of an earlier run or of another attempt; rank 0 then replaces it. Or
+                # another user fills the queue.
                 if isinstance(store, WatchedStore):
                     store.raise_failure()
                 if deadline.passed():
@@ -267,23 +280,40 @@ def job_secret() -> bytes:
     """Return the token of this job; empty if there is none.
 
     Raises:
-        AuthenticationError: The file cannot be read, is too short, or can be read by other users.
+        AuthenticationError: The token is too short. Or its file cannot be read, is no file, belongs to another user,
+            or can be read by other users.
     """
     path = os.environ.get(SECRET_FILE)
-    if not path:
-        return os.environ.get(SECRET, "").encode()
-    try:
-        with open(path, "rb") as file:
-            mode, secret = os.fstat(file.fileno()).st_mode, file.read().strip()
-    except OSError as error:
-        raise AuthenticationError(f"{SECRET_FILE}={path}: {error.strerror}.") from error
-    if mode & 0o077:
-        raise AuthenticationError(f"{SECRET_FILE}={path}: other users may read or write it. Run: chmod 600 {path}")
-    if len(secret) < MIN_SECRET_BYTES:
+    if path:
+        source, secret = f"{SECRET_FILE}={path}", _read_secret(path)
+    else:
+        source, secret = SECRET, os.fsencode(os.environ.get(SECRET, ""))
+    if len(secret) < MIN_SECRET_BYTES and (path or secret):
         raise AuthenticationError(
-            f"{SECRET_FILE}={path}: the token has {len(secret)} bytes; it needs {MIN_SECRET_BYTES}. Make one with: "
+            f"{source}: the token has {len(secret)} bytes; it needs {MIN_SECRET_BYTES}. Make one with: "
             f"python -c 'import secrets; print(secrets.token_hex())'"
         )
+    return secret
+
+
+def _read_secret(path: str) -> bytes:
+    try:
+        # Without O_NONBLOCK, opening a FIFO waits for a writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            secret = file.read().strip() if stat.S_ISREG(status.st_mode) else b""
+    except OSError as error:
+        raise AuthenticationError(f"{SECRET_FILE}={path}: {error.strerror}.") from error
+    user = os.geteuid()
+    if not stat.S_ISREG(status.st_mode):
+        raise AuthenticationError(f"{SECRET_FILE}={path}: it is no regular file. Put the token into a file.")
+    if status.st_uid not in (user, 0):
+        raise AuthenticationError(
+            f"{SECRET_FILE}={path}: it belongs to user {status.st_uid}, who knows the token, and this rank to user "
+            f"{user}. Make a token in a file of user {user}, or run: chown {user} {path}"
+        )
+    if status.st_mode & 0o077:
+        raise AuthenticationError(f"{SECRET_FILE}={path}: other users may read or write it. Run: chmod 600 {path}")
     return secret
 
 
@@ -299,18 +329,19 @@ def _open_session(store: Store, rank: int) -> SealedStore:
     if rank == 0:
         log.warning(
             "the ranks are on several hosts and have no job token, so they cannot authenticate each other: whoever "
-            "reaches the network can join. Objects are limited to plain data. %s",
+            "reaches the network can join. Objects are limited to plain data. If all ranks are on this host, set "
+            "MASTER_ADDR=127.0.0.1, since another program may have written to the store. %s",
             CURES,
         )
     return SealedStore(store, _PUBLIC_KEY, authenticated=False)
 
 
-def _all_on_this_host(store: Store, size: int) -> bool:
-    """Return whether all ranks are known to be on this host, without asking anybody."""
+def _all_on_this_host(store: Store, world_size: int) -> bool:
+    """Return whether all ranks of the job are known to be on this host, without asking anybody."""
     host = getattr(innermost(store), "host", None)
     if isinstance(host, str) and is_loopback(host):
         return True
-    return ranks_on_this_host(os.environ) == size == _world_size()
+    return ranks_on_this_host(os.environ) == world_size == _world_size()
 
 
 def _world_size() -> int:
@@ -362,10 +393,11 @@ class KeyServer:
         self.name = f"torchdist_ref/{os.urandom(16).hex()}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.name}")
-        self._socket.listen(_BACKLOG)
+        # A rank waits for all that are before it in the queue, which another user can fill, so it is short.
+        self._socket.listen(min(count + _SPARE_BACKLOG, _MAX_BACKLOG))
         self._process = os.getpid()
         self._closed = threading.Event()
-        self._count, self._served = count, set[int]()
+        self._count, self._served, self._refused = count, set[int](), set[int]()
         self.thread: threading.Thread | None = None
         _servers.add(self)
 
@@ -407,7 +439,9 @@ class KeyServer:
     def _answer(self, client: socket.socket) -> None:
         pid, user = _peer_user(client)
         if user != os.geteuid():
-            log.warning("refused the session key to process %d of user %d", pid, user)
+            if user not in self._refused:
+                self._refused.add(user)
+                log.warning("refused the session key to process %d of user %d; this is logged once a user", pid, user)
             return
         client.setblocking(False)
         client.sendall(self.key)
@@ -430,13 +464,15 @@ def receive_key(name: str, timeout: float) -> bytes:
 
     Raises:
         ConnectionRefusedError: There is none.
+        BlockingIOError: Its queue stayed full.
         AuthenticationError: It belongs to another user.
     """
     if not _SOCKET_NAME.fullmatch(name):
         raise AuthenticationError(f"init_process_group: rank 0 published no socket for the session key. {CURES}")
+    deadline = Deadline(max(timeout, _RETRY_SECONDS))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(max(timeout, _RETRY_SECONDS))
-        sock.connect(f"\0{name}")
+        sock.settimeout(deadline.remaining())
+        _connect(sock, name, deadline)
         pid, user = _peer_user(sock)
         key = sock.recv(KEY_BYTES, socket.MSG_WAITALL) if user == os.geteuid() else b""
     if user != os.geteuid():
@@ -447,6 +483,17 @@ def receive_key(name: str, timeout: float) -> bytes:
     if len(key) < KEY_BYTES:
         raise ConnectionRefusedError(errno.ECONNREFUSED, "rank 0 ended before it had sent the session key")
     return key
+
+
+def _connect(sock: socket.socket, name: str, deadline: Deadline) -> None:
+    """Connect to a server; its queue may be full, of ranks or of connections of another user."""
+    while True:
+        try:
+            return sock.connect(f"\0{name}")
+        except BlockingIOError:
+            if deadline.passed():
+                raise
+            time.sleep(_CONNECT_RETRY_SECONDS)
 
 
 _servers: weakref.WeakSet[KeyServer] = weakref.WeakSet()

@@ -30,12 +30,14 @@ class JobLauncher:
         sizes: Variables of the world size; the first one that is set counts.
         local_rank: Variable of the rank among those of this host.
         local_size: Variable of the number of ranks on this host.
+        hosts: Variable of the number of hosts, where there is none of the ranks on this one.
     """
 
     rank: str
     sizes: tuple[str, ...]
     local_rank: str
     local_size: str = ""
+    hosts: str = ""
 
 
 # In this order: ranks of mpiexec in a Slurm job inherit Slurm's variables, which describe mpiexec's own process.
@@ -45,7 +47,9 @@ LAUNCHERS = (
         for name in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD")
     ),
     JobLauncher("PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    JobLauncher("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"),
+    JobLauncher(
+        "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID", hosts="SLURM_STEP_NUM_NODES"
+    ),
 )
 
 
@@ -77,9 +81,11 @@ def ranks_on_this_host(environment: Variables) -> int:
 
     >>> ranks_on_this_host({"PMI_RANK": "1", "MPI_LOCALNRANKS": "4"}), ranks_on_this_host({"LOCAL_WORLD_SIZE": "2"})
     (4, 2)
+    >>> ranks_on_this_host({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"})
+    8
     """
-    names = ["LOCAL_WORLD_SIZE", *(each.local_size for each in LAUNCHERS if each.rank in environment)]
-    found = next((environment[name] for name in names if environment.get(name)), "")
+    reported = (_local_size(environment, each) for each in LAUNCHERS if each.rank in environment)
+    found = environment.get("LOCAL_WORLD_SIZE") or next(filter(None, reported), "")
     return int(found) if found.isdecimal() else 0
 
 
@@ -102,9 +108,18 @@ def _size(environment: Variables, launcher: JobLauncher) -> str:
     return next((environment[name] for name in launcher.sizes if environment.get(name)), "")
 
 
+def _local_size(environment: Variables, launcher: JobLauncher) -> str:
+    """Return the number of ranks on this host as a launcher reports it; an empty string if it does not."""
+    if found := environment.get(launcher.local_size):
+        return found
+    # Ranks of another launcher inherit Slurm's variables, and each part of a heterogeneous job has its own.
+    is_step = launcher is _launcher(environment) and "SLURM_HET_SIZE" not in environment
+    return _size(environment, launcher) if is_step and environment.get(launcher.hosts) == "1" else ""
+
+
 def _address(environment: Variables, launcher: JobLauncher, size: str) -> str:
     """Return the host of rank 0; an empty string if it is not certain."""
-    if environment.get(launcher.local_size) == size:
+    if _local_size(environment, launcher) == size:
         return "127.0.0.1"
     hosts = next((environment[name] for name in _NODE_LISTS if environment.get(name)), "")
     return first_host(hosts)

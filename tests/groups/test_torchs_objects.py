@@ -40,6 +40,7 @@ def join(rank: int, folder: str, kind: str) -> Any:
         kind: Backend, then how to make a group: by nothing, by our function or by torch's; or a job that torch
             initializes.
     """
+    os.environ.pop(authentication.SECRET, None)
     authentication._network = lambda: str(rank)  # type: ignore[assignment]
     backend, _, maker = kind.partition("-")
     if maker == "of_torch":
@@ -161,6 +162,22 @@ def trusting(rank: int, folder: str, kind: str, trust: str) -> list[Any]:
 def test_where_the_user_trusts_the_network_torch_pickles(kind: str, trust: str, tmp_path: Path) -> None:
     expected = [Fraction(1, 3), "saved"] if trust else ["PicklingError"] * 2
     assert run(trusting, 2, str(tmp_path), kind, trust, ranks="processes", init=False) == [expected] * 2
+
+
+def part_of_one_host(rank: int, folder: str) -> list[bool]:
+    os.environ |= {"LOCAL_WORLD_SIZE": "3", "WORLD_SIZE": "3"}
+    os.environ.pop(authentication.SECRET, None)
+    authentication._network = lambda: str(rank)  # type: ignore[assignment]
+    theirs.init_process_group("ref", init_method=f"file://{folder}/torchs", rank=rank, world_size=3)
+    groups: list[Any] = [theirs.group.WORLD, theirs.new_group([0, 1])]
+    found = [group.pickles_objects for group in groups[: 2 if rank < 2 else 1]]
+    leave()
+    return found
+
+
+def test_a_group_of_torch_with_a_part_of_one_host_does_not_ask_the_store(tmp_path: Path) -> None:
+    """A launcher reports that all ranks are on this host, and another user announces other networks in the store."""
+    assert run(part_of_one_host, 3, str(tmp_path), ranks="processes", init=False) == [[True] * 2, [True] * 2, [True]]
 
 
 def torchs_own(rank: int, folder: str) -> Any:

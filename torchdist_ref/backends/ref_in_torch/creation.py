@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
+import torch.distributed as c10d
+
 from torchdist_ref.authentication import authenticate
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.ref import Ref
@@ -36,7 +38,8 @@ def create(torchs_options: Any) -> RefProcessGroup:
         with closing(presence), watch.published():
             for key, value in presence.announcement().items():
                 store.set(key, value)
-            sealed = authenticate(watch.store, o.group_rank, o.group_size, seconds, on_connected)
+            world_size = 0 if is_world else c10d.get_world_size()
+            sealed = authenticate(watch.store, o.group_rank, o.group_size, seconds, on_connected, world_size)
             membership = Membership(sealed, o.group_rank, members, name, seconds, watch=watch)
             backend = Ref(membership)
             register(backend.recorder, membership, "ref")
