@@ -18,7 +18,7 @@ where they fill the queue, ranks try again.
 Each rank chooses the token's way by its own environment. On Linux, a rank that knows all ranks to be on its host, since
 the store's address is a loopback address or a launcher reports it (`ranks_on_this_host`), never takes the way *none*
 unless it trusts the network. For ranks with a token or that knowledge, a wrong value in the store has one effect: they
-fail here. Without both, the store's content tells ranks on one host from ranks on several. Whoever writes the store can
+fail here. Without both, the store's content tells ranks on one host from ranks on several. A process that writes it can
 then have them take the way *none*, or join in their place: rank 0 logs a warning, and they exchange no pickles.
 Do not add transports or groups here.
 """

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pkgutil
 import warnings
 from collections.abc import Callable
@@ -94,6 +95,9 @@ def of_gloo(rank: int, path: str) -> Facts:
     torch.distributed.nn.functional.all_reduce(factor, c10d.ReduceOp.PRODUCT).backward(torch.tensor([3.0]))
     found["product"] = factor.grad.item() if factor.grad is not None else None
     group = c10d.new_group([0, 1, 2])
+    objects = [None] * 3
+    c10d.all_gather_object(objects, RunsCode(), group)
+    found["unpickled"] = objects == [os.getpid()] * 3
     c10d.destroy_process_group(group)
     found["destroyed"] = error(lambda: c10d.all_reduce(torch.ones(1), group=group)), error(lambda: group_rank(group))
     return found | refusals(rank)
@@ -101,6 +105,13 @@ def of_gloo(rank: int, path: str) -> Facts:
 
 def group_rank(group: Any) -> int:
     return c10d.get_rank(group)
+
+
+class RunsCode:
+    """Object whose unpickling calls a function: it arrives as the name of the receiver's process."""
+
+    def __reduce__(self) -> Any:
+        return os.getpid, ()
 
 
 def refusals(rank: int) -> Facts:
@@ -167,6 +178,10 @@ def test_gloo_rejects_what_the_pages_say(gloo: list[Facts]) -> None:
         }.items():
             assert found[name] and words in found[name], name
     assert "does not support shrinking" in gloo[0]["shrink"]
+
+
+def test_torchs_object_collectives_run_code_of_the_sender(gloo: list[Facts]) -> None:
+    assert [found["unpickled"] for found in gloo] == [True] * 3
 
 
 def test_a_destroyed_group_of_torch_works_in_part(gloo: list[Facts]) -> None:
