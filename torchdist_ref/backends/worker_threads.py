@@ -58,8 +58,9 @@ class WorkerThread:
         Raises:
             RuntimeError: The system has no room for one more thread.
         """
-        with self._lock:
-            self._start()
+        if self._thread is None:
+            with self._lock:
+                self._start()
 
     def _start(self) -> None:
         if self._thread is None and not self._closed:

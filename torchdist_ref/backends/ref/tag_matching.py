@@ -11,8 +11,7 @@ Do not add bytes or windows here: how a message travels is `transports.mailbox`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import monotonic, perf_counter
@@ -431,8 +430,12 @@ class Messages:
         def run() -> None:
             self._timed(self._record(kind, call), call, self._sender.send, kind.record, call, tensor)
 
-        with self._aborted_on_failure(call):
+        try:
             queue.put(lambda: settle(work, run))
+        except BaseException as failure:
+            # No thread can be started for a call that others wait for.
+            self._link.abort_unless_definite(failure, str(call))
+            raise
         if wait:
             work.wait()
         return work
@@ -452,22 +455,16 @@ class Messages:
 
         complete = partial(self._completions.put, lambda: settle(work, finish))
         receive = PostedReceive(call, buffer, monotonic() + self._timeout, complete)
-        with self._aborted_on_failure(call):
+        try:
             # Before a message can come.
             self._completions.start()
             self._receives.start()
-        self._receiver.post(receive)
-        self._receives.put(lambda: self._take_messages(receive))
-        return work
-
-    @contextmanager
-    def _aborted_on_failure(self, call: Call) -> Iterator[None]:
-        """End the group if no thread can be started for a call that others wait for."""
-        try:
-            yield
         except BaseException as failure:
             self._link.abort_unless_definite(failure, str(call))
             raise
+        self._receiver.post(receive)
+        self._receives.put(lambda: self._take_messages(receive))
+        return work
 
     def _take_messages(self, receive: PostedReceive) -> None:
         """Take messages until a receive has ended; its Work raises the error."""
