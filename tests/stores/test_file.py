@@ -19,6 +19,7 @@ from tests.stores.store_helpers import in_child
 from tests.stores.store_model import machine
 from torchdist_ref.errors import DistStoreError, StoreTimeoutError
 from torchdist_ref.stores import FileStore
+from torchdist_ref.stores.base import limit_requests
 from torchdist_ref.stores.file import OPEN_COUNT
 from torchdist_ref.testing.store_contract import check_store
 
@@ -167,6 +168,76 @@ def test_lock_held_by_another_process_is_a_timeout(path: str) -> None:
         fcntl.flock(holder, fcntl.LOCK_UN)
     store.set("k", "v")
     assert store.get("k") == b"v"
+
+
+def test_a_wait_for_the_lock_ends_with_the_operation_that_it_belongs_to(path: str) -> None:
+    store = FileStore(path)
+    store.set_timeout(timedelta(seconds=2))
+    with open(path) as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        start = time.monotonic()
+        with limit_requests(0.05), pytest.raises(StoreTimeoutError, match=r"was not free within 0\.0"):
+            store.check(["k"])
+        assert time.monotonic() - start < 1
+
+
+def test_a_thread_that_waits_for_the_lock_does_not_hold_up_others(path: str) -> None:
+    store = FileStore(path)
+    store.set_timeout(timedelta(milliseconds=20))
+    errors: list[BaseException] = []
+
+    def waits() -> None:
+        try:
+            store.check(["k"])
+        except StoreTimeoutError as error:
+            errors.append(error)
+
+    with store._log._lock:
+        thread = threading.Thread(target=waits, daemon=True)
+        thread.start()
+        thread.join(1)
+        assert len(errors) == 1
+
+
+def test_the_file_is_for_its_owner_only(path: str) -> None:
+    before = os.umask(0)
+    try:
+        FileStore(path)
+    finally:
+        os.umask(before)
+    assert os.stat(path).st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")
+def test_a_file_of_another_user_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FileStore(path)
+    os.chown(path, 65534, -1)
+    for use in (lambda: FileStore(path), lambda: store.check(["k"])):
+        with pytest.raises(DistStoreError, match=r"belongs to user 65534, and this process to user 0: .* another path"):
+            use()
+    monkeypatch.setenv("TORCHDIST_REF_TRUST_NETWORK", "1")
+    assert not store.check(["k"])
+
+
+def test_a_file_that_others_can_write_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FileStore(path)
+    os.chmod(path, 0o620)
+    with pytest.raises(DistStoreError, match=f"can be written by other users.*Run: chmod 600 {path}; or set"):
+        store.check(["k"])
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHDIST_REF_TRUST_NETWORK", "1")
+        assert not store.check(["k"])
+    os.chmod(path, 0o600)
+    assert not store.check(["k"])
+
+
+def test_a_file_that_torch_created_is_used_with_a_warning(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = torch.distributed.FileStore(path, 2)
+    theirs.set("k", "v")
+    os.chmod(path, 0o644)
+    ours = FileStore(path, 2)
+    assert ours.get("k") == ours.get("k") == b"v"
+    assert caplog.text.count("other users can read") == 1
 
 
 def test_failed_write_leaves_no_partial_record(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

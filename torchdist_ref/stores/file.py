@@ -7,13 +7,19 @@ one file. Two counters without a slash are the store's own: "refcount/" (objects
 (objects that have closed it). The last of `world_size` objects removes the file.
 
 Unlike torch's: a file that is not a store's is an error at once, `delete_key` returns whether the key existed, and
-locks are waited for no longer than the time-out. Do not add the meaning of operations here: it belongs to `Table`.
+locks are waited for no longer than the time-out.
+
+Whoever can open the file can hold its lock, and so stall the job. So the file is created for its owner only, and those
+of other users, or which other users can write, are refused. torch creates its files readable by all: such a file of
+this user is used, with a warning, so that ranks of both libraries can share it. Do not add the meaning of operations
+here: it belongs to `Table`.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import struct
 import threading
@@ -33,11 +39,15 @@ from torchdist_ref.stores.base import (
     key_bytes,
     key_list,
     pair_list,
+    request_limit,
+    timeout_seconds,
     value_bytes,
 )
 from torchdist_ref.stores.hash import Table
+from torchdist_ref.stores.sockets import TRUST_NETWORK, trusts_network
 from torchdist_ref.timeouts import Deadline
 
+logger = logging.getLogger("torchdist_ref.stores")
 T = TypeVar("T")
 OPEN_COUNT, CLOSED_COUNT = b"refcount/", b"cleanup/"
 
@@ -55,18 +65,19 @@ class FileLog:
         self.table = Table(slash=b"/")
         self._file: tuple[int, int] | None = None
         self._offset = 0
+        self._warned = False
         self._lock = threading.Lock()
 
     @contextmanager
     def reading(self, deadline: Deadline) -> Iterator[Table]:
         """Hold the shared lock and yield the table as the file has it now."""
-        with self._lock, self._opened(os.O_RDONLY, fcntl.LOCK_SH, deadline) as descriptor:
+        with self._opened(os.O_RDONLY, fcntl.LOCK_SH, deadline) as descriptor:
             self._replay(descriptor)
             yield self.table
 
     def change(self, keys: Sequence[bytes], action: Callable[[Table], T], deadline: Deadline) -> T:
         """Hold the exclusive lock, run an action that may change the values of `keys`, and append the changes."""
-        with self._lock, self._opened(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX, deadline) as descriptor:
+        with self._opened(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX, deadline) as descriptor:
             self._replay(descriptor)
             before = [key in self.table.values for key in keys]
             result = action(self.table)
@@ -79,7 +90,7 @@ class FileLog:
 
         All of it happens under the lock: an object that opens the file meanwhile is counted, or finds the file gone.
         """
-        with self._lock, self._opened(os.O_RDWR, fcntl.LOCK_EX, deadline) as descriptor:
+        with self._opened(os.O_RDWR, fcntl.LOCK_EX, deadline) as descriptor:
             self._replay(descriptor)
             users, closed = self.table.add(OPEN_COUNT, -1), self.table.add(CLOSED_COUNT, 1)
             if users == 0 and 0 <= world <= closed:
@@ -148,19 +159,26 @@ class FileLog:
 
     @contextmanager
     def _opened(self, flags: int, lock: int, deadline: Deadline) -> Iterator[int]:
-        descriptor = self._open_locked(flags, lock, deadline)
+        # A thread that waits for the file's lock has this one.
+        if not self._lock.acquire(timeout=min(deadline.remaining(), threading.TIMEOUT_MAX)):
+            raise self._locked(deadline)
         try:
-            yield descriptor
+            descriptor = self._open_locked(flags, lock, deadline)
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
         finally:
-            os.close(descriptor)
+            self._lock.release()
 
     def _open_locked(self, flags: int, lock: int, deadline: Deadline) -> int:
         while True:
             try:
-                descriptor = os.open(self.path, flags | os.O_CLOEXEC, 0o644)
+                descriptor = os.open(self.path, flags | os.O_CLOEXEC, 0o600)
             except OSError as error:
                 raise self._cannot_open(error) from error
             try:
+                self._check_owner(os.fstat(descriptor))
                 self._acquire_lock(descriptor, lock, deadline)
                 if os.fstat(descriptor).st_nlink:
                     return descriptor
@@ -177,12 +195,40 @@ class FileLog:
                 return fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
             except BlockingIOError:
                 if deadline.passed():
-                    raise StoreTimeoutError(
-                        f"FileStore: the lock of {self.path!r} was not free within {deadline.seconds:g} s. A process "
-                        f"that uses the file may be stopped: find it with `fuser {self.path}`."
-                    ) from None
+                    raise self._locked(deadline) from None
             time.sleep(min(pause, deadline.remaining()))
             pause = min(2 * pause, POLL_SECONDS)
+
+    def _check_owner(self, state: os.stat_result) -> None:
+        """Raise if other users have the file, or can write it; warn if they can read it."""
+        if state.st_uid == os.geteuid() and not state.st_mode & 0o077:
+            return
+        if trusts_network():
+            return
+        if state.st_uid == os.geteuid() and not state.st_mode & 0o022:
+            if not self._warned:
+                logger.warning(
+                    "FileStore: other users can read %r, as any file that torch creates, and so can stall its users. "
+                    "Let this library create it, or run: chmod 600 %s",
+                    self.path,
+                    self.path,
+                )
+            self._warned = True
+            return
+        problem = f"belongs to user {state.st_uid}, and this process to user {os.geteuid()}"
+        cure = "Use another path, in a directory that only this user can write"
+        if state.st_uid == os.geteuid():
+            problem, cure = "can be written by other users", f"Run: chmod 600 {self.path}"
+        raise DistStoreError(
+            f"FileStore: {self.path!r} {problem}: they could damage the store. {cure}; or set {TRUST_NETWORK}=1 on all "
+            f"ranks if everybody with access may run code in them."
+        )
+
+    def _locked(self, deadline: Deadline) -> StoreTimeoutError:
+        return StoreTimeoutError(
+            f"FileStore: the lock of {self.path!r} was not free within {deadline.seconds:g} s. A process that uses the "
+            f"file may be stopped: find it with `fuser {self.path}`."
+        )
 
     def _cannot_open(self, error: OSError) -> DistStoreError:
         if error.errno == errno.ENOENT:
@@ -201,7 +247,8 @@ class FileStore(Store):
         world_size: number of stores that will use the file. The last one to close removes it; with -1 none does.
 
     Raises:
-        DistStoreError: the file cannot be opened, or is not the file of a store.
+        DistStoreError: the file cannot be opened, is not the file of a store, or belongs to another user.
+        StoreTimeoutError: another process holds the file's lock.
 
     >>> import os, tempfile
     >>> from torchdist_ref.stores import FileStore
@@ -294,6 +341,11 @@ class FileStore(Store):
 
     def __repr__(self) -> str:
         return f"FileStore({self.path!r})"
+
+    def _deadline(self, operation: str, timeout: timedelta | float | None) -> Deadline:
+        seconds = timeout_seconds(operation, self.timeout if timeout is None else timeout)
+        limit = request_limit()
+        return Deadline(seconds if limit is None else limit.within(seconds))
 
     def _change(self, operation: str, keys: Sequence[bytes], action: Callable[[Table], T]) -> T:
         return self._log.change(keys, action, self._deadline(operation, None))
