@@ -113,3 +113,12 @@ def test_processes_are_not_released_while_another_thread_polls_them() -> None:
     processes._polling = lock = Entered(processes)  # type: ignore[assignment]
     processes.close()
     assert lock.watched == [2]
+
+
+def test_a_member_that_has_done_its_part_may_fail() -> None:
+    store = PrefixStore("group", HashStore())
+    MemberFailures(store, 1, [0, 4, 6]).publish("its program ended")
+    failures = MemberFailures(store, 0, [0, 4, 6])
+    assert failures.known([2], "all_reduce") is None
+    found = failures.known([1, 2], "all_reduce")
+    assert str(found) == "all_reduce: rank 4 failed: its program ended" and found is not None and found.ranks == (4,)

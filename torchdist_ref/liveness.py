@@ -338,11 +338,20 @@ def read_failure(
     return error.naming([global_rank] if key == _GROUP_FAILURE_KEY else ())
 
 
+def unwatched(store: Store) -> Store:
+    """Return a store without the watch over the creation of its group, which has ended when the group exists."""
+    return PrefixStore(store.prefix, store.underlying_store) if isinstance(store, WatchedStore) else store
+
+
+_MemberFailure = tuple[type[DistBackendError], str, tuple[int, ...]]
+"""Type and text of an error, and the global ranks that have failed."""
+
+
 class MemberFailures:
     """Failures of a group's members, for a backend whose own errors name no rank.
 
     A rank that aborts the group publishes why in the group's store. A rank that is killed cannot; its process is looked
-    for on this host. Nothing is done before a call fails.
+    for on this host. Nothing is done until a call fails, or waits by other means than the backend.
 
     Args:
         store: Store with a prefix that only the group uses.
@@ -357,12 +366,10 @@ class MemberFailures:
     """
 
     def __init__(self, store: Store, rank: int, members: Sequence[int]) -> None:
-        # The waits of a watched store obey the watch over the group's creation, which has ended.
-        self._store = PrefixStore(store.prefix, store.underlying_store) if isinstance(store, WatchedStore) else store
+        self._store = unwatched(store)
         self._rank, self._members = rank, tuple(members)
         self._processes: dict[int, int] = {}
-        # Type and text of the error, and the global ranks that have failed.
-        self._found: tuple[type[DistBackendError], str, tuple[int, ...]] | None = None
+        self._found: _MemberFailure | None = None
 
     def watch(self, processes: Mapping[int, str]) -> None:
         """Look for these processes after a failure, by group rank, each as `process_identity` has described it."""
@@ -388,6 +395,18 @@ class MemberFailures:
         kind, text, ranks = self._found
         return kind(f"{operation}: {text}").naming(ranks)
 
+    def known(self, ranks: Sequence[int], operation: str) -> DistBackendError | None:
+        """Return the error for the first of some group ranks that is known to have failed, or None.
+
+        Args:
+            ranks: Ranks that have yet to do their part: another one may have ended after its own.
+            operation: Beginning of the message.
+        """
+        if (found := self._failure_of(ranks)) is None:
+            return None
+        kind, text, failed = self._found = found
+        return kind(f"{operation}: {text}").naming(failed)
+
     def _bounded(self, use_store: Callable[[], None], seconds: float = _END_SECONDS) -> None:
         """Use the store for a short time: its host may not answer any more."""
         thread = threading.Thread(target=use_store, daemon=True)
@@ -406,26 +425,30 @@ class MemberFailures:
 
     def _look(self) -> None:
         deadline = monotonic() + _LOOK_SECONDS
-        while self._found is None and monotonic() < deadline:
-            published = read_failure(self._store, "", self._members, _GROUP_FAILURE_KEY)
-            if isinstance(published, DistBackendError):
-                self._found = type(published), str(published).removeprefix(": "), published.ranks
-            elif (death := self._death()) is not None:
-                self._found = RankDiedError, *death
-            else:
-                sleep(0.002)
+        everyone = range(len(self._members))
+        while (found := self._failure_of(everyone)) is None and monotonic() < deadline:
+            sleep(0.002)
+        self._found = found
 
-    def _death(self) -> tuple[str, tuple[int, ...]] | None:
-        """Return a text on the processes that have ended, and their ranks, after publishing the text.
+    def _failure_of(self, ranks: Sequence[int]) -> _MemberFailure | None:
+        """Return the first published failure if it is of one of these ranks, else their deaths, or None."""
+        published = read_failure(self._store, "", self._members, _GROUP_FAILURE_KEY)
+        if isinstance(published, DistBackendError) and any(self._members[rank] in published.ranks for rank in ranks):
+            return type(published), str(published).removeprefix(": "), published.ranks
+        return self._death(ranks)
+
+    def _death(self, ranks: Sequence[int]) -> _MemberFailure | None:
+        """Return the failure of those of some ranks whose processes have ended, after publishing it.
 
         This process may end before others look.
         """
-        with contextlib.closing(PeerProcesses(self._processes)) as processes:
+        watched = {rank: pid for rank, pid in self._processes.items() if rank in ranks}
+        with contextlib.closing(PeerProcesses(watched)) as processes:
             if not (dead := processes.dead()):
                 return None
             endings = [f"rank {self._members[rank]} died ({processes.ending(rank)})" for rank in dead]
         self._publish(dead[0], RankDiedError, text := "; ".join(endings))
-        return text, tuple(self._members[rank] for rank in dead)
+        return RankDiedError, text, tuple(self._members[rank] for rank in dead)
 
 
 def process_identity() -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -11,9 +13,11 @@ import pytest
 import torch
 
 import torchdist_ref as dist
+from tests.outcomes import failing
 from torchdist_ref.debug import levels
 from torchdist_ref.debug.detail_level import CheckedBackend
-from torchdist_ref.testing import fill, run
+from torchdist_ref.groups.world import current
+from torchdist_ref.testing import RankError, fill, run
 from torchdist_ref.testing.backend_contract import check_backend
 
 
@@ -136,3 +140,33 @@ def test_point_to_point_messages_still_work() -> None:
         return tensor.item()
 
     assert run(program, 2, backend="gloo") == [fill(1, (1,)).item()] * 2
+
+
+def ends_before_its_call(rank: int, how: str) -> tuple[str, str, float]:
+    store = current().store
+    assert store is not None
+    dist.barrier()
+    store.set(f"passed/{rank}", "")
+    if rank == 1:
+        store.wait(["passed/0", "passed/2"])
+    if rank == 1 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        dist.group.WORLD.backend.abort("its program ended with ValueError: no data")
+        return "", "", 0.0
+    return failing(lambda: dist.all_reduce(torch.ones(2)))
+
+
+@pytest.mark.parametrize("how", ["killed", "aborts"])
+def test_a_rank_that_ends_before_its_call_is_named_at_once(how: str) -> None:
+    """Once the watch over the creation of the group waited, which knew of nothing later."""
+    if how == "killed":
+        with pytest.raises(RankError) as caught:
+            run(ends_before_its_call, 3, how, backend="gloo", ranks="processes", timeout=20)
+        outcomes = [caught.value.outcomes[rank].value for rank in (0, 2)]
+    else:
+        outcomes = run(ends_before_its_call, 3, how, backend="gloo", ranks="processes", timeout=20)[::2]
+    for kind, text, seconds in outcomes:
+        assert text.startswith("call 1, all_reduce on rank ") and seconds < 2
+        assert kind == ("RankDiedError" if how == "killed" else "GroupAbortedError")
+        assert ("rank 1 died (pid " if how == "killed" else "rank 1 failed: its program ended with ValueError") in text

@@ -26,7 +26,9 @@ from torchdist_ref.debug.flight_recorder import answer_requests, register
 from torchdist_ref.debug.levels import DebugLevel, get_debug_level
 from torchdist_ref.debug.logs import configure_logging
 from torchdist_ref.errors import MismatchError, RankStalledError, StoreTimeoutError
+from torchdist_ref.liveness import unwatched
 from torchdist_ref.recorder import FRAMES, Entry, alike
+from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]
@@ -68,6 +70,7 @@ class CheckedBackend(BackendWrapper):
     def __init__(self, backend: Backend, membership: Membership) -> None:
         super().__init__(backend)
         self._membership = membership
+        self._store = unwatched(membership.store)
         self._count = 0
         self._sites = CallSites(membership.name, membership.members)
         self._submitting = threading.Lock()
@@ -107,14 +110,12 @@ class CheckedBackend(BackendWrapper):
     def _check_equal(self, call: Call, tensors: Tensors, entry: Entry, own: str = "") -> list[str]:
         """Compare the ranks' calls and their call sites, and return what each rank has added in `own`."""
         number, self._count, m = self._count, self._count + 1, self._membership
-        keys = [f"checked/{number}/{rank}" for rank in range(m.size)]
         frames = entry[FRAMES]
-        m.store.set(keys[m.rank], f"{_described(call, tensors)}\n{own}\n{CallSites.text(frames)}")
-        self._wait(keys, call)
-        calls = [value.decode().split("\n") for value in m.store.multi_get(keys)]
+        text = f"{_described(call, tensors)}\n{own}\n{CallSites.text(frames)}"
+        calls = [value.decode().split("\n") for value in self._exchange(number, call, text)]
         sites = [lines[3] for lines in calls]
         # All ranks have made this call, so none reads the keys of the previous one any more.
-        m.store.delete_key(f"checked/{number - 1}/{m.rank}")
+        self._store.delete_key(f"checked/{number - 1}/{m.rank}")
         if len({lines[0] for lines in calls}) > 1:
             sides = "; ".join(f"rank {member}: {lines[1]}" for member, lines in zip(m.members, calls, strict=True))
             error = MismatchError(
@@ -127,16 +128,26 @@ class CheckedBackend(BackendWrapper):
         self._sites.compare(call, calls[0][0], (number, 0), sites)
         return [lines[2] for lines in calls]
 
-    def _wait(self, keys: list[str], call: Call) -> None:
+    def _exchange(self, number: int, call: Call, text: str) -> list[bytes]:
+        """Write the text of this rank's call, and return those of all ranks."""
         m = self._membership
+        keys = [f"{number}/{rank}" for rank in range(m.size)]
+        # A rank may end once it has made the call.
+        store = WatchedStore(
+            "checked", self._store, lambda: self.wrapped.failure(absent(), f"call {number}, {call.op}")
+        )
+
+        def absent() -> list[int]:
+            return [rank for rank, key in enumerate(keys) if not store.check([key])]
+
         try:
-            m.store.wait(keys, timedelta(seconds=m.timeout))
+            return store.wait_get(keys, timedelta(seconds=m.timeout), {keys[m.rank]: text})
         except StoreTimeoutError:
-            absent = [member for member, key in zip(m.members, keys, strict=True) if not m.store.check([key])]
+            missing = [m.members[rank] for rank in absent()]
             raise RankStalledError(
-                f"{call.op} (in group {m.name!r}, on rank {m.members[m.rank]}): ranks {absent} made no call in "
+                f"{call.op} (in group {m.name!r}, on rank {m.members[m.rank]}): ranks {missing} made no call in "
                 f"{m.timeout:g} s. Check what they do."
-            ) from None
+            ).naming(missing) from None
 
 
 def _described(call: Call, tensors: Tensors) -> str:

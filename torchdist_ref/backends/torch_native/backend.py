@@ -322,6 +322,10 @@ class TorchBackend(Backend):
         """Return the tensors of a message as the backend accepts them."""
         return tensors
 
+    def failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
+        """See `Backend.failure`."""
+        return self._failures.known(ranks, f"{description} {self._location()}")
+
     def announce_exit(self) -> None:
         """See `Backend.announce_exit`. The process may live on for longer than the others look for its end."""
         if self._backend is not None:
