@@ -11,9 +11,13 @@ import torch.distributed as theirs
 
 import torchdist_ref as dist
 from torchdist_ref.debug import levels
+from torchdist_ref.debug.monitored import run_monitored_barrier
+from torchdist_ref.stores import HashStore, PrefixStore
+from torchdist_ref.stores.sealed import SealedStore
 from torchdist_ref.testing import fill, run
 
 SHORT = timedelta(seconds=0.2)
+KEY = bytes(range(32))
 
 
 def stays_away(rank: int, absent: set[int]) -> tuple[str, list[float]]:
@@ -108,6 +112,61 @@ def test_only_keys_of_the_last_barrier_remain_in_the_store() -> None:
         return counts[2] - counts[1]
 
     assert run(program, 3) == [0, 0, 0]
+
+
+def barrier_alone(whole: HashStore) -> None:
+    """Call the barrier as rank 0 of two ranks, the other one of which does not come."""
+    store = PrefixStore("group", SealedStore(whole, KEY))
+    run_monitored_barrier(store, 0, (0, 1), timedelta(milliseconds=30), "world", lambda: None)
+
+
+def test_a_counter_that_anybody_may_increment_lets_no_rank_pass() -> None:
+    whole = HashStore()
+    whole.add("sealed/group/monitored/1/arrived", 1)
+    with pytest.raises(dist.RankStalledError, match="Rank 1 failed to pass"):
+        barrier_alone(whole)
+
+
+@pytest.mark.parametrize("key", ["1/1", "1/verdict"])
+def test_a_value_that_no_member_wrote_lets_no_rank_pass(key: str) -> None:
+    whole = HashStore()
+    whole.set(f"sealed/group/monitored/{key}", "all arrived")
+    with pytest.raises(dist.AuthenticationError, match="was not written by a member of this job"):
+        barrier_alone(whole)
+
+
+def test_a_key_that_no_member_wrote_is_no_arrival_at_the_end() -> None:
+    """The rank that waits for the verdict looks for the others' keys when its time is up."""
+    whole = HashStore()
+    whole.set("sealed/group/monitored/1/0", "")
+    store = PrefixStore("group", SealedStore(whole, KEY))
+    with pytest.raises(dist.AuthenticationError, match="was not written by a member of this job"):
+        run_monitored_barrier(store, 1, (0, 1), timedelta(milliseconds=30), "world", lambda: None)
+
+
+def test_the_verdict_of_a_former_round_lets_no_rank_pass() -> None:
+    whole = HashStore()
+    stores = [PrefixStore("group", SealedStore(whole, KEY)) for _ in range(2)]
+
+    def barrier(rank: int, seconds: float) -> None:
+        run_monitored_barrier(stores[rank], rank, (0, 1), timedelta(seconds=seconds), "world", lambda: None)
+
+    other = threading.Thread(target=barrier, args=(1, 10))
+    other.start()
+    barrier(0, 10)
+    other.join()
+    for rank in range(2):
+        whole.add(f"sealed/group/monitored/rounds/{rank}", -1)
+    with pytest.raises(dist.RankStalledError, match="Rank 1 failed to pass"):
+        barrier(0, 0.03)
+
+
+def test_a_rank_that_has_passed_needs_the_store_no_more() -> None:
+    class Ending(HashStore):
+        def delete_key(self, key: str | bytes) -> bool:
+            raise dist.DistNetworkError("the server is gone")
+
+    run_monitored_barrier(Ending(), 0, (0,), SHORT, "world", lambda: None)
 
 
 @pytest.mark.parametrize(

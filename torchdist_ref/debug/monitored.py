@@ -1,16 +1,21 @@
 """Monitored barrier: a barrier through the store that names the missing ranks, for any backend.
 
-Every rank registers its arrival and increments a counter. The last rank writes the verdict that all arrived. A rank
-whose time-out passes writes the list of missing ranks instead. `compare_set` keeps the first verdict, so either all
-ranks pass, or all that arrived name the same missing ranks, rank 0 or others. A rank that arrives after the verdict
-fails as too late. Every rank counts the rounds itself; the keys of a round are deleted after the next one. Do not add
-calls of a backend here.
+Every rank sets a key. Rank 0 waits for the keys of all ranks and writes the verdict that all arrived. A rank whose
+time-out passes writes the list of missing ranks instead. `compare_set` keeps the first verdict, so either all ranks
+pass, or all that arrived name the same missing ranks, rank 0 or others. A rank that arrives after the verdict fails as
+too late. The keys of a round are deleted after the next one.
+
+Verdicts follow from sealed values only. Counters of a store cannot be sealed, so anybody who reaches it could let ranks
+pass: neither arrivals nor rounds are counted there. Do not add calls of a backend here.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 from torchdist_ref.errors import RankDiedError, RankStalledError, StoreTimeoutError
 from torchdist_ref.stores.base import Store, limit_requests
@@ -18,6 +23,8 @@ from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.timeouts import Deadline
 
 _ALL_ARRIVED = "all arrived"
+_rounds: WeakKeyDictionary[Store, Counter[int]] = WeakKeyDictionary()
+"""Rounds so far by the store of a group and the rank; ranks that are threads may share a store."""
 
 
 def run_monitored_barrier(
@@ -44,10 +51,12 @@ def run_monitored_barrier(
 
     A rank that cannot reach the store raises RankStalledError too, which says so.
     """
+    rounds = _rounds.setdefault(store, Counter())
+    rounds[rank] += 1
+    number = rounds[rank]
     store = WatchedStore("monitored", store, failure)
     with limit_requests(timeout.total_seconds()) as deadline:
         try:
-            number = store.add(f"rounds/{rank}", 1)
             verdict = _verdict(store, number, rank, len(members), deadline)
         except StoreTimeoutError as error:
             raise _cut_off_error(rank, members, timeout, name, error) from error
@@ -59,15 +68,15 @@ def run_monitored_barrier(
 
 def _verdict(store: Store, number: int, rank: int, size: int, deadline: Deadline) -> str:
     """Return the verdict of a round, the same on all ranks."""
-    key = f"{number}/verdict"
-    store.set(f"{number}/{rank}", "")
-    if store.add(f"{number}/arrived", 1) == size:
-        return store.compare_set(key, "", _ALL_ARRIVED).decode()
+    key, own = f"{number}/verdict", f"{number}/{rank}"
+    keys = [f"{number}/{other}" for other in range(size)]
     try:
-        store.wait([key], timedelta(seconds=deadline.remaining()))
-        return store.get(key).decode()
+        if rank == 0 and not store.check([key]):
+            store.wait_get(keys, timedelta(seconds=deadline.remaining()), {own: ""})
+            return store.compare_set(key, "", _ALL_ARRIVED).decode()
+        return store.wait_get([key], timedelta(seconds=deadline.remaining()), {own: ""})[0].decode()
     except (StoreTimeoutError, RankDiedError):
-        absent = [str(other) for other in range(size) if not store.check([f"{number}/{other}"])]
+        absent = [str(other) for other in range(size) if store.get_if_present(keys[other]) is None]
         return store.compare_set(key, "", ",".join(absent) or _ALL_ARRIVED).decode()
 
 
@@ -103,7 +112,8 @@ def _missing_error(
 
 def _delete_round(store: Store, number: int, rank: int) -> None:
     """Delete the keys of a round that no rank reads any more."""
-    store.delete_key(f"{number}/{rank}")
-    if rank == 0:
-        store.delete_key(f"{number}/arrived")
-        store.delete_key(f"{number}/verdict")
+    # This rank has passed: it need not know that the one with the store has ended meanwhile.
+    with suppress(RuntimeError):
+        store.delete_key(f"{number}/{rank}")
+        if rank == 0:
+            store.delete_key(f"{number}/verdict")
