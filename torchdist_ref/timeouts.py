@@ -19,6 +19,9 @@ STORE_TIMEOUT = timedelta(minutes=5)
 GROUP_TIMEOUT = timedelta(minutes=30)
 """Default time that a rank waits for the others in a rendezvous or a call of a process group."""
 
+MAX_TIMEOUT = timedelta(days=36500)
+"""Longest time-out; longer ones mean the same, and exceed what clocks and system calls accept."""
+
 CHECK_SECONDS = 0.02
 """Interval at which a blocked wait checks for Ctrl-C and for failed peers, in seconds."""
 

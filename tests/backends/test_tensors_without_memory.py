@@ -7,6 +7,7 @@ dispatch of their own raise. There `ref` does what Gloo does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +170,9 @@ def odd_arguments(rank: int, size: int) -> list[str]:
             for tag in (-1, 2**31, 1.5)
         ),
     ]
+    calls.append(lambda: c10d.new_group(group_desc=5))  # type: ignore[arg-type]
     found = [answer(call) for call in calls]
-    c10d.all_reduce(tensor)
+    c10d.all_reduce(tensor, group=c10d.new_group(timeout=timedelta(days=10**6)))
     return [*found, str(tensor.item())]
 
 
@@ -179,9 +181,9 @@ def on_ref(rank: int, path: str) -> list[str]:
     return list(result)
 
 
-def test_overlapping_outputs_and_odd_tags_are_refused_before_a_call_begins(tmp_path: Path) -> None:
+def test_overlapping_outputs_odd_tags_and_descriptions_are_refused_before_a_call_begins(tmp_path: Path) -> None:
     for found in run(on_ref, 2, str(tmp_path / "store"), init=False, ranks="processes"):
         kinds = [text.partition(":")[0] for text in found]
-        assert kinds == [*["ArgumentError"] * 2, "BackendArgumentError", *["ArgumentTypeError"] * 2, "2.0"], found
+        assert kinds == [*["ArgumentError"] * 2, "BackendArgumentError", *["ArgumentTypeError"] * 3, "2.0"], found
         assert all("elements do not overlap" in text for text in found[:2])
         assert all("argument 'tag'" in text for text in found[2:5])

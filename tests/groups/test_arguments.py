@@ -49,6 +49,8 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("a group that is none", lambda: dist.barrier("workers"), ValueError, "'group'.*new_group.*'workers'"),
     ("members twice", lambda: dist.new_group([0, 0]), ValueError, r"duplicate.*\[0, 0\]"),
     ("members out of range", lambda: dist.new_group([0, 3]), ValueError, r"'ranks'.*0 to 1.*\[0, 3\]"),
+    ("description as number", lambda: dist.new_group(group_desc=5), TypeError, "'group_desc'.*got 5"),
+    ("part's description", lambda: dist.split_group(None, [[0, 1]], group_desc=5), TypeError, "'group_desc'.*got 5"),
     ("time-out as number", lambda: dist.new_group(timeout=5), TypeError, "timedelta, got 5"),
     ("time-out of zero", lambda: dist.new_group(timeout=timedelta(0)), ValueError, "'timeout'.*more than zero"),
     ("init twice", lambda: dist.init_process_group("ref"), ValueError, "twice"),
@@ -184,3 +186,13 @@ def stay_away(rank: int) -> str:
 
 def test_new_group_names_a_missing_rank_at_its_timeout() -> None:
     assert run(stay_away, 2) == ["RankStalledError", ""]
+
+
+def test_the_longest_time_out_is_one_that_clocks_accept() -> None:
+    def program(rank: int) -> float:
+        group = dist.new_group(timeout=timedelta.max)
+        tensor = torch.tensor([rank + 1.0])
+        dist.all_reduce(tensor, group=group)
+        return tensor.item()
+
+    assert run(program, 2) == [3.0, 3.0]

@@ -29,7 +29,7 @@ from torchdist_ref.errors import (
     on_rank,
 )
 from torchdist_ref.groups.world import ProcessGroup, as_integer, default_group, resolve
-from torchdist_ref.timeouts import GROUP_TIMEOUT
+from torchdist_ref.timeouts import GROUP_TIMEOUT, MAX_TIMEOUT
 
 SUM = ReduceOp.SUM
 _REDUCTION_NAMES = {
@@ -285,7 +285,7 @@ def root_of(
 
 
 def timeout_of(operation: str, timeout: Any, default: timedelta = GROUP_TIMEOUT) -> timedelta:
-    """Return the time-out that an argument specifies, or the default for None.
+    """Return the time-out that an argument specifies, or the default for None; at most `MAX_TIMEOUT`.
 
     Raises:
         ArgumentTypeError: Not a timedelta.
@@ -298,7 +298,13 @@ def timeout_of(operation: str, timeout: Any, default: timedelta = GROUP_TIMEOUT)
         )
     if timeout <= timedelta(0):
         raise BackendArgumentError(explain(operation, "timeout", "more than zero", timeout))
-    return timeout
+    return min(timeout, MAX_TIMEOUT)
+
+
+def check_description(operation: str, value: Any) -> None:
+    """Raise unless the description of a new group is a text or None."""
+    if value is not None and not isinstance(value, str):
+        raise ArgumentTypeError(explain(operation, "group_desc", "a str or None", value))
 
 
 def blocks_of(

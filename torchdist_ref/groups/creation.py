@@ -30,7 +30,7 @@ from torchdist_ref.errors import (
     explain,
     on_rank,
 )
-from torchdist_ref.groups.arguments import timeout_of
+from torchdist_ref.groups.arguments import check_description, timeout_of
 from torchdist_ref.groups.meeting import meet, meet_on
 from torchdist_ref.groups.registration import require_no_group_of_torch, share
 from torchdist_ref.groups.world import (
@@ -328,6 +328,7 @@ def new_group(
     world, default = current(), default_group()
     members = _members(ranks, default, sort_ranks)
     seconds = timeout_of("new_group", timeout, timedelta(seconds=default.timeout)).total_seconds()
+    check_description("new_group", group_desc)
     _check_backend(backend, "new_group")
     me = default.members[default.rank()]
     if use_local_synchronization and me not in members:

@@ -230,7 +230,8 @@ def _recv_call(
     operation: str, tensor: Tensor, src: int | None, group: ProcessGroup, tag: int, group_src: int | None
 ) -> Recv:
     check_tensor(operation, "tensor", tensor)
-    check_writable(operation, "tensor", tensor)
+    if not tensor.is_contiguous():
+        check_writable(operation, "tensor", tensor)
     any_source = src is None and group_src is None
     return _recv(None if any_source else root_of(group, operation, src, group_src), checked_tag(operation, tag))
 

@@ -30,7 +30,7 @@ from torchdist_ref.errors import (
     explain,
     on_rank,
 )
-from torchdist_ref.groups.arguments import timeout_of
+from torchdist_ref.groups.arguments import check_description, timeout_of
 from torchdist_ref.groups.creation import make_group, new_group, watch_members
 from torchdist_ref.groups.queries import get_process_group_ranks, get_rank
 from torchdist_ref.groups.registration import share
@@ -212,6 +212,7 @@ def split_group(
     parent = _parent("split_group", "parent_pg", parent_pg)
     parts = _checked_parts(split_ranks, parent)
     seconds = timeout_of("split_group", timeout, timedelta(seconds=parent.timeout)).total_seconds()
+    check_description("split_group", group_desc)
     with limit_requests(seconds):
         number = parent.store.add(f"split/rounds/{parent.rank()}", 1)
         keys = _keys_of("split_group", parent, number, parent.size())

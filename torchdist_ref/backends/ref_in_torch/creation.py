@@ -21,6 +21,7 @@ from torchdist_ref.debug.flight_recorder import register
 from torchdist_ref.liveness import MemberWatch, Presence
 from torchdist_ref.program_end import leave_at_end
 from torchdist_ref.stores import PrefixStore
+from torchdist_ref.timeouts import MAX_TIMEOUT
 
 
 def create(torchs_options: Any) -> RefProcessGroup:
@@ -28,12 +29,13 @@ def create(torchs_options: Any) -> RefProcessGroup:
     limit_objects()
     o = torchs_options
     members = tuple(o.global_ranks_in_group) or tuple(range(o.group_size))
-    store = PrefixStore("ref", StoreFromTorch(o.store, o.timeout))
+    timeout = min(o.timeout, MAX_TIMEOUT)
+    store = PrefixStore("ref", StoreFromTorch(o.store, timeout))
     is_world = not o.global_ranks_in_group
     name, operation = ("world", "init_process_group") if is_world else (f"group {o.group_id}", "new_group")
     presence = Presence(store, o.group_rank, len(members))
     watch = MemberWatch(store, o.group_rank, members, operation, presence.failure)
-    seconds, on_connected = o.timeout.total_seconds(), list[Callable[[], None]]()
+    seconds, on_connected = timeout.total_seconds(), list[Callable[[], None]]()
     try:
         with closing(presence), watch.published():
             for key, value in presence.announcement().items():

@@ -68,7 +68,7 @@ from torchdist_ref.calls import (
     checked_tag,
 )
 from torchdist_ref.debug.flight_recorder import answer_requests
-from torchdist_ref.errors import ArgumentError, UnsupportedError, adopt_torch, explain, message_of
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, adopt_torch, explain, message_of
 from torchdist_ref.stores import Store
 from torchdist_ref.stores.sealed import is_authenticated
 from torchdist_ref.stores.sockets import trusts_network
@@ -177,7 +177,13 @@ class CallsFromTorch(c10d.ProcessGroup):
         return self._description
 
     def setGroupDesc(self, description: str) -> None:
-        """Set the group's description."""
+        """Set the group's description.
+
+        Raises:
+            ArgumentTypeError: It is no text.
+        """
+        if not isinstance(description, str):
+            raise ArgumentTypeError(explain("new_group", "group_desc", "a str", description))
         self._description = description
 
     group_name = property(getGroupName, doc="Name of the group, unique among the groups of this process.")
