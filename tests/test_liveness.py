@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import closing
 from typing import Any
 
 import pytest
 
-from torchdist_ref.errors import DistNetworkError, message_of
+from torchdist_ref.errors import DistNetworkError, MismatchError, RendezvousError, message_of
 from torchdist_ref.groups.meeting import Meeting
-from torchdist_ref.liveness import MemberFailures, MemberWatch, PeerProcesses, Presence, read_failure
+from torchdist_ref.liveness import MemberFailures, MemberWatch, PeerProcesses, Presence, host_identity, read_failure
 from torchdist_ref.stores import HashStore, PrefixStore
 
 
@@ -122,3 +123,31 @@ def test_a_member_that_has_done_its_part_may_fail() -> None:
     assert failures.known([2], "all_reduce") is None
     found = failures.known([1, 2], "all_reduce")
     assert str(found) == "all_reduce: rank 4 failed: its program ended" and found is not None and found.ranks == (4,)
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 2**31, 2**70])
+def test_an_announcement_of_no_process_is_none(pid: int) -> None:
+    store = HashStore()
+    store.set("present/1", f"{host_identity()}|{pid}|2||n")
+    with closing(Presence(store, 0, 2)) as presence:
+        with pytest.raises(RendezvousError, match=f"{pid}.*announces no rank. Another program writes to the store"):
+            presence.failure([1], "init_process_group")
+
+
+def test_a_thread_is_no_process() -> None:
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    assert thread.native_id is not None
+    with closing(PeerProcesses({1: thread.native_id})) as peers:
+        assert peers.dead() == [1]
+    done.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("kind", [RendezvousError, MismatchError])
+def test_an_error_of_all_ranks_has_one_text_on_all(kind: type[Exception]) -> None:
+    shared = PrefixStore("group/1", HashStore())
+    MemberWatch(shared, 1, [0, 1], "new_group").publish(kind("two processes claim rank 1"))
+    found = MemberWatch(shared, 0, [0, 1], "new_group").failure()
+    assert type(found) is kind and str(found) == "two processes claim rank 1"

@@ -54,6 +54,9 @@ _LIMITS = {
     errno.ENOSPC: "No space is left: free some on the disk or in /dev/shm.",
 }
 """Advice on the system errors of this process alone, which do not follow from the end of another rank."""
+_NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
+"""System errors for a number that is no process's: that of a thread, or of none."""
+_MAX_PID = 2**22
 _STAT_EXIT_CODE = 49
 """Index of the exit code in /proc/PID/stat, counted from the state, which follows the name."""
 _END_SECONDS = 0.08
@@ -119,7 +122,9 @@ class PeerProcesses:
         self._pids[rank] = pid
         try:
             fd = os.pidfd_open(pid)
-        except ProcessLookupError:
+        except OSError as error:
+            if error.errno not in _NO_PROCESS:
+                raise
             self._endings[rank] = self._describe(rank)
             return
         self._ranks[fd] = rank
@@ -248,7 +253,8 @@ class MemberWatch:
     def publish(self, error: BaseException) -> None:
         """Publish the error for which this rank leaves. The first one published in a meeting counts for all."""
         kind, text = type(error).__name__, text_of(error)
-        described = text if isinstance(error, DistBackendError) else f"{kind}: {text}".removesuffix(": ")
+        restored = isinstance(error, DistBackendError) or kind in _OF_ALL_RANKS
+        described = text if restored else f"{kind}: {text}".removesuffix(": ")
         with contextlib.suppress(RuntimeError):
             self._store.compare_set(_FAILURE_KEY, "", f"{self._rank}|{kind}|{described}")
 
@@ -570,6 +576,8 @@ def _parse_announcement(value: bytes) -> tuple[str, int, int, str, str]:
     """
     try:
         host, pid, size, backend, nonce = value.decode().rsplit("|", 4)
+        if not 0 < int(pid) <= _MAX_PID:
+            raise ValueError(pid)
         return host, int(pid), int(size), backend, nonce
     except ValueError:
         raise RendezvousError(
