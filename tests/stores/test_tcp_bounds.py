@@ -56,7 +56,7 @@ def test_a_full_store_names_its_budget_and_has_space_again(small: TCPStore) -> N
     half = bytes(MIB // 2)
     small.set("a", half)
     small.set("a", bytes(half))
-    full = r"the store is full: keys, values, waiting requests and unread replies may use 1 MiB.*TORCHDIST_REF_STORE_MEMORY"
+    full = r"store is full: keys, values, waiting requests and unread replies may use 1 MiB.*TORCHDIST_REF_STORE_MEMORY"
     calls = (
         lambda: small.set("b", half),
         lambda: small.compare_set("b", "", half),
