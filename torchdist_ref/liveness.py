@@ -277,7 +277,7 @@ class MemberWatch:
         try:
             yield
         except (DistNetworkError, UnsupportedError, OSError) as error:
-            failure = self._exhausted(error) or self._failure_soon()
+            failure = self._exhausted(error) or found_soon(self.failure)
             # A member that needs nothing more from the dead one waits for this rank.
             self.publish(failure or error)
             if failure is None:
@@ -309,12 +309,13 @@ class MemberWatch:
             self.publish(error)
             raise
 
-    def _failure_soon(self) -> BaseException | None:
-        """Return a failure that is known soon: a process closes its descriptors before it counts as ended."""
-        deadline = monotonic() + _END_SECONDS
-        while (failure := self.failure()) is None and monotonic() < deadline:
-            sleep(0.002)
-        return failure
+
+def found_soon(find: Callable[[], BaseException | None]) -> BaseException | None:
+    """Return a failure that is found soon: a process closes its descriptors before it counts as ended."""
+    deadline = monotonic() + _END_SECONDS
+    while (failure := find()) is None and monotonic() < deadline:
+        sleep(0.002)
+    return failure
 
 
 def read_failure(

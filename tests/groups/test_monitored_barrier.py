@@ -169,6 +169,23 @@ def test_a_rank_that_has_passed_needs_the_store_no_more() -> None:
     run_monitored_barrier(Ending(), 0, (0,), SHORT, "world", lambda: None)
 
 
+class Gone(HashStore):
+    """Store whose server has ended."""
+
+    def wait_get(self, *_: Any) -> list[bytes]:
+        raise dist.DistNetworkError("the server is gone")
+
+
+def test_a_rank_that_ended_with_the_store_is_named() -> None:
+    failures = iter([None, dist.RankDiedError("rank 4 died").naming([4])])
+    with pytest.raises(dist.RankDiedError) as caught:
+        run_monitored_barrier(Gone(), 1, (4, 5), SHORT, "world", lambda: next(failures))
+    assert "[Rank 5]: Rank 4 failed to pass monitoredBarrier (group 'world'). rank 4 died" in str(caught.value)
+    assert caught.value.ranks == (4,)
+    with pytest.raises(dist.DistNetworkError, match="the server is gone"):
+        run_monitored_barrier(Gone(), 1, (4, 5), SHORT, "world", lambda: None)
+
+
 @pytest.mark.parametrize(
     ("timeout", "kind", "words"),
     [(3, TypeError, "timedelta, got 3"), (timedelta(0), ValueError, "'timeout'.*more than zero")],

@@ -17,7 +17,8 @@ from contextlib import suppress
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
-from torchdist_ref.errors import RankDiedError, RankStalledError, StoreTimeoutError
+from torchdist_ref.errors import DistNetworkError, RankDiedError, RankStalledError, StoreTimeoutError
+from torchdist_ref.liveness import found_soon
 from torchdist_ref.stores.base import Store, limit_requests
 from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.timeouts import Deadline
@@ -60,6 +61,12 @@ def run_monitored_barrier(
             verdict = _verdict(store, number, rank, len(members), deadline)
         except StoreTimeoutError as error:
             raise _cut_off_error(rank, members, timeout, name, error) from error
+        except DistNetworkError as error:
+            # The store may have ended with the rank that serves it.
+            if (found := found_soon(failure)) is None:
+                raise
+            absent = [members.index(each) for each in getattr(found, "ranks", ())]
+            raise _missing_error(absent, rank, members, timeout, name, found) from error
         if verdict != _ALL_ARRIVED:
             absent = [int(position) for position in verdict.split(",")]
             raise _missing_error(absent, rank, members, timeout, name, failure())
