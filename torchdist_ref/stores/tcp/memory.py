@@ -104,9 +104,9 @@ class StoreMemory:
     def full(self, operation: Operation) -> ArgumentError:
         """Return the error of a request that would exceed the budget."""
         return ArgumentError(
-            f"{operation.name.lower()}: the store is full: keys, values, waiting requests and unread "
-            f"replies may use {self.budget >> 20} MiB. A store is for addresses and small values. Delete keys that are "
-            f"not needed, send data with collectives, or set {MEMORY_VARIABLE} to a larger number of MiB where the server runs."
+            f"{operation.name.lower()}: the store is full: keys, values, waiting requests and unread replies may use "
+            f"{self.budget >> 20} MiB. A store is for addresses and small values. Delete keys that are not needed, "
+            f"send data with collectives, or set {MEMORY_VARIABLE} to a larger number of MiB where the server runs."
         )
 
     def _set_all(self, pairs: dict[bytes, bytes]) -> tuple[Any, ...]:
