@@ -129,3 +129,41 @@ def trusting(rank: int, folder: str) -> Any:
 
 def test_a_trusted_network_exchanges_any_object(tmp_path: Path) -> None:
     assert run(trusting, 2, str(tmp_path), ranks="processes", init=False) == [[(3, 1), (4, 0)]] * 2
+
+
+def replayed(rank: int, folder: str) -> list[str]:
+    """Rank 1 stands for a process between the ranks, which knows no key: it sends its first pickle again."""
+    join(rank, folder, "gloo", True)
+    found, dump, recorded = [], pickling._dump, {}
+
+    def record(group: dist.ProcessGroup, exchange: str, value: Any) -> bytes:
+        kind = exchange.partition(" ")[0]
+        return recorded.setdefault(kind, dump(group, exchange, value))
+
+    for operation in OPERATIONS:
+        for _ in range(2):
+            if rank == 1:
+                pickling._dump = record
+                pickling._load = lambda *_: ["own"]
+            try:
+                found.append(repr(receive(operation, rank)))
+            except dist.AuthenticationError as error:
+                found.append(str(error))
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_pickle_of_another_call_is_refused(tmp_path: Path) -> None:
+    found = run(replayed, 2, str(tmp_path), ranks="processes", init=False)[0]
+    for first, second in zip(found[::2], found[1::2], strict=True):
+        assert first == "'own'" and "was not written by a member of this job for this call" in second
+
+
+def test_each_message_of_a_direction_has_a_number() -> None:
+    def program(rank: int) -> list[str]:
+        group = dist.new_group()
+        ends = (0, 1), (1, 0), (0, 1)
+        return [pickling.next_message(group, *pair) for pair in ends]
+
+    assert run(program, 1) == [["message 0 to 1 0", "message 1 to 0 0", "message 0 to 1 1"]]

@@ -22,7 +22,16 @@ from torchdist_ref.calls import AllGather, Broadcast, Call, Gather, Recv, Scatte
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, EntryError, explain, message_of, on_rank
 from torchdist_ref.groups.arguments import member_group, root_of
 from torchdist_ref.groups.collectives import submit
-from torchdist_ref.groups.pickling import Payload, ReceiveBuffer, error_payload, pack, raise_error_of, unpack
+from torchdist_ref.groups.pickling import (
+    Payload,
+    ReceiveBuffer,
+    error_payload,
+    next_exchange,
+    next_message,
+    pack,
+    raise_error_of,
+    unpack,
+)
 from torchdist_ref.groups.world import ProcessGroup
 
 P = ParamSpec("P")
@@ -66,13 +75,13 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | in
     found = member_group(operation, group)
     if found is None:
         return
-    error = _no_list(operation, "object_list", object_list, found)
-    payload = pack(found, operation, obj) if error is None else error_payload(error)
+    error, exchange = _no_list(operation, "object_list", object_list, found), next_exchange(found, operation)
+    payload = pack(found, operation, exchange, obj) if error is None else error_payload(error)
     parts = _all_gather_payloads(found, payload, _all_gather_headers(found, payload))
     if len(object_list) < found.size():
         raise _too_few_entries(operation, "object_list", object_list, found)
     for rank, part in enumerate(parts):
-        object_list[rank] = unpack(found, part, operation, rank)
+        object_list[rank] = unpack(found, part, operation, exchange, rank)
 
 
 def gather_object(
@@ -120,15 +129,15 @@ def gather_object(
     if found is None:
         return
     root = root_of(found, operation, dst, group_dst, "dst", default=0)
-    error = _gather_list_error(found, root, object_gather_list)
-    payload = pack(found, operation, obj) if error is None else error_payload(error)
+    error, exchange = _gather_list_error(found, root, object_gather_list), next_exchange(found, operation)
+    payload = pack(found, operation, exchange, obj) if error is None else error_payload(error)
     headers = _all_gather_headers(found, payload)
     if any(kind for _, kind, _ in headers):
         _all_gather_payloads(found, payload, headers)
     parts = _gather_payloads(found, root, payload, max(size for size, _, _ in headers))
     if object_gather_list is not None:
         for rank, part in enumerate(parts):
-            object_gather_list[rank] = unpack(found, part, operation, rank)
+            object_gather_list[rank] = unpack(found, part, operation, exchange, rank)
 
 
 def _gather_list_error(
@@ -196,13 +205,14 @@ def broadcast_object_list(
         return
     root, rank = root_of(found, operation, src, group_src, default=0), _global_rank(found)
     error, own = _no_list(operation, "object_list", object_list, found), None
+    exchange = next_exchange(found, operation)
     if found.rank() == root:
-        own = pack(found, operation, list(object_list), len(object_list)) if error is None else error_payload(error)
+        own = error_payload(error) if error else pack(found, operation, exchange, list(object_list), len(object_list))
     received, count = _broadcast_payload(found, root, own, device)
     if error is not None:
         raise error
     if own is None:
-        _replace(object_list, unpack(found, received.data, operation, root), count, operation, rank)
+        _replace(object_list, unpack(found, received.data, operation, exchange, root), count, operation, rank)
 
 
 def scatter_object_list(
@@ -251,17 +261,18 @@ def scatter_object_list(
     if found is None:
         return
     root = root_of(found, operation, src, group_src, default=0)
-    payloads = _scatter_payloads_of(found, scatter_object_input_list) if found.rank() == root else []
+    exchange = next_exchange(found, operation)
+    payloads = _scatter_payloads_of(found, exchange, scatter_object_input_list) if found.rank() == root else []
     received = _scatter_payloads(found, root, payloads)
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise ArgumentError(
             f"{operation}: Expected argument scatter_object_output_list to be a list of size at "
             f"least 1, got {scatter_object_output_list!r} (on rank {_global_rank(found)})."
         )
-    scatter_object_output_list[0] = unpack(found, received.data, operation, root)
+    scatter_object_output_list[0] = unpack(found, received.data, operation, f"{exchange} to {found.rank()}", root)
 
 
-def _scatter_payloads_of(group: ProcessGroup, objects: list[Any] | None) -> list[Payload]:
+def _scatter_payloads_of(group: ProcessGroup, exchange: str, objects: list[Any] | None) -> list[Payload]:
     # The source's payloads, or a single one with an error.
     operation, rank = "scatter_object_list", _global_rank(group)
     if not isinstance(objects, Sequence) or len(objects) != group.size():
@@ -269,7 +280,7 @@ def _scatter_payloads_of(group: ProcessGroup, objects: list[Any] | None) -> list
         expected = f"a list of {group.size()} objects, one for each rank, on the source"
         text = explain(operation, "scatter_object_input_list", expected, got, rank=rank)
         return [error_payload(ArgumentError(text))]
-    payloads = [pack(group, operation, value) for value in objects]
+    payloads = [pack(group, operation, f"{exchange} to {target}", value) for target, value in enumerate(objects)]
     return next(([payload] for payload in payloads if payload.error is not None), payloads)
 
 
@@ -321,7 +332,8 @@ def send_object_list(
     _refuse_self(found, operation, peer, "destination")
     if (error := _no_list(operation, "object_list", object_list, found)) is not None:
         raise error
-    payload = pack(found, operation, list(object_list), len(object_list))
+    message = next_message(found, found.rank(), peer)
+    payload = pack(found, operation, message, list(object_list), len(object_list))
     for tensor in (payload.header(), payload.tensor()):
         _on_device([tensor], found, device, lambda moved: found.backend.submit(Send(peer), (moved,), (), True))
     if payload.error is not None:
@@ -374,13 +386,15 @@ def recv_object_list(
         raise error
     header = torch.zeros(3, dtype=torch.int64, device="cpu")
     source = _receive(found, peer, header, device)
+    message = next_message(found, source, found.rank())
     size, kind, count = header.tolist()
     received = ReceiveBuffer(size)
     _receive(found, source, received.tensor, device)
     if kind:
         raise_error_of(kind, received.data, None)
     sender = found.members[source]
-    _replace(object_list, unpack(found, received.data, operation, source), count, operation, _global_rank(found))
+    objects = unpack(found, received.data, operation, message, source)
+    _replace(object_list, objects, count, operation, _global_rank(found))
     return sender
 
 

@@ -4,7 +4,8 @@ Unpickling runs code that the sender chose, so each group has one way, by what a
 
 - On `ref`, whose connections are authenticated, and where the user trusts the network, objects are pickled.
 - On other backends of authenticated ranks, whose connections are not, each pickle carries an HMAC by the group's key.
-  It is verified before anything is unpickled.
+  It is verified before anything is unpickled. It covers the exchange: operation, sender, receiver, and how many such
+  exchanges the group had before. So a recorded pickle is of no use in another call.
 - Ranks that are not authenticated exchange plain data (`plain_data`), whose decoding runs no code.
 
 All ranks of a group find the same way. Do not add communication here: `objects` has it.
@@ -13,9 +14,13 @@ All ranks of a group find the same way. Do not add communication here: `objects`
 from __future__ import annotations
 
 import hmac
+import itertools
 import pickle
 import struct
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -37,6 +42,8 @@ from torchdist_ref.stores.sockets import trusts_network
 _ERROR_KINDS: tuple[type[Exception], ...] = (PicklingError, ArgumentError, EntryError, ArgumentTypeError)
 _CODE_BYTES = 32
 _LENGTH = struct.Struct("<Q")
+_exchanges: WeakKeyDictionary[ProcessGroup, defaultdict[str, Iterator[int]]] = WeakKeyDictionary()
+"""Numbers of the next exchanges of each group, by operation, and by sender and receiver of messages."""
 
 
 class Payload:
@@ -81,10 +88,29 @@ class ReceiveBuffer:
         return [memoryview(self.data)[i * width : (i + 1) * width] for i in range(count)]
 
 
-def pack(group: ProcessGroup, operation: str, value: Any, count: int = 1) -> Payload:
-    """Convert an object of this rank to a payload; the payload holds the error if that fails."""
+def next_exchange(group: ProcessGroup, kind: str) -> str:
+    """Return a text that names the next exchange of a kind in a group, the same on all ranks that take part."""
+    counts = _exchanges.setdefault(group, defaultdict(itertools.count))
+    return f"{kind} {next(counts[kind])}"
+
+
+def next_message(group: ProcessGroup, source: int, target: int) -> str:
+    """Return a text that names the next message from one group rank to another, the same on both."""
+    return next_exchange(group, f"message {source} to {target}")
+
+
+def pack(group: ProcessGroup, operation: str, exchange: str, value: Any, count: int = 1) -> Payload:
+    """Convert an object of this rank to a payload; the payload holds the error if that fails.
+
+    Args:
+        group: The group.
+        operation: Name of the function, for errors.
+        exchange: Text of `next_exchange` or `next_message`.
+        value: The object.
+        count: Number of objects in it.
+    """
     try:
-        return Payload(_dump(group, operation, value), count=count)
+        return Payload(_dump(group, exchange, value), count=count)
     except NotPlainError as cause:
         error = PicklingError(
             f"{not_plain(operation, group, cause)} No rank received anything, and the group remains usable."
@@ -104,31 +130,33 @@ def error_payload(error: Exception, count: int = 1) -> Payload:
     return Payload(str(error).encode(), error, count)
 
 
-def unpack(group: ProcessGroup, buffer: bytes | bytearray | memoryview, operation: str, source: int) -> Any:
+def unpack(
+    group: ProcessGroup, buffer: bytes | bytearray | memoryview, operation: str, exchange: str, source: int
+) -> Any:
     """Return the object of a payload of a group rank; padding is ignored. A failure names the sender.
 
     Raises:
-        AuthenticationError: A process outside this job wrote the payload.
+        AuthenticationError: A process outside this job wrote the payload, or took it from another exchange.
         NotPlainError: The payload is no plain data, and the ranks are not authenticated.
     """
     try:
-        return _load(group, memoryview(buffer), operation, source)
+        return _load(group, memoryview(buffer), operation, exchange, source)
     except Exception as error:
         rank = group.members[source]
         add_note(error, f"{operation}: the object arrived complete from rank {rank}, but cannot be unpickled here.")
         raise
 
 
-def _dump(group: ProcessGroup, operation: str, value: Any) -> bytes:
+def _dump(group: ProcessGroup, exchange: str, value: Any) -> bytes:
     if not group.pickles_objects:
         return encode(value)
     data = pickle.dumps(value)
     if not _needs_code(group):
         return data
-    return _code(group, operation, group.rank(), data) + _LENGTH.pack(len(data)) + data
+    return _code(group, exchange, group.rank(), data) + _LENGTH.pack(len(data)) + data
 
 
-def _load(group: ProcessGroup, buffer: memoryview, operation: str, source: int) -> Any:
+def _load(group: ProcessGroup, buffer: memoryview, operation: str, exchange: str, source: int) -> Any:
     if not group.pickles_objects:
         return decode(buffer)
     if not _needs_code(group):
@@ -136,10 +164,11 @@ def _load(group: ProcessGroup, buffer: memoryview, operation: str, source: int) 
     begin = _CODE_BYTES + _LENGTH.size
     size = _LENGTH.unpack_from(buffer, _CODE_BYTES)[0] if len(buffer) >= begin else 0
     data = buffer[begin : begin + size]
-    if not hmac.compare_digest(buffer[:_CODE_BYTES], _code(group, operation, source, data)):
+    if not hmac.compare_digest(buffer[:_CODE_BYTES], _code(group, exchange, source, data)):
         raise AuthenticationError(
-            f"{operation}: the object of rank {group.members[source]} was not written by a member of this job. "
-            f"Another process has connected to backend {group.backend.name!r}, whose connections are not authenticated."
+            f"{operation}: the object of rank {group.members[source]} was not written by a member of this job for this "
+            f"call. Another process has connected to backend {group.backend.name!r}, whose connections are not "
+            f"authenticated."
         )
     return pickle.loads(data)
 
@@ -149,9 +178,8 @@ def _needs_code(group: ProcessGroup) -> bool:
     return group.size() > 1 and group.backend.name != "ref" and not trusts_network()
 
 
-def _code(group: ProcessGroup, operation: str, source: int, data: bytes | memoryview) -> bytes:
-    kind = "message" if operation.endswith("object_list") and operation[:4] in ("send", "recv") else operation
-    code = hmac.new(channel_key(group.store, f"objects {kind} {source}"), digestmod="sha256")
+def _code(group: ProcessGroup, exchange: str, source: int, data: bytes | memoryview) -> bytes:
+    code = hmac.new(channel_key(group.store, f"objects {exchange} of {source}"), digestmod="sha256")
     code.update(data)
     return code.digest()
 
