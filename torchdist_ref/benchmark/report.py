@@ -122,8 +122,10 @@ class ProgressBar:
             from rich.progress import Progress
 
             # Drawn on `show` alone: a thread that redraws would disturb the measurement.
-            quiet = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
-            self._bar = Progress(console=Console(stderr=True), transient=True, **quiet)
+            console = Console(stderr=True)
+            self._bar = Progress(
+                console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+            )
             self._task = self._bar.add_task("")
 
     def show(self, text: str, done: int, rounds: int) -> None:

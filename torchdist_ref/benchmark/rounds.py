@@ -49,7 +49,7 @@ HUB = "hub"
 
 
 @dataclass(frozen=True)
-class Progress:
+class RoundDone:
     """Report of rank 0 after each round: how many rounds of this measurement are done, and of how many."""
 
     done: int
@@ -367,5 +367,5 @@ def take_turns(
                 gc.enable()
         own = sum(context.exchange(process_time() - used))
         disturbed.append(disturbed_by_others(busy_now() - busy_before, own, perf_counter() - wall))
-        context.report(Progress(number + 1, rounds))
+        context.report(RoundDone(number + 1, rounds))
     return samples, disturbed
