@@ -25,6 +25,7 @@ from torchdist_ref.stores.tcp import server
 from torchdist_ref.stores.tcp.operations import NONCE_MARK, Op
 from torchdist_ref.stores.tcp.protocol import MAGIC, MAX_MESSAGE_BYTES, write_request
 from torchdist_ref.stores.tcp.sessions import ClientSession
+from torchdist_ref.testing import namespaces
 from torchdist_ref.timeouts import Deadline
 
 HOST = "127.0.0.1"
@@ -256,9 +257,11 @@ def test_server_without_descriptors_drops_unvalidated_connections() -> None:
         new_client.close()
 
 
-def connect_raw(port: int) -> str:
+def connect_raw(port: int, host: str = "127.0.0.1") -> str:
     """Return what a client of torch's dialect gets: its number, or that it was disconnected."""
-    with socket.create_connection(("127.0.0.1", port)) as sock:
+    with socket.socket() as sock:
+        # `create_connection` may load a codec, whose file another user may not read.
+        sock.connect((host, port))
         try:
             sock.sendall(write_request(Op.VALIDATE, MAGIC) + write_request(Op.PING, 7))
             return "answered" if sock.recv(4, socket.MSG_WAITALL) else "disconnected"
@@ -282,6 +285,46 @@ def test_a_client_of_another_user_is_disconnected(
     monkeypatch.setenv("TORCHDIST_REF_TRUST_NETWORK", "1")
     with in_child(as_nobody) as (pipe, _):
         assert pipe.recv() == "answered"
+
+
+@pytest.mark.skipif(bool(namespaces.missing()), reason="needs network namespaces")
+@pytest.mark.parametrize("number, found", [(0, "disconnected"), (1, "answered")])
+def test_a_client_of_another_user_is_known_at_an_address_of_this_host_too(number: int, found: str) -> None:
+    with namespaces.hosts(2) as hosts:
+
+        def serve(pipe: Connection) -> None:
+            hosts[0].enter()
+            with contextlib.closing(TCPStore(hosts[0].ipv4, 0, is_master=True, wait_for_workers=False)) as store:
+                pipe.send(store.port)
+                pipe.recv()
+
+        def as_nobody(pipe: Connection, port: int) -> None:
+            hosts[number].enter()
+            os.setgid(65534)
+            os.setuid(65534)
+            pipe.send(connect_raw(port, hosts[0].ipv4))
+
+        with in_child(serve) as (server_pipe, _), in_child(as_nobody, server_pipe.recv()) as (pipe, _):
+            assert pipe.recv() == found
+            server_pipe.send("end")
+
+
+@pytest.mark.skipif(bool(namespaces.missing()), reason="needs network namespaces")
+def test_a_client_of_this_host_that_has_gone_is_not_taken_for_one_of_another_host() -> None:
+    with namespaces.hosts(2) as hosts:
+
+        def accept(pipe: Connection) -> None:
+            hosts[0].enter()
+            with socket.create_server((hosts[0].ipv4, 0)) as listener:
+                client = socket.create_connection(listener.getsockname())
+                sock, _ = listener.accept()
+                client.sendall(b"bytes")
+                client.close()
+                pipe.send(sockets.refused_user(sock))
+                sock.close()
+
+        with in_child(accept) as (pipe, _):
+            assert pipe.recv() == -1
 
 
 def test_a_client_that_has_gone_is_not_taken_for_root(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,9 +35,9 @@ TRUST_NETWORK = "TORCHDIST_REF_TRUST_NETWORK"
 # reply; `idiag_state`, `idiag_uid` and `idiag_inode`.
 _SOCK_DIAG, _BY_FAMILY, _ANY, _REPLY_BYTES = 4, 20, 0xFFFFFFFF, 4096
 _REQUEST, _REPLY_KIND, _REPLY = map(struct.Struct, ("=IHHIIBBBBIHH16s16sIII", "=4xH10xi", "=17xB62xII"))
-# States of connections that may wait to be accepted (TCP_ESTABLISHED, TCP_SYN_RECV), and of sockets that listen.
-_OPENED, _LISTENING = (1, 3), 10
-_CLOSED, _UNACCEPTED = -1, -2
+# States: TCP_ESTABLISHED; those of connections that may wait to be accepted (also TCP_SYN_RECV); that of listeners.
+_CONNECTED, _OPENED, _LISTENING = 1, (1, 3), 10
+_CLOSED, _UNACCEPTED, _UNASKED = -1, -2, -3
 
 
 @lru_cache
@@ -222,33 +222,43 @@ def trusts_network() -> bool:
 def refused_user(sock: socket.socket) -> int | None:
     """Return the user of an accepted connection if a server must not answer it, else None.
 
-    On loopback, only clients of this user and of root are answered; -1 stands for one that is closed already. Clients
-    of other hosts are unknown to the kernel.
+    Of the processes of this host, by whatever address they came, only those of this user and of root are answered; -1
+    stands for one that is closed already. Clients of other hosts are unknown to the kernel.
     """
+    if trusts_network():
+        return None
     try:
         peer = sock.getpeername()
+        [user] = _owners(sock.family, (peer, sock.getsockname()))
+        return None if user == _CLOSED and _is_elsewhere(sock, peer[0]) else _refused(user)
     except OSError:
         return _CLOSED
-    if not is_loopback(peer[0]) or trusts_network():
-        return None
-    [user] = _owners(sock.family, (peer, sock.getsockname()))
-    return _refused(user)
 
 
 def refused_server(sock: socket.socket) -> int | None:
     """Return the user that serves a connection if a client must not use it, else None.
 
-    On loopback, only servers of this user and of root are used; -1 stands for a connection that is closed already.
-    Servers of other hosts are unknown to the kernel.
+    Of the processes of this host, only those of this user and of root are used; -1 stands for a connection that is
+    closed already. Servers of other hosts are unknown to the kernel.
 
     A connection that was not accepted yet has no owner, so that of the listening socket counts. The kernel looks for
     that one first: a connection that still waits afterward waits in its queue, and would have ended with it.
     """
     peer, own = sock.getpeername(), sock.getsockname()
-    if not is_loopback(peer[0]) or trusts_network():
+    if trusts_network():
         return None
     listener, user = _owners(sock.family, (peer, None), (peer, own))
+    if user == _CLOSED and _is_elsewhere(sock, peer[0]):
+        return None
     return _refused(listener if user == _UNACCEPTED else user)
+
+
+def _is_elsewhere(sock: socket.socket, host: str) -> bool:
+    """Return whether the peer, a socket that this host did not know a moment ago, is on another host.
+
+    One of this host was closed then, and so this end is no longer connected: what it sent before is not believed.
+    """
+    return not is_loopback(host) and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CONNECTED
 
 
 def _refused(user: int | None) -> int | None:
@@ -259,6 +269,8 @@ def _owners(
     family: socket.AddressFamily, *ends: tuple[tuple[Any, ...], tuple[Any, ...] | None]
 ) -> Sequence[int | None]:
     """Return the users that own TCP sockets of this host; `_CLOSED` or `_UNACCEPTED` for one without, None if unknown.
+
+    `_UNASKED` stands for all of them if there was no descriptor to ask the kernel.
 
     sock_diag(7) finds a socket by its two addresses, and one that listens by its own.
 
@@ -276,7 +288,7 @@ def _owners(
             return [_owner_in(netlink.recv(_REPLY_BYTES, socket.MSG_DONTWAIT), peer is None) for _, peer in ends]
     except OSError as error:
         # Without descriptors, nobody is believed: others could use them up.
-        return [_CLOSED] * len(ends) if error.errno in (errno.EMFILE, errno.ENFILE) else unknown
+        return [_UNASKED] * len(ends) if error.errno in (errno.EMFILE, errno.ENFILE) else unknown
 
 
 def _owner_request(family: socket.AddressFamily, own: tuple[Any, ...], peer: tuple[Any, ...] | None) -> bytes:
