@@ -232,9 +232,11 @@ def test_a_file_that_others_can_write_is_refused(path: str, monkeypatch: pytest.
 
 
 def test_a_file_that_torch_created_is_used_with_a_warning(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    former = os.umask(0o022)
     theirs = torch.distributed.FileStore(path, 2)
     theirs.set("k", "v")
-    os.chmod(path, 0o644)
+    os.umask(former)
+    assert os.stat(path).st_mode & 0o777 == 0o644
     ours = FileStore(path, 2)
     assert ours.get("k") == ours.get("k") == b"v"
     assert caplog.text.count("other users can read") == 1

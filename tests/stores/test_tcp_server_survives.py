@@ -116,9 +116,9 @@ def test_an_internal_error_does_not_end_the_thread(
 
     monkeypatch.setattr(server, "ERROR_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(loop, place, fail_once)
-    stranger = socket.create_connection(("127.0.0.1", store.port), timeout=20)
-    stranger.sendall(b"garbage")
-    stranger.close()
+    client = socket.create_connection(("127.0.0.1", store.port), timeout=20)
+    client.sendall(b"garbage")
+    client.close()
     for number in range(10):
         store.set("k", str(number))
     other = TCPStore("127.0.0.1", store.port)

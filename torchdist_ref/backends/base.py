@@ -288,7 +288,7 @@ def is_in_memory(tensor: Tensor) -> bool:
     storage was resized, as FSDP does, may be gone.
 
     >>> freed = torch.zeros(3)
-    >>> freed.untyped_storage().resize_(0)
+    >>> _ = freed.untyped_storage().resize_(0)
     >>> is_in_memory(torch.zeros(3)), is_in_memory(torch.zeros(0)), is_in_memory(freed)
     (True, True, False)
     """
