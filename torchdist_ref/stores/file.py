@@ -10,9 +10,9 @@ Unlike torch's: a file that is not a store's is an error at once, `delete_key` r
 locks are waited for no longer than the time-out.
 
 Each process that can open the file can hold its lock, and so stall the job. So the file is created for its owner
-only, and those of other users, or which other users can write, are refused. torch creates its files readable by all: such a file of
-this user is used, with a warning, so that ranks of both libraries can share it. Do not add the meaning of operations
-here: it belongs to `Table`.
+only, and those of other users, or which other users can write, are refused. torch creates its files readable by all:
+such a file of this user is used, with a warning, so that ranks of both libraries can share it. Do not add the meaning
+of operations here: it belongs to `Table`.
 """
 
 from __future__ import annotations
