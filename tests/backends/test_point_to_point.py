@@ -245,27 +245,30 @@ def test_receives_complete_in_the_order_of_their_messages() -> None:
         assert run(wait_for_the_second, 2, ranks=ranks, timeout=10)[0] == wanted
 
 
-def receive_with_an_interruption(rank: int, monkeypatch: pytest.MonkeyPatch) -> str:
+def receive_with_an_interruption(rank: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> str:
     """Rank 0 is interrupted in the middle of a long message."""
     if rank == 0:
 
         def interrupted(*arguments: Any) -> None:
-            raise KeyboardInterrupt
+            raise error
 
         with monkeypatch.context() as patch:
             patch.setattr(Mailbox, "_receive_chunks", interrupted)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(error):
                 dist.recv(torch.zeros(4_000_000), 1)
     with pytest.raises(dist.GroupAbortedError) as caught:
         dist.recv(torch.zeros(3), 1) if rank == 0 else dist.send(torch.zeros(4_000_000), 0)
     return str(caught.value)
 
 
-def test_a_message_that_is_received_in_part_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_message_that_is_received_in_part_ends_the_group(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once the next call of either rank waited for the time-out."""
-    of_receiver, of_sender = run(receive_with_an_interruption, 2, monkeypatch, timeout=10)
+    of_receiver, of_sender = run(receive_with_an_interruption, 2, error, monkeypatch, timeout=10)
     assert "the group ended with an earlier failure" in of_receiver
-    assert "rank 0 aborted: KeyboardInterrupt" in of_sender
+    assert f"rank 0 aborted: {error.__name__}" in of_sender
 
 
 def wait_in_a_chain(rank: int) -> str:

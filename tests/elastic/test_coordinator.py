@@ -150,6 +150,17 @@ def test_a_welcome_after_the_time_out_is_not_taken_for_a_later_one() -> None:
             each.close()
 
 
+def test_each_question_is_new() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    hellos = PrefixStore("torchdist_ref.agents", store)
+    for _ in range(2):
+        with pytest.raises(CoordinatorLost, match="no agent that coordinates"):
+            authenticate(store, SECRET, "host-0", "there", 0.01)
+    first, second = hellos.queue_pop("hellos"), hellos.queue_pop("hellos")
+    store.close()
+    assert first != second
+
+
 @pytest.mark.parametrize("replayed", [False, True])
 def test_keep_alives_that_are_written_again_do_not_hide_that_an_agent_is_silent(replayed: bool) -> None:
     now, lost, written = 100.0, list[str](), iter([0, 1, 2, 3, 1, 2, 3, 0] if replayed else [0, 1, 2, 3, 3, 3, 3, 3])
