@@ -36,7 +36,6 @@ import struct
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, partial
@@ -44,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from torchdist_ref.errors import AuthenticationError, RankStalledError, StoreTimeoutError
+from torchdist_ref.forks import close_copies_in_child
 from torchdist_ref.job_environment import ranks_on_this_host
 from torchdist_ref.stores import HashStore, Store
 from torchdist_ref.stores.prefix import WatchedStore
@@ -395,11 +395,10 @@ class KeyServer:
         self._socket.bind(f"\0{self.name}")
         # A rank waits for all that are before it in the queue, which another user can fill, so it is short.
         self._socket.listen(min(count + _SPARE_BACKLOG, _MAX_BACKLOG))
-        self._process = os.getpid()
         self._closed = threading.Event()
         self._count, self._served, self._refused = count, set[int](), set[int]()
         self.thread: threading.Thread | None = None
-        _servers.add(self)
+        close_copies_in_child(self)
 
     def serve(self, seconds: float = 0.0) -> None:
         """Serve on this thread for a time, and then on another one."""
@@ -451,11 +450,14 @@ class KeyServer:
 
     def close(self) -> None:
         """End the server."""
-        if os.getpid() == self._process:
-            self._closed.set()
-            with contextlib.suppress(OSError):
-                # Wakes the thread; closing alone would not.
-                self._socket.shutdown(socket.SHUT_RDWR)
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            # Wakes the thread; closing alone would not.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def close_copies(self) -> None:
+        """See `DescriptorOwner.close_copies`."""
         self._socket.close()
 
 
@@ -494,15 +496,3 @@ def _connect(sock: socket.socket, name: str, deadline: Deadline) -> None:
             if deadline.passed():
                 raise
             time.sleep(_CONNECT_RETRY_SECONDS)
-
-
-_servers: weakref.WeakSet[KeyServer] = weakref.WeakSet()
-
-
-def _close_copies() -> None:
-    for server in list(_servers):
-        server.close()
-    _servers.clear()
-
-
-os.register_at_fork(after_in_child=_close_copies)

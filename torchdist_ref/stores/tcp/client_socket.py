@@ -1,6 +1,6 @@
-"""Opening a socket to the server of a TCPStore that the client may use.
+"""Address of the server of a TCPStore, and a socket to it if the client may use it.
 
-On loopback, the kernel knows the user that serves a connection. A client sends nothing to a server of another user,
+The kernel knows the user of each server of this host. A client sends nothing to a server of another user,
 and believes nothing that it sends: the port may have been free before rank 0 listened there. Do not add the protocol
 here: `client` has requests and responses.
 """
