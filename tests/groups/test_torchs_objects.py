@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import torchdist_ref as dist
 from torchdist_ref import authentication
+from torchdist_ref.backends.ref_in_torch import objects
 from torchdist_ref.testing import fill, run
 
 
@@ -31,17 +32,19 @@ class Attack:
         return os.mkdir, (self.path,)
 
 
-def join(rank: int, folder: str, kind: str) -> Any:
-    """Initialize two ranks "on several hosts" without a token, and return a group of them.
+def join(rank: int, folder: str, kind: str, authenticated: bool = False) -> Any:
+    """Initialize two ranks "on several hosts" without a token, or on one host, and return a group of them.
 
     Args:
         rank: This rank.
         folder: Folder of the store.
         kind: Backend, then how to make a group: by nothing, by our function or by torch's; or a job that torch
             initializes.
+        authenticated: Whether the ranks are on one host.
     """
     os.environ.pop(authentication.SECRET, None)
-    authentication._network = lambda: str(rank)  # type: ignore[assignment]
+    if not authenticated:
+        authentication._network = lambda: str(rank)  # type: ignore[assignment]
     backend, _, maker = kind.partition("-")
     if maker == "of_torch":
         theirs.init_process_group(backend, init_method=f"file://{folder}/torchs", rank=rank, world_size=2)
@@ -190,3 +193,114 @@ def torchs_own(rank: int, folder: str) -> Any:
 
 def test_torchs_own_groups_pickle_as_before(tmp_path: Path) -> None:
     assert run(torchs_own, 2, str(tmp_path), ranks="processes", init=False) == [Fraction(1, 3)] * 2
+
+
+SEALED = ["gloo", "gloo-by_us", "gloo-by_torch"]
+
+
+def joined(rank: int, folder: str, kind: str) -> Any:
+    """As `join`, for ranks that are authenticated; "ref-of_torch-gloo" is Gloo's group below torch's own default."""
+    group = join(rank, folder, kind.removesuffix("-gloo"), authenticated=True)
+    return theirs.new_group([0, 1], backend="gloo") if kind == "ref-of_torch-gloo" else group
+
+
+def refused(operation: str, rank: int, group: Any) -> str:
+    try:
+        return repr(exchange(operation, rank, "own", group))
+    except dist.AuthenticationError as error:
+        return str(error)
+
+
+def replaced(pickled: bytes) -> Callable[..., Any]:
+    """Return a function that sends a pickle as torch does."""
+    sent = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+    return lambda *_: (sent.clone(), torch.tensor([len(pickled)]))
+
+
+def intruded(rank: int, folder: str, kind: str) -> list[str]:
+    """Rank 1 stands for a process that has got into the connections: it sends a pickle with no code, or a wrong one."""
+    group, found = joined(rank, folder, kind), []
+    for number, operation in enumerate(OPERATIONS):
+        for begin in (b"", b"\0" * 32 + bytes(12)):
+            if rank == 1:
+                pickled = begin + pickle.dumps(Attack(f"{folder}/ran{number}"))
+                c10d._object_to_tensor = replaced(pickled)  # type: ignore[assignment]
+                c10d._tensor_to_object = lambda *_: None  # type: ignore[assignment]
+            found.append(refused(operation, rank, group))
+    leave()
+    return found
+
+
+@pytest.mark.parametrize("kind", [*SEALED, "ref-of_torch-gloo"])
+def test_a_pickle_from_outside_runs_no_code_in_authenticated_ranks(kind: str, tmp_path: Path) -> None:
+    found = run(intruded, 2, str(tmp_path), kind, ranks="processes", init=False)[0]
+    assert not list(tmp_path.glob("ran*")), "code of the sender ran"
+    for text in found:
+        assert "was not written by a member of this job" in text and "'gloo'" in text, found
+
+
+def between(rank: int, folder: str, kind: str) -> list[str]:
+    """Rank 1 stands for a process between the ranks, without the key: it sends the first object of each call again."""
+    group, found, to_tensor = joined(rank, folder, kind), [], c10d._object_to_tensor
+    for operation in OPERATIONS:
+        recorded: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def record(*args: Any, recorded: list[Any] = recorded) -> Any:
+            if not recorded:
+                recorded.append(to_tensor(*args))
+            return tuple(each.clone() for each in recorded[0])
+
+        if rank == 1:
+            c10d._object_to_tensor, c10d._tensor_to_object = record, lambda *_: "own"  # type: ignore[assignment]
+        found += [refused(operation, rank, group) for _ in range(2)]
+    leave()
+    return found
+
+
+@pytest.mark.parametrize("kind", SEALED)
+def test_an_object_that_arrives_again_is_refused(kind: str, tmp_path: Path) -> None:
+    found = run(between, 2, str(tmp_path), kind, ranks="processes", init=False)[0]
+    for first, second in zip(found[::2], found[1::2], strict=True):
+        assert first == "'own'" and "of rank 1" in second and "has arrived before" in second, found
+
+
+def all_kinds(rank: int, folder: str, kind: str) -> list[Any]:
+    group = joined(rank, folder, kind)
+    values = [Fraction(rank + 1, 3), {"weight": fill(rank, (rank + 2,))}, "ß" * 3000 * (rank + 1)]
+    found = [exchange(operation, rank, value, group) for value in values for operation in OPERATIONS]
+    lists = [[Fraction(1, 7), "x" * 300, None] if rank == 1 else [0] * 3 for _ in range(2)]
+    theirs.broadcast_object_list(lists[0], src=1, group=group)
+    (theirs.send_object_list if rank else theirs.recv_object_list)(lists[1], 1 - rank, group)
+    leave()
+    return [*found, *lists]
+
+
+@pytest.mark.parametrize("kind", ["ref", "ref-of_torch", *SEALED, "ref-of_torch-gloo"])
+def test_authenticated_ranks_exchange_any_object(kind: str, tmp_path: Path) -> None:
+    found = run(all_kinds, 2, str(tmp_path), kind, ranks="processes", init=False)[0]
+    count = len(OPERATIONS)
+    assert found[:count] == [Fraction(2, 3)] * count
+    assert all(torch.equal(each["weight"], fill(1, (3,))) for each in found[count : 2 * count])
+    assert found[2 * count : 3 * count] == ["ß" * 6000] * count
+    assert found[3 * count :] == [[Fraction(1, 7), "x" * 300, None]] * 2
+
+
+def test_backend_fake_returns_this_ranks_object_for_each() -> None:
+    """Its one rank has no peers, so no code is needed."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=3)
+    for module in (dist, theirs):
+        gathered = [None] * 3
+        module.all_gather_object(gathered, Fraction(1, 3))
+        assert gathered == [Fraction(1, 3)] * 3
+    dist.destroy_process_group()
+
+
+def test_a_number_is_accepted_once_in_any_order_unless_it_is_old() -> None:
+    numbers = objects._Numbers()
+    near = [5, 3, 4, 0, 9, 7]
+    assert [numbers.accept(1, each) for each in near] == [True] * 6
+    assert [numbers.accept(1, each) for each in near] == [False] * 6
+    assert numbers.accept(2, 5), "each sender has its own numbers"
+    assert numbers.accept(1, 9 + objects._WINDOW) and not numbers.accept(1, 9) and not numbers.accept(1, 8)
+    assert numbers.accept(1, 10) and not numbers.accept(1, 10)
+    assert numbers.accept(1, 2**64 - 1) and not numbers.accept(1, 2**64 - 1)

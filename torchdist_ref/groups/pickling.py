@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.ref_in_torch.objects import not_plain
+from torchdist_ref.backends.ref_in_torch.objects import CODE_BYTES, needs_code, not_plain, object_code
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -36,11 +36,8 @@ from torchdist_ref.errors import (
 )
 from torchdist_ref.groups.world import ProcessGroup
 from torchdist_ref.plain_data import NotPlainError, decode, encode
-from torchdist_ref.stores.sealed import channel_key
-from torchdist_ref.stores.sockets import trusts_network
 
 _ERROR_KINDS: tuple[type[Exception], ...] = (PicklingError, ArgumentError, EntryError, ArgumentTypeError)
-_CODE_BYTES = 32
 _LENGTH = struct.Struct("<Q")
 _exchanges: WeakKeyDictionary[ProcessGroup, defaultdict[str, Iterator[int]]] = WeakKeyDictionary()
 """Numbers of the next exchanges of each group, by operation, and by sender and receiver of messages."""
@@ -153,7 +150,7 @@ def _dump(group: ProcessGroup, exchange: str, value: Any) -> bytes:
     data = pickle.dumps(value)
     if not _needs_code(group):
         return data
-    return _code(group, exchange, group.rank(), data) + _LENGTH.pack(len(data)) + data
+    return object_code(group.store, exchange, group.rank(), data) + _LENGTH.pack(len(data)) + data
 
 
 def _load(group: ProcessGroup, buffer: memoryview, operation: str, exchange: str, source: int) -> Any:
@@ -161,10 +158,10 @@ def _load(group: ProcessGroup, buffer: memoryview, operation: str, exchange: str
         return decode(buffer)
     if not _needs_code(group):
         return pickle.loads(buffer)
-    begin = _CODE_BYTES + _LENGTH.size
-    size = _LENGTH.unpack_from(buffer, _CODE_BYTES)[0] if len(buffer) >= begin else 0
+    begin = CODE_BYTES + _LENGTH.size
+    size = _LENGTH.unpack_from(buffer, CODE_BYTES)[0] if len(buffer) >= begin else 0
     data = buffer[begin : begin + size]
-    if not hmac.compare_digest(buffer[:_CODE_BYTES], _code(group, exchange, source, data)):
+    if not hmac.compare_digest(buffer[:CODE_BYTES], object_code(group.store, exchange, source, data)):
         raise AuthenticationError(
             f"{operation}: the object of rank {group.members[source]} was not written by a member of this job for this "
             f"call. Another process has connected to backend {group.backend.name!r}, whose connections are not "
@@ -174,14 +171,7 @@ def _load(group: ProcessGroup, buffer: memoryview, operation: str, exchange: str
 
 
 def _needs_code(group: ProcessGroup) -> bool:
-    # The mesh and the shared memory of `ref` authenticate their peers; connections of Gloo, NCCL and MPI do not.
-    return group.size() > 1 and group.backend.name != "ref" and not trusts_network()
-
-
-def _code(group: ProcessGroup, exchange: str, source: int, data: bytes | memoryview) -> bytes:
-    code = hmac.new(channel_key(group.store, f"objects {exchange} of {source}"), digestmod="sha256")
-    code.update(data)
-    return code.digest()
+    return needs_code(group.size(), group.backend.name)
 
 
 def raise_error_of(kind: int, text: bytes | bytearray, own: Exception | None) -> NoReturn:
