@@ -198,9 +198,11 @@ class Mailbox:
             transfer.memmove(address, begin, size)
             if size < nbytes and self._direct is None:
                 self._receive_chunks(transfer, begin, address, description, timeout)
-            chunks = [] if self._direct is None or size == nbytes else _direct_chunks(tensor, size)
-            if self._direct is not None and chunks:
-                self._direct.post_receive(chunks)
+            if size == nbytes or self._direct is None:
+                self._post_reply()
+                return
+            chunks = _direct_chunks(tensor, size)
+            self._direct.post_receive(chunks)
             self._post_reply()
             for _ in chunks:
                 self._acquire(self._chunk, description, timeout)

@@ -28,12 +28,11 @@ from torchdist_ref.backends.base import (
     is_in_memory,
     is_profiling,
     operands_of,
-    refuse_unsupported,
     run_in_range,
 )
 from torchdist_ref.backends.ref.fast import executor_for
 from torchdist_ref.backends.ref.plan import IN_PLACE, Plan, Planner
-from torchdist_ref.backends.ref.staging import contiguous, copy_back, side_streams
+from torchdist_ref.backends.ref.staging import InMemory, contiguous, copy_back, side_streams
 from torchdist_ref.backends.ref.tag_matching import POINT_TO_POINT, Messages
 from torchdist_ref.backends.worker_threads import (
     CallbackThreads,
@@ -58,12 +57,11 @@ Planned = tuple[Plan, Any]
 
 # Programs repeat a few kinds of calls. One that keeps inventing shapes (objects of all sizes) must not fill the memory.
 MOST_PLANS = 1024
-# Operands that are remembered as checked: sets of a plan, tensors. Programs call again and again with the same ones.
+# Sets of operands that a plan remembers as apart. Programs call again and again with the same ones.
 MOST_ADDRESSES = 64
 _DONE = Done()
 # Operations whose operands are their outputs: those that work in place, and that without operands.
 _OUTPUTS_ONLY = IN_PLACE | {"barrier"}
-_DEVICES = ("cpu", "cuda")
 # Properties of a tensor that a plan depends on.
 _kind = attrgetter("dtype", "shape", "is_cpu", "requires_grad")
 
@@ -90,7 +88,8 @@ class Ref(Backend):
         self._numbers, self._callbacks = Numbers(m.name), CallbackThreads(m.name)
         self._order = CallOrder(m.name, self.link.check_awaited_call)
         self._make_work = WorkFactory(self._numbers, self._callbacks)
-        self._messages = Messages(self.link, m.timeout, self.recorder, self._make_work)
+        self._in_memory = InMemory()
+        self._messages = Messages(self.link, m.timeout, self.recorder, self._make_work, self._in_memory)
         self._submitters: dict[type[Call], Callable[..., Work]] = {
             Send: self._messages.send,
             Recv: self._messages.receive,
@@ -99,8 +98,6 @@ class Ref(Backend):
         self._executor: Any = executor_for(self.link)
         self._planner = Planner(self.link, self._executor.name)
         self.plans: dict[Any, Planned] = {}
-        # Sizes in bytes of tensors that were found in memory, by address.
-        self._in_memory: dict[int, int] = {}
 
     def submit(self, call: Call, inputs: Tensors, outputs: Tensors, wait: bool, *, profiled: bool = False) -> Work:
         """See `Backend.submit`; a call that is `profiled` has its profiler range already."""
@@ -110,7 +107,6 @@ class Ref(Backend):
             self._refuse(call, inputs, outputs)
         point_to_point = self._submitters.get(type(call))
         if point_to_point is not None:
-            self._check_memory(call, inputs, outputs, inputs or outputs)
             return point_to_point(call, inputs, outputs, wait)
         # As `flat_operands`, but a call of a function shorter.
         written = (outputs.tensor,) if type(outputs) is RowBlocks else outputs
@@ -123,14 +119,14 @@ class Ref(Backend):
             t = tensors[0]
             key: Any = (call, len(written), t.dtype, t.shape, t.is_cpu, t.requires_grad)
             try:
-                in_memory = type(t) in PLAIN_TYPES and self._in_memory.get(t.data_ptr(), 0) >= t.nbytes
+                in_memory = type(t) in PLAIN_TYPES and self._in_memory.sizes.get(t.data_ptr(), 0) >= t.nbytes
             except RuntimeError:
                 in_memory = False
         else:
             # Only a barrier has no operands.
             key, in_memory = (call, len(written), *map(_kind, tensors)) if tensors else call.op, not tensors
         if not in_memory:
-            self._check_memory(call, inputs, outputs, tensors)
+            self._in_memory.check(call, inputs, outputs, tensors)
         planned = self.plans.get(key)
         if planned is None:
             planned = self._plan(key, call, tensors, len(tensors) - len(written), (inputs, outputs))
@@ -156,32 +152,6 @@ class Ref(Backend):
                 apart.clear()
             apart.add(addresses)
         return self._start(planned, call, tensors, outputs, wait)
-
-    def _check_memory(self, call: Call, inputs: Tensors, outputs: Tensors, tensors: Tensors) -> None:
-        """Raise if an operand is not in memory, before the call has a number.
-
-        Storages are asked for their sizes only at addresses where no tensor as large was found in memory: that takes
-        some hundredths of a small call.
-        """
-        found = self._in_memory
-        try:
-            for tensor in tensors:
-                address, nbytes = (tensor.data_ptr(), tensor.nbytes) if type(tensor) in PLAIN_TYPES else (0, 1)
-                if found.get(address, 0) < nbytes:
-                    # As `is_in_memory`, for most tensors.
-                    before = tensor.storage_offset() * tensor.itemsize
-                    fits = address and before + nbytes <= tensor.untyped_storage().nbytes()
-                    if not (fits and tensor.is_contiguous()):
-                        break
-                    if len(found) >= MOST_ADDRESSES:
-                        found.clear()
-                    found[address] = nbytes
-            else:
-                return
-        except RuntimeError:
-            # A tensor without storage.
-            pass
-        refuse_unsupported(call, inputs, outputs, self.name, _DEVICES)
 
     def _start(self, planned: Planned, call: Call, tensors: Tensors, written: Tensors, wait: bool) -> Work:
         """Run a planned call now if no other call is ahead of it, else on the progress thread."""

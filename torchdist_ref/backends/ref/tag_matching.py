@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.ref.staging import contiguous_on_host, copy_back, receive_buffer, side_streams
+from torchdist_ref.backends.base import PLAIN_TYPES
+from torchdist_ref.backends.ref.staging import InMemory, contiguous_on_host, copy_back, receive_buffer, side_streams
 from torchdist_ref.backends.worker_threads import WorkerThread, WorkFactory, settle
 from torchdist_ref.calls import Call, Number, Recv, Send, fingerprint
 from torchdist_ref.errors import (
@@ -46,16 +47,19 @@ POINT_TO_POINT: Number = (-1, 0)
 
 
 class MessageKind(NamedTuple):
-    """Kind of message: what sender and receiver must agree on (dtype and number of elements), and its operands."""
+    """Kind of message: what sender and receiver must agree on (dtype and number of elements), operands, bytes."""
 
     record: Announcement
     operands: Operands
+    nbytes: int
 
 
 @lru_cache(maxsize=256)
 def _kind_of(dtype: torch.dtype, shape: torch.Size) -> MessageKind:
     text = f"a message of {shape.numel()} x {str(dtype).removeprefix('torch.')}"
-    return MessageKind(Announcement(fingerprint(text), text.encode()), (((dtype, shape),), ()))
+    return MessageKind(
+        Announcement(fingerprint(text), text.encode()), (((dtype, shape),), ()), shape.numel() * dtype.itemsize
+    )
 
 
 def record_of(tensor: Tensor) -> Announcement:
@@ -233,8 +237,9 @@ class Receiver:
                 if not (mailbox.message.acquire(False) or self._link.spin(mailbox.message)):
                     return False
                 try:
-                    if mailbox.peek()[0] == call.tag:
-                        self._take(mailbox, record, call, tensor)
+                    tag, fingerprint, _ = mailbox.peek()
+                    if tag == call.tag:
+                        self._take(mailbox, fingerprint, record, call, tensor)
                         # Rings would pile up. This one may be for another sender, but nobody waits for that: a thread
                         # that comes to wait looks at all offers first. Where one waits, no ring may be taken here.
                         self._doorbell.acquire(False)
@@ -247,9 +252,9 @@ class Receiver:
         finally:
             self._taking.release()
 
-    def _take(self, box: Mailbox, record: Announcement, call: Recv, tensor: Tensor) -> None:
+    def _take(self, box: Mailbox, fingerprint: int, record: Announcement, call: Recv, tensor: Tensor) -> None:
         """Receive the message at the head, which is for this call."""
-        if box.peek()[1] == record.fingerprint:
+        if fingerprint == record.fingerprint:
             box.receive(tensor, "recv")
             return
         error = self._mismatch(call, record, box.source, call.tag, box.text())
@@ -325,7 +330,7 @@ class Receiver:
                 if receive is not None:
                     self._posted.remove(receive)
             if receive is not None:
-                self._take(box, receive.record, receive.call, receive.tensor)
+                self._take(box, fingerprint, receive.record, receive.call, receive.tensor)
                 receive.end(peer)
                 return
         except BaseException as error:
@@ -402,9 +407,13 @@ class Messages:
         timeout: Seconds that a receive waits at most.
         recorder: The last calls of this group on this rank.
         make_work: Makes the Work of a call (operation, outputs, number).
+        in_memory: Check of operands.
     """
 
-    def __init__(self, link: Link, timeout: float, recorder: Recorder, make_work: WorkFactory) -> None:
+    def __init__(
+        self, link: Link, timeout: float, recorder: Recorder, make_work: WorkFactory, in_memory: InMemory
+    ) -> None:
+        self._in_memory = in_memory
         self._link, self._rank, self._timeout = link, link.rank, timeout
         self._recorder, self._make_work = recorder, make_work
         self._sender, self._receiver = Sender(link), Receiver(link)
@@ -417,11 +426,12 @@ class Messages:
 
     def send(self, call: Send, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
         """Start a send; see `Backend.submit`."""
+        kind = self._checked_kind(call, inputs[0])
         tensor = contiguous_on_host(inputs[0], call)
         if call.dst == self._rank:
             self._receiver.send_to_self(call.tag, tensor)
             return Done("send", [])
-        queue, kind = self._sender.queues[call.dst], _kind_of(tensor.dtype, tensor.shape)
+        queue = self._sender.queues[call.dst]
         if wait and queue.idle:
             self._timed(self._record(kind, call), call, self._sender.send, kind.record, call, tensor)
             return _DONE
@@ -443,7 +453,7 @@ class Messages:
     def receive(self, call: Recv, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool) -> Work:
         """Start a receive; see `Backend.submit`."""
         (tensor,) = outputs
-        buffer, kind = receive_buffer(tensor, call), _kind_of(tensor.dtype, tensor.shape)
+        kind, buffer = self._checked_kind(call, tensor), receive_buffer(tensor, call)
         entry = self._record(kind, call)
         if wait:
             return self._timed(entry, call, self._receive_now, kind.record, call, buffer, tensor)
@@ -465,6 +475,20 @@ class Messages:
         self._receiver.post(receive)
         self._receives.put(lambda: self._take_messages(receive))
         return work
+
+    def _checked_kind(self, call: Send | Recv, tensor: Tensor) -> MessageKind:
+        """Return the kind of message of a tensor; raise if the tensor is not in memory."""
+        try:
+            if type(tensor) in PLAIN_TYPES:
+                kind = _kind_of(tensor.dtype, tensor.shape)
+                if self._in_memory.sizes.get(tensor.data_ptr(), 0) >= kind.nbytes:
+                    return kind
+        except RuntimeError:
+            # A tensor without storage.
+            pass
+        operands = (tensor,)
+        self._in_memory.check(call, operands, operands, operands)
+        return _kind_of(tensor.dtype, tensor.shape)
 
     def _take_messages(self, receive: PostedReceive) -> None:
         """Take messages until a receive has ended; its Work raises the error."""
