@@ -105,7 +105,7 @@ def test_a_rank_that_fails_when_others_have_joined_tells_them(name: str, where: 
 
 
 def interrupted_before_it_connects(rank: int, name: str) -> tuple[str, str, float]:
-    store, request = (PrefixStore, "compare_set") if name == "new_group" else (liveness.WatchedStore, "wait")
+    store, request = (PrefixStore, "compare_set") if name == "new_group" else (liveness.WatchedStore, "wait_get")
     original = getattr(store, request)
 
     def interrupted_once(*_: Any, **__: Any) -> None:

@@ -28,8 +28,8 @@ METHODS = ["env://", "tcp://", "file://", "store"]
 
 
 def keys_of(store: Any) -> list[str]:
-    """All keys but the counts of initializations and of splits, one a rank."""
-    counts = "world/round", "world/last", "split/rounds/"
+    """All keys but the counts of initializations."""
+    counts = "world/round", "world/last"
     return sorted(key for key in store.list_keys() if not any(count in key for count in counts))
 
 

@@ -173,3 +173,15 @@ def misuse(rank: int, case: int) -> bool:
 @pytest.mark.parametrize("case", range(len(MISUSE)), ids=[case[2] for case in MISUSE])
 def test_misuse_raises_and_the_group_remains_usable(case: int) -> None:
     assert run(misuse, 2, case) == [True, True]
+
+
+def test_a_counter_that_anybody_may_write_divides_no_ranks() -> None:
+    def program(rank: int) -> Any:
+        group = dist.new_group(timeout=timedelta(seconds=0.5))
+        assert isinstance(group, dist.ProcessGroup)
+        group.store.add(f"shrink/rounds/{rank}", 10 * rank)
+        if rank == 2:
+            return None
+        return sum_of(rank, dist.shrink_group([2], group))
+
+    assert run(program, 3) == [total(0, 1), total(0, 1), None]

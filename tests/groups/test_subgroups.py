@@ -13,6 +13,7 @@ import torch.distributed as theirs
 import torchdist_ref as dist
 from tests.torch_versions import needs_torch
 from tests.torchs_world import start_torch
+from torchdist_ref.stores.sealed import innermost
 from torchdist_ref.testing import fill, run
 
 SHORT = timedelta(seconds=5)
@@ -197,3 +198,37 @@ def test_ranks_missing_from_a_split_are_named_at_the_timeout() -> None:
         return total_of(None, rank)
 
     assert run(program, 3) == [wanted_of([0, 1, 2])] * 3
+
+
+def forge(group: dist.ProcessGroup, key: str) -> None:
+    """Write a key below the sealed keys of this world, as a process without the key can."""
+    whole = innermost(group.store)
+    (met,) = (each for each in whole.list_keys() if each.endswith("/met"))
+    whole.set(f"{met.removesuffix('met')}sealed/{key}", "")
+
+
+def test_a_counter_that_anybody_may_write_divides_no_ranks() -> None:
+    def program(rank: int) -> list[list[float]]:
+        group, short = dist.new_group(timeout=SHORT), timedelta(seconds=0.2)
+        assert isinstance(group, dist.ProcessGroup)
+        found = []
+        for _ in range(2):
+            group.store.add(f"split/rounds/{rank}", 10 * rank)
+            found.append(total_of(dist.split_group(group, split_ranks=[[1, 0]], timeout=short), rank))
+        dist.barrier()
+        return found
+
+    assert run(program, 2) == [[wanted_of([0, 1])] * 2] * 2
+
+
+def test_a_key_that_no_member_wrote_is_no_arrival() -> None:
+    def program(rank: int) -> None:
+        group = dist.new_group()
+        assert isinstance(group, dist.ProcessGroup)
+        if rank == 0:
+            forge(group, "split_group/group.1/1/0/came/1")
+            with pytest.raises(dist.AuthenticationError, match=r"'split_group/group\.1/1/0/came/1' was not written by"):
+                dist.split_group(group, split_ranks=[[0, 1]], timeout=timedelta(seconds=0.2))
+        dist.barrier()
+
+    run(program, 2)

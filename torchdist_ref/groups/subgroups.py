@@ -7,15 +7,19 @@ A group with a dead member cannot run any call. Its surviving ranks still have t
 group of them. Under a launcher the store outlives every rank. Without one, rank 0 serves it. When rank 0 has died, the
 first remaining rank serves a new one, which the others find through the memory of the group (`transports.successor`).
 
+Ranks meet on sealed values only. Counters of a store cannot be sealed, so each rank counts its calls itself.
+
 Do not add functions that communicate through a backend here.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -50,6 +54,8 @@ Handle = ProcessGroup | int | None
 Subgroups = tuple[Handle, list[Handle]]
 Parts = list[list[int]]
 SHRINK_DEFAULT, SHRINK_ABORT = 0, 1
+_rounds: WeakKeyDictionary[ProcessGroup, Counter[str]] = WeakKeyDictionary()
+"""Calls so far by default group, and by prefix of the keys of their parts."""
 
 
 def new_subgroups(
@@ -214,8 +220,7 @@ def split_group(
     seconds = timeout_of("split_group", timeout, timedelta(seconds=parent.timeout)).total_seconds()
     check_description("split_group", group_desc)
     with limit_requests(seconds):
-        number = parent.store.add(f"split/rounds/{parent.rank()}", 1)
-        keys = _keys_of("split_group", parent, number, parent.size())
+        number, keys = _next_keys("split_group", parent, parent.size())
         index = next((index for index, ranks in enumerate(parts) if parent.rank() in ranks), None)
         if index is None:
             _agree_on_parts("split_group", parent, keys, parts)
@@ -329,8 +334,7 @@ def shrink_group(
 
 def _meet_remaining(parent: ProcessGroup, remaining: list[int]) -> tuple[KeyRange, MemberWatch]:
     """Wait until all remaining ranks have arrived; return the keys of the new group, and a watch over its members."""
-    number = parent.store.add(f"shrink/rounds/{parent.rank()}", 1)
-    keys = _keys_of("shrink_group", parent, number, len(remaining))
+    _, keys = _next_keys("shrink_group", parent, len(remaining))
     members = [parent.members[rank] for rank in remaining]
     watch = watch_members(_part_store(keys, 0), parent, members, "shrink_group")
     with watch.interruption_published():
@@ -349,6 +353,8 @@ def _replace_store(parent: ProcessGroup, remaining: list[int], gone: DistNetwork
     successor = parent.backend.successor_store(parent.store, remaining[0], parent.timeout)
     if successor is None:
         raise gone
+    # The others may have called this more often or less, in vain: the new store has no keys of a former call.
+    _rounds[default_group()].pop(_parts_prefix("shrink_group", parent), None)
     parent.store, parent.keys = successor, None
     if is_default:
         world.replace_store(successor.underlying_store)
@@ -379,14 +385,20 @@ def _parent(operation: str, argument: str, group: ProcessGroup | int | None) -> 
     return parent
 
 
-def _keys_of(operation: str, parent: ProcessGroup, number: int, users: int) -> KeyRange:
-    """Return the keys of the parts, for the `number`-th time that this operation was called on the group.
+def _next_keys(operation: str, parent: ProcessGroup, users: int) -> tuple[int, KeyRange]:
+    """Return how often this rank has called an operation on a group, this time included, and the keys of the parts.
 
     They are not below the parent's: a part outlives its parent.
     """
-    store = parent.store
-    assert isinstance(store, PrefixStore)
-    return KeyRange(store.underlying_store, f"{operation}/{store.prefix.replace('/', '.')}/{number}", users)
+    counts, prefix = _rounds.setdefault(default_group(), Counter()), _parts_prefix(operation, parent)
+    counts[prefix] += 1
+    assert isinstance(parent.store, PrefixStore)
+    return counts[prefix], KeyRange(parent.store.underlying_store, f"{prefix}/{counts[prefix]}", users)
+
+
+def _parts_prefix(operation: str, parent: ProcessGroup) -> str:
+    assert isinstance(parent.store, PrefixStore)
+    return f"{operation}/{parent.store.prefix.replace('/', '.')}"
 
 
 def _part_store(keys: KeyRange, index: int) -> PrefixStore:
@@ -422,13 +434,13 @@ def _await_part(parent: ProcessGroup, watch: MemberWatch, ranks: list[int], seco
         RankDiedError: A member has died.
         RankStalledError: A member did not arrive in time.
         MismatchError: A member passed other parts.
+        AuthenticationError: A process outside this job wrote that a member has arrived.
     """
-    store = watch.store
-    store.set(f"came/{parent.rank()}", "")
+    store, keys = watch.store, {rank: f"came/{rank}" for rank in ranks}
     try:
-        store.wait([f"came/{rank}" for rank in ranks], timedelta(seconds=seconds))
+        store.wait_get(list(keys.values()), timedelta(seconds=seconds), {keys[parent.rank()]: ""})
     except StoreTimeoutError:
-        absent = [parent.members[rank] for rank in ranks if not store.check([f"came/{rank}"])]
+        absent = [parent.members[rank] for rank, key in keys.items() if store.get_if_present(key) is None]
         raise RankStalledError(
             f"{watch.operation}: of group {parent.group_desc!r}, ranks {absent} did not come in {seconds:g} s "
             f"(on rank {parent.members[parent.rank()]}). Check where they hang."
