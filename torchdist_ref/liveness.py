@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from time import monotonic, sleep
+from types import MappingProxyType
 from typing import Protocol
 
 from torchdist_ref.errors import (
@@ -41,6 +42,7 @@ from torchdist_ref.errors import (
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.base import limit_requests
 from torchdist_ref.stores.prefix import WatchedStore
+from torchdist_ref.witness import is_gone, own_witness
 
 _FAILURE_KEY, _GROUP_FAILURE_KEY = "failure", "failure in the group"
 _SAME_TYPE = {kind.__name__: kind for kind in (RankDiedError, RankStalledError)}
@@ -54,9 +56,11 @@ _LIMITS = {
     errno.ENOSPC: "No space is left: free some on the disk or in /dev/shm.",
 }
 """Advice on the system errors of this process alone, which do not follow from the end of another rank."""
+_REPLACED = "lives, but has started another program (exec), or closed the descriptors of this library"
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
 """System errors for a number that is no process's: that of a thread, or of none."""
 _MAX_PID = 2**22
+_MAX_WITNESS = 2**63 - 1
 _STAT_EXIT_CODE = 49
 """Index of the exit code in /proc/PID/stat, counted from the state, which follows the name."""
 _END_SECONDS = 0.08
@@ -65,6 +69,8 @@ _LOOK_SECONDS = 0.4
 """Longest look for the member that failed first. Nearly always it is known at once; a busy host is late."""
 _PRESENCE_CHECKS = 8
 """Ranks that one check of `Presence` looks for."""
+_WITNESS_SECONDS = 0.04
+"""Interval of looks at the witnesses of all ranks, each of which is a system call."""
 
 
 class Liveness(Protocol):
@@ -96,7 +102,11 @@ class NoPeerProcesses:
 
 
 class PeerProcesses:
-    """Liveness of the processes behind the ranks of a group.
+    """Liveness of the processes behind the ranks of a group. One that has called `exec` counts as ended.
+
+    Args:
+        pids: Process ids, by rank.
+        witnesses: Their witnesses, by rank, as far as they are known (see `witness`).
 
     >>> import os
     >>> peers = PeerProcesses({0: os.getpid()})
@@ -104,22 +114,24 @@ class PeerProcesses:
     ([], None)
     """
 
-    def __init__(self, pids: dict[int, int]) -> None:
+    def __init__(self, pids: Mapping[int, int], witnesses: Mapping[int, int] = MappingProxyType({})) -> None:
         self._pids: dict[int, int] = {}
+        self._witnesses: dict[int, int] = {}
+        self._next_look = 0.0
         self._ranks: dict[int, int] = {}
         self._endings: dict[int, str] = {}
         self._poll = select.poll()
         self._polling = threading.Lock()
         try:
             for rank, pid in pids.items():
-                self.watch(rank, pid)
+                self.watch(rank, pid, witnesses.get(rank, 0))
         except BaseException:
             self.close()
             raise
 
-    def watch(self, rank: int, pid: int) -> None:
-        """Watch the process of one more rank."""
-        self._pids[rank] = pid
+    def watch(self, rank: int, pid: int, witness: int = 0) -> None:
+        """Watch the process of one more rank, and its witness if that is known."""
+        self._pids[rank], self._witnesses[rank] = pid, witness
         try:
             fd = os.pidfd_open(pid)
         except OSError as error:
@@ -135,10 +147,14 @@ class PeerProcesses:
         # The poll object allows one thread at a time; others get the last known result.
         if self._polling.acquire(False):
             try:
+                replaced = self._replaced()
+                # An end counts first: the witness goes with the process, and its number may be another's by now.
                 for fd, _ in self._poll.poll(0):
                     rank = self._ranks[fd]
                     if rank not in self._endings:
                         self._endings[rank] = self._describe(rank)
+                for rank in replaced:
+                    self._endings.setdefault(rank, self._describe(rank, _REPLACED))
             finally:
                 self._polling.release()
         return sorted(self._endings)
@@ -147,9 +163,16 @@ class PeerProcesses:
         """See `Liveness.ending`."""
         return self._endings.get(rank, "")
 
-    def _describe(self, rank: int) -> str:
+    def _replaced(self) -> list[int]:
+        """Return the ranks whose processes have lost their witnesses, if it is time to look again."""
+        if (now := monotonic()) < self._next_look:
+            return []
+        self._next_look = now + _WITNESS_SECONDS
+        return [rank for rank, witness in self._witnesses.items() if is_gone(self._pids[rank], witness)]
+
+    def _describe(self, rank: int, ending: str = "") -> str:
         pid = self._pids[rank]
-        return f"pid {pid} on {os.uname().nodename} {_exit_of(pid) or 'has ended'}"
+        return f"pid {pid} on {os.uname().nodename} {ending or _exit_of(pid) or 'has ended'}"
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -376,13 +399,15 @@ class MemberFailures:
         self._store = unwatched(store)
         self._rank, self._members = rank, tuple(members)
         self._processes: dict[int, int] = {}
+        self._witnesses: dict[int, int] = {}
         self._found: _MemberFailure | None = None
 
     def watch(self, processes: Mapping[int, str]) -> None:
         """Look for these processes after a failure, by group rank, each as `process_identity` has described it."""
-        for rank, (host, _, pid) in ((rank, text.rpartition("|")) for rank, text in processes.items()):
-            if host == host_identity() and int(pid) != os.getpid():
-                self._processes[rank] = int(pid)
+        for rank, (host, _, process) in ((rank, text.rpartition("|")) for rank, text in processes.items()):
+            pid, witness = _parse_process(process)
+            if host == host_identity() and pid != os.getpid():
+                self._processes[rank], self._witnesses[rank] = pid, witness
 
     def publish(self, reason: str) -> None:
         """Publish why this rank aborts the group, unless another rank's failure made it do so."""
@@ -450,7 +475,7 @@ class MemberFailures:
         This process may end before others look.
         """
         watched = {rank: pid for rank, pid in self._processes.items() if rank in ranks}
-        with contextlib.closing(PeerProcesses(watched)) as processes:
+        with contextlib.closing(PeerProcesses(watched, self._witnesses)) as processes:
             if not (dead := processes.dead()):
                 return None
             endings = [f"rank {self._members[rank]} died ({processes.ending(rank)})" for rank in dead]
@@ -460,7 +485,17 @@ class MemberFailures:
 
 def process_identity() -> str:
     """Return a text that names this process among those of all hosts."""
-    return f"{host_identity()}|{os.getpid()}"
+    return f"{host_identity()}|{_own_process()}"
+
+
+def _own_process() -> str:
+    """Return the number and the witness of this process, as `_parse_process` reads them."""
+    return f"{os.getpid()}:{own_witness()}"
+
+
+def _parse_process(text: str) -> tuple[int, int]:
+    pid, _, witness = text.partition(":")
+    return int(pid), int(witness or 0)
 
 
 class Presence:
@@ -495,7 +530,7 @@ class Presence:
 
     def announcement(self) -> dict[str, str]:
         """Return key and value that announce the process of this rank."""
-        facts = host_identity(), str(os.getpid()), str(self._size), self._backend, self._nonce
+        facts = host_identity(), _own_process(), str(self._size), self._backend, self._nonce
         return {f"present/{self._rank}": "|".join(facts)}
 
     def is_announced(self) -> bool:
@@ -515,7 +550,7 @@ class Presence:
         Raises:
             MismatchError: The rank has another world size or another backend.
         """
-        _, _, size, backend, nonce = _parse_announcement(announcement)
+        _, _, _, size, backend, nonce = _parse_announcement(announcement)
         self._compare_size(rank, size)
         if self._other_size is not None:
             raise self._other_size
@@ -546,19 +581,19 @@ class Presence:
             if (found := self._announced(rank)) is None:
                 self._unknown.append(rank)
                 continue
-            host, pid, size = found
+            host, pid, witness, size = found
             self._compare_size(rank, size)
             if host == host_identity():
-                self._processes.watch(rank, pid)
+                self._processes.watch(rank, pid, witness)
 
-    def _announced(self, rank: int) -> tuple[str, int, int] | None:
-        """Return host, process id and world size that a rank has announced; None if it has not yet."""
+    def _announced(self, rank: int) -> tuple[str, int, int, int] | None:
+        """Return host, process id, witness and world size that a rank has announced; None if it has not yet."""
         found = self._store.get_if_present(f"present/{rank}")
-        return None if found is None else _parse_announcement(found)[:3]
+        return None if found is None else _parse_announcement(found)[:4]
 
     def is_another_process(self) -> bool:
         """Return whether another living process of this host has announced itself as this rank."""
-        host, pid, _ = self._announced(self._rank) or ("", 0, 0)
+        host, pid, _, _ = self._announced(self._rank) or ("", 0, 0, 0)
         if host != host_identity() or pid == os.getpid():
             return False
         with contextlib.closing(PeerProcesses({self._rank: pid})) as processes:
@@ -569,17 +604,18 @@ class Presence:
         self._processes.close()
 
 
-def _parse_announcement(value: bytes) -> tuple[str, int, int, str, str]:
-    """Return host, process id, world size, backend and nonce of an announcement.
+def _parse_announcement(value: bytes) -> tuple[str, int, int, int, str, str]:
+    """Return host, process id, witness, world size, backend and nonce of an announcement.
 
     Raises:
         RendezvousError: It is none.
     """
     try:
-        host, pid, size, backend, nonce = value.decode().rsplit("|", 4)
-        if not 0 < int(pid) <= _MAX_PID:
-            raise ValueError(pid)
-        return host, int(pid), int(size), backend, nonce
+        host, process, size, backend, nonce = value.decode().rsplit("|", 4)
+        pid, witness = _parse_process(process)
+        if not 0 < pid <= _MAX_PID or not 0 <= witness <= _MAX_WITNESS:
+            raise ValueError(process)
+        return host, pid, witness, int(size), backend, nonce
     except ValueError:
         raise RendezvousError(
             f"init_process_group: {value!r} announces no rank. Another program writes to the store."

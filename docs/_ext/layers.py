@@ -24,7 +24,7 @@ LATE = "only inside functions"
 FUTURES = "torch.futures only"
 YES = "yes"
 
-CORE = ("errors", "calls", "forks", "recorder", "timeouts", "work")
+CORE = ("errors", "calls", "forks", "recorder", "timeouts", "witness", "work")
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ PARTS = (
     Part("calls", "0 core types", ("errors",), torch=NEVER),
     Part("recorder", "0 core types", ("calls", "errors"), torch=NEVER),
     Part("forks", "0 core types", torch=NEVER),
+    Part("witness", "0 core types", torch=NEVER),
     Part("timeouts", "0 core types", torch=NEVER),
     Part("torch_private", "0 core types", ("errors",)),
     Part("work", "0 core types", ("errors", "calls", "timeouts"), torch=FUTURES),

@@ -174,7 +174,7 @@ ZERO_COPY_BITS, REGISTERED_MEMORY, DEVICE_MEMORY = 3, 1, 2
 """Mask of the fingerprint bits for a zero-copy call, and their values: the kind of memory that its tensors are in."""
 
 # Indices of the fields, in words.
-_STATUS, COMPLETED, _PID, _ABORTED_AT, _WAITING_FOR, _WAITING_SINCE, _CLOSED = range(7)
+_STATUS, COMPLETED, _PID, _ABORTED_AT, _WAITING_FOR, _WAITING_SINCE, _CLOSED, _WITNESS = range(8)
 # Offsets in bytes. An announcement is a header of 32 bytes and a memory handle of 32 bytes; a row holds two of each.
 _ANNOUNCEMENTS, _HEADER_BYTES, _ANNOUNCEMENT_STRIDE = 64, 32, 64
 _TEXTS, _TEXT_BYTES = 192, 256
@@ -272,12 +272,17 @@ class StatusRow:
         """Process id of the rank."""
         return self.fields[_PID]
 
-    def join(self, pid: int) -> None:
+    @property
+    def witness(self) -> int:
+        """Witness of the rank's process (see `torchdist_ref.witness`); 0 if it has none."""
+        return self.fields[_WITNESS]
+
+    def join(self, pid: int, witness: int = 0) -> None:
         """Mark the rank as present, with no call announced or completed."""
         for header in self.headers:
             header[0] = JOINED
         self.fields[COMPLETED] = JOINING
-        self.fields[_PID] = pid
+        self.fields[_PID], self.fields[_WITNESS] = pid, witness
         self.status = PRESENT
 
     @property

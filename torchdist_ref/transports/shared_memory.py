@@ -10,7 +10,8 @@ supports, aarch64 included: a rank that acquires a semaphore sees all that its p
 calls them: 35 ns a call, without the GIL while it blocks, interruptible by Ctrl-C.
 
 Liveness: a pidfd becomes readable when its process ends, and cannot refer to a later process with the same pid. Blocked
-waits poll the pidfds of all peers, so that a death is noticed within one poll, without threads or messages.
+waits poll the pidfds of all peers, so that a death is noticed within one poll, without threads or messages. A process
+that calls `exec` lives on as another program; `torchdist_ref.witness` finds it.
 
 Do not add heartbeats: a stopped process is not dead, and the time-out finds it.
 """
@@ -42,6 +43,7 @@ from torchdist_ref.transports.segment import (
     SegmentLayout,
     window_for,
 )
+from torchdist_ref.witness import own_witness
 
 # `SemLock`'s kind of a counting semaphore, and its largest count.
 _COUNTING_SEMAPHORE = 1
@@ -134,11 +136,23 @@ def join_segment(
 ) -> Link:
     """Join a segment and wait until all ranks have. Arguments and result as in `connect`."""
     link = Link(segment, layout, rank, members, name, timeout)
-    link.row.join(os.getpid())
+    announce_process(link)
     with link.joining():
         link.handshake(watch)
-        link.liveness = PeerProcesses({peer: link.rows[peer].pid for peer in link.peers})
+        link.liveness = watched_processes(link, link.peers)
     return link
+
+
+def announce_process(link: Link) -> None:
+    """Mark this rank as present, with its process."""
+    link.row.join(os.getpid(), own_witness())
+
+
+def watched_processes(link: Link, ranks: Sequence[int]) -> PeerProcesses:
+    """Return the watch over the processes of ranks of this host that have joined."""
+    rows = {rank: link.rows[rank] for rank in ranks}
+    pids = {rank: row.pid for rank, row in rows.items()}
+    return PeerProcesses(pids, {rank: row.witness for rank, row in rows.items()})
 
 
 @contextmanager

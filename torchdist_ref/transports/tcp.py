@@ -23,7 +23,7 @@ from time import monotonic
 from typing import Any
 
 from torchdist_ref.errors import DistNetworkError
-from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses, PeerProcesses, advice_on_limit
+from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses, advice_on_limit
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.sealed import channel_key, innermost
 from torchdist_ref.stores.sockets import is_loopback
@@ -151,11 +151,11 @@ def connect(
         _connect_mesh(store, segment.mesh, rank, remote, timeout, watch)
         link = Link(segment, layout, rank, members, name, timeout)
         link.hosts = tuple([*dict.fromkeys(hosts)].index(host) for host in hosts)
-        link.row.join(os.getpid())
+        shared_memory.announce_process(link)
         link.liveness = HostAndMeshLiveness(NoPeerProcesses(), segment.mesh, link.rows)
         with link.joining():
             link.handshake(watch)
-            processes = PeerProcesses({r: link.rows[r].pid for r in local if r != rank})
+            processes = shared_memory.watched_processes(link, [r for r in local if r != rank])
     link.liveness = HostAndMeshLiveness(processes, segment.mesh, link.rows)
     return link
 
