@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import threading
 import time
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +23,12 @@ from torchdist_ref.elastic.session import (
     CoordinatorLost,
     CoordinatorMoved,
     authenticate,
+    hello_code,
     open_store,
+    session_store,
 )
-from torchdist_ref.stores import PrefixStore, TCPStore
+from torchdist_ref.errors import AuthenticationError, StoreTimeoutError
+from torchdist_ref.stores import PrefixStore, Store, TCPStore
 from torchdist_ref.stores.tcp.protocol import Request
 from torchdist_ref.stores.tcp.requests import RequestHandler, StoreClient
 
@@ -150,6 +155,76 @@ def test_a_welcome_after_the_time_out_is_not_taken_for_a_later_one() -> None:
             each.close()
 
 
+class OnePop(Store):
+    """Store that lets the coordinator pop one value of a queue, and then end.
+
+    Attributes:
+        keys: Keys that the coordinator has set.
+    """
+
+    def __init__(self, store: TCPStore, coordinator: AgentCoordinator) -> None:
+        self._store, self._coordinator, self._pops = store, coordinator, 0
+        self.keys: list[str] = []
+
+    @property
+    def server(self) -> Any:
+        return self._store.server
+
+    def queue_pop(self, key: Any, block: bool = True) -> bytes:
+        self._pops += 1
+        if self._pops > 1:
+            self._coordinator._closed.set()
+            raise StoreTimeoutError("this is the end")
+        return self._store.queue_pop(key)
+
+    def set(self, key: Any, value: Any) -> None:
+        self.keys.append(key.rpartition("/")[2])
+
+
+@pytest.fixture
+def flooded() -> Iterator[tuple[Any, TCPStore, OnePop]]:
+    """A coordinator without threads, and a store in which another program has written a thousand values."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    coordinator: Any = AgentCoordinator.__new__(AgentCoordinator)
+    coordinator._closed, coordinator._secret, coordinator._nonce = threading.Event(), SECRET, NONCE
+    coordinator._reports, coordinator._plans = SimpleQueue(), 0
+    coordinator._hellos_store = coordinator._reports_store = pops = OnePop(store, coordinator)
+    queues = PrefixStore("torchdist_ref.agents", store)
+    for number in range(FLOOD):
+        queues.queue_push("hellos", f"{number:064x}" if number % 2 else "junk")
+        queues.queue_push(f"{NONCE[:16]}/sealed/events", "junk")
+    yield coordinator, store, pops
+    store.close()
+
+
+NONCE, FLOOD = "0123456789abcdef" * 4, 500
+
+
+def test_reports_do_not_wait_for_what_another_program_has_written(flooded: Any) -> None:
+    coordinator, store, _ = flooded
+    sent = [{"kind": "finish", "key": "agent", "serial": number} for number in (7, 8)]
+    for report in sent:
+        session_store(store, SECRET, NONCE).queue_push("events", json.dumps(report))
+    coordinator._read_reports()
+    assert [coordinator._reports.get_nowait() for _ in sent] == sent and coordinator._reports.empty()
+
+
+def test_new_agents_do_not_wait_for_what_another_program_has_written(flooded: Any) -> None:
+    """Its questions get an answer when their turn comes, which is after the end here; a repeated one gets none."""
+    coordinator, store, pops = flooded
+    for _ in range(2):
+        PrefixStore("torchdist_ref.agents", store).queue_push("hellos", f"{NONCE} {hello_code(SECRET, NONCE)}")
+    coordinator._welcome_agents()
+    assert pops.keys == [NONCE]
+
+
+def test_an_agent_of_another_job_is_answered_too(meeting: Meeting) -> None:
+    store = open_store("127.0.0.1", meeting.store.port, 5.0)
+    with pytest.raises(AuthenticationError, match="host-0 has another job token than the agent at there"):
+        authenticate(store, b"another token", "host-0", "there", 5.0)
+    store.close()
+
+
 def test_each_question_is_new() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     hellos = PrefixStore("torchdist_ref.agents", store)
@@ -169,7 +244,7 @@ def test_keep_alives_that_are_written_again_do_not_hide_that_an_agent_is_silent(
         seats={}, waiting={"agent": None}, lose=lambda key, reason, certain: lost.append(reason)
     )
     pulses: Any = SimpleNamespace(multi_get=lambda keys: [b"%d" % next(written)])
-    keys: Any = SimpleNamespace(list_keys=lambda: [])
+    keys: Any = SimpleNamespace(multi_get=lambda keys: [b""])
     coordinator._roster, coordinator._own, coordinator._alive, coordinator._checked_at = roster, "own", {}, 0.0
     coordinator._pulses, coordinator._gone = pulses, keys
     for _ in range(8):
@@ -338,7 +413,7 @@ def checks_until_lost(now: float, death: float, gone: bool) -> tuple[float, int]
     roster.lose = lose
     coordinator._roster, coordinator._own, coordinator._alive, coordinator._checked_at = roster, "own", {}, 0.0
     pulses: Any = SimpleNamespace(multi_get=lambda keys: [b"%d" % (min(now, death) / 0.3)])
-    keys: Any = SimpleNamespace(list_keys=lambda: ["agent"] if gone and now > death else [])
+    keys: Any = SimpleNamespace(multi_get=lambda keys: [b"1" if gone and now > death else b""])
     coordinator._pulses, coordinator._gone = pulses, keys
     checks = 0
     while roster.waiting:

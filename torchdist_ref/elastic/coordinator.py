@@ -5,19 +5,19 @@ a `Roster` and publishes its decisions under numbered keys, for which all agents
 keep-alive keys, in the memory of the server, and a decision arrives within a millisecond. The server sets a key when
 the connection of an agent ends; the coordinator looks for it when a keep-alive is late. It wakes only when one may be.
 
-Anybody who reaches the store can write to it. A value that no agent of the job has sealed is ignored; when a thread of
-the coordinator fails, the agents hear of it and choose another one. Do not add rules here: they belong to `roster`; an
-agent's side belongs to `session`.
+Anybody who reaches the store can write to it. A value that no agent of the job has sealed is ignored, and delays the
+values behind it by microseconds (`ArrivedValues`). When a thread of the coordinator fails, the agents hear of it and
+choose another one. Do not add rules here: they belong to `roster`; an agent's side belongs to `session`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import operator
 import os
 import threading
 import time
+from _operator import _compare_digest as same_code
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -36,20 +36,22 @@ from torchdist_ref.elastic.session import (
     Message,
     authenticate,
     derive_key,
+    hello_code,
     open_store,
     session_store,
 )
-from torchdist_ref.errors import AuthenticationError, DistError, StoreTimeoutError
-from torchdist_ref.stores import PrefixStore, TCPStore
+from torchdist_ref.errors import AuthenticationError, DistError, QueueEmptyError, StoreTimeoutError
+from torchdist_ref.stores import PrefixStore, Store, TCPStore
 from torchdist_ref.stores.sealed import KEY_BYTES, SealedStore
 from torchdist_ref.stores.tcp.server import TCPServer
-from torchdist_ref.stores.tcp.store import ServedValues
+from torchdist_ref.stores.tcp.store import ArrivedValues, ServedValues
 
 LATE_SECONDS = 0.45
 """Silence after which an agent is lost if it has disconnected."""
 REDIRECTION_SECONDS = 1.0
 _FAREWELL_SECONDS = 5.0
 _MEBIBYTE_OF_KEYS = 1024
+_ANSWERED_HELLOS = 4096
 # Errors of a value that another program has written.
 _MALFORMED = (AuthenticationError, LookupError, RecursionError, TypeError, ValueError)
 log = logging.getLogger("torchdist_ref.elastic")
@@ -80,12 +82,11 @@ class AgentCoordinator:
         self._store, self._roster, self._address, self._own = store.clone(), roster, address, own
         self._secret, self._nonce = secret, os.urandom(KEY_BYTES).hex()
         self._sealed = session_store(self._store, secret, self._nonce)
-        self._pulses = session_store(ServedValues(self._store), secret, self._nonce)
+        served = ServedValues(self._store)
+        self._pulses, self._gone = session_store(served, secret, self._nonce), PrefixStore(GONE, served)
         self._hellos_store, self._reports_store = store.clone(), store.clone()
         for waiting in (self._hellos_store, self._reports_store):
             waiting.set_timeout(LONGEST_WAIT)
-        self._hellos = PrefixStore(PREFIX, self._hellos_store)
-        self._gone = PrefixStore(GONE, self._store)
         # A thread waits for reports: a wait of the store that ends by its time-out costs a request each time.
         self._reports: SimpleQueue[Message | Exception] = SimpleQueue()
         self._plans = 0
@@ -135,24 +136,55 @@ class AgentCoordinator:
 
     def _welcome_agents(self) -> None:
         """Tell each new agent this session's random number, and prove to know the job token."""
-        while not self._closed.is_set():
-            with suppress(StoreTimeoutError, *_MALFORMED):
-                nonce = bytes.fromhex(self._hellos.queue_pop(HELLOS).decode()).hex()
-                welcome = SealedStore(self._hellos, derive_key(self._secret, b"welcome", nonce))
-                welcome.set(f"welcome/{nonce}", json.dumps({"nonce": self._nonce, "versions": versions()}))
+        public, answered = PrefixStore(PREFIX, self._hellos_store), dict[str, None]()
+
+        def answer(hello: bytes, is_first: bool) -> None:
+            text, _, code = hello.decode().partition(" ")
+            nonce = bytes.fromhex(text).hex()
+            # An agent with another job token gets an answer too, by which it notices that, but when its turn comes.
+            if nonce in answered or not (is_first or same_code(code, hello_code(self._secret, nonce))):
+                return
+            answered[nonce] = None
+            if len(answered) > _ANSWERED_HELLOS:
+                del answered[next(iter(answered))]
+            welcome = SealedStore(public, derive_key(self._secret, b"welcome", nonce))
+            welcome.set(f"welcome/{nonce}", json.dumps({"nonce": self._nonce, "versions": versions()}))
+
+        self._read_queue(PrefixStore(PREFIX, ArrivedValues(self._hellos_store)), HELLOS, answer)
 
     def _read_reports(self) -> None:
-        reports, ignored = session_store(self._reports_store, self._secret, self._nonce), log.warning
+        def put(report: bytes, is_first: bool) -> None:
+            # A report may come twice; its serial number tells.
+            event = json.loads(report)
+            self._reports.put(event | {"key": str(event["key"]), "serial": int(event["serial"])})
+
+        reports = session_store(ArrivedValues(self._reports_store), self._secret, self._nonce)
+        self._read_queue(reports, REPORTS, put, "ignored a report that no agent of this job has written")
+
+    def _read_queue(self, store: Store, queue: str, handle: Callable[[bytes, bool], None], warning: str = "") -> None:
+        """Handle the first value of a queue, then those that have arrived behind it, and so on until the end.
+
+        Args:
+            store: Store above an `ArrivedValues`.
+            queue: Key of the queue.
+            handle: Function that gets a value, and whether it was the first; it may get a value as a later one before.
+            warning: Line for the log when a value is ignored that no agent has written.
+        """
+        is_first = True
         while not self._closed.is_set():
             try:
-                event = json.loads(reports.queue_pop(REPORTS))
-                self._reports.put(event | {"key": str(event["key"]), "serial": int(event["serial"])})
+                handle(store.queue_pop(queue, is_first), is_first)
+            except QueueEmptyError:
+                is_first = True
+                continue
             except StoreTimeoutError:
                 continue
             except _MALFORMED:
                 # Once: a program that writes thousands must not have the agents' reports wait for lines of a log.
-                ignored("ignored a report that no agent of this job has written")
-                ignored = log.debug
+                if warning:
+                    log.warning(warning)
+                warning = ""
+            is_first = False
 
     def _run(self) -> None:
         failure = ""
@@ -258,13 +290,13 @@ class AgentCoordinator:
         present, self._checked_at = self._present(), now
         known = [self._alive.get(key, (-1, 0.0))[0] for key in present]
         values = list(map(self._keep_alive_of, present, known))
-        gone = set(self._gone.list_keys()) if any(map(operator.le, values, known)) else set[str]()
-        for key, value in zip(present, values, strict=True):
+        gone = self._gone.multi_get(present)
+        for key, value, has_disconnected in zip(present, values, gone, strict=True):
             before, since = self._alive.get(key, (-1, now))
             if value > before:
                 self._alive[key] = (value, now)
             # A connection may end because the network is slow: only an agent that is silent too has ended.
-            elif key in gone and now - since >= LATE_SECONDS:
+            elif has_disconnected and now - since >= LATE_SECONDS:
                 ended = self._has_ended(key)
                 self._roster.lose(key, "has ended" if ended else "has left", certain=ended)
             elif now - since >= SILENCE_SECONDS:

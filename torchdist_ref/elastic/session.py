@@ -48,6 +48,11 @@ def derive_key(secret: bytes, purpose: bytes, nonce: str) -> bytes:
     return message_code(secret, b"agents %b %b" % (purpose, nonce.encode()))
 
 
+def hello_code(secret: bytes, nonce: str) -> str:
+    """Return the code by which an agent proves to know the job token when it asks for the coordinator's number."""
+    return derive_key(secret, b"hello", nonce).hex()
+
+
 def session_store(store: Store, secret: bytes, nonce: str) -> SealedStore:
     """Return the part of a store that belongs to one session; a standby store may serve several, one after another."""
     part = PrefixStore(f"{PREFIX}/{nonce[:16]}", store)
@@ -272,7 +277,7 @@ def authenticate(store: TCPStore, secret: bytes, host: str, where: str, timeout:
     public = PrefixStore(PREFIX, store)
     store.set_timeout(timedelta(seconds=timeout))
     try:
-        public.queue_push(HELLOS, nonce)
+        public.queue_push(HELLOS, f"{nonce} {hello_code(secret, nonce)}")
         opened = SealedStore(public, derive_key(secret, b"welcome", nonce))
         welcome = json.loads(opened.get(f"welcome/{nonce}"))
         public.delete_key(f"sealed/welcome/{nonce}")

@@ -434,6 +434,11 @@ class TCPServer:
         """Values by key. Other threads may look up keys, while the server's thread changes them."""
         return self._loop.handler.table.values
 
+    @property
+    def queues(self) -> Mapping[bytes, deque[bytes]]:
+        """Queues by key. Other threads may look at them, while the server's thread changes them."""
+        return self._loop.handler.table.queues
+
     def close(self) -> None:
         """Stop now; the connections of clients close."""
         self._finalizer()

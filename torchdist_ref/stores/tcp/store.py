@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from itertools import islice
+from operator import length_hint
 from time import monotonic
 from typing import Any
 
@@ -359,6 +362,57 @@ class ServedValues(Store):
         if server is None:
             raise DistNetworkError("multi_get: this process does not serve the store any more.")
         return [server.values.get(name, b"") for name in _keys("multi_get", keys)]
+
+
+class ArrivedValues(Store):
+    """Queues of a store whose server this process runs, read as values arrive, whatever is in front of them.
+
+    Anybody may push thousands of values, and to pop one costs a request. With ``block``, `queue_pop` pops the first
+    value of a queue. Without, it returns the next one that arrived behind it, from memory, and leaves it there: a later
+    call with ``block`` returns it again.
+
+    >>> store = TCPStore("127.0.0.1", 0, is_master=True)
+    >>> for value in ("junk", "more junk", "report"):
+    ...     store.queue_push("reports", value)
+    >>> arrived = ArrivedValues(store)
+    >>> [arrived.queue_pop("reports", block) for block in (True, False, False)], store.queue_len("reports")
+    ([b'junk', b'more junk', b'report'], 2)
+    >>> store.close()
+    """
+
+    def __init__(self, store: TCPStore) -> None:
+        self._store = store
+        # By queue, how many values at its front were read, and those that this object has yet to return.
+        self._read: dict[Text, int] = {}
+        self._unread: dict[Text, deque[bytes]] = {}
+
+    def queue_pop(self, key: Text, block: bool = True) -> bytes:
+        if block:
+            value = self._store.queue_pop(key)
+            self._read[key] = max(self._read.get(key, 0) - 1, 0)
+            return value
+        unread = self._unread.setdefault(key, deque())
+        if not unread:
+            unread.extend(self._arrived(key))
+        if not unread:
+            raise QueueEmptyError(f"queue_pop: no further value has arrived in queue {key!r} on {self._store!r}.")
+        return unread.popleft()
+
+    def _arrived(self, key: Text) -> list[bytes]:
+        """Return the values behind those that were read."""
+        server = self._store.server
+        if server is None:
+            raise DistNetworkError("queue_pop: this process does not serve the store any more.")
+        queue = server.queues.get(_key("queue_pop", key), deque[bytes]())
+        newest = reversed(queue)
+        length = length_hint(newest)
+        try:
+            values = list(islice(newest, max(length - self._read.get(key, 0), 0)))
+        except RuntimeError:
+            # The server's thread has changed the queue meanwhile. It is not empty, so `queue_pop` returns soon.
+            return []
+        self._read[key] = length
+        return values[::-1]
 
 
 def _checked_host(host: str) -> str:
