@@ -43,8 +43,11 @@ def test_a_dump_holds_sizes_dtypes_numbers_states_and_times(tmp_path: Path) -> N
     content = our_dump(tmp_path)
     found = read_file(tmp_path / "rank1.json")
     assert (found.rank, found.reason, found.source) == (1, "for a test", "rank1.json")
-    [group] = found.groups
-    assert (group.name, group.members) == ("world", (0, 1))
+    group, init = found.groups
+    assert (group.name, group.members, group.is_in_store) == ("world", (0, 1), False)
+    [event] = init.events
+    assert (init.name, init.members, init.is_in_store) == ("init_process_group", (0, 1), True)
+    assert (event.text, event.state, event.awaited) == ("init_process_group(world_size=2)", "completed", (0, 1))
     first, message, failed = group.events
     assert (first.number, first.text, first.state) == (
         (0, 0),

@@ -273,7 +273,7 @@ def test_groups_that_are_gone_are_not_dumped() -> None:
         group = dist.new_group(group_desc="gone") if rank >= 0 else None
         dist.destroy_process_group(group)
         del group
-        return [each["name"] for each in flight_recorder.snapshot(rank, "")["groups"]]
+        return [each["name"] for each in flight_recorder.snapshot(rank, "")["groups"] if each["backend"] != "store"]
 
     assert run(program, 2, ranks="processes") == [["world"]] * 2
 
@@ -304,11 +304,12 @@ def test_the_command_prints_verdict_and_table_and_writes_a_trace(
             "Ranks 0 and 1 made different calls as call 6 of group 'world': rank 0 made all_reduce"
         )
         assert heading.split("  ")[0] == "rank" and "not completed" in heading
-        assert [row.split()[0] for row in rows[:2]] == ["0", "1"]
+        assert [row.split()[0] for row in rows[:2]] == ["0", "1"] and not rows[2], "init is complete on all ranks"
         assert "6 all_reduce(reduction=sum) of float32 [3]" in rows[1] and "failed: MismatchError" in rows[1]
         assert "Not read: notes.txt: not a dump of a flight recorder" in "\n".join(rows)
         assert rows[-1] == f"Trace for https://ui.perfetto.dev: {tmp_path / 'trace.json'}"
-    check_trace(json.loads((tmp_path / "trace.json").read_text()), ranks=2, calls=7)
+    # The initialization and the program's calls.
+    check_trace(json.loads((tmp_path / "trace.json").read_text()), ranks=2, calls=1 + 7)
     # As with `| head`.
     reader, writer = os.pipe()
     os.close(reader)
@@ -391,6 +392,9 @@ def test_groups_of_torchs_own_init_are_recorded_and_dumped_on_a_signal(tmp_path:
     dumps = read_directory(folder).ranks
     assert sorted(dumps) == [0, 1]
     for rank, dumped in dumps.items():
-        world, *others = dumped.groups
+        world, *others = [group for group in dumped.groups if not group.is_in_store]
         assert (world.name, world.members, world.events[0].op) == ("world", (0, 1), "all_reduce")
         assert [group.members for group in others] == ([(0,)] if rank == 0 else [])
+        made = [(e.text, e.state) for group in dumped.groups if group.is_in_store for e in group.events]
+        created = [("new_group(ranks=[0])", "completed")] if rank == 0 else []
+        assert made == [("init_process_group(ranks=[0, 1])", "completed"), *created]

@@ -22,7 +22,6 @@ from torchdist_ref import failure_record
 from torchdist_ref.debug import flight_recorder
 from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump, read_directory
 from torchdist_ref.debug.verdict import JobGroup, Verdict, find_verdict
-from torchdist_ref.groups.world import current
 from torchdist_ref.testing import RankError, fill, run
 
 SOON = timedelta(milliseconds=200)
@@ -427,7 +426,7 @@ def test_a_rank_whose_dump_cannot_be_read_is_no_evidence() -> None:
 def test_the_members_of_a_large_group_are_listed_once_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     listed: list[int] = []
     original = JobGroup.absent
-    monkeypatch.setattr(JobGroup, "absent", lambda self, calls: listed.append(1) or original(self, calls))
+    monkeypatch.setattr(JobGroup, "absent", lambda *of: listed.append(1) or original(*of))
     calls = [replace(collective("RankStalledError: late"), number=(number, 0)) for number in range(50)]
     found = find_verdict(job({0: {"world": calls}}, 300))
     assert len(listed) == 1 and len(found.ranks) == 299
@@ -462,33 +461,116 @@ def test_a_rank_that_destroyed_the_group_is_named(tmp_path: Path, monkeypatch: p
     assert (found.kind, found.ranks) == ("behind", (1,)) and found.sentence.endswith("; rank 1 destroyed the group.")
 
 
-def fails_outside(call: Callable[[], object], rank: int) -> None:
-    """Rank 1 makes no call until the others have failed in one that no recorder has."""
-    store = current().store
-    assert store is not None
-    if rank == 1:
-        store.wait(["failed"])
-        return
-    try:
-        call()
-    except dist.DistError as error:
-        flight_recorder.dump_failure(error, rank)
-        store.set("failed", "")
+def fails_outside(rank: int) -> None:
+    """Rank 0 fails in a call that no recorder has, such as one of a program's own store."""
+    if rank == 0:
+        flight_recorder.dump_failure(dist.RankStalledError("get: rank 1 set nothing").naming([1]), rank)
 
 
-OUTSIDE: dict[str, Callable[[], object]] = {
-    "monitored_barrier": lambda: dist.monitored_barrier(timeout=SOON),
-    "new_group": lambda: dist.new_group(timeout=SOON),
+def test_a_rank_that_is_missing_in_a_call_that_is_not_recorded_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = verdict_on(fails_outside, 2, tmp_path, monkeypatch)
+    assert (found.kind, found.ranks) == ("failed", (1,))
+    assert found.sentence.startswith("Rank 0 failed, rank 0 first: RankStalledError: get: rank 1 set")
+
+
+# ---- calls that meet in the store
+
+IN_STORE: dict[str, tuple[str, Callable[[], object]]] = {
+    "monitored_barrier": ("monitored_barrier()", lambda: dist.monitored_barrier(timeout=SOON)),
+    "new_group": ("new_group(ranks=[0, 1, 2])", lambda: dist.new_group(timeout=SOON)),
+    "new_group of members": (
+        "new_group(ranks=[0, 1, 2])",
+        lambda: dist.new_group([2, 1, 0], use_local_synchronization=True, timeout=SOON),
+    ),
+    "split_group": (
+        "split_group(split_ranks=[[0, 1, 2]])",
+        lambda: dist.split_group(split_ranks=[[2, 0, 1]], timeout=SOON),
+    ),
 }
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_a_rank_that_is_missing_in_a_call_that_is_not_recorded_is_named(
+def waits_in_the_store(call: Callable[[], object], folder: Path, pipe: tuple[int, int], pids: Path, rank: int) -> None:
+    """Ranks 0 and 2 make a call through the store twice, rank 1 once."""
+    call()
+    if rank == 1:
+        pids.write_text(str(os.getpid()))
+        dist.barrier()
+        blocked_in_the_system(pipe[0])
+        return
+    dist.barrier()
+    try:
+        call()
+    finally:
+        if rank == 2:
+            list(flight_recorder.request([int(pids.read_text())]))
+            wait_for_file(folder / "rank1.json")
+            os.write(pipe[1], b"x")
+
+
+@pytest.mark.parametrize("name", IN_STORE)
+def test_a_rank_that_is_missing_in_a_call_through_the_store_is_named_with_its_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = verdict_on(partial(fails_outside, OUTSIDE[name]), 2, tmp_path, monkeypatch)
-    assert (found.kind, found.ranks) == ("failed", (1,))
-    assert found.sentence.startswith("Rank 0 failed, rank 0 first: RankStalledError: ")
+    text, call = IN_STORE[name]
+    folder = tmp_path / "dumps"
+    program = partial(waits_in_the_store, call, folder, os.pipe(), tmp_path / "pid")
+    found = verdict_on(program, 3, folder, monkeypatch)
+    assert (found.kind, found.ranks, found.number) == ("behind", (1,), (1, 0))
+    start, _, end = found.sentence.partition(" at test_verdict.py:")
+    assert start == f"Rank 1 is behind: ranks 0 and 2 wait for it in {text}"
+    op, where = text.partition("(")[0], line_of(blocked_in_the_system, "# where it hangs")
+    assert end.endswith(f"; rank 1 has called {op} only once; it is at {where}.")
+
+
+def waits_for_an_excluded_rank(folder: Path, rank: int) -> None:
+    """Rank 2 waits for a message of rank 0, which waits for rank 2 in a shrink without rank 1."""
+    dist.new_group(timeout=SOON)
+    group = dist.new_group(timeout=SOON)
+    if rank == 0:
+        dist.shrink_group([1], group)
+    elif rank == 2:
+        dist.recv(torch.zeros(3), 0, group=group)
+    else:
+        wait_for_file(folder / "rank0.json")
+
+
+def test_a_rank_that_waits_in_another_call_than_the_store_is_part_of_a_deadlock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = verdict_on(partial(waits_for_an_excluded_rank, tmp_path), 3, tmp_path, monkeypatch)
+    assert (found.kind, found.ranks) == ("deadlock", (0, 2))
+    assert "rank 0 waits in shrink_group(ranks_to_exclude=[1]) at test_verdict.py:" in found.sentence
+    assert "rank 2 waits in recv(src=0, tag=0) of float32 [3] at test_verdict.py:" in found.sentence
+
+
+def in_store(rank: int, awaited: tuple[int, ...], state: str, number: int = 0, text: str = "new_group(…)") -> Event:
+    return Event((number, 0), "new_group", text, text, state, 100 + rank, awaited=awaited)
+
+
+def test_a_rank_outside_the_new_group_is_not_waited_for() -> None:
+    events = {rank: {"new_group": [in_store(rank, (0, 1, 2), "started")]} for rank in (0, 1)}
+    assert find_verdict(job({**events, 2: {"new_group": []}, 3: {"new_group": []}}, 4)).ranks == (2,)
+    alone = {0: {"new_group": [in_store(0, (), "started")]}, 1: {"new_group": []}}
+    assert find_verdict(job(alone, 2)).kind == "nothing"
+
+
+def test_the_call_that_a_missing_rank_is_in_is_named() -> None:
+    receive = Event((-1, 0), "recv", "recv(src=2)", "recv", "started", 100, peer=2)
+    events = {0: {"calls": [in_store(0, (0, 1), "started")]}, 1: {"calls": [], "world": [receive]}, 2: {"calls": []}}
+    found = find_verdict(job(events, 3))
+    assert (found.kind, found.ranks) == ("behind", (2,)), "rank 1 waits for rank 2"
+    early = replace(receive, state="scheduled", peer=0)
+    found = find_verdict(job({**events, 1: {"calls": [], "world": [early]}}, 3))
+    assert (found.kind, found.ranks) == ("deadlock", (0, 1))
+
+
+def test_different_arguments_of_a_call_through_the_store_are_a_mismatch() -> None:
+    texts = ["new_group(ranks=[0, 1])", "new_group(ranks=[0, 1])", "new_group(ranks=[0, 2])"]
+    events = {rank: {"calls": [in_store(rank, (0, 1), "started", text=text)]} for rank, text in enumerate(texts)}
+    found = find_verdict(job(events, 3))
+    assert (found.kind, found.ranks) == ("mismatch", (2,)) and "new_group(ranks=[0, 2])" in found.sentence
 
 
 def test_groups_of_one_description_are_two_groups(tmp_path: Path) -> None:
@@ -500,5 +582,5 @@ def test_groups_of_one_description_are_two_groups(tmp_path: Path) -> None:
 
     run(program, 2, ranks="processes")
     for dump in read_directory(tmp_path).ranks.values():
-        calls = {group.name: [event.op for event in group.events] for group in dump.groups}
+        calls = {group.name: [event.op for event in group.events] for group in dump.groups if not group.is_in_store}
         assert calls == {"world": [], "pair (group/1)": ["barrier"], "pair (group/2)": ["all_reduce"]}

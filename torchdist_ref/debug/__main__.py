@@ -56,7 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def table(dumps: Dumps) -> str:
     """Return a table with a row for each rank and group: its last completed call, and the first that is not."""
-    rows = [_COLUMNS, *(_row(dump, group) for dump in dumps.ranks.values() for group in dump.groups)]
+    of_ranks = [(dump, group) for dump in dumps.ranks.values() for group in dump.groups]
+    # Calls through the store are listed where one of them has not completed: each job has an initialization.
+    open_groups = {group.name for _, group in of_ranks if any(event.state != "completed" for event in group.events)}
+    listed = [each for each in of_ranks if each[1].name in open_groups or not each[1].is_in_store]
+    rows = [_COLUMNS, *(_row(dump, group) for dump, group in listed)]
     rows += [(str(rank), "", "", "", "no dump", "") for rank in dumps.missing[:MAX_NAMED]]
     if (more := len(dumps.missing) - MAX_NAMED) > 0:
         rows.append((f"{more} others", "", "", "", "no dump", ""))

@@ -56,6 +56,7 @@ class Event:
         peer: Global rank of the other side of a message; None for collectives and if any rank may send.
         nbytes: Size of the largest operand in bytes.
         frames: The caller's stack, innermost frame first, if it was recorded.
+        awaited: Global ranks that it waits for, if it is one that meets them in the store; else None.
     """
 
     number: tuple[int, int]
@@ -70,6 +71,7 @@ class Event:
     peer: int | None = None
     nbytes: int = 0
     frames: tuple[Frame, ...] = ()
+    awaited: tuple[int, ...] | None = None
 
     @property
     def is_message(self) -> bool:
@@ -92,6 +94,11 @@ class GroupCalls:
     members: tuple[int, ...]
     events: tuple[Event, ...]
     key: str = ""
+
+    @property
+    def is_in_store(self) -> bool:
+        """Whether these are calls that meet other ranks in the store, rather than a backend's."""
+        return any(event.awaited is not None for event in self.events)
 
     @property
     def collectives(self) -> dict[tuple[int, int], Event]:
@@ -336,6 +343,7 @@ def _our_event(content: dict[str, Any], members: Sequence[int], stacks: Sequence
     if state not in _STATES:
         _refuse(f"unknown state {state!r}")
     peer = content["arguments"].get({"send": "dst", "recv": "src"}.get(op, ""))
+    awaited = content["arguments"].get("awaited")
     sequence, path = _list(content["number"])
     return Event(
         number=(_int(sequence), _int(path)),
@@ -350,6 +358,7 @@ def _our_event(content: dict[str, Any], members: Sequence[int], stacks: Sequence
         peer=None if peer is None else members[_int(peer)],
         nbytes=_int(content["nbytes"]),
         frames=() if stack is None else stacks[_int(stack)],
+        awaited=None if awaited is None else _members(_list(awaited)),
     )
 
 

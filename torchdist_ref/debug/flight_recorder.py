@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 FORMAT = "torchdist_ref flight recorder"
 VERSION = 1
+STORE = "store"
+"""What a `RecordedGroup` has in place of a backend if its calls meet in the store."""
 
 SIGNAL_VARIABLE = "TORCHDIST_REF_FLIGHT_RECORDER_SIGNAL"
 # Bounds of a file. A program of 1,000 groups still leaves 20 calls of each.
@@ -101,10 +103,16 @@ def register(recorder: Recorder, membership: Membership, backend: str) -> None:
     m = membership
     key = getattr(m.store, "prefix", "")
     group = RecordedGroup(m.name, backend, m.members, m.rank, m.timeout, threading.get_ident(), key)
+    include(recorder, group)
+    _dumped_failures.pop(group.global_rank, None)
+
+
+def include(recorder: Recorder, group: RecordedGroup) -> Recorder:
+    """Include calls in this process's dumps, as long as their recorder exists; return the recorder."""
     with _groups_lock:
         _groups[recorder] = group
-    _dumped_failures.pop(group.global_rank, None)
     recorder.on_failure = lambda error: dump_failure(error, group.global_rank)
+    return recorder
 
 
 # ---- what a dump holds
@@ -120,7 +128,8 @@ def snapshot(rank: int, reason: str, error: BaseException | None = None) -> dict
     """
     # Of an earlier world, a group may have the same name and key.
     latest = {(group.name, group.key): (recorder, group) for recorder, group in _of_rank(rank)}
-    groups = list(latest.values())[-MAX_GROUPS:]
+    # Calls through the store come last, where they are kept.
+    groups = sorted(latest.values(), key=lambda each: each[1].backend == STORE)[-MAX_GROUPS:]
     stacks: dict[tuple[Frame, ...], int] = {}
     wall = time.time() - time.perf_counter()
     most = max(1, MAX_EVENTS // max(1, len(groups)))

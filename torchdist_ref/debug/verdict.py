@@ -75,9 +75,15 @@ class JobGroup:
         """Return the calls of the ranks that have made one with this number."""
         return {rank: calls[number] for rank, calls in self.calls.items() if number in calls}
 
-    def absent(self, calls: Mapping[int, Event]) -> frozenset[int]:
-        """Return the members that lack among those of a call; ones without dumps only if no other one lacks."""
-        return frozenset(set(self.calls) - set(calls) or set(self.members) - set(calls))
+    def absent(self, calls: Mapping[int, Event], awaited: Sequence[int] | None = None) -> frozenset[int]:
+        """Return the members that lack among those of a call; ones without dumps only if no other one lacks.
+
+        Args:
+            calls: The calls of the ranks that have made it.
+            awaited: The members that the call waits for. Default: all.
+        """
+        lacking = set(self.members if awaited is None else awaited) - set(calls)
+        return frozenset(lacking & set(self.calls) or lacking)
 
 
 def job_groups(dumps: Dumps) -> list[JobGroup]:
@@ -337,7 +343,11 @@ def _wait(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
 
 def _where(wait: _Wait) -> str:
     """Return the call of a wait, with the group that it is on if that matters."""
-    return wait.event.text if wait.event.is_message else f"{wait.event.text} of group {wait.group!r}"
+    return _call_text(wait.event, wait.group)
+
+
+def _call_text(event: Event, group: str) -> str:
+    return event.text if event.is_message or event.awaited is not None else f"{event.text} of group {group!r}"
 
 
 def _behind(dumps: Dumps, groups: Sequence[JobGroup], last: _Wait, waits: Mapping[int, _Wait]) -> Verdict:
@@ -350,13 +360,12 @@ def _behind(dumps: Dumps, groups: Sequence[JobGroup], last: _Wait, waits: Mappin
     waiting = f"{_ranks(same)} {'waits' if len(same) == 1 else 'wait'}"
     pronoun = "it" if len(absent) == 1 else "them"
     left = {r for r in last.event.ranks if " destroyed the group" in last.event.error}
-    states = "; ".join(_state(dumps, groups, rank, last.group, rank in left) for rank in absent[:MAX_NAMED])
+    state_of = _state if last.event.awaited is None else partial(_state_in_store_call, last.event)
+    states = "; ".join(state_of(dumps, groups, rank, last.group, rank in left) for rank in absent[:MAX_NAMED])
     verb = "is" if len(absent) == 1 else "are"
     where = _at(dumps.ranks[last.rank], last.event)
-    sentence = (
-        f"{_capital(_ranks(absent))} {verb} behind: {waiting} for {pronoun} in {call} of group {last.group!r}{where}; "
-        f"{states}."
-    )
+    call = last.event.text if last.event.awaited is not None else f"{call} of group {last.group!r}"
+    sentence = f"{_capital(_ranks(absent))} {verb} behind: {waiting} for {pronoun} in {call}{where}; {states}."
     return Verdict("behind", absent, sentence, last.group, number)
 
 
@@ -378,6 +387,25 @@ def _state(dumps: Dumps, groups: Sequence[JobGroup], rank: int, name: str, left:
     return f"rank {rank} {made} and is at {where}" if where else f"rank {rank} {made.rstrip(',')}"
 
 
+def _state_in_store_call(
+    waiting: Event, dumps: Dumps, groups: Sequence[JobGroup], rank: int, name: str, left: bool
+) -> str:
+    """Return what is known about a rank that others wait for in the store: which call it has not made, and its own."""
+    dump = dumps.ranks.get(rank)
+    if left or dump is None:
+        return _state(dumps, groups, rank, name, left)
+    group = next((group for group in groups if group.name == name and rank in group.members), None)
+    made = 0 if group is None else 1 + max((number for number, _ in group.calls.get(rank, {})), default=-1)
+    times = "once" if made == 1 else f"{made} times"
+    lacks = f"rank {rank} has {f'called {waiting.op} only {times}' if made else f'not called {waiting.op}'}"
+    pending = [(e, g.name) for g in dump.groups for e in g.events if e.state in ("scheduled", "started")]
+    event, of_group = max(pending, key=lambda each: each[0].start_ns, default=(None, ""))
+    if event is not None:
+        return f"{lacks}; it is in {_call_text(event, of_group)}{_at(dump, event)}"
+    where = place(dump)
+    return f"{lacks}; it is at {where}" if where else lacks
+
+
 def _waits(dumps: Dumps, groups: Sequence[JobGroup]) -> dict[int, _Wait]:
     """Return the first call of each rank that has not ended, or ran into a time-out, and the ranks it waits for."""
     found: list[tuple[Event, int, str, Callable[[], frozenset[int]]]] = []
@@ -385,8 +413,9 @@ def _waits(dumps: Dumps, groups: Sequence[JobGroup]) -> dict[int, _Wait]:
         for number in group.numbers:
             calls = group.at(number)
             if len(calls) < len(group.members):
-                ends = partial(group.absent, calls)
-                found += [(event, rank, group.name, ends) for rank, event in calls.items() if _is_waiting(event)]
+                for rank, event in calls.items():
+                    if _is_waiting(event):
+                        found.append((event, rank, group.name, partial(group.absent, calls, event.awaited)))
     for dump in dumps.ranks.values():
         for of_rank in dump.groups:
             for event in of_rank.events:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from hashlib import sha256
 from typing import Any
@@ -50,6 +51,8 @@ from torchdist_ref.stores.prefix import KeyRange, PrefixStore
 
 _BACKEND_VARIABLE = "TORCHDIST_REF_BACKEND"
 _DEFAULT_BACKEND = "(default)"
+_MOST_RECORDED = 1 << 17
+"""Largest world whose initialization is in the flight recorder, which lists its ranks."""
 log = logging.getLogger("torchdist_ref.groups")
 
 
@@ -111,7 +114,9 @@ def init_process_group(
     seconds = timeout_of("init_process_group", timeout).total_seconds()
     _check_backend(backend, "init_process_group")
     owned = store is None
-    with limit_requests(seconds):
+    with limit_requests(seconds), _closed_on_failure(world), _recorded(world, rank, world_size, seconds):
+        # Before any wait: a rank that hangs here has to answer requests for dumps.
+        world.on_close.append(observe_process())
         if store is None:
             meeting = meet(init_method, rank, world_size, seconds)
         elif init_method is not None:
@@ -121,28 +126,46 @@ def init_process_group(
         else:
             meeting = meet_on(store, rank, world_size)
         world.store, world.owns_store, world.leave_store = meeting.store, owned, meeting.leave
-        try:
-            members, options = tuple(range(meeting.size)), (pg_options, device_id)
-            # Ranks of `fake` need no other rank, which need not exist.
-            alone = backend is not None and set(names_by_device(backend).values()) == {"fake"}
-            keys = KeyAgreement(meeting.store, *((0, 1) if alone else (meeting.rank, meeting.size)), world.on_close)
-            chosen = backend or os.environ.get(_BACKEND_VARIABLE)
-            compared = _name_for_cpu(chosen) if chosen else _DEFAULT_BACKEND
-            with meeting.watched(seconds, alone, keys.own, keys.awaited, compared) as watch:
-                with watch.published():
-                    sealed = keys.complete(watch.store, seconds, meeting.values)
-                world.store = sealed.over(meeting.store)
-                name, own_store = group_name or "world", _next_store(world)
-                world.default = make_group(
-                    watch, own_store, chosen, name, members, meeting.rank, seconds, options, agreed=True
-                )
-            world.add(world.default)
-            share(world)
-            leave_at_end_of_program()
-            world.on_close.append(observe_process())
-        except BaseException:
-            world.close(failed=True)
-            raise
+        members, options = tuple(range(meeting.size)), (pg_options, device_id)
+        # Ranks of `fake` need no other rank, which need not exist.
+        alone = backend is not None and set(names_by_device(backend).values()) == {"fake"}
+        keys = KeyAgreement(meeting.store, *((0, 1) if alone else (meeting.rank, meeting.size)), world.on_close)
+        chosen = backend or os.environ.get(_BACKEND_VARIABLE)
+        compared = _name_for_cpu(chosen) if chosen else _DEFAULT_BACKEND
+        with meeting.watched(seconds, alone, keys.own, keys.awaited, compared) as watch:
+            with watch.published():
+                sealed = keys.complete(watch.store, seconds, meeting.values)
+            world.store = sealed.over(meeting.store)
+            name, own_store = group_name or "world", _next_store(world)
+            world.default = make_group(
+                watch, own_store, chosen, name, members, meeting.rank, seconds, options, agreed=True
+            )
+        world.add(world.default)
+        share(world)
+        leave_at_end_of_program()
+
+
+@contextmanager
+def _closed_on_failure(world: World) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        world.close(failed=True)
+        raise
+
+
+def _recorded(world: World, rank: Any, size: Any, seconds: float) -> AbstractContextManager[Any]:
+    """Return a context in which the initialization is in the flight recorder, if this rank knows its number already."""
+    known: list[Any] = [
+        value if value != -1 else os.environ.get(name) for name, value in (("RANK", rank), ("WORLD_SIZE", size))
+    ]
+    try:
+        number, count = map(int, known)
+    except (TypeError, ValueError):
+        return nullcontext()
+    if not 0 <= number < count <= _MOST_RECORDED:
+        return nullcontext()
+    return world.store_calls.initialization(number, count, seconds)
 
 
 def _check_backend(backend: str | None, operation: str) -> None:
@@ -268,7 +291,8 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
         )
     found = resolve(group, "destroy_process_group")
     if found is world.default:
-        world.close()
+        with world.recorded("destroy_process_group", "", (), world.default):
+            world.close()
     elif found is not None:
         if found not in world.groups:
             registration = world.registration
@@ -333,7 +357,12 @@ def new_group(
     me = default.members[default.rank()]
     if use_local_synchronization and me not in members:
         return None
-    with limit_requests(seconds):
+    makers = members if use_local_synchronization else None
+    awaited = members if me in members else ()
+    with (
+        world.recorded("new_group", f"ranks={list(members)}", awaited, default, makers),
+        limit_requests(seconds),
+    ):
         chosen, agreed = backend or default.backend.name, False
         store = _member_store(world, members) if use_local_synchronization else _next_store(world)
         users = len(members) if use_local_synchronization else default.size()

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from torchdist_ref.debug.store_calls import StoreCalls
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -219,7 +220,8 @@ def split_group(
     parts = _checked_parts(split_ranks, parent)
     seconds = timeout_of("split_group", timeout, timedelta(seconds=parent.timeout)).total_seconds()
     check_description("split_group", group_desc)
-    with limit_requests(seconds):
+    awaited = [parent.members[rank] for ranks in parts if parent.rank() in ranks for rank in ranks]
+    with current().recorded("split_group", f"split_ranks={parts}", awaited, parent), limit_requests(seconds):
         number, keys = _next_keys("split_group", parent, parent.size())
         index = next((index for index, ranks in enumerate(parts) if parent.rank() in ranks), None)
         if index is None:
@@ -303,8 +305,18 @@ def shrink_group(
     """
     parent = _parent("shrink_group", "group", group)
     remaining = _remaining(parent, ranks_to_exclude, shrink_flags)
-    if shrink_flags == SHRINK_ABORT:
-        parent.backend.abort(f"shrink_group: group {parent.group_desc!r} continues without ranks {ranks_to_exclude}")
+    remain = [parent.members[rank] for rank in remaining]
+    text = f"ranks_to_exclude={sorted(ranks_to_exclude)}"
+    with current().recorded("shrink_group", text, remain, parent):
+        return _shrink(parent, remaining, ranks_to_exclude, shrink_flags, pg_options)
+
+
+def _shrink(
+    parent: ProcessGroup, remaining: list[int], excluded: list[int], flags: int, pg_options: Any
+) -> ProcessGroup:
+    """Replace a group by one of its remaining ranks; see `shrink_group`."""
+    if flags == SHRINK_ABORT:
+        parent.backend.abort(f"shrink_group: group {parent.group_desc!r} continues without ranks {excluded}")
     with limit_requests(parent.timeout):
         try:
             keys, watch = _meet_remaining(parent, remaining)
@@ -329,6 +341,8 @@ def shrink_group(
         if is_default:
             world.default = shrunk
             share(world)
+            # The ranks have other numbers now.
+            world.store_calls = StoreCalls()
     return shrunk
 
 

@@ -18,7 +18,7 @@ import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,7 @@ from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch
 from torchdist_ref.backends.registry import by_device_type
 from torchdist_ref.backends.unusable import DestroyedBackend
 from torchdist_ref.debug.monitored import run_monitored_barrier
+from torchdist_ref.debug.store_calls import StoreCall, StoreCalls
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -137,14 +138,15 @@ class ProcessGroup(CallsFromTorch):
         """
         refuse_destroyed(self, "monitored_barrier")
         others = [rank for rank in range(self.size()) if rank != self._rank]
-        run_monitored_barrier(
-            self.store,
-            self._rank,
-            self.members,
-            timeout or timedelta(seconds=self.timeout),
-            self.group_desc,
-            lambda: self.backend.failure(others, "monitored_barrier"),
-        )
+        with current().recorded("monitored_barrier", "", self.members, self):
+            run_monitored_barrier(
+                self.store,
+                self._rank,
+                self.members,
+                timeout or timedelta(seconds=self.timeout),
+                self.group_desc,
+                lambda: self.backend.failure(others, "monitored_barrier"),
+            )
 
     def _backend_names(self) -> Mapping[str, str]:
         """Return the name of the backend for each device type."""
@@ -210,6 +212,7 @@ class World:
         owns_store: True if this library created the store, and so closes it.
         on_close: Functions to call before the groups close.
         registration: Registration of the groups with torch, or None.
+        store_calls: Calls of this rank that meet others in the store, for the flight recorder.
         torch_tables: torch's tables for this rank where ranks are threads, or None.
     """
 
@@ -228,6 +231,29 @@ class World:
         self.leave_store: Callable[[], None] | None = None
         self.on_close: list[Callable[[], None]] = []
         self.registration: Any = None
+        self.store_calls = StoreCalls()
+
+    def recorded(
+        self,
+        operation: str,
+        arguments: str,
+        awaited: Sequence[int],
+        group: ProcessGroup,
+        members: Sequence[int] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Return a context in which a call that meets other ranks in the store is in the flight recorder.
+
+        Args:
+            operation: Name of the operation.
+            arguments: The arguments that all ranks must agree on, as text.
+            awaited: Global ranks that this rank waits for.
+            group: Group whose members make the call.
+            members: Global ranks that make the call, if not all members do.
+        """
+        made_by, me = group.members if members is None else members, group.members[group.rank()]
+        name = f"{operation} of {group.group_desc!r}" + ("" if members is None else f" by ranks {[*members]}")
+        call = StoreCall(operation, arguments, tuple(awaited))
+        return self.store_calls.recorded(call, name, made_by, made_by.index(me), group.timeout)
 
     def add(self, group: ProcessGroup) -> ProcessGroup:
         """Add a new group, register it with torch if the default group is, and return it."""

@@ -17,7 +17,8 @@ from torchdist_ref.backends.ref import Ref
 from torchdist_ref.backends.ref_in_torch.objects import limit_objects
 from torchdist_ref.backends.ref_in_torch.process_group import RefProcessGroup
 from torchdist_ref.backends.torch_native.stores import StoreFromTorch
-from torchdist_ref.debug.flight_recorder import register
+from torchdist_ref.debug.flight_recorder import answer_requests, register
+from torchdist_ref.debug.store_calls import StoreCall, StoreCalls
 from torchdist_ref.liveness import MemberWatch, Presence
 from torchdist_ref.program_end import leave_at_end
 from torchdist_ref.stores import PrefixStore
@@ -35,9 +36,16 @@ def create(torchs_options: Any) -> RefProcessGroup:
     name, operation = ("world", "init_process_group") if is_world else (f"group {o.group_id}", "new_group")
     presence = Presence(store, o.group_rank, len(members))
     watch = MemberWatch(store, o.group_rank, members, operation, presence.failure)
-    seconds, on_connected = timeout.total_seconds(), list[Callable[[], None]]()
+    seconds, store_calls = timeout.total_seconds(), StoreCalls()
+    # Before any wait: a rank that hangs here has to answer requests for dumps.
+    on_connected: list[Callable[[], None]] = [answer_requests()]
+    call = StoreCall(operation, f"ranks={list(members)}", members)
     try:
-        with closing(presence), watch.published():
+        with (
+            store_calls.recorded(call, f"{operation} of {name!r}", members, o.group_rank, seconds),
+            closing(presence),
+            watch.published(),
+        ):
             for key, value in presence.announcement().items():
                 store.set(key, value)
             world_size = 0 if is_world else c10d.get_world_size()
@@ -45,7 +53,7 @@ def create(torchs_options: Any) -> RefProcessGroup:
             membership = Membership(sealed, o.group_rank, members, name, seconds, watch=watch)
             backend = Ref(membership)
             register(backend.recorder, membership, "ref")
-            group = RefProcessGroup(backend, members, sealed)
+            group = RefProcessGroup(backend, members, sealed, store_calls)
             leave_at_end(group)
             return group
     finally:

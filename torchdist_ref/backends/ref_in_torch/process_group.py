@@ -76,6 +76,7 @@ from torchdist_ref.work import Done
 
 if TYPE_CHECKING:
     from torchdist_ref.backends.ref import Ref
+    from torchdist_ref.debug.store_calls import StoreCalls
     from torchdist_ref.recorder import Recorder
 
 Tensors = Sequence[Tensor]
@@ -492,11 +493,12 @@ class RefProcessGroup(CallsFromTorch):
         backend: The backend that runs the calls.
         members: The global rank of every member, in group order.
         store: Store of the group, whose values are sealed.
+        store_calls: Record of the group's creation, which dumps hold as long as the group exists.
     """
 
-    def __init__(self, backend: Ref, members: Sequence[int], store: Store) -> None:
+    def __init__(self, backend: Ref, members: Sequence[int], store: Store, store_calls: StoreCalls) -> None:
         super().__init__(backend.link.rank, backend.link.size, "")
-        self.backend, self.store = backend, store
+        self.backend, self.store, self.store_calls = backend, store, store_calls
         self.members = tuple(members)
         self._on_end = [answer_requests()]
 
