@@ -15,6 +15,7 @@ from torch.futures import Future
 
 import torchdist_ref as dist
 from tests.parallel.training import batch, build, caught_by_others
+from torchdist_ref.algorithms.ddp_comm_hooks import powerSGD_hook
 from torchdist_ref.testing import RankError, fill, run
 
 DDP = dist.DistributedDataParallel
@@ -249,6 +250,44 @@ def test_a_hook_that_fails_on_one_rank_ends_the_others_wait(wrong: str) -> None:
 
     text = run(program, 2, timeout=4)[0]
     assert "its Future ended with GroupAbortedError" in text and "rank 1 aborted" in text and reason in text
+
+
+@pytest.mark.parametrize(
+    "state_of",
+    [
+        lambda group: group,
+        lambda group: powerSGD_hook.PowerSGDState(group),
+        lambda group: [7, group],
+        lambda group: {"group": group},
+    ],
+    ids=["the group", "an attribute", "an item", "a value"],
+)
+def test_a_hook_that_fails_on_one_rank_ends_the_waits_in_the_group_of_its_state(
+    state_of: Callable[[Any], Any],
+) -> None:
+    told = threading.Event()
+
+    def program(rank: int) -> str:
+        own, other = dist.new_group(group_desc="the hook's"), dist.new_group(group_desc="another")
+        state = state_of(own)
+
+        def summed(state: Any, bucket: dist.GradBucket) -> Any:
+            if rank == 1:
+                raise OSError("no space")
+            return dist.all_reduce(bucket.buffer(), group=own, async_op=True).get_future().then(lambda f: f.value()[0])
+
+        ddp = DDP(build("mlp"))
+        ddp.register_comm_hook(state, summed)
+        # Rank 1 stays until rank 0 has its error, so only the abort can have ended that wait.
+        text = caught_by_others(lambda: backward(ddp, rank), rank, told)
+        usable = torch.tensor([rank + 5])
+        dist.all_reduce(usable, group=other)
+        assert usable.item() == 11, "a group that the hook does not use"
+        return text
+
+    text = run(program, 2, timeout=4)[0]
+    assert "its Future ended with GroupAbortedError" in text and "the hook's" in text
+    assert "rank 1 aborted" in text and "raised OSError: no space" in text
 
 
 @BACKENDS

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -62,7 +62,7 @@ class HookExchange:
     def launch(self, bucket: LaunchedBucket) -> tuple[GradBucket, Future[torch.Tensor]]:
         """Call the hook. Its communication continues behind the Future."""
         shown = bucket.grad_bucket()
-        with aborted_on_hook_failure(self._group):
+        with aborted_on_hook_failure(self._group, self.state):
             try:
                 future: Any = self.hook(self.state, shown)
             except Exception as error:
@@ -76,7 +76,7 @@ class HookExchange:
     def wait(self, bucket: LaunchedBucket, handle: tuple[GradBucket, Future[torch.Tensor]]) -> torch.Tensor:
         """Wait for the Future and return its tensor."""
         shown, future = handle
-        with aborted_on_hook_failure(self._group):
+        with aborted_on_hook_failure(self._group, self.state):
             if not future.done() and not completed_within(future, self.timeout_seconds):
                 raise RankStalledError(
                     f"{self._where(bucket)}: its Future was not completed within {self.timeout_seconds:g} s, the "
@@ -134,10 +134,26 @@ _SPARSE = (
 )
 
 
-def aborted_on_hook_failure(group: Any) -> AbstractContextManager[None]:
-    """Return a context that ends the group if a hook fails in it: other ranks may wait for what it would have sent."""
-    resolved: Any = groups.world.resolve(group)
-    return groups.world.aborted_on_failure(resolved.backend, "a communication hook")
+@contextmanager
+def aborted_on_hook_failure(group: Any, state: Any) -> Iterator[None]:
+    """Abort DDP's group and those in a hook's state if the hook fails: ranks may wait in any of them for its calls.
+
+    Groups that the hook gets in another way are not known here.
+    """
+    try:
+        yield
+    except BaseException:
+        with ExitStack() as aborted:
+            for each in {groups.world.resolve(group), *_groups_in(state)} - {None}:
+                aborted.enter_context(groups.world.aborted_on_failure(each.backend, "a communication hook"))
+            raise
+
+
+def _groups_in(state: Any) -> list[Any]:
+    """Return the groups that a hook's state is or has, as items or as attributes."""
+    listed = list(state.values()) if isinstance(state, Mapping) else state
+    held = listed if isinstance(listed, (list, tuple)) else [state, *getattr(state, "__dict__", {}).values()]
+    return [each for each in held if isinstance(each, groups.ProcessGroup)]
 
 
 def completed_within(future: Future[Any], seconds: float) -> bool:

@@ -276,7 +276,7 @@ class BufferHook:
 
     def launch(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Call the hook."""
-        with aborted_on_hook_failure(self.group):
+        with aborted_on_hook_failure(self.group, self.state):
             try:
                 with torch.no_grad():
                     self._pending += self.hook(self.state, dict(buffers)) or ()
@@ -286,7 +286,7 @@ class BufferHook:
     def wait(self) -> None:
         """Wait for the Futures that the hook has returned."""
         pending, self._pending = self._pending, []
-        with aborted_on_hook_failure(self.group):
+        with aborted_on_hook_failure(self.group, self.state):
             for future in pending:
                 if not completed_within(future, timeout_seconds(self.group)):
                     late = "a Future that it returned was not completed within the time-out"
