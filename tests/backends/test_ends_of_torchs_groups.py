@@ -60,7 +60,28 @@ def test_a_program_that_ends_leaves_its_groups(tmp_path: Path) -> None:
     found = errors_of_survivors(program)
     texts = [found[rank].text for rank in SURVIVORS]
     assert [found[rank].kind for rank in SURVIVORS] == ["GroupAbortedError"] * 2
+    # The first one that looks passes on what it saw.
+    passed_on = "rank 1 aborted: its program ended without destroying the group"
+    assert any("the program of rank 1 ended without destroying the group" in text for text in texts), texts
+    assert all("the program of rank 1 ended" in text or passed_on in text for text in texts), texts
+
+
+def test_a_group_that_was_destroyed_before_the_program_ends_is_a_destroyed_one(tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        join(rank, str(tmp_path / "store"))
+        if rank == CULPRIT:
+            world = c10d.group.WORLD
+            assert world is not None
+            kept = world._get_backend(torch.device("cpu"))
+            c10d.destroy_process_group()
+            program_end._exit_all()
+            del kept
+        c10d.all_reduce(torch.ones(2))
+
+    found = errors_of_survivors(program)
+    texts = [found[rank].text for rank in SURVIVORS]
     assert any("rank 1 destroyed the group" in text for text in texts), texts
+    assert not any("program" in text for text in texts), texts
 
 
 # Two seconds: a process of its own starts torch.

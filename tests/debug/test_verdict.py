@@ -22,6 +22,7 @@ from torchdist_ref import failure_record
 from torchdist_ref.debug import flight_recorder
 from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump, read_directory
 from torchdist_ref.debug.verdict import JobGroup, Verdict, find_verdict
+from torchdist_ref.groups import world
 from torchdist_ref.testing import RankError, fill, run
 
 SOON = timedelta(milliseconds=200)
@@ -459,6 +460,19 @@ def leaves(rank: int) -> None:
 def test_a_rank_that_destroyed_the_group_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = verdict_on(leaves, 2, tmp_path, monkeypatch)
     assert (found.kind, found.ranks) == ("behind", (1,)) and found.sentence.endswith("; rank 1 destroyed the group.")
+
+
+def ends(rank: int) -> None:
+    if rank == 1:
+        world.current().exit()
+    else:
+        dist.barrier()
+
+
+def test_a_rank_whose_program_ended_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = verdict_on(ends, 2, tmp_path, monkeypatch)
+    assert (found.kind, found.ranks) == ("behind", (1,))
+    assert found.sentence.endswith("; rank 1 ended its program without destroying the group.")
 
 
 def fails_outside(rank: int) -> None:

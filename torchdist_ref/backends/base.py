@@ -432,8 +432,8 @@ class Backend(ABC):
         """
         return nullcontext()
 
-    def announce_exit(self) -> None:  # noqa: B027 - most backends announce it in `close`
-        """Publish that this rank's program ends though the group exists; for backends whose errors name no rank."""
+    def announce_exit(self) -> None:  # noqa: B027 - simple backends announce it in `close`
+        """Publish that this rank's program ends though the group exists. `close` follows."""
 
     def leave(self) -> bool:
         """Announce that this rank makes no new call, and return whether its calls have ended. `close` ends the others.

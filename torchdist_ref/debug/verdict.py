@@ -350,6 +350,13 @@ def _call_text(event: Event, group: str) -> str:
     return event.text if event.is_message or event.awaited is not None else f"{event.text} of group {group!r}"
 
 
+_LEFT = {
+    " destroyed the group": "destroyed the group",
+    " ended without destroying the group": "ended its program without destroying the group",
+}
+"""How a rank has left the group, by the words of an error that say so."""
+
+
 def _behind(dumps: Dumps, groups: Sequence[JobGroup], last: _Wait, waits: Mapping[int, _Wait]) -> Verdict:
     absent = tuple(sorted(last.ends - set(waits)))
     number = None if last.event.is_message else last.event.number
@@ -359,9 +366,10 @@ def _behind(dumps: Dumps, groups: Sequence[JobGroup], last: _Wait, waits: Mappin
         same = [last.rank]
     waiting = f"{_ranks(same)} {'waits' if len(same) == 1 else 'wait'}"
     pronoun = "it" if len(absent) == 1 else "them"
-    left = {r for r in last.event.ranks if " destroyed the group" in last.event.error}
+    how = next((how for text, how in _LEFT.items() if text in last.event.error), "")
+    left = dict.fromkeys(last.event.ranks, how)
     state_of = _state if last.event.awaited is None else partial(_state_in_store_call, last.event)
-    states = "; ".join(state_of(dumps, groups, rank, last.group, rank in left) for rank in absent[:MAX_NAMED])
+    states = "; ".join(state_of(dumps, groups, rank, last.group, left.get(rank, "")) for rank in absent[:MAX_NAMED])
     verb = "is" if len(absent) == 1 else "are"
     where = _at(dumps.ranks[last.rank], last.event)
     call = last.event.text if last.event.awaited is not None else f"{call} of group {last.group!r}"
@@ -373,11 +381,11 @@ def _key(wait: _Wait) -> tuple[str, Number, str]:
     return wait.group, wait.event.number, wait.event.op
 
 
-def _state(dumps: Dumps, groups: Sequence[JobGroup], rank: int, name: str, left: bool) -> str:
-    """Return what is known about a rank that others wait for; `left` if it has destroyed the group."""
+def _state(dumps: Dumps, groups: Sequence[JobGroup], rank: int, name: str, left: str) -> str:
+    """Return what is known about a rank that others wait for; `left` says how it has left the group, if it has."""
     dump = dumps.ranks.get(rank)
     if left:
-        return f"rank {rank} destroyed the group"
+        return f"rank {rank} {left}"
     if dump is None:
         return dumps.lack(rank)
     calls = next((group.calls.get(rank, {}) for group in groups if group.name == name and rank in group.members), {})
@@ -388,7 +396,7 @@ def _state(dumps: Dumps, groups: Sequence[JobGroup], rank: int, name: str, left:
 
 
 def _state_in_store_call(
-    waiting: Event, dumps: Dumps, groups: Sequence[JobGroup], rank: int, name: str, left: bool
+    waiting: Event, dumps: Dumps, groups: Sequence[JobGroup], rank: int, name: str, left: str
 ) -> str:
     """Return what is known about a rank that others wait for in the store: which call it has not made, and its own."""
     dump = dumps.ranks.get(rank)

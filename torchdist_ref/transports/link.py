@@ -253,10 +253,7 @@ class Link:
             first = min(aborted, key=lambda r: self.rows[r].aborted_at)
             return self._abort_of(first, description)
         if left:
-            last = self.rows[left[0]].describe()
-            return GroupAbortedError(
-                f"{self.context(description)}: {self.rank_names(left)} destroyed the group; it {last}."
-            ).naming(self.members[rank] for rank in left)
+            return self._departure(left, description)
         return None
 
     def process_failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
@@ -286,6 +283,21 @@ class Link:
             culprit, reason = self.rank_names([rank]), self.rows[rank].reason
         error = GroupAbortedError(f"{self.context(description)}: {culprit}{_ABORTED}{reason}")
         error.culprit, error.reason = culprit, reason
+        return error
+
+    def _departure(self, left: Sequence[int], description: str) -> GroupAbortedError:
+        """Return the error for ranks that have left the group in good order, or whose programs have ended in it."""
+        ended = [rank for rank in left if self.rows[rank].program_ended]
+        names, last = self.rank_names(ended or left), self.rows[(ended or left)[0]].describe()
+        what = f"{names} destroyed the group; it {last}."
+        if ended:
+            # The kernel knows the exit code only once Python has ended too, half a second later with torch.
+            endings = "; ".join(filter(None, map(self.liveness.ending, ended)))
+            reason = f"ended without destroying the group{endings and f' ({endings})'}"
+            what = f"the program of {names} {reason}; it {last}. See the output and the exit code of that rank."
+        error = GroupAbortedError(f"{self.context(description)}: {what}").naming(self.members[r] for r in ended or left)
+        if ended:
+            error.culprit, error.reason = names, f"its program {reason}"
         return error
 
     def _is_needed(self, rank: int) -> bool:
@@ -406,6 +418,11 @@ class Link:
                 f"{self.context(description)}: the group ended with an earlier failure ({self.broken!r}). "
                 f"Destroy it and make a new one."
             ) from self.broken
+
+    def announce_program_end(self) -> None:
+        """Note that this rank leaves because its program ends; the others learn it with the next status row."""
+        if not self.row.closed:
+            self.row.end_program()
 
     def announce_leave(self) -> None:
         """Announce that this rank issues no further collective; its pending messages may still be delivered."""

@@ -175,6 +175,8 @@ ZERO_COPY_BITS, REGISTERED_MEMORY, DEVICE_MEMORY = 3, 1, 2
 
 # Indices of the fields, in words.
 _STATUS, COMPLETED, _PID, _ABORTED_AT, _WAITING_FOR, _WAITING_SINCE, _CLOSED, _WITNESS = range(8)
+# Bits of the field `_CLOSED`.
+_HAS_CLOSED, _PROGRAM_ENDED = 1, 2
 # Offsets in bytes. An announcement is a header of 32 bytes and a memory handle of 32 bytes; a row holds two of each.
 _ANNOUNCEMENTS, _HEADER_BYTES, _ANNOUNCEMENT_STRIDE = 64, 32, 64
 _TEXTS, _TEXT_BYTES = 192, 256
@@ -304,11 +306,20 @@ class StatusRow:
     @property
     def closed(self) -> bool:
         """Whether the rank has closed its end of the group, after an abort too: its process need not have ended."""
-        return bool(self.fields[_CLOSED])
+        return bool(self.fields[_CLOSED] & _HAS_CLOSED)
+
+    @property
+    def program_ended(self) -> bool:
+        """Whether the rank closes its end of the group only because its program ends."""
+        return bool(self.fields[_CLOSED] & _PROGRAM_ENDED)
+
+    def end_program(self) -> None:
+        """Mark the rank as one whose program ends without destroying the group."""
+        self.fields[_CLOSED] |= _PROGRAM_ENDED
 
     def close(self) -> None:
         """Mark the rank as gone from the group; one that has aborted remains so."""
-        self.fields[_CLOSED] = True
+        self.fields[_CLOSED] |= _HAS_CLOSED
         if self.status != ABORTED:
             self.status = LEFT
 

@@ -295,6 +295,10 @@ class Ref(Backend):
         end_threads([self._order.progress, *self._messages.threads, *self._callbacks.threads])
         self.link.close()
 
+    def announce_exit(self) -> None:
+        """See `Backend.announce_exit`."""
+        self.link.announce_program_end()
+
     def abort(self, reason: str) -> None:
         """See `Backend.abort`."""
         self.link.abort(GroupAbortedError(reason), "")

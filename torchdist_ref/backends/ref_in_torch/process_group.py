@@ -519,7 +519,10 @@ class RefProcessGroup(CallsFromTorch):
         """See `GroupOwner.abort_with`."""
         self.backend.abort(f"its program ended with {message_of(error)}")
 
-    exit = shutdown
+    def exit(self) -> None:
+        """See `GroupOwner.exit`."""
+        self.backend.announce_exit()
+        self.shutdown()
 
     def abort(self) -> None:
         """Leave the group at once."""
