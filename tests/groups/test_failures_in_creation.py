@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import select
 import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import torchdist_ref as dist
+from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_survivors
 from tests.outcomes import failing
 from torchdist_ref import authentication, liveness
-from torchdist_ref.stores import HashStore, PrefixStore, TCPStore
+from torchdist_ref.stores import FileStore, HashStore, PrefixStore, TCPStore
 from torchdist_ref.testing import RankError, run
 from torchdist_ref.transports.link import Link
 
@@ -65,6 +69,26 @@ def test_a_rank_that_fails_tells_the_others_in_words(name: str) -> None:
     for kind, text, seconds in (outcomes[0], outcomes[2]):
         assert kind == "GroupAbortedError" and f"rank 1 failed: OSError: {said}" in text
         assert seconds < SOON
+
+
+def test_a_rank_without_a_free_descriptor_tells_the_others_through_a_file(tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        store = FileStore(str(tmp_path / "store"), WORLD)
+        # The others would raise a RankStalledError then.
+        timeout = timedelta(seconds=5)
+        dist.init_process_group("ref", store=store, rank=rank, world_size=WORLD, timeout=timeout)
+        dist.barrier()
+        if rank == CULPRIT:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+            with contextlib.suppress(OSError):
+                while True:
+                    os.open(os.devnull, os.O_RDONLY)
+        dist.new_group([0, 1, 2])
+
+    found = errors_of_survivors(program)
+    for rank in SURVIVORS:
+        assert found[rank].kind == "GroupAbortedError", found[rank].text
+        assert "rank 1 failed: OSError: [Errno 24] new_group on rank 1: Too many open files." in found[rank].text
 
 
 OPENING = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import resource
 import struct
 import threading
 import time
@@ -295,3 +297,50 @@ def test_the_last_one_to_close_does_not_remove_what_another_writes(path: str, mo
     opener.join()
     other = FileStore(path, 2)
     assert other.check(["of the next world"]) and other._log.table.number(OPEN_COUNT) == 2
+
+
+def open_descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def use_all_descriptors() -> None:
+    """Lower this process's limit and open files until none is free."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    with contextlib.suppress(OSError):
+        while True:
+            os.open(os.devnull, os.O_RDONLY)
+
+
+def publish_without_a_descriptor(pipe: Connection, path: str, store: FileStore) -> None:
+    store.set("used", "since")
+    stores = [store, FileStore(path)]
+    use_all_descriptors()
+    for index, each in enumerate(stores):
+        for key in "ab":
+            each.set(f"failure {key}{index}", "no free descriptor")
+    pipe.send([each.get("failure a1") for each in stores])
+
+
+def test_a_process_without_a_free_descriptor_can_still_publish(path: str) -> None:
+    """A store of its own, and one that it inherited and has used since."""
+    store = FileStore(path)
+    store.set("k", "v")
+    with in_child(publish_without_a_descriptor, path, store) as (pipe, _):
+        assert pipe.recv() == [b"no free descriptor"] * 2
+    assert (
+        store.multi_get([f"failure {key}{index}" for key in "ab" for index in range(2)]) == [b"no free descriptor"] * 4
+    )
+
+
+def test_closed_stores_and_those_that_cannot_open_their_file_keep_no_descriptor(path: str) -> None:
+    Path(path).write_bytes(b"hello world, no store")
+    before = open_descriptors()
+    with pytest.raises(DistStoreError):
+        FileStore(path)
+    os.unlink(path)
+    store = FileStore(path)
+    assert len(open_descriptors() - before) == 1
+    store.close()
+    del store
+    FileStore(path).set("k", "v")
+    assert open_descriptors() == before

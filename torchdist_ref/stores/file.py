@@ -11,8 +11,10 @@ locks are waited for no longer than the time-out.
 
 Each process that can open the file can hold its lock, and so stall the job. So the file is created for its owner
 only, and those of other users, or which other users can write, are refused. torch creates its files readable by all:
-such a file of this user is used, with a warning, so that ranks of both libraries can share it. Do not add the meaning
-of operations here: it belongs to `Table`.
+such a file of this user is used, with a warning, so that ranks of both libraries can share it.
+
+A rank that fails because it has no free descriptor tells the others through its store. So each object holds one in
+reserve, which it gives up while it has the file open. Do not add the meaning of operations here: it belongs to `Table`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from torchdist_ref.errors import ArgumentTypeError, DistStoreError, StoreTimeoutError, explain
+from torchdist_ref.forks import close_copies_in_child
 from torchdist_ref.stores.base import (
     POLL_SECONDS,
     Store,
@@ -67,6 +70,9 @@ class FileLog:
         self._offset = 0
         self._warned = False
         self._lock = threading.Lock()
+        self._closed = False
+        self._reserve: int | None = None
+        close_copies_in_child(self)
 
     @contextmanager
     def reading(self, deadline: Deadline) -> Iterator[Table]:
@@ -84,6 +90,17 @@ class FileLog:
             records = [self._record(key, was) for key, was in zip(keys, before, strict=True)]
             self._append(descriptor, b"".join(records))
         return result
+
+    def close_copies(self) -> None:
+        """Close a forked child's copy of the reserve."""
+        reserve, self._reserve = self._reserve, None
+        if reserve is not None:
+            os.close(reserve)
+
+    def release(self) -> None:
+        """Give up the reserve for good."""
+        self._closed = True
+        self.close_copies()
 
     def close(self, world: int, deadline: Deadline) -> None:
         """Count one more object that has closed the file; the last of `world` objects removes it.
@@ -168,13 +185,15 @@ class FileLog:
                 yield descriptor
             finally:
                 os.close(descriptor)
+                if self._reserve is None and not self._closed:
+                    self._reserve = _reserved_descriptor()
         finally:
             self._lock.release()
 
     def _open_locked(self, flags: int, lock: int, deadline: Deadline) -> int:
         while True:
             try:
-                descriptor = os.open(self.path, flags | os.O_CLOEXEC, 0o600)
+                descriptor = self._open(flags)
             except OSError as error:
                 raise self._cannot_open(error) from error
             try:
@@ -187,6 +206,15 @@ class FileLog:
                 raise
             # The last user removed the file while this one waited for the lock.
             os.close(descriptor)
+
+    def _open(self, flags: int) -> int:
+        try:
+            return os.open(self.path, flags | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or self._reserve is None:
+                raise
+        self.close_copies()
+        return self._open(flags)
 
     def _acquire_lock(self, descriptor: int, lock: int, deadline: Deadline) -> None:
         pause = 0.0002
@@ -270,7 +298,11 @@ class FileStore(Store):
             raise ArgumentTypeError(explain("FileStore", "file_name", "a path", file_name))
         self._log = FileLog(os.fsdecode(file_name))
         self._world = integer("FileStore", "world_size", world_size)
-        self._log.change([OPEN_COUNT], lambda table: table.add(OPEN_COUNT, 1), self._deadline("FileStore", None))
+        try:
+            self._log.change([OPEN_COUNT], lambda table: table.add(OPEN_COUNT, 1), self._deadline("FileStore", None))
+        except BaseException:
+            self._log.release()
+            raise
         self._finalizer = weakref.finalize(self, _close_log, self._log, self._world, os.getpid())
 
     @property
@@ -368,11 +400,18 @@ class FileStore(Store):
 
 
 def _close_log(log: FileLog, world: int, owner: int) -> None:
-    if os.getpid() != owner:
-        return  # a forked child's copy was never counted
-    # Without effect if the file is gone or unusable for all.
-    with suppress(DistStoreError, OSError):
-        log.close(world, Deadline(1.0))
+    # A forked child's copy was never counted. Without effect if the file is gone or unusable for all.
+    if os.getpid() == owner:
+        with suppress(DistStoreError, OSError):
+            log.close(world, Deadline(1.0))
+    log.release()
+
+
+def _reserved_descriptor() -> int | None:
+    """Return a descriptor to give up when this process needs one and has none; None if none is free now."""
+    with suppress(OSError):
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    return None
 
 
 def _key(operation: str, key: Text) -> bytes:
