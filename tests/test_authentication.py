@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hmac
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -21,9 +22,10 @@ import pytest
 import torchdist_ref as dist
 from tests.process_ends import answer_of_child
 from torchdist_ref import authentication
-from torchdist_ref.authentication import SECRET, SECRET_FILE, KeyServer, authenticate, receive_key
-from torchdist_ref.errors import AuthenticationError, RankStalledError
+from torchdist_ref.authentication import SECRET, SECRET_FILE, KeyAgreement, KeyServer, authenticate, receive_key
+from torchdist_ref.errors import AuthenticationError, RankDiedError, RankStalledError
 from torchdist_ref.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.stores.sealed import SealedStore, channel_key, is_authenticated, message_code
 from torchdist_ref.stores.sockets import TRUST_NETWORK
 from torchdist_ref.testing import RankError, fill, run
@@ -217,6 +219,61 @@ def test_a_rank_that_never_comes_is_named() -> None:
     with tcp_stores(2) as stores:
         with pytest.raises(RankStalledError, match="group ranks 0 of 2 did not join in time"):
             authenticate(stores[1], 1, 2, 0.05, [])
+
+
+def rank_zero_that_does_not_serve(store: Store) -> list[Callable[[], None]]:
+    """Publish where rank 0 serves the session key, as a process does that is stopped before it does so."""
+    on_close: list[Callable[[], None]] = []
+    for key, value in KeyAgreement(store, 0, 2, on_close).own.items():
+        store.set(key, value)
+    return on_close
+
+
+def test_a_rank_zero_that_is_stopped_before_it_serves_the_key_is_named() -> None:
+    with tcp_stores(2) as stores:
+        on_close = rank_zero_that_does_not_serve(stores[0])
+        text = (
+            f"init_process_group or new_group on rank 1: rank 0 of the group listens for this rank, but did not send "
+            f"the session key within 0.05 s: process {os.getpid()} of this host does not respond."
+        )
+        with pytest.raises(RankStalledError, match=re.escape(text)) as caught:
+            authenticate(stores[1], 1, 2, 0.05, [])
+        assert caught.value.ranks == (0,)
+        with pytest.raises(RankStalledError, match="rank 0 of the group") as caught:
+            authenticate(stores[1], 1, 2, 0.05, [], world_size=5)
+        assert caught.value.ranks == (), "group rank 0 may be another global rank"
+        for function in on_close:
+            function()
+
+
+def test_a_wait_for_the_key_ends_with_the_failure_of_a_rank() -> None:
+    with tcp_stores(2) as stores:
+        on_close = rank_zero_that_does_not_serve(PrefixStore("a", stores[0]))
+        watched = WatchedStore("a", stores[1], lambda: RankDiedError("rank 0 died"))
+        with pytest.raises(RankDiedError, match="rank 0 died"):
+            authenticate(watched, 1, 2, 5.0, [])
+        for function in on_close:
+            function()
+
+
+def test_a_wait_for_a_place_in_the_queue_ends_with_the_failure_of_a_rank() -> None:
+    server = KeyServer(0)
+    clients: list[socket.socket] = []
+    codes = [0]
+    while codes[-1] == 0:
+        clients.append(socket.socket(socket.AF_UNIX))
+        clients[-1].setblocking(False)
+        codes.append(clients[-1].connect_ex(f"\0{server.name}"))
+    assert codes[-1] == errno.EAGAIN
+
+    def fail() -> None:
+        raise RankDiedError("rank 0 died")
+
+    with pytest.raises(RankDiedError, match="rank 0 died"):
+        receive_key(server.name, 5.0, fail)
+    for client in clients:
+        client.close()
+    server.close()
 
 
 @as_root

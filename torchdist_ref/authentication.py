@@ -30,6 +30,7 @@ import errno
 import logging
 import os
 import re
+import select
 import socket
 import stat
 import struct
@@ -49,7 +50,7 @@ from torchdist_ref.stores import HashStore, Store
 from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.stores.sealed import KEY_BYTES, SealedStore, innermost, message_code
 from torchdist_ref.stores.sockets import TRUST_NETWORK, is_loopback, trusts_network
-from torchdist_ref.timeouts import Deadline
+from torchdist_ref.timeouts import CHECK_SECONDS, Deadline
 
 SECRET, SECRET_FILE = "TORCHDIST_REF_TOKEN", "TORCHDIST_REF_TOKEN_FILE"
 MIN_SECRET_BYTES = 16
@@ -213,7 +214,7 @@ class KeyAgreement:
                 server.serve(_SERVE_SECONDS if have_met else 0.0)
                 return SealedStore(store, server.key)
             try:
-                return SealedStore(store, receive_key(found[0][-1].decode(), deadline.remaining()))
+                return SealedStore(store, self._receive(found[0][-1].decode(), store, deadline))
             except (ConnectionRefusedError, ConnectionResetError, BlockingIOError) as error:
                 # Rank 0 died, or the entry is that of an earlier run or of another attempt; rank 0 then replaces it. Or
                 # another user fills the queue.
@@ -226,6 +227,19 @@ class KeyAgreement:
                     ) from error
                 time.sleep(_RETRY_SECONDS)
                 entries = None
+
+    def _receive(self, name: str, store: Store, deadline: Deadline) -> bytes:
+        check = store.raise_failure if isinstance(store, WatchedStore) else _no_check
+        try:
+            return receive_key(name, deadline.remaining(), check)
+        except TimeoutError as error:
+            # In a group of some ranks, group rank 0 may be another global rank.
+            ranks = (0,) if self._size == self._world_size else ()
+            raise RankStalledError(
+                f"init_process_group or new_group on rank {self._rank}: rank 0 of the group listens for this rank, but "
+                f"did not send the session key within {deadline.seconds:g} s: {error.strerror}. It may be stopped, or "
+                f"blocked by other code of its process. Find out what it does, and end or continue it."
+            ).naming(ranks) from error
 
 
 def _fail(error: AuthenticationError, *_: Any) -> SealedStore:
@@ -461,21 +475,33 @@ class KeyServer:
         self._socket.close()
 
 
-def receive_key(name: str, timeout: float) -> bytes:
+def _no_check() -> None:
+    return None
+
+
+def receive_key(name: str, timeout: float, check: Callable[[], None] = _no_check) -> bytes:
     """Return the session key from the `KeyServer` of this name.
+
+    Args:
+        name: Name of its socket.
+        timeout: Longest duration of the wait in seconds.
+        check: Function that raises an error if the wait is in vain; called every `CHECK_SECONDS`.
 
     Raises:
         ConnectionRefusedError: There is none.
         BlockingIOError: Its queue stayed full.
+        TimeoutError: It sent no key in time.
         AuthenticationError: It belongs to another user.
     """
     if not _SOCKET_NAME.fullmatch(name):
         raise AuthenticationError(f"init_process_group: rank 0 published no socket for the session key. {CURES}")
     deadline = Deadline(max(timeout, _RETRY_SECONDS))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(deadline.remaining())
-        _connect(sock, name, deadline)
+        sock.setblocking(False)
+        _connect(sock, name, deadline, check)
         pid, user = _peer_user(sock)
+        if user == os.geteuid():
+            _await_key(sock, pid, deadline, check)
         key = sock.recv(KEY_BYTES, socket.MSG_WAITALL) if user == os.geteuid() else b""
     if user != os.geteuid():
         raise AuthenticationError(
@@ -487,8 +513,9 @@ def receive_key(name: str, timeout: float) -> bytes:
     return key
 
 
-def _connect(sock: socket.socket, name: str, deadline: Deadline) -> None:
+def _connect(sock: socket.socket, name: str, deadline: Deadline, check: Callable[[], None]) -> None:
     """Connect to a server; its queue may be full, of ranks or of connections of another user."""
+    checked = time.monotonic()
     while True:
         try:
             return sock.connect(f"\0{name}")
@@ -496,3 +523,17 @@ def _connect(sock: socket.socket, name: str, deadline: Deadline) -> None:
             if deadline.passed():
                 raise
             time.sleep(_CONNECT_RETRY_SECONDS)
+        if time.monotonic() > checked + CHECK_SECONDS:
+            check()
+            checked = time.monotonic()
+
+
+def _await_key(sock: socket.socket, pid: int, deadline: Deadline, check: Callable[[], None]) -> None:
+    """Wait until the server has sent or ended; it may be stopped, and then the kernel keeps the connection."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    while not poll.poll(min(CHECK_SECONDS, deadline.remaining()) * 1000):
+        check()
+        if deadline.passed():
+            process = f"process {pid} of this host" if pid else "its process"
+            raise TimeoutError(errno.ETIMEDOUT, f"{process} does not respond")
