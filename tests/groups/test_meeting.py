@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import torchdist_ref as dist
+from tests.stores.store_helpers import server, torch_tcp
 from torchdist_ref.groups.meeting import Meeting
 from torchdist_ref.liveness import host_identity
 from torchdist_ref.stores import HashStore, TCPStore
@@ -213,7 +214,7 @@ def test_each_initialization_has_keys_of_its_own() -> None:
     assert len(prefixes) == 3
 
 
-def initialize_under_agents(rank: int, port: int, restarts: int) -> None:
+def initialize_under_agents(rank: int, port: int, restarts: int, world: int = 2) -> None:
     monkeypatch = pytest.MonkeyPatch()
     for name, value in {
         "MASTER_ADDR": "127.0.0.1",
@@ -223,7 +224,27 @@ def initialize_under_agents(rank: int, port: int, restarts: int) -> None:
         "TORCHDIST_REF_HOST_ID": f"host {rank}",
     }.items():
         monkeypatch.setenv(name, value)
-    dist.init_process_group("ref", rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    dist.init_process_group("ref", rank=rank, world_size=world, timeout=timedelta(seconds=20))
+
+
+def start_last_as_rank_0(rank: int, port: int) -> float:
+    """Initialize on torch's server; rank 0 begins when the others have begun, and have had time to look for it."""
+    store = TCPStore("127.0.0.1", port)
+    store.set(f"rank {rank} begins", "")
+    if rank == 0:
+        store.wait([f"rank {other} begins" for other in range(1, WORLD)])
+        for _ in range(500):
+            store.num_keys()
+    initialize_under_agents(rank, port, 0, WORLD)
+    tensor = torch.tensor([2.5 * (rank + 1) ** 2])
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return float(tensor)
+
+
+def test_ranks_under_torchrun_wait_for_a_late_rank_0() -> None:
+    with server(torch_tcp) as (port, _):
+        assert run(start_last_as_rank_0, WORLD, port, ranks="processes", init=False) == [2.5 * (1 + 4 + 9)] * WORLD
 
 
 def wait_for_keys(store: TCPStore, *ends: str) -> None:

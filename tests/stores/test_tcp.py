@@ -107,6 +107,37 @@ def test_waits_of_torchs_and_our_clients_wake_each_other(our_port: int, their_po
     ours.close()
 
 
+@pytest.mark.parametrize("ours_serves", [True, False])
+@pytest.mark.parametrize("operation", ["get", "wait_get", "multi_get", "wait"])
+def test_a_look_at_a_missing_key_ends_no_wait(
+    our_port: int, their_port: int, ours_serves: bool, operation: str
+) -> None:
+    port = our_port if ours_serves else their_port
+    waits, looks = TCPStore(HOST, port), TCPStore(HOST, port)
+    key, got = f"looked for by {operation}", []
+
+    def wait() -> None:
+        if operation == "get":
+            got.append(waits.get(key))
+        elif operation == "wait_get":
+            got.extend(waits.wait_get([key], timedelta(seconds=20)))
+        elif operation == "multi_get":
+            got.extend(waits.multi_get([key]))
+        else:
+            waits.wait([key])
+            got.append(waits.get_if_present(key))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    seen = {looks.get_if_present(key) for _ in range(100)}
+    looks.set(key, "here")
+    thread.join()
+    assert seen == {None} and got == [b"here"]
+    looks.delete_key(key)
+    waits.close()
+    looks.close()
+
+
 @needs_torch("2.13", "TCPStore.barrier")
 @pytest.mark.parametrize("ours_serves", [True, False])
 def test_torchs_and_our_clients_meet_at_a_barrier(our_port: int, their_port: int, ours_serves: bool) -> None:

@@ -487,7 +487,10 @@ def _emulate(
     keys = fields[0] if isinstance(fields[0], list) else [fields[0]]
     while True:
         _exchange_plain(sock, Op.WAIT, (keys,), deadline)
-        reply = convert(_exchange_plain(sock, following, fields, deadline))
+        # A COMPARE_SET of a missing key ends waits for it too, though it stores nothing.
+        reads = following in (Op.GET, Op.MULTI_GET)
+        present = not (reads and _exchange_plain(sock, Op.CHECK, (keys,), deadline)[0])
+        reply = convert(_exchange_plain(sock, following, fields, deadline)) if present else None
         if reply is not None:
             return reply
 

@@ -48,7 +48,7 @@ class Operation:
         idempotent: whether running the operation twice has the effect of running it once. If not, our server keeps the
             response until the client's next request, and a client of torch's server does not retry.
         wakes: number of waiting requests that a change of the request's keys may complete.
-        emulation: for extensions, the operation that torch's servers run after a WAIT instead, and the function that
+        emulation: for extensions and WAIT, the operation that torch's servers run after a WAIT, and the function that
             converts its reply; a None from that function means to wait again.
     """
 
@@ -126,6 +126,7 @@ class Op:
         _acknowledge,
         unmet=lambda table, keys: [(key, 0) for key in islice(table.absent(keys), MAX_FILED)],
         idempotent=True,
+        emulation=(CHECK, lambda reply: None if reply[0] else ()),
     )
     GETNUMKEYS = Operation("GETNUMKEYS", 0x07, "", "i", lambda table: (len(table.values),), idempotent=True)
     DELETE_KEY = Operation("DELETE_KEY", 0x08, "k", "i", lambda table, key: (int(table.delete(key)),))
