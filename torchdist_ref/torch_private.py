@@ -264,6 +264,12 @@ KEEP_VERSIONS = PrivateName(
     "lets DDP broadcast buffers that backward has saved",
     "DDP with buffers raises",
 )
+ASYNC_TENSOR = PrivateName(
+    "torch.distributed._functional_collectives",
+    "AsyncCollectiveTensor",
+    "recognizes results of functional collectives that nobody has waited for",
+    "torch's collectives on `ref` refuse them",
+)
 FUTURE = PrivateName("torch._C", "Future", "base class of the futures that hooks may return", _NO_DDP)
 DISPATCH_MODE = PrivateName(
     "torch.utils._python_dispatch", "TorchDispatchMode", "gives dropout in `Pipe` its generator", "`Pipe` raises"

@@ -1,7 +1,7 @@
 """Tensors whose elements are not in memory: each call raises before it begins, and the group remains usable.
 
 In torch's own groups torch's dispatcher has the first word: fake tensors return at once, DTensor and tensors with a
-dispatch of their own raise. There `ref` does what Gloo does.
+dispatch of their own raise, and results of functional collectives are waited for. There `ref` does what Gloo does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as c10d
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 
 # Each rank is a fork of this process, which therefore imports what ranks use.
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 import torchdist_ref as dist
 from tests.backends.inside_torch import compared, on
-from torchdist_ref.testing import run
+from torchdist_ref.testing import fill, run
 
 PHRASE = "Cannot access data pointer of Tensor that doesn't have storage"
 
@@ -145,6 +146,49 @@ def test_torchs_dispatcher_decides_in_torchs_groups(tmp_path: Path) -> None:
     for ours, theirs, _ in compared(in_torchs_group, 2, str(tmp_path / "store")):
         assert ours == theirs
         assert sum("NotImplementedError" in text for text in ours) == 8 and ours[1] == "returned None"
+
+
+def results_not_waited_for(rank: int, size: int) -> list[Any]:
+    """Return the results of calls whose operands are results of functional collectives that nobody has waited for."""
+
+    def pending(*shape: int) -> Tensor:
+        made = functional.all_reduce(fill(rank, shape), "sum", c10d.group.WORLD)  # type: ignore[arg-type]
+        assert type(made).__name__ == "AsyncCollectiveTensor"
+        return made
+
+    def written(call: Callable[[Tensor], Any], *shape: int) -> list[Any]:
+        tensor = pending(*shape)
+        call(tensor)
+        values: list[Any] = (tensor + 0).tolist()
+        return values
+
+    def read(call: Callable[[Tensor], Any], *shape: int) -> list[Any]:
+        values: list[Any] = (call(output := torch.zeros(shape)), output.tolist())[1]
+        return values
+
+    blocks = [torch.zeros(3) for _ in range(size)]
+    c10d.all_gather(blocks, pending(3))
+    into = [pending(3) for _ in range(size)]
+    c10d.all_gather(into, fill(rank, (3,)))
+    message = pending(3)
+    return [
+        written(lambda tensor: c10d.all_reduce(tensor), 2, 3),
+        written(lambda tensor: c10d.all_reduce(tensor, async_op=True).wait(), 4),
+        written(lambda tensor: c10d.broadcast(tensor, 1), 4),
+        written(lambda tensor: c10d.all_reduce_coalesced([tensor]), 4),
+        [block.tolist() for block in blocks],
+        [(block + 0).tolist() for block in into],
+        read(lambda output: c10d.reduce_scatter(output, [pending(2), pending(2)]), 2),
+        read(lambda output: c10d.all_to_all_single(output, pending(4)), 4),
+        read(lambda output: c10d.send(message, 1) if rank == 0 else c10d.recv(output, 0), 3),
+        written(lambda tensor: c10d.send(fill(7, (3,)), 1) if rank == 0 else c10d.recv(tensor, 0), 3),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_results_of_functional_collectives_are_waited_for_in_torchs_groups(tmp_path: Path) -> None:
+    for ours, theirs, _ in compared(results_not_waited_for, 2, str(tmp_path / "store")):
+        assert ours == theirs
 
 
 def refused_in_torchs_group(rank: int, path: str) -> list[str]:
