@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import process_time
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from torchdist_ref.backends.base import Membership
 from torchdist_ref.calls import AllReduce, Barrier
 from torchdist_ref.debug import __main__ as command
 from torchdist_ref.debug import flight_recorder
-from torchdist_ref.debug.dumps import read_directory, read_file
+from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump, read_directory, read_file
 from torchdist_ref.debug.verdict import find_verdict
 from torchdist_ref.recorder import Recorder
 from torchdist_ref.stores import HashStore
@@ -336,6 +337,27 @@ def check_trace(trace: dict[str, list[dict[str, object]]], ranks: int, calls: in
         assert thread in threads and start >= ends.get(thread, 0.0) - 0.001 and duration >= 0
         ends[thread] = start + duration
     assert min(event["ts"] for event in complete) == 0  # type: ignore[type-var]
+
+
+def test_a_trace_of_calls_at_the_same_time_has_few_threads_and_takes_little_time() -> None:
+    def dump(times: list[tuple[int, int]]) -> Dumps:
+        events = tuple(
+            Event((number, 0), "all_reduce", "all_reduce", "", "completed", *time) for number, time in enumerate(times)
+        )
+        return Dumps({0: RankDump(0, "", (GroupCalls("a", (0,), events), GroupCalls("b", (0,), events[:1])))})
+
+    def threads(times: list[tuple[int, int]]) -> list[object]:
+        events = command.chrome_trace(dump(times))["traceEvents"]
+        check_trace({"traceEvents": events, "displayTimeUnit": []}, ranks=1, calls=len(times) + 1)
+        return [event["tid"] for event in events if event["ph"] == "X"]
+
+    # Each call is on the first thread that is free; the last one is the other group's.
+    assert threads([(1, 9), (2, 4), (3, 5), (4, 6), (5, 7), (6, 20), (9, 12)]) == [0, 1, 2, 1, 2, 1, 0, 3]
+    crowd = dump([(start, 10**6) for start in range(1, 30_001)])
+    began = process_time()
+    assert len(command.chrome_trace(crowd)["traceEvents"]) == 1 + 2 * 30_001
+    # A look at each thread for each call took 10 seconds.
+    assert process_time() < began + 3.0
 
 
 def test_the_command_asks_ranks_and_reports_missing_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

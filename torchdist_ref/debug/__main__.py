@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +100,18 @@ def _trace_of(dump: RankDump, origin: int) -> Iterator[dict[str, Any]]:
     yield _metadata("process_name", dump.rank, 0, f"rank {dump.rank}")
     thread = 0
     for group in dump.groups:
-        free_at: list[int] = []
+        lanes, free, busy = 0, list[int](), list[tuple[int, int]]()
         for event in sorted((e for e in group.events if e.start_ns), key=lambda e: e.start_ns):
             end = max(event.start_ns, event.end_ns or (event.start_ns if event.state == "completed" else dump.time_ns))
-            lane = next((n for n, free in enumerate(free_at) if free <= event.start_ns), len(free_at))
-            if lane == len(free_at):
-                free_at.append(end)
-                yield _metadata("thread_name", dump.rank, thread + lane, group.name)
-            free_at[lane] = end
+            # Heaps, since a dump may have many calls at the same time: `busy` is ordered by the ends of calls.
+            while busy and busy[0][0] <= event.start_ns:
+                heappush(free, heappop(busy)[1])
+            if not free:
+                heappush(free, lanes)
+                lanes += 1
+                yield _metadata("thread_name", dump.rank, thread + free[0], group.name)
+            lane = heappop(free)
+            heappush(busy, (end, lane))
             yield {
                 "name": event.op,
                 "cat": group.name,
@@ -123,7 +128,7 @@ def _trace_of(dump: RankDump, origin: int) -> Iterator[dict[str, Any]]:
                     "error": event.error,
                 },
             }
-        thread += len(free_at)
+        thread += lanes
 
 
 def _metadata(name: str, rank: int, thread: int, value: str) -> dict[str, Any]:
