@@ -445,6 +445,21 @@ def test_a_receive_with_another_tag_says_so() -> None:
     assert "rank 1 sent one with tag 3. Pass the same tag" in run(program, 2)[0]
 
 
+def test_a_message_with_another_tag_is_named_when_its_sender_has_left() -> None:
+    def program(rank: int) -> str:
+        if rank:
+            work = dist.isend(torch.ones(2), 0, tag=3)
+            dist.destroy_process_group()
+            assert work is not None
+            return ""
+        with pytest.raises(dist.GroupAbortedError) as caught:
+            dist.recv(torch.ones(2), 1, tag=4)
+        return "\n".join(caught.value.__notes__)
+
+    left = "No message with tag 4 came, but rank 1 sent one with tag 3. Pass the same tag to send and recv.\nSee: "
+    assert run(program, 2)[0].startswith(left)
+
+
 class NoMemory:
     """Executor that runs no call."""
 

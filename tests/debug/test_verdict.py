@@ -207,6 +207,17 @@ def test_calls_in_another_order_left_out_or_added_are_recognized(
     assert found.sentence.startswith(words)
 
 
+def call_of(compared: str, number: int) -> Event:
+    return Event((number, 0), "all_reduce", f"all_reduce of {compared}", compared, "started", number + 1, 0)
+
+
+def test_another_call_among_equal_ones_is_no_additional_one() -> None:
+    calls = {rank: [call_of("[9]" if (rank, n) == (2, 3) else "[4]", n) for n in range(6)] for rank in range(3)}
+    found = find_verdict(job({rank: {"world": of_rank} for rank, of_rank in calls.items()}, 3))
+    assert (found.kind, found.ranks, found.number) == ("mismatch", (2,), (3, 0))
+    assert found.sentence.startswith("Rank 2 made another call than the others as call 3 of group 'world': ")
+
+
 # ---- deaths and exceptions
 
 
@@ -246,7 +257,7 @@ def test_a_death_is_named_though_survivors_raised_their_own_exceptions(
     assert (found.kind, found.ranks, found.number) == ("died", (1,), (2, 0))
 
 
-def test_an_exception_after_a_call_that_another_made_fail_is_named_if_nothing_else_is_known(
+def test_an_exception_that_ended_the_group_is_named_before_those_that_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def program(rank: int) -> None:
@@ -259,7 +270,7 @@ def test_an_exception_after_a_call_that_another_made_fail_is_named_if_nothing_el
             raise
 
     found = verdict_on(program, 2, tmp_path, monkeypatch)
-    assert (found.kind, found.ranks) in (("raised", (0,)), ("behind", (1,)))
+    assert (found.kind, found.ranks) == ("raised", (1,)) and "no data" in found.sentence
 
 
 def test_a_dead_sender_is_named_and_ranks_without_dumps_are_not(
@@ -473,6 +484,24 @@ def test_a_rank_whose_program_ended_is_named(tmp_path: Path, monkeypatch: pytest
     found = verdict_on(ends, 2, tmp_path, monkeypatch)
     assert (found.kind, found.ranks) == ("behind", (1,))
     assert found.sentence.endswith("; rank 1 ended its program without destroying the group.")
+
+
+def raises_without_a_dump(rank: int) -> None:
+    if rank == 1:
+        world.current().abort_with(KeyError("my bug"))
+    else:
+        dist.barrier()  # where it fails
+
+
+def test_a_rank_that_raised_and_left_no_dump_is_named_with_its_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = verdict_on(raises_without_a_dump, 2, tmp_path, monkeypatch)
+    assert (found.kind, found.ranks) == ("raised", (1,))
+    assert found.sentence == (
+        "Rank 1 aborted: its program ended with KeyError: 'my bug'. Rank 0 failed in barrier() of group 'world' at "
+        f"{line_of(raises_without_a_dump, '# where it fails')}."
+    )
 
 
 def fails_outside(rank: int) -> None:

@@ -46,7 +46,7 @@ def row() -> StatusRow:
 
 def test_a_new_row_has_no_call(row: StatusRow) -> None:
     assert (row.pid, row.status, row.announced) == (1234, PRESENT, JOINED)
-    assert row.describe() == "has made no call on this group yet"
+    assert row.describe() == "has made no collective on this group yet"
 
 
 def test_the_last_two_calls_have_their_texts_and_older_ones_do_not(row: StatusRow) -> None:

@@ -1,10 +1,10 @@
 """Verdict on the dumps of a job: which rank is behind, which call differs, and where in the user's code.
 
 Four questions are asked in this order, since each kind of failure causes those below it: Did ranks make different
-calls under one number? Has a rank raised an exception of its own? Has a rank died? For which rank do the others wait?
-The answer to the last one is the end of a chain: a rank may wait for one that waits for a third. A rank whose own
-time-out passed before it ended waited itself: its death is a consequence. A rank without a dump that can be read is no
-evidence of anything.
+calls under one number? Has a rank raised an exception of its own? Has a rank died, or aborted? For which rank do the
+others wait? The answer to the last one is the end of a chain: a rank may wait for one that waits for a third. A rank
+whose own time-out passed before it ended waited itself: its death is a consequence. A rank without a dump that can be
+read is no evidence of anything.
 
 Do not add ways to read dumps here: they belong to `dumps`.
 """
@@ -26,6 +26,8 @@ Number = tuple[int, int]
 
 MAX_NAMED = 64
 """Ranks that a sentence lists."""
+# Group rank and global rank of the culprit, and what it said.
+_ABORT = re.compile(r"\brank (\d+)(?: \(global (\d+)\))? aborted: (.*)")
 # Failures that a rank has because of another one.
 _CAUSED_BY_ANOTHER = ("GroupAbortedError", "RankDiedError", "RankStalledError")
 
@@ -107,7 +109,7 @@ def find_verdict(dumps: Dumps) -> Verdict:
     groups = job_groups(dumps)
     if not dumps.ranks:
         return Verdict("nothing", (), "There is no dump to read.")
-    for find in (_difference, _raised, _death, _wait, _pending, _call_sites, _raised_afterward, _failed):
+    for find in (_difference, _raised, _death, _abort, _wait, _pending, _call_sites, _raised_afterward, _failed):
         found = find(dumps, groups)
         if found is not None:
             return found
@@ -211,7 +213,8 @@ def _sides(dumps: Dumps, calls: Mapping[int, Event]) -> str:
 def _order(group: JobGroup, number: Number, odd: int, usual: int) -> tuple[str, str] | None:
     """Return whether a rank made two calls in the other order, or left one out, as kind and words."""
     mine, theirs = (_following(group.calls[rank], number) for rank in (odd, usual))
-    if len(mine) < 2 or len(theirs) < 2:
+    # Ranks whose later calls are the same ones made another call, and no call more or less.
+    if len(mine) < 2 or len(theirs) < 2 or mine[1:] == theirs[1:]:
         return None
     text = number_text(number)
     for later in range(1, min(len(mine), len(theirs))):
@@ -293,6 +296,26 @@ def _gave_up(dump: RankDump) -> bool:
     """Return whether a time-out of a rank's own passed, so that it was waiting for another one."""
     events = (event for group in dump.groups for event in group.events)
     return any(error.startswith("RankStalledError") for error in (dump.error, *(event.error for event in events)))
+
+
+def _abort(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
+    """Return the verdict on a rank without a dump that ended a group with an error, which the others quote."""
+    reports = [
+        (event.end_ns, dump.rank, group, event, int(found[1] or found[0]), found[2])
+        for dump in dumps.ranks.values()
+        for group in dump.groups
+        for event in group.events
+        if event.error.startswith("GroupAbortedError")
+        for found in _ABORT.findall(event.error)[:1]
+    ]
+    reports = [report for report in reports if report[4] not in dumps.ranks]
+    if not reports:
+        return None
+    _, witness, group, event, culprit, reason = min(reports, key=lambda report: report[:2])
+    number = None if event.is_message else event.number
+    where = _call_text(event, group.name) + _at(dumps.ranks[witness], event)
+    sentence = f"Rank {culprit} aborted: {_short(reason)}. Rank {witness} failed in {where}."
+    return Verdict("raised", (culprit,), sentence, group.name, number)
 
 
 def _failed(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:

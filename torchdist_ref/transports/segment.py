@@ -368,7 +368,7 @@ class StatusRow:
     def describe(self) -> str:
         """Describe the last known call of the rank, for messages."""
         if self.announced < 0:
-            return "has made no call on this group yet"
+            return "has made no collective on this group yet"
         call = f"call {self.announced}, {self.text(self.announced)}"
         return f"completed {call}, and has made no other" if self.completed >= self.announced else f"is in {call}"
 

@@ -31,6 +31,7 @@ from torchdist_ref.errors import (
     MismatchError,
     RankDiedError,
     RankStalledError,
+    add_note,
     on_rank,
 )
 from torchdist_ref.recorder import END, Entry, Operands, Recorder
@@ -41,6 +42,7 @@ from torchdist_ref.transports.segment import Announcement
 from torchdist_ref.work import Done, Work
 
 T = TypeVar("T")
+_SAME_TAG = "Pass the same tag to send and recv."
 _DONE = Done()
 # Messages are not counted among a group's collectives.
 POINT_TO_POINT: Number = (-1, 0)
@@ -371,7 +373,10 @@ class Receiver:
         # One that has left in good order is a sender less, unless it was the last one; any other failure counts.
         concerned = [source for source in sources if not link.rows[source].has_left] or sources
         error = link.failure([source for source in concerned if source != link.rank], operation)
+        others = self._other_tags(sources)
         if error is not None:
+            if others:
+                add_note(error, f"No message with tag {receive.call.tag} came, but {others}. {_SAME_TAG}")
             return error
         if self._ending:
             ended = GroupAbortedError(f"{link.context(operation)}: this rank destroyed the group meanwhile.")
@@ -380,10 +385,10 @@ class Receiver:
             return ended
         if monotonic() < receive.deadline:
             return None
-        if others := self._other_tags(sources):
+        if others:
             return RankStalledError(
                 f"{link.context(operation)}: no message with tag {receive.call.tag} came in {link.timeout:g} s, but "
-                f"{others}. Pass the same tag to send and recv.{link.deaths()}"
+                f"{others}. {_SAME_TAG}{link.deaths()}"
             )
         if receive.call.src is not None:
             return link.stall_error(receive.call.src, operation, link.timeout)
