@@ -9,6 +9,8 @@ import ast
 import json
 import os
 import pickle
+from argparse import Namespace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,9 +19,10 @@ import pytest
 
 import torchdist_ref
 from torchdist_ref import processes
-from torchdist_ref.benchmark import ranks, started_rank
+from torchdist_ref.benchmark import collectives, ranks, started_rank
 from torchdist_ref.benchmark.__main__ import main
 from torchdist_ref.benchmark.checkouts import COMMANDS, SIDES, old_spread, ratio_to_old, show, slower
+from torchdist_ref.benchmark.competitors import available
 from torchdist_ref.benchmark.rounds import ParentAddress, RankContext, Result, take_turns
 from torchdist_ref.errors import DistBackendError
 
@@ -172,6 +175,15 @@ def test_error_of_a_checkout_names_it_and_the_rank(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ranks, "start_child", forked_side)
     with pytest.raises(DistBackendError, match=r"the checkout 'old A' failed.*rank 0.*no such operation"):
         ranks.run_programs(failing, 1, ignore, dict.fromkeys(SIDES, HERE))
+
+
+# mpiexec starts Pythons of its own, which import torch: seconds.
+@pytest.mark.skipif("mpi4py" not in available(["mpi4py"])[0], reason="there is no MPI")
+def test_error_of_an_mpi_rank_names_it() -> None:
+    settings = Namespace(backends=["mpi4py"], device="cpu", window=4096, ops=["gossip"], sizes=[4])
+    program = partial(collectives.measure, settings=settings)
+    with pytest.raises(DistBackendError, match=r"the checkout 'this' failed: KeyError on rank [01]: 'gossip'"):
+        ranks.run_programs(program, 2, ignore, {"this": HERE}, mpi=True)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 from torchdist_ref import groups
-from torchdist_ref.benchmark import competitors, report, rounds
+from torchdist_ref.benchmark import competitors, report
 from torchdist_ref.benchmark.harness import AddOption, Harness, Settings, among, at_least, many
 from torchdist_ref.benchmark.operations import OPERATIONS
 from torchdist_ref.benchmark.rounds import Action, RankContext, Result
@@ -52,7 +52,7 @@ def measure(context: RankContext, settings: Settings) -> None:
     competitors.join(["ref"], context)
     for op in settings.ops:
         actions = zip((PUBLIC, BACKEND), _public_and_backend(op, context), strict=True)
-        turns = {name: partial(_mean_call, action, settings.calls, context) for name, action in actions}
+        turns = {name: partial(context.timed, action, settings.calls, loop=True) for name, action in actions}
         context.compare({"op": op, "world": context.world}, turns, settings.repetitions)
     competitors.leave()
 
@@ -75,17 +75,11 @@ def _public_and_backend(op: str, context: RankContext) -> tuple[Action, Action]:
     return public, lambda: [backend.submit(*arguments) for arguments in submitted]
 
 
-def _mean_call(action: Action, calls: int, context: RankContext) -> list[float]:
-    ((begin, end),) = rounds.calls_in_a_row(action, calls, context.wait)
-    return [(end - begin) / calls]
-
-
 def imports(repetitions: int) -> dict[str, list[float]]:
     """Return the seconds of each import in fresh interpreters, in turns; a first round fills the caches."""
-    rounds = [[_in_fresh_interpreter(program) for program in PROGRAMS] for _ in range(repetitions + 1)][1:]
-    return {
-        what: [each[number][what] for each in rounds] for number, program in enumerate(PROGRAMS) for what in program
-    }
+    first, second = PROGRAMS
+    rounds = [_in_fresh_interpreter(first) | _in_fresh_interpreter(second) for _ in range(repetitions + 1)][1:]
+    return {what: [each[what] for each in rounds] for what in rounds[0]}
 
 
 def _in_fresh_interpreter(program: Mapping[str, str]) -> dict[str, float]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from statistics import median, quantiles
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -66,13 +65,11 @@ def measure(context: RankContext, settings: Settings) -> None:
         capacity = 2 * (max(settings.sizes) + SPARE_BYTES)
         memory = context.shared_memory(context.world * capacity)
         contestants.append(limit.Tensors(memory, capacity, settings.window, context.rank))
-    try:
-        for op in settings.ops:
-            context.report(op)
-            for size in settings.sizes if OPERATIONS[op].sized else (0,):
-                Case(context, settings, OPERATIONS[op], size).compare(contestants)
-    finally:
-        competitors.leave()
+    for op in settings.ops:
+        context.report(op)
+        for size in settings.sizes if OPERATIONS[op].sized else (0,):
+            Case(context, settings, OPERATIONS[op], size).compare(contestants)
+    competitors.leave()
 
 
 class Case:
@@ -90,8 +87,7 @@ class Case:
     def compare(self, contestants: Sequence[Contestant]) -> None:
         """Check, time, check again, and report the result. Bounds, whose results are garbage, are not checked."""
         context, settings = self.context, self.settings
-        checks: dict[str, Action] = {}
-        actions: dict[str, Action] = {}
+        actions: dict[str, tuple[Action, Buffers]] = {}
         missing: dict[str, str] = {}
         for each in contestants:
             if each.name in BOUNDS and not self.operation.sized:
@@ -101,20 +97,20 @@ class Case:
             action = partial(_finish_on_device, action) if settings.device == "cuda" else action
             try:
                 if each.name not in BOUNDS:
-                    checks[each.name] = partial(self.check, each.name, action, buffers)
-                    checks[each.name]()
-                actions[each.name] = action
+                    self.check(each.name, action, buffers)
+                actions[each.name] = action, buffers
             except UnsupportedError as error:
                 if context.sides > 1:
                     # The other sides would wait for its turns.
                     raise
                 missing[each.name] = str(error)
-        calls = {name: self._calls(action) for name, action in actions.items()}
-        turns = {name: partial(self._turn, action, calls[name], name in BOUNDS) for name, action in actions.items()}
+        first = {name: partial(context.timed, action, CALIBRATION_CALLS) for name, (action, _) in actions.items()}
+        calls = {name: context.calls(turn, settings.seconds) for name, turn in first.items()}
+        turns = {name: partial(self._turn, each, calls[name], name in BOUNDS) for name, (each, _) in actions.items()}
         samples, disturbed = rounds.take_turns(context, turns, settings.repetitions)
-        for name, check in checks.items():
-            if name in actions and self.nbytes <= MAX_CHECKED_AGAIN_BYTES:
-                check()
+        for name, (action, buffers) in actions.items():
+            if name not in BOUNDS and self.nbytes <= MAX_CHECKED_AGAIN_BYTES:
+                self.check(name, action, buffers)
         where = {"op": self.operation.name, "size_bytes": self.nbytes, "world": context.world}
         context.report(Result(where, samples, disturbed, {"calls": calls, "missing": missing}))
 
@@ -134,22 +130,10 @@ class Case:
         b.result.zero_()
 
     def _turn(self, action: Action, calls: int, bound: bool) -> list[float]:
-        """Time a contestant's calls of one round; of a bound, whose ranks do not wait, the least time of its work."""
-        context, loop = self.context, self.settings.loop
-        clock = rounds.own_clock(context.world) if bound else perf_counter
-        rounds.calls_apart(action, -(-calls // CALLS_PER_WARM_UP_CALL), context.wait)
-        times = (rounds.calls_in_a_row if loop else rounds.calls_apart)(action, calls, context.wait, clock)
-        figure = rounds.shared_out if bound else rounds.durations
-        return [median(figure(context.exchange(times), self.operation.messages * (calls if loop else 1)))]
-
-    def _calls(self, action: Action) -> int:
-        """Return the number of calls of a turn, the same on all ranks."""
-
-        def first() -> list[float]:
-            times = rounds.calls_apart(action, CALIBRATION_CALLS, self.context.wait)
-            return rounds.durations(self.context.exchange(times))
-
-        return self.context.calls(first, self.settings.seconds)
+        """Return the median of a contestant's calls of one round."""
+        rounds.calls_apart(action, -(-calls // CALLS_PER_WARM_UP_CALL), self.context.wait)
+        times = self.context.timed(action, calls, self.settings.loop, bound)
+        return [median(times) / self.operation.messages]
 
 
 def _finish_on_device(action: Action) -> None:
@@ -274,8 +258,7 @@ def plot(path: str, results: Sequence[Result]) -> None:
         results: What was measured. Operations without sizes are left out.
     """
     sized = [result for result in results if result.cell["size_bytes"]]
-    panels = [(_panel, [each for each in sized if each.cell["op"] == op]) for op in OPERATIONS]
-    panels = [(draw, found) for draw, found in panels if found]
+    panels = [(_panel, found) for op in OPERATIONS if (found := [each for each in sized if each.cell["op"] == op])]
     rows = [panels[begin : begin + PLOT_COLUMNS] for begin in range(0, len(panels), PLOT_COLUMNS)]
     report.draw(path, rows, (4.2, 3.2))
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch.distributed as torch_distributed
@@ -95,8 +95,8 @@ def _obstacle(name: str, forked: bool) -> str:
 
 def find_mpiexec() -> str:
     """Return the path of MPI's launcher, beside this Python or on the path; empty if there is none."""
-    beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
-    return beside if os.access(beside, os.X_OK) else shutil.which("mpiexec") or ""
+    beside = os.path.dirname(sys.executable)
+    return shutil.which("mpiexec", path=beside) or shutil.which("mpiexec") or ""
 
 
 def join(asked: Sequence[str], context: RankContext) -> list[Competitor]:
@@ -160,17 +160,23 @@ class DirectMpi:
     def __init__(self) -> None:
         from mpi4py import MPI
 
-        comm, memory, whole = MPI.COMM_WORLD.Dup(), self._memory, self._whole
-        self._arrays: dict[int, tuple[Tensor, Any]] = {}
-        self._type = MPI.Datatype.fromcode
+        comm = MPI.COMM_WORLD.Dup()
 
-        def reduce(tensor: Tensor, dst: int, group: None = None) -> None:
-            if comm.rank == dst:
-                comm.Reduce(MPI.IN_PLACE, memory(tensor), root=dst)
-            else:
-                comm.Reduce(memory(tensor), None, root=dst)
+        # Keeps the tensors too, so that no other one gets the identity of a key.
+        @cache
+        def memory(tensor: Tensor) -> Any:
+            array = tensor.numpy()
+            return [array, MPI.Datatype.fromcode(array.dtype.char)]
 
-        self.reduce = reduce
+        def whole(parts: Sequence[Tensor] | None) -> Any:
+            # The one tensor that parts are consecutive views of.
+            base = parts[0]._base if parts else None  # noqa: SLF001  torch has no other name for it
+            return None if base is None else memory(base)
+
+        def source(tensor: Tensor, dst: int) -> Any:
+            return MPI.IN_PLACE if comm.rank == dst else memory(tensor)
+
+        self.reduce = lambda tensor, dst, group: comm.Reduce(source(tensor, dst), memory(tensor), root=dst)
         self.all_reduce = lambda tensor, group: comm.Allreduce(MPI.IN_PLACE, memory(tensor))
         self.broadcast = lambda tensor, src, group: comm.Bcast(memory(tensor), root=src)
         self.all_gather_single = lambda output, tensor, group: comm.Allgather(memory(tensor), memory(output))
@@ -181,16 +187,3 @@ class DirectMpi:
         self.send = lambda tensor, dst, group: comm.Send(memory(tensor), dst)
         self.recv = lambda tensor, src, group: comm.Recv(memory(tensor), src)
         self.barrier = lambda group: comm.Barrier()
-
-    def _memory(self, tensor: Tensor) -> Any:
-        """Return a tensor as mpi4py takes it; cached."""
-        found = self._arrays.get(id(tensor))
-        if found is None:
-            array = tensor.numpy()
-            found = self._arrays[id(tensor)] = tensor, [array, self._type(array.dtype.char)]
-        return found[1]
-
-    def _whole(self, parts: Sequence[Tensor] | None) -> Any:
-        """Return the one tensor that parts are consecutive views of."""
-        base = parts[0]._base if parts else None  # noqa: SLF001  torch has no other name for it
-        return None if base is None else self._memory(base)

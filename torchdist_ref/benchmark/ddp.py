@@ -14,6 +14,7 @@ import gc
 import re
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torchdist_ref.benchmark import competitors
 from torchdist_ref.benchmark.harness import AddOption, Harness, Settings, among, at_least
 from torchdist_ref.benchmark.report import cell, figure, ratio, table, time
-from torchdist_ref.benchmark.rounds import Action, RankContext, Result, Turn, calls_in_a_row, durations
+from torchdist_ref.benchmark.rounds import Action, RankContext, Result, Turn, calls_in_a_row
 from torchdist_ref.benchmark.training import GLOO, HOOKS, LOCAL, MODELS, REF, TORCH, wrap
 
 SIDES = (TORCH, REF, GLOO)
@@ -53,7 +54,6 @@ def add_options(add: AddOption) -> None:
 
 def measure(context: RankContext, settings: Settings) -> None:
     """Measure all models and hooks on one rank. Reports a result for each."""
-    torch.set_num_threads(1)
     groups = {each.name: each.group for each in competitors.join(settings.sides, context)}
     sides = groups if context.sides > 1 else (LOCAL, *groups)
     for model in settings.models:
@@ -69,11 +69,8 @@ def measure(context: RankContext, settings: Settings) -> None:
 def _turn(context: RankContext, settings: Settings, group: Any, model: str, hook: str, side: str) -> Turn:
     """Return the turn of a side: some steps in a row, and the time of one."""
     step = make_step(model, side, group, hook, settings.zeroed)
-
-    def timed(calls: int) -> list[float]:
-        return durations(context.exchange(calls_in_a_row(step, calls, context.wait)), calls)
-
     calls_in_a_row(step, WARM_UP_STEPS, context.wait)
+    timed = partial(context.timed, step, loop=True)
     return partial(timed, context.calls(partial(timed, CALIBRATION_STEPS), settings.seconds))
 
 
@@ -93,7 +90,6 @@ def make_step(name: str, side: str, group: Any, hook: str, zeroed: bool) -> Acti
 
 def memory(context: RankContext, settings: Settings, model: str, hook: str, side: str) -> int:
     """Return the largest share of memory (PSS) of all ranks after each of some steps, in bytes."""
-    torch.set_num_threads(1)
     groups = {each.name: each.group for each in competitors.join(SIDES, context)}
     step = make_step(model, side, groups[side], hook, settings.zeroed)
     largest = 0
@@ -106,11 +102,8 @@ def memory(context: RankContext, settings: Settings, model: str, hook: str, side
 
 
 def pss() -> int:
-    """Return this process's share of memory in bytes, shared pages divided; 0 where the system has no such figure."""
-    try:
-        lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
+    """Return this process's share of memory in bytes, shared pages divided."""
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
@@ -133,27 +126,23 @@ def over_local_each(result: Result, side: str) -> float:
     return over_local(result, side) / int(result.more["parameters"]) * 1e6
 
 
-def mebibytes(result: Result, side: str) -> float:
-    """Return the memory of all ranks together."""
-    return result.median(side) / 2**20
+# Titles and figures of what DDP adds.
+ADDED = {"excess {} / torch": excess, "{} us/parameter": over_local_each}
 
 
 def run(harness: Harness) -> None:
     """Measure times, or memory in ranks of their own for each case."""
     settings = harness.settings
-    if harness.against:
-        settings.sides = [REF]
-    else:
+    settings.sides = [REF] if harness.against else SIDES
+    if not harness.against:
         from torchdist_ref import torch_private
 
         # torch's DDP loads the compiler, which takes seconds: once, before ranks are forked.
         torch_private.COMPILER.get()
-        settings.sides = SIDES
-    cases = [(model, hook) for model in settings.models for hook in settings.hooks]
     if not settings.memory:
         harness.run(partial(measure, settings=settings), settings.world)
         return
-    for model, hook in cases:
+    for model, hook in product(settings.models, settings.hooks):
         harness.head(f"{model}, {hook}")
         program = partial(memory, settings=settings, model=model, hook=hook)
         found = {side: harness.run(partial(program, side=side), settings.world)[:1] for side in SIDES}
@@ -162,12 +151,10 @@ def run(harness: Harness) -> None:
 
 def show(harness: Harness, results: Sequence[Result]) -> str:
     """Return the table of times or memory."""
+    memory = harness.settings.memory
     columns = [cell("model", "model"), cell("hook", "hook")]
-    if harness.settings.memory:
-        columns += [figure(f"{side} MiB", [side], partial(mebibytes, side=side)) for side in SIDES]
-    else:
-        columns += [time(side, "ms") for side in (LOCAL, *SIDES)]
+    columns += [time(side, "MiB") for side in SIDES] if memory else [time(side, "ms") for side in (LOCAL, *SIDES)]
     columns += [ratio(f"{side} / torch", side, TORCH) for side in OURS]
-    for title, value in {"excess {} / torch": excess, "{} us/parameter": over_local_each}.items():
+    for title, value in {} if memory else ADDED.items():
         columns += [figure(title.format(side), (side, TORCH, LOCAL), partial(value, side=side)) for side in OURS]
-    return table(columns[: 7 if harness.settings.memory else None], results, left=2)
+    return table(columns, results, left=2)

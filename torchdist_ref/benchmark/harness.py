@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from torchdist_ref.benchmark import checkouts, competitors, report
-from torchdist_ref.benchmark.rounds import RankContext, Result, RoundDone
+from torchdist_ref.benchmark.rounds import RankContext, Result
 from torchdist_ref.errors import ArgumentError, UnsupportedError
 
 T = TypeVar("T")
@@ -149,8 +149,8 @@ class Harness:
                 self.note(event)
             case str():
                 self.head(event)
-            case RoundDone():
-                self.bar.show(self._heading, event.done, event.rounds)
+            case (done, rounds):
+                self.bar.show(self._heading, done, rounds)
             case _:
                 self.results.append(event)
 

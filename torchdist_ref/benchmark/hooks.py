@@ -34,7 +34,7 @@ from torchdist_ref.benchmark.harness import AddOption, Harness, Settings, among,
 from torchdist_ref.benchmark.hooks_results import HookResult, select
 from torchdist_ref.benchmark.hooks_watch import Span, Spans, calls_since
 from torchdist_ref.benchmark.operations import OPERATIONS
-from torchdist_ref.benchmark.rounds import RankContext, Times, durations, take_turns
+from torchdist_ref.benchmark.rounds import RankContext, take_turns
 from torchdist_ref.benchmark.training import HOOKS, LOCAL_STEPS, REF, TASKS, Batch, NamedHook, Task, missing, wrap
 from torchdist_ref.errors import ArgumentError, UnsupportedError
 
@@ -84,7 +84,7 @@ def add_options(add: AddOption) -> None:
 
 
 class Trainee:
-    """Model under DDP, its hook, its optimizer, and its progress.
+    """Model under DDP, its hook, its optimizer, its progress, and the figures of its turns.
 
     Args:
         task: Task that it learns.
@@ -101,6 +101,8 @@ class Trainee:
             averager = PeriodicModelAverager(hook.every, hook.every - 1, self.group)
             self.optimizer = optim.PostLocalSGDOptimizer(self._own_optimizer, averager)
         self._drawn = 0
+        self._losses, self._errors = list[float](), list[float]()
+        self._sent, self._wire = list[float](), list[float]()
 
     def batch(self) -> Batch:
         """Return the next batch, another one at each call."""
@@ -147,6 +149,41 @@ class Trainee:
         self._own_optimizer.step()
         return float((got.double() - exact).norm() / exact.norm())
 
+    def turn(self, context: RankContext) -> list[float]:
+        """Return the seconds of the steps of a turn, and take one that isn't timed."""
+        batches, losses = iter([self.batch() for _ in range(TURN_STEPS)]), list[Tensor]()
+        wire, entered = wire_bytes(context.host), perf_counter()
+        seconds = context.timed(lambda: losses.append(self.step(next(batches))), TURN_STEPS)
+        self._sent.append(sent_since(self.group, entered) / TURN_STEPS)
+        self._wire.append((wire_bytes(context.host) - wire) / TURN_STEPS)
+        by_rank = context.exchange([*map(float, losses), self.error(context.exchange)])
+        *means, error = map(fmean, zip(*by_rank, strict=True))
+        self._losses += means
+        self._errors.append(error)
+        return seconds
+
+    def result(self, context: RankContext, names: tuple[str, str, str, str], seconds: Sequence[float]) -> HookResult:
+        """Take a step whose timeline is recorded, and return all figures.
+
+        Args:
+            context: This rank.
+            names: Names of task, backend, link and hook.
+            seconds: Seconds of the steps of all turns.
+        """
+        context.wait()
+        return HookResult(
+            *names,
+            world=context.world,
+            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            sent_bytes=fmean(self._sent[1:]),
+            wire_bytes=fmean(self._wire[1:]) if any(self._wire[1:]) else None,
+            error=self._errors[1:],
+            seconds=seconds,
+            losses=self._losses,
+            turn=TURN_STEPS,
+            spans=self.spans(),
+        )
+
 
 def sent_since(group: Any, begin: float) -> float:
     """Return the bytes of a group's calls since a moment.
@@ -174,67 +211,18 @@ def wire_bytes(host: Any) -> int:
     return sum(int(line.split()[9]) for line in table.splitlines() if line.strip().startswith(f"{host.interface}:"))
 
 
-class Course:
-    """Turns of one trainee on one rank, and their figures."""
-
-    def __init__(self, context: RankContext, trainee: Trainee) -> None:
-        self.context, self.trainee = context, trainee
-        self.times: Times = []
-        self.losses, self.errors = list[float](), list[float]()
-        self.sent, self.wire = list[float](), list[float]()
-
-    def turn(self) -> list[float]:
-        """Take the steps of a turn, and one that isn't timed."""
-        context, trainee = self.context, self.trainee
-        batches = [trainee.batch() for _ in range(TURN_STEPS)]
-        wire, entered = wire_bytes(context.host), perf_counter()
-        for batch in batches:
-            context.wait()
-            begin = perf_counter()
-            loss = trainee.step(batch)
-            self.times.append((begin, perf_counter()))
-            self.losses.append(float(loss))
-        self.sent.append(sent_since(trainee.group, entered) / TURN_STEPS)
-        context.wait()
-        self.wire.append((wire_bytes(context.host) - wire) / TURN_STEPS)
-        self.errors.append(trainee.error(context.exchange))
-        return []
-
-    def result(self, task: str, backend: str, link: str, hook: str) -> HookResult:
-        """Take a step whose timeline is recorded, and combine the figures of all ranks."""
-        self.context.wait()
-        spans = self.trainee.spans()
-        times, losses, errors = zip(*self.context.exchange((self.times, self.losses, self.errors[1:])), strict=True)
-        return HookResult(
-            task,
-            backend,
-            link,
-            hook,
-            world=self.context.world,
-            parameters=sum(parameter.numel() for parameter in self.trainee.model.parameters()),
-            sent_bytes=fmean(self.sent[1:]),
-            wire_bytes=fmean(self.wire[1:]) if any(self.wire[1:]) else None,
-            error=list(map(fmean, zip(*errors, strict=True))),
-            seconds=durations(times),
-            losses=list(map(fmean, zip(*losses, strict=True))),
-            turn=TURN_STEPS,
-            spans=spans,
-        )
-
-
 def measure(context: RankContext, settings: Settings, link: str) -> None:
     """Measure on one rank. Reports headings and results."""
     tasks = {name: TASKS[name]() for name in settings.tasks}
-    try:
-        for backend in competitors.join(settings.backends, context):
-            for name, task in tasks.items():
-                context.report(f"{name} on {backend.name}, {link}")
-                courses = {hook: Course(context, Trainee(task, HOOKS[hook], backend.group)) for hook in settings.hooks}
-                take_turns(context, {hook: course.turn for hook, course in courses.items()}, settings.turns)
-                for hook, course in courses.items():
-                    context.report(course.result(name, backend.name, link, hook))
-    finally:
-        competitors.leave()
+    for backend in competitors.join(settings.backends, context):
+        for name, task in tasks.items():
+            context.report(f"{name} on {backend.name}, {link}")
+            trainees = {hook: Trainee(task, HOOKS[hook], backend.group) for hook in settings.hooks}
+            turns = {hook: partial(each.turn, context) for hook, each in trainees.items()}
+            seconds, _ = take_turns(context, turns, settings.turns)
+            for hook, each in trainees.items():
+                context.report(each.result(context, (name, backend.name, link, hook), seconds[hook]))
+    competitors.leave()
 
 
 def run(harness: Harness) -> None:

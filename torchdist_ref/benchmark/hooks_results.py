@@ -21,7 +21,6 @@ from torchdist_ref.benchmark.hooks_watch import Span, picture
 from torchdist_ref.benchmark.report import show_number, show_time
 from torchdist_ref.schedules.drawing import BLUE, GRAY, ORANGE
 
-DIGITS = 5
 LEGEND = """\
 bytes: bytes that a rank sends in a step; x less: than without compression.
 error: of the gradients, relative to their exact average.
@@ -35,7 +34,6 @@ MARKERS = ("o", "s", "D", "^", "v")
 COINCIDING = ("allreduce", "bf16", "powersgd-2", "fp16-powersgd-2", "bf16-powersgd-2", "quantize-channel")
 # Relative error. Averages nearer to the exact one are as exact as single precision can be.
 EXACT_ERROR = 1e-6
-TICKS = [digit * 10.0**power for power in range(-2, 6) for digit in (1, 2, 5)]
 
 
 @dataclass(frozen=True)
@@ -119,12 +117,8 @@ class HookResult:
         return replace(self, link=link, seconds=seconds, modeled=True, spans=())
 
     def entry(self) -> dict[str, Any]:
-        """Return a flat entry, with the significant digits."""
-        lists = {
-            name: [float(f"{x:.{DIGITS}g}") for x in getattr(self, name)] for name in ("error", "seconds", "losses")
-        }
-        spans = [[row, what, round(begin, 6), round(end, 6)] for row, what, begin, end in self.spans]
-        return {**asdict(self), **lists, "spans": spans}
+        """Return a flat entry of a report."""
+        return asdict(self)
 
 
 def from_json(entry: Mapping[str, Any]) -> HookResult:
@@ -191,16 +185,17 @@ def plot(path: str, results: Sequence[HookResult]) -> None:
 
 def times(panel: Any, results: Sequence[HookResult]) -> None:
     """Draw milliseconds a step: a line for each hook, a mark for each link."""
+    from matplotlib.ticker import LogLocator
+
     hooks = list(dict.fromkeys(result.hook for result in results))[::-1]
     for link, marker, color in zip(dict.fromkeys(result.link for result in results), cycle(MARKERS), cycle(COLORS)):
         here = select(results, link=link)
         heights = [hooks.index(result.hook) for result in here]
         panel.plot([1e3 * each.step for each in here], heights, marker, color=color, label=here[0].link_name)
     panel.set_yticks(range(len(hooks)), hooks)
-    steps = [1e3 * result.step for result in results]
-    ticks = [tick for tick in TICKS if min(steps) / 1.5 <= tick <= max(steps) * 1.5]
     report.finish(panel, _title(results, "time of a step"), 8, xscale="log", xlabel="milliseconds a step")
-    panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.xaxis.set_major_formatter("{x:g}")
     panel.minorticks_off()
 
 

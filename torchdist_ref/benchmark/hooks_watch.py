@@ -63,10 +63,9 @@ class Spans:
     def __init__(self, model: parallel.DistributedDataParallel) -> None:
         self._model = model
         self._inner = model.reducer.exchange
-        self._parts: list[tuple[str, float, float]] = []
-        self._started: dict[int, float] = {}
-        self._finished: dict[int, tuple[float, float]] = {}
-        self._calls: list[CallRecord] = []
+        self._spans: list[Span] = []
+        self._launched: dict[int, float] = {}
+        self._waits: list[float] = []
 
     def __enter__(self) -> Spans:
         self._entered = perf_counter()
@@ -75,14 +74,18 @@ class Spans:
 
     def __exit__(self, *_: object) -> None:
         self._model.reducer.use(self._inner)
-        self._calls = calls_since(self._model.process_group, self._entered)
+        for each in calls_since(self._model.process_group, self._entered):
+            self._spans.append(("calls", f"{each.call.op}, {each.nbytes} bytes", each.start, each.end))
 
     @contextmanager
     def part(self, what: str) -> Iterator[None]:
-        """Name the part of the step in this block."""
-        begin = perf_counter()
+        """Name the part of the step in this block; if it waits for buckets, it ends where the wait begins."""
+        begin, self._waits = perf_counter(), []
         yield
-        self._parts.append((what, begin, perf_counter()))
+        first, *_, last = self._waits or [perf_counter()] * 2
+        self._spans.append(("compute", what, begin, first))
+        if self._waits:
+            self._spans.append(("compute", "wait", first, last))
 
     # The reducer uses these instead of the exchange's own, and the exchange's attributes.
 
@@ -96,32 +99,22 @@ class Spans:
 
     def launch(self, bucket: LaunchedBucket) -> Any:
         """Record when a bucket is launched."""
-        self._started[bucket.index] = perf_counter()
+        self._launched[bucket.index] = perf_counter()
         return self._inner.launch(bucket)
 
     def wait(self, bucket: LaunchedBucket, handle: Any) -> Tensor:
         """Record how long the step waits for a bucket."""
         begin = perf_counter()
         value = self._inner.wait(bucket, handle)
-        self._finished[bucket.index] = begin, perf_counter()
+        self._waits += [begin, perf_counter()]
+        launched = self._launched[bucket.index]
+        self._spans.append(("buckets", f"bucket {bucket.index}", launched, self._waits[-1]))
         return value
 
     def __iter__(self) -> Iterator[Span]:
-        found = [("compute", *part) for part in self._compute()]
-        found += [("buckets", f"bucket {i}", begin, self._finished[i][1]) for i, begin in self._started.items()]
-        found += [("calls", f"{each.call.op}, {each.nbytes} bytes", each.start, each.end) for each in self._calls]
-        zero = min(begin for _, begin, _ in self._parts)
-        return ((row, what, begin - zero, end - zero) for row, what, begin, end in found)
-
-    def _compute(self) -> Iterator[tuple[str, float, float]]:
-        """Yield the parts; one that waits for buckets ends where the wait begins."""
-        waiting = min((begin for begin, _ in self._finished.values()), default=0.0)
-        for what, begin, end in self._parts:
-            if begin < waiting < end:
-                yield what, begin, waiting
-                yield "wait", waiting, max(end for _, end in self._finished.values())
-            else:
-                yield what, begin, end
+        zero = min(begin for _, _, begin, _ in self._spans)
+        for row, what, begin, end in sorted(self._spans, key=lambda span: ([*ROWS].index(span[0]), span[2])):
+            yield row, what, begin - zero, end - zero
 
 
 def picture(groups: Sequence[Mapping[str, Sequence[Span]]]) -> str:

@@ -31,18 +31,9 @@ Cut = tuple[int, int, int]
 Blocks = tuple[int, int, int, int]
 
 
-def _reduce(rank: int, n: int) -> Work:
-    gathered = ("out", n - 1) if rank == ROOT else ("publish", 1)
-    return ("in", n - 1), ("add", n - 1), gathered
-
-
-def _reduce_by_root(rank: int, n: int) -> Work:
-    return (("add_each", n * (n - 1)),) if rank == ROOT else (("in", n),)
-
-
 _WORK: dict[str, Callable[[int, int], Work]] = {
     "all_reduce": lambda r, n: (("in", n - 1), ("add", n - 1), ("publish", 1), ("out", n - 1)),
-    "reduce": _reduce,
+    "reduce": lambda r, n: (("in", n - 1), ("add", n - 1), ("out", n - 1) if r == ROOT else ("publish", 1)),
     "broadcast": lambda r, n: (("in", n),) if r == ROOT else (("out", n),),
     "all_gather": lambda r, n: (("in", 1), ("out", n - 1), ("own", 1)),
     "reduce_scatter": lambda r, n: (("in", n - 1), ("sum", 1), ("add", n - 2)),
@@ -52,17 +43,12 @@ _WORK: dict[str, Callable[[int, int], Work]] = {
     "sendrecv": lambda r, n: (("in", n), ("out", n)),
     "barrier": lambda r, n: (),
 }
+# With direct access nothing is copied to a staging buffer, and these need not leave the work to the root.
+_STAGING = ("in", "publish")
 _DIRECT: dict[str, Callable[[int, int], Work]] = {
-    "all_reduce": lambda r, n: (("add", n - 1), ("out", n - 1)),
     "reduce": lambda r, n: (("add", n - 1),),
-    "broadcast": lambda r, n: () if r == ROOT else (("out", n),),
-    "all_gather": lambda r, n: (("out", n - 1), ("own", 1)),
-    "reduce_scatter": lambda r, n: (("sum", 1), ("add", n - 2)),
-    "all_to_all": lambda r, n: (("out", n - 1), ("own", 1)),
     "gather": lambda r, n: (("put", 1),),
     "scatter": lambda r, n: (("out", 1),),
-    "sendrecv": lambda r, n: (("out", n),),
-    "barrier": lambda r, n: (),
 }
 
 
@@ -83,10 +69,10 @@ def work(op: str, rank: int, world: int, direct: bool = False, processors: int |
     >>> work("all_reduce", 0, 4, direct=True)
     (('add', 3), ('out', 3))
     """
-    steps = (_DIRECT if direct else _WORK)[op]
-    if steps is _reduce and min(world, processors or world) <= 2:
-        steps = _reduce_by_root
-    return tuple((kind, blocks) for kind, blocks in steps(rank, world) if blocks)
+    steps = _DIRECT.get(op, _WORK[op]) if direct else _WORK[op]
+    if op == "reduce" and not direct and min(world, processors or world) <= 2:
+        return (("add_each", world * (world - 1)),) if rank == ROOT else (("in", world),)
+    return tuple(step for step in steps(rank, world) if step[1] and not (direct and step[0] in _STAGING))
 
 
 class Stages:
@@ -164,14 +150,6 @@ class Tensors(Stages):
         return b.rank, peer if kind == "out" else b.rank, peer, theirs
 
 
-def _copy(target: Tensor, source: Tensor) -> Any:
-    return target.copy_(source)
-
-
-def _add(target: Tensor, source: Tensor) -> Any:
-    return target.add_(source)
-
-
 def _sum(target: Tensor, source: Tensor, own: Tensor) -> Any:
     return torch.add(own, source, out=target)
 
@@ -202,11 +180,11 @@ def kernels(op: str, b: Buffers, stages: Stages) -> Iterator[tuple[Any, ...]]:
                 where = slot % parts, (block, begin, piece), private.numel(), private.dtype
                 mine, other = stages.slot(b.rank, *where), stages.slot(peer, *where)
                 yield {
-                    "in": (_copy, mine, source),
-                    "publish": (_copy, mine, result),
-                    "put": (_copy, other, source),
-                    "out": (_copy, result, other),
-                    "own": (_copy, result, source),
-                    "add": (_add, result, other),
+                    "in": (Tensor.copy_, mine, source),
+                    "publish": (Tensor.copy_, mine, result),
+                    "put": (Tensor.copy_, other, source),
+                    "out": (Tensor.copy_, result, other),
+                    "own": (Tensor.copy_, result, source),
+                    "add": (Tensor.add_, result, other),
                     "sum": (_sum, result, other, source),
                 }[kind]

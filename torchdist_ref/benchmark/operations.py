@@ -64,8 +64,8 @@ class MeasuredOperation:
     Attributes:
         name: Name in schedules and reports.
         factor: Bus bandwidth over algorithm bandwidth, for a number of ranks.
-        blocks: Share of the whole buffer that a rank has in (source, result), a key of `_BLOCKS`. Without a source
-            the operation works in place.
+        blocks: Blocks of the whole buffer, of one a rank, that a rank has in (source, result): ``"none"``, ``"one"``,
+            ``"all"`` or ``"root's"``: all on the root. Without a source the operation works in place.
         bind: Function of an API (ours or torch's), a group and buffers that returns the call to time.
         expected: Function of all ranks' sources that returns the right result on a rank; None if it has none.
         splits: Whether the whole buffer consists of one block a rank.
@@ -121,8 +121,7 @@ class MeasuredOperation:
 
 
 def _elements(side: str, rank: int, world: int, whole: int) -> int:
-    blocks = _BLOCKS[side](rank, world)
-    return whole if blocks == world else whole // world * blocks
+    return whole * {"none": 0, "one": 1, "all": world, "root's": world * (rank == ROOT)}[side] // world
 
 
 def pattern(rank: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -168,12 +167,8 @@ def _newest(api: Any, *names: str) -> Any:
     return next(getattr(api, name) for name in names if hasattr(api, name))
 
 
-def _all_gather(api: Any, group: Any, b: Buffers) -> Action:
-    return partial(_newest(api, "all_gather_single", "all_gather_into_tensor"), b.result, b.source, group=group)
-
-
-def _reduce_scatter(api: Any, group: Any, b: Buffers) -> Action:
-    return partial(_newest(api, "reduce_scatter_single", "reduce_scatter_tensor"), b.result, b.source, group=group)
+def _whole(*names: str) -> Bind:
+    return lambda api, group, b: partial(_newest(api, *names), b.result, b.source, group=group)
 
 
 def _all_to_all(api: Any, group: Any, b: Buffers) -> Action:
@@ -205,11 +200,7 @@ def _sendrecv(api: Any, group: Any, b: Buffers) -> Action:
     send, recv = partial(api.send, b.source, other, group=group), partial(api.recv, b.result, other, group=group)
     first, second = (send, recv) if b.rank < other else (recv, send)
 
-    def there_and_back() -> None:
-        first()
-        second()
-
-    return there_and_back
+    return lambda: (first(), second())
 
 
 def _received(data: list[Tensor], rank: int, world: int) -> Tensor | None:
@@ -225,19 +216,14 @@ def _one(world: int) -> float:
     return 1.0
 
 
-# Blocks of a rank, by its share of the whole buffer.
-_BLOCKS: dict[str, Callable[[int, int], int]] = {
-    "none": lambda rank, world: 0,
-    "one": lambda rank, world: 1,
-    "all": lambda rank, world: world,
-    "root's": lambda rank, world: world if rank == ROOT else 0,
-}
+_ALL_GATHER = _whole("all_gather_single", "all_gather_into_tensor")
+_REDUCE_SCATTER = _whole("reduce_scatter_single", "reduce_scatter_tensor")
 _TABLE = (
     MeasuredOperation("all_reduce", lambda n: 2 * _share(n), ("none", "all"), _in_place("all_reduce"), _sum),
     MeasuredOperation("reduce", _one, ("none", "all"), _in_place("reduce", ROOT), _sum_on_root),
     MeasuredOperation("broadcast", _one, ("none", "all"), _in_place("broadcast", ROOT), _of_root),
-    MeasuredOperation("all_gather", _share, ("one", "all"), _all_gather, _joined, splits=True),
-    MeasuredOperation("reduce_scatter", _share, ("all", "one"), _reduce_scatter, _part_of(_sum), splits=True),
+    MeasuredOperation("all_gather", _share, ("one", "all"), _ALL_GATHER, _joined, splits=True),
+    MeasuredOperation("reduce_scatter", _share, ("all", "one"), _REDUCE_SCATTER, _part_of(_sum), splits=True),
     MeasuredOperation("all_to_all", _share, ("all", "all"), _all_to_all, _transposed, splits=True),
     MeasuredOperation("gather", _share, ("one", "root's"), _gather, _joined, splits=True),
     MeasuredOperation("scatter", _share, ("root's", "one"), _scatter, _part_of(_of_root), splits=True),

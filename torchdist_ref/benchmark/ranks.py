@@ -113,25 +113,22 @@ def start_child(address: ParentAddress, program: Program, checkout: Path, side: 
 @contextmanager
 def hub(world: int, on_report: OnReport, sides: int = 1) -> Iterator[ParentAddress]:
     """Serve ranks until the block ends, when they have ended: yield the address to which they connect."""
-    stopped, stop = Pipe(duplex=False)
-    with tempfile.TemporaryDirectory(prefix="torchdist_ref-") as folder, socket.socket(socket.AF_UNIX) as listener:
+    (stopped, stop), listener = Pipe(duplex=False), socket.socket(socket.AF_UNIX)
+    with tempfile.TemporaryDirectory(prefix="torchdist_ref-") as folder, stopped, stop, listener:
         for side in range(sides):
             os.mkdir(os.path.join(folder, str(side)))
         listener.bind(os.path.join(folder, HUB))
         listener.listen(world * sides)
-        arguments = (listener, stopped, world, sides, on_report)
-        thread = threading.Thread(target=_serve, args=arguments, name="benchmark hub")
+        thread = threading.Thread(target=_serve, args=(listener, stopped, world, on_report), name="benchmark hub")
         thread.start()
         try:
             yield ParentAddress(folder, world, sides)
         finally:
             stop.send(None)
             thread.join()
-            stopped.close()
-            stop.close()
 
 
-def _serve(listener: socket.socket, stopped: Connection, world: int, sides: int, on_report: OnReport) -> None:
+def _serve(listener: socket.socket, stopped: Connection, world: int, on_report: OnReport) -> None:
     """Accept ranks, pass on reports, and answer exchanges that are complete, until stopped and no message is left."""
     numbers: dict[Any, int] = {}
     values: defaultdict[range, dict[int, Any]] = defaultdict(dict)

@@ -14,7 +14,7 @@ import re
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ Panel = tuple[Callable[[Any, Any], None], Any]
 _PACKAGES = ("torch", "torchdist_ref", "numpy", "mpi4py")
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(i?B)?", re.IGNORECASE)
-_UNITS = {"us": 1e6, "ms": 1e3}
+_UNITS = {"us": 1e6, "ms": 1e3, "MiB": 2**-20}
 
 
 def parse_size(text: str) -> int:
@@ -64,7 +64,7 @@ def show_number(value: float) -> str:
 
 
 def show_time(seconds: float, unit: str) -> str:
-    """Return seconds in another unit.
+    """Return seconds, or bytes, in another unit.
 
     >>> show_time(5.2e-6, "us"), show_time(0.0187, "ms")
     ('5.20', '18.7')
@@ -82,12 +82,8 @@ def table(columns: Sequence[Column], results: Iterable[Any], left: int = 1) -> s
     """
     lines = [[title for title, _ in columns], *([text(result) for _, text in columns] for result in results)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            text.ljust(width) if i < left else text.rjust(width) for i, (text, width) in enumerate(pairs)
-        ).rstrip()
-        for pairs in ([*zip(line, widths, strict=True)] for line in lines)
-    )
+    row = "  ".join(f"{{:{'<' if i < left else '>'}{width}}}" for i, width in enumerate(widths))
+    return "\n".join(row.format(*line).rstrip() for line in lines)
 
 
 def cell(key: str, title: str = "") -> Column:
@@ -122,10 +118,7 @@ class ProgressBar:
             from rich.progress import Progress
 
             # Drawn on `show` alone: a thread that redraws would disturb the measurement.
-            console = Console(stderr=True)
-            self._bar = Progress(
-                console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
-            )
+            self._bar = Progress(console=Console(stderr=True), auto_refresh=False, transient=True)
             self._task = self._bar.add_task("")
 
     def show(self, text: str, done: int, rounds: int) -> None:
@@ -215,14 +208,9 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that take part."""
-    return {"python": sys.version.split()[0], **{name: found for name in _PACKAGES if (found := _version(name))}}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    # The first that is found is the one that is imported.
+    found = {name: each.version for name in _PACKAGES for each in [*distributions(name=name)][:1]}
+    return {"python": sys.version.split()[0], **found}
 
 
 def _line_of(path: str, key: str) -> str:

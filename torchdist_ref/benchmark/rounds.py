@@ -48,14 +48,6 @@ Turn = Callable[[], Sequence[float]]
 HUB = "hub"
 
 
-@dataclass(frozen=True)
-class RoundDone:
-    """Report of rank 0 after each round: how many rounds of this measurement are done, and of how many."""
-
-    done: int
-    rounds: int
-
-
 class StartLine:
     """Barrier of a benchmark's ranks, independent of all backends: one word a rank in shared memory.
 
@@ -69,37 +61,32 @@ class StartLine:
 
     >>> line = StartLine(memoryview(bytearray(64)), 0, range(1))
     >>> line.wait(), line.poll([0], 0.1)
-    (None, True)
+    (None, None)
     """
 
     def __init__(self, memory: memoryview, rank: int, ranks: range) -> None:
-        self._words = memory.cast("q")
-        self._step = LINE_BYTES // WORD_BYTES
-        self._own, self._all = rank * self._step, [each * self._step for each in ranks]
-        self._count = 0
+        self._words = memory.cast("q")[:: LINE_BYTES // WORD_BYTES]
+        self._rank, self._ranks, self._count = rank, ranks, 0
         self._spins = LONG_SPINS if len(ranks) <= len(os.sched_getaffinity(0)) else CROWDED_SPINS
 
     def wait(self) -> None:
         """Return when all ranks have called this as often as this one; on a core each, within a microsecond."""
         self._count += 1
         words, count, spins = self._words, self._count, self._spins
-        words[self._own] = count
-        for index in self._all:
-            while words[index] < count:
+        words[self._rank] = count
+        for rank in self._ranks:
+            while words[rank] < count:
                 spins -= 1
                 if spins < 0:
                     os.sched_yield()
 
-    def poll(self, ranks: Sequence[int], seconds: float) -> bool:
-        """Wait for these ranks, with sleeps and a time limit; return whether they came. For ranks of which some die."""
+    def poll(self, ranks: Sequence[int], seconds: float) -> None:
+        """Wait for these ranks, with sleeps and a time limit, since some may have died."""
         self._count += 1
-        self._words[self._own] = self._count
+        self._words[self._rank] = self._count
         end = monotonic() + seconds
-        while any(self._words[rank * self._step] < self._count for rank in ranks):
-            if monotonic() > end:
-                return False
+        while any(self._words[rank] < self._count for rank in ranks) and monotonic() < end:
             sleep(POLL_SECONDS)
-        return True
 
 
 def calls_apart(call: Action, calls: int, wait: Action, clock: Clock = perf_counter) -> Times:
@@ -250,8 +237,7 @@ class Result:
 
     def entry(self) -> dict[str, Any]:
         """Return a flat entry of a report."""
-        samples = {name: list(values) for name, values in self.samples.items()}
-        return {**self.cell, **self.more, "samples": samples, "disturbed": list(self.disturbed)}
+        return {**self.cell, **self.more, "samples": dict(self.samples), "disturbed": self.disturbed}
 
 
 @dataclass(frozen=True)
@@ -332,6 +318,15 @@ class RankContext:
             self.exchange(None, everyone=True)
         return samples
 
+    def timed(self, call: Action, calls: int, loop: bool = False, bound: bool = False) -> list[float]:
+        """Return the seconds of each of some calls of all ranks; of a call, if they are made in a `loop`, back to back.
+
+        Of a `bound`, whose ranks do not wait for one another, it is the least time of their work.
+        """
+        clock, figure = (own_clock(self.world), shared_out) if bound else (perf_counter, durations)
+        times = (calls_in_a_row if loop else calls_apart)(call, calls, self.wait, clock)
+        return figure(self.exchange(times), calls if loop else 1)
+
     def calls(self, first: Turn, seconds: float) -> int:
         """Return how many calls fill so many seconds, from the times of first ones; the same on all ranks."""
         everyone = self.exchange(self.in_turn(0, first), everyone=True)
@@ -345,7 +340,7 @@ class RankContext:
 def take_turns(
     context: RankContext, contestants: Mapping[str, Turn], rounds: int
 ) -> tuple[dict[str, list[float]], list[bool]]:
-    """Let contestants take turns, without Python's garbage collector.
+    """Let contestants take turns, without Python's garbage collector. Rank 0 reports (rounds done, rounds).
 
     Args:
         context: This rank.
@@ -361,11 +356,9 @@ def take_turns(
         busy_before, wall, used = busy_now(), perf_counter(), process_time()
         for name in rotated([*contestants], number):
             gc.disable()
-            try:
-                samples[name] += context.in_turn(number, contestants[name])
-            finally:
-                gc.enable()
+            samples[name] += context.in_turn(number, contestants[name])
+            gc.enable()
         own = sum(context.exchange(process_time() - used))
         disturbed.append(disturbed_by_others(busy_now() - busy_before, own, perf_counter() - wall))
-        context.report(RoundDone(number + 1, rounds))
+        context.report((number + 1, rounds))
     return samples, disturbed

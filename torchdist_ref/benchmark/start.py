@@ -71,8 +71,5 @@ def run(harness: Harness) -> None:
 def show(harness: Harness, results: Sequence[Result]) -> str:
     """Return the table: milliseconds, and how many times faster than the last backend."""
     *others, against = names = harness.settings.backends
-    times, ratios = (
-        [time(name, "ms") for name in names],
-        [ratio(f"{name} x {against}", against, name) for name in others],
-    )
-    return table([cell("operation"), cell("world", "ranks"), *times, *ratios], results)
+    columns = [cell("operation"), cell("world", "ranks"), *(time(name, "ms") for name in names)]
+    return table(columns + [ratio(f"{name} x {against}", against, name) for name in others], results)

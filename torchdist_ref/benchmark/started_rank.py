@@ -42,29 +42,20 @@ def load_task(folder: str) -> tuple[int, Callable[[int], Any]]:
     return address.world, lambda rank: program(RankContext(address, rank, side))
 
 
-def run_mpi_rank(start: Callable[[int], Any]) -> None:
-    """Run the rank of this process, which ``mpiexec`` started."""
-    import torch
-    from mpi4py import MPI
-
-    torch.set_num_threads(1)
-    rank = MPI.COMM_WORLD.rank
-    try:
-        start(rank)
-    except BaseException as error:
-        print(f"rank {rank} failed with {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        # The others wait for this rank, and only MPI can end them.
-        MPI.COMM_WORLD.Abort(1)
-
-
 def main(folder: str, mpi: bool) -> int:
     """Run the rank of this process, or fork all ranks of a checkout; leave the parent the text of an error."""
     load_benchmark()
+    if mpi:
+        from mpi4py.MPI import COMM_WORLD
     try:
         world, start = load_task(folder)
-        run_mpi_rank(start) if mpi else run(start, world, ranks="processes", init=False, timeout=DAY_SECONDS)
+        start(COMM_WORLD.rank) if mpi else run(start, world, ranks="processes", init=False, timeout=DAY_SECONDS)
     except Exception as error:
-        Path(folder, ERROR).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        where = f" on rank {COMM_WORLD.rank}" if mpi else ""
+        Path(folder, ERROR).write_text(f"{type(error).__name__}{where}: {error}", encoding="utf-8")
+        if mpi:
+            # The others wait for this rank, and only MPI can end them.
+            COMM_WORLD.Abort(1)
         return 1
     return 0
 

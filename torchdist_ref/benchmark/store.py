@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from time import perf_counter
 from typing import Any
 
@@ -19,12 +20,12 @@ import torch.distributed as torch_distributed
 
 from torchdist_ref.benchmark.harness import AddOption, Harness, Settings, at_least, many
 from torchdist_ref.benchmark.report import cell, figure, ratio, table, time
-from torchdist_ref.benchmark.rounds import Action, RankContext, Result, durations, library
+from torchdist_ref.benchmark.rounds import Action, RankContext, Result, calls_in_a_row, durations, library
 
 HOST = "127.0.0.1"
 VALUE = b"sixteen bytes..."
-# Bytes.
-ECHO_BYTES = 64
+# Of the echo. Bytes.
+MESSAGE = bytes(64)
 RECEIVE_BYTES = 4096
 CALLS_PER_CLOCK_READ = 8
 BARRIERS = 5
@@ -37,61 +38,55 @@ Client = dict[str, Callable[..., Any]]
 
 
 class EchoServer:
-    """Server that sends back what it receives, on one thread, to any number of clients, until the last one leaves.
+    """Server that sends back what it receives, on one thread, to so many clients, until the last one leaves.
 
-    >>> client = EchoClient(EchoServer().port)
-    >>> client.echo() == bytes(64), client.socket.close()
-    (True, None)
+    >>> with connected(EchoServer(1).port) as client:
+    ...     echo(client) == MESSAGE
+    True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clients: int) -> None:
         self._listener = socket.create_server((HOST, 0), backlog=1024)
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._serve, name="echo server", daemon=True).start()
+        threading.Thread(target=self._serve, args=(clients,), name="echo server", daemon=True).start()
 
-    def _serve(self) -> None:
-        clients = None
+    def _serve(self, clients: int) -> None:
         with selectors.DefaultSelector() as selector, self._listener:
-            selector.register(self._listener, selectors.EVENT_READ)
-            while clients != 0:
-                for ready in [key.fileobj for key, _ in selector.select()]:
-                    assert isinstance(ready, socket.socket)
-                    if ready is self._listener:
-                        client, _ = ready.accept()
-                        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                        selector.register(client, selectors.EVENT_READ)
-                        clients = (clients or 0) + 1
-                    elif data := ready.recv(RECEIVE_BYTES):
-                        ready.sendall(data)
+            for _ in range(clients):
+                client, _ = self._listener.accept()
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                selector.register(client, selectors.EVENT_READ, client)
+            while selector.get_map():
+                for client in [key.data for key, _ in selector.select()]:
+                    if data := client.recv(RECEIVE_BYTES):
+                        client.sendall(data)
                     else:
-                        selector.unregister(ready)
-                        ready.close()
-                        clients = (clients or 0) - 1
+                        selector.unregister(client)
+                        client.close()
 
 
-class EchoClient:
-    """Client of the echo."""
-
-    def __init__(self, port: int) -> None:
-        self.socket = socket.create_connection((HOST, port))
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._message = bytes(ECHO_BYTES)
-
-    def echo(self) -> bytes:
-        """Send, and receive the same."""
-        self.socket.sendall(self._message)
-        return self.socket.recv(RECEIVE_BYTES)
+def connected(port: int) -> socket.socket:
+    """Return a new client of the echo."""
+    client = socket.create_connection((HOST, port))
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return client
 
 
-def _server(side: str) -> Any:
+def echo(client: socket.socket) -> bytes:
+    """Send a message, and receive the same."""
+    client.sendall(MESSAGE)
+    return client.recv(RECEIVE_BYTES)
+
+
+def _server(side: str, clients: int) -> Any:
     """Start the server of a side."""
-    return EchoServer() if side == ECHO else STORES[side](HOST, 0, is_master=True, wait_for_workers=False)
+    return EchoServer(clients) if side == ECHO else STORES[side](HOST, 0, is_master=True, wait_for_workers=False)
 
 
 def _client(side: str, port: int, name: str) -> Client:
     """Return the operations of a connected client; the echo has one for all names, and no barrier."""
     if side == ECHO:
-        return dict.fromkeys(OPERATIONS, EchoClient(port).echo)
+        return dict.fromkeys(OPERATIONS, partial(echo, connected(port)))
     store = STORES[side](HOST, port)
     value, number = f"{name}/value", f"{name}/number"
     store.set(value, VALUE)
@@ -120,7 +115,7 @@ def add_options(add: AddOption) -> None:
 def measure(context: RankContext, settings: Settings) -> None:
     """Measure on one rank: the first ranks are servers, the others clients. Reports results."""
     sides, number = settings.sides, context.rank - len(settings.sides)
-    server = _server(sides[context.rank]) if number < 0 else None
+    server = _server(sides[context.rank], context.world - len(sides)) if number < 0 else None
     ports = context.exchange(server.port if server else None)
     own = {name: _client(name, ports[i], f"client {number}") for i, name in enumerate(sides)} if number >= 0 else {}
     for clients in settings.clients:
@@ -136,18 +131,23 @@ def _turns(
     context: RankContext, settings: Settings, active: Mapping[str, Client], operation: str, clients: int
 ) -> dict[str, Callable[[], list[float]]]:
     """Return the turns of all sides, in which they take the seconds of a call of all clients, or of a barrier."""
-    rounds = dict.fromkeys(settings.sides, 0)
+    numbers = count()
 
     def calls(name: str) -> list[float]:
         context.exchange(None)
         own = _rate(active[name][operation], settings.seconds) if active else 0.0
         return [1 / sum(context.exchange(own))]
 
+    def barrier(name: str) -> None:
+        # All clients count alike.
+        active[name][BARRIER](f"barrier/{clients}/{next(numbers)}", clients)
+
     def barriers(name: str) -> list[float]:
         context.exchange(None)
-        rounds[name] += 1
-        times = context.exchange(_barriers(active[name], f"{clients}/{rounds[name]}", clients) if active else [])
-        return durations([each for each in times if each], BARRIERS)[:1]
+        meet = partial(barrier, name)
+        # A first one lines up the clients.
+        times = context.exchange(calls_in_a_row(meet, BARRIERS, wait=meet) if active else [])
+        return durations([each for each in times if each], BARRIERS)
 
     if operation == BARRIER:
         return {name: partial(barriers, name) for name in settings.sides if name != ECHO}
@@ -162,15 +162,6 @@ def _rate(action: Action, seconds: float) -> float:
             action()
         calls += CALLS_PER_CLOCK_READ
     return calls / passed
-
-
-def _barriers(client: Client, key: str, clients: int) -> list[tuple[float, float]]:
-    """Time some barriers in a row, after one that lines up the clients."""
-    client[BARRIER](f"barrier/{key}/first", clients)
-    begin = perf_counter()
-    for number in range(BARRIERS):
-        client[BARRIER](f"barrier/{key}/{number}", clients)
-    return [(begin, perf_counter())]
 
 
 def run(harness: Harness) -> None:

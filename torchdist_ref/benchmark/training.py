@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import sysconfig
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
@@ -119,9 +118,7 @@ def _renamed(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 def mlp() -> tuple[nn.Module, Tensor]:
     """Return a model of 9.3 million parameters, half of whose step is communication; and a batch of 16."""
     widths = [784, 1776, 1776, 1776, 888, 10]
-    layers: list[nn.Module] = []
-    for n, m in pairwise(widths):
-        layers += [nn.Linear(n, m), nn.ReLU()]
+    layers = [layer for n, m in pairwise(widths) for layer in (nn.Linear(n, m), nn.ReLU())]
     return nn.Sequential(*layers[:-1]), torch.randn(16, 784)
 
 
@@ -188,9 +185,7 @@ class Digits(Classification):
 
     def model(self) -> nn.Module:
         """Return two convolutions and a linear layer."""
-        with seeded():
-            layers = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()]
-            return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 10))
+        return seeded(convolutions)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return SGD with momentum."""
@@ -216,8 +211,7 @@ class Text(Classification):
 
     def model(self) -> nn.Module:
         """Return a transformer of two layers, 192 wide."""
-        with seeded():
-            return Transformer()
+        return seeded(Transformer)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return Adam, without decay."""
@@ -230,6 +224,19 @@ class Text(Classification):
         return pieces[:, :-1], pieces[:, 1:]
 
 
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    """Make a model with random numbers of its own, the same every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return make()
+
+
+def convolutions() -> nn.Module:
+    """Return two convolutions and a linear layer, for images of 8 x 8."""
+    layers = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 10))
+
+
 class Transformer(nn.Module):
     """Scores of the next character at every position of a text, from those before it."""
 
@@ -237,48 +244,25 @@ class Transformer(nn.Module):
         super().__init__()
         self.symbol = nn.Embedding(SYMBOLS, WIDTH)
         self.position = nn.Embedding(CONTEXT, WIDTH)
-        self.layers = nn.Sequential(*(TransformerLayer() for _ in range(LAYERS)))
+        # Each normalizes first, then attends, then has two linear layers of four times the width between them.
+        shape: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, **shape) for _ in range(LAYERS))
         self.scores = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, SYMBOLS))
 
     def forward(self, text: Tensor) -> Tensor:
         """Return scores (batch, position, symbol) for characters (batch, position)."""
-        embedded = self.symbol(text) + self.position.weight[: text.size(1)]
-        scores: Tensor = self.scores(self.layers(embedded))
+        x = self.symbol(text) + self.position.weight[: text.size(1)]
+        mask = nn.Transformer.generate_square_subsequent_mask(text.size(1))
+        for layer in self.layers:
+            x = layer(x, mask, is_causal=True)
+        scores: Tensor = self.scores(x)
         return scores
-
-
-class TransformerLayer(nn.Module):
-    """Causal attention, then a network of two linear layers; both residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before_attention, self.before_mixing = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH)
-        self.output = nn.Linear(WIDTH, WIDTH)
-        self.mixing = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the activations."""
-        heads = self.query_key_value(self.before_attention(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        query, key, value = heads
-        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.output(attended.transpose(1, 2).flatten(2))
-        mixed: Tensor = x + self.mixing(self.before_mixing(x))
-        return mixed
 
 
 def source() -> str:
     """Return the text: the standard library's modules in order of their names, as ASCII."""
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return "".join(path.read_bytes().decode("ascii", "ignore") for path in paths)[:CHARACTERS]
-
-
-@contextmanager
-def seeded() -> Iterator[None]:
-    """Make models in this block with random numbers of their own, the same every time."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
 
 
 def _draw(step: int, count: int, each: int, rank: int, world: int) -> Tensor:
