@@ -248,6 +248,19 @@ def message_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text_of(error)}"
 
 
+def in_context(text: str, error: BaseException) -> DistError:
+    """Return an error with another text, of the same class if that is one of ours, so that handlers still catch it.
+
+    The operation that fails may have done a part of its work, so the new error is never definite.
+
+    >>> in_context("hook: rank 1 ended", RankDiedError("rank 1 ended").naming([1])).ranks
+    (1,)
+    """
+    made = (type(error) if isinstance(error, DistError) else DistError)(text)
+    vars(made).update({name: value for name, value in vars(error).items() if name != "__notes__"}, definite=False)
+    return made
+
+
 def adopt_torch() -> None:
     """Make torch's exception types base classes of ours. Called once by modules that import torch."""
     import torch.distributed as theirs

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import torchdist_ref as dist
 from tests.torchs_world import start_torch
-from torchdist_ref.backends.base import RowBlocks, are_apart
+from torchdist_ref.backends.base import RowBlocks, are_apart, check_writable, sharing_pair
 from torchdist_ref.testing import fill, run
 
 # More elements than one window of `ref` has.
@@ -78,23 +78,20 @@ def overlapping(memory: Tensor, world: int, block: int) -> Iterator[tuple[Run, l
     """Yield a function with inputs and outputs that lie in one memory of ``(world + 1) * block`` elements."""
     rows = [memory[i * block : (i + 1) * block] for i in range(world)]
     shifted = [memory[i * block // 2 : i * block // 2 + block] for i in range(world)]
-    close = [memory[start : start + block] for i in range(world) for start in (i, world * block - i)]
     turned = [*rows[1:], rows[0]]
+    parts = [memory[start::2][: block // 2] for i in range(world) for start in (i * block, i * block + 1)]
     whole, next_whole = memory[: world * block], memory[1 : world * block + 1]
     for views in [rows[0], rows[0]], shifted, [memory[:block:2], memory[1:block:2]]:
         yield all_reduce, views, views
-    yield all_gather, [rows[0]], shifted
     yield all_gather, [rows[dist.get_rank()]], turned
     yield all_gather_tensor, [memory[block // 2 : block // 2 + block]], [whole]
-    yield all_gather_coalesced, [rows[0], rows[1]], close
+    yield all_gather_coalesced, [rows[0][::2], rows[1][::2]], parts
     yield gather, [rows[0]], turned
-    yield gather, [rows[0]], shifted
     yield scatter, turned, [rows[1]]
     yield reduce_scatter, turned, [rows[0]]
     yield reduce_scatter, [rows[0]] * world, [rows[0]]
     yield reduce_scatter_tensor, [whole], [memory[block // 2 : block // 2 + block]]
     yield all_to_all, rows, rows
-    yield all_to_all, rows, shifted
     yield all_to_all_single, [whole], [next_whole]
     yield all_to_all_uneven, [whole], [whole]
 
@@ -239,6 +236,33 @@ def test_tensors_that_are_called_apart_share_no_element(
     in_a_row = all(n > 0 and (step == 1 or n == 1) for _, n, step in (*read, *written))
     if alone and in_a_row:
         assert are_apart(inputs, blocks)
+
+
+@example([(0, 2, 2), (1, 2, 2)])
+@example([(0, 3, 1), (9, 2, 2), (10, 2, 1), (10, 2, 2)])
+@given(st.lists(VIEWS, max_size=4))
+def test_the_outputs_that_are_refused_are_those_that_share_an_element(views: list[tuple[int, int, int]]) -> None:
+    row = torch.zeros(40)
+    outputs = [row.as_strided((n,), (step,), first) for first, n, step in views]
+    elements = [set(range(first, first + n * step, step)) for first, n, step in views]
+    pair = sharing_pair(outputs)
+    if pair is None:
+        assert sum(map(len, elements)) == len(set().union(*elements))
+    else:
+        assert pair[0] < pair[1] and elements[pair[0]] & elements[pair[1]]
+
+
+@example((2, 3), (3, 2))
+@given(st.tuples(*[st.integers(0, 4)] * 3), st.tuples(*[st.integers(0, 5)] * 3))
+def test_a_view_is_refused_if_two_of_its_elements_are_one(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    view = torch.zeros(60).as_strided(shape, strides[: len(shape)])
+    addresses = torch.arange(60).as_strided(view.shape, view.stride()).flatten().tolist()
+    refused = ""
+    try:
+        check_writable("broadcast", "tensor", view)
+    except dist.ArgumentError as error:
+        refused = str(error)
+    assert bool(refused) == (len(set(addresses)) < len(addresses))
 
 
 def batch(rank: int, first: int, second: int, later: int) -> list[Any]:

@@ -9,6 +9,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,7 +47,7 @@ def without_one(rank: int) -> Any:
     seen.append(sum_of(rank, dist.new_group([2, 1])) if rank else total(2, 3))
     if rank == 2:
         return place, [*seen, total(0, 3)]
-    dist.shrink_group([1])
+    dist.shrink_group([np.int64(1)])
     objects = [None, None]
     dist.all_gather_object(objects, rank)
     assert objects == [0, 3]

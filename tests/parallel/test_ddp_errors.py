@@ -249,7 +249,31 @@ def test_a_hook_that_fails_on_one_rank_ends_the_others_wait(wrong: str) -> None:
         return caught_by_others(lambda: backward(ddp, rank), rank, told)
 
     text = run(program, 2, timeout=4)[0]
+    assert text.startswith("GroupAbortedError: DistributedDataParallel: communication hook")
     assert "its Future ended with GroupAbortedError" in text and "rank 1 aborted" in text and reason in text
+
+
+def failing_call(error: Exception) -> Callable[..., Any]:
+    """Return a hook whose Future ends with an error."""
+
+    def hook(state: Any, bucket: dist.GradBucket) -> Any:
+        future: Any = Future()
+        future.set_exception(error)
+        return future
+
+    return hook
+
+
+@pytest.mark.parametrize("failing", [of, failing_call])
+def test_an_error_of_a_call_in_a_hook_keeps_its_class_and_its_ranks(failing: Callable[..., Any]) -> None:
+    def program(rank: int) -> Any:
+        ddp = DDP(build("mlp"))
+        ddp.register_comm_hook(None, failing(dist.RankDiedError("rank 1 was killed").naming([1])))
+        with pytest.raises(dist.RankDiedError, match=r"communication hook 'hook'.* RankDiedError: rank 1") as caught:
+            backward(ddp, rank)
+        return caught.value.ranks
+
+    assert run(program, 1) == [(1,)]
 
 
 @pytest.mark.parametrize(

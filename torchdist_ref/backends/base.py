@@ -22,7 +22,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
+from math import gcd, prod
 from operator import attrgetter
 from time import sleep
 from typing import Any, TypeGuard, TypeVar, overload
@@ -310,9 +311,81 @@ def check_writable(operation: str, argument: str, tensor: Tensor) -> None:
     """Raise if two elements of an output share memory."""
     if tensor.is_contiguous():
         return
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        expected = "a tensor whose elements do not overlap (use .clone())"
-        raise ArgumentError(explain(operation, argument, expected, f"strides {tensor.stride()}"))
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            # Each dimension steps over all elements of those with smaller strides, or elements may share memory.
+            if stride <= reach and _overlaps_itself(tuple(tensor.shape), tensor.stride()):
+                expected = "a tensor whose elements do not overlap (use .clone())"
+                raise ArgumentError(explain(operation, argument, expected, f"strides {tensor.stride()}"))
+            reach += (size - 1) * stride
+
+
+@lru_cache(maxsize=64)
+def _overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether two elements of a view share memory: each writes its number, and one number is lost."""
+    if any(stride == 0 and size > 1 for stride, size in zip(strides, shape, strict=True)):
+        return True
+    reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    numbers = torch.arange(prod(shape)).view(shape)
+    view = torch.zeros(reach + 1, dtype=torch.int64).as_strided(shape, strides)
+    return not torch.equal(view.copy_(numbers), numbers)
+
+
+def sharing_pair(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    """Return the indices of two tensors that share an element, or None; all tensors are in memory.
+
+    >>> table = torch.zeros(2, 4)
+    >>> sharing_pair([table[:, :2], table[:, 2:]]), sharing_pair([table[:, :2], table[:, 1:]])
+    (None, (0, 1))
+    """
+    extents = sorted((*_extent(tensor), index) for index, tensor in enumerate(tensors) if tensor.numel())
+    cluster: list[tuple[int, int, int]] = []
+    reach = 0
+    for extent in (*extents, None):
+        if extent is not None and extent[0] < reach:
+            cluster.append(extent)
+            reach = max(reach, extent[1])
+            continue
+        if len(cluster) > 1 and (pair := _pair_of([tensors[i] for *_, i in cluster])) is not None:
+            first, second = sorted(cluster[i][2] for i in pair)
+            return first, second
+        if extent is not None:
+            cluster, reach = [extent], extent[1]
+    return None
+
+
+def _pair_of(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    """Return the indices of two tensors that share an element; the first tensor has the lowest address."""
+    offsets = [tensor.data_ptr() - tensors[0].data_ptr() for tensor in tensors]
+    unit = gcd(*offsets, *(tensor.itemsize for tensor in tensors))
+    return _pair_of_views(
+        tuple(
+            (
+                offset // unit,
+                (*tensor.shape, tensor.itemsize // unit),
+                (*(stride * tensor.itemsize // unit for stride in tensor.stride()), 1),
+            )
+            for offset, tensor in zip(offsets, tensors, strict=True)
+        )
+    )
+
+
+@lru_cache(maxsize=64)
+def _pair_of_views(views: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]) -> tuple[int, int] | None:
+    """Return the indices of two views that share an element: each writes its number, from 1 up, where none is."""
+    ends = [
+        offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        for offset, shape, strides in views
+    ]
+    memory = torch.zeros(max(ends) + 1, dtype=torch.int32)
+    for index, (offset, shape, strides) in enumerate(views):
+        view = memory.as_strided(shape, strides, offset)
+        other = int(view.max())
+        if other:
+            return other - 1, index
+        view.fill_(index + 1)
+    return None
 
 
 def refuse_unsupported(call: Call, inputs: Tensors, outputs: Tensors, backend: str, devices: Sequence[str]) -> None:
@@ -409,14 +482,23 @@ class Backend(ABC):
         """
         return None
 
-    def successor_store(self, store: Store, server: int, timeout: float) -> PrefixStore | None:
+    def departure(self, ranks: Sequence[int], description: str) -> BaseException | None:
+        """Return the error for the first of some group ranks known to have closed the group, or None.
+
+        Args:
+            ranks: The ranks that the caller waits for by other means, and that have yet to do their part.
+            description: The operation that waits, for the error's message.
+        """
+        return None
+
+    def successor_store(self, store: Store, remaining: Sequence[int], timeout: float) -> PrefixStore | None:
         """Return a new, empty store in place of the group's, which has ended with the rank that served it.
 
         All members that remain call this.
 
         Args:
             store: The group's store.
-            server: Group rank that serves the new one.
+            remaining: Group ranks of these members; the first serves the new store.
             timeout: Longest duration of a wait in seconds.
 
         Returns:
@@ -474,7 +556,7 @@ class BackendWrapper(Backend):
     shares_memory = property(lambda self: self.wrapped.shares_memory)
     empty, failure, coalescing, close, abort = map(_forwarded, ("empty", "failure", "coalescing", "close", "abort"))
     successor_store, announce_exit = _forwarded("successor_store"), _forwarded("announce_exit")
-    leave = _forwarded("leave")
+    departure, leave = _forwarded("departure"), _forwarded("leave")
 
 
 # ---- the end of a group

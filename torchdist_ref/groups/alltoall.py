@@ -25,7 +25,7 @@ from torchdist_ref.groups.arguments import (
     member_group,
 )
 from torchdist_ref.groups.collectives import submit_lists
-from torchdist_ref.groups.world import ProcessGroup
+from torchdist_ref.groups.world import ProcessGroup, as_integer
 from torchdist_ref.work import Work
 
 _EVEN, _UNEVEN = AllToAll(), AllToAll(uneven=True)
@@ -143,6 +143,10 @@ def all_to_all_single(
     found = member_group(operation, group)
     if found is None:
         return None
+    if output_split_sizes is not None:
+        output_split_sizes = split_sizes("output_split_sizes", output_split_sizes)
+    if input_split_sizes is not None:
+        input_split_sizes = split_sizes("input_split_sizes", input_split_sizes)
     if not output_split_sizes and not input_split_sizes:
         repeated = found.backend.submit_repeated(_EVEN, (input,), (output,), not async_op)
         if repeated is not None:
@@ -169,6 +173,19 @@ def all_to_all_single(
     return submit_lists(found, _EVEN, inputs, outputs, async_op, operation)
 
 
+def split_sizes(name: str, sizes: Any) -> list[int]:
+    """Return numbers of rows as a list of int: those of a sequence, a NumPy array or a tensor, as torch's Gloo accepts.
+
+    Raises:
+        BackendArgumentError: No such numbers.
+    """
+    # Numbers in a list are checked where their sum is.
+    listed = sizes if isinstance(sizes, list | tuple) else getattr(sizes, "tolist", lambda: sizes)()
+    if not isinstance(listed, Sequence) or (numbers := [as_integer(size) for size in listed]).count(None):
+        _refuse(name, "a list of numbers of rows, from 0 up", sizes)
+    return numbers  # type: ignore[return-value]
+
+
 def _split(name: str, tensor: Tensor, sizes: Sequence[int] | None, group: ProcessGroup) -> Sequence[Tensor]:
     shape = tensor.shape
     length = shape[0] if shape else 1
@@ -182,8 +199,8 @@ def _split(name: str, tensor: Tensor, sizes: Sequence[int] | None, group: Proces
     return blocks
 
 
-def _check_sizes(name: str, sizes: Any, length: int, group: ProcessGroup) -> None:
-    if not isinstance(sizes, Sequence) or not all(isinstance(size, int) and size >= 0 for size in sizes):
+def _check_sizes(name: str, sizes: Sequence[int], length: int, group: ProcessGroup) -> None:
+    if min(sizes) < 0:
         _refuse(name, "a list of numbers of rows, from 0 up", sizes)
     if len(sizes) != group.size():
         _refuse(name, f"one number for each of {group.size()} ranks", sizes)

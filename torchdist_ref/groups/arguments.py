@@ -18,7 +18,7 @@ from torch import Tensor, strided
 from torch.distributed import ReduceOp
 
 from torchdist_ref.backends import reductions
-from torchdist_ref.backends.base import RowBlocks, check_writable, is_in_memory
+from torchdist_ref.backends.base import RowBlocks, check_writable, is_in_memory, sharing_pair
 from torchdist_ref.calls import AllReduce, Reduce, ReduceScatter
 from torchdist_ref.errors import (
     ArgumentError,
@@ -218,10 +218,7 @@ def blocks_match(value: Any, count: int, like: Tensor | None) -> bool:
 
 
 def check_outputs(operation: str, outputs: Sequence[Tensor]) -> None:
-    """Raise if an output overlaps itself, or if a list of outputs holds one tensor twice.
-
-    Outputs that overlap in part are accepted, as torch does: the later block remains.
-    """
+    """Raise if an output overlaps itself, or another one of the list: Gloo would keep the later block."""
     if isinstance(outputs, RowBlocks):
         check_writable(operation, _OUTPUTS.get(operation, "output"), outputs.tensor)
         return
@@ -233,18 +230,16 @@ def check_outputs(operation: str, outputs: Sequence[Tensor]) -> None:
 
 
 def check_distinct(operation: str, names: Sequence[str], outputs: Sequence[Tensor]) -> None:
-    """Raise if two outputs are the same memory, so that only the later block would remain."""
-    first: dict[tuple[int, int], str] = {}
-    for name, tensor in zip(names, outputs, strict=True):
-        # Tensors without memory share none.
-        if not is_in_memory(tensor) or not tensor.numel():
-            continue
-        other = first.setdefault((tensor.data_ptr(), tensor.nbytes), name)
-        if other is not name:
-            raise ArgumentError(
-                f"{operation}: {other} and {name} share memory, so only the later block would remain{on_rank()}. "
-                "Allocate each output, as in [torch.empty_like(tensor) for _ in range(world_size)]."
-            )
+    """Raise if two outputs share memory, so that the later block would overwrite the other, or a part of it."""
+    # Tensors without memory share none.
+    named = [(name, tensor) for name, tensor in zip(names, outputs, strict=True) if is_in_memory(tensor)]
+    pair = sharing_pair([tensor for _, tensor in named])
+    if pair is not None:
+        one, other = (named[index][0] for index in pair)
+        raise ArgumentError(
+            f"{operation}: {one} and {other} share memory, so only the later block would remain there{on_rank()}. "
+            "Allocate each output, as in [torch.empty_like(tensor) for _ in range(world_size)]."
+        )
 
 
 def root_of(

@@ -42,6 +42,7 @@ from torchdist_ref.groups.registration import share
 from torchdist_ref.groups.world import (
     ProcessGroup,
     aborted_on_failure,
+    as_integer,
     current,
     default_group,
     refuse_destroyed,
@@ -364,7 +365,7 @@ def _replace_store(parent: ProcessGroup, remaining: list[int], gone: DistNetwork
         DistNetworkError: The group's backend has no way to find the new one.
     """
     world, is_default = current(), parent is current().default
-    successor = parent.backend.successor_store(parent.store, remaining[0], parent.timeout)
+    successor = parent.backend.successor_store(parent.store, remaining, parent.timeout)
     if successor is None:
         raise gone
     # The others may have called this more often or less, in vain: the new store has no keys of a former call.
@@ -376,7 +377,7 @@ def _replace_store(parent: ProcessGroup, remaining: list[int], gone: DistNetwork
 
 def _remaining(group: ProcessGroup, excluded: Any, flags: Any) -> list[int]:
     """Return the group ranks that are not excluded, after a check of all arguments."""
-    if not isinstance(excluded, list) or not all(isinstance(rank, int) for rank in excluded):
+    if not isinstance(excluded, list) or any(as_integer(rank) is None for rank in excluded):
         raise ArgumentTypeError(explain("shrink_group", "ranks_to_exclude", "a list of integers", excluded))
     if flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
         raise ArgumentError(explain("shrink_group", "shrink_flags", f"{SHRINK_DEFAULT} or {SHRINK_ABORT}", flags))

@@ -21,6 +21,7 @@ from torch.distributed import ReduceOp
 from torchdist_ref import groups
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 from torchdist_ref.groups import ProcessGroup
+from torchdist_ref.groups.alltoall import split_sizes
 from torchdist_ref.nn import gradients
 from torchdist_ref.nn.gradients import apply
 
@@ -124,7 +125,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
     """
     _check_tensor("broadcast", "tensor", tensor)
     found = member_group("broadcast", group)
-    return apply(gradients.BroadcastMap(found, groups.get_group_rank(found, src)), tensor)[0]
+    return apply(gradients.BroadcastMap(found, found.group_rank(src, "broadcast", "src")), tensor)[0]
 
 
 def gather(tensor: Tensor, dst: int = 0, group: Group = None) -> tuple[Tensor, ...]:
@@ -162,7 +163,7 @@ def gather(tensor: Tensor, dst: int = 0, group: Group = None) -> tuple[Tensor, .
     """
     _check_tensor("gather", "tensor", tensor)
     found = member_group("gather", group)
-    return apply(gradients.GatherMap(found, groups.get_group_rank(found, dst)), tensor)
+    return apply(gradients.GatherMap(found, found.group_rank(dst, "gather", "dst")), tensor)
 
 
 def scatter(tensors: list[Tensor] | tuple[Tensor, ...], src: int = 0, group: Group = None) -> Tensor:
@@ -203,7 +204,7 @@ def scatter(tensors: list[Tensor] | tuple[Tensor, ...], src: int = 0, group: Gro
     if any(tensor.shape != tensors[0].shape for tensor in tensors):
         shapes = [tuple(tensor.shape) for tensor in tensors]
         raise ArgumentError(explain("scatter", "tensors", "tensors of one shape", shapes, rank=found.rank()))
-    return apply(gradients.ScatterMap(found, groups.get_group_rank(found, src)), *tensors)[0]
+    return apply(gradients.ScatterMap(found, found.group_rank(src, "scatter", "src")), *tensors)[0]
 
 
 def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None) -> Tensor:
@@ -244,7 +245,7 @@ def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None
     found = member_group("reduce", group)
     if (local := nonlinear_reduction(op)) is not None:
         return local(torch.stack(gather(tensor, dst, found)))
-    return apply(gradients.ReduceMap(found, groups.get_group_rank(found, dst), op), tensor)[0]
+    return apply(gradients.ReduceMap(found, found.group_rank(dst, "reduce", "dst"), op), tensor)[0]
 
 
 def reduce_scatter(output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.SUM, group: Group = None) -> Tensor:
@@ -420,8 +421,9 @@ def all_to_all_single(
     _check_tensor("all_to_all_single", "output", output)
     _check_tensor("all_to_all_single", "input", input)
     found = member_group("all_to_all_single", group)
-    sizes = output_split_sizes, input_split_sizes
-    return apply(gradients.AllToAllSingleMap(found, output.shape, input.shape, *sizes, output), input)[0]
+    receive = None if output_split_sizes is None else split_sizes("output_split_sizes", output_split_sizes)
+    send = None if input_split_sizes is None else split_sizes("input_split_sizes", input_split_sizes)
+    return apply(gradients.AllToAllSingleMap(found, output.shape, input.shape, receive, send, output), input)[0]
 
 
 def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None) -> Tensor:

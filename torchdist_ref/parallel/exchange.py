@@ -21,7 +21,15 @@ from torch.futures import Future
 
 from torchdist_ref import groups, torch_private
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import NO_TRAITS, traits_of
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, RankStalledError, explain, message_of
+from torchdist_ref.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DistError,
+    RankStalledError,
+    explain,
+    in_context,
+    message_of,
+)
 from torchdist_ref.parallel.bucket import GradBucket, LaunchedBucket
 from torchdist_ref.parallel.division import Divisor
 
@@ -66,7 +74,8 @@ class HookExchange:
             try:
                 future: Any = self.hook(self.state, shown)
             except Exception as error:
-                raise DistError(f"{self._where(bucket)} raised {message_of(error)}{_sparse_hint(shown)}") from error
+                text = f"{self._where(bucket)} raised {message_of(error)}"
+                raise in_context(f"{text}{_sparse_hint(shown)}", error) from error
             if not isinstance(future, AnyFuture):
                 expected = "a torch.futures.Future whose value is one tensor, as long as bucket.buffer()"
                 returned = f"returned {type(future).__name__}. It has to return {expected}."
@@ -86,7 +95,7 @@ class HookExchange:
                 value = future.wait()
             except Exception as error:
                 text = f"{self._where(bucket)}: its Future ended with {message_of(error)}"
-                raise DistError(f"{text}{_sparse_hint(shown)}") from error
+                raise in_context(f"{text}{_sparse_hint(shown)}", error) from error
             return self._checked(bucket, shown, value)
 
     def _checked(self, bucket: LaunchedBucket, shown: GradBucket, value: Any) -> torch.Tensor:

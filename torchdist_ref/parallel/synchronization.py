@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torchdist_ref import groups, torch_private
-from torchdist_ref.errors import ArgumentTypeError, DistError, MismatchError, RankStalledError, explain, message_of
+from torchdist_ref.errors import ArgumentTypeError, MismatchError, RankStalledError, explain, in_context, message_of
 from torchdist_ref.parallel.exchange import aborted_on_hook_failure, completed_within, timeout_seconds
 
 copy_many, keep_versions = torch_private.COPY_MANY.bind(), torch_private.KEEP_VERSIONS.bind()
@@ -281,7 +281,7 @@ class BufferHook:
                 with torch.no_grad():
                     self._pending += self.hook(self.state, dict(buffers)) or ()
             except Exception as error:
-                raise DistError(f"{self.name} raised {message_of(error)}") from error
+                raise in_context(f"{self.name} raised {message_of(error)}", error) from error
 
     def wait(self) -> None:
         """Wait for the Futures that the hook has returned."""
@@ -294,4 +294,4 @@ class BufferHook:
                 try:
                     future.wait()
                 except Exception as error:
-                    raise DistError(f"{self.name}: a Future ended with {message_of(error)}") from error
+                    raise in_context(f"{self.name}: a Future ended with {message_of(error)}", error) from error
