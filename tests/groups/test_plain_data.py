@@ -111,6 +111,59 @@ def test_huge_lengths_allocate_nothing(value: Any, bits: int) -> None:
         decode(data)
 
 
+MODULUS = 2**61 - 1
+"""Python's hash of an integer is its remainder."""
+SAME_HASH: dict[str, list[Any]] = {
+    "int": [each * MODULUS for each in range(1, 101)],
+    "complex": [complex(-1_000_003.0 * each, each) for each in range(1, 101)],
+    "tuple": [(each * MODULUS,) for each in range(1, 101)],
+    "frozenset": [frozenset({each * MODULUS}) for each in range(1, 101)],
+    "frozensets": [frozenset({frozenset({each * MODULUS})}) for each in range(1, 101)],
+}
+
+
+def message(kind: type, items: list[bytes]) -> bytes:
+    """Return the encoding of a container, whose items may be equal or unhashable."""
+    return encode(kind())[:1] + struct.pack("<Q", len(items)) + b"".join(items)
+
+
+@pytest.mark.parametrize("kind", SAME_HASH)
+@pytest.mark.parametrize("container", [dict, collections.OrderedDict, set, frozenset])
+def test_keys_of_the_same_hash_are_refused_before_they_are_compared(kind: str, container: type) -> None:
+    assert len(set(map(hash, SAME_HASH[kind]))) == 1
+    value = encode(None) if issubclass(container, dict) else b""
+    data = message(container, [encode(key) + value for key in SAME_HASH[kind]])
+    with pytest.raises(NotPlainError, match=r"a dict or set with more than 1?\d keys of the same hash"):
+        decode(data)
+
+
+def test_a_few_keys_of_the_same_hash_are_no_attack() -> None:
+    grid = {(x, y, z): x for x in range(-2, 3) for y in range(-2, 3) for z in range(-2, 3)}
+    assert len(set(map(hash, grid))) < len(grid) and decode(encode(grid)) == grid
+    numbers = {frozenset({-1}), frozenset({-2}), frozenset({-1, -2, 5})}
+    assert decode(encode(numbers)) == numbers
+
+
+def test_frozensets_in_a_frozenset_that_share_a_hash_are_refused() -> None:
+    """Each level would compare its items with each other, and with them those of all levels below."""
+    value = frozenset({-1}), frozenset({-2})
+    with pytest.raises(NotPlainError, match="more than 1 keys of the same hash"):
+        decode(encode(frozenset(value)))
+    with pytest.raises(NotPlainError, match="more than 1 keys of the same hash"):
+        decode(encode(frozenset({(value[0],), (value[1],)})))
+
+
+@pytest.mark.parametrize("value", [torch.ones(0), collections.OrderedDict()], ids=lambda each: type(each).__name__)
+def test_small_objects_that_use_much_memory_are_refused_on_both_sides(value: Any) -> None:
+    assert len(decode(encode([value] * 50_000))) == 50_000
+    cost = 1000 if isinstance(value, torch.Tensor) else 400
+    count = (64 << 20) // (cost - 16 * len(encode(value))) + 1
+    with pytest.raises(NotPlainError, match="too many small tensors or containers"):
+        encode([value] * count)
+    with pytest.raises(NotPlainError, match="too many small tensors or containers"):
+        decode(message(list, [encode(value)] * count))
+
+
 def test_mutated_bytes_give_a_value_or_the_error() -> None:
     """20,000 mutations of one message with everything in it; and pickles are no plain data."""
     original = encode([*VALUES, fill(0, (3, 3)), torch.tensor([True])])
