@@ -416,6 +416,9 @@ def refuse_unsupported(call: Call, inputs: Tensors, outputs: Tensors, backend: s
         if tensor.is_quantized:
             hint = "Send .int_repr(), and the scale and zero point once."
             raise UnsupportedError(f"{call.op}: no backend works on quantized tensors{on_rank()}. {hint}")
+        if tensor.is_nested:
+            expected = "a dense tensor (send each of .unbind(), or torch.nested.to_padded_tensor)"
+            raise UnsupportedError(explain(call.op, name if len(named) > 1 else "tensor", expected, "a nested tensor"))
         if not is_in_memory(tensor):
             raise BackendArgumentError(
                 f"{call.op}: Cannot access data pointer of Tensor that doesn't have storage, or whose storage is too "

@@ -23,6 +23,7 @@ from torchdist_ref.groups.arguments import (
     check_tensors,
     contiguous_blocks,
     member_group,
+    refuse_nested,
 )
 from torchdist_ref.groups.collectives import submit_lists
 from torchdist_ref.groups.world import ProcessGroup, as_integer
@@ -187,7 +188,11 @@ def split_sizes(name: str, sizes: Any) -> list[int]:
 
 
 def _split(name: str, tensor: Tensor, sizes: Sequence[int] | None, group: ProcessGroup) -> Sequence[Tensor]:
-    shape = tensor.shape
+    try:
+        shape = tensor.shape
+    except RuntimeError:
+        refuse_nested("all_to_all_single", tensor)
+        raise
     length = shape[0] if shape else 1
     if not sizes:
         size = len(group.members)

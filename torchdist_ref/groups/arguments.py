@@ -132,6 +132,16 @@ def _refuse_layout(operation: str, argument: str, tensor: Tensor) -> NoReturn:
     raise UnsupportedError(explain(operation, argument, "a dense tensor (use .to_dense())", tensor.layout))
 
 
+def refuse_nested(operation: str, *tensors: Any) -> None:
+    """Raise if one of the operands is a nested tensor, for callers that caught torch's RuntimeError about its shape.
+
+    Its layout is that of dense tensors, and a question more for each call would take longer.
+    """
+    if any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors):
+        expected = "a dense tensor (send each of .unbind(), or torch.nested.to_padded_tensor)"
+        raise UnsupportedError(explain(operation, "tensor", expected, "a nested tensor")) from None
+
+
 def _refuse_list(operation: str, argument: str, value: Any) -> NoReturn:
     raise ArgumentTypeError(
         f"{operation}: Invalid function argument. Expected parameter `{argument}` of type List[torch.Tensor]\n"

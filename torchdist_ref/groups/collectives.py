@@ -37,6 +37,7 @@ from torchdist_ref.groups.arguments import (
     premultiplied,
     reduce_call,
     reduction_name,
+    refuse_nested,
     root_of,
     timeout_of,
 )
@@ -54,7 +55,11 @@ def submit(
     group: ProcessGroup, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], async_op: bool
 ) -> Work | None:
     """Submit a call to the group's backend: return its Work if `async_op`, else wait and return None."""
-    work = group.backend.submit(call, inputs, outputs, not async_op)
+    try:
+        work = group.backend.submit(call, inputs, outputs, not async_op)
+    except RuntimeError:
+        refuse_nested(call.op, *flat_operands(inputs), *flat_operands(outputs))
+        raise
     return work if async_op else None
 
 
@@ -70,10 +75,14 @@ def submit_lists(
 
     The operation is the name of the public function for error messages. Default: the call's.
     """
-    if are_apart(inputs, outputs):
-        work = group.backend.submit(call, inputs, outputs, not async_op)
-        return work if async_op else None
-    check_outputs(operation or call.op, outputs)
+    try:
+        if are_apart(inputs, outputs):
+            work = group.backend.submit(call, inputs, outputs, not async_op)
+            return work if async_op else None
+        check_outputs(operation or call.op, outputs)
+    except RuntimeError:
+        refuse_nested(operation or call.op, *flat_operands(inputs), *flat_operands(outputs))
+        raise
     requests, copy_back = without_overlap(group.rank(), ((call, inputs, outputs),))
     if copy_back is None:
         return submit(group, call, inputs, outputs, async_op)

@@ -53,7 +53,7 @@ class InMemory:
                     # As `is_in_memory`, for most tensors.
                     before = tensor.storage_offset() * tensor.itemsize
                     fits = address and before + nbytes <= tensor.untyped_storage().nbytes()
-                    if not (fits and tensor.is_contiguous()):
+                    if not (fits and tensor.is_contiguous()) or tensor.is_nested:
                         break
                     if len(sizes) >= _MOST_ADDRESSES:
                         sizes.clear()
