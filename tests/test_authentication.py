@@ -217,7 +217,7 @@ def test_an_entry_of_an_earlier_run_is_replaced() -> None:
 
 def test_a_rank_that_never_comes_is_named() -> None:
     with tcp_stores(2) as stores:
-        with pytest.raises(RankStalledError, match="group ranks 0 of 2 did not join in time"):
+        with pytest.raises(RankStalledError, match="rank 0 of 2 did not join in time"):
             authenticate(stores[1], 1, 2, 0.05, [])
 
 

@@ -43,7 +43,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from torchdist_ref.errors import AuthenticationError, RankStalledError, StoreTimeoutError
+from torchdist_ref.errors import AuthenticationError, RankStalledError, StoreTimeoutError, rank_names
 from torchdist_ref.forks import close_copies_in_child
 from torchdist_ref.job_environment import ranks_on_this_host
 from torchdist_ref.stores import HashStore, Store
@@ -267,9 +267,9 @@ def _read_entries(store: Store, keys: list[str], size: int, rank: int, timeout: 
     try:
         return store.wait_get(keys, timedelta(seconds=timeout))
     except StoreTimeoutError as error:
-        absent = ", ".join(key.rpartition("/")[2] for key in keys if not store.check([key]))
+        absent = rank_names(int(key.rpartition("/")[2]) for key in keys if not store.check([key]))
         raise RankStalledError(
-            f"init_process_group or new_group on rank {rank}: group ranks {absent} of {size} did not join in time. "
+            f"init_process_group or new_group on rank {rank}: {absent} of {size} did not join in time. "
             f"Every member has to create the group."
         ) from error
 

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self, TypeVar
 
 from torchdist_ref.error_index import PREFIX, entry_of
@@ -294,6 +294,16 @@ def on_rank() -> str:
     """Return the rank as a suffix of an error message; an empty string if there is no group yet."""
     rank = _get_rank()
     return "" if rank is None else f" (on rank {rank})"
+
+
+def rank_names(ranks: Iterable[int], members: Sequence[int] | None = None) -> str:
+    """Return group ranks as text, with the global ranks of `members` where they differ.
+
+    >>> rank_names([0, 1], [0, 4]), rank_names([2])
+    ('ranks 0, 1 (global 4)', 'rank 2')
+    """
+    names = [f"{r}" if members is None or members[r] == r else f"{r} (global {members[r]})" for r in ranks]
+    return ("rank " if len(names) == 1 else "ranks ") + ", ".join(names)
 
 
 def explain(operation: str, argument: str, expected: str, got: Any, *, rank: int | None = None, hint: str = "") -> str:

@@ -226,6 +226,7 @@ class MemberWatch:
         members: Global ranks of all members.
         operation: The operation, for messages.
         find_failure: Function that finds ended processes among the members.
+        find_departure: Function that finds members that have left a group of theirs, and so cannot do their part.
 
     Attributes:
         store: The same store; its waits fail with the first failure of a member.
@@ -249,8 +250,10 @@ class MemberWatch:
         members: Sequence[int],
         operation: str,
         find_failure: FindFailure = _no_failure,
+        find_departure: FindFailure = _no_failure,
     ) -> None:
-        self._rank, self._members, self._find_failure = rank, tuple(members), find_failure
+        self._rank, self._members = rank, tuple(members)
+        self._find_failure, self._find_departure = find_failure, find_departure
         self._store = store
         self._others = [other for other in range(len(self._members)) if other != rank]
         self.operation = operation
@@ -268,7 +271,13 @@ class MemberWatch:
         """
         concerned = self._others if ranks is None else ranks
         # Ranks that have raised the first failure may have ended since: what they published is the cause.
-        return self._published() or self._find_failure(concerned, self.operation)
+        if (published := self._published()) is not None:
+            return published
+        failure = self._find_failure(concerned, self.operation)
+        if failure is None and ranks is None:
+            # A member that has done its part may leave. It waits for the same keys: none is missing then.
+            failure = self._find_departure(concerned, self.operation)
+        return None if failure is None else self._published() or failure
 
     def _published(self) -> BaseException | None:
         return read_failure(self._store, f"{self.operation} on rank {self._members[self._rank]}", self._members)

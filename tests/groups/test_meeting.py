@@ -368,6 +368,6 @@ def test_a_rank_other_than_0_names_those_that_did_not_join() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    text = "on rank 2: group ranks 1 of 3 did not join in time. Every member has to create the group."
+    text = "on rank 2: rank 1 of 3 did not join in time. Every rank has to call it."
     assert errors[2] == f"init_process_group {text}"
     assert errors[0] == f"init_process_group on rank 0: rank 2 failed: init_process_group {text}"

@@ -206,9 +206,13 @@ class ByDevice(Backend):
         """See `Backend.failure`."""
         return next(filter(None, (backend.failure(ranks, description) for backend in self._backends.values())), None)
 
-    def successor_store(self, store: Store, server: int, timeout: float) -> PrefixStore | None:
+    def departure(self, ranks: Sequence[int], description: str) -> BaseException | None:
+        """See `Backend.departure`."""
+        return next(filter(None, (backend.departure(ranks, description) for backend in self._backends.values())), None)
+
+    def successor_store(self, store: Store, remaining: Sequence[int], timeout: float) -> PrefixStore | None:
         """See `Backend.successor_store`."""
-        made = (backend.successor_store(store, server, timeout) for backend in self._backends.values())
+        made = (backend.successor_store(store, remaining, timeout) for backend in self._backends.values())
         return next(filter(None, made), None)
 
     @contextmanager

@@ -457,4 +457,7 @@ def watch_members(store: PrefixStore, parent: ProcessGroup, members: Sequence[in
     def find_failure(ranks: Sequence[int], description: str) -> BaseException | None:
         return parent.backend.failure([in_parent[rank] for rank in ranks], description)
 
-    return MemberWatch(store, in_parent.index(parent.rank()), members, operation, find_failure)
+    def find_departure(ranks: Sequence[int], description: str) -> BaseException | None:
+        return parent.backend.departure([in_parent[rank] for rank in ranks], description)
+
+    return MemberWatch(store, in_parent.index(parent.rank()), members, operation, find_failure, find_departure)

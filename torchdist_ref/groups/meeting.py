@@ -42,6 +42,7 @@ from torchdist_ref.errors import (
     StoreTimeoutError,
     UsageError,
     explain,
+    rank_names,
 )
 from torchdist_ref.liveness import (
     MemberWatch,
@@ -235,8 +236,8 @@ class Meeting:
 
     def _stalled(self, absent: Sequence[int] = (0,)) -> RankStalledError:
         return RankStalledError(
-            f"{_OPERATION} on rank {self.rank}: group ranks {', '.join(map(str, absent))} of {self.size} did not join "
-            f"in time. Every member has to create the group."
+            f"{_OPERATION} on rank {self.rank}: {rank_names(absent)} of {self.size} did not join in time. Every rank "
+            f"has to call it."
         )
 
     # Rank 0

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError, text_of
+from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError, rank_names, text_of
 from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses
 from torchdist_ref.timeouts import CHECK_SECONDS
 from torchdist_ref.transports.base import Range, Segment, Semaphore
@@ -259,7 +259,25 @@ class Link:
     def process_failure(self, ranks: Sequence[int], description: str) -> BaseException | None:
         """Return the error for those of `ranks` whose processes have ended, or None. For waits on other channels."""
         ended = [rank for rank in self.liveness.dead() if rank in ranks]
-        return self._death(ended, description) if ended else None
+        # One that has left may have ended because of another's death, which counts then.
+        dead = [rank for rank in ended if not self.rows[rank].closed]
+        if dead:
+            return self._death(dead, description)
+        return self._closing(ended, description) if ended else None
+
+    def departure(self, ranks: Sequence[int], description: str) -> BaseException | None:
+        """Return the error for those of `ranks` that have closed their ends of the group, or None."""
+        # Checking for deaths receives the news of other hosts.
+        self.liveness.dead()
+        closed = [rank for rank in ranks if self.rows[rank].closed]
+        return self._closing(closed, description) if closed else None
+
+    def _closing(self, closed: Sequence[int], description: str) -> BaseException:
+        """Return the error for ranks that have closed their ends of the group: the first abort, if there is one."""
+        aborted = [rank for rank in closed if self.rows[rank].status == ABORTED]
+        if aborted:
+            return self._abort_of(min(aborted, key=lambda rank: self.rows[rank].aborted_at), description)
+        return self._departure(closed, description)
 
     def _failure_to_join(self, ended: Sequence[int], description: str) -> BaseException | None:
         """Return the error for a rank that will not join. One that has joined and ended concerns the next call."""
@@ -341,8 +359,7 @@ class Link:
 
     def rank_names(self, ranks: Sequence[int]) -> str:
         """Return group ranks as text, with the global rank where it differs."""
-        names = [f"{r}" if self.members[r] == r else f"{r} (global {self.members[r]})" for r in ranks]
-        return ("rank " if len(names) == 1 else "ranks ") + ", ".join(names)
+        return rank_names(ranks, self.members)
 
     def abort(self, error: BaseException, description: str) -> None:
         """End the group for all ranks, because this one fails in the middle of a call; publish the reason."""

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import NamedTuple
 
-from torchdist_ref.errors import RankStalledError, StoreTimeoutError
+from torchdist_ref.errors import RankStalledError, StoreTimeoutError, rank_names
 from torchdist_ref.liveness import MemberWatch, host_identity
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import shared_memory, tcp, threads
@@ -182,7 +182,7 @@ def _exchange_endpoints(
     except StoreTimeoutError as error:
         absent = [r for r, key in enumerate(keys) if not store.check([key])]
         raise RankStalledError(
-            f"{operation} on rank {rank}: group ranks {', '.join(map(str, absent))} of {len(members)} did not join in "
-            f"time. Every member has to create the group."
+            f"{operation} on {rank_names([rank], members)}: {rank_names(absent, members)} of {len(members)} did not "
+            f"join in time. Every member has to create the group."
         ).naming(members[r] for r in absent) from error
     return [RankEndpoint(*value.rsplit(b"|", 2)) for value in values]

@@ -9,10 +9,12 @@ Do not add a choice of the rank here: all members have to name the same one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from time import sleep
 
 from torchdist_ref.errors import RankStalledError
+from torchdist_ref.liveness import found_soon
 from torchdist_ref.stores import PrefixStore, Store, TCPStore
 from torchdist_ref.stores.sealed import innermost, sealed_below
 from torchdist_ref.timeouts import Deadline
@@ -23,41 +25,42 @@ _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.001
 
 
-def succeed(link: Link, store: Store, server: int, timeout: float) -> PrefixStore | None:
+def succeed(link: Link, store: Store, remaining: Sequence[int], timeout: float) -> PrefixStore | None:
     """Return a new store in place of one that has ended, with the same prefixes and the same session key.
 
     Args:
         link: Link of the group.
         store: Store of the group, below whose prefixes a `TCPStore` has ended.
-        server: Group rank that serves the new store.
+        remaining: Group ranks that go on; the first serves the new store.
         timeout: Longest duration of a wait in seconds.
 
     Returns:
         The store; None if the old one is not a `TCPStore`.
 
     Raises:
-        RankDiedError: The rank that serves the new store has died.
+        RankDiedError: A rank that was to go on has died.
+        GroupAbortedError: The rank that serves the new store has left the group.
         RankStalledError: It did not start the new store in time.
     """
     old, (sealed, path) = innermost(store), sealed_below(store)
     if not isinstance(old, TCPStore) or sealed is None:
         return None
-    if link.rank == server:
+    if link.rank == remaining[0]:
         host = _LOOPBACK if link.hosts is None else interface_address(store)[1]
         new = TCPStore(host, 0, is_master=True, timeout=old.timeout, wait_for_workers=False)
         link.row.store_address = f"{host} {new.port}"
         link.publish_row()
     else:
-        host, port = _await_address(link, server, Deadline(timeout)).split()
+        host, port = _await_address(link, remaining, Deadline(timeout)).split()
         new = TCPStore(host, int(port), timeout=min(old.timeout, timedelta(seconds=timeout)), wait_for_workers=False)
         new.set_timeout(old.timeout)
     return PrefixStore(path.rstrip("/"), sealed.over(new))
 
 
-def _await_address(link: Link, server: int, deadline: Deadline) -> str:
-    operation = "shrink_group"
+def _await_address(link: Link, remaining: Sequence[int], deadline: Deadline) -> str:
+    operation, server = "shrink_group", remaining[0]
     while not (address := link.rows[server].store_address):
-        if (failure := link.process_failure([server], operation)) is not None:
+        if (failure := _failure(link, remaining, operation)) is not None:
             raise failure
         if deadline.passed():
             raise RankStalledError(
@@ -66,3 +69,12 @@ def _await_address(link: Link, server: int, deadline: Deadline) -> str:
             )
         sleep(_POLL_SECONDS)
     return address
+
+
+def _failure(link: Link, remaining: Sequence[int], operation: str) -> BaseException | None:
+    """Return the error for the death of a rank that was to go on, or for the leave of the one that serves; or None."""
+    if (left := link.departure(remaining[:1], operation)) is None:
+        return link.process_failure(remaining, operation)
+    # It may have left because another one has died, of which news from another host may come later.
+    found_soon(lambda: link.process_failure(remaining[1:], operation))
+    return link.process_failure(remaining, operation) or left

@@ -22,6 +22,7 @@ from torch import Tensor
 from torchdist_ref.backends.base import (
     PLAIN_TYPES,
     Backend,
+    InMemory,
     Membership,
     RowBlocks,
     are_apart,
@@ -32,7 +33,7 @@ from torchdist_ref.backends.base import (
 )
 from torchdist_ref.backends.ref.fast import executor_for
 from torchdist_ref.backends.ref.plan import IN_PLACE, Plan, Planner
-from torchdist_ref.backends.ref.staging import InMemory, contiguous, copy_back, side_streams
+from torchdist_ref.backends.ref.staging import contiguous, copy_back, side_streams
 from torchdist_ref.backends.ref.tag_matching import POINT_TO_POINT, Messages
 from torchdist_ref.backends.worker_threads import (
     CallbackThreads,
@@ -88,7 +89,7 @@ class Ref(Backend):
         self._numbers, self._callbacks = Numbers(m.name), CallbackThreads(m.name)
         self._order = CallOrder(m.name, self.link.check_awaited_call)
         self._make_work = WorkFactory(self._numbers, self._callbacks)
-        self._in_memory = InMemory()
+        self._in_memory = InMemory(self.name, ("cpu", "cuda"))
         self._messages = Messages(self.link, m.timeout, self.recorder, self._make_work, self._in_memory)
         self._submitters: dict[type[Call], Callable[..., Work]] = {
             Send: self._messages.send,
@@ -274,9 +275,13 @@ class Ref(Backend):
         """See `Backend.failure`."""
         return self.link.process_failure(ranks, description)
 
-    def successor_store(self, store: Store, server: int, timeout: float) -> PrefixStore | None:
+    def departure(self, ranks: Sequence[int], description: str) -> BaseException | None:
+        """See `Backend.departure`."""
+        return self.link.departure(ranks, description)
+
+    def successor_store(self, store: Store, remaining: Sequence[int], timeout: float) -> PrefixStore | None:
         """See `Backend.successor_store`. The address is in the status table."""
-        return succeed(self.link, store, server, timeout)
+        return succeed(self.link, store, remaining, timeout)
 
     def leave(self) -> bool:
         """See `Backend.leave`. Receives end at once, if no message for them has come."""
