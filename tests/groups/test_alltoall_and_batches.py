@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -385,3 +386,47 @@ def test_a_rank_that_dies_in_all_to_all_is_named() -> None:
     with pytest.raises(RankError) as caught:
         run(program, 2, timeout=5.0)
     assert isinstance(caught.value.__cause__, Boom)
+
+
+# ---- a later tensor that is refused
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def last_is_refused(rank: int, make: Callable[[], torch.Tensor], name: str) -> list[float]:
+    """Rank 0 passes a third tensor that is refused; rank 1 makes no such call. Return the sum of the next call."""
+    good = [torch.full((4,), rank + 1.0) for _ in range(2)]
+    if rank == 0:
+        three, outputs = [*good, make()], [[torch.zeros(4) for _ in range(3)] for _ in range(2)]
+        batch = [dist.P2POp(dist.isend, each, 1) for each in three]
+        refused: dict[str, Callable[[], Any]] = {
+            "all_reduce_coalesced": lambda: dist.all_reduce_coalesced(three),
+            "all_gather_coalesced": lambda: dist.all_gather_coalesced(outputs, three),
+            "batch_isend_irecv": lambda: dist.batch_isend_irecv(batch),
+            "torch": lambda: torch.distributed.all_reduce_coalesced(three),
+        }
+        with pytest.raises((dist.ArgumentError, dist.UnsupportedError, dist.ArgumentTypeError)):
+            refused[name]()
+        world = dist.group.WORLD
+        assert world is not None and not world.backend.recorder.events(), "no call has begun"
+        assert all(tensor.tolist() == [1.0] * 4 for tensor in good), "nothing was written"
+    message = torch.full((4,), 7.0 if rank == 0 else 0.0)
+    # A message that a refused batch has begun would come first.
+    dist.send(message, 1) if rank == 0 else dist.recv(message, 0)
+    assert message.tolist() == [7.0] * 4
+    total = torch.tensor([rank + 0.5, 1.0])
+    dist.all_reduce(total)
+    return list(total.tolist())
+
+
+@pytest.mark.parametrize("make", [freed, lambda: torch.ones(4, device="meta")], ids=["freed", "meta"])
+@pytest.mark.parametrize("name", ["all_reduce_coalesced", "all_gather_coalesced", "batch_isend_irecv", "torch"])
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_a_later_tensor_that_is_refused_keeps_the_calls_before_it_from_beginning(
+    name: str, make: Callable[[], torch.Tensor]
+) -> None:
+    assert run(last_is_refused, 2, make, name, ranks="processes", timeout=5) == [[2.0, 2.0]] * 2

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, strided
 from torch.futures import Future
 
-from torchdist_ref.backends.base import check_writable, without_overlap
-from torchdist_ref.calls import AllGather
+from torchdist_ref.backends.base import check_writable, is_in_memory, refuse_unsupported, without_overlap
+from torchdist_ref.calls import AllGather, Call
 from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explain
 from torchdist_ref.groups.arguments import (
     ALL_REDUCE,
@@ -86,6 +86,7 @@ def all_reduce_coalesced(
             check_writable(operation, f"tensors[{index}]", tensor)
     operands = [(tensor,) for tensor in listed]
     requests, copy_back = without_overlap(found.rank(), [(call, operand, operand) for operand in operands])
+    _check_before_any_begins(found, requests)
     if call.reduction == "premul_sum":
         parts = [submit_premultiplied(found, operation, call, t, op, async_op) for _, (t,), _ in requests]
     else:
@@ -156,8 +157,17 @@ def all_gather_coalesced(
             for index, output in enumerate(outputs)
         }
         check_distinct("all_gather_coalesced", list(named), list(named.values()))
+    _check_before_any_begins(found, requests)
     parts = [submit(found, *request, async_op) for request in requests]
     return _joined("all_gather_coalesced", output_tensor_lists, parts, copy_back, async_op)
+
+
+def _check_before_any_begins(group: ProcessGroup, requests: Sequence[tuple[Call, Any, Any]]) -> None:
+    """Raise for a tensor that the backend would refuse when the calls before it have begun on this rank."""
+    # The backend checks the first call before anything begins. On `fake` a tensor need not be in memory.
+    for request in requests[1:] if group.backend.name != "fake" else ():
+        if any(tensor.is_meta or not is_in_memory(tensor) for side in request[1:] for tensor in side):
+            refuse_unsupported(*request, group.backend.name, ("cpu", "cuda"))
 
 
 def _joined(

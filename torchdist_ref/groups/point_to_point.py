@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchdist_ref.backends.base import check_writable
+from torchdist_ref.backends.base import check_writable, is_in_memory, refuse_unsupported
 from torchdist_ref.calls import Recv, Send, checked_tag
 from torchdist_ref.errors import ArgumentError, EntryError, explain, on_rank
 from torchdist_ref.groups.arguments import check_tensor, member_group, root_of
@@ -343,8 +343,21 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     if found is None:
         return []
     _require_separate_receives(p2p_op_list)
+    for op in p2p_op_list:
+        _check_before_any_begins(op, found)
     with found.backend.coalescing():
         return [op.op(op.tensor, None, found, op.tag, op.group_peer) for op in p2p_op_list]
+
+
+def _check_before_any_begins(op: P2POp, group: ProcessGroup) -> None:
+    """Raise what `isend` or `irecv` would when the messages before this one have begun."""
+    if op.op is irecv:
+        check_writable("irecv", "tensor", op.tensor)
+    # On `fake` a tensor need not be in memory.
+    if group.backend.name != "fake" and (op.tensor.is_meta or not is_in_memory(op.tensor)):
+        tensors = (op.tensor,)
+        call = _send(0) if op.op is isend else _recv(0)
+        refuse_unsupported(call, tensors, tensors, group.backend.name, ("cpu", "cuda"))
 
 
 def _require_separate_receives(operations: list[P2POp]) -> None:

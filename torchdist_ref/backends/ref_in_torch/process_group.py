@@ -37,6 +37,7 @@ from torchdist_ref.backends.base import (
     check_writable,
     close_all,
     flat_operands,
+    refuse_unsupported,
     without_overlap,
 )
 from torchdist_ref.backends.reductions import start_sum
@@ -222,6 +223,9 @@ class CallsFromTorch(c10d.ProcessGroup):
         """Start the calls, and wait for them unless torch asked for an asynchronous call."""
         for call, inputs, outputs in requests:
             self._check_tensors(call, flat_operands(inputs), flat_operands(outputs))
+        # The backend checks the first call before anything begins.
+        for call, inputs, outputs in requests[1:] if self.backend.name != "fake" else ():
+            refuse_unsupported(call, inputs, outputs, self.backend.name, ("cpu", "cuda"))
         seconds = limit(opts)
         wait = opts is not None and not opts.asyncOp and seconds is None
         written = [tensor for request in requests for tensor in flat_operands(request[2])]
