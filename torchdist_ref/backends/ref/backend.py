@@ -22,13 +22,13 @@ from torch import Tensor
 from torchdist_ref.backends.base import (
     PLAIN_TYPES,
     Backend,
-    InMemory,
     Membership,
     RowBlocks,
     are_apart,
     is_in_memory,
     is_profiling,
     operands_of,
+    refuse_unsupported,
     run_in_range,
 )
 from torchdist_ref.backends.ref.fast import executor_for
@@ -58,11 +58,12 @@ Planned = tuple[Plan, Any]
 
 # Programs repeat a few kinds of calls. One that keeps inventing shapes (objects of all sizes) must not fill the memory.
 MOST_PLANS = 1024
-# Sets of operands that a plan remembers as apart. Programs call again and again with the same ones.
+# Operands that are remembered as checked: sets of a plan, tensors. Programs call again and again with the same ones.
 MOST_ADDRESSES = 64
 _DONE = Done()
 # Operations whose operands are their outputs: those that work in place, and that without operands.
 _OUTPUTS_ONLY = IN_PLACE | {"barrier"}
+_DEVICES = ("cpu", "cuda")
 # Properties of a tensor that a plan depends on.
 _kind = attrgetter("dtype", "shape", "is_cpu", "requires_grad")
 
@@ -89,8 +90,11 @@ class Ref(Backend):
         self._numbers, self._callbacks = Numbers(m.name), CallbackThreads(m.name)
         self._order = CallOrder(m.name, self.link.check_awaited_call)
         self._make_work = WorkFactory(self._numbers, self._callbacks)
-        self._in_memory = InMemory(self.name, ("cpu", "cuda"))
-        self._messages = Messages(self.link, m.timeout, self.recorder, self._make_work, self._in_memory)
+        # Sizes in bytes of tensors that were found in memory, by address.
+        self._in_memory: dict[int, int] = {}
+        self._messages = Messages(
+            self.link, m.timeout, self.recorder, self._make_work, self._in_memory, self._check_memory
+        )
         self._submitters: dict[type[Call], Callable[..., Work]] = {
             Send: self._messages.send,
             Recv: self._messages.receive,
@@ -120,14 +124,14 @@ class Ref(Backend):
             t = tensors[0]
             key: Any = (call, len(written), t.dtype, t.shape, t.is_cpu, t.requires_grad)
             try:
-                in_memory = type(t) in PLAIN_TYPES and self._in_memory.sizes.get(t.data_ptr(), 0) >= t.nbytes
+                in_memory = type(t) in PLAIN_TYPES and self._in_memory.get(t.data_ptr(), 0) >= t.nbytes
             except RuntimeError:
                 in_memory = False
         else:
             # Only a barrier has no operands.
             key, in_memory = (call, len(written), *map(_kind, tensors)) if tensors else call.op, not tensors
         if not in_memory:
-            self._in_memory.check(call, inputs, outputs, tensors)
+            self._check_memory(call, inputs, outputs, tensors)
         planned = self.plans.get(key)
         if planned is None:
             planned = self._plan(key, call, tensors, len(tensors) - len(written), (inputs, outputs))
@@ -153,6 +157,32 @@ class Ref(Backend):
                 apart.clear()
             apart.add(addresses)
         return self._start(planned, call, tensors, outputs, wait)
+
+    def _check_memory(self, call: Call, inputs: Tensors, outputs: Tensors, tensors: Tensors) -> None:
+        """Raise what `refuse_unsupported` does if one of the tensors, which are all operands, is not in memory.
+
+        Storages are asked for their sizes only at addresses where no tensor as large was found in memory: that takes
+        some hundredths of a small call.
+        """
+        found = self._in_memory
+        try:
+            for tensor in tensors:
+                address, nbytes = (tensor.data_ptr(), tensor.nbytes) if type(tensor) in PLAIN_TYPES else (0, 1)
+                if found.get(address, 0) < nbytes:
+                    # As `is_in_memory`, for most tensors.
+                    before = tensor.storage_offset() * tensor.itemsize
+                    fits = address and before + nbytes <= tensor.untyped_storage().nbytes()
+                    if not (fits and tensor.is_contiguous()) or tensor.is_nested:
+                        break
+                    if len(found) >= MOST_ADDRESSES:
+                        found.clear()
+                    found[address] = nbytes
+            else:
+                return
+        except RuntimeError:
+            # A tensor without storage.
+            pass
+        refuse_unsupported(call, inputs, outputs, self.name, _DEVICES)
 
     def _start(self, planned: Planned, call: Call, tensors: Tensors, written: Tensors, wait: bool) -> Work:
         """Run a planned call now if no other call is ahead of it, else on the progress thread."""

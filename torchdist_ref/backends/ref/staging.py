@@ -19,51 +19,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from torchdist_ref.backends.base import PLAIN_TYPES, refuse_unsupported
 from torchdist_ref.backends.ref.plan import IN_PLACE, Plan
 from torchdist_ref.calls import Call
 from torchdist_ref.errors import UnsupportedError
 
 _COMPLEX = (torch.complex64, torch.complex128, torch.complex32)
-_DEVICES = ("cpu", "cuda")
-# Addresses that are remembered. Programs call again and again with the same tensors.
-_MOST_ADDRESSES = 64
-
-
-class InMemory:
-    """Check that operands are in memory, before a call begins.
-
-    Storages are asked for their sizes only at addresses where no tensor as large was found in memory: that takes some
-    hundredths of a small call.
-
-    Attributes:
-        sizes: Sizes in bytes of tensors that were found in memory, by address.
-    """
-
-    def __init__(self) -> None:
-        self.sizes: dict[int, int] = {}
-
-    def check(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Raise what `refuse_unsupported` does if one of the tensors, which are all operands, is not in memory."""
-        sizes = self.sizes
-        try:
-            for tensor in tensors:
-                address, nbytes = (tensor.data_ptr(), tensor.nbytes) if type(tensor) in PLAIN_TYPES else (0, 1)
-                if sizes.get(address, 0) < nbytes:
-                    # As `is_in_memory`, for most tensors.
-                    before = tensor.storage_offset() * tensor.itemsize
-                    fits = address and before + nbytes <= tensor.untyped_storage().nbytes()
-                    if not (fits and tensor.is_contiguous()) or tensor.is_nested:
-                        break
-                    if len(sizes) >= _MOST_ADDRESSES:
-                        sizes.clear()
-                    sizes[address] = nbytes
-            else:
-                return
-        except RuntimeError:
-            # A tensor without storage.
-            pass
-        refuse_unsupported(call, inputs, outputs, "ref", _DEVICES)
 
 
 def contiguous(tensor: Tensor, call: Call) -> Tensor:

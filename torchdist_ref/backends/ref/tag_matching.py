@@ -11,7 +11,7 @@ Do not add bytes or windows here: how a message travels is `transports.mailbox`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import monotonic, perf_counter
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchdist_ref.backends.base import PLAIN_TYPES
-from torchdist_ref.backends.ref.staging import InMemory, contiguous_on_host, copy_back, receive_buffer, side_streams
+from torchdist_ref.backends.ref.staging import contiguous_on_host, copy_back, receive_buffer, side_streams
 from torchdist_ref.backends.worker_threads import WorkerThread, WorkFactory, settle
 from torchdist_ref.calls import Call, Number, Recv, Send, fingerprint
 from torchdist_ref.errors import (
@@ -412,13 +412,20 @@ class Messages:
         timeout: Seconds that a receive waits at most.
         recorder: The last calls of this group on this rank.
         make_work: Makes the Work of a call (operation, outputs, number).
-        in_memory: Check of operands.
+        in_memory: Sizes in bytes of tensors that were found in memory, by address.
+        check_memory: Raises if an operand is not in memory (call, inputs, outputs, all of them).
     """
 
     def __init__(
-        self, link: Link, timeout: float, recorder: Recorder, make_work: WorkFactory, in_memory: InMemory
+        self,
+        link: Link,
+        timeout: float,
+        recorder: Recorder,
+        make_work: WorkFactory,
+        in_memory: Mapping[int, int],
+        check_memory: Callable[[Call, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None],
     ) -> None:
-        self._in_memory = in_memory
+        self._in_memory, self._check_memory = in_memory, check_memory
         self._link, self._rank, self._timeout = link, link.rank, timeout
         self._recorder, self._make_work = recorder, make_work
         self._sender, self._receiver = Sender(link), Receiver(link)
@@ -486,13 +493,13 @@ class Messages:
         try:
             if type(tensor) in PLAIN_TYPES:
                 kind = _kind_of(tensor.dtype, tensor.shape)
-                if self._in_memory.sizes.get(tensor.data_ptr(), 0) >= kind.nbytes:
+                if self._in_memory.get(tensor.data_ptr(), 0) >= kind.nbytes:
                     return kind
         except RuntimeError:
             # A tensor without storage.
             pass
         operands = (tensor,)
-        self._in_memory.check(call, operands, operands, operands)
+        self._check_memory(call, operands, operands, operands)
         return _kind_of(tensor.dtype, tensor.shape)
 
     def _take_messages(self, receive: PostedReceive) -> None:
