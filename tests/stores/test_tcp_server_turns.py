@@ -147,6 +147,28 @@ def test_an_honest_client_is_answered_in_the_next_turn(loop: server.ServerLoop, 
     assert most == 1
 
 
+def test_the_time_of_accepting_new_clients_is_not_that_of_a_quick_one(
+    loop: server.ServerLoop, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = loop.listeners.sockets[0].getsockname()[1]
+    honest = connect_honest(loop, port)
+    greedy: list[Greedy] = []
+    assert turns_until_answered(loop, honest, greedy, 1) == 1
+    accept = loop._accept
+
+    def slowly(descriptor: int) -> None:
+        clock.now += 0.05
+        accept(descriptor)
+
+    monkeypatch.setattr(loop, "_accept", slowly)
+    greedy = [Greedy(port, ATTACKS["list"]()) for _ in range(8)]
+    most = max(turns_until_answered(loop, honest, greedy, number) for number in range(2, 6))
+    for each in greedy:
+        each.socket.close()
+    honest.close()
+    assert most == 1
+
+
 @pytest.mark.parametrize("kind", ["wait", "check", "multi_get", "multi_set"])
 def test_a_request_of_131072_keys_is_read_in_turns_and_others_are_answered_in_each(
     loop: server.ServerLoop, kind: str, monkeypatch: pytest.MonkeyPatch

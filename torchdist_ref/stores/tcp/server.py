@@ -138,6 +138,8 @@ class ServerLoop(ConnectionOwner):
             connection = self.connections.get(descriptor)
             if connection is None:
                 self._accept(descriptor)
+                # Not the time of the next client, which would come after new ones then.
+                before = monotonic()
                 continue
             self._serve(connection, events)
             now = monotonic()
