@@ -16,7 +16,7 @@ import pytest
 import torch.distributed
 
 from tests.stores.store_helpers import in_child, server
-from torchdist_ref.errors import ArgumentError, DistNetworkError, RendezvousError
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistNetworkError, RendezvousError
 from torchdist_ref.rendezvous import register_rendezvous_handler, rendezvous
 from torchdist_ref.stores import FileStore, HashStore, Store, TCPStore
 
@@ -261,3 +261,11 @@ def test_forms_of_file_names(monkeypatch: pytest.MonkeyPatch, url: str, path: st
     store, rank, world_size = next(rendezvous(url, 1, 2, timeout=QUICK))
     assert created == [(path, 2)] and (rank, world_size) == (1, 2) and store.timeout == QUICK
     assert FileStore is not Noted
+
+
+@pytest.mark.parametrize(
+    ("scheme", "handler", "named"), [(5, print, "'scheme'.* got 5"), ("x", None, "'handler'.* got None")]
+)
+def test_a_handler_that_cannot_be_called_is_refused(scheme: Any, handler: Any, named: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=rf"register_rendezvous_handler: argument {named}"):
+        register_rendezvous_handler(scheme, handler)

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from torchdist_ref.errors import ArgumentTypeError, RendezvousError, indexed
+from torchdist_ref.errors import ArgumentTypeError, RendezvousError, explain, indexed
 from torchdist_ref.job_environment import derived
 from torchdist_ref.stores import FileStore, Store, TCPStore
 from torchdist_ref.timeouts import GROUP_TIMEOUT
@@ -55,6 +55,10 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
     >>> next(rendezvous("alone://"))
     (HashStore(), 0, 1)
     """
+    if not isinstance(scheme, str):
+        raise ArgumentTypeError(explain("register_rendezvous_handler", "scheme", "a str", scheme))
+    if not callable(handler):
+        raise ArgumentTypeError(explain("register_rendezvous_handler", "handler", "a function", handler))
     if scheme in _handlers:
         raise indexed(RuntimeError(f"Rendezvous handler for {scheme}:// already registered; choose another scheme."))
     _handlers[scheme] = handler

@@ -18,7 +18,14 @@ from typing import Any, Protocol
 from torch.futures import Future
 
 from torchdist_ref.calls import CallScope, numbered_in
-from torchdist_ref.errors import ArgumentTypeError, RankStalledError, UnsupportedError, explain, on_rank
+from torchdist_ref.errors import (
+    ArgumentTypeError,
+    BackendArgumentError,
+    RankStalledError,
+    UnsupportedError,
+    explain,
+    on_rank,
+)
 from torchdist_ref.timeouts import CHECK_SECONDS
 
 log = logging.getLogger("torchdist_ref.backends")
@@ -369,10 +376,13 @@ def seconds_of(timeout: timedelta | float | None) -> float | None:
         return None if timeout is None else timeout.total_seconds()
     try:
         # Of any type with this method: NumPy's numbers and tensors of one element too.
-        return timeout.__float__()
+        seconds = timeout.__float__()
     except AttributeError:
         expected = "a timedelta, a number of seconds or None"
         raise ArgumentTypeError(explain("wait", "timeout", expected, timeout)) from None
+    if seconds != seconds:
+        raise BackendArgumentError(explain("wait", "timeout", "a number of seconds", timeout))
+    return seconds
 
 
 def devices_of(outputs: Sequence[Any]) -> list[Any]:

@@ -287,7 +287,7 @@ def test_step_with_overlap_does_nothing_and_warns(caplog: pytest.LogCaptureFixtu
 def failure(rank: int, attempt: Callable[[list[nn.Parameter]], Any]) -> str:
     try:
         attempt(parameters())
-    except (ValueError, RuntimeError, TypeError) as error:
+    except (ValueError, RuntimeError, TypeError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
     return "none"
 
@@ -300,6 +300,12 @@ def zero(weights: Any, **options: Any) -> ZeroRedundancyOptimizer:
     ("attempt", "message"),
     [
         (lambda w: zero(w).state_dict(), "DistError: .*consolidate_state_dict.to=0."),
+        (
+            lambda w: zero(w).consolidate_state_dict(to=7),
+            "BackendArgumentError: .*_state_dict: argument 'to' .* got 7",
+        ),
+        (lambda w: zero(w).load_state_dict({}), "KeyError: .*load_state_dict: argument .*state_dict.* lacks 'state'"),
+        (lambda w: zero(w).load_state_dict(5), "ArgumentTypeError: .*load_state_dict: argument 'state_dict' .* got 5"),
         (lambda w: zero(w, overlap_with_ddp=True).consolidate_state_dict(), "DistError: .*before the hook"),
         (lambda w: zero(w, overlap_with_ddp=True).load_state_dict({}), "DistError: .*before the hook"),
         (lambda w: zero(w, overlap_with_ddp=True).add_param_group({"params": parameters()}), "DistError: .*later"),

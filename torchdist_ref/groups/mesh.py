@@ -8,7 +8,7 @@ Do not add work done on a mesh (sharding, parallelism) here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from threading import get_ident
@@ -18,10 +18,17 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from torchdist_ref.errors import DistError, explain, indexed
+from torchdist_ref.errors import ArgumentTypeError, DistError, EntryError, explain, indexed
 from torchdist_ref.groups.creation import init_process_group, is_initialized, new_group
 from torchdist_ref.groups.queries import get_rank, get_world_size
-from torchdist_ref.groups.world import ProcessGroup, default_group, is_thread_rank, refuse_destroyed, resolve
+from torchdist_ref.groups.world import (
+    ProcessGroup,
+    as_integer,
+    default_group,
+    is_thread_rank,
+    refuse_destroyed,
+    resolve,
+)
 
 Names = tuple[str, ...] | None
 Groups = tuple[ProcessGroup | int, ...]
@@ -164,7 +171,7 @@ class DeviceMesh(TorchMesh):
 
     def size(self, mesh_dim: int | None = None) -> int:
         """Return the size of a dimension, or by default the number of ranks in the mesh."""
-        return self._ranks.numel() if mesh_dim is None else self._ranks.shape[mesh_dim]
+        return self._ranks.numel() if mesh_dim is None else self._ranks.shape[self._index(mesh_dim, "size", "an int")]
 
     def get_rank(self) -> int:
         """Return this rank's global rank."""
@@ -207,7 +214,16 @@ class DeviceMesh(TorchMesh):
             return self._named(wanted)
         if wanted is None and self.ndim > 1:
             raise DistError(f"DeviceMesh.{operation}: pass 'mesh_dim', since this mesh has {self.ndim} dimensions.")
-        return wanted or 0
+        return 0 if wanted is None else self._index(wanted, operation, "an int or a name")
+
+    def _index(self, wanted: Any, operation: str, kind: str) -> int:
+        number = as_integer(wanted)
+        if number is None:
+            raise ArgumentTypeError(explain(f"DeviceMesh.{operation}", "mesh_dim", f"{kind} of a dimension", wanted))
+        if not -self.ndim <= number < self.ndim:
+            expected = f"one of this mesh's {self.ndim} dimensions, from 0 up"
+            raise EntryError(explain(f"DeviceMesh.{operation}", "mesh_dim", expected, wanted))
+        return number
 
     def _named(self, name: str) -> int:
         if self._names is None or name not in self._names:
@@ -223,6 +239,8 @@ class DeviceMesh(TorchMesh):
         """
         if self._names is None:
             raise DistError("DeviceMesh: a mesh without mesh_dim_names cannot be sliced by name.")
+        if not isinstance(mesh_dim_names, str | Sequence):
+            raise ArgumentTypeError(explain("DeviceMesh", "mesh_dim_names", "one or more names", mesh_dim_names))
         wanted = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
         if not set(wanted) <= set(self._names):
             # Names of dimensions that `_flatten` has made, which torch keeps.
@@ -311,11 +329,15 @@ def init_device_mesh(
     Elsewhere:
         ``MPI_Cart_create`` in MPI, ``jax.make_mesh`` in JAX; none in NCCL.
     """
+    if not isinstance(mesh_shape, Sequence):
+        raise ArgumentTypeError(explain("init_device_mesh", "mesh_shape", "a tuple of numbers of ranks", mesh_shape))
+    if backend_override is not None and not isinstance(backend_override, Mapping):
+        raise ArgumentTypeError(explain("init_device_mesh", "backend_override", "a dict", backend_override))
     overrides = dict(backend_override or {})
     backends = [overrides.pop(d, overrides.pop((mesh_dim_names or {d: d})[d], None)) for d in range(len(mesh_shape))]
     if overrides:
         _refuse("backend_override", f"about dimensions of {mesh_dim_names or mesh_shape}, each once", backend_override)
-    if not all(isinstance(size, int) and size > 0 for size in mesh_shape):
+    if not all(isinstance(size, int) and size > 0 and size is not True for size in mesh_shape):
         _refuse("mesh_shape", "positive numbers of ranks", mesh_shape)
     ranks = torch.arange(prod(mesh_shape), dtype=torch.int, device="cpu").view(tuple(mesh_shape))
     return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, backend_override=backends)
@@ -325,7 +347,14 @@ def _ranks_of(mesh: Any) -> Tensor:
     """Return the ranks of a tensor or nested lists as an int32 CPU tensor."""
     if mesh is None:
         _refuse("mesh", "a tensor or nested lists of ranks", None)
-    return torch.as_tensor(mesh, dtype=torch.int, device="cpu").detach().clone()
+    try:
+        given = torch.as_tensor(mesh, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise ArgumentTypeError(explain("DeviceMesh", "mesh", "a tensor or nested lists of ranks", mesh)) from None
+    ranks = given.to(torch.int, copy=True)
+    if not ranks.numel() or not torch.equal(ranks.to(given.dtype), given):
+        _refuse("mesh", "one or more ranks, which are whole numbers", mesh)
+    return ranks
 
 
 def _existing(group: Any) -> ProcessGroup:
@@ -341,9 +370,15 @@ def _check_mesh(device_type: str, ranks: Tensor, names: Names) -> None:
     """Raise unless these describe a mesh of the current job."""
     if not isinstance(device_type, str) or not device_type.isalpha():
         _refuse("device_type", "a device type without an index", device_type)
+    try:
+        torch.device(device_type)
+    except RuntimeError:
+        _refuse("device_type", "a device type that torch has", device_type)
     listed, world = ranks.flatten().tolist(), get_world_size()
     if len(set(listed)) != len(listed) or not all(0 <= rank < world for rank in listed):
         _refuse("mesh", f"ranks from 0 to {world - 1}, each at most once", ranks.tolist())
+    if names is not None and not all(isinstance(name, str) for name in names):
+        raise ArgumentTypeError(explain("DeviceMesh", "mesh_dim_names", "names, which are str", names))
     if names is not None and (len(names) != ranks.dim() or len(set(names)) != len(names)):
         _refuse("mesh_dim_names", f"{ranks.dim()} different names, one for each dimension", names)
 
@@ -356,6 +391,8 @@ def _refuse(argument: str, expected: str, got: Any) -> NoReturn:
 def _backend_of(override: Any) -> str | None:
     """Return the backend of an entry of `backend_override`, or None for the default group's."""
     name = override[0] if isinstance(override, tuple) else override
+    if isinstance(name, int | float | bytes):
+        _refuse("backend_override", "names of backends, alone or in tuples with options", override)
     return name if isinstance(name, str) else None
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -164,7 +164,7 @@ def new_subgroups_by_enumeration(
 
 
 def _check_disjoint(lists: Any) -> None:
-    if not lists or not isinstance(lists, Sequence):
+    if not lists or not isinstance(lists, Sequence) or not all(isinstance(ranks, Iterable) for ranks in lists):
         expected = "a list of at least one list of ranks"
         raise ArgumentError(explain("new_subgroups_by_enumeration", "ranks_per_subgroup_list", expected, lists))
     seen: dict[int, Sequence[int]] = {}
@@ -244,7 +244,11 @@ def split_group(
 
 
 def _checked_parts(split_ranks: Any, parent: ProcessGroup) -> Parts:
-    if not split_ranks or not isinstance(split_ranks, Sequence):
+    if (
+        not split_ranks
+        or not isinstance(split_ranks, Sequence)
+        or not all(isinstance(ranks, Iterable) for ranks in split_ranks)
+    ):
         raise ArgumentError(explain("split_group", "split_ranks", "a list of at least one list of ranks", split_ranks))
     listed = [rank for ranks in split_ranks for rank in ranks]
     for rank in listed:

@@ -21,7 +21,6 @@ from torch.distributed import ReduceOp
 from torchdist_ref import groups
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 from torchdist_ref.groups import ProcessGroup
-from torchdist_ref.groups.alltoall import split_sizes
 from torchdist_ref.nn import gradients
 from torchdist_ref.nn.gradients import apply
 
@@ -421,8 +420,10 @@ def all_to_all_single(
     _check_tensor("all_to_all_single", "output", output)
     _check_tensor("all_to_all_single", "input", input)
     found = member_group("all_to_all_single", group)
-    receive = None if output_split_sizes is None else split_sizes("output_split_sizes", output_split_sizes)
-    send = None if input_split_sizes is None else split_sizes("input_split_sizes", input_split_sizes)
+    receive = (
+        None if output_split_sizes is None else groups.alltoall.split_sizes("output_split_sizes", output_split_sizes)
+    )
+    send = None if input_split_sizes is None else groups.alltoall.split_sizes("input_split_sizes", input_split_sizes)
     return apply(gradients.AllToAllSingleMap(found, output.shape, input.shape, receive, send, output), input)[0]
 
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from torchdist_ref import groups
 from torchdist_ref.algorithms.join import Join, Joinable, JoinHook
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, BackendArgumentError, DistError, explain, indexed
 from torchdist_ref.optim.shards import (
     Shards,
     copy_options,
@@ -270,6 +270,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             DistError: With ``overlap_with_ddp``, before parameters are assigned to ranks.
         """
         self._must_be_assigned()
+        if to not in range(self.world_size):
+            expected = f"a rank in the group, from 0 to {self.world_size - 1}"
+            raise BackendArgumentError(explain("ZeroRedundancyOptimizer.consolidate_state_dict", "to", expected, to))
         copy_options(self.param_groups, self.optim.param_groups)
         found: list[Any] | None = [None] * self.world_size if self.rank == to else None
         groups.gather_object(on_cpu(self.optim.state_dict()), found, group=self.process_group, group_dst=to)
@@ -305,6 +308,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             DistError: With ``overlap_with_ddp``, before parameters are assigned to ranks.
         """
         self._must_be_assigned()
+        if not isinstance(state_dict, Mapping):
+            raise ArgumentTypeError(
+                explain("ZeroRedundancyOptimizer.load_state_dict", "state_dict", "a dict", state_dict)
+            )
+        missing = [name for name in ("state", "param_groups") if name not in state_dict]
+        if missing:
+            expected = f"a dict made by state_dict; it lacks {missing[0]!r}"
+            raise indexed(
+                KeyError(explain("ZeroRedundancyOptimizer.load_state_dict", "state_dict", expected, list(state_dict)))
+            )
         self.optim.load_state_dict(own_state(self._numbers(), self._shards.of(self.rank), state_dict))
         copy_options(self.optim.param_groups, self.param_groups)
 
@@ -317,7 +330,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
 
 def _check_class(optimizer_class: Any) -> None:
-    if isinstance(optimizer_class, Optimizer) or not callable(optimizer_class):
+    no_optimizer = isinstance(optimizer_class, type) and not hasattr(optimizer_class, "step")
+    if isinstance(optimizer_class, Optimizer) or not callable(optimizer_class) or no_optimizer:
         expected = "a class of optimizers, such as torch.optim.Adam"
         raise ArgumentTypeError(explain("ZeroRedundancyOptimizer", "optimizer_class", expected, optimizer_class))
 

@@ -15,7 +15,7 @@ from numbers import Real
 
 import torch
 
-from torchdist_ref.errors import ArgumentTypeError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 
 MIB_BYTES = 1024 * 1024
 DEFAULT_CAP_MIB = 25
@@ -78,10 +78,14 @@ def bucket_caps(cap_mib: float | None, cap_mib_list: Sequence[float] | None, fin
 
     Raises:
         ArgumentTypeError: A limit is not a number.
+        ArgumentError: A limit is negative, infinite or not a number.
     """
     for name, limits in (("bucket_cap_mb", [cap_mib]), ("bucket_cap_mb_list", cap_mib_list or ())):
         if not all(limit is None or isinstance(limit, Real) for limit in limits):
             raise ArgumentTypeError(explain("DistributedDataParallel", name, "in MiB, as numbers", list(limits)))
+        if not all(limit is None or 0 <= limit < float("inf") for limit in limits):
+            expected = "finite sizes in MiB, from 0 up"
+            raise ArgumentError(explain("DistributedDataParallel", name, expected, list(limits)))
     if cap_mib_list:
         listed = tuple(int(mib * MIB_BYTES) for mib in cap_mib_list)
         return Caps(listed, listed)

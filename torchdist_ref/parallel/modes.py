@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from torchdist_ref import groups, torch_private
-from torchdist_ref.errors import ArgumentError, DistError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, explain
 from torchdist_ref.parallel.bucket import split
 from torchdist_ref.parallel.construction import OPERATION, mapped
 from torchdist_ref.parallel.division import Divisor, average
@@ -54,6 +54,9 @@ class LowPrecision:
     """
 
     def __init__(self, module: nn.Module, config: Any, ignored: Collection[str]) -> None:
+        if not hasattr(config, "param_dtype"):
+            expected = "a MixedPrecision, such as MixedPrecision(param_dtype=torch.bfloat16)"
+            raise ArgumentTypeError(explain("DistributedDataParallel", "mixed_precision", expected, config))
         self.dtype: torch.dtype | None = config.param_dtype
         self.parameters = [p for n, p in module.named_parameters() if n not in ignored and p.is_floating_point()]
         self._full: list[torch.Tensor] | None = None

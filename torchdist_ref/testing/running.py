@@ -91,6 +91,8 @@ def _check(fn: object, world_size: int, ranks: str, timeout: float) -> None:
         raise ArgumentError(explain("testing.run", "world_size", "a number of ranks, at least 1", world_size))
     if ranks not in _RUNNERS:
         raise ArgumentError(explain("testing.run", "ranks", "'threads' or 'processes'", ranks))
+    if not isinstance(timeout, int | float):
+        raise ArgumentTypeError(explain("testing.run", "timeout", "a number of seconds", timeout))
     if not timeout > 0:
         raise ArgumentError(explain("testing.run", "timeout", "a positive number of seconds", timeout))
 

@@ -30,7 +30,7 @@ from torchdist_ref.algorithms.ddp_comm_hooks import low_rank
 from torchdist_ref.algorithms.ddp_comm_hooks.blocked_products import BLOCKED
 from torchdist_ref.algorithms.ddp_comm_hooks.hook_support import HookGroup, HookRounds, RoundQueue, comm_hook
 from torchdist_ref.algorithms.ddp_comm_hooks.low_rank import CompressionPlan, Matrix, Products, orthonormalize
-from torchdist_ref.errors import ArgumentError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
 from torchdist_ref.parallel.bucket import GradBucket, width
 from torchdist_ref.parallel.division import Divisor, average
 
@@ -45,6 +45,16 @@ PRODUCTS: Products = BLOCKED
 # ---- state
 
 RankRule = Callable[[torch.Tensor], int]
+
+
+def _check_state(process_group: Any, approximation_rank: Any, seed: Any) -> None:
+    if process_group is not None and not hasattr(process_group, "size"):
+        raise ArgumentTypeError(explain("PowerSGDState", "process_group", "a group or None", process_group))
+    for name, value in (("matrix_approximation_rank", approximation_rank), ("random_seed", seed)):
+        if not isinstance(value, int):
+            raise ArgumentTypeError(explain("PowerSGDState", name, "an int", value))
+    if approximation_rank < 1:
+        raise ArgumentError(explain("PowerSGDState", "matrix_approximation_rank", "at least 1", approximation_rank))
 
 
 class SeedStream:
@@ -124,7 +134,8 @@ class PowerSGDState:
     memory of the batched hook belongs to a whole bucket, and is dropped when the bucket changes.
 
     Raises:
-        ArgumentError: ``start_powerSGD_iter`` is too small.
+        ArgumentError: ``start_powerSGD_iter`` or ``matrix_approximation_rank`` is too small.
+        ArgumentTypeError: The group is none, or the rank or the seed is no int.
 
     Example:
         >>> state = PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10)
@@ -150,6 +161,7 @@ class PowerSGDState:
         factor_dtype: torch.dtype | None = None,
         rank_rule: RankRule | None = None,
     ) -> None:
+        _check_state(process_group, matrix_approximation_rank, random_seed)
         if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
             hint = "DDP rebuilds its buckets after the first step, and errors and factors would not fit them."
             name, expected = "start_powerSGD_iter", "at least 2 with use_error_feedback or warm_start"

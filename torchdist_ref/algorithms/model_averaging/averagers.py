@@ -98,6 +98,8 @@ def get_params_to_average(params: ModelParameters) -> list[Parameter]:
     Elsewhere:
         None in MPI, NCCL and JAX.
     """
+    if not isinstance(params, Iterable):
+        raise ArgumentTypeError(explain("get_params_to_average", "params", "an iterable of parameters", params))
     return [parameter for parameter in chain.from_iterable(map(_members, params)) if parameter.grad is not None]
 
 
@@ -311,6 +313,9 @@ class HierarchicalModelAverager(ModelAverager):
 
     def _check(self, sizes: dict[int, int]) -> None:
         periods = list(sizes)
+        if not all(isinstance(number, int) for number in (*periods, *sizes.values())):
+            expected = "a dict of periods and sizes, which are int"
+            raise ArgumentTypeError(explain("HierarchicalModelAverager", "period_group_size_dict", expected, sizes))
         if not periods or periods[0] < 1 or periods != sorted(periods):
             expected = "one or more increasing periods, at least 1, and their sizes"
             raise ArgumentError(explain("HierarchicalModelAverager", "period_group_size_dict", expected, sizes))
