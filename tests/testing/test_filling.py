@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from torchdist_ref.errors import ArgumentTypeError
 from torchdist_ref.testing import fill
 
 REAL = [
@@ -67,3 +68,8 @@ def test_bool_and_complex() -> None:
     number = fill(1, (100,), torch.complex64)
     assert torch.equal(number.real, fill(1, (100,)))
     assert (number.real == number.imag).float().mean() < 0.2
+
+
+def test_a_dtype_that_is_none_is_named() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"testing\.fill: argument 'dtype' must be a torch\.dtype, got 'float'"):
+        fill(0, (2,), "float")  # type: ignore[arg-type]

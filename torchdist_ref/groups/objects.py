@@ -199,6 +199,7 @@ def broadcast_object_list(
         ``Comm.bcast`` of mpi4py; none in NCCL; ``broadcast_one_to_all`` of JAX's ``multihost_utils``, for
         arrays.
     """
+    _check_device("broadcast_object_list", device)
     operation = "broadcast_object_list"
     found = member_group(operation, group)
     if found is None:
@@ -324,6 +325,7 @@ def send_object_list(
     Elsewhere:
         ``Comm.send`` of mpi4py; none in NCCL; none in JAX.
     """
+    _check_device("send_object_list", device)
     operation = "send_object_list"
     found = member_group(operation, group)
     if found is None:
@@ -376,6 +378,7 @@ def recv_object_list(
     Elsewhere:
         ``Comm.recv`` of mpi4py; none in NCCL; none in JAX.
     """
+    _check_device("recv_object_list", device)
     operation = "recv_object_list"
     found = member_group(operation, group)
     if found is None:
@@ -434,6 +437,14 @@ def _replace(target: list[Any], objects: list[Any], count: int, operation: str, 
         expected = f"as long as the sender's list, {count}"
         raise ArgumentError(explain(operation, "object_list", expected, len(target), rank=rank))
     target[:] = objects
+
+
+def _check_device(operation: str, device: Any) -> None:
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, TypeError, AssertionError) as error:
+            raise ArgumentError(explain(operation, "device", "one that torch can use here", device)) from error
 
 
 def _on_device(

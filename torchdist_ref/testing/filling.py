@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from torchdist_ref.errors import ArgumentTypeError, explain
+
 _VALUES = 16
 # Half as many as values: sixteen ranks with all sixteen values would have the same sum at every position.
 _RANKS = 8
@@ -62,6 +64,8 @@ def fill(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) ->
         >>> fill(1, (4,), torch.int64).tolist()
         [5, -2, 5, -8]
     """
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentTypeError(explain("testing.fill", "dtype", "a torch.dtype", dtype))
     shape = tuple(shape)
     count = torch.Size(shape).numel()
     if dtype.is_complex:
