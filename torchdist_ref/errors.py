@@ -38,6 +38,7 @@ catch by itself.
 
 from __future__ import annotations
 
+import errno
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -45,6 +46,14 @@ from typing import Any, Self, TypeVar
 
 from torchdist_ref.error_index import PREFIX, entry_of
 
+_LIMITS = {
+    errno.EMFILE: "This process has no free file descriptor: raise its limit (ulimit -n), or close files.",
+    errno.ENFILE: "This host has no free file descriptor: raise its limit (sysctl fs.file-max), or close files.",
+    errno.ENOMEM: "No memory is free, or a limit on it is reached (ulimit -v, or that of the container).",
+    errno.ENOBUFS: "The system has no memory for sockets: close some, or raise its limits (sysctl net.core).",
+    errno.ENOSPC: "No space is left: free some on the disk or in /dev/shm.",
+}
+"""Advice on the system errors of this process alone, which do not follow from the end of another rank."""
 _E = TypeVar("_E", bound=BaseException)
 
 
@@ -294,6 +303,15 @@ def on_rank() -> str:
     """Return the rank as a suffix of an error message; an empty string if there is no group yet."""
     rank = _get_rank()
     return "" if rank is None else f" (on rank {rank})"
+
+
+def advice_on_limit(error: BaseException) -> str:
+    """Return advice on a system error that names a limit of this process or host; empty for any other error.
+
+    >>> advice_on_limit(OSError(errno.ENFILE, "Too many open files in system")).partition(":")[0]
+    'This host has no free file descriptor'
+    """
+    return _LIMITS.get(getattr(error, "errno", None) or 0, "")
 
 
 def rank_names(ranks: Iterable[int], members: Sequence[int] | None = None) -> str:

@@ -37,25 +37,20 @@ from torchdist_ref.errors import (
     RankStalledError,
     RendezvousError,
     UnsupportedError,
+    advice_on_limit,
+    in_context,
     text_of,
 )
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.base import limit_requests
 from torchdist_ref.stores.prefix import WatchedStore
+from torchdist_ref.timeouts import END_SECONDS, found_soon
 from torchdist_ref.witness import is_gone, own_witness
 
 _FAILURE_KEY, _GROUP_FAILURE_KEY = "failure", "failure in the group"
 _SAME_TYPE = {kind.__name__: kind for kind in (RankDiedError, RankStalledError)}
 _OF_ALL_RANKS = {kind.__name__: kind for kind in (MismatchError, RendezvousError)}
 """Errors whose message is the same on all ranks."""
-_LIMITS = {
-    errno.EMFILE: "This process has no free file descriptor: raise its limit (ulimit -n), or close files.",
-    errno.ENFILE: "This host has no free file descriptor: raise its limit (sysctl fs.file-max), or close files.",
-    errno.ENOMEM: "No memory is free, or a limit on it is reached (ulimit -v, or that of the container).",
-    errno.ENOBUFS: "The system has no memory for sockets: close some, or raise its limits (sysctl net.core).",
-    errno.ENOSPC: "No space is left: free some on the disk or in /dev/shm.",
-}
-"""Advice on the system errors of this process alone, which do not follow from the end of another rank."""
 _REPLACED = "lives, but has started another program (exec), or closed the descriptors of this library"
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
 """System errors for a number that is no process's: that of a thread, or of none."""
@@ -63,8 +58,6 @@ _MAX_PID = 2**22
 _MAX_WITNESS = 2**63 - 1
 _STAT_EXIT_CODE = 49
 """Index of the exit code in /proc/PID/stat, counted from the state, which follows the name."""
-_END_SECONDS = 0.08
-"""Time from the close of a process's descriptors until its end is known, here or to the store's server."""
 _LOOK_SECONDS = 0.4
 """Longest look for the member that failed first. Nearly always it is known at once; a busy host is late."""
 _PRESENCE_CHECKS = 8
@@ -200,15 +193,6 @@ def _exit_of(pid: int) -> str:
     return f"was killed by signal {os.WTERMSIG(status)}"
 
 
-def advice_on_limit(error: BaseException) -> str:
-    """Return advice on a system error that names a limit of this process or host; empty for any other error.
-
-    >>> advice_on_limit(OSError(errno.ENFILE, "Too many open files in system")).partition(":")[0]
-    'This host has no free file descriptor'
-    """
-    return _LIMITS.get(getattr(error, "errno", None) or 0, "")
-
-
 FindFailure = Callable[[Sequence[int], str], BaseException | None]
 """Function of group ranks and a description that returns the error for the first of them known to have ended."""
 
@@ -309,7 +293,7 @@ class MemberWatch:
         try:
             yield
         except (DistNetworkError, UnsupportedError, OSError) as error:
-            failure = self._exhausted(error) or found_soon(self.failure)
+            failure = self._exhausted(error) or self._cause(error)
             # A member that needs nothing more from the dead one waits for this rank.
             self.publish(failure or error)
             if failure is None:
@@ -318,6 +302,24 @@ class MemberWatch:
         except BaseException as error:
             self.publish(error)
             raise
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise, in place of an error of the network, that of the member which caused it; not published."""
+        try:
+            yield
+        except DistNetworkError as error:
+            if (cause := self._cause(error)) is None:
+                raise
+            raise cause from error
+
+    def _cause(self, error: BaseException) -> BaseException | None:
+        """Return the failure of a member that caused an error; else an error of the network with the operation."""
+        if (failure := found_soon(self.failure)) is not None:
+            return failure
+        if not isinstance(error, DistNetworkError) or self.operation in (text := text_of(error)):
+            return None
+        return in_context(f"{self.operation} on rank {self._members[self._rank]}: {text}", error)
 
     def _exhausted(self, error: BaseException) -> OSError | None:
         """Return a system error that names the limit of this process which ended the operation, or None."""
@@ -340,14 +342,6 @@ class MemberWatch:
         except BaseException as error:
             self.publish(error)
             raise
-
-
-def found_soon(find: Callable[[], BaseException | None]) -> BaseException | None:
-    """Return a failure that is found soon: a process closes its descriptors before it counts as ended."""
-    deadline = monotonic() + _END_SECONDS
-    while (failure := find()) is None and monotonic() < deadline:
-        sleep(0.002)
-    return failure
 
 
 def read_failure(
@@ -448,7 +442,7 @@ class MemberFailures:
         kind, text, failed = self._found = found
         return kind(f"{operation}: {text}").naming(failed)
 
-    def _bounded(self, use_store: Callable[[], None], seconds: float = _END_SECONDS) -> None:
+    def _bounded(self, use_store: Callable[[], None], seconds: float = END_SECONDS) -> None:
         """Use the store for a short time: its host may not answer any more."""
         thread = threading.Thread(target=use_store, daemon=True)
         try:

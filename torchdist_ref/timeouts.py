@@ -4,13 +4,14 @@ Python runs signal handlers on the main thread, between two bytecode instruction
 system call can miss the wake-up, because the kernel may deliver the signal to another thread. So a blocking wait wakes
 up every `CHECK_SECONDS`. Other threads run no handlers and may sleep until their deadline.
 
-Do not add waits here: each kind of wait belongs to the object that is waited for.
+Do not add waits here: each kind of wait belongs to the object that is waited for. `found_soon` repeats any look.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 STORE_TIMEOUT = timedelta(minutes=5)
@@ -64,3 +65,15 @@ def max_sleep() -> float:
     """Return the longest uninterrupted sleep that is safe on the calling thread, in seconds."""
     on_main_thread = threading.current_thread() is threading.main_thread()
     return CHECK_SECONDS if on_main_thread else MAX_SLEEP_SECONDS
+
+
+END_SECONDS = 0.08
+"""Time from the close of a process's descriptors until its end is known, here or to the store's server."""
+
+
+def found_soon(find: Callable[[], BaseException | None]) -> BaseException | None:
+    """Return a failure that is found soon: a process closes its descriptors before it counts as ended."""
+    deadline = time.monotonic() + END_SECONDS
+    while (failure := find()) is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return failure

@@ -18,10 +18,9 @@ from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 from torchdist_ref.errors import DistNetworkError, RankDiedError, RankStalledError, StoreTimeoutError
-from torchdist_ref.liveness import found_soon
 from torchdist_ref.stores.base import Store, limit_requests
 from torchdist_ref.stores.prefix import WatchedStore
-from torchdist_ref.timeouts import Deadline
+from torchdist_ref.timeouts import Deadline, found_soon
 
 _ALL_ARRIVED = "all arrived"
 _rounds: WeakKeyDictionary[Store, Counter[int]] = WeakKeyDictionary()

@@ -37,6 +37,7 @@ from torchdist_ref.errors import (
     BackendArgumentError,
     DistError,
     DistNetworkError,
+    RankDiedError,
     RankStalledError,
     RendezvousError,
     StoreTimeoutError,
@@ -326,7 +327,14 @@ class Meeting:
         with suppress(RuntimeError):
             if not self._met and (error := self._second_claim()) is not None:
                 return error
-        return self._presence.failure(ranks, description)
+        if (failure := self._presence.failure(ranks, description)) is not None or self.rank == 0:
+            return failure
+        # The store may end with rank 0 before this rank has read its announcement.
+        opened = Round.parse(self._round.encode())
+        if opened.host != host_identity() or opened.is_of_living_process():
+            return None
+        ending = f"pid {opened.pid} on {os.uname().nodename} has ended"
+        return RankDiedError(f"{description} on rank {self.rank}: rank 0 died ({ending}). Start again.")
 
     def _second_claim(self) -> Exception | None:
         assert self._presence is not None

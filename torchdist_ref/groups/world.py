@@ -47,6 +47,8 @@ from torchdist_ref.timeouts import GROUP_TIMEOUT
 
 default_pg_timeout = GROUP_TIMEOUT
 _LINGER_SECONDS = 0.05
+_LINGER_AFTER_FAILURE_SECONDS = 0.2
+"""Time for ranks that meet to read why this one left: they look at intervals of `CHECK_SECONDS`, or later if busy."""
 
 
 def as_integer(value: Any) -> int | None:
@@ -301,14 +303,18 @@ class World:
         for group in self.groups:
             with suppress(Exception):
                 group.backend.announce_exit()
-        self.close(failed=bool(self.groups))
+        self.close(_LINGER_SECONDS if self.groups else 0.0)
 
-    def close(self, failed: bool = False) -> None:
+    def close_after_failure(self) -> None:
+        """Close after an initialization has failed."""
+        self.close(_LINGER_AFTER_FAILURE_SECONDS)
+
+    def close(self, linger: float = 0.0) -> None:
         """Destroy all groups, newest first, and close the store if this library created it.
 
         Args:
-            failed: Whether an initialization has failed, or the program ends with groups. The other ranks then still
-                read the cause from the store, which this rank may serve.
+            linger: Seconds for which a store that this rank serves may wait for the others. They still read there why
+                an initialization has failed, or that the program ends with groups.
         """
         self.run_on_close()
         close_all([self._remove(group) for group in reversed(list(self.groups))])
@@ -317,8 +323,8 @@ class World:
         store, owned = self.store, self.owns_store
         self.reset()
         store = innermost(store)
-        if owned and failed and isinstance(store, TCPStore):
-            store.close(_LINGER_SECONDS)
+        if owned and linger and isinstance(store, TCPStore):
+            store.close(linger)
         elif owned and (close := getattr(store, "close", None)) is not None:
             close()
 

@@ -261,9 +261,9 @@ class Link:
         ended = [rank for rank in self.liveness.dead() if rank in ranks]
         # One that has left may have ended because of another's death, which counts then.
         dead = [rank for rank in ended if not self.rows[rank].closed]
-        if dead:
-            return self._death(dead, description)
-        return self._closing(ended, description) if ended else None
+        if not dead:
+            return self._closing(ended, description) if ended else None
+        return self._death(dead, description)
 
     def departure(self, ranks: Sequence[int], description: str) -> BaseException | None:
         """Return the error for those of `ranks` that have closed their ends of the group, or None."""
@@ -275,9 +275,9 @@ class Link:
     def _closing(self, closed: Sequence[int], description: str) -> BaseException:
         """Return the error for ranks that have closed their ends of the group: the first abort, if there is one."""
         aborted = [rank for rank in closed if self.rows[rank].status == ABORTED]
-        if aborted:
-            return self._abort_of(min(aborted, key=lambda rank: self.rows[rank].aborted_at), description)
-        return self._departure(closed, description)
+        if not aborted:
+            return self._departure(closed, description)
+        return self._abort_of(min(aborted, key=lambda rank: self.rows[rank].aborted_at), description)
 
     def _failure_to_join(self, ended: Sequence[int], description: str) -> BaseException | None:
         """Return the error for a rank that will not join. One that has joined and ended concerns the next call."""

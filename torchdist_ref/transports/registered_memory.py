@@ -36,8 +36,7 @@ import torch
 import torch.multiprocessing  # noqa: F401
 from torch import Tensor
 
-from torchdist_ref.errors import DistBackendError
-from torchdist_ref.liveness import advice_on_limit
+from torchdist_ref.errors import DistBackendError, advice_on_limit
 
 _MAX_MAPPED_REGIONS = 64
 """Regions of one peer that stay mapped. Programs repeat a few tensors; beyond these, regions are mapped again."""

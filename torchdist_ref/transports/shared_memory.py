@@ -29,8 +29,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from torchdist_ref.errors import DistBackendError, UnsupportedError
-from torchdist_ref.liveness import MemberWatch, PeerProcesses, advice_on_limit
+from torchdist_ref.errors import DistBackendError, UnsupportedError, advice_on_limit
+from torchdist_ref.liveness import MemberWatch, PeerProcesses
 from torchdist_ref.stores import Store
 from torchdist_ref.transports.base import Semaphore
 from torchdist_ref.transports.link import Link

@@ -14,10 +14,9 @@ from datetime import timedelta
 from time import sleep
 
 from torchdist_ref.errors import RankStalledError
-from torchdist_ref.liveness import found_soon
 from torchdist_ref.stores import PrefixStore, Store, TCPStore
 from torchdist_ref.stores.sealed import innermost, sealed_below
-from torchdist_ref.timeouts import Deadline
+from torchdist_ref.timeouts import Deadline, found_soon
 from torchdist_ref.transports.link import Link
 from torchdist_ref.transports.tcp import interface_address
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from torchdist_ref.errors import DistNetworkError
-from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses, advice_on_limit
+from torchdist_ref.errors import DistNetworkError, advice_on_limit
+from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.sealed import channel_key, innermost
 from torchdist_ref.stores.sockets import is_loopback

@@ -1,0 +1,88 @@
+"""The rank that serves the store dies or fails while groups are made: the others name who is the cause."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import torchdist_ref as dist
+from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_survivors
+from tests.groups.test_ranks_that_left import free_port
+from torchdist_ref.authentication import KeyAgreement
+from torchdist_ref.groups.meeting import Meeting
+
+HOSTS = ["AAA", "ABC"]
+
+
+def initialize(rank: int, port: int, hosts: str) -> None:
+    os.environ["TORCHDIST_REF_HOST_ID"] = f"host {hosts[rank]}"
+    where, timeout = f"tcp://127.0.0.1:{port}", timedelta(seconds=20)
+    dist.init_process_group("ref", init_method=where, rank=rank, world_size=WORLD, timeout=timeout)
+
+
+def end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("name", ["new_group", "split_group"])
+def test_its_death_before_a_group_is_made_is_named(name: str, hosts: str) -> None:
+    port = free_port()
+    calls = {"new_group": lambda: dist.new_group(), "split_group": lambda: dist.split_group(split_ranks=[[0, 1, 2]])}
+
+    def program(number: int) -> None:
+        # The culprit is rank 0.
+        rank = (number - CULPRIT) % WORLD
+        initialize(rank, port, hosts)
+        dist.barrier()
+        if rank == 0:
+            end()
+        with pytest.raises(dist.DistBackendError):
+            dist.all_reduce(torch.ones(3))
+        calls[name]()
+
+    for error in errors_of_survivors(program).values():
+        assert error.kind == "RankDiedError" and name in error.text and "rank 0 died" in error.text, error.text
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_its_death_in_the_initialization_is_named(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have read only the round of rank 0, which tells its process."""
+    port, gate = free_port(), multiprocessing.get_context("fork").Barrier(2)
+    greet = Meeting._greet
+
+    def greet_a_dead_rank_0(self: Meeting, watch: Any, opened: Any, deadline: Any) -> bool:
+        gate.wait(20)
+        os.kill(opened.pid, signal.SIGKILL)
+        return greet(self, watch, opened, deadline)
+
+    monkeypatch.setattr(Meeting, "_greet", greet_a_dead_rank_0)
+    found = errors_of_survivors(lambda number: initialize((number - CULPRIT) % WORLD, port, hosts))
+    for number in SURVIVORS:
+        text = found[number].text
+        assert text.startswith(f"init_process_group on rank {(number - CULPRIT) % WORLD}: "), text
+        if hosts == "AAA":
+            assert "rank 0 died" in text, text
+        else:
+            assert "rank 0, or the launcher" in text, text
+
+
+def test_its_failure_in_the_initialization_leaves_time_to_read_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2, of another host, looks seldom; the store with the cause once was gone by then."""
+    port = free_port()
+
+    def program(rank: int) -> None:
+        if rank == CULPRIT:
+            monkeypatch.setattr(KeyAgreement, "complete", lambda *_: end())
+        if rank == 2:
+            monkeypatch.setattr("torchdist_ref.stores.prefix.CHECK_SECONDS", 0.13)
+        initialize(rank, port, "AAB")
+
+    for rank, error in errors_of_survivors(program).items():
+        assert f"init_process_group on rank {rank}: " in error.text and "rank 1 " in error.text, error.text
