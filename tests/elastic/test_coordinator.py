@@ -8,6 +8,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from torchdist_ref.elastic.session import (
 )
 from torchdist_ref.errors import AuthenticationError, StoreTimeoutError
 from torchdist_ref.stores import PrefixStore, Store, TCPStore
+from torchdist_ref.stores.sealed import SealedStore
 from torchdist_ref.stores.tcp.protocol import Request
 from torchdist_ref.stores.tcp.requests import RequestHandler, StoreClient
 
@@ -50,9 +52,10 @@ class Meeting:
     def join(self, key: str) -> AgentSession:
         self.wakes.append(os.eventfd(0))
         info = HostInfo(key, f"host of {key}", "127.0.0.1", 1, 1)
-        store, alive = open_store("127.0.0.1", self.store.port, 5.0), key != "own"
+        store = open_store("127.0.0.1", self.store.port, 5.0)
+        local = self.coordinator.local if key == "own" else None
         try:
-            session = AgentSession(store, info, RULES, self.secret, "there", self.wakes[-1], print, 5.0, alive)
+            session = AgentSession(store, info, RULES, self.secret, "there", self.wakes[-1], print, 5.0, local)
         except BaseException:
             store.close()
             raise
@@ -236,6 +239,10 @@ def test_each_question_is_new() -> None:
     assert first != second
 
 
+def keep_alive(beat: int) -> bytes:
+    return json.dumps({"beat": beat, "next": 0, "report": None}).encode()
+
+
 @pytest.mark.parametrize("replayed", [False, True])
 def test_keep_alives_that_are_written_again_do_not_hide_that_an_agent_is_silent(replayed: bool) -> None:
     now, lost, written = 100.0, list[str](), iter([0, 1, 2, 3, 1, 2, 3, 0] if replayed else [0, 1, 2, 3, 3, 3, 3, 3])
@@ -243,10 +250,10 @@ def test_keep_alives_that_are_written_again_do_not_hide_that_an_agent_is_silent(
     roster: Any = SimpleNamespace(
         seats={}, waiting={"agent": None}, lose=lambda key, reason, certain: lost.append(reason)
     )
-    pulses: Any = SimpleNamespace(multi_get=lambda keys: [b"%d" % next(written)])
+    pulses: Any = SimpleNamespace(multi_get=lambda keys: [keep_alive(next(written))])
     keys: Any = SimpleNamespace(multi_get=lambda keys: [b""])
     coordinator._roster, coordinator._own, coordinator._alive, coordinator._checked_at = roster, "own", {}, 0.0
-    coordinator._pulses, coordinator._gone = pulses, keys
+    coordinator._pulses, coordinator._gone, coordinator._plans = pulses, keys, 0
     for _ in range(8):
         coordinator._check_agents(now)
         now += 0.3
@@ -284,6 +291,67 @@ def test_agents_leave_a_coordinator_whose_thread_fails(thread: str, monkeypatch:
             )
     finally:
         meeting.close()
+
+
+def start_attempt(meeting: Meeting) -> dict[str, AgentSession]:
+    """Return the sessions of three agents that have read the start of the first attempt."""
+    sessions = {key: meeting.join(key) for key in ("own", "other", "third")}
+    assert {meeting.next(session)["kind"] for session in sessions.values()} == {"start"}
+    return sessions
+
+
+def stop_pushes(session: AgentSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no report of a session stay in the queue, as if another program popped each at once."""
+    monkeypatch.setattr(session._sealed, "queue_push", lambda queue, value: None)
+
+
+@pytest.mark.parametrize("taken", ["own", "other"])
+def test_the_job_ends_though_another_program_takes_a_report(
+    taken: str, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = start_attempt(meeting)
+    stop_pushes(sessions[taken], monkeypatch)
+    for session in sessions.values():
+        session.report("finish", attempt=1)
+    ends = [meeting.next(session) for session in sessions.values()]
+    assert [(end["kind"], end["code"]) for end in ends] == [("end", 0)] * 3
+
+
+def test_the_first_failure_is_named_though_another_program_takes_its_report(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator looks at the keep-alives before it decides, though none of them is late."""
+    monkeypatch.setattr(coordination, "LATE_SECONDS", 0.9)
+    sessions, repeated, set_value = start_attempt(meeting), threading.Event(), SealedStore.set
+
+    def seen_set(self: SealedStore, key: str, value: str) -> None:
+        set_value(self, key, value)
+        if key == "alive/other" and '"fail"' in value:
+            repeated.set()
+
+    monkeypatch.setattr(SealedStore, "set", seen_set)
+    stop_pushes(sessions["other"], monkeypatch)
+    sessions["other"].report("fail", attempt=1, failure={"code": 3, "text": "the cause", "time": 1.0})
+    repeated.wait(10)
+    sessions["third"].report("fail", attempt=1, failure={"code": 1, "text": "a later failure", "time": 2.0})
+    ends = [meeting.next(session) for session in sessions.values()]
+    assert [(end["code"], end["text"]) for end in ends] == [(3, "the cause")] * 3
+
+
+def test_a_decision_that_another_program_deletes_is_written_again(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleted, wait = list[str](), SealedStore.wait
+
+    def wait_and_delete(self: SealedStore, keys: list[str], timeout: timedelta) -> None:
+        wait(self, keys, timeout)
+        if not deleted:
+            deleted.append(keys[0])
+            assert self.delete_key(keys[0])
+
+    monkeypatch.setattr(SealedStore, "wait", wait_and_delete)
+    start_attempt(meeting)
+    assert deleted == ["plan/0"]
 
 
 def test_the_first_address_leads_agents_on_for_as_long_as_the_job_runs() -> None:
@@ -333,7 +401,7 @@ def test_a_decision_can_be_read_only_when_its_wake_up_is_there(monkeypatch: pyte
 
     monkeypatch.setattr(os, "eventfd_write", delayed)
     coordinator = AgentCoordinator(store, Roster(rules, time.monotonic(), "key"), b"", "127.0.0.1", "key")
-    session = AgentSession(store.clone(), info, rules, b"", "here", wake, print, keeps_alive=False)
+    session = AgentSession(store.clone(), info, rules, b"", "here", wake, print, local=coordinator.local)
     try:
         assert writing.wait(30)
         reader = threading.Thread(target=lambda: found.append((session.next() or {})["kind"]))
@@ -376,8 +444,8 @@ def test_the_coordinator_sends_no_request_while_all_agents_keep_alive(monkeypatc
     coordinator = AgentCoordinator(store, Roster(rules, time.monotonic(), "own"), b"", "127.0.0.1", "own")
     infos = [HostInfo(key, key, "127.0.0.1", 1, 1) for key in ("own", "other")]
     sessions = [
-        AgentSession(store.clone(), info, rules, b"", "here", wake, print, keeps_alive=info.key == "other")
-        for info in infos
+        AgentSession(store.clone(), info, rules, b"", "here", wake, print, local=local)
+        for info, local in zip(infos, (coordinator.local, None), strict=True)
     ]
     try:
         assert five_checks.wait(30)
@@ -412,9 +480,9 @@ def checks_until_lost(now: float, death: float, gone: bool) -> tuple[float, int]
 
     roster.lose = lose
     coordinator._roster, coordinator._own, coordinator._alive, coordinator._checked_at = roster, "own", {}, 0.0
-    pulses: Any = SimpleNamespace(multi_get=lambda keys: [b"%d" % (min(now, death) / 0.3)])
+    pulses: Any = SimpleNamespace(multi_get=lambda keys: [keep_alive(int(min(now, death) / 0.3))])
     keys: Any = SimpleNamespace(multi_get=lambda keys: [b"1" if gone and now > death else b""])
-    coordinator._pulses, coordinator._gone = pulses, keys
+    coordinator._pulses, coordinator._gone, coordinator._plans = pulses, keys, 0
     checks = 0
     while roster.waiting:
         now = max(now, coordinator._next_check())

@@ -6,8 +6,10 @@ keep-alive keys, in the memory of the server, and a decision arrives within a mi
 the connection of an agent ends; the coordinator looks for it when a keep-alive is late. It wakes only when one may be.
 
 Anybody who reaches the store can write to it. A value that no agent of the job has sealed is ignored, and delays the
-values behind it by microseconds (`ArrivedValues`). When a thread of the coordinator fails, the agents hear of it and
-choose another one. Do not add rules here: they belong to `roster`; an agent's side belongs to `session`.
+values behind it by microseconds (`ArrivedValues`). A report or decision that another program has deleted is repeated:
+each keep-alive says the agent's last report, and the decision for which it waits. When a thread of the coordinator
+fails, the agents hear of it and choose another one. Do not add rules here: they belong to `roster`; an agent's side
+belongs to `session`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import time
 from _operator import _compare_digest as same_code
 from collections.abc import Callable
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import Empty
 
 from torchdist_ref.elastic.roster import Decision, HostInfo, Roster, Rules, versions
 from torchdist_ref.elastic.session import (
@@ -33,6 +35,7 @@ from torchdist_ref.elastic.session import (
     SILENCE_SECONDS,
     WELCOME_SECONDS,
     CoordinatorLost,
+    LocalLink,
     Message,
     authenticate,
     derive_key,
@@ -67,6 +70,9 @@ class AgentCoordinator:
         address: Address of this host at which the others reach it, for the store of each attempt.
         own: Key of the agent of this process.
         forward: Host and port to which this coordinator sends all agents, since another one leads the job.
+
+    Attributes:
+        local: Link to the agent of this process.
     """
 
     def __init__(
@@ -88,8 +94,9 @@ class AgentCoordinator:
         for waiting in (self._hellos_store, self._reports_store):
             waiting.set_timeout(LONGEST_WAIT)
         # A thread waits for reports: a wait of the store that ends by its time-out costs a request each time.
-        self._reports: SimpleQueue[Message | Exception] = SimpleQueue()
-        self._plans = 0
+        self.local = LocalLink()
+        self._reports = self.local.reports
+        self._plans, self._published = 0, dict[int, str]()
         self._serials: dict[str, int] = {}
         self._alive: dict[str, tuple[int, float]] = {}
         self._checked_at = 0.0
@@ -113,11 +120,7 @@ class AgentCoordinator:
 
     def close(self) -> None:
         """End the coordinator once it has handled all reports; if the job has ended, once all agents know that."""
-        own = self._store.clone()
-        with suppress(DistError):
-            message = {"kind": "close", "key": "", "serial": 1}
-            session_store(own, self._secret, self._nonce).queue_push(REPORTS, json.dumps(message))
-        own.close()
+        self._reports.put({"kind": "close", "key": "", "serial": 1})
         self._main.join(_FAREWELL_SECONDS)
         self._closed.set()
         for store in (self._hellos_store, self._reports_store, self._store):
@@ -154,9 +157,7 @@ class AgentCoordinator:
 
     def _read_reports(self) -> None:
         def put(report: bytes, is_first: bool) -> None:
-            # A report may come twice; its serial number tells.
-            event = json.loads(report)
-            self._reports.put(event | {"key": str(event["key"]), "serial": int(event["serial"])})
+            self._reports.put(_event(json.loads(report)))
 
         reports = session_store(ArrivedValues(self._reports_store), self._secret, self._nonce)
         self._read_queue(reports, REPORTS, put, "ignored a report that no agent of this job has written")
@@ -209,7 +210,8 @@ class AgentCoordinator:
         next_time = self._roster.next_time() if self._forward is None else float("inf")
         self._receive(max(min(next_time, self._next_check()) - time.monotonic(), 0.0))
         now = time.monotonic()
-        if now >= self._next_check():
+        # Whatever is due may depend on reports that another program has taken from the queue.
+        if now >= min(next_time, self._next_check()):
             self._check_agents(now)
         # Another coordinator decides about a job that has moved.
         if self._forward is None:
@@ -232,14 +234,18 @@ class AgentCoordinator:
             seconds = 0.0
             if isinstance(event, Exception):
                 raise event
-            key, serial = event["key"], event["serial"]
-            if serial > self._serials.get(key, 0):
-                self._serials[key] = serial
-                self._roster.now = time.monotonic()
-                try:
-                    self._handle(event["kind"], key, event)
-                except _MALFORMED as error:
-                    log.warning("ignored a report that is malformed: %s", event, exc_info=error)
+            self._accept(event)
+
+    def _accept(self, event: Message) -> None:
+        """Handle a report, which may come twice: its serial number tells."""
+        key, serial = event["key"], event["serial"]
+        if serial > self._serials.get(key, 0):
+            self._serials[key] = serial
+            self._roster.now = time.monotonic()
+            try:
+                self._handle(event["kind"], key, event)
+            except _MALFORMED as error:
+                log.warning("ignored a report that is malformed: %s", event, exc_info=error)
 
     def _handle(self, kind: str, key: str, event: Message) -> None:
         if kind == "join" and self._forward is not None:
@@ -288,13 +294,16 @@ class AgentCoordinator:
     def _check_agents(self, now: float) -> None:
         """Remove agents that have disconnected, or whose keep-alive does not arrive any more."""
         present, self._checked_at = self._present(), now
-        known = [self._alive.get(key, (-1, 0.0))[0] for key in present]
-        values = list(map(self._keep_alive_of, present, known))
+        states = list(map(self._state_of, present))
         gone = self._gone.multi_get(present)
-        for key, value, has_disconnected in zip(present, values, gone, strict=True):
+        for key, state, has_disconnected in zip(present, states, gone, strict=True):
             before, since = self._alive.get(key, (-1, now))
-            if value > before:
-                self._alive[key] = (value, now)
+            # Only a larger number is new: another program may write again what the agent wrote earlier.
+            if state.get("beat", -1) > before:
+                self._alive[key] = (state["beat"], now)
+                if state["report"]:
+                    self._accept(state["report"])
+                self._repair_plans(state["next"])
             # A connection may end because the network is slow: only an agent that is silent too has ended.
             elif has_disconnected and now - since >= LATE_SECONDS:
                 ended = self._has_ended(key)
@@ -302,15 +311,25 @@ class AgentCoordinator:
             elif now - since >= SILENCE_SECONDS:
                 self._roster.lose(key, f"has sent no keep-alive for {now - since:.1f} s", certain=False)
 
-    def _keep_alive_of(self, key: str, known: int) -> int:
-        """Return the number that an agent has written last; the known one if another program has written it.
-
-        Only a larger number is new: another program may write again what the agent wrote earlier.
-        """
+    def _state_of(self, key: str) -> Message:
+        """Return what the last keep-alive of an agent says; empty if another program has written or deleted it."""
         try:
-            return int(self._pulses.multi_get([f"alive/{key}"])[0])
+            state = json.loads(self._pulses.multi_get([f"alive/{key}"])[0])
+            report = state["report"] and _event(state["report"])
+            return {"beat": int(state["beat"]), "next": int(state["next"]), "report": report}
         except _MALFORMED:
-            return known
+            return {}
+
+    def _repair_plans(self, first: int) -> None:
+        """Write decisions again, from the one on for which an agent waits, if another program has changed them."""
+        for number in range(max(first, self._plans - _MEBIBYTE_OF_KEYS), self._plans):
+            key, text = f"plan/{number}", self._published[number]
+            try:
+                is_there = self._pulses.multi_get([key])[0] == text.encode()
+            except AuthenticationError:
+                is_there = False
+            if not is_there:
+                self._sealed.set(key, text)
 
     def _has_ended(self, key: str) -> bool:
         """Return whether an agent that has disconnected runs no more; it may have gone to another coordinator."""
@@ -342,10 +361,20 @@ class AgentCoordinator:
         return Decision("start", decision.content | where)
 
     def _publish(self, kind: str, content: Message) -> None:
-        self._sealed.set(f"plan/{self._plans}", json.dumps(content | {"kind": kind}))
+        text = json.dumps(content | {"kind": kind})
+        self.local.decisions.put(json.loads(text))
+        self._published[self._plans] = text
+        self._sealed.set(f"plan/{self._plans}", text)
         self._plans += 1
         if self._plans > _MEBIBYTE_OF_KEYS:
-            self._sealed.delete_key(f"plan/{self._plans - _MEBIBYTE_OF_KEYS}")
+            oldest = self._plans - _MEBIBYTE_OF_KEYS - 1
+            del self._published[oldest]
+            self._sealed.delete_key(f"plan/{oldest}")
+
+
+def _event(report: Message) -> Message:
+    """Return a report whose key and serial number can be looked up."""
+    return report | {"key": str(report["key"]), "serial": int(report["serial"])}
 
 
 class Redirection:

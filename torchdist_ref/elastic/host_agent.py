@@ -386,8 +386,8 @@ class _HostAgent:
     def _join(self, store: TCPStore, info: HostInfo, where: str, timeout: float = WELCOME_SECONDS) -> AgentSession:
         rules, secret = self._settings.rules, self._settings.secret
         self._drain()
-        keeps_alive = self._coordinator is None
-        return AgentSession(store, info, rules, secret, where, self._wake, self._log, timeout, keeps_alive)
+        local = self._coordinator.local if self._coordinator is not None else None
+        return AgentSession(store, info, rules, secret, where, self._wake, self._log, timeout, local)
 
     def _describe(self, address: str) -> HostInfo:
         settings = self._settings

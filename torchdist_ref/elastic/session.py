@@ -2,8 +2,12 @@
 
 An agent and the coordinator prove to each other that they know the job token: the coordinator seals a random number of
 its own for a random number of the agent's. Everything else is sealed with the session key, which follows from the token
-and the coordinator's number. So neither an unauthenticated peer nor a replay of an earlier job is believed. Do not add
-decisions here: they belong to `coordinator` and `roster`.
+and the coordinator's number. So neither an unauthenticated peer nor a replay of an earlier job is believed.
+
+Anybody who reaches the store can delete what is in it. So each keep-alive repeats the state of the agent: its last
+report, which replaces those before it, and the number of the decision for which it waits. The agent in the process of
+the coordinator talks to it by `LocalLink` instead. Do not add decisions here: they belong to `coordinator` and
+`roster`.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 from torchdist_ref.authentication import SECRET_FILE
@@ -101,6 +106,19 @@ def _has_refused(error: DistError) -> bool:
     return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ECONNREFUSED
 
 
+@dataclass(frozen=True)
+class LocalLink:
+    """Queues between a coordinator and the agent of its process, which no other program reaches.
+
+    Attributes:
+        reports: Reports of the agent; an error stands for a thread of the coordinator that has failed.
+        decisions: Decisions of the coordinator; None ends the session.
+    """
+
+    reports: SimpleQueue[Message | Exception] = field(default_factory=SimpleQueue)
+    decisions: SimpleQueue[Message | None] = field(default_factory=SimpleQueue)
+
+
 class AgentSession:
     """Session of an agent with the coordinator: it keeps alive, reports, and receives decisions on two threads.
 
@@ -113,7 +131,8 @@ class AgentSession:
         wake: Descriptor of an eventfd that is written when a decision has arrived, or the coordinator is lost.
         notify: Function that receives lines for the user.
         timeout: Longest time to wait for the coordinator's answer, in seconds.
-        keeps_alive: Whether the coordinator is another process, which has to learn that this one runs.
+        local: Link to the coordinator if it is in this process. Default: it is another process, which has to learn that
+            this one runs.
 
     Attributes:
         has_seat: Whether this host takes part in each attempt; False for a spare.
@@ -135,22 +154,24 @@ class AgentSession:
         wake: int,
         notify: Callable[[str], None],
         timeout: float = WELCOME_SECONDS,
-        keeps_alive: bool = True,
+        local: LocalLink | None = None,
     ) -> None:
         self.info = info
         self._store, self.where, self._wake, self._notify = store, where, wake, notify
-        self._serial = time.time_ns()
+        self._serial, self._local = time.time_ns(), local
+        self._last_report: Message | None = None
         self._inbox: list[Message] = []
         self._lock = threading.Lock()
         self._lost: CoordinatorLost | None = None
-        self._closed = threading.Event()
+        self._closed, self._beat_now = threading.Event(), threading.Event()
         self._nonce = authenticate(store, secret, info.host, where, timeout)
         store.set_timeout(timedelta(seconds=WELCOME_SECONDS))
         self._secret = secret
         self._sealed = session_store(store, secret, self._nonce)
-        self._pulse = store.clone() if keeps_alive else None
+        self._pulse = store.clone() if local is None else None
+        self._next = 0
         self._next = self._join(rules)
-        targets = [(self._read_decisions, "decisions")] + [(self._keep_alive, "keep-alive")] * keeps_alive
+        targets = [(self._read_decisions, "decisions")] + [(self._keep_alive, "keep-alive")] * (local is None)
         self._threads = [
             threading.Thread(target=target, name=f"torchdist_ref {name}", daemon=True) for target, name in targets
         ]
@@ -158,13 +179,17 @@ class AgentSession:
             thread.start()
 
     def report(self, kind: str, **content: Any) -> None:
-        """Push a report. If the coordinator is lost, `next` says so."""
+        """Push a report, which keep-alives repeat until the next one. If the coordinator is lost, `next` says so."""
         self._serial += 1
-        message = content | {"kind": kind, "key": self.info.key, "serial": self._serial}
+        self._last_report = message = content | {"kind": kind, "key": self.info.key, "serial": self._serial}
+        if self._local is not None:
+            self._local.reports.put(message)
+            return
         try:
             self._sealed.queue_push(REPORTS, json.dumps(message))
         except DistError as error:
             self._lose(error)
+        self._beat_now.set()
 
     def has_news(self) -> bool:
         """Return whether `next` would return a decision or raise."""
@@ -187,8 +212,11 @@ class AgentSession:
     def close(self) -> None:
         """End the session and its threads."""
         self._closed.set()
+        self._beat_now.set()
         if self._pulse is not None:
             self._pulse.close()
+        if self._local is not None:
+            self._local.decisions.put(None)
         self._store.close()
         for thread in self._threads:
             thread.join()
@@ -202,7 +230,7 @@ class AgentSession:
     def _join(self, rules: Rules) -> int:
         self._store.set_on_disconnect(f"{GONE}/{self.info.key}", "1")
         if self._pulse is not None:
-            self._sealed.set(f"alive/{self.info.key}", "0")
+            self._sealed.set(f"alive/{self.info.key}", self._state(0))
             # Silence counts from the last answer on, so the time-out is what is left of it.
             self._pulse.set_timeout(timedelta(seconds=SILENCE_SECONDS - KEEP_ALIVE_SECONDS))
         self.report("join", info=asdict(self.info), rules=asdict(rules))
@@ -218,6 +246,10 @@ class AgentSession:
         self.has_seat = not reply["spare"]
         return int(reply["next"])
 
+    def _state(self, beat: int) -> str:
+        """Return what a keep-alive says."""
+        return json.dumps({"beat": beat, "next": self._next, "report": self._last_report})
+
     # Threads
 
     def _keep_alive(self) -> None:
@@ -225,9 +257,13 @@ class AgentSession:
         sealed = session_store(self._pulse, self._secret, self._nonce)
         beats = 0
         try:
-            while not self._closed.wait(KEEP_ALIVE_SECONDS):
+            while True:
+                self._beat_now.wait(KEEP_ALIVE_SECONDS)
+                self._beat_now.clear()
+                if self._closed.is_set():
+                    return
                 beats += 1
-                sealed.set(f"alive/{self.info.key}", str(beats))
+                sealed.set(f"alive/{self.info.key}", self._state(beats))
         except DistError as error:
             self._lose(error)
 
@@ -235,14 +271,23 @@ class AgentSession:
         try:
             while not self._closed.is_set():
                 with suppress(StoreTimeoutError):
-                    self._sealed.wait([f"plan/{self._next}"], LONGEST_WAIT)
-                    message = json.loads(self._sealed.get(f"plan/{self._next}"))
-                    self._next += 1
+                    if (message := self._await_decision()) is None:
+                        return
                     self._deliver(message)
                     if message["kind"] in ("end", "handover", "deposed", "moved"):
                         return
         except DistError as error:
             self._lose(error)
+
+    def _await_decision(self) -> Message | None:
+        """Return the next decision; None at the end of the session."""
+        if self._local is not None:
+            return self._local.decisions.get()
+        self._sealed.wait([f"plan/{self._next}"], LONGEST_WAIT)
+        # Another program may delete it meanwhile: the coordinator writes it again.
+        message: Message = json.loads(self._sealed.get(f"plan/{self._next}"))
+        self._next += 1
+        return message
 
     def _deliver(self, message: Message) -> None:
         if message["kind"] == "note":
