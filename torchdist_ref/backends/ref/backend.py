@@ -68,6 +68,32 @@ _DEVICES = ("cpu", "cuda")
 _kind = attrgetter("dtype", "shape", "is_cpu", "requires_grad")
 
 
+def _check_memory(found: dict[int, int], call: Call, inputs: Tensors, outputs: Tensors, tensors: Tensors) -> None:
+    """Raise what `refuse_unsupported` does if one of the tensors, which are all operands, is not in memory.
+
+    `found` has the sizes in bytes of tensors that were found in memory, by address. Storages are asked for theirs only
+    at addresses where no tensor as large was found: that takes some hundredths of a small call.
+    """
+    try:
+        for tensor in tensors:
+            address, nbytes = (tensor.data_ptr(), tensor.nbytes) if type(tensor) in PLAIN_TYPES else (0, 1)
+            if found.get(address, 0) < nbytes:
+                # As `is_in_memory`, for most tensors.
+                before = tensor.storage_offset() * tensor.itemsize
+                fits = address and before + nbytes <= tensor.untyped_storage().nbytes()
+                if not (fits and tensor.is_contiguous()) or tensor.is_nested:
+                    break
+                if len(found) >= MOST_ADDRESSES:
+                    found.clear()
+                found[address] = nbytes
+        else:
+            return
+    except RuntimeError:
+        # A tensor without storage.
+        pass
+    refuse_unsupported(call, inputs, outputs, Ref.name, _DEVICES)
+
+
 class Ref(Backend):
     """Collectives on tensors of any strides, between threads, processes of one host, and hosts.
 
@@ -92,6 +118,8 @@ class Ref(Backend):
         self._make_work = WorkFactory(self._numbers, self._callbacks)
         # Sizes in bytes of tensors that were found in memory, by address.
         self._in_memory: dict[int, int] = {}
+        # No method of this object, which would keep it alive in a cycle.
+        self._check_memory = partial(_check_memory, self._in_memory)
         self._messages = Messages(
             self.link, m.timeout, self.recorder, self._make_work, self._in_memory, self._check_memory
         )
@@ -157,32 +185,6 @@ class Ref(Backend):
                 apart.clear()
             apart.add(addresses)
         return self._start(planned, call, tensors, outputs, wait)
-
-    def _check_memory(self, call: Call, inputs: Tensors, outputs: Tensors, tensors: Tensors) -> None:
-        """Raise what `refuse_unsupported` does if one of the tensors, which are all operands, is not in memory.
-
-        Storages are asked for their sizes only at addresses where no tensor as large was found in memory: that takes
-        some hundredths of a small call.
-        """
-        found = self._in_memory
-        try:
-            for tensor in tensors:
-                address, nbytes = (tensor.data_ptr(), tensor.nbytes) if type(tensor) in PLAIN_TYPES else (0, 1)
-                if found.get(address, 0) < nbytes:
-                    # As `is_in_memory`, for most tensors.
-                    before = tensor.storage_offset() * tensor.itemsize
-                    fits = address and before + nbytes <= tensor.untyped_storage().nbytes()
-                    if not (fits and tensor.is_contiguous()) or tensor.is_nested:
-                        break
-                    if len(found) >= MOST_ADDRESSES:
-                        found.clear()
-                    found[address] = nbytes
-            else:
-                return
-        except RuntimeError:
-            # A tensor without storage.
-            pass
-        refuse_unsupported(call, inputs, outputs, self.name, _DEVICES)
 
     def _start(self, planned: Planned, call: Call, tensors: Tensors, written: Tensors, wait: bool) -> Work:
         """Run a planned call now if no other call is ahead of it, else on the progress thread."""
