@@ -131,6 +131,8 @@ def plant(fault: Fault, package: Path) -> Path:
         raise LookupError(f"{fault.name!r}: {len(found)} places in {fault.where} ({where}); it must be one")
     file, match = found[0]
     source = file.read_text(encoding="utf-8")
+    # It may be one file under several names: the others keep the correct code.
+    file.unlink()
     file.write_text(source[: match.begin] + _replacement(fault, source, match) + source[match.end :], encoding="utf-8")
     return file
 
