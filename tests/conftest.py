@@ -6,6 +6,7 @@ import ctypes
 import gc
 import importlib
 import os
+import resource
 import signal
 import threading
 import time
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests import huge_pages
 
 # Two ranks on two cores with a thread pool each would measure the scheduler.
 torch.set_num_threads(1)
@@ -27,6 +30,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 TIMEOUT_SECONDS = 3.0
 # multiprocessing starts these once per process and keeps them.
 KEPT = ("resource_tracker", "forkserver")
+# So many tests fork so often that it pays to copy the memory of this process, 0.3 s, into huge pages.
+MANY_TESTS = 200
 # The C library's function that returns free memory to the system; other libraries have none.
 TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
@@ -87,18 +92,28 @@ def wait_for(pid: int, seconds: float) -> None:
         os.close(descriptor)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what the tests have loaded out of garbage collections, which take half a second with it."""
     gc.collect()
     gc.freeze()
+    if session.testscollected >= MANY_TESTS:
+        huge_pages.collapse()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def free_memory_is_returned() -> Iterator[None]:
-    """Return what the tests of a module have freed: each fork copies the tables of a process's memory, 55 ms a GiB."""
+def forks_stay_cheap(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Return what the tests of a module have freed, and map the rest by huge pages: each fork copies the page table."""
+    before = faults_of_children()
     yield
     if TRIM is not None:
         TRIM(0)
+    if request.session.testscollected >= MANY_TESTS and faults_of_children() > before:
+        huge_pages.collapse()
+
+
+def faults_of_children() -> int:
+    """Return the page faults of the child processes that have ended; the number grows with each."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 
 
 @pytest.fixture(autouse=True)
