@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -19,25 +20,38 @@ from torchdist_ref.stores import FileStore
 ENDED = "the program of rank 1 ended without destroying the group"
 PASSED_ON = "rank 1 aborted: its program ended without destroying the group"
 
+# Forks two ranks for each end, so that torch is loaded once; a rank ends as a program does, with what Python does then.
 # Rank 0 calls once the process of rank 1 has ended, and its parent has not collected its exit code.
 EXIT = """
-import os, sys, torch
+import json, os, select, sys, torch
 import torchdist_ref as dist
-rank = int(sys.argv[2])
-dist.init_process_group("ref", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
-pids = [None, None]
-dist.all_gather_object(pids, os.getpid())
-if rank == 1:
-    %s
-import select
-poll = select.poll()
-poll.register(os.pidfd_open(pids[1]), select.POLLIN)
-assert poll.poll(30_000)
-try:
-    dist.barrier()
-except dist.DistError as error:
-    print(error)
+dist.init_process_group
+
+def program(rank, number, end):
+    dist.init_process_group("ref", init_method=f"file://{sys.argv[1]}/store{number}", rank=rank, world_size=2)
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 1:
+        exec(end)
+    poll = select.poll()
+    poll.register(os.pidfd_open(pids[1]), select.POLLIN)
+    assert poll.poll(30_000)
+    try:
+        dist.barrier()
+    except dist.DistError as error:
+        print(json.dumps([end, pids[1], str(error)]))
+    sys.exit()
+
+for number, end in enumerate(sys.argv[2:]):
+    ranks = []
+    for rank in range(2):
+        ranks.append(os.fork())
+        if not ranks[rank]:
+            program(rank, number, end)
+    for pid in ranks:
+        os.waitpid(pid, 0)
 """
+ENDS = {"sys.exit(3)": 3, "sys.exit('no data')": 1, "raise SystemExit": 0}
 
 
 def join(rank: int, folder: Path, hosts: str) -> None:
@@ -77,11 +91,20 @@ def test_a_program_that_destroys_its_group_first_has_destroyed_it(tmp_path: Path
     assert any("rank 1 destroyed the group" in text for text in texts) and not any("program" in text for text in texts)
 
 
-# Two seconds each: processes of their own start torch.
-@pytest.mark.parametrize(("ends", "code"), [("sys.exit(3)", 3), ("sys.exit('no data')", 1), ("raise SystemExit", 0)])
-def test_the_exit_code_is_named_once_the_process_has_ended(ends: str, code: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", EXIT % ends, str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
-    text, _ = ranks[0].communicate(timeout=60)
-    ranks[1].communicate(timeout=60)
-    assert f"{ENDED} (pid {ranks[1].pid} on {os.uname().nodename} exited with code {code})" in text, text
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Return the process id of rank 1 and the error of rank 0, by what ended the program of rank 1."""
+    # Two seconds: the process loads torch.
+    command = [sys.executable, "-c", EXIT, str(tmp_path_factory.mktemp("ends")), *ENDS]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    lines = [json.loads(line) for line in answer.stdout.splitlines()]
+    assert [end for end, _, _ in lines] == [*ENDS], answer
+    return {end: (pid, text) for end, pid, text in lines}
+
+
+@pytest.mark.parametrize(("ends", "code"), ENDS.items())
+def test_the_exit_code_is_named_once_the_process_has_ended(
+    ends: str, code: int, reported: dict[str, tuple[int, str]]
+) -> None:
+    pid, text = reported[ends]
+    assert f"{ENDED} (pid {pid} on {os.uname().nodename} exited with code {code})" in text, text
