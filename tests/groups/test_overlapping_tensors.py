@@ -92,6 +92,7 @@ def overlapping(memory: Tensor, world: int, block: int) -> Iterator[tuple[Run, l
     yield reduce_scatter, [rows[0]] * world, [rows[0]]
     yield reduce_scatter_tensor, [whole], [memory[block // 2 : block // 2 + block]]
     yield all_to_all, rows, rows
+    yield all_to_all, rows, turned
     yield all_to_all_single, [whole], [next_whole]
     yield all_to_all_uneven, [whole], [whole]
 

@@ -138,7 +138,7 @@ def _deciding(group: Any) -> Any:
 def _limited(group: Any) -> Any:
     """Return the group of ours whose ranks may not unpickle what the others of this group send; None if they may."""
     ours = _deciding(group)
-    return None if getattr(ours, "pickles_objects", True) else ours
+    return None if ours is None or ours.pickles_objects else ours
 
 
 class _Numbers:
