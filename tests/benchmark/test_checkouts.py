@@ -12,6 +12,7 @@ import pickle
 from argparse import Namespace
 from functools import partial
 from math import prod
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +24,7 @@ from torchdist_ref.benchmark import collectives, ranks, started_rank
 from torchdist_ref.benchmark.__main__ import main
 from torchdist_ref.benchmark.checkouts import COMMANDS, SIDES, old_spread, ratio_to_old, show, slower
 from torchdist_ref.benchmark.competitors import available
-from torchdist_ref.benchmark.rounds import ParentAddress, RankContext, Result, take_turns
+from torchdist_ref.benchmark.rounds import HUB, ParentAddress, RankContext, Result, take_turns
 from torchdist_ref.errors import DistBackendError
 
 HERE = Path(torchdist_ref.__file__).parents[1]
@@ -175,6 +176,17 @@ def test_error_of_a_checkout_names_it_and_the_rank(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ranks, "start_child", forked_side)
     with pytest.raises(DistBackendError, match=r"the checkout 'old A' failed.*rank 0.*no such operation"):
         ranks.run_programs(failing, 1, ignore, dict.fromkeys(SIDES, HERE))
+
+
+def test_hub_goes_on_without_a_rank_that_ends_before_it_says_its_number() -> None:
+    reports: list[object] = []
+    with ranks.hub(2, lambda side, event: reports.append(event)) as address:
+        # As the parent of a failing rank kills the others, one may just have connected.
+        Client(os.path.join(address.folder, HUB)).close()
+        with Client(os.path.join(address.folder, HUB)) as rank:
+            rank.send(1)
+            rank.send((None, "after it"))
+    assert reports == ["after it"]
 
 
 # mpiexec starts Pythons of its own, which import torch: seconds.

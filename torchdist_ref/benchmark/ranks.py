@@ -135,7 +135,9 @@ def _serve(listener: socket.socket, stopped: Connection, world: int, on_report: 
     while (ready := wait([stopped, listener, *numbers])) != [stopped]:
         if listener in ready:
             joined = Connection(listener.accept()[0].detach())
-            numbers[joined] = joined.recv()
+            # A rank may be killed between its connection and its number.
+            with suppress(EOFError, OSError):
+                numbers[joined] = joined.recv()
         for each in numbers.keys() & set(ready):
             try:
                 members, value = each.recv()
