@@ -23,6 +23,18 @@ GROUP_TIMEOUT = timedelta(minutes=30)
 MAX_TIMEOUT = timedelta(days=36500)
 """Longest time-out; longer ones mean the same, and exceed what clocks and system calls accept."""
 
+
+def from_torch(timeout: timedelta) -> timedelta:
+    """Return a time-out that passed through torch's C++, at most `MAX_TIMEOUT`.
+
+    C++ counts microseconds in 64 bits, so one of more than 292,000 years, such as `timedelta.max`, arrives negative.
+
+    >>> from_torch(timedelta(days=-67519912)) == MAX_TIMEOUT, from_torch(timedelta(seconds=-1)).total_seconds()
+    (True, -1.0)
+    """
+    return MAX_TIMEOUT if timeout < -MAX_TIMEOUT else min(timeout, MAX_TIMEOUT)
+
+
 CHECK_SECONDS = 0.02
 """Interval at which a blocked wait checks for Ctrl-C and for failed peers, in seconds."""
 

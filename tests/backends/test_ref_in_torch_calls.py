@@ -267,6 +267,26 @@ def test_the_timeout_of_the_options_is_used(tmp_path: Path) -> None:
     assert values == others == (fill(0, (3,)) + fill(1, (3,))).tolist()
 
 
+def endless(rank: int, size: int, path: str) -> tuple[float, tuple[str, str]]:
+    """C++ counts microseconds in 64 bits: `timedelta.max` arrives negative."""
+    meet = f"file://{path}"
+    c10d.init_process_group("ref", init_method=meet, rank=rank, world_size=size, timeout=timedelta.max)
+    try:
+        tensor, opts = torch.ones(1), c10d.AllreduceOptions()
+        c10d.all_reduce(tensor, group=c10d.new_group(timeout=timedelta.max))
+        opts.timeout = timedelta.max
+        c10d.group.WORLD.allreduce([tensor], opts).wait(timedelta.max)
+        return tensor.item(), failure(lambda: c10d.new_group(timeout=timedelta(seconds=-1)))
+    finally:
+        c10d.destroy_process_group()
+
+
+def test_the_longest_timeout_is_accepted_and_a_negative_one_refused(tmp_path: Path) -> None:
+    for value, (kind, text) in run(endless, 2, 2, str(tmp_path / "meet"), init=False, ranks="processes"):
+        assert value == 4.0
+        assert kind == "BackendArgumentError" and "new_group: argument 'timeout'" in text, text
+
+
 def wait_in_a_callback(rank: int, size: int) -> list[float]:
     """A callback waits for the future of a new call, and a callback of that for a third."""
 

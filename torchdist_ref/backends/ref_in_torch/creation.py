@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as c10d
@@ -19,10 +20,11 @@ from torchdist_ref.backends.ref_in_torch.process_group import RefProcessGroup
 from torchdist_ref.backends.torch_native.stores import StoreFromTorch
 from torchdist_ref.debug.flight_recorder import answer_requests, register
 from torchdist_ref.debug.store_calls import StoreCall, StoreCalls
+from torchdist_ref.errors import BackendArgumentError, explain
 from torchdist_ref.liveness import MemberWatch, Presence
 from torchdist_ref.program_end import leave_at_end
 from torchdist_ref.stores import PrefixStore
-from torchdist_ref.timeouts import MAX_TIMEOUT
+from torchdist_ref.timeouts import from_torch
 
 
 def create(torchs_options: Any) -> RefProcessGroup:
@@ -30,10 +32,12 @@ def create(torchs_options: Any) -> RefProcessGroup:
     limit_objects()
     o = torchs_options
     members = tuple(o.global_ranks_in_group) or tuple(range(o.group_size))
-    timeout = min(o.timeout, MAX_TIMEOUT)
-    store = PrefixStore("ref", StoreFromTorch(o.store, timeout))
     is_world = not o.global_ranks_in_group
     name, operation = ("world", "init_process_group") if is_world else (f"group {o.group_id}", "new_group")
+    timeout = from_torch(o.timeout)
+    if timeout <= timedelta(0):
+        raise BackendArgumentError(explain(operation, "timeout", "more than zero", timeout, rank=o.group_rank))
+    store = PrefixStore("ref", StoreFromTorch(o.store, timeout))
     presence = Presence(store, o.group_rank, len(members))
     watch = MemberWatch(store, o.group_rank, members, operation, presence.failure)
     seconds, store_calls = timeout.total_seconds(), StoreCalls()

@@ -23,6 +23,7 @@ from torch.futures import Future, collect_all
 from torchdist_ref import torch_private
 from torchdist_ref.calls import REDUCTIONS, Call
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
+from torchdist_ref.timeouts import from_torch
 from torchdist_ref.work import CallFuture, Work
 
 
@@ -213,8 +214,8 @@ def reduction(op: str, opts: Any) -> str:
 
 def limit(opts: Any) -> float | None:
     """Return the time-out of a call in seconds, or None if torch leaves it to the group."""
-    timeout = getattr(opts, "timeout", None)
-    return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+    timeout = from_torch(getattr(opts, "timeout", timedelta(0)))
+    return timeout.total_seconds() if timeout > timedelta(0) else None
 
 
 def require_dense_cpu(call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
