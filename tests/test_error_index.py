@@ -40,6 +40,8 @@ def test_the_message_decides_before_the_class() -> None:
     assert entry_of(errors.ArgumentError("gather: Must specify dst or group_dst.")) == "root-missing-or-twice"
     assert entry_of(errors.RankDiedError("new_group: rank 1 died")) == "rank-died"
     assert entry_of(errors.DistStoreError("x")) == "dist-store-error"
+    forged = errors.AuthenticationError("all_gather_object: the object of rank 1 was not written by a member")
+    assert entry_of(forged) == "not-of-this-job"
 
 
 def test_a_subclass_elsewhere_leads_to_the_entry_of_its_base() -> None:

@@ -131,7 +131,8 @@ _HOMES = {
         "all_gather_coalesced all_gather_into_tensor all_gather_multigpu all_gather_object all_gather_single "
         "all_reduce all_reduce_coalesced all_reduce_multigpu all_to_all all_to_all_single barrier "
         "batch_isend_irecv broadcast broadcast_multigpu broadcast_object_list default_pg_timeout "
-        "destroy_process_group empty_registered gather gather_object get_backend get_debug_level "
+        "destroy_process_group empty_registered gather gather_object get_backend get_backend_config "
+        "get_debug_level "
         "get_default_backend_for_device get_global_rank get_group_rank get_node_local_rank get_pg_count "
         "get_process_group_ranks get_rank get_world_size init_device_mesh init_process_group irecv is_available "
         "is_backend_available is_gloo_available is_initialized is_mpi_available is_nccl_available "
@@ -156,7 +157,7 @@ _TORCHS_OWN = {
     ),
     "torch.distributed.distributed_c10d": (
         "AllToAllOptions AllgatherOptions AllreduceCoalescedOptions AllreduceOptions BarrierOptions BroadcastOptions "
-        "GatherOptions GroupName ReduceOptions ReduceScatterOptions ScatterOptions get_backend_config "
+        "GatherOptions GroupName ReduceOptions ReduceScatterOptions ScatterOptions "
         "record_comm _get_default_group"
     ),
 }

@@ -21,6 +21,7 @@ ENTRIES = (
     ("rank-died", r"^RankDiedError: "),
     ("rank-did-not-arrive", r"^RankStalledError: "),
     ("rank-left", r"^GroupAbortedError: "),
+    ("not-of-this-job", r"^AuthenticationError: "),
     ("object-cannot-be-pickled", r"^PicklingError: "),
     ("key-did-not-appear", r"^StoreTimeoutError: "),
     ("queue-is-empty", r"^QueueEmptyError: "),
@@ -62,7 +63,9 @@ ENTRIES = (
     ("wrong-p2pop", r": (P2POp: argument 'op'|batch_isend_irecv: )"),
     # Groups as arguments.
     ("not-a-member", r"( not in the given group| must be a group that this rank is in)"),
-    ("not-a-group", r" argument 'group' must be a group "),
+    ("not-a-group", r" argument '(group|parent_pg)' must be a group "),
+    ("option-of-a-backend", r" argument '(pg_options|device_id)' must be "),
+    ("work-without-a-call", r": Work\.wait: "),
     ("destroyed-twice", r": destroy_process_group: "),
     ("timeout-is-not-positive", r" argument 'timeout' must be more than zero"),
     ("timeout-is-no-timedelta", r"Expected timeout argument to be of type datetime\.timedelta"),

@@ -189,6 +189,12 @@ PLUGINS = PrivateName(
 PLUGIN_OPTIONS = PrivateName(
     _NATIVE, "_DistributedBackendOptions", "argument of such a backend's constructor", "these backends cannot start"
 )
+BACKEND_OPTIONS = PrivateName(
+    _NATIVE,
+    "Backend.Options",
+    "class of a backend's options, which `init_process_group` and `new_group` accept on any backend",
+    "`pg_options` raises on backends without options",
+)
 BACKEND_OF_GROUP = PrivateName(
     "torch.distributed",
     "ProcessGroup._get_backend",

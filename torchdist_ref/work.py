@@ -19,6 +19,7 @@ from torch.futures import Future
 
 from torchdist_ref.calls import CallScope, numbered_in
 from torchdist_ref.errors import (
+    ArgumentError,
     ArgumentTypeError,
     BackendArgumentError,
     RankStalledError,
@@ -125,7 +126,7 @@ class Work:
     """Handle of a call: `wait` blocks until it has completed, `is_completed` does not block.
 
     Args:
-        name: Name of the operation.
+        name: Name of the operation. A Work without one belongs to no call: `wait` refuses to wait for it.
         outputs: Output tensors.
         callbacks: Function that runs callbacks of the future on the backend's thread; by default they run on the
             thread that completes the call.
@@ -182,6 +183,7 @@ class Work:
             RankStalledError: The time-out passed first. The call is still running.
             DistError: The error of the call.
             ArgumentTypeError: `timeout` is no time.
+            ArgumentError: The Work belongs to no call.
 
         Example:
             >>> import torch, torchdist_ref as dist
@@ -197,6 +199,12 @@ class Work:
             ``MPI_Wait`` in MPI; ``cudaStreamWaitEvent`` with NCCL; ``jax.block_until_ready`` in JAX.
         """
         seconds = seconds_of(timeout)
+        if not self.name and not self._over:
+            raise ArgumentError(
+                f"Work.wait: this Work belongs to no call, so nothing completes it{on_rank()}. Wait for the Work that "
+                f"a call with async_op=True returned; a backend makes one with the name of its operation, as in "
+                f"Work('all_reduce')."
+            )
         if not self._await(seconds):
             raise RankStalledError(
                 f"{self.name}: not done after {seconds} s of waiting; the call itself is still running."

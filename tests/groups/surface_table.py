@@ -57,7 +57,6 @@ TORCHS_OWN = {
     "RankType": INSIDE,
     "Reducer": "torch's DDP in C++. `torchdist_ref.parallel` has a reducer in Python.",
     "breakpoint": "Stops one rank in a debugger while the others wait. Thread ranks can be stopped with Python's own.",
-    "get_backend_config": "Backends by device type, as text. `get_backend` gives the same text.",
     "record_comm": INSIDE,
 }
 # Names that ours has beside torch's.

@@ -23,7 +23,7 @@ from torch import Tensor
 from torchdist_ref import torch_private
 from torchdist_ref.backends.base import Backend, Membership
 from torchdist_ref.calls import Call
-from torchdist_ref.errors import UnsupportedError, UsageError, explain
+from torchdist_ref.errors import ArgumentTypeError, UnsupportedError, UsageError, explain
 from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.transports import all_on_one_host
 from torchdist_ref.work import Work
@@ -42,6 +42,8 @@ _backends: dict[str, Factory | str] = {
 
 
 BUILT_IN = frozenset(_backends)
+_without_options = {*BUILT_IN} - {"nccl"}
+"""Backends that ignore options, as long as no other backend has been registered under their names."""
 
 
 def register(name: str, factory: Factory) -> None:
@@ -49,6 +51,7 @@ def register(name: str, factory: Factory) -> None:
     if name.lower() in BUILT_IN:
         hint = "Register it under another name, unless all groups of this process are to use it"
         warnings.warn(f"register_backend: this replaces the library's backend {name.lower()!r}. {hint}.", stacklevel=3)
+    _without_options.discard(name.lower())
     _backends[name.lower()] = factory
 
 
@@ -83,6 +86,25 @@ def names_by_device(name: str, operation: str = "init_process_group") -> dict[st
         expected = "one name, or one for each kind of device, as in 'cpu:gloo,cuda:nccl'"
         raise UsageError(explain(operation, "backend", expected, name))
     return found
+
+
+def check_options(name: str, options: Any, device: Any, operation: str) -> None:
+    """Raise unless the caller's `pg_options` and `device_id` have types that a backend accepts.
+
+    `ref`, `gloo`, `mpi` and `fake` ignore those of others, so that one program can name them for `nccl`. `nccl` and
+    backends from outside check their own.
+
+    Raises:
+        ArgumentTypeError: They have not.
+    """
+    if not {*names_by_device(name, operation).values()} <= _without_options:
+        return
+    if options is not None and not isinstance(options, torch_private.BACKEND_OPTIONS.get()):
+        expected = f"None for backend {name!r}, which has no options, or options of one of torch's backends"
+        raise ArgumentTypeError(explain(operation, "pg_options", expected, options))
+    if device is not None and (isinstance(device, bool) or not isinstance(device, int | torch.device)):
+        expected = "None, a torch.device or the number of a device"
+        raise ArgumentTypeError(explain(operation, "device_id", expected, device))
 
 
 def _is_device(kind: str) -> bool:
@@ -142,6 +164,15 @@ def by_device_type(name: str) -> dict[str, str]:
     """
     found = names_by_device(name)
     return {device or ("cuda" if backend == "nccl" else "cpu"): backend for device, backend in found.items()}
+
+
+def config_text(name: str) -> str:
+    """Return a group's backends in torch's notation of one for each device type.
+
+    >>> config_text("ref")
+    'cpu:ref'
+    """
+    return ",".join(f"{device}:{backend}" for device, backend in by_device_type(name).items())
 
 
 @cache

@@ -143,9 +143,13 @@ def refuse_nested(operation: str, *tensors: Any) -> None:
 
 
 def _refuse_list(operation: str, argument: str, value: Any) -> NoReturn:
+    got = f"{type(value)}"
+    if isinstance(value, Sequence):
+        index, other = next((index, item) for index, item in enumerate(value) if not isinstance(item, Tensor))
+        got = f"a {type(value).__name__} whose entry {index} is {type(other)}"
     raise ArgumentTypeError(
         f"{operation}: Invalid function argument. Expected parameter `{argument}` of type List[torch.Tensor]\n"
-        f"             but got {type(value)} instead.{on_rank()}"
+        f"             but got {got} instead.{on_rank()}"
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torchdist_ref.authentication import KeyAgreement
 from torchdist_ref.backends.base import Membership
-from torchdist_ref.backends.registry import create, default_name, names_by_device
+from torchdist_ref.backends.registry import check_options, create, default_name, names_by_device
 from torchdist_ref.debug.detail_level import apply_debug_level, observe_process
 from torchdist_ref.errors import (
     ArgumentError,
@@ -112,7 +112,8 @@ def init_process_group(
         raise ArgumentError(f"init_process_group: trying to initialize the default process group twice!{on_rank()}")
     require_no_group_of_torch()
     seconds = timeout_of("init_process_group", timeout).total_seconds()
-    _check_backend(backend, "init_process_group")
+    chosen = os.environ.get(_BACKEND_VARIABLE) if backend is None else backend
+    check_backend("init_process_group", backend, chosen or "ref", pg_options, device_id)
     owned = store is None
     with limit_requests(seconds), _closed_on_failure(world), _recorded(world, rank, world_size, seconds):
         # Before any wait: a rank that hangs here has to answer requests for dumps.
@@ -130,7 +131,6 @@ def init_process_group(
         # Ranks of `fake` need no other rank, which need not exist.
         alone = backend is not None and set(names_by_device(backend).values()) == {"fake"}
         keys = KeyAgreement(meeting.store, *((0, 1) if alone else (meeting.rank, meeting.size)), world.on_close)
-        chosen = backend or os.environ.get(_BACKEND_VARIABLE)
         compared = _name_for_cpu(chosen) if chosen else _DEFAULT_BACKEND
         with meeting.watched(seconds, alone, keys.own, keys.awaited, compared) as watch:
             with watch.published():
@@ -168,11 +168,11 @@ def _recorded(world: World, rank: Any, size: Any, seconds: float) -> AbstractCon
     return world.store_calls.initialization(number, count, seconds)
 
 
-def _check_backend(backend: str | None, operation: str) -> None:
+def check_backend(operation: str, backend: Any, default: str, pg_options: Any, device_id: Any = None) -> None:
+    """Raise unless a backend exists and accepts the options; `default` is the backend that None stands for."""
     if backend is not None and not isinstance(backend, str):
         raise ArgumentError(explain(operation, "backend", "a name", backend))
-    if backend is not None:
-        names_by_device(backend, operation)
+    check_options(default if backend is None else backend, pg_options, device_id, operation)
 
 
 def make_group(
@@ -353,7 +353,7 @@ def new_group(
     members = _members(ranks, default, sort_ranks)
     seconds = timeout_of("new_group", timeout, timedelta(seconds=default.timeout)).total_seconds()
     check_description("new_group", group_desc)
-    _check_backend(backend, "new_group")
+    check_backend("new_group", backend, default.backend.name, pg_options, device_id)
     me = default.members[default.rank()]
     if use_local_synchronization and me not in members:
         return None

@@ -24,7 +24,7 @@ from torchdist_ref.backends import base, registry
 from torchdist_ref.backends.reductions import check
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, BackendArgumentError, DistError, explain, on_rank
 from torchdist_ref.groups.arguments import reduction_name
-from torchdist_ref.groups.world import ProcessGroup, as_integer, current, refuse_destroyed, resolve
+from torchdist_ref.groups.world import ProcessGroup, as_integer, current, refuse_destroyed, resolve, resolve_member
 from torchdist_ref.recorder import Recorder
 
 
@@ -95,7 +95,29 @@ def get_backend(group: ProcessGroup | int | None = None) -> str:
     Elsewhere:
         Nothing in MPI and NCCL; ``jax.default_backend`` in JAX names the kind of device.
     """
-    return _member(group, "get_backend").backend.name
+    return resolve_member(group, "get_backend").backend.name
+
+
+def get_backend_config(group: ProcessGroup | int | None = None) -> str:
+    """Return the name of a group's backend for each device type, in torch's notation.
+
+    Args:
+        group: Process group. Default: all ranks.
+
+    Raises:
+        ArgumentError: This rank is not in the group, or the group was destroyed.
+        NotInitializedError: `init_process_group` was not called.
+
+    Example:
+        >>> import torchdist_ref as dist
+        >>> from torchdist_ref.testing import run
+        >>> run(lambda rank: dist.get_backend_config(), 2)
+        ['cpu:ref', 'cpu:ref']
+
+    Elsewhere:
+        None in MPI, NCCL and JAX.
+    """
+    return registry.config_text(resolve_member(group, "get_backend_config").backend.name)
 
 
 def get_process_group_ranks(group: ProcessGroup | int | None) -> list[int]:
@@ -116,7 +138,7 @@ def get_process_group_ranks(group: ProcessGroup | int | None) -> list[int]:
     Elsewhere:
         ``MPI_Group_translate_ranks`` in MPI; none in NCCL and JAX.
     """
-    return list(_member(group, "get_process_group_ranks").members)
+    return list(resolve_member(group, "get_process_group_ranks").members)
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
@@ -141,7 +163,7 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
     Elsewhere:
         ``MPI_Group_translate_ranks`` in MPI; none in NCCL and JAX.
     """
-    found = _member(group, "get_global_rank")
+    found = resolve_member(group, "get_global_rank")
     _check_integer("get_global_rank", "group_rank", group_rank)
     if not 0 <= group_rank < found.size():
         raise ArgumentError(
@@ -172,7 +194,7 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     Elsewhere:
         ``MPI_Group_translate_ranks`` in MPI; none in NCCL and JAX.
     """
-    found = _member(group, "get_group_rank")
+    found = resolve_member(group, "get_group_rank")
     _check_integer("get_group_rank", "global_rank", global_rank)
     if global_rank not in found.members:
         words = f"Global rank {global_rank} is not part of group {found.group_desc!r}"
@@ -183,14 +205,6 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
 def _check_integer(operation: str, argument: str, rank: Any) -> None:
     if as_integer(rank) is None:
         raise ArgumentError(explain(operation, argument, "an int", rank))
-
-
-def _member(group: ProcessGroup | int | None, operation: str) -> ProcessGroup:
-    found = resolve(group, operation)
-    if found is None:
-        raise ArgumentError(explain(operation, "group", "a group that this rank is in", group))
-    refuse_destroyed(found, operation)
-    return found
 
 
 def is_available() -> bool:

@@ -219,7 +219,7 @@ class Registration:
         tables.pg_map[group] = group.backend.name, self._store
         tables.pg_names[group] = name
         tables.pg_group_ranks[group] = {member: index for index, member in enumerate(group.members)}
-        tables.pg_backend_config[group] = _backend_config(group.backend.name)
+        tables.pg_backend_config[group] = registry.config_text(group.backend.name)
         tag = f"ptd:{name}"
         tables.pg_to_tag[group] = tag
         for key in ("", tag):
@@ -337,8 +337,3 @@ def _unique_name(name: str) -> str:
     taken = set(torch_private.TABLES.get().pg_names.values())
     names = [name, *(f"{name} ({number})" for number in range(2, len(taken) + 3))]
     return next(each for each in names if each not in taken)
-
-
-def _backend_config(backend: str) -> str:
-    """Return a backend's name in torch's notation of one backend per device type."""
-    return ",".join(f"{device}:{name}" for device, name in registry.by_device_type(backend).items())

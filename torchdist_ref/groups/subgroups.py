@@ -36,8 +36,8 @@ from torchdist_ref.errors import (
     on_rank,
 )
 from torchdist_ref.groups.arguments import check_description, timeout_of
-from torchdist_ref.groups.creation import make_group, new_group, watch_members
-from torchdist_ref.groups.queries import get_process_group_ranks, get_rank
+from torchdist_ref.groups.creation import check_backend, make_group, new_group, watch_members
+from torchdist_ref.groups.queries import get_rank
 from torchdist_ref.groups.registration import share
 from torchdist_ref.groups.world import (
     ProcessGroup,
@@ -45,8 +45,7 @@ from torchdist_ref.groups.world import (
     as_integer,
     current,
     default_group,
-    refuse_destroyed,
-    resolve,
+    resolve_member,
 )
 from torchdist_ref.liveness import MemberWatch
 from torchdist_ref.stores.base import limit_requests
@@ -100,9 +99,9 @@ def new_subgroups(
     Elsewhere:
         ``MPI_Comm_split`` in MPI, ``ncclCommSplit`` in NCCL, ``axis_index_groups`` of JAX's collectives.
     """
-    ranks = get_process_group_ranks(group)
+    ranks = resolve_member(group, "new_subgroups").members
     size = _subgroup_size(group_size, len(ranks))
-    lists = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+    lists = [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]
     return new_subgroups_by_enumeration(lists, timeout, backend, pg_options, group_desc)
 
 
@@ -217,10 +216,11 @@ def split_group(
     Elsewhere:
         ``MPI_Comm_split`` in MPI, ``ncclCommSplit`` in NCCL, ``axis_index_groups`` of JAX's collectives.
     """
-    parent = _parent("split_group", "parent_pg", parent_pg)
+    parent = resolve_member(parent_pg, "split_group", "parent_pg")
     parts = _checked_parts(split_ranks, parent)
     seconds = timeout_of("split_group", timeout, timedelta(seconds=parent.timeout)).total_seconds()
     check_description("split_group", group_desc)
+    check_backend("split_group", backend, parent.backend.name, pg_options)
     awaited = [parent.members[rank] for ranks in parts if parent.rank() in ranks for rank in ranks]
     with current().recorded("split_group", f"split_ranks={parts}", awaited, parent), limit_requests(seconds):
         number, keys = _next_keys("split_group", parent, parent.size())
@@ -308,8 +308,9 @@ def shrink_group(
     Elsewhere:
         ``MPIX_Comm_shrink`` of MPI's ULFM extension, ``ncclCommShrink`` in NCCL; none in JAX.
     """
-    parent = _parent("shrink_group", "group", group)
+    parent = resolve_member(group, "shrink_group")
     remaining = _remaining(parent, ranks_to_exclude, shrink_flags)
+    check_backend("shrink_group", None, parent.backend.name, pg_options)
     remain = [parent.members[rank] for rank in remaining]
     text = f"ranks_to_exclude={sorted(ranks_to_exclude)}"
     with current().recorded("shrink_group", text, remain, parent):
@@ -393,15 +394,6 @@ def _remaining(group: ProcessGroup, excluded: Any, flags: Any) -> list[int]:
         expected, hint = "other ranks than this one", "An excluded rank does not call shrink_group: end its process."
         raise BackendArgumentError(explain("shrink_group", "ranks_to_exclude", expected, excluded, hint=hint))
     return remaining
-
-
-def _parent(operation: str, argument: str, group: ProcessGroup | int | None) -> ProcessGroup:
-    parent = resolve(group, operation)
-    if parent is None:
-        rank = default_group().rank()
-        raise ArgumentError(explain(operation, argument, "a group that this rank is in", group, rank=rank))
-    refuse_destroyed(parent, operation)
-    return parent
 
 
 def _next_keys(operation: str, parent: ProcessGroup, users: int) -> tuple[int, KeyRange]:

@@ -400,25 +400,41 @@ def _absence() -> str:
     )
 
 
-def resolve(group: ProcessGroup | int | None, operation: str = "process group") -> ProcessGroup | None:
-    """Return the group that a `group` argument refers to, or None if this rank is not in it."""
+def resolve(
+    group: ProcessGroup | int | None, operation: str = "process group", argument: str = "group"
+) -> ProcessGroup | None:
+    """Return the group that an argument refers to, or None if this rank is not in it."""
     if group is None:
         return (_of_context.get() or _of_process).default or default_group()
     if isinstance(group, ProcessGroup):
         return group
     if isinstance(group, torch.distributed.ProcessGroup):
-        return _counterpart(group, operation)
-    if group != GroupMember.NON_GROUP_MEMBER:
-        raise ArgumentError(explain(operation, "group", "a group made by new_group, or None", group))
+        return _counterpart(group, operation, argument)
+    if type(group) is not int or group != GroupMember.NON_GROUP_MEMBER:
+        raise ArgumentError(explain(operation, argument, "a group made by new_group, or None", group))
     return None
 
 
-def _counterpart(group: Any, operation: str) -> ProcessGroup:
+def resolve_member(group: Any, operation: str, argument: str = "group") -> ProcessGroup:
+    """Return the group that an argument refers to.
+
+    Raises:
+        ArgumentError: This rank is not in the group.
+        DestroyedGroupError: The group was destroyed.
+    """
+    found = resolve(group, operation, argument)
+    if found is None:
+        raise ArgumentError(explain(operation, argument, "a group that this rank is in", group))
+    refuse_destroyed(found, operation)
+    return found
+
+
+def _counterpart(group: Any, operation: str, argument: str) -> ProcessGroup:
     """Return our group for one that torch made beside our default group."""
     registration = current().registration
     if registration is None:
         expected = "a group of this library, whose default group comes from its own init_process_group"
-        raise ArgumentError(explain(operation, "group", expected, f"{type(group).__name__} of torch.distributed"))
+        raise ArgumentError(explain(operation, argument, expected, f"{type(group).__name__} of torch.distributed"))
     found: ProcessGroup = registration.counterpart(group)
     return found
 

@@ -96,12 +96,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
-        self.process_group = groups.GroupMember.WORLD if process_group is None else process_group
-        self.world_size = groups.get_world_size(self.process_group)
-        self.rank = groups.get_rank(self.process_group)
-        if self.rank < 0:
-            expected = "a group that this rank is in"
-            raise ArgumentError(explain("ZeroRedundancyOptimizer", "process_group", expected, process_group))
+        found = groups.world.resolve_member(process_group, "ZeroRedundancyOptimizer", "process_group")
+        self.process_group = found if process_group is None else process_group
+        self.world_size, self.rank = found.size(), found.rank()
         _check_class(optimizer_class)
         if not isinstance(params, Iterable):
             expected = "an iterable of tensors, or of dicts"

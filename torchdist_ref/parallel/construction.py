@@ -98,17 +98,14 @@ def check_batch_norm(module: nn.Module, device: torch.device) -> None:
 def choose_group(process_group: Any, device_mesh: Any) -> Any:
     """Return the group that one of the two arguments names; without either, the current default group."""
     if device_mesh is None:
-        found = groups.world.resolve(process_group, OPERATION)
-        if found is None:
-            raise ArgumentError(explain(OPERATION, "process_group", "a group that this rank is in", process_group))
-        return found
+        return groups.world.resolve_member(process_group, OPERATION, "process_group")
     if process_group is not None:
         raise ArgumentError(f"{OPERATION}: pass process_group or device_mesh, not both.")
     if not hasattr(device_mesh, "ndim") or not hasattr(device_mesh, "get_group"):
         raise ArgumentTypeError(explain(OPERATION, "device_mesh", "a DeviceMesh", device_mesh))
     if device_mesh.ndim != 1:
         raise ArgumentError(explain(OPERATION, "device_mesh", "of one dimension", device_mesh.ndim))
-    return groups.world.resolve(device_mesh.get_group(0), OPERATION)
+    return groups.world.resolve_member(device_mesh.get_group(0), OPERATION, "device_mesh")
 
 
 def delayed(named: Any, trigger: Any) -> list[tuple[str, torch.Tensor]]:

@@ -163,6 +163,7 @@ class ModelAverager(ABC):
         self.process_group = groups.GroupMember.WORLD if process_group is None else process_group
         if self.process_group is None:
             raise NotInitializedError(f"{type(self).__name__}: there is no process group; call init_process_group.")
+        groups.world.resolve(self.process_group, type(self).__name__, "process_group")
         self.step = 0
 
     @abstractmethod
