@@ -3,8 +3,8 @@
 When one rank fails, the others fail soon after it, because of it, and may even end before it. So the order in which
 processes end does not tell which failed first. A rank therefore writes its exception to the file that the variable
 ``TORCHELASTIC_ERROR_FILE`` names, in the format of torch's launchers, before it aborts its groups. An exception that
-another rank has caused is not recorded; for our launcher an empty file marks it. Do not add reactions to a failure
-here: they belong to the launcher.
+another rank has caused is not recorded; for our launcher an empty file marks it, and another one names the signal that
+makes the rank dump its last calls. Do not add reactions to a failure here: they belong to the launcher.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ DIRECTORY_VARIABLE = "TORCHDIST_REF_FLIGHT_RECORDER_DIR"
 PREFIX_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 ON_FAILURE_VARIABLES = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 _CONSEQUENCE = ".consequence"
+_DUMP_SIGNAL = ".dump_signal"
 _CAUSED_BY_ANOTHER_RANK = (GroupAbortedError, RankDiedError)
 
 
@@ -82,6 +83,31 @@ def _is_caused_by_another_rank(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def announce_dump_signal(number: int) -> None:
+    """Write for our launcher which signal makes this process dump its last calls; 0 if none does any more."""
+    name = os.environ.get(ERROR_FILE)
+    if name and LAUNCH_ID in os.environ:
+        with suppress(OSError):
+            Path(name + _DUMP_SIGNAL).write_text(f"{os.getpid()} {number}", "utf-8")
+
+
+def dump_signal(path: Path) -> tuple[int, int] | None:
+    """Return the process and the signal that make a rank dump its last calls.
+
+    None if the rank does not listen, or has failed: it has dumped its calls then.
+
+    Args:
+        path: Path of the rank's record.
+    """
+    if path.exists() or Path(f"{path}{_CONSEQUENCE}").exists():
+        return None
+    try:
+        pid, number = map(int, Path(f"{path}{_DUMP_SIGNAL}").read_text("utf-8").split())
+    except (OSError, ValueError):
+        return None
+    return (pid, number) if pid > 0 and number > 0 else None
 
 
 def read(path: Path) -> FailureRecord | None:

@@ -29,6 +29,17 @@ _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
 
 
+def catches_signal(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal, which does not end it then.
+
+    Raises:
+        OSError: There is no such process.
+    """
+    with open(f"/proc/{pid}/status", encoding="utf-8") as file:
+        caught = next((line.split()[1] for line in file if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> number - 1 & 1)
+
+
 class Child:
     """A direct child process that leads a process group.
 

@@ -26,7 +26,7 @@ from torchdist_ref.calls import AllReduce, Barrier
 from torchdist_ref.debug import __main__ as command
 from torchdist_ref.debug import flight_recorder
 from torchdist_ref.debug.dumps import Dumps, Event, GroupCalls, RankDump, read_directory, read_file
-from torchdist_ref.debug.verdict import find_verdict
+from torchdist_ref.debug.verdict import Verdict, find_verdict
 from torchdist_ref.recorder import Recorder
 from torchdist_ref.stores import HashStore
 from torchdist_ref.testing import RankError, fill, run
@@ -147,18 +147,41 @@ dist.all_reduce(torch.ones(4))
 """
 
 
-# Over a second: three ranks import torch.
+LATE = """
+import datetime, threading, torch, torchdist_ref as dist
+dist.init_process_group("ref", timeout=datetime.timedelta(seconds=0.3))
+def load_batch():
+    threading.Event().wait(60)
+if dist.get_rank() == 1:
+    load_batch()
+dist.all_reduce(torch.ones(4))
+"""
+
+
+def launched(script: str, folder: Path) -> tuple[subprocess.CompletedProcess[str], Verdict]:
+    """Run a script on ranks under the launcher; return how it ended, and the verdict on the dumps."""
+    (folder / "script.py").write_text(script)
+    environment = {**os.environ, failure_record.DIRECTORY_VARIABLE: str(folder / "dumps"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node=2", "script.py"]
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return result, find_verdict(read_directory(folder / "dumps"))
+
+
+# Over a second: ranks import torch.
 def test_survivors_have_time_for_their_dumps_under_the_launcher(tmp_path: Path) -> None:
     """Once the launcher stopped them before they had written anything."""
-    (tmp_path / "script.py").write_text(DIES)
-    environment = {**os.environ, failure_record.DIRECTORY_VARIABLE: str(tmp_path / "dumps")}
-    command = [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node=3", "script.py"]
-    result = subprocess.run(
-        command, cwd=tmp_path, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
-    )
+    result, found = launched(DIES, tmp_path)
     assert result.returncode == 137 and "was killed by SIGKILL" in result.stderr
-    found = find_verdict(read_directory(tmp_path / "dumps"))
     assert (found.kind, found.ranks) == ("died", (1,))
+
+
+# Over a second: ranks import torch.
+def test_the_launcher_asks_the_rank_that_the_others_waited_for(tmp_path: Path) -> None:
+    """Once it was stopped without a dump, so that the verdict could not show where it was."""
+    result, found = launched(LATE, tmp_path)
+    assert result.returncode == 1 and "RankStalledError" in result.stderr
+    assert (found.kind, found.ranks) == ("behind", (1,))
+    assert found.sentence.endswith("rank 1 has made no call on it and is at script.py:5 in load_batch.")
 
 
 def test_groups_may_be_registered_while_dumps_are_written() -> None:

@@ -31,7 +31,8 @@ from weakref import WeakKeyDictionary
 
 from torchdist_ref.debug.call_sites import frames_of
 from torchdist_ref.errors import GroupAbortedError, message_of
-from torchdist_ref.failure_record import DIRECTORY_VARIABLE, PREFIX_VARIABLES, wants_dumps
+from torchdist_ref.failure_record import DIRECTORY_VARIABLE, PREFIX_VARIABLES, announce_dump_signal, wants_dumps
+from torchdist_ref.processes import catches_signal
 from torchdist_ref.recorder import CallRecord, Frame, Recorder
 
 if TYPE_CHECKING:
@@ -262,6 +263,9 @@ def dump(directory: str | os.PathLike[str] | None = None, *, reason: str = "dump
         [['rank0.json'], ['rank1.json']]
     """
     ranks = sorted({group.global_rank for _, group in _registered()})
+    for rank in ranks:
+        # If a failure ends the program, its dump is to be the last one.
+        _dumped_failures.pop(rank, None)
     return [_write(rank, reason, None, directory) for rank in ranks]
 
 
@@ -377,12 +381,14 @@ class SignalListener:
         arguments = (self._pipe[0], number)
         self._thread = threading.Thread(target=self._listen, args=arguments, name=self.name, daemon=True)
         self._thread.start()
+        announce_dump_signal(number)
 
     def stop(self) -> None:
         """End the thread when all who started it have stopped it, and give the signal back; on the main thread."""
         self._users = max(0, self._users - 1)
         if self._users or self._pipe is None or threading.current_thread() is not threading.main_thread():
             return
+        announce_dump_signal(0)
         if self._number is not None and signal.getsignal(self._number) == self._on_signal:
             signal.signal(self._number, signal.SIG_DFL)
         self._replace_wakeup(-1)
@@ -486,13 +492,11 @@ def request(pids: Iterable[int]) -> Iterator[str]:
     number = signal_number()
     for pid in pids:
         try:
-            lines = Path(f"/proc/{pid}/status").read_text("utf-8").splitlines()
-            status = dict(line.split(":\t", 1) for line in lines)
-            if number is None or not int(status["SigCgt"], 16) >> number - 1 & 1:
+            if number is None or not catches_signal(pid, number):
                 yield f"{pid}: this process does not listen for dump requests"
                 continue
             os.kill(pid, number)
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, OverflowError) as error:
             yield f"{pid}: {error}"
         else:
             yield f"{pid}: asked"

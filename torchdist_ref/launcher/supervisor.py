@@ -18,9 +18,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from torchdist_ref.failure_record import FailureRecord, is_consequence, read, wants_dumps
+from torchdist_ref.failure_record import FailureRecord, dump_signal, is_consequence, read, wants_dumps
 from torchdist_ref.launcher.worker import LineRelay, Worker, WorkerPlan
-from torchdist_ref.processes import describe_exit, name_ranks, redirect_to_null, signal_name, signal_socket
+from torchdist_ref.processes import (
+    catches_signal,
+    describe_exit,
+    name_ranks,
+    redirect_to_null,
+    signal_name,
+    signal_socket,
+)
 
 # Time to continue reading after all ranks have ended, while processes that they started hold their output open.
 _DRAIN_SECONDS = 2.0
@@ -341,6 +348,8 @@ class Supervisor:
         if not any(wants_dumps(worker.plan.environment) for worker in chosen):
             return self._stop(signum, code, chosen)
         self._code, self._postponed, self._deadline = code, signum, time.monotonic() + _DUMP_SECONDS
+        for worker in chosen:
+            _request_dump(worker.plan)
 
     def _stop(self, signum: int, code: int, workers: Sequence[Worker] | None = None) -> None:
         self._code = code if self._code is None else self._code
@@ -357,3 +366,12 @@ class Supervisor:
 
     def _running_names(self) -> str:
         return name_ranks(worker.plan.rank for worker in self._running())
+
+
+def _request_dump(plan: WorkerPlan) -> None:
+    """Ask a worker that has not failed for a dump: the others may wait for it, and its dump shows where it is."""
+    listening = dump_signal(Path(plan.error_file)) if plan.error_file else None
+    if listening is not None:
+        with contextlib.suppress(OSError, OverflowError):
+            if catches_signal(*listening):
+                os.kill(*listening)
