@@ -324,6 +324,26 @@ def test_a_rank_that_comes_after_the_time_out_is_late(tmp_path: Path, monkeypatc
     assert (found.kind, found.ranks, found.number, found.group) == ("late", (1,), (0, 0), "group 1")
 
 
+def test_a_late_rank_that_waited_in_vain_itself_is_not_among_those_before_it() -> None:
+    """Once rank 1 came late, after ranks 0 and 1."""
+    stalled = partial(collective, "RankStalledError: rank 2 did not arrive", (2,))
+    first = replace(stalled(start=1), end_ns=1_000_000_000)
+    second = replace(stalled(start=3_000_000_001), end_ns=4_000_000_000)
+    found = find_verdict(job({0: {"world": [first]}, 1: {"world": [second]}, 2: {}}, 3))
+    assert (found.kind, found.ranks) == ("late", (1,))
+    assert found.sentence.endswith(": 3 s after rank 0, whose time-out had passed.")
+
+
+def test_the_verdict_is_one_sentence_though_an_error_has_several() -> None:
+    """Once the place followed the last sentence of an error, as if it belonged to that."""
+    error = "MismatchError: rank 1 gives 2.5 elements, and rank 0 expects 1. Nothing was written."
+    frames = (("step", "/home/me/train.py", 4),)
+    found = find_verdict(Dumps({0: RankDump(0, "rank0", (), error=error, error_frames=frames)}))
+    assert found.sentence == (
+        "Rank 0 raised MismatchError: rank 1 gives 2.5 elements, and rank 0 expects 1 at train.py:4 in step."
+    )
+
+
 def test_nothing_is_said_of_ranks_that_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = verdict_on(lambda rank: flight_recorder.dump() and None, 3, tmp_path, monkeypatch)
     assert (found.kind, found.ranks) == ("nothing", ())

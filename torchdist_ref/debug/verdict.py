@@ -259,8 +259,8 @@ def _failed_because_of_another(dump: RankDump) -> bool:
 
 
 def _short(text: str, most: int = 300) -> str:
-    """Return the first sentences of an error."""
-    line = text.split("\n")[0].rstrip(".")
+    """Return the first sentence of an error."""
+    line = re.split(r"\n|\. (?=[A-Z])", text)[0].rstrip(".")
     return line if len(line) <= most else f"{line[:most]}…"
 
 
@@ -492,12 +492,14 @@ def _late(dumps: Dumps, groups: Sequence[JobGroup]) -> Verdict | None:
             late = tuple(r for r, e in calls.items() if e.start_ns >= given_up)
             if not late:
                 continue
-            first = min(event.start_ns for event in stalled.values())
+            # A rank that came late may have waited in vain for a third one.
+            early = {rank: event for rank, event in stalled.items() if rank not in late}
+            first = min(event.start_ns for event in early.values())
             seconds = (max(calls[r].start_ns for r in late) - first) / 1e9
             text = (
                 f"{_capital(_ranks(late))} came late to call {number_text(number)} of group {group.name!r}, "
                 f"{calls[late[0]].text}{_at(dumps.ranks[late[0]], calls[late[0]])}: {seconds:.3g} s after "
-                f"{_ranks(stalled)}, whose time-out had passed."
+                f"{_ranks(early)}, whose time-out had passed."
             )
             return Verdict("late", late, text, group.name, number)
     return None
