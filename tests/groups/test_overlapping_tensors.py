@@ -189,6 +189,41 @@ def test_torch_on_ref_sums_overlapping_tensors_once(tmp_path: Path) -> None:
     assert run(through_torch, 2, str(tmp_path / "store"), init=False, ranks="processes") == [expected] * 2
 
 
+def lists_through_torch(rank: int, path: str) -> list[str]:
+    """Pass lists that overlap in part, twice as a whole, and not at all, to a group that torch made."""
+    oracle.init_process_group("ref", store=oracle.FileStore(path, 2), rank=rank, world_size=2)
+    row, tensor, found = torch.zeros(8), fill(rank, (4,)), []
+    calls: list[Callable[[list[Tensor]], Any]] = [
+        lambda outputs: oracle.all_gather(outputs, tensor),
+        lambda outputs: oracle.all_to_all(outputs, [tensor, tensor]),
+        lambda outputs: oracle.all_gather_coalesced([[each] for each in outputs], [tensor]),
+    ]
+    for outputs in ([row[:4], row[2:6]], [row[:4], row[:4]], [row[::2], row[1::2]]):
+        for call in calls:
+            row.zero_()
+            try:
+                call(outputs)
+            except ValueError as error:
+                found.append(str(error).partition(",")[0])
+            found.append(str([each.tolist() for each in outputs]) if row.any() else "nothing written")
+    oracle.destroy_process_group()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_coalesced:FutureWarning")
+def test_torch_on_ref_refuses_the_outputs_that_our_functions_refuse(tmp_path: Path) -> None:
+    shared = "{0}: {1}[0] and {1}[1] share memory"
+    refused = [
+        text
+        for name, argument in (("all_gather", "tensor_list"), ("all_to_all", "output_tensor_list"))
+        for text in (shared.format(name, argument), "nothing written")
+    ]
+    of_part = "all_gather: tensor_list[0] and tensor_list[1] share memory", "nothing written"
+    gathered = str([fill(rank, (4,)).tolist() for rank in range(2)])
+    found = run(lists_through_torch, 2, str(tmp_path / "store"), init=False, ranks="processes")
+    assert found == [[*(*refused, *of_part) * 2, *[gathered] * 3]] * 2
+
+
 def one_row_through_torch(rank: int, elements: int, registered: bool) -> list[bool]:
     """Call torch's functions with outputs that are parts of the inputs, and compare with formulas."""
     data = [fill(r, (2 * elements,)) for r in range(2)]

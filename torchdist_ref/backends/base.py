@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial, wraps
 from math import gcd, prod
-from operator import attrgetter
+from operator import attrgetter, is_not
 from time import sleep
 from typing import Any, TypeGuard, TypeVar, overload
 
@@ -154,6 +154,17 @@ Request = tuple[Call, Tensors, Tensors]
 """A call, its inputs and its outputs: the arguments of `Backend.submit`."""
 
 
+# Names of the outputs of functions whose output has another name than `output`.
+_OUTPUTS = {
+    "all_gather": "tensor_list",
+    "all_gather_into_tensor": "output_tensor",
+    "all_gather_single": "output_tensor",
+    "all_to_all": "output_tensor_list",
+    "gather": "gather_list",
+    "scatter": "tensor",
+}
+
+
 def without_overlap(rank: int, requests: Sequence[Request]) -> tuple[Sequence[Request], Callable[[], None] | None]:
     """Return requests whose outputs share no memory, and a function that copies their results to the given outputs.
 
@@ -221,6 +232,41 @@ def are_apart(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
             return False
         last = begin + nbytes
     return True
+
+
+def output_names(operation: str, count: int) -> list[str]:
+    """Return the names of a call's outputs in the public function, for messages.
+
+    >>> output_names("gather", 2), output_names("scatter", 1)
+    (['gather_list[0]', 'gather_list[1]'], ['tensor'])
+    """
+    argument = _OUTPUTS.get(operation, "output")
+    return [f"{argument}[{index}]" if argument.endswith("_list") else argument for index in range(count)]
+
+
+def check_distinct(operation: str, names: Sequence[str], outputs: Sequence[Tensor]) -> None:
+    """Raise if two outputs share memory, so that the later block would overwrite the other, or a part of it."""
+    # Tensors without memory share none.
+    named = [(name, tensor) for name, tensor in zip(names, outputs, strict=True) if is_in_memory(tensor)]
+    pair = sharing_pair([tensor for _, tensor in named])
+    if pair is not None:
+        one, other = (named[index][0] for index in pair)
+        raise ArgumentError(
+            f"{operation}: {one} and {other} share memory, so only the later block would remain there{on_rank()}. "
+            "Allocate each output, as in [torch.empty_like(tensor) for _ in range(world_size)]."
+        )
+
+
+def check_distinct_outputs(requests: Sequence[Request]) -> None:
+    """Raise if two outputs of some calls share memory; calls in place may, as the coalesced ones of torch."""
+    parts = [(call.op, flat_operands(outputs)) for call, inputs, outputs in requests if inputs is not outputs]
+    names = [
+        name if len(requests) == 1 else f"{name} of part {part}"
+        for part, (operation, outputs) in enumerate(parts)
+        for name in output_names(operation, len(outputs))
+    ]
+    if parts:
+        check_distinct(parts[0][0], names, [tensor for _, outputs in parts for tensor in outputs])
 
 
 def _copied(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -425,6 +471,36 @@ def refuse_unsupported(call: Call, inputs: Tensors, outputs: Tensors, backend: s
                 f"small: argument {name if len(named) > 1 else 'tensor'!r}, {type(tensor).__name__} of "
                 f"{list(tensor.shape)}{on_rank()}. Pass a tensor with memory, such as DTensor.to_local()."
             )
+
+
+def unwrapped(operands: Any) -> Any:
+    """Return operands with the tensors in memory that some of theirs wrap, or the operands themselves if none does.
+
+    Those of results of functional collectives are waited for. Those in transforms of torch.func (`grad`, `jvp`,
+    `functionalize`) are what torch's dispatcher passes to backends of C++.
+
+    >>> operands = (torch.zeros(1),)
+    >>> unwrapped(operands) is operands
+    True
+    """
+    if isinstance(operands, (list, tuple)):
+        inside = [*map(unwrapped, operands)]
+        return inside if any(map(is_not, inside, operands)) else operands
+    if type(operands) is RowBlocks:
+        whole = unwrapped(operands.tensor)
+        return operands if whole is operands.tensor else RowBlocks(whole, len(operands))
+    if not isinstance(operands, Tensor):
+        return operands
+    names = torch_private
+    if names.ASYNC_TENSOR.exists() and isinstance(operands, names.ASYNC_TENSOR.get()):
+        return operands.trigger_wait()
+    functional = names.IS_FUNCTIONAL.get()(operands)
+    if functional:
+        # Changes of other views of its memory.
+        names.SYNC_VIEWS.get()(operands)
+    elif not names.IS_TRANSFORMED.get()(operands):
+        return operands
+    return unwrapped(names.UNWRAPPED.get()(operands))
 
 
 class Backend(ABC):

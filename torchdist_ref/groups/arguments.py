@@ -18,7 +18,7 @@ from torch import Tensor, strided
 from torch.distributed import ReduceOp
 
 from torchdist_ref.backends import reductions
-from torchdist_ref.backends.base import RowBlocks, check_writable, is_in_memory, sharing_pair
+from torchdist_ref.backends.base import RowBlocks, check_distinct, check_writable, flat_operands, output_names
 from torchdist_ref.calls import AllReduce, Reduce, ReduceScatter
 from torchdist_ref.errors import (
     ArgumentError,
@@ -46,15 +46,6 @@ _REDUCTION_NAMES = {
 ALL_REDUCE = {name: AllReduce(name) for name in _REDUCTION_NAMES.values()}
 REDUCE_SCATTER = {name: ReduceScatter(name) for name in _REDUCTION_NAMES.values()}
 reduce_call = cache(Reduce)
-# Names of the outputs of functions whose output has another name than `output`.
-_OUTPUTS = {
-    "all_gather": "tensor_list",
-    "all_gather_into_tensor": "output_tensor",
-    "all_gather_single": "output_tensor",
-    "all_to_all": "output_tensor_list",
-    "gather": "gather_list",
-    "scatter": "tensor",
-}
 
 
 def member_group(operation: str, group: ProcessGroup | int | None) -> ProcessGroup | None:
@@ -233,27 +224,11 @@ def blocks_match(value: Any, count: int, like: Tensor | None) -> bool:
 
 def check_outputs(operation: str, outputs: Sequence[Tensor]) -> None:
     """Raise if an output overlaps itself, or another one of the list: Gloo would keep the later block."""
-    if isinstance(outputs, RowBlocks):
-        check_writable(operation, _OUTPUTS.get(operation, "output"), outputs.tensor)
-        return
-    argument = _OUTPUTS.get(operation, "output")
-    names = [f"{argument}[{index}]" if argument.endswith("_list") else argument for index in range(len(outputs))]
-    for name, tensor in zip(names, outputs, strict=True):
+    tensors = flat_operands(outputs)
+    names = output_names(operation, len(tensors))
+    for name, tensor in zip(names, tensors, strict=True):
         check_writable(operation, name, tensor)
-    check_distinct(operation, names, outputs)
-
-
-def check_distinct(operation: str, names: Sequence[str], outputs: Sequence[Tensor]) -> None:
-    """Raise if two outputs share memory, so that the later block would overwrite the other, or a part of it."""
-    # Tensors without memory share none.
-    named = [(name, tensor) for name, tensor in zip(names, outputs, strict=True) if is_in_memory(tensor)]
-    pair = sharing_pair([tensor for _, tensor in named])
-    if pair is not None:
-        one, other = (named[index][0] for index in pair)
-        raise ArgumentError(
-            f"{operation}: {one} and {other} share memory, so only the later block would remain there{on_rank()}. "
-            "Allocate each output, as in [torch.empty_like(tensor) for _ in range(world_size)]."
-        )
+    check_distinct(operation, names, tensors)
 
 
 def root_of(

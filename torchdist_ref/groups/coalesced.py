@@ -11,14 +11,19 @@ from typing import Any
 from torch import Tensor, strided
 from torch.futures import Future
 
-from torchdist_ref.backends.base import check_writable, is_in_memory, refuse_unsupported, without_overlap
+from torchdist_ref.backends.base import (
+    check_distinct,
+    check_writable,
+    is_in_memory,
+    refuse_unsupported,
+    without_overlap,
+)
 from torchdist_ref.calls import AllGather, Call
 from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explain
 from torchdist_ref.groups.arguments import (
     ALL_REDUCE,
     SUM,
     as_real,
-    check_distinct,
     check_elements,
     check_not_empty,
     check_one_dtype,

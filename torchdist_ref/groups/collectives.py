@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor, sparse_coo, strided
 from torch.futures import Future
 
-from torchdist_ref.backends.base import are_apart, check_writable, flat_operands, without_overlap
+from torchdist_ref.backends.base import are_apart, check_writable, flat_operands, unwrapped, without_overlap
 from torchdist_ref.backends.reductions import start_sum
 from torchdist_ref.calls import AllReduce, Barrier, Broadcast, Call, Reduce
 from torchdist_ref.errors import BackendArgumentError, RankStalledError, explain
@@ -57,10 +57,24 @@ def submit(
     """Submit a call to the group's backend: return its Work if `async_op`, else wait and return None."""
     try:
         work = group.backend.submit(call, inputs, outputs, not async_op)
-    except RuntimeError:
+    except RuntimeError as error:
+        if (inside := operands_inside(error, inputs, outputs)) is not None:
+            return submit(group, call, *inside, async_op)
         refuse_nested(call.op, *flat_operands(inputs), *flat_operands(outputs))
         raise
     return work if async_op else None
+
+
+def operands_inside(
+    error: RuntimeError, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
+    """Return the inputs and outputs as `unwrapped` does, if a backend has refused a tensor that wraps another one."""
+    if not isinstance(error, BackendArgumentError):
+        return None
+    read, written = unwrapped(inputs), unwrapped(outputs)
+    if read is inputs and written is outputs:
+        return None
+    return read, read if inputs is outputs else written
 
 
 def submit_lists(
@@ -80,7 +94,9 @@ def submit_lists(
             work = group.backend.submit(call, inputs, outputs, not async_op)
             return work if async_op else None
         check_outputs(operation or call.op, outputs)
-    except RuntimeError:
+    except RuntimeError as error:
+        if (inside := operands_inside(error, inputs, outputs)) is not None:
+            return submit_lists(group, call, *inside, async_op, operation)
         refuse_nested(operation or call.op, *flat_operands(inputs), *flat_operands(outputs))
         raise
     requests, copy_back = without_overlap(group.rank(), ((call, inputs, outputs),))

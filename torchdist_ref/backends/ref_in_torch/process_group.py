@@ -34,6 +34,7 @@ from torchdist_ref.backends.base import (
     Request,
     RowBlocks,
     are_apart,
+    check_distinct_outputs,
     check_writable,
     close_all,
     flat_operands,
@@ -233,6 +234,8 @@ class CallsFromTorch(c10d.ProcessGroup):
             if not tensor.is_contiguous():
                 check_writable(requests[0][0].op, "output", tensor)
         apart, copy_back = (requests, None) if _is_apart(requests) else without_overlap(self.rank(), requests)
+        if copy_back is not None:
+            check_distinct_outputs(requests)
         works = [self.backend.submit(*request, wait) for request in apart]
         if copy_back is not None:
             RefWork(works, written, seconds).wait()
