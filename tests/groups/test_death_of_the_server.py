@@ -31,10 +31,12 @@ def end() -> None:
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("members", [[0, 1, 2], [1]])
 @pytest.mark.parametrize("name", ["new_group", "split_group"])
-def test_its_death_before_a_group_is_made_is_named(name: str, hosts: str) -> None:
+def test_its_death_before_a_group_is_made_is_named(name: str, members: list[int], hosts: str) -> None:
+    """Also where it is no member of the new group, and by a rank that is none either."""
     port = free_port()
-    calls = {"new_group": lambda: dist.new_group(), "split_group": lambda: dist.split_group(split_ranks=[[0, 1, 2]])}
+    calls = {"new_group": lambda: dist.new_group(members), "split_group": lambda: dist.split_group(None, [members])}
 
     def program(number: int) -> None:
         # The culprit is rank 0.

@@ -25,11 +25,15 @@ from torchdist_ref.debug.detail_level import apply_debug_level, observe_process
 from torchdist_ref.errors import (
     ArgumentError,
     ArgumentTypeError,
+    AuthenticationError,
+    DistNetworkError,
     MismatchError,
     NotInitializedError,
     UsageError,
     explain,
+    in_context,
     on_rank,
+    text_of,
 )
 from torchdist_ref.groups.arguments import check_description, timeout_of
 from torchdist_ref.groups.meeting import meet, meet_on
@@ -48,6 +52,7 @@ from torchdist_ref.groups.world import (
 from torchdist_ref.liveness import MemberWatch, backend_mismatch
 from torchdist_ref.stores.base import Store, limit_requests
 from torchdist_ref.stores.prefix import KeyRange, PrefixStore
+from torchdist_ref.timeouts import found_soon
 
 _BACKEND_VARIABLE = "TORCHDIST_REF_BACKEND"
 _DEFAULT_BACKEND = "(default)"
@@ -362,6 +367,7 @@ def new_group(
     with (
         world.recorded("new_group", f"ranks={list(members)}", awaited, default, makers),
         limit_requests(seconds),
+        store_failure_explained(default, "new_group"),
     ):
         chosen, agreed = backend or default.backend.name, False
         store = _member_store(world, members) if use_local_synchronization else _next_store(world)
@@ -448,6 +454,27 @@ def _member_store(world: World, members: tuple[int, ...]) -> PrefixStore:
     store = PrefixStore(f"members_only/{digest}/{world.member_only[members]}", world.store)
     world.member_only[members] += 1
     return store
+
+
+@contextmanager
+def store_failure_explained(parent: ProcessGroup, operation: str) -> Iterator[None]:
+    """Raise, in place of an error of the network, that of the rank whose end caused it, or name the operation.
+
+    The rank that serves the store need not be a member of the group that is created, nor need this one.
+    """
+    try:
+        yield
+    except AuthenticationError:
+        raise
+    except DistNetworkError as error:
+        others = [rank for rank in range(parent.size()) if rank != parent.rank()]
+        backend = parent.backend
+        ended = found_soon(lambda: backend.failure(others, operation) or backend.departure(others, operation))
+        if ended is not None:
+            raise ended from error
+        if operation in (text := text_of(error)):
+            raise
+        raise in_context(f"{operation} on rank {parent.members[parent.rank()]}: {text}", error) from error
 
 
 def watch_members(store: PrefixStore, parent: ProcessGroup, members: Sequence[int], operation: str) -> MemberWatch:

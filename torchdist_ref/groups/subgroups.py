@@ -36,7 +36,13 @@ from torchdist_ref.errors import (
     on_rank,
 )
 from torchdist_ref.groups.arguments import check_description, timeout_of
-from torchdist_ref.groups.creation import check_backend, make_group, new_group, watch_members
+from torchdist_ref.groups.creation import (
+    check_backend,
+    make_group,
+    new_group,
+    store_failure_explained,
+    watch_members,
+)
 from torchdist_ref.groups.queries import get_rank
 from torchdist_ref.groups.registration import share
 from torchdist_ref.groups.world import (
@@ -222,7 +228,11 @@ def split_group(
     check_description("split_group", group_desc)
     check_backend("split_group", backend, parent.backend.name, pg_options)
     awaited = [parent.members[rank] for ranks in parts if parent.rank() in ranks for rank in ranks]
-    with current().recorded("split_group", f"split_ranks={parts}", awaited, parent), limit_requests(seconds):
+    with (
+        current().recorded("split_group", f"split_ranks={parts}", awaited, parent),
+        limit_requests(seconds),
+        store_failure_explained(parent, "split_group"),
+    ):
         number, keys = _next_keys("split_group", parent, parent.size())
         index = next((index for index, ranks in enumerate(parts) if parent.rank() in ranks), None)
         if index is None:
