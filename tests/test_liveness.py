@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from contextlib import closing
 from typing import Any
@@ -143,6 +144,18 @@ def test_a_thread_is_no_process() -> None:
         assert peers.dead() == [1]
     done.set()
     thread.join()
+
+
+def test_ranks_in_one_process_end_with_it_for_all_who_watch_it() -> None:
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    with closing(PeerProcesses({1: child})), closing(PeerProcesses({1: child, 2: child})) as peers:
+        assert peers.dead() == []
+        os.kill(child, signal.SIGKILL)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        assert peers.dead() == [1, 2]
+    os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("kind", [RendezvousError, MismatchError])

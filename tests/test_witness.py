@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 
 import pytest
@@ -56,3 +57,23 @@ def test_a_platform_without_proc_has_no_witness(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(witness, "is_gone", lambda pid, number: True)
     assert own_witness.__wrapped__() == 0
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_all_users_share_a_descriptor_until_the_process_ends() -> None:
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    first, second = witness.share_pidfd(child), witness.share_pidfd(child)
+    assert first == second
+    witness.release_pidfd(second)
+    assert not select.select([first], [], [], 0)[0]
+    os.kill(child, signal.SIGKILL)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    # By now the number may be another process's.
+    third = witness.share_pidfd(child)
+    os.waitpid(child, 0)
+    assert third != first
+    for descriptor in (first, third):
+        witness.release_pidfd(descriptor)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)

@@ -45,7 +45,7 @@ from torchdist_ref.stores import PrefixStore, Store
 from torchdist_ref.stores.base import limit_requests
 from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.timeouts import END_SECONDS, found_soon
-from torchdist_ref.witness import is_gone, own_witness
+from torchdist_ref.witness import is_gone, own_witness, release_pidfd, share_pidfd
 
 _FAILURE_KEY, _GROUP_FAILURE_KEY = "failure", "failure in the group"
 _SAME_TYPE = {kind.__name__: kind for kind in (RankDiedError, RankStalledError)}
@@ -111,7 +111,8 @@ class PeerProcesses:
         self._pids: dict[int, int] = {}
         self._witnesses: dict[int, int] = {}
         self._next_look = 0.0
-        self._ranks: dict[int, int] = {}
+        self._fds: list[int] = []
+        self._ranks: dict[int, list[int]] = {}
         self._endings: dict[int, str] = {}
         self._poll = select.poll()
         self._polling = threading.Lock()
@@ -126,13 +127,14 @@ class PeerProcesses:
         """Watch the process of one more rank, and its witness if that is known."""
         self._pids[rank], self._witnesses[rank] = pid, witness
         try:
-            fd = os.pidfd_open(pid)
+            fd = share_pidfd(pid)
         except OSError as error:
             if error.errno not in _NO_PROCESS:
                 raise
             self._endings[rank] = self._describe(rank)
             return
-        self._ranks[fd] = rank
+        self._fds.append(fd)
+        self._ranks.setdefault(fd, []).append(rank)
         self._poll.register(fd, select.POLLIN)
 
     def dead(self) -> list[int]:
@@ -143,9 +145,9 @@ class PeerProcesses:
                 replaced = self._replaced()
                 # An end counts first: the witness goes with the process, and its number may be another's by now.
                 for fd, _ in self._poll.poll(0):
-                    rank = self._ranks[fd]
-                    if rank not in self._endings:
-                        self._endings[rank] = self._describe(rank)
+                    for rank in self._ranks[fd]:
+                        if rank not in self._endings:
+                            self._endings[rank] = self._describe(rank)
                 for rank in replaced:
                     self._endings.setdefault(rank, self._describe(rank, _REPLACED))
             finally:
@@ -170,8 +172,9 @@ class PeerProcesses:
     def close(self) -> None:
         """Close the descriptors."""
         with self._polling:
-            for fd in self._ranks:
-                os.close(fd)
+            for fd in self._fds:
+                release_pidfd(fd)
+            self._fds.clear()
             self._ranks.clear()
             self._poll = select.poll()
 

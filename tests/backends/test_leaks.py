@@ -51,6 +51,19 @@ def test_groups_that_were_destroyed_leave_no_descriptor_and_no_thread() -> None:
         assert threads == []
 
 
+def keep_groups(rank: int) -> int:
+    before = open_files()
+    groups = [dist.new_group() for _ in range(10)]
+    for group in groups:
+        dist.all_reduce(torch.ones(10), group=group)
+    return open_files() - before
+
+
+def test_groups_on_one_host_use_no_descriptors() -> None:
+    """Once each used one for the segment and one for each of the other ranks."""
+    assert run(keep_groups, 3, ranks="processes") == [0, 0, 0]
+
+
 def die_together(rank: int) -> None:
     dist.all_reduce(torch.ones(10_000))
     os.kill(os.getpid(), signal.SIGKILL)

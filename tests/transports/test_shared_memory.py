@@ -93,5 +93,5 @@ def test_processes_that_cannot_all_be_watched_leave_no_descriptor(monkeypatch: p
     monkeypatch.setattr(os, "pidfd_open", open_one)
     before = open_descriptors()
     with pytest.raises(OSError, match="Too many open files"):
-        shared_memory.PeerProcesses({0: os.getpid(), 1: os.getpid()})
+        shared_memory.PeerProcesses({0: os.getpid(), 1: os.getppid()})
     assert len(opened) == 1 and open_descriptors() == before

@@ -49,6 +49,9 @@ from torchdist_ref.witness import own_witness
 _COUNTING_SEMAPHORE = 1
 _MAX_COUNT = 2**31 - 1
 _NONCE_BYTES = 16
+# Of mmap(2); Python has no name for them.
+_MAP_FIXED = 0x10
+_FAILED = ctypes.c_void_p(-1).value
 
 
 class SharedMemorySegment(CommonSegment):
@@ -57,9 +60,16 @@ class SharedMemorySegment(CommonSegment):
     kind = "shared_memory"
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        self.buffer = mmap.mmap(fd, nbytes)
+        # Python's `mmap` keeps a copy of the descriptor for as long as it lives, one for each group. So the file takes
+        # the place of anonymous memory, which `mmap` unmaps with its last user.
+        self.buffer = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.bytes = memoryview(self.buffer)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
+        if (
+            _mmap()(self._base, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
+            == _FAILED
+        ):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def create_semaphores(self, layout: SegmentLayout) -> None:
         """Initialize every semaphore to 0. Called once, by the rank that created the segment."""
@@ -76,6 +86,14 @@ class SharedMemorySegment(CommonSegment):
         return _multiprocessing.SemLock._rebuild(  # type: ignore[no-any-return]  # noqa: SLF001 - no public way
             address, _COUNTING_SEMAPHORE, _MAX_COUNT, None
         )
+
+
+@cache
+def _mmap() -> Callable[[int, int, int, int, int, int], int]:
+    function: Any = ctypes.CDLL(None, use_errno=True).mmap
+    function.restype, numbers = ctypes.c_void_p, (ctypes.c_int, ctypes.c_int, ctypes.c_int)
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *numbers, ctypes.c_ssize_t)
+    return function  # type: ignore[no-any-return]
 
 
 @cache
