@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ import torchdist_ref as dist
 from tests.process_ends import answer_of_child
 from torchdist_ref import authentication
 from torchdist_ref.authentication import SECRET, SECRET_FILE, KeyAgreement, KeyServer, authenticate, receive_key
+from torchdist_ref.backends.torch_native.gloo import Gloo
 from torchdist_ref.errors import AuthenticationError, RankDiedError, RankStalledError
+from torchdist_ref.liveness import MemberFailures, process_identity
 from torchdist_ref.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torchdist_ref.stores.prefix import WatchedStore
 from torchdist_ref.stores.sealed import SealedStore, channel_key, is_authenticated, message_code
@@ -546,3 +549,17 @@ def test_ranks_of_one_host_exchange_any_object_without_a_setting(launcher: str, 
     command = [sys.executable, "-m", launcher, "--nproc-per-node", "2", str(script), "gloo"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout.count(str([[Fraction(1, 7), Fraction(2, 7)]] * 2)) == 2, done.stdout + done.stderr
+
+
+def test_gloos_rank_0_believes_no_other_program_that_a_rank_needs_the_store_no_more() -> None:
+    """Rank 0 once returned, and might close the store that rank 1 still reads."""
+    whole = HashStore()
+    sealed = SealedStore(whole, bytes(32))
+    sealed.set("connected/1", process_identity())
+    whole.set("sealed/gone on/1", "forged")
+    rank_0: Any = SimpleNamespace(
+        _membership=SimpleNamespace(store=sealed, rank=0, size=2, timeout=5.0),
+        _failures=MemberFailures(sealed, 0, [0, 1]),
+    )
+    with pytest.raises(AuthenticationError, match="'gone on/1' was not written by a member of this job"):
+        Gloo._after_connect(rank_0)

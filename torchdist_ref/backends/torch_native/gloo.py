@@ -102,7 +102,8 @@ class Gloo(TorchBackend):
             connected = store.wait_get([f"connected/{r}" for r in others], timeout) if others else []
             processes = [process_identity(), *(each.decode() for each in connected)]
             store.set("all connected", json.dumps(processes))
-            store.wait([f"gone on/{r}" for r in others], timeout)
+            # Read, not only waited for: anybody who reaches the store can set a key, but not seal its value.
+            store.wait_get([f"gone on/{r}" for r in others], timeout)
         else:
             (known,) = store.wait_get(["all connected"], timeout, {f"connected/{m.rank}": process_identity()})
             processes = json.loads(known)
