@@ -110,7 +110,9 @@ def docs(session: nox.Session) -> None:
     with step(session, 4, 4, "building the site; any warning is an error"):
         call(session, "docs/keep_html.py")
         call(session, "docs/fetch_pyodide.py")
-        call(session, "-m", "sphinx", "-q", "-n", "-W", "--keep-going", "-d", "docs/_build/doctrees", "docs", str(HTML))
+        # Most pages wait for the ranks of their examples: a second reader uses the time.
+        build = ("-q", "-n", "-W", "--keep-going", "-j", "2", "-d", "docs/_build/doctrees")
+        call(session, "-m", "sphinx", *build, "docs", str(HTML))
     session.log(f"The site: {HTML / 'index.html'}")
 
 

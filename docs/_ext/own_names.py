@@ -81,6 +81,14 @@ def source_of(app: Sphinx, module: str, attribute: str) -> str | None:
     return module if "builtins" in homes or any(home.startswith("torch._C") for home in homes) else None
 
 
+def drop_unused_sources(app: Sphinx, env: BuildEnvironment) -> list[str]:
+    """Make no page of a module to which no name links: two readers leave such entries, one reader drops them."""
+    sources: dict[str, Any] = getattr(env, "_viewcode_modules", {})
+    for module in [module for module, entry in sources.items() if entry and not entry[2]]:
+        del sources[module]
+    return []
+
+
 BACKLINK = re.compile(r'id="(?P<name>[^"]+)">\n<a class="viewcode-back" href="(?P<page>[^"#]*)#(?P<anchor>[^"]+)"')
 
 
@@ -143,5 +151,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_role("quoted", quoted)
     app.connect("missing-reference", resolve, priority=300)
     app.connect("viewcode-follow-imported", source_of)
+    app.connect("env-updated", drop_unused_sources)
     app.connect("html-page-context", repair_backlinks)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from site_directives import picture
+from site_directives import picture, run_before_reading
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -153,6 +153,7 @@ class ProfilePictureDirective(SphinxDirective):
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directive with Sphinx."""
     app.add_directive("profile-picture", ProfilePictureDirective)
+    run_before_reading(app, "profile-picture", drawings)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 import json
 import re
 from argparse import Action, ArgumentParser
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,6 +39,7 @@ import layers
 from docutils import nodes
 from docutils.parsers.rst import Directive, directives
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 
 from torchdist_ref import schedules, torch_private
 from torchdist_ref.benchmark import __main__ as benchmark
@@ -50,6 +52,20 @@ GPU_TUTORIALS = Path(__file__).parents[1] / "gpu_tutorials.json"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 TORCHES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 CAPABILITIES = Path(__file__).parents[1] / "reference" / "capabilities.json"
+
+
+def run_before_reading(app: Sphinx, directive: str, program: Callable[[], object]) -> None:
+    """Run the program of a directive before Sphinx forks its readers, if a page to be read has the directive.
+
+    The program runs once then, the readers find what it has cached, and its ranks have the machine for themselves.
+    """
+    opening = f"```{{{directive}}} "
+
+    def run(app: Sphinx, env: BuildEnvironment, pages: list[str]) -> None:
+        if any(opening in env.doc2path(page).read_text("utf-8") for page in pages):
+            program()
+
+    app.connect("env-before-read-docs", run)
 
 
 def table(kind: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> nodes.table:

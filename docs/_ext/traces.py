@@ -236,6 +236,7 @@ def setup(app: Any) -> dict[str, Any]:
     """Register the directive and the source pages with Sphinx."""
     from docutils import nodes
     from docutils.parsers.rst import Directive
+    from site_directives import run_before_reading
 
     class TraceDirective(Directive):
         """A table of the hops of one call."""
@@ -286,6 +287,7 @@ def setup(app: Any) -> dict[str, Any]:
             yield source_page(file), {"title": title, "body": f"<h1>{title}</h1>\n{body}"}, "page.html"
 
     app.add_directive("trace", TraceDirective)
+    run_before_reading(app, "trace", traced)
     app.connect("html-collect-pages", pages)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 

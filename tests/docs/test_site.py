@@ -78,7 +78,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in FILES:
         shutil.copy(pages.ROOT / file, root)
     subprocess.run([sys.executable, "docs/run_tutorials.py", "--unexecuted"], cwd=root, check=True, capture_output=True)
-    command = [sys.executable, "-m", "sphinx", "-q", "-n", "-W", "--keep-going", "docs", "html"]
+    command = [sys.executable, "-m", "sphinx", "-q", "-n", "-W", "--keep-going", "-j", "2", "docs", "html"]
     answer = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stderr[-5000:]
     return root / "html"
@@ -110,6 +110,12 @@ def test_there_is_a_page_for_each_source(site: Path) -> None:
         str(path) for path in sources if path.parts[0][0] != "_" and not (site / path.with_suffix(".html")).exists()
     ]
     assert len(sources) > 20 and not missing
+
+
+def test_each_page_of_source_is_linked_from_a_name(site: Path) -> None:
+    shown = [path for path in (site / "_modules").rglob("*.html") if path.name != "index.html"]
+    assert len(shown) > 40
+    assert not [path for path in shown if 'class="viewcode-back"' not in path.read_text(encoding="utf-8")]
 
 
 def test_nothing_is_fetched_from_elsewhere(site: Path, parsed: dict[Path, Page]) -> None:
