@@ -274,7 +274,29 @@ ASYNC_TENSOR = PrivateName(
     "torch.distributed._functional_collectives",
     "AsyncCollectiveTensor",
     "recognizes results of functional collectives that nobody has waited for",
-    "torch's collectives on `ref` refuse them",
+    "collectives refuse them",
+)
+IS_TRANSFORMED = PrivateName(
+    "torch._C._functorch",
+    "is_gradtrackingtensor",
+    "recognizes tensors in `torch.func.grad` and `jvp`",
+    "collectives on tensors that are not in memory raise this error",
+)
+IS_FUNCTIONAL = PrivateName(
+    "torch._C._functorch", "is_functionaltensor", "recognizes tensors in `torch.func.functionalize`", "the same"
+)
+SYNC_VIEWS = PrivateName("torch", "_sync", "applies changes of views of these tensors", "calls on these tensors raise")
+TRANSFORM = PrivateName(
+    "torch._C._functorch", "peek_interpreter_stack", "tells whether such a transform runs", "calls of torch's raise"
+)
+WITHOUT_TRANSFORMS = PrivateName(
+    "torch._functorch.pyfunctorch",
+    "temporarily_clear_interpreter_stack",
+    "keeps a transform off the tensors of a backend",
+    "calls in transforms raise",
+)
+UNWRAPPED = PrivateName(
+    "torch._C._functorch", "get_unwrapped", "finds the tensor in memory inside these tensors", "calls on them raise"
 )
 FUTURE = PrivateName("torch._C", "Future", "base class of the futures that hooks may return", _NO_DDP)
 DISPATCH_MODE = PrivateName(

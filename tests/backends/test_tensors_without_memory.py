@@ -63,7 +63,6 @@ MADE: dict[str, Callable[[], Tensor]] = {
     "too small": lambda: resized(12),
     "zero": lambda: torch._efficientzerotensor(4),
     "wrapper": Wrapper,
-    "functional": lambda: torch._to_functional_tensor(torch.ones(4)),
     "batched": batched,
     "fake": fake,
 }
@@ -148,11 +147,11 @@ def test_torchs_dispatcher_decides_in_torchs_groups(tmp_path: Path) -> None:
         assert sum("NotImplementedError" in text for text in ours) == 8 and ours[1] == "returned None"
 
 
-def results_not_waited_for(rank: int, size: int) -> list[Any]:
+def results_not_waited_for(rank: int, size: int, c10d: Any = c10d) -> list[Any]:
     """Return the results of calls whose operands are results of functional collectives that nobody has waited for."""
 
     def pending(*shape: int) -> Tensor:
-        made = functional.all_reduce(fill(rank, shape), "sum", c10d.group.WORLD)  # type: ignore[arg-type]
+        made = functional.all_reduce(fill(rank, shape), "sum", c10d.group.WORLD)
         assert type(made).__name__ == "AsyncCollectiveTensor"
         return made
 
@@ -175,7 +174,7 @@ def results_not_waited_for(rank: int, size: int) -> list[Any]:
         written(lambda tensor: c10d.all_reduce(tensor), 2, 3),
         written(lambda tensor: c10d.all_reduce(tensor, async_op=True).wait(), 4),
         written(lambda tensor: c10d.broadcast(tensor, 1), 4),
-        written(lambda tensor: c10d.all_reduce_coalesced([tensor]), 4),
+        written(lambda tensor: c10d.all_reduce_coalesced([torch.ones(2), tensor]), 4),
         [block.tolist() for block in blocks],
         [(block + 0).tolist() for block in into],
         read(lambda output: c10d.reduce_scatter(output, [pending(2), pending(2)]), 2),
@@ -189,6 +188,57 @@ def results_not_waited_for(rank: int, size: int) -> list[Any]:
 def test_results_of_functional_collectives_are_waited_for_in_torchs_groups(tmp_path: Path) -> None:
     for ours, theirs, _ in compared(results_not_waited_for, 2, str(tmp_path / "store")):
         assert ours == theirs
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+def test_results_of_functional_collectives_are_waited_for_by_our_functions(backend: str, tmp_path: Path) -> None:
+    wanted = [theirs for _, theirs, _ in compared(results_not_waited_for, 2, str(tmp_path / "store"))]
+    assert run(lambda rank: results_not_waited_for(rank, 2, dist), 2, backend=backend, ranks="processes") == wanted
+
+
+def reduce_doubled(tensor: Tensor) -> Tensor:
+    c10d.all_reduce(tensor := tensor * 2)
+    return tensor
+
+
+def exchange(tensor: Tensor) -> Tensor:
+    c10d.all_to_all_single(output := torch.zeros_like(tensor), tensor)
+    return output + tensor
+
+
+def gather_changed(tensor: Tensor) -> Tensor:
+    tensor = tensor.clone()
+    tensor[:1].mul_(3)
+    c10d.all_gather(outputs := [torch.zeros_like(tensor) for _ in range(2)], tensor)
+    return outputs[0] - outputs[1] + tensor
+
+
+def in_transforms(rank: int, size: int) -> list[Any]:
+    """Return values, derivatives and errors of functions that call collectives, in transforms of torch.func."""
+    tensor, captured = fill(rank, (4,)), fill(rank, (4,), torch.float64)
+
+    def sum_captured(tensor: Tensor) -> Tensor:
+        c10d.all_reduce(captured)
+        return tensor * 2
+
+    found: list[Any] = []
+    for call in (reduce_doubled, exchange, gather_changed, sum_captured):
+        found += torch.func.jvp(call, (tensor,), (tensor + 1,))
+        found += [
+            torch.func.grad(lambda operand, call=call: call(operand).sum())(tensor),
+            torch.func.functionalize(call)(tensor),
+        ]
+    found.append(captured)
+    return [*(each.tolist() for each in found), answer(lambda: torch.vmap(reduce_doubled)(tensor.view(2, 2)))]
+
+
+# torch's transforms load modules that use `torch.jit.script`.
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_calls_in_transforms_of_torch_func_give_the_values_of_gloo(tmp_path: Path) -> None:
+    for ours, theirs, _ in compared(in_transforms, 2, str(tmp_path / "store")):
+        assert ours == theirs
+        assert len(ours) == 18 and "Batching rule not implemented" in ours[-1]
 
 
 def refused_in_torchs_group(rank: int, path: str) -> list[str]:

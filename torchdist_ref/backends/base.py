@@ -503,6 +503,12 @@ def unwrapped(operands: Any) -> Any:
     return unwrapped(names.UNWRAPPED.get()(operands))
 
 
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Return a context without transforms of torch.func: they wrap results of operators on a backend's memory too."""
+    context: AbstractContextManager[Any] = torch_private.WITHOUT_TRANSFORMS.get()()
+    return context
+
+
 class Backend(ABC):
     """A backend of one group on one rank.
 
@@ -593,6 +599,14 @@ class Backend(ABC):
         """
         return nullcontext()
 
+    @property
+    def broken(self) -> BaseException | None:
+        """Error that ended the group on this rank; None while it is usable, or if the backend does not know."""
+        return None
+
+    def explain_leave(self, reason: str) -> None:  # noqa: B027 - a backend may have no way to publish it
+        """Have the members that miss this rank read the failure after which it leaves. `leave` follows."""
+
     def announce_exit(self) -> None:  # noqa: B027 - simple backends announce it in `close`
         """Publish that this rank's program ends though the group exists. `close` follows."""
 
@@ -633,9 +647,10 @@ class BackendWrapper(Backend):
         self.name, self.recorder, self.wrapped = backend.name, backend.recorder, backend
 
     shares_memory = property(lambda self: self.wrapped.shares_memory)
+    broken = property(lambda self: self.wrapped.broken)
     empty, failure, coalescing, close, abort = map(_forwarded, ("empty", "failure", "coalescing", "close", "abort"))
     successor_store, announce_exit = _forwarded("successor_store"), _forwarded("announce_exit")
-    departure, leave = _forwarded("departure"), _forwarded("leave")
+    departure, leave, explain_leave = map(_forwarded, ("departure", "leave", "explain_leave"))
 
 
 # ---- the end of a group

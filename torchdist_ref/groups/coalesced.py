@@ -16,6 +16,7 @@ from torchdist_ref.backends.base import (
     check_writable,
     is_in_memory,
     refuse_unsupported,
+    unwrapped,
     without_overlap,
 )
 from torchdist_ref.calls import AllGather, Call
@@ -172,7 +173,8 @@ def _check_before_any_begins(group: ProcessGroup, requests: Sequence[tuple[Call,
     # The backend checks the first call before anything begins. On `fake` a tensor need not be in memory.
     for request in requests[1:] if group.backend.name != "fake" else ():
         if any(tensor.is_meta or not is_in_memory(tensor) for side in request[1:] for tensor in side):
-            refuse_unsupported(*request, group.backend.name, ("cpu", "cuda"))
+            call, inputs, outputs = unwrapped(request)
+            refuse_unsupported(call, inputs, outputs, group.backend.name, ("cpu", "cuda"))
 
 
 def _joined(

@@ -19,12 +19,19 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, sparse_coo, strided
 from torch.futures import Future
 
-from torchdist_ref.backends.base import are_apart, check_writable, flat_operands, unwrapped, without_overlap
+from torchdist_ref.backends.base import (
+    are_apart,
+    check_writable,
+    flat_operands,
+    outside_transforms,
+    unwrapped,
+    without_overlap,
+)
 from torchdist_ref.backends.reductions import start_sum
 from torchdist_ref.calls import AllReduce, Barrier, Broadcast, Call, Reduce
 from torchdist_ref.errors import BackendArgumentError, RankStalledError, explain
@@ -49,6 +56,7 @@ _BARRIER = Barrier()
 _SUM = ALL_REDUCE["sum"]
 _PREMUL_SUM = ALL_REDUCE["premul_sum"]
 _broadcast = cache(Broadcast)
+Submitted = TypeVar("Submitted")
 
 
 def submit(
@@ -58,23 +66,32 @@ def submit(
     try:
         work = group.backend.submit(call, inputs, outputs, not async_op)
     except RuntimeError as error:
-        if (inside := operands_inside(error, inputs, outputs)) is not None:
-            return submit(group, call, *inside, async_op)
         refuse_nested(call.op, *flat_operands(inputs), *flat_operands(outputs))
-        raise
+        return submit_inside(error, submit, group, call, inputs, outputs, async_op)
     return work if async_op else None
 
 
-def operands_inside(
-    error: RuntimeError, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
-) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
-    """Return the inputs and outputs as `unwrapped` does, if a backend has refused a tensor that wraps another one."""
-    if not isinstance(error, BackendArgumentError):
-        return None
+def submit_inside(
+    refused: RuntimeError,
+    submit_call: Callable[..., Submitted],
+    group: ProcessGroup,
+    call: Call,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    *options: Any,
+) -> Submitted:
+    """Submit a call whose operands a backend has refused on the tensors inside them, as `unwrapped` finds them.
+
+    Raises:
+        RuntimeError: The error: it has another reason, or no operand wraps a tensor.
+    """
+    if not isinstance(refused, BackendArgumentError):
+        raise refused
     read, written = unwrapped(inputs), unwrapped(outputs)
     if read is inputs and written is outputs:
-        return None
-    return read, read if inputs is outputs else written
+        raise refused
+    with outside_transforms():
+        return submit_call(group, call, read, read if inputs is outputs else written, *options)
 
 
 def submit_lists(
@@ -94,14 +111,13 @@ def submit_lists(
             work = group.backend.submit(call, inputs, outputs, not async_op)
             return work if async_op else None
         check_outputs(operation or call.op, outputs)
+        requests, copy_back = without_overlap(group.rank(), ((call, inputs, outputs),))
+        if copy_back is None:
+            work = group.backend.submit(call, inputs, outputs, not async_op)
+            return work if async_op else None
     except RuntimeError as error:
-        if (inside := operands_inside(error, inputs, outputs)) is not None:
-            return submit_lists(group, call, *inside, async_op, operation)
         refuse_nested(operation or call.op, *flat_operands(inputs), *flat_operands(outputs))
-        raise
-    requests, copy_back = without_overlap(group.rank(), ((call, inputs, outputs),))
-    if copy_back is None:
-        return submit(group, call, inputs, outputs, async_op)
+        return submit_inside(error, submit_lists, group, call, inputs, outputs, async_op, operation)
     part = group.backend.submit(*requests[0], not async_op)
     return join(JoinedWork(call.op, flat_operands(outputs), [part], copy_back), async_op)
 

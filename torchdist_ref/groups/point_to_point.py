@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from torchdist_ref.backends.base import check_writable, is_in_memory, refuse_unsupported
+from torchdist_ref.backends.base import check_writable, is_in_memory, refuse_unsupported, unwrapped
 from torchdist_ref.calls import Recv, Send, checked_tag
-from torchdist_ref.errors import ArgumentError, EntryError, explain, on_rank
+from torchdist_ref.errors import ArgumentError, BackendArgumentError, EntryError, explain, on_rank
 from torchdist_ref.groups.arguments import check_tensor, member_group, root_of
+from torchdist_ref.groups.collectives import submit_inside
 from torchdist_ref.groups.world import GroupMember, ProcessGroup, refuse_destroyed, resolve
 from torchdist_ref.work import Work
 
@@ -74,7 +75,7 @@ def send(
             "send: Invalid destination rank: destination rank should not be the same as the rank of the current "
             f"process{on_rank()}. Use isend, or keep the tensor."
         )
-    found.backend.submit(call, (tensor,), (), True)
+    _submit(found, call, (tensor,), (), True)
 
 
 def isend(
@@ -121,7 +122,7 @@ def isend(
     found = member_group("isend", group)
     if found is None:
         return None
-    return found.backend.submit(_send_call("isend", tensor, dst, found, tag, group_dst), (tensor,), (), False)
+    return _submit(found, _send_call("isend", tensor, dst, found, tag, group_dst), (tensor,), (), False)
 
 
 def recv(
@@ -170,7 +171,7 @@ def recv(
     found = member_group("recv", group)
     if found is None:
         return -1
-    work = found.backend.submit(_recv_call("recv", tensor, src, found, tag, group_src), (), (tensor,), True)
+    work = _submit(found, _recv_call("recv", tensor, src, found, tag, group_src), (), (tensor,), True)
     return found.members[work.source_rank()]
 
 
@@ -216,7 +217,17 @@ def irecv(
     found = member_group("irecv", group)
     if found is None:
         return None
-    return found.backend.submit(_recv_call("irecv", tensor, src, found, tag, group_src), (), (tensor,), False)
+    return _submit(found, _recv_call("irecv", tensor, src, found, tag, group_src), (), (tensor,), False)
+
+
+def _submit(
+    group: ProcessGroup, call: Send | Recv, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], wait: bool
+) -> Work:
+    """Submit a message to the group's backend, as `collectives.submit` does a collective."""
+    try:
+        return group.backend.submit(call, inputs, outputs, wait)
+    except BackendArgumentError as refused:
+        return submit_inside(refused, _submit, group, call, inputs, outputs, wait)
 
 
 def _send_call(
@@ -357,7 +368,7 @@ def _check_before_any_begins(op: P2POp, group: ProcessGroup) -> None:
     if group.backend.name != "fake" and (op.tensor.is_meta or not is_in_memory(op.tensor)):
         tensors = (op.tensor,)
         call = _send(0) if op.op is isend else _recv(0)
-        refuse_unsupported(call, tensors, tensors, group.backend.name, ("cpu", "cuda"))
+        refuse_unsupported(call, unwrapped(tensors), (), group.backend.name, ("cpu", "cuda"))
 
 
 def _require_separate_receives(operations: list[P2POp]) -> None:

@@ -5,8 +5,8 @@ torch's C++ passes a list of one tensor and an options object. Programs also wri
 
 torch's own groups pass each call to torch's dispatcher, where modes and tensors with a dispatch of their own may act
 in place of a backend: those of ``FakeTensorMode`` return at once, DTensor raises. `dispatched` does so for tensors that
-our backend refuses since they are not in memory. Results of functional collectives are waited for instead: the
-dispatcher would do that too, but pass the tensor inside to a backend of C++. Do not add checks of tensors here.
+our backend refuses since they are not in memory. Where the dispatcher would pass the tensor inside to a backend of C++,
+our backend gets it instead (`unwrapped`). Do not add checks of tensors here.
 """
 
 # torch's stubs leave out some of its names.
@@ -16,16 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from operator import is_not
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchdist_ref import torch_private
+from torchdist_ref.backends.base import outside_transforms, unwrapped
 from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError
 
-_ASYNC_TENSOR = torch_private.ASYNC_TENSOR
 # Attributes of torch's options by the name of the argument.
 _ATTRIBUTES = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 
@@ -70,10 +68,10 @@ def dispatched(method: _Method) -> _Method:
 
 
 def _dispatch(group: Any, method: str, arguments: Sequence[Any], refused: BackendArgumentError) -> Any:
-    if _ASYNC_TENSOR.exists():
-        waited = [_waited(each, _ASYNC_TENSOR.get()) for each in arguments]
-        if any(map(is_not, waited, arguments)):
-            return getattr(group, method)(*waited)
+    inside = unwrapped(arguments)
+    if inside is not arguments:
+        with outside_transforms():
+            return getattr(group, method)(*inside)
     without_backend: Any = ProcessGroup(group.rank(), group.size())  # type: ignore[call-arg]
     try:
         return getattr(without_backend, method)(*arguments)
@@ -82,14 +80,6 @@ def _dispatch(group: Any, method: str, arguments: Sequence[Any], refused: Backen
         if isinstance(error, TypeError) or "No backend type associated" in str(error):
             raise refused from None
         raise
-
-
-def _waited(argument: Any, kind: Any) -> Any:
-    """Return an argument, with the tensors inside the results of functional collectives, which are complete then."""
-    if isinstance(argument, (list, tuple)):
-        inside = [_waited(each, kind) for each in argument]
-        return inside if any(map(is_not, inside, argument)) else argument
-    return argument.trigger_wait() if isinstance(argument, kind) else argument
 
 
 def both_forms(options: type, fields: str, *operands: Operand) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -29,6 +29,7 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import distributed_c10d as options
 
+from torchdist_ref import torch_private
 from torchdist_ref.backends.base import (
     Backend,
     Request,
@@ -38,6 +39,7 @@ from torchdist_ref.backends.base import (
     check_writable,
     close_all,
     flat_operands,
+    outside_transforms,
     refuse_unsupported,
     without_overlap,
 )
@@ -87,6 +89,7 @@ _TENSORS = Operand("tensors tensor", 1)
 _DROPPED_WORKS, _SMALL_BYTES = 64, 4096
 """Works that a group keeps for C++ (see `HandedWork`), and the largest size of the tensors of one: they stay in memory.
 In `join`, where C++ needs that, there is one for each model that a step trains, of one number."""
+_transform: Callable[[], Any] = torch_private.TRANSFORM.bind()
 adopt_torch()
 
 
@@ -222,6 +225,9 @@ class CallsFromTorch(c10d.ProcessGroup):
 
     def _submit(self, opts: Any, *requests: Request) -> RefWork:
         """Start the calls, and wait for them unless torch asked for an asynchronous call."""
+        if _transform() is not None:
+            with outside_transforms():
+                return self._submit(opts, *requests)
         for call, inputs, outputs in requests:
             self._check_tensors(call, flat_operands(inputs), flat_operands(outputs))
         # The backend checks the first call before anything begins.
