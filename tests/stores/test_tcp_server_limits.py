@@ -22,7 +22,7 @@ from torchdist_ref.stores import hash as hash_module
 from torchdist_ref.stores import sockets
 from torchdist_ref.stores.hash import KEYS_IN_PART, MAX_NUMBER_BYTES, Table
 from torchdist_ref.stores.tcp import releases, server, sessions
-from torchdist_ref.stores.tcp.connections import TURN_SECONDS
+from torchdist_ref.stores.tcp.connections import SERVICE_SECONDS
 from torchdist_ref.stores.tcp.operations import MAX_FILED, Op
 from torchdist_ref.stores.tcp.protocol import MAGIC, MAX_VALUE_BYTES, ProtocolError, Request, Status, write_request
 from torchdist_ref.stores.tcp.requests import RequestHandler
@@ -151,7 +151,7 @@ def test_requests_that_arrive_together_end_with_the_turn(
     now, handled, handle, total = SimpleNamespace(seconds=0.0), list[bytes](), RequestHandler.handle, 100
 
     def timed(handler: RequestHandler, client: RecordingClient, request: Request) -> None:
-        now.seconds += TURN_SECONDS / 5
+        now.seconds += SERVICE_SECONDS / 5
         if request.operation is Op.APPEND:
             handled.append(request.fields[1])
         handle(handler, client, request)

@@ -5,6 +5,7 @@ The loop runs on the thread of the test, one turn at a time, so the counts depen
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterator
 
@@ -12,11 +13,12 @@ import pytest
 
 from torchdist_ref.stores import sockets
 from torchdist_ref.stores.hash import KEYS_IN_PART
-from torchdist_ref.stores.tcp import server
+from torchdist_ref.stores.tcp import connections, server
+from torchdist_ref.stores.tcp.connections import ServerConnection
 from torchdist_ref.stores.tcp.operations import Op
-from torchdist_ref.stores.tcp.protocol import ITEMS_PER_TURN, MAGIC, MAX_KEYS, Request, write_request
+from torchdist_ref.stores.tcp.protocol import ITEMS_PER_TURN, MAGIC, MAX_KEYS, Request, write_reply, write_request
 from torchdist_ref.stores.tcp.releases import PARTS_IN_TURN
-from torchdist_ref.stores.tcp.requests import RequestHandler
+from torchdist_ref.stores.tcp.requests import WOKEN_AT_ONCE, WOKEN_IN_TURN, RequestHandler
 from torchdist_ref.stores.tcp.sessions import StoreClient
 from torchdist_ref.timeouts import Deadline
 
@@ -88,7 +90,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         handle(handler, client, request)
 
     monkeypatch.setattr(RequestHandler, "handle", timed)
-    monkeypatch.setattr(server, "monotonic", made.monotonic)
+    for name in ("monotonic", "thread_time"):
+        monkeypatch.setattr(server, name, made.monotonic)
     return made
 
 
@@ -204,6 +207,145 @@ def test_a_request_of_131072_keys_is_read_in_turns_and_others_are_answered_in_ea
     parts = MAX_KEYS // ITEMS_PER_TURN
     assert [name for _, name in handled] == [kind] * 2
     assert handled[0][0] - arrived[0] >= parts and handled[1][0] - handled[0][0] >= parts
+
+
+def test_a_client_pays_nothing_while_the_thread_is_not_running(
+    loop: server.ServerLoop, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a client of a busy host came after all new ones, for seconds: each request had waited for the processor."""
+    elapsed = Clock()
+    monkeypatch.setattr(server, "monotonic", elapsed.monotonic)
+    serve = loop._serve
+
+    def slowly(connection: ServerConnection, events: int) -> None:
+        elapsed.now += 0.05
+        serve(connection, events)
+
+    monkeypatch.setattr(loop, "_serve", slowly)
+    honest = connect_honest(loop, loop.listeners.sockets[0].getsockname()[1])
+    for number in range(1, 31):
+        assert turns_until_answered(loop, honest, [], number) == 1
+    [connection] = loop.connections.values()
+    honest.close()
+    assert connection.recent_seconds == pytest.approx(0.001, rel=0.1)  # ten times the cost of a request
+
+
+def test_no_client_waits_in_vain_for_quicker_ones(loop: server.ServerLoop, clock: Clock) -> None:
+    """Once a client with costly requests was served only when the others were idle."""
+    port = loop.listeners.sockets[0].getsockname()[1]
+    slow = connect_honest(loop, port)
+    [connection] = loop.connections.values()
+    quick = [Greedy(port, write_request(Op.SET, b"/quick", b"")) for _ in range(20)]
+    for _ in range(5):
+        for each in quick:
+            each.push()
+        turn(loop)
+    most = 0
+    for number in range(1, 6):
+        connection.recent_seconds = 1.0
+        most = max(most, turns_until_answered(loop, slow, quick, number))
+    for sock in (slow, *(each.socket for each in quick)):
+        sock.close()
+    assert most <= 4  # the 20 others take 20 ms, and two halves of a turn 10
+
+
+@pytest.mark.parametrize("kind", ["list", "check", "get", "append", "cancel"])
+def test_requests_that_go_through_much_are_handled_one_a_turn(loop: server.ServerLoop, kind: str) -> None:
+    """Once 200 clients that list 200,000 keys kept another waiting for seconds."""
+    keys = [b"/filler %d" % number for number in range(KEYS)]
+    loop.handler.table.values.update(dict.fromkeys(keys, b""))
+    loop.handler.table.values[b"/long"] = bytes(KEYS << 10)
+    requests = {
+        "list": write_request(Op.LIST_KEYS),
+        "check": write_request(Op.CHECK, keys),
+        "get": write_request(Op.MULTI_GET, keys),
+        "append": write_request(Op.APPEND, b"/long", b"x"),
+        "cancel": write_request(Op.CANCEL_WAIT),
+    }
+    port = loop.listeners.sockets[0].getsockname()[1]
+    honest, many = connect_honest(loop, port), [Greedy(port, b"") for _ in range(8)]
+    for each in many:
+        each.push()
+    turn(loop)
+    if kind == "cancel":
+        for each in many:
+            each.socket.sendall(write_request(Op.WAIT, [*keys, b"/missing"]))
+        while sum(client.pending is not None for client in loop.connections.values()) < len(many):
+            turn(loop)
+    handled: list[int] = []
+    handle = loop.handler.handle
+
+    def recorded(client: StoreClient, request: Request) -> None:
+        if request.operation not in (Op.VALIDATE, Op.ADD):
+            handled.append(number)
+        handle(client, request)
+
+    loop.handler.handle = recorded  # type: ignore[method-assign]
+    for each in many:
+        each.socket.sendall(requests[kind])
+    for number in range(1, 40):
+        assert turns_until_answered(loop, honest, [], number) == 1
+        if len(handled) == len(many):
+            break
+    for sock in (honest, *(each.socket for each in many)):
+        sock.close()
+    assert handled == list(range(handled[0], handled[0] + len(many)))
+
+
+def test_waiting_clients_are_woken_in_turns_and_miss_no_key(loop: server.ServerLoop) -> None:
+    """Once a SET answered 3,000 clients in one step. Those whose turn comes later see the key, though it is deleted."""
+    total = 100
+    port = loop.listeners.sockets[0].getsockname()[1]
+    honest = connect_honest(loop, port)
+    waiting = [socket.create_connection(("127.0.0.1", port)) for _ in range(total)]
+    requests = [
+        write_request(Op.WAIT_GET, b"/k"),
+        write_request(Op.WAIT, [b"/k"]),
+        write_request(Op.WAIT_GET_ALL, [b"/k"]),
+    ]
+    for number, sock in enumerate(waiting):
+        sock.sendall(HANDSHAKE + requests[number % 3])
+    while sum(client.pending is not None for client in loop.connections.values()) < total:
+        turn(loop)
+    honest.sendall(write_request(Op.SET, b"/k", b"value") + write_request(Op.DELETE_KEY, b"/k"))
+    left: list[int] = []
+    for _ in range(3):
+        turn(loop)
+        left.append(sum(client.pending is not None for client in loop.connections.values()))
+    value = write_reply(Op.WAIT_GET, (b"value",))
+    expected = [b"".join(value), b"\0", b"".join([(1).to_bytes(8, "little"), *value])]  # type: ignore[arg-type]
+    for sock in waiting:
+        sock.setblocking(False)
+    answers = [sock.recv(64) for sock in waiting]
+    for sock in (honest, *waiting):
+        sock.close()
+    assert left == [total - WOKEN_AT_ONCE - WOKEN_IN_TURN, 0, 0] and not loop.handler.pending
+    assert answers == [expected[number % 3] for number in range(total)]
+
+
+def test_a_large_answer_is_sent_in_several_turns(loop: server.ServerLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a client that read fast was sent megabytes in one turn."""
+    elapsed = Clock()
+
+    def monotonic() -> float:
+        elapsed.now += connections.SERVICE_SECONDS
+        return elapsed.now
+
+    value = bytes(range(256)) * 4096
+    loop.handler.table.values[b"/large"] = value
+    client = connect_honest(loop, loop.listeners.sockets[0].getsockname()[1])
+    monkeypatch.setattr(connections, "monotonic", monotonic)
+    client.sendall(write_request(Op.GET, b"/large"))
+    received, sizes = b"", []
+    while len(received) < 8 + len(value):
+        turn(loop)
+        before = len(received)
+        with contextlib.suppress(BlockingIOError):
+            while data := client.recv(1 << 20):
+                received += data
+        sizes.append(len(received) - before)
+    client.close()
+    assert received[8:] == value and max(sizes) <= 2 * connections.SEND_BYTES
 
 
 def test_others_are_answered_in_each_turn_of_a_deletion(loop: server.ServerLoop) -> None:

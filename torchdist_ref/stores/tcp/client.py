@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from time import monotonic, sleep
 from typing import Any, NoReturn
 
-from torchdist_ref.errors import ArgumentError, DistNetworkError
+from torchdist_ref.errors import ArgumentError, DistNetworkError, advice_on_limit
 from torchdist_ref.forks import close_copies_in_child
 from torchdist_ref.stores.tcp.client_socket import ConnectionLost, ServerAddress, as_option, open_socket, unreachable
 from torchdist_ref.stores.tcp.memory import MEMORY_VARIABLE, memory_budget
@@ -232,7 +232,7 @@ class ClientConnection:
                     raise  # a server that was reached and is silent now is a time-out, not a lost server
                 # A server that was reached and refuses now has ended; one that disconnects may still listen.
                 retry = not self._server.reached or (isinstance(error, ConnectionLost) and pause < 0.1)
-                if deadline.passed() or not retry:
+                if deadline.passed() or not retry or advice_on_limit(error):
                     raise unreachable(self._server, error, deadline) from error
                 sleep(min(pause, deadline.remaining()))
                 pause = min(pause * 1.5, 0.25)

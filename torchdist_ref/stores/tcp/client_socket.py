@@ -12,7 +12,7 @@ import socket
 import struct
 from dataclasses import dataclass
 
-from torchdist_ref.errors import AuthenticationError, DistNetworkError
+from torchdist_ref.errors import AuthenticationError, DistNetworkError, advice_on_limit
 from torchdist_ref.stores import sockets
 from torchdist_ref.timeouts import Deadline
 
@@ -88,6 +88,8 @@ def _refused(server: ServerAddress, user: int) -> Exception:
 
 def unreachable(server: ServerAddress, error: Exception, deadline: Deadline) -> DistNetworkError:
     """Return the error for a server to which no socket could be opened."""
+    if advice := advice_on_limit(error):
+        return DistNetworkError(f"TCPStore: no socket to {server} can be opened ({error}). {advice}")
     if server.reached:
         return DistNetworkError(
             f"TCPStore: the server at {server} is gone ({error}). Its process (rank 0, or the launcher) has ended "

@@ -14,15 +14,18 @@ from time import monotonic
 from typing import cast
 
 from torchdist_ref.stores.sockets import READ
-from torchdist_ref.stores.tcp.protocol import ManyValues, Piece, RequestDecoder
+from torchdist_ref.stores.tcp.protocol import ManyValues, Piece, Request, RequestDecoder
 from torchdist_ref.stores.tcp.sessions import StoreClient
 
-TURN_SECONDS = 0.005
+SERVICE_SECONDS = 0.0002
+"""Time after which a connection's further requests and replies are left to its next turn."""
+NEWCOMER_SECONDS = 0.002
+"""First `recent_seconds`: between those of a client that sends one small request at a time, and of a greedy one."""
 SMALL_REPLY_BYTES = 4096
 LARGE_REPLY_BYTES = 64 * 1024
 """Size above which a reply is sent in the connection's own turn: one change may wake many clients."""
 SEND_PIECES = 64
-SENDS_PER_TURN = 64
+SEND_BYTES = 64 * 1024
 
 
 class ConnectionOwner(ABC):
@@ -45,13 +48,16 @@ class ServerConnection(StoreClient):
         unfinished_since: when the unfinished request began to hold memory.
         counted: bytes that it holds, as the loop has counted them.
         unprocessed: whether whole requests may be left of a turn that took long.
+        queue: queue of long requests that the connection is in, or None. Nothing else is read from it meanwhile.
+        parked: request that has been read, and waits in that queue.
         unsent: bytes of the pieces of replies that are not sent yet, or in part.
         counted_unsent: the same, as the loop has counted them.
         in_use: whether the client has sent anything but greetings.
-        recent_seconds: time that its requests took lately, in seconds.
+        recent_seconds: time of the server's thread that its requests took lately.
+        served: when it was served last, or accepted, in seconds of the time of the server's thread.
     """
 
-    def __init__(self, owner: ConnectionOwner, sock: socket.socket) -> None:
+    def __init__(self, owner: ConnectionOwner, sock: socket.socket, served: float) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock, self.owner, self.descriptor = sock, owner, sock.fileno()
@@ -60,8 +66,10 @@ class ServerConnection(StoreClient):
         self.accepted = self.unfinished_since = monotonic()
         self.counted = self.unsent = self.counted_unsent = 0
         self.unprocessed = self.in_use = False
+        self.queue: deque[ServerConnection] | None = None
+        self.parked: Request | None = None
         # A new client comes after those that are known to be quick: its first request may take long.
-        self.recent_seconds = TURN_SECONDS
+        self.recent_seconds, self.served = NEWCOMER_SECONDS, served
         self._more: Iterator[bytes] | None = None
         self.interest = READ
         self.closed = False
@@ -91,13 +99,11 @@ class ServerConnection(StoreClient):
             self.owner.watch(self, True)
 
     def flush(self) -> None:
-        """Send as much of the queue as the socket accepts, a few megabytes at most: others wait for this thread."""
-        progress = False
+        """Send as much of the queue as the socket accepts, for a short time: others wait for this thread."""
+        progress, end = False, monotonic() + SERVICE_SECONDS
         try:
-            for _ in range(SENDS_PER_TURN):
-                if self.closed or not self._has_more():
-                    break
-                self._drop_sent(self.sock.sendmsg(list(islice(self.send_queue, SEND_PIECES))))
+            while not self.closed and self._has_more() and not (progress and monotonic() > end):
+                self._drop_sent(self.sock.sendmsg(self._next_pieces()))
                 progress = True
         except BlockingIOError:
             pass
@@ -109,7 +115,7 @@ class ServerConnection(StoreClient):
     def clear(self) -> None:
         """Release the memory of unfinished requests and unsent replies."""
         self.send_queue.clear()
-        self._more, self.unsent = None, 0
+        self._more, self.parked, self.unsent = None, None, 0
         self.decoder.clear()
 
     def _has_more(self) -> bool:
@@ -121,6 +127,16 @@ class ServerConnection(StoreClient):
             else:
                 self.send_queue.append(memoryview(piece))
         return bool(self.send_queue)
+
+    def _next_pieces(self) -> list[memoryview]:
+        """Return the front of the queue, `SEND_BYTES` at most."""
+        pieces, size = [], 0
+        for piece in islice(self.send_queue, SEND_PIECES):
+            pieces.append(piece[: SEND_BYTES - size])
+            size += len(piece)
+            if size >= SEND_BYTES:
+                break
+        return pieces
 
     def _drop_sent(self, size: int) -> None:
         while self.send_queue and size >= len(self.send_queue[0]):

@@ -48,6 +48,7 @@ class Operation:
         idempotent: whether running the operation twice has the effect of running it once. If not, our server keeps the
             response until the client's next request, and a client of torch's server does not retry.
         wakes: number of waiting requests that a change of the request's keys may complete.
+        weight: function that returns the number of keys, or KiB, that the operation goes through; None if it is small.
         emulation: for extensions and WAIT, the operation that torch's servers run after a WAIT, and the function that
             converts its reply; a None from that function means to wait again.
     """
@@ -60,6 +61,7 @@ class Operation:
     unmet: Callable[..., Sequence[Condition]] | None = None
     idempotent: bool = False
     wakes: Literal["none", "one", "all"] = "none"
+    weight: Callable[..., int] | None = None
     emulation: tuple[Operation, Callable[[Fields], Fields | None]] | None = None
 
 
@@ -76,6 +78,10 @@ def _append(table: Table, key: bytes, value: bytes) -> Fields:
 def _multi_set(table: Table, pairs: list[tuple[bytes, bytes]]) -> Fields:
     table.values.update(pairs)
     return ()
+
+
+def _number_of_keys(_: Table, keys: Sequence[Any]) -> int:
+    return len(keys)
 
 
 def _push(table: Table, key: bytes, value: bytes) -> Fields:
@@ -116,7 +122,13 @@ class Op:
     GET = Operation("GET", 0x03, "k", "r", lambda table, key: (table.values.get(key, b""),), idempotent=True)
     ADD = Operation("ADD", 0x04, "ki", "i", lambda table, key, amount: (table.add(key, amount),), wakes="all")
     CHECK = Operation(
-        "CHECK", 0x05, "K", "b", lambda table, keys: (int(any(True for _ in table.absent(keys))),), idempotent=True
+        "CHECK",
+        0x05,
+        "K",
+        "b",
+        lambda table, keys: (int(any(True for _ in table.absent(keys))),),
+        idempotent=True,
+        weight=_number_of_keys,
     )
     WAIT = Operation(
         "WAIT",
@@ -126,11 +138,20 @@ class Op:
         _acknowledge,
         unmet=lambda table, keys: [(key, 0) for key in islice(table.absent(keys), MAX_FILED)],
         idempotent=True,
+        weight=_number_of_keys,
         emulation=(CHECK, lambda reply: None if reply[0] else ()),
     )
     GETNUMKEYS = Operation("GETNUMKEYS", 0x07, "", "i", lambda table: (len(table.values),), idempotent=True)
     DELETE_KEY = Operation("DELETE_KEY", 0x08, "k", "i", lambda table, key: (int(table.delete(key)),))
-    APPEND = Operation("APPEND", 0x09, "kv", "", _append, wakes="all")
+    APPEND = Operation(
+        "APPEND",
+        0x09,
+        "kv",
+        "",
+        _append,
+        wakes="all",
+        weight=lambda table, key, _: len(table.values.get(key, b"")) >> 10,
+    )
     MULTI_GET = Operation(
         "MULTI_GET",
         0x0A,
@@ -138,14 +159,24 @@ class Op:
         "*",
         lambda table, keys: tuple(map(table.values.get, keys, repeat(b""))),
         idempotent=True,
+        weight=_number_of_keys,
     )
-    MULTI_SET = Operation("MULTI_SET", 0x0B, "P", "", _multi_set, wakes="all")
+    MULTI_SET = Operation("MULTI_SET", 0x0B, "P", "", _multi_set, wakes="all", weight=_number_of_keys)
     CANCEL_WAIT = Operation("CANCEL_WAIT", 0x0C, "", "b")
     PING = Operation("PING", 0x0D, "n", "n", _recognize, idempotent=True)
     QUEUE_PUSH = Operation("QUEUE_PUSH", 0x0E, "kv", "", _push, wakes="one")
     QUEUE_POP = Operation("QUEUE_POP", 0x0F, "k", "q", lambda table, key: ((table.length(key), table.pop(key)),))
     QUEUE_LEN = Operation("QUEUE_LEN", 0x10, "k", "i", lambda table, key: (table.length(key),), idempotent=True)
-    LIST_KEYS = Operation("LIST_KEYS", 0x11, "", "L", lambda table: (list(table.values),), idempotent=True)
+    LIST_KEYS = Operation(
+        "LIST_KEYS",
+        0x11,
+        "",
+        "L",
+        # A tuple: Python's garbage collector goes through all items of a list again and again.
+        lambda table: (tuple(table.values),),
+        idempotent=True,
+        weight=lambda table: len(table.values),
+    )
     BARRIER = Operation("BARRIER", 0x12, "ki", "a", _acknowledge, unmet=_below)
     HELLO = Operation("HELLO", 0x80, "k", "r", idempotent=True)
     WAIT_GET = Operation(
@@ -178,9 +209,12 @@ class Op:
         lambda table, keys: (list(map(table.values.__getitem__, keys)),),
         unmet=_absent,
         idempotent=True,
+        weight=_number_of_keys,
         emulation=(MULTI_GET, lambda reply: (list(reply),)),
     )
-    SET_ON_DISCONNECT = Operation("SET_ON_DISCONNECT", 0x86, "kvP", "a", idempotent=True)
+    SET_ON_DISCONNECT = Operation(
+        "SET_ON_DISCONNECT", 0x86, "kvP", "a", idempotent=True, weight=lambda _, *fields: len(fields[2])
+    )
     RELEASE = Operation("RELEASE", 0x87, "ki", "b", _count_release)
 
 

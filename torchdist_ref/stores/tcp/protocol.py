@@ -36,8 +36,10 @@ IDENTITY_BYTES = 16
 UNLIMITED = 2**40
 """Limit of fields in replies: a client limits the whole reply."""
 MANY_VALUES = 1024
-LONG_MESSAGE_BYTES = 64 * 1024
+LONG_MESSAGE_BYTES = 8 * 1024
 """Size above which a request with a list is read in turns, so that other clients need not wait for the whole."""
+LARGE_MESSAGE_BYTES = 256 * 1024
+"""The same for other requests: to copy a large value takes milliseconds."""
 ITEMS_PER_TURN = 4096
 
 REQUEST_HEADER = struct.Struct("<BQIB")
@@ -428,7 +430,7 @@ class RequestDecoder:
     Complete requests are read in place; only unfinished ones are copied together. Requests over the size limits are
     refused before they are held in memory.
 
-    A request with a long list is read in turns: `next` returns None, and `resume` reads on.
+    A long request is read in turns: `next` returns None, and `resume` reads on.
 
     Attributes:
         held: bytes of unfinished requests in memory.
@@ -532,7 +534,8 @@ class RequestDecoder:
 
     def _read(self, operation: Operation, header: int, number: int | None) -> Request | None:
         """Return the request at the head, and drop its bytes; None if it is read in turns."""
-        if self._needed > LONG_MESSAGE_BYTES and operation.request in _LONG_LAYOUTS:
+        longest = LONG_MESSAGE_BYTES if operation.request in _LONG_LAYOUTS else LARGE_MESSAGE_BYTES
+        if self._needed > longest:
             self._turns = self._read_in_turns(operation, header, number)
             return None
         data, at, end = self._data, self._at, self._at + self._needed

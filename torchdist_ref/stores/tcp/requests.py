@@ -7,17 +7,23 @@ of clients that connect again is in `sessions`, and the keys of released prefixe
 *Waiting.* A request whose conditions do not hold yet becomes a `PendingRequest`, filed under each of its conditions. A
 change to a key wakes the requests whose condition it fulfills. A request without unmet conditions is answered in the
 same step, so no other client can delete the key in between. Only requests with more than `MAX_FILED` keys, which are
-looked at in several steps anyway, are answered in turns: one change may fulfill the conditions of many of them.
+looked at in several steps anyway, are answered in turns: one change may fulfill the conditions of many of them. If a
+change fulfills the conditions of more than `WOKEN_AT_ONCE` requests, the others are answered in turns too; those that
+wait for one key see its value as of the change.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.stores.base import INT64
+from torchdist_ref.stores.hash import Table
 from torchdist_ref.stores.tcp.memory import StoreMemory
 from torchdist_ref.stores.tcp.operations import MAX_FILED, Condition, Op, Operation
 from torchdist_ref.stores.tcp.protocol import (
@@ -40,6 +46,26 @@ from torchdist_ref.stores.tcp.sessions import (
 
 # Looking up a member of an enumeration is a Python call, and every request needs this one.
 _DONE = int(Status.DONE)
+WOKEN_AT_ONCE = 16
+"""Requests that a change answers before it is answered itself."""
+WOKEN_IN_TURN = 64
+
+
+@dataclass(eq=False, slots=True)
+class Wake:
+    """Requests whose condition a change has fulfilled, and that have not been looked at since.
+
+    Attributes:
+        condition: the condition.
+        waiters: the requests.
+        only_one: whether the change serves only one of them.
+        table: the key and its value as of the change; None if that is the present one, or the key is a queue.
+    """
+
+    condition: Condition
+    waiters: Iterator[PendingRequest]
+    only_one: bool
+    table: Table | None = None
 
 
 class RequestHandler:
@@ -63,6 +89,7 @@ class RequestHandler:
         self.identity = os.urandom(16)
         self.pending: dict[bytes, dict[int, dict[PendingRequest, None]]] = {}
         self.ready: dict[PendingRequest, None] = {}
+        self._wakes: deque[Wake] = deque()
         self._queued_releases: dict[PendingRequest, None] = {}
 
     def handle(self, client: StoreClient, request: Request) -> None:
@@ -76,6 +103,13 @@ class RequestHandler:
             self._control(client, request)
         elif number is None or not self._resend(client, number):
             self._execute(client, request)
+
+    def weight(self, client: StoreClient, request: Request) -> int:
+        """Return the number of keys, or KiB, that a request goes through; 0 for a small one."""
+        if request.operation is Op.CANCEL_WAIT and client.pending is not None:
+            request = client.pending.request  # the keys that are missing are looked for
+        weight = request.operation.weight
+        return 0 if weight is None else weight(self.table, *request.fields)
 
     def remove(self, client: StoreClient) -> None:
         """Forget a client whose connection is closed; its session stays for a while."""
@@ -92,10 +126,14 @@ class RequestHandler:
     @property
     def busy(self) -> bool:
         """Whether there is work for `take_turn`."""
-        return bool(self.ready or self.releases.batches)
+        return bool(self._wakes or self.ready or self.releases.batches)
 
     def take_turn(self) -> None:
-        """Do a part of the work that is done in turns: answer a request that is ready, and delete some keys."""
+        """Do a part of the work that is done in turns: answer some requests, and delete some keys."""
+        if self._wakes:
+            wake = self._wakes.popleft()
+            if self._answer(wake, WOKEN_IN_TURN) == 0:
+                self._wakes.append(wake)
         if self.ready:
             self._retry(next(iter(self.ready)))
         if self.releases.batches:
@@ -160,13 +198,14 @@ class RequestHandler:
                 raise self.memory.full(request.operation)
             self._file(PendingRequest(client, request, nbytes), unmet)
 
-    def _attempt(self, client: StoreClient, request: Request) -> Sequence[Condition]:
-        """Respond to a request whose conditions hold; else return the others."""
+    def _attempt(self, client: StoreClient, request: Request, former: Table | None = None) -> Sequence[Condition]:
+        """Respond to a request whose conditions hold, in a former table if there is one; else return the others."""
         operation, fields, _ = request
-        assert operation.unmet is not None
-        unmet = operation.unmet(self.table, *fields)
+        assert operation.unmet is not None and operation.execute is not None
+        unmet = operation.unmet(former or self.table, *fields)
         if not unmet:
-            self._respond(client, request, self.memory.run(operation, fields))
+            reply = operation.execute(former, *fields) if former else self.memory.run(operation, fields)
+            self._respond(client, request, reply)
         return unmet
 
     def _settle(self, operation: Operation, fields: tuple[Any, ...]) -> None:
@@ -269,16 +308,17 @@ class RequestHandler:
         if session is not None and number is not None:
             session.counted = number
 
-    def _retry(self, pending: PendingRequest) -> bool:
+    def _retry(self, pending: PendingRequest, former: Table | None = None) -> bool:
         """Run a request that has waited, or file it again; return whether it was completed."""
         client = pending.client
         self._unfile(client)
         try:
-            self._settle(pending.request.operation, pending.request.fields)
+            if former is None:
+                self._settle(pending.request.operation, pending.request.fields)
             if pending.request.operation is Op.RELEASE:
                 self._release(client, pending.request)
                 return client.pending is None
-            unmet = self._attempt(client, pending.request)
+            unmet = self._attempt(client, pending.request, former)
         except ArgumentError as error:
             self._refuse(client, pending.request, error)
             return False
@@ -320,14 +360,23 @@ class RequestHandler:
 
     def _wake_changed(self, operation: Operation, fields: tuple[Any, ...]) -> None:
         keys = [key for key, _ in fields[0]] if operation is Op.MULTI_SET else [fields[0]]
+        most = WOKEN_AT_ONCE
         for key in filter(self.pending.__contains__, keys):
-            self._wake(key, only_one=operation.wakes == "one")
+            most = self._wake(key, operation.wakes == "one", most)
 
-    def _wake(self, key: bytes, only_one: bool = False) -> None:
+    def _wake(self, key: bytes, only_one: bool = False, most: int = WOKEN_AT_ONCE) -> int:
+        """Answer `most` of the requests that a change of a key fulfills, and the rest in turns; return what is left."""
         numbers = self.pending.get(key, {})
         reached = self._number(key) if any(numbers) else 0
         for number in [each for each in numbers if each <= reached or not each]:
-            self._wake_condition((key, number), only_one)
+            wake = Wake((key, number), iter(list(numbers.get(number, ()))), only_one)
+            most = self._answer(wake, most)
+            if most == 0:
+                if key in self.table.values:
+                    wake.table = Table(slash=b"/")
+                    wake.table.values[key] = self.table.values[key]
+                self._wakes.append(wake)
+        return most
 
     def _number(self, key: bytes) -> int:
         try:
@@ -335,19 +384,22 @@ class RequestHandler:
         except ArgumentError:
             return INT64.stop  # the value is no number any more, which the requests report
 
-    def _wake_condition(self, condition: Condition, only_one: bool) -> None:
-        key, number = condition
-        for pending in list(self.pending.get(key, {}).get(number, ())):
-            if condition not in pending.unmet:
+    def _answer(self, wake: Wake, most: int) -> int:
+        """Look at `most` requests of a wake. Return how many more may be looked at; 0 if some may be left."""
+        for pending in islice(wake.waiters, most):
+            most -= 1
+            if wake.condition not in pending.unmet:
                 continue  # disconnected or completed while another one was
-            self._unfile_condition(pending, condition)
-            del pending.unmet[condition]
+            self._unfile_condition(pending, wake.condition)
+            del pending.unmet[wake.condition]
             if pending.unmet:
                 continue
             if _is_long(pending.request):
                 self.ready[pending] = None
-            elif self._retry(pending) and only_one and _may_consume(pending.request):
-                return
+            elif self._retry(pending, wake.table and _table_for(pending.request, wake)):
+                if wake.only_one and _may_consume(pending.request):
+                    return most + 1
+        return most
 
     def _cancel(self, client: StoreClient) -> None:
         pending = client.pending
@@ -368,6 +420,12 @@ class RequestHandler:
 
 def _is_long(request: Request) -> bool:
     return isinstance(request.fields[0], list) and len(request.fields[0]) > MAX_FILED
+
+
+def _table_for(request: Request, wake: Wake) -> Table | None:
+    """Return the table of a wake for a request that reads only its key; None for others."""
+    reads_one = request.operation is not Op.WAIT_POP and request.fields[0] in (wake.condition[0], [wake.condition[0]])
+    return wake.table if reads_one else None
 
 
 def _may_consume(request: Request) -> bool:

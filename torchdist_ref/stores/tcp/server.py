@@ -10,8 +10,12 @@ on loopback. Each connection has limits:
   request; the others are not read. One that is unfinished for `HANDSHAKE_SECONDS` while others wait is closed;
 - a client that does not read its replies is not read from; unsent replies count in the budget of `memory`, and the
   clients that have not read for the longest time are disconnected when the budget is used up;
-- a request with a long list is read in turns, one such request after another, and nothing else is read from its client;
-  requests that arrive together end with the turn, and so do the keys of a prefix that are deleted;
+- a client is served for `SERVICE_SECONDS` at a time; the requests and replies that are left wait for its next turn.
+  Clients whose requests took little time lately come first in one half of a turn, those that were served longest ago
+  in the other;
+- a request with a long list or a large value, or one that goes through many keys, waits for others of its kind. Only
+  one short and one long of them have a turn at a time, in which a part is read, or the whole is handled. Nothing else
+  is read from its client. The keys of a prefix are deleted in turns, and many waiting clients are answered in turns;
 - at most `MAX_NEWCOMERS` connections have sent only greetings, and the oldest of them gives its descriptor to a new
   client if the process has none left. Other connections may be idle for any time.
 
@@ -31,14 +35,14 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from itertools import chain, islice
-from time import monotonic
+from time import monotonic, thread_time
 
 from torchdist_ref.forks import close_copies_in_child
 from torchdist_ref.stores.sockets import READ, WRITE, adopt, listen, poller
-from torchdist_ref.stores.tcp.connections import TURN_SECONDS, ConnectionOwner, ServerConnection
+from torchdist_ref.stores.tcp.connections import SERVICE_SECONDS, ConnectionOwner, ServerConnection
 from torchdist_ref.stores.tcp.listeners import ListeningSockets
-from torchdist_ref.stores.tcp.operations import Op
-from torchdist_ref.stores.tcp.protocol import ProtocolError
+from torchdist_ref.stores.tcp.operations import MAX_FILED, Op
+from torchdist_ref.stores.tcp.protocol import ProtocolError, Request
 from torchdist_ref.stores.tcp.requests import RequestHandler
 from torchdist_ref.timeouts import Deadline
 
@@ -54,8 +58,11 @@ MAX_UNVALIDATED = 1024
 MAX_NEWCOMERS = 4096
 UNSENT_SHARE = 16
 """Part of the budget, as its divisor, that unsent replies may always use, also in a store that is full of keys."""
-BRIEF_SECONDS = 0.0005
-"""Time of a request that does not count toward `TURN_SECONDS`: many clients with such requests do not end a turn."""
+TURN_SECONDS = 0.005
+"""Time of each half of a turn, of this thread: a busy host lets the thread wait, which is no fault of a client."""
+SHORT_BYTES = 64 * 1024
+SHORT_WEIGHT = 4096
+"""Size and weight of a request that waits only for other short ones, not for the long."""
 PAUSED_CHECK_SECONDS = 0.25
 ERROR_PAUSE_SECONDS = 0.1
 STOP_SECONDS = 5.0
@@ -76,6 +83,7 @@ class ServerLoop(ConnectionOwner):
         self._paused: dict[ServerConnection, None] = {}
         self._unprocessed: dict[ServerConnection, None] = {}
         self._readers: dict[ServerConnection, None] = {}
+        self._short: deque[ServerConnection] = deque()
         self._long: deque[ServerConnection] = deque()
         self._held = self._unsent = 0
         self._had_client = False
@@ -123,9 +131,10 @@ class ServerLoop(ConnectionOwner):
             self._check_limits(idle=not ready)
 
     def _serve_all(self, ready: list[tuple[int, int]]) -> None:
-        """Serve the ready descriptors, clients that took little time lately first, until some have taken long.
+        """Serve the ready descriptors for a while: one half those of clients that took little time lately.
 
-        The poller reports the others again, together with clients that have sent requests meanwhile.
+        The other half serves those that were served longest ago, so that nobody waits in vain. The poller reports the
+        rest again, together with clients that have sent requests meanwhile.
         """
         if self._unprocessed:
             reported = {descriptor for descriptor, _ in ready}
@@ -133,26 +142,38 @@ class ServerLoop(ConnectionOwner):
             ready += [(descriptor, 0) for descriptor in rest if descriptor not in reported]
         if len(ready) > 1:
             ready.sort(key=self._recent_seconds)
-        spent, before = 0.0, monotonic()
-        for descriptor, events in ready:
+        if others := self._serve_some(ready):
+            others.sort(key=self._served)
+            self._serve_some(others)
+
+    def _serve_some(self, ready: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Serve descriptors in this order for `TURN_SECONDS`, and return the rest."""
+        before = thread_time()
+        end = before + TURN_SECONDS
+        for number, (descriptor, events) in enumerate(ready):
+            if before > end:
+                return ready[number:]
             connection = self.connections.get(descriptor)
             if connection is None:
                 self._accept(descriptor)
                 # Not the time of the next client, which would come after new ones then.
-                before = monotonic()
+                before = thread_time()
+                continue
+            if connection.queue is not None:
                 continue
             self._serve(connection, events)
-            now = monotonic()
+            now = connection.served = thread_time()
             connection.recent_seconds = connection.recent_seconds * 0.9 + (now - before)
-            if now - before > BRIEF_SECONDS:
-                spent += now - before
-                if spent > TURN_SECONDS:
-                    return
             before = now
+        return []
 
     def _recent_seconds(self, event: tuple[int, int]) -> float:
         connection = self.connections.get(event[0])
         return 0.0 if connection is None else connection.recent_seconds
+
+    def _served(self, event: tuple[int, int]) -> float:
+        connection = self.connections.get(event[0])
+        return 0.0 if connection is None else connection.served
 
     def _serve(self, connection: ServerConnection, events: int) -> None:
         try:
@@ -169,7 +190,7 @@ class ServerLoop(ConnectionOwner):
     def _accept(self, descriptor: int) -> None:
         silent = list(islice(self._unvalidated, 1))
         for sock in self.listeners.accept(descriptor):
-            self._add(ServerConnection(self, sock))
+            self._add(ServerConnection(self, sock, thread_time()))
         if self.listeners.exhausted:
             # The kernel reports that even if nobody waits, so a client that was accepted just now must not go.
             idle = next(chain(silent, self._newcomers), None)
@@ -204,8 +225,8 @@ class ServerLoop(ConnectionOwner):
         del self.connections[connection.descriptor]
         for several in (self._unvalidated, self._newcomers, self._unprocessed, self._readers):
             several.pop(connection, None)
-        if connection.decoder.reading:
-            self._long.remove(connection)
+        if connection.queue is not None:
+            connection.queue.remove(connection)
         if connection in self._paused:
             del self._paused[connection]
         else:
@@ -257,9 +278,8 @@ class ServerLoop(ConnectionOwner):
     def _read(self, connection: ServerConnection) -> None:
         size = self._read_size(connection) if connection.decoder.held else READ_BYTES
         if size <= 0:
-            if not connection.decoder.reading:
-                self._poller.unregister(connection.descriptor)
-                self._paused[connection] = None
+            self._poller.unregister(connection.descriptor)
+            self._paused[connection] = None
             return
         try:
             data = connection.sock.recv(size)
@@ -279,14 +299,26 @@ class ServerLoop(ConnectionOwner):
             request = connection.decoder.only_request(data)
             if request is None:
                 return False
-            self.handler.handle(connection, request)
+            if not self._park(connection, request):
+                self.handler.handle(connection, request)
         except ProtocolError as error:
             self.drop(connection, str(error))
         return True
 
+    def _park(self, connection: ServerConnection, request: Request) -> bool:
+        """Let a request that takes long wait for its turn; return whether it does."""
+        weight = self.handler.weight(connection, request)
+        if weight <= MAX_FILED:
+            return False
+        connection.parked = request
+        self._enqueue(connection, self._short if weight <= SHORT_WEIGHT else self._long)
+        return True
+
+    def _enqueue(self, connection: ServerConnection, queue: deque[ServerConnection]) -> None:
+        connection.queue = queue
+        queue.append(connection)
+
     def _read_size(self, connection: ServerConnection) -> int:
-        if connection.decoder.reading:
-            return 0
         wanted = min(max(connection.decoder.wanted, READ_BYTES), MAX_READ_BYTES)
         if self._held + wanted <= MEMORY_LIMIT or connection is self._largest():
             return wanted
@@ -296,12 +328,13 @@ class ServerLoop(ConnectionOwner):
         return max(self.connections.values(), key=lambda connection: connection.decoder.held)
 
     def _process(self, connection: ServerConnection, handled: bool = False) -> None:
-        decoder, end, late = connection.decoder, monotonic() + TURN_SECONDS, False
+        decoder, end, late = connection.decoder, monotonic() + SERVICE_SECONDS, False
         try:
-            while decoder.held and not (connection.closed or connection.send_queue or late):
+            while decoder.held and not (connection.closed or connection.send_queue or connection.queue or late):
                 if (request := decoder.next()) is None:
                     break
-                self.handler.handle(connection, request)
+                if not self._park(connection, request):
+                    self.handler.handle(connection, request)
                 handled = True
                 if not connection.in_use and request.operation not in _GREETINGS:
                     connection.in_use = True
@@ -342,16 +375,18 @@ class ServerLoop(ConnectionOwner):
             connection.unfinished_since = monotonic()
         self._held += connection.decoder.held - connection.counted
         connection.counted = connection.decoder.held
-        if connection.decoder.reading and connection not in self._long:
-            self._long.append(connection)
+        if connection.decoder.reading and connection.queue is None:
+            self._enqueue(connection, self._short if connection.decoder.held <= SHORT_BYTES else self._long)
 
-    def _read_on(self) -> None:
-        """Read a part of the first of the long requests, and handle it after its last part."""
-        connection = self._long[0]
+    def _take_long_turn(self, queue: deque[ServerConnection]) -> None:
+        """Read a part of the first request of a queue, and handle it after its last part."""
+        connection = queue[0]
         try:
-            request = connection.decoder.resume()
+            request = connection.parked or connection.decoder.resume()
             if request is not None:
-                self._long.popleft()
+                queue.popleft()
+                connection.queue = connection.parked = None
+                connection.in_use = True
                 self.handler.handle(connection, request)
                 self._process(connection, handled=True)
         except ProtocolError as error:
@@ -362,7 +397,7 @@ class ServerLoop(ConnectionOwner):
     # Housekeeping
 
     def _poll_timeout(self) -> float | None:
-        if self._long or self._unprocessed or self.handler.busy:
+        if self._short or self._long or self._unprocessed or self.handler.busy:
             return 0.0
         waits = [self.listeners.retry_at - monotonic()] if self.listeners.retry_at else []
         if self._unvalidated:
@@ -374,8 +409,9 @@ class ServerLoop(ConnectionOwner):
         return max(0.0, min(waits)) if waits else None
 
     def _check_limits(self, idle: bool) -> None:
-        if self._long:
-            self._read_on()
+        for queue in (self._short, self._long):
+            if queue:
+                self._take_long_turn(queue)
         if self.handler.busy:
             self.handler.take_turn()
         now = monotonic()
