@@ -39,6 +39,7 @@ catch by itself.
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -52,8 +53,11 @@ _LIMITS = {
     errno.ENOMEM: "No memory is free, or a limit on it is reached (ulimit -v, or that of the container).",
     errno.ENOBUFS: "The system has no memory for sockets: close some, or raise its limits (sysctl net.core).",
     errno.ENOSPC: "No space is left: free some on the disk or in /dev/shm.",
+    errno.EFBIG: "A limit on the size of files is reached, which holds for shared memory too: raise it (ulimit -f).",
 }
 """Advice on the system errors of this process alone, which do not follow from the end of another rank."""
+_NO_THREAD = "can't start new thread"
+_NO_THREAD_ADVICE = "No thread can be started: raise the limit on processes (ulimit -u), on memory, or the container's."
 _E = TypeVar("_E", bound=BaseException)
 
 
@@ -310,8 +314,32 @@ def advice_on_limit(error: BaseException) -> str:
 
     >>> advice_on_limit(OSError(errno.ENFILE, "Too many open files in system")).partition(":")[0]
     'This host has no free file descriptor'
+    >>> advice_on_limit(RuntimeError("can't start new thread")).partition(":")[0]
+    'No thread can be started'
     """
+    if isinstance(error, MemoryError):
+        return _LIMITS[errno.ENOMEM]
+    if isinstance(error, RuntimeError):
+        return _NO_THREAD_ADVICE if text_of(error).startswith(_NO_THREAD) else ""
     return _LIMITS.get(getattr(error, "errno", None) or 0, "")
+
+
+def at_limit(operation: str, error: BaseException) -> BaseException | None:
+    """Return an error of the same type that names the operation and the limit which ended it.
+
+    None if there was no limit, or if the error names it already.
+
+    >>> print(at_limit("new_group on rank 1", OSError(errno.EMFILE, "")))
+    [Errno 24] new_group on rank 1: Too many open files. This process has no free file descriptor: raise its limit...
+    """
+    if not (advice := advice_on_limit(error)) or advice in text_of(error):
+        return None
+    if isinstance(error, MemoryError):
+        return MemoryError(f"{operation}: out of memory. {advice}")
+    if isinstance(error, RuntimeError):
+        return RuntimeError(f"{_NO_THREAD} in {operation}. {advice}")
+    number = getattr(error, "errno", 0)
+    return OSError(number, f"{operation}: {os.strerror(number)}. {advice}")
 
 
 def rank_names(ranks: Iterable[int], members: Sequence[int] | None = None) -> str:

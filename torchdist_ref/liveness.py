@@ -37,7 +37,7 @@ from torchdist_ref.errors import (
     RankStalledError,
     RendezvousError,
     UnsupportedError,
-    advice_on_limit,
+    at_limit,
     in_context,
     text_of,
 )
@@ -244,6 +244,7 @@ class MemberWatch:
         self._store = store
         self._others = [other for other in range(len(self._members)) if other != rank]
         self.operation = operation
+        self._place = f"{operation} on rank {self._members[rank]}"
         self.store = self.over(store)
 
     def over(self, store: PrefixStore) -> WatchedStore:
@@ -267,7 +268,7 @@ class MemberWatch:
         return None if failure is None else self._published() or failure
 
     def _published(self) -> BaseException | None:
-        return read_failure(self._store, f"{self.operation} on rank {self._members[self._rank]}", self._members)
+        return read_failure(self._store, self._place, self._members)
 
     def publish(self, error: BaseException) -> None:
         """Publish the error for which this rank leaves. The first one published in a meeting counts for all."""
@@ -295,8 +296,10 @@ class MemberWatch:
         """Publish an error that is raised in the block; if it follows from the end of a rank, name that rank."""
         try:
             yield
-        except (DistNetworkError, UnsupportedError, OSError) as error:
-            failure = self._exhausted(error) or self._cause(error)
+        except Exception as error:
+            failure = at_limit(self._place, error)
+            if failure is None and isinstance(error, DistNetworkError | UnsupportedError | OSError):
+                failure = self._cause(error)
             # A member that needs nothing more from the dead one waits for this rank.
             self.publish(failure or error)
             if failure is None:
@@ -322,15 +325,7 @@ class MemberWatch:
             return failure
         if not isinstance(error, DistNetworkError) or self.operation in (text := text_of(error)):
             return None
-        return in_context(f"{self.operation} on rank {self._members[self._rank]}: {text}", error)
-
-    def _exhausted(self, error: BaseException) -> OSError | None:
-        """Return a system error that names the limit of this process which ended the operation, or None."""
-        if not (advice := advice_on_limit(error)):
-            return None
-        number = getattr(error, "errno", 0)
-        operation = f"{self.operation} on rank {self._members[self._rank]}"
-        return OSError(number, f"{operation}: {os.strerror(number)}. {advice}")
+        return in_context(f"{self._place}: {text}", error)
 
     @contextmanager
     def interruption_published(self) -> Iterator[None]:

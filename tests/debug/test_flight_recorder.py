@@ -443,3 +443,20 @@ def test_groups_of_torchs_own_init_are_recorded_and_dumped_on_a_signal(tmp_path:
         made = [(e.text, e.state) for group in dumped.groups if group.is_in_store for e in group.events]
         created = [("new_group(ranks=[0])", "completed")] if rank == 0 else []
         assert made == [("init_process_group(ranks=[0, 1])", "completed"), *created]
+
+
+def test_a_process_that_can_start_no_thread_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once it could not form a group, nor stop listening."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    before, listener = len(os.listdir("/proc/self/fd")), flight_recorder.SignalListener()
+    with caplog.at_level("WARNING"):
+        listener.start()
+    assert "no answer to SIGUSR2: can't start new thread" in caplog.text
+    assert len(os.listdir("/proc/self/fd")) == before and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    listener.stop()

@@ -7,6 +7,7 @@ import os
 import resource
 import select
 import signal
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +19,7 @@ import pytest
 import torchdist_ref as dist
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_survivors
 from tests.outcomes import failing
+from tests.process_ends import answer_of_child
 from torchdist_ref import authentication, liveness
 from torchdist_ref.stores import FileStore, HashStore, PrefixStore, TCPStore
 from torchdist_ref.testing import RankError, run
@@ -49,26 +51,59 @@ def test_a_rank_that_dies_before_it_joins_is_named(name: str) -> None:
         assert name.split()[0] in text and seconds < SOON
 
 
-def fail_before_joining(rank: int, name: str) -> tuple[str, str, float]:
+LIMITS = {
+    "Too many open files. This process has no free file descriptor": OSError(24, "Too many open files"),
+    "File too large. A limit on the size of files is reached, which holds for shared memory": OSError(27, ""),
+    "can't start new thread in {name} on rank 1. No thread can be started": RuntimeError("can't start new thread"),
+    "out of memory. No memory is free": MemoryError(),
+}
+
+
+def fail_before_joining(rank: int, name: str, limit: str) -> tuple[str, str, float]:
     def fail(*_: Any) -> None:
-        raise OSError(24, "Too many open files")
+        raise LIMITS[limit]
 
     if rank == 1:
         Link.handshake = fail  # type: ignore[method-assign]
     try:
         return failing(CALLS[name])
-    except OSError as error:
+    except (OSError, RuntimeError, MemoryError) as error:
         return type(error).__name__, str(error), 0.0
 
 
+@pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("name", CALLS)
-def test_a_rank_that_fails_tells_the_others_in_words(name: str) -> None:
-    outcomes = run(fail_before_joining, 3, name, ranks="processes")
-    said = f"[Errno 24] {name.split()[0]} on rank 1: Too many open files. This process has no free file descriptor"
-    assert outcomes[1][0] == "OSError" and said in outcomes[1][1] and "ulimit -n" in outcomes[1][1]
+def test_a_rank_at_a_limit_tells_the_others_in_words(name: str, limit: str) -> None:
+    outcomes = run(fail_before_joining, 3, name, limit, ranks="processes")
+    own_kind, own_text, _ = outcomes[1]
+    assert own_kind == type(LIMITS[limit]).__name__ and f"{name.split()[0]} on rank 1" in own_text
+    assert limit.format(name=name.split()[0]) in own_text
     for kind, text, seconds in (outcomes[0], outcomes[2]):
-        assert kind == "GroupAbortedError" and f"rank 1 failed: OSError: {said}" in text
+        assert kind == "GroupAbortedError" and f"rank 1 failed: {own_kind}: {own_text}" in text
         assert seconds < SOON
+
+
+def test_a_rank_without_a_descriptor_for_the_store_says_so_at_once() -> None:
+    """Once it tried until the time-out, and asked whether rank 0 was up."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+        def start() -> str:
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            first, texts = os.open(os.devnull, os.O_RDONLY) + 1, []
+            # The socket and the question whose it is need one each.
+            for free in (0, 1):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (first + free, hard))
+                with pytest.raises(dist.DistNetworkError) as caught:
+                    dist.init_process_group("ref", init_method=endpoint, rank=1, world_size=2)
+                texts.append(str(caught.value))
+            return "|".join(texts)
+
+        texts = answer_of_child(start).split("|")
+    assert len(texts) == 2
+    for text in texts:
+        assert f"no socket to {endpoint[6:]} can be opened ([Errno 24] Too many open files)" in text
+        assert "ulimit -n" in text
 
 
 def test_a_rank_without_a_free_descriptor_tells_the_others_through_a_file(tmp_path: Path) -> None:

@@ -371,17 +371,33 @@ class SignalListener:
             name = signal.Signals(number).name
             log.info("flight recorder: the program uses %s itself; set %s to another", name, SIGNAL_VARIABLE)
             return
-        self._number, self._pipe = number, os.pipe()
-        os.set_blocking(self._pipe[1], False)
+        try:
+            self._pipe = self._open(number)
+        except (OSError, RuntimeError) as error:
+            # Ranks that need no thread and no descriptor work at such a limit.
+            log.warning("flight recorder: no answer to %s: %s", signal.Signals(number).name, error)
+            return
+        self._number = number
         former = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         if former != -1:
             # An event loop of the program needs the bytes; `_on_signal` serves requests then.
             signal.set_wakeup_fd(former)
         signal.signal(number, self._on_signal)
-        arguments = (self._pipe[0], number)
-        self._thread = threading.Thread(target=self._listen, args=arguments, name=self.name, daemon=True)
-        self._thread.start()
         announce_dump_signal(number)
+
+    def _open(self, number: int) -> tuple[int, int]:
+        """Return a pipe for the numbers of signals, and start the thread that reads it."""
+        read_end, write_end = os.pipe()
+        try:
+            os.set_blocking(write_end, False)
+            thread = threading.Thread(target=self._listen, args=(read_end, number), name=self.name, daemon=True)
+            thread.start()
+        except BaseException:
+            os.close(read_end)
+            os.close(write_end)
+            raise
+        self._thread = thread
+        return read_end, write_end
 
     def stop(self) -> None:
         """End the thread when all who started it have stopped it, and give the signal back; on the main thread."""

@@ -30,6 +30,7 @@ from torchdist_ref.errors import (
     MismatchError,
     NotInitializedError,
     UsageError,
+    at_limit,
     explain,
     in_context,
     on_rank,
@@ -154,8 +155,10 @@ def init_process_group(
 def _closed_on_failure(world: World) -> Iterator[None]:
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         world.close_after_failure()
+        if (failure := at_limit("init_process_group", error)) is not None:
+            raise failure from error
         raise
 
 

@@ -248,6 +248,8 @@ def refused_server(sock: socket.socket) -> int | None:
     if trusts_network():
         return None
     listener, user = _owners(sock.family, (peer, None), (peer, own))
+    if user == _UNASKED:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if user == _CLOSED and _is_elsewhere(sock, peer[0]):
         return None
     return _refused(listener if user == _UNACCEPTED else user)
