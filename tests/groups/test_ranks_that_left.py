@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import torchdist_ref as dist
+import torchdist_ref.groups.world
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, errors_of_survivors
 from tests.outcomes import failing
 from torchdist_ref.testing import RankError, run
@@ -74,6 +75,68 @@ def test_a_rank_that_destroyed_the_world_is_named_at_once(hosts: str, name: str)
 def test_the_error_with_which_a_rank_left_the_world_is_passed_on(hosts: str) -> None:
     for text in errors_without_the_culprit(hosts, leave_with_an_error, CALLS["new_group"]):
         assert "new_group" in text and "rank 1 aborted: " in text and "no data" in text, text
+
+
+LEAVES: dict[str, Callable[[Any, Any], None]] = {
+    "all groups": lambda failed, shared: dist.destroy_process_group(),
+    "the shared group": lambda failed, shared: dist.destroy_process_group(shared),
+    "one after the other": lambda failed, shared: [dist.destroy_process_group(each) for each in (failed, shared)],
+}
+WAITS: dict[str, Callable[[Any], Any]] = {
+    "recv": lambda shared: dist.recv(torch.ones(3), 0, shared),
+    "all_reduce": lambda shared: dist.all_reduce(torch.ones(3), group=shared),
+    "new_group": lambda shared: dist.new_group([0, 2]),
+}
+
+
+@pytest.mark.parametrize("hosts", ["AAA", "ABC"])
+@pytest.mark.parametrize(
+    ("leave", "wait"), [("all groups", "new_group"), *((leave, wait) for leave in LEAVES for wait in list(WAITS)[:2])]
+)
+def test_a_rank_that_leaves_after_a_death_elsewhere_passes_its_cause_on(leave: str, wait: str, hosts: str) -> None:
+    """Rank 1 dies in a group with rank 0, which leaves. Rank 2 shares another group with rank 0 only."""
+    port = free_port()
+
+    def program(rank: int) -> None:
+        initialize(rank, port, hosts)
+        failed, shared = dist.new_group([0, 1]), dist.new_group([0, 2])
+        dist.barrier()
+        if rank == CULPRIT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 2:
+            WAITS[wait](shared)
+        with pytest.raises(dist.RankDiedError) as caught:
+            dist.all_reduce(torch.ones(3), group=failed)
+        # No exception is handled here.
+        LEAVES[leave](failed, shared)
+        raise caught.value
+
+    text = errors_of_survivors(program)[2].text
+    assert wait in text and "rank 0 destroyed the group" in text, text
+    assert "It left after: RankDiedError: call 0, all_reduce" in text and "rank 1 died" in text, text
+
+
+def leave_after_a_shrink(rank: int) -> str:
+    """Rank 2 aborts, the others go on without it. Then rank 0 leaves in good order, and rank 1 misses it."""
+    with pytest.raises(dist.DistBackendError):
+        if rank == 2:
+            torchdist_ref.groups.world.abort("no data")
+        dist.all_reduce(torch.ones(3))
+    if rank == 2:
+        return ""
+    dist.shrink_group([2])
+    dist.barrier()
+    if rank == 0:
+        dist.destroy_process_group()
+        return ""
+    with pytest.raises(dist.GroupAbortedError) as caught:
+        dist.all_reduce(torch.ones(3))
+    return str(caught.value)
+
+
+def test_a_failure_that_was_mended_is_not_passed_on() -> None:
+    text = run(leave_after_a_shrink, 3)[1]
+    assert "rank 0 destroyed the group" in text and "after" not in text, text
 
 
 def destroy_at_once(rank: int) -> list[int]:

@@ -254,6 +254,16 @@ class ByDevice(Backend):
                 stack.enter_context(backend.coalescing())
             yield
 
+    @property
+    def broken(self) -> BaseException | None:
+        """See `Backend.broken`."""
+        return next(filter(None, (backend.broken for backend in self._backends.values())), None)
+
+    def explain_leave(self, reason: str) -> None:
+        """See `Backend.explain_leave`."""
+        for backend in self._backends.values():
+            backend.explain_leave(reason)
+
     def announce_exit(self) -> None:
         """See `Backend.announce_exit`."""
         for backend in self._backends.values():

@@ -354,6 +354,7 @@ def _shrink(
         for old in reversed(list(world.groups)) if is_default else [parent]:
             world.destroy(old)
         world.add(shrunk)
+        world.failure = ""
         if is_default:
             world.default = shrunk
             share(world)

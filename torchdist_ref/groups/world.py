@@ -215,6 +215,7 @@ class World:
         on_close: Functions to call before the groups close.
         registration: Registration of the groups with torch, or None.
         store_calls: Calls of this rank that meet others in the store, for the flight recorder.
+        failure: First failure that ended a group of this rank; empty again once the survivors have a new group.
         torch_tables: torch's tables for this rank where ranks are threads, or None.
     """
 
@@ -234,6 +235,7 @@ class World:
         self.on_close: list[Callable[[], None]] = []
         self.registration: Any = None
         self.store_calls = StoreCalls()
+        self.failure = ""
 
     def recorded(
         self,
@@ -267,9 +269,21 @@ class World:
 
     def destroy(self, group: ProcessGroup) -> None:
         """Close one group's backend, put a `DestroyedBackend` in its place, and release the group's keys."""
-        close_all([self._remove(group)])
+        self._leave([group])
         if group.keys is not None:
             group.keys.release()
+
+    def _leave(self, groups: Sequence[ProcessGroup]) -> None:
+        """Close the backends of some groups. Members that miss this rank there read which failure it has met."""
+        broken = next(filter(None, (group.backend.broken for group in self.groups)), None)
+        if broken is not None and not self.failure:
+            # No reference to the error itself, whose traceback holds tensors.
+            self.failure = message_of(broken)
+        backends = [self._remove(group) for group in groups]
+        if self.failure:
+            for backend in backends:
+                backend.explain_leave(self.failure)
+        close_all(backends)
 
     def _remove(self, group: ProcessGroup) -> Backend:
         if self.registration is not None:
@@ -317,7 +331,7 @@ class World:
                 an initialization has failed, or that the program ends with groups.
         """
         self.run_on_close()
-        close_all([self._remove(group) for group in reversed(list(self.groups))])
+        self._leave(self.groups[::-1])
         if self.leave_store is not None:
             self.leave_store()
         store, owned = self.store, self.owns_store

@@ -299,9 +299,14 @@ class StatusRow:
     def abort(self, reason: str) -> None:
         """Mark the rank as aborted, with the reason. Later aborts do not overwrite the first reason."""
         if self.status == PRESENT:
-            _put_text(self._bytes[_REASON:_STORE_ADDRESS], reason.encode(errors="backslashreplace"))
+            self.explain_leave(reason)
             self.fields[_ABORTED_AT] = monotonic_ns()
             self.status = ABORTED
+
+    def explain_leave(self, reason: str) -> None:
+        """Write why this rank is about to leave, unless it has left or aborted."""
+        if self.status == PRESENT:
+            _put_text(self._bytes[_REASON:_STORE_ADDRESS], reason.encode(errors="backslashreplace"))
 
     @property
     def closed(self) -> bool:
@@ -335,7 +340,7 @@ class StatusRow:
 
     @property
     def reason(self) -> str:
-        """Reason of the abort."""
+        """Reason of the abort, or failure after which the rank has left; empty if there was none."""
         return _get_text(self._bytes[_REASON:_STORE_ADDRESS])
 
     @property

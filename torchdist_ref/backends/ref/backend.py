@@ -332,6 +332,15 @@ class Ref(Backend):
         end_threads([self._order.progress, *self._messages.threads, *self._callbacks.threads])
         self.link.close()
 
+    @property
+    def broken(self) -> BaseException | None:
+        """See `Backend.broken`."""
+        return self.link.broken
+
+    def explain_leave(self, reason: str) -> None:
+        """See `Backend.explain_leave`. The reason is in this rank's row of the status table."""
+        self.link.row.explain_leave(reason)
+
     def announce_exit(self) -> None:
         """See `Backend.announce_exit`."""
         self.link.announce_program_end()
