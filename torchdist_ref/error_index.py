@@ -13,7 +13,10 @@ from functools import cache
 
 PREFIX = "See: "
 
-_STORE = r"(\w*Store|(multi_|compare_)?[gs]et|set_timeout|add|append|check|wait|delete_key|list_keys|queue_\w+)"
+_STORE = (
+    r"(\w*Store|(multi_|compare_|wait_)?[gs]et|set_timeout|set_on_disconnect|add|append|check|wait|delete_key|"
+    r"list_keys|queue_\w+|release)"
+)
 
 ENTRIES = (
     # Classes whose errors have one cause.

@@ -24,7 +24,7 @@ from datetime import timedelta
 from typing import Any, SupportsIndex
 
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, StoreTimeoutError, explain, indexed
-from torchdist_ref.timeouts import STORE_TIMEOUT, Deadline
+from torchdist_ref.timeouts import MAX_TIMEOUT, STORE_TIMEOUT, Deadline
 
 Text = str | bytes | bytearray
 INT64 = range(-(2**63), 2**63)
@@ -319,7 +319,7 @@ class Store:
         Raises:
             StoreTimeoutError: a key was not set in time.
         """
-        for key, value in (publish or {}).items():
+        for key, value in key_values("wait_get", "publish", publish).items():
             self.set(key, value)
         self.wait(keys, timeout)
         return self.multi_get(keys)
@@ -331,7 +331,7 @@ class Store:
 
         If its connection breaks, that may do both twice.
         """
-        for each, value in publish.items():
+        for each, value in key_values("compare_set", "publish", publish).items():
             self.set(each, value)
         return self.compare_set(key, expected_value, desired_value)
 
@@ -353,7 +353,8 @@ class Store:
         (False, True, ['group/10/address'])
         """
         start = f"{key_text('release', prefix, 'prefix')}/"
-        if self.add(f"{start}{RELEASED}", 1) < users:
+        count = integer("release", "users", users)
+        if self.add(f"{start}{RELEASED}", 1) < count:
             return False
         for key in self.list_keys():
             if key.startswith(start):
@@ -436,6 +437,22 @@ def pair_list(operation: str, keys: Sequence[Text], values: Sequence[Text]) -> l
     return [(key, value_bytes(operation, value, f"values[{i}]")) for i, (key, value) in zipped]
 
 
+def key_values(operation: str, argument: str, pairs: Mapping[str, Text] | None) -> Mapping[str, Text]:
+    """Return keys with their values; None stands for none."""
+    if pairs is None:
+        return {}
+    if not isinstance(pairs, Mapping):
+        raise ArgumentTypeError(explain(operation, argument, "a dict of keys and values", pairs))
+    return pairs
+
+
+def key_value(operation: str, argument: str, pair: tuple[str, Text]) -> tuple[str, Text]:
+    """Return a key with its value."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ArgumentTypeError(explain(operation, argument, "a tuple of a key and a value", pair))
+    return pair[0], pair[1]
+
+
 def _must_be_list(operation: str, argument: str, keys: Any) -> None:
     if isinstance(keys, (str, bytes, bytearray)) or not isinstance(keys, Collection):
         raise ArgumentTypeError(explain(operation, argument, "a list of str or bytes", keys))
@@ -472,7 +489,7 @@ def timeout_seconds(operation: str, timeout: timedelta | float, argument: str = 
         raise ArgumentTypeError(explain(operation, argument, "a datetime.timedelta", timeout))
     if not 0 <= value <= timedelta.max.total_seconds():
         raise ArgumentError(explain(operation, argument, "zero or more", timeout, hint="Zero means a single check."))
-    return value
+    return min(value, MAX_TIMEOUT.total_seconds())
 
 
 def quote_keys(keys: Sequence[Text], limit: int = 4) -> str:

@@ -23,6 +23,7 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 import struct
 import threading
 import time
@@ -32,7 +33,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
 
-from torchdist_ref.errors import ArgumentTypeError, DistStoreError, StoreTimeoutError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistStoreError, StoreTimeoutError, explain
 from torchdist_ref.forks import close_copies_in_child
 from torchdist_ref.stores.base import (
     POLL_SECONDS,
@@ -197,6 +198,7 @@ class FileLog:
             except OSError as error:
                 raise self._cannot_open(error) from error
             try:
+                self._check_kind(os.fstat(descriptor))
                 self._check_owner(os.fstat(descriptor))
                 self._acquire_lock(descriptor, lock, deadline)
                 if os.fstat(descriptor).st_nlink:
@@ -226,6 +228,12 @@ class FileLog:
                     raise self._locked(deadline) from None
             time.sleep(min(pause, deadline.remaining()))
             pause = min(2 * pause, POLL_SECONDS)
+
+    def _check_kind(self, state: os.stat_result) -> None:
+        if not stat.S_ISREG(state.st_mode):
+            raise DistStoreError(
+                f"FileStore: {self.path!r} is not a regular file but a pipe or a device. Pass the path of a new file."
+            )
 
     def _check_owner(self, state: os.stat_result) -> None:
         """Raise if other users have the file, or can write it; warn if they can read it."""
@@ -264,7 +272,10 @@ class FileLog:
             folder = os.path.dirname(os.path.abspath(self.path))
             problem = "the file is gone" if os.path.isdir(folder) else f"the directory {folder!r} does not exist"
             return DistStoreError(f"FileStore: cannot open {self.path!r}: {problem}. All ranks must use the same path.")
-        return DistStoreError(f"FileStore: cannot open {self.path!r}: {error.strerror}.")
+        return DistStoreError(
+            f"FileStore: cannot open {self.path!r}: {error.strerror}. Pass the path of a file, in a directory that all "
+            f"ranks can write."
+        )
 
 
 class FileStore(Store):
@@ -294,10 +305,8 @@ class FileStore(Store):
     """
 
     def __init__(self, file_name: str, world_size: int = -1) -> None:
-        if not isinstance(file_name, (str, bytes, os.PathLike)):
-            raise ArgumentTypeError(explain("FileStore", "file_name", "a path", file_name))
-        self._log = FileLog(os.fsdecode(file_name))
         self._world = integer("FileStore", "world_size", world_size)
+        self._log = FileLog(_checked_path(file_name))
         try:
             self._log.change([OPEN_COUNT], lambda table: table.add(OPEN_COUNT, 1), self._deadline("FileStore", None))
         except BaseException:
@@ -397,6 +406,20 @@ class FileStore(Store):
                 raise self._timed_out(operation, [name[1:] for name in missing], deadline)
             time.sleep(min(pause, deadline.remaining()))
             pause = min(1.5 * pause, POLL_SECONDS)
+
+
+def _checked_path(path: str | bytes | os.PathLike[str]) -> str:
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise ArgumentTypeError(explain("FileStore", "file_name", "a path", path))
+    text = os.fsdecode(path)
+    try:
+        valid = text != "" and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        valid = False
+    if not valid:
+        hint = "Pass the path of a new file in a directory that all ranks can write."
+        raise ArgumentError(explain("FileStore", "file_name", "a path that names a file", path, hint=hint))
+    return text
 
 
 def _close_log(log: FileLog, world: int, owner: int) -> None:

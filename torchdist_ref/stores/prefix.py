@@ -9,14 +9,23 @@ forwarded, or the detection of failures.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, StoreTimeoutError, explain
-from torchdist_ref.stores.base import POLL_SECONDS, Store, Text, key_text, quote_keys, request_limit
+from torchdist_ref.stores.base import (
+    POLL_SECONDS,
+    Store,
+    Text,
+    key_text,
+    key_value,
+    key_values,
+    quote_keys,
+    request_limit,
+)
 from torchdist_ref.timeouts import CHECK_SECONDS, Deadline
 
 _RELEASE_TIMEOUT = timedelta(seconds=0.25)
@@ -104,7 +113,7 @@ class PrefixStore(Store):
         if both is None:
             return super().set_and_compare_set(publish, key, expected_value, desired_value)
         operation = "compare_set"
-        set_first = {self._key(operation, each): value for each, value in publish.items()}
+        set_first = self._pairs(operation, "publish", publish)
         return both(set_first, self._key(operation, key), expected_value, desired_value)
 
     def delete_key(self, key: Text) -> bool:
@@ -134,10 +143,10 @@ class PrefixStore(Store):
         wait_get: Callable[..., list[bytes]] | None = getattr(self._store, "wait_get", None)
         if wait_get is None:
             return super().wait_get(keys, timeout, publish)
-        set_first = {self._key("wait_get", key): value for key, value in (publish or {}).items()}
+        set_first = self._pairs("wait_get", "publish", publish)
         if on_disconnect is None:
             return wait_get(self._keys("wait_get", keys), timeout, set_first)
-        key, value = on_disconnect
+        key, value = key_value("wait_get", "on_disconnect", on_disconnect)
         return wait_get(self._keys("wait_get", keys), timeout, set_first, (self._key("wait_get", key), value))
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
@@ -162,7 +171,7 @@ class PrefixStore(Store):
         # A store of torch's has no such method.
         ask: Callable[[Text, Text, Mapping[str, Text]], bool] | None = getattr(self._store, "set_on_disconnect", None)
         operation = "set_on_disconnect"
-        set_now = {self._key(operation, each): text for each, text in (now or {}).items()}
+        set_now = self._pairs(operation, "now", now)
         return ask is not None and ask(self._key(operation, key), value, set_now)
 
     def release(self, prefix: Text, users: int, timeout: timedelta | None = None) -> bool:
@@ -181,9 +190,12 @@ class PrefixStore(Store):
     def _key(self, operation: str, key: Text, argument: str = "key") -> str:
         return f"{self._prefix}/{key_text(operation, key, argument)}"
 
+    def _pairs(self, operation: str, argument: str, pairs: Mapping[str, Text] | None) -> dict[str, Text]:
+        return {self._key(operation, key): value for key, value in key_values(operation, argument, pairs).items()}
+
     def _keys(self, operation: str, keys: Sequence[Text]) -> Sequence[Text]:
-        # The underlying store refuses a bare string with its own message.
-        if isinstance(keys, (str, bytes, bytearray)):
+        # The underlying store refuses a bare string, or no list at all, with its own message.
+        if isinstance(keys, (str, bytes, bytearray)) or not isinstance(keys, Collection):
             return keys
         start = f"{self._prefix}/"
         return [

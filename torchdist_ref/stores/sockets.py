@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
-from torchdist_ref.errors import DistNetworkError
+from torchdist_ref.errors import ArgumentError, DistNetworkError, explain
 from torchdist_ref.timeouts import Deadline
 
 logger = logging.getLogger("torchdist_ref.stores")
@@ -140,10 +140,26 @@ def listen(host: str, port: int, deadline: Deadline) -> list[socket.socket]:
 
 
 def adopt(descriptor: int) -> list[socket.socket]:
-    """Take over a listening socket, and return it. The caller closes it."""
-    listener = socket.socket(fileno=descriptor)
-    listener.listen(BACKLOG)
-    listener.setblocking(False)
+    """Take over a listening socket, and return it. The caller closes it.
+
+    Raises:
+        ArgumentError: the descriptor is closed, or that of something else, which stays open.
+    """
+    listener = None
+    try:
+        if not 0 <= descriptor < 2**31:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        listener = socket.socket(fileno=descriptor)
+        if listener.family not in (socket.AF_INET, socket.AF_INET6):
+            raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        if listener is not None:
+            listener.detach()
+        expected = "the descriptor of a TCP socket that listens"
+        hint = f"{error.strerror}. Pass socket.fileno() of an open socket, and leave it open."
+        raise ArgumentError(explain("TCPStore", "master_listen_fd", expected, descriptor, hint=hint)) from error
     return [listener]
 
 

@@ -100,7 +100,13 @@ def unreachable(server: ServerAddress, error: Exception, deadline: Deadline) -> 
             f"TCPStore: the host name {server.host!r} did not resolve to an address within "
             f"{deadline.seconds:g} s ({error.strerror}). Check MASTER_ADDR, or use an IP address."
         )
+    if deadline.seconds == 0:
+        return DistNetworkError(
+            f"TCPStore: no connection to {server}: argument 'timeout' is zero, which leaves no time to connect. Pass a "
+            f"longer one; for a single look at keys without waiting, call set_timeout afterward."
+        )
+    reason = str(error) or "no time was left"
     return DistNetworkError(
-        f"TCPStore: no connection to {server} within {deadline.seconds:g} s ({error}). Check that rank 0, which "
+        f"TCPStore: no connection to {server} within {deadline.seconds:g} s ({reason}). Check that rank 0, which "
         f"runs the store, is up and uses the same MASTER_ADDR and MASTER_PORT, and that no firewall is between."
     )

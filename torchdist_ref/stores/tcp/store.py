@@ -37,6 +37,8 @@ from torchdist_ref.stores.base import (
     key_bytes,
     key_list,
     key_text,
+    key_value,
+    key_values,
     pair_list,
     quote_keys,
     request_limit,
@@ -106,6 +108,8 @@ class TCPStore(Store):
         self._host, self._libuv = _checked_host(host_name), bool(use_libuv)
         world = None if world_size is None or world_size == -1 else checked_world_size("TCPStore", world_size)
         wanted = _checked_port(port)
+        if master_listen_fd is not None:
+            master_listen_fd = integer("TCPStore", "master_listen_fd", master_listen_fd)
         self.server = self._open_server(wanted, multi_tenant, master_listen_fd) if is_master else None
         self._pool = ConnectionPool(self._host, self.server.port if self.server else wanted)
         self._finalizer = weakref.finalize(self, self._pool.close)
@@ -167,7 +171,7 @@ class TCPStore(Store):
         operation = "compare_set"
         expected = _value(operation, expected_value, "expected_value")
         desired = _value(operation, desired_value, "desired_value")
-        pairs = [(_key(operation, each), _value(operation, value)) for each, value in publish.items()]
+        pairs = _pairs(operation, "publish", publish)
         ahead: list[Ahead] = [(Op.MULTI_SET, (pairs,))] if pairs else []
         fields = _key(operation, key), expected, desired
         return bytes(self._request(operation, Op.COMPARE_SET, *fields, ahead=ahead)[0])
@@ -197,10 +201,10 @@ class TCPStore(Store):
         on_disconnect: tuple[str, Text] | None = None,
     ) -> list[bytes]:
         names = _keys("wait_get", keys)
-        pairs = [(_key("wait_get", key), _value("wait_get", value)) for key, value in (publish or {}).items()]
+        pairs = _pairs("wait_get", "publish", publish)
         ahead: list[Ahead] = [(Op.MULTI_SET, (pairs,))] if pairs else []
         if on_disconnect is not None and self._pool.server.is_ours:
-            key, value = on_disconnect
+            key, value = key_value("wait_get", "on_disconnect", on_disconnect)
             ahead = [(Op.SET_ON_DISCONNECT, (_key("wait_get", key), _value("wait_get", value), pairs))]
         return list(self._request("wait", Op.WAIT_GET_ALL, names, timeout=timeout, ahead=ahead)[0])
 
@@ -242,7 +246,7 @@ class TCPStore(Store):
         if not self._pool.server.is_ours:
             return False
         operation = "set_on_disconnect"
-        pairs = [(_key(operation, each), _value(operation, text)) for each, text in (now or {}).items()]
+        pairs = _pairs(operation, "now", now)
         fields = _key(operation, key), _value(operation, value), pairs
         if pairs:
             self._request(operation, Op.SET_ON_DISCONNECT, *fields)
@@ -253,8 +257,8 @@ class TCPStore(Store):
         return True
 
     def clone(self) -> TCPStore:
-        other = TCPStore(self._host, self.port, timeout=self._timeout, use_libuv=self._libuv)
-        other.server = self.server
+        other = TCPStore(self._host, self.port, timeout=self._timeout or STORE_TIMEOUT, use_libuv=self._libuv)
+        other._timeout, other.server = self._timeout, self.server
         return other
 
     def __repr__(self) -> str:
@@ -450,6 +454,11 @@ def _value(operation: str, value: Text, argument: str = "value") -> bytes:
         got = f"{len(data)} bytes"
         raise ArgumentError(explain(operation, argument, f"at most {MAX_VALUE_BYTES} bytes long", got, hint=hint))
     return data
+
+
+def _pairs(operation: str, argument: str, pairs: Mapping[str, Text] | None) -> list[tuple[bytes, bytes]]:
+    found = key_values(operation, argument, pairs)
+    return [(_key(operation, key), _value(operation, value)) for key, value in found.items()]
 
 
 def _user_keys(missing: list[bytes] | None, fields: tuple[Any, ...]) -> list[bytes]:
