@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -198,6 +199,12 @@ HOSTILE: dict[str, bytes] = {
     "an extension": b"\x82\x01.",
     "a build": b"\x80\x02}}b.",
     "a gap in the memo": b"\x80\x02]r" + struct.pack("<I", 1 << 31) + b".",
+    "values that are not there": b"\x80\x02K\x01\x86.",
+    "an item of a text": b"\x80\x02X\x01\x00\x00\x00aK\x01a.",
+    "keys of one hash": pickle.dumps(dict.fromkeys(itertools.product((-1, -2), repeat=4), 0)),
+    "numbers of one hash": pickle.dumps({index * ((1 << 61) - 1): 0 for index in range(8)}),
+    "a tensor of many dimensions": pickle.dumps({"entries": [entry(1, "all_reduce", input_sizes=[[2] * 65])]}),
+    "a key that cannot be hashed": b"\x80\x02}]K\x01s.",
     "a gap in the memo in text": b"]p4000000000\n.",
     "a huge text": b"X\xff\xff\xff\x7fabc.",
     "a huge number": b"\x8b\xff\xff\xff\x7f1.",
@@ -232,7 +239,7 @@ def test_nothing_in_a_pickle_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_plain_data_survives_every_protocol() -> None:
     data = {
-        "a": [1, -(1 << 40), 1 << 80, 1.5, None, True, "text"],
+        "a": [1, -(1 << 40), (1 << 63) - 1, 1.5, None, True, "text"],
         "b": ((), (1,), (1, 2), (1, 2, 3), (1,) * 9),
         3: {},
     }
@@ -240,6 +247,36 @@ def test_plain_data_survives_every_protocol() -> None:
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         assert load_plain_pickle(pickle.dumps(data, protocol=protocol)) == data
     assert load_plain_pickle(pickle.dumps(b"bytes")) == b"bytes"
+
+
+def unfolded(depth: int, value: Any) -> Any:
+    """Return lists of lists that hold a value 100 times at each depth; their pickle has it once."""
+    return [unfolded(depth - 1, value)] * 100 if depth else value
+
+
+LARGE = {
+    "lists": {"entries": unfolded(4, 0)},
+    "shapes": {"entries": [entry(1, "all_reduce", input_sizes=unfolded(2, [4] * 64))] * 1_000},
+    "texts": {
+        "entries": [entry(1, "all_reduce", frames=[{"name": "f" * 4_000, "filename": "g", "line": 1}] * 100)] * 1_000
+    },
+    "entries": {"entries": [entry(1, "all_reduce")] * 300_000},
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_small_file_that_unfolds_to_many_values_is_refused(name: str, tmp_path: Path) -> None:
+    """Once such files took memory and minutes."""
+    (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(LARGE[name]))
+    with pytest.raises(DumpError, match="more values than"):
+        read_file(tmp_path / "nccl_trace_rank_0")
+
+
+def test_a_recorder_of_as_many_calls_as_torch_keeps_is_read(tmp_path: Path) -> None:
+    frames = [{"name": "step", "filename": "/job/train.py", "line": line} for line in range(20)]
+    calls = [entry(number, "all_reduce", frames=frames) for number in range(2_000)]
+    write_nccl_dumps(tmp_path, {0: calls})
+    assert len(read_directory(tmp_path).ranks[0].groups[0].events) == 2_000
 
 
 def test_files_of_an_unbounded_size_are_refused(tmp_path: Path) -> None:

@@ -1,18 +1,16 @@
 """Reader of flight recorder dumps: ours, and those of torch's own recorder, as pickle or as JSON.
 
-All become values of the same classes. Files may come from anywhere, so nothing in them is run or believed: pickles may
-hold plain data only, which is checked before they are loaded, sizes are bounded, and a wrong type is a `DumpError`.
+All become values of the same classes. Files may come from anywhere, so nothing in them is run or believed: pickles are
+read by a stack machine that makes plain data only, sizes are bounded, and a wrong type is a `DumpError`.
 Do not add conclusions here: they belong to `verdict`.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import pickletools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -22,15 +20,32 @@ from torchdist_ref.debug.flight_recorder import FORMAT
 from torchdist_ref.recorder import Frame
 
 MAX_FILE_BYTES = 64 << 20
-MAX_PICKLE_OPERATIONS = 20_000_000
+MAX_PICKLE_OPERATIONS = 5_000_000
+MAX_VALUES = 5_000_000
+MAX_TEXT = 4_000
+MAX_DIMENSIONS = 64
 MAX_MEMBERS = 1 << 17
 
 # Operations of a pickle that make plain data. Every other one could import or call something.
-_PLAIN = frozenset(
-    "PROTO FRAME STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT LONG LONG1 LONG4 BININT BININT1 BININT2 FLOAT "
-    "BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE BINUNICODE8 SHORT_BINUNICODE BINBYTES BINBYTES8 "
-    "SHORT_BINBYTES EMPTY_DICT DICT SETITEM SETITEMS EMPTY_LIST LIST APPEND APPENDS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 "
-    "TUPLE3 GET BINGET LONG_BINGET PUT BINPUT LONG_BINPUT MEMOIZE".split()
+_EMPTY: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_DICT": dict,
+    "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple,
+}
+_LITERALS = frozenset(
+    "INT LONG LONG1 LONG4 BININT BININT1 BININT2 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE "
+    "BINUNICODE8 SHORT_BINUNICODE BINBYTES BINBYTES8 SHORT_BINBYTES".split()
+)
+_PLAIN = (
+    frozenset(
+        "PROTO FRAME STOP MARK POP POP_MARK DUP DICT SETITEM SETITEMS LIST APPEND APPENDS TUPLE TUPLE1 TUPLE2 TUPLE3 "
+        "GET BINGET LONG_BINGET PUT BINPUT LONG_BINPUT MEMOIZE".split()
+    )
+    | _LITERALS
+    | frozenset(_EMPTY)
 )
 _STATES = ("scheduled", "started", "completed", "failed")
 
@@ -211,6 +226,7 @@ def read_file(path: Path) -> RankDump:
     data = path.read_bytes()
     try:
         content = json.loads(data) if data.lstrip()[:1] in (b"{", b"[") else load_plain_pickle(data)
+        _check_values(content)
         if isinstance(content, dict) and content.get("format") == FORMAT:
             return _our_dump(content, path.name)
         if isinstance(content, dict) and "entries" in content:
@@ -229,43 +245,104 @@ def _refuse(reason: str) -> NoReturn:
 # ---- pickles
 
 
-class _NothingToImport(pickle.Unpickler):
-    """Unpickler without classes and functions."""
+class _PlainStack:
+    """Stack machine of a pickle that makes plain data, and nothing else: it cannot import or call anything.
 
-    def find_class(self, module: str, name: str) -> Any:
-        """Refuse to import anything."""
-        _refuse(f"the pickle imports {module}.{name}"[:200])
+    Keys of dicts are texts and 64-bit numbers only: others may be chosen so that all have the same hash, and a dict of
+    them takes quadratic time.
+    """
 
-    def persistent_load(self, pid: Any) -> Any:
-        """Refuse a reference to an object outside."""
-        _refuse("the pickle refers to an object outside")
+    def __init__(self) -> None:
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[Any, Any] = {}
+
+    def run(self, name: str, argument: Any) -> None:
+        """Execute one operation."""
+        stack = self._stack
+        if name in _EMPTY:
+            stack.append(_EMPTY[name]())
+        elif name in _LITERALS:
+            stack.append(_int(argument) if isinstance(argument, int) else argument)
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(self._memo[argument])
+        elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            self._memo[len(self._memo) if argument is None else argument] = stack[-1]
+        elif name in ("DICT", "SETITEM", "SETITEMS"):
+            self._set_items(self._pop(2) if name == "SETITEM" else self._pop_mark(), name == "DICT")
+        elif name in ("LIST", "APPEND", "APPENDS"):
+            values = self._pop(1) if name == "APPEND" else self._pop_mark()
+            stack.append(values) if name == "LIST" else stack[-1].extend(values)
+        elif name.startswith("TUPLE"):
+            stack.append(tuple(self._pop(int(name[5:])) if name[5:] else self._pop_mark()))
+        elif name == "MARK":
+            self._marks.append(len(stack))
+        elif name == "DUP":
+            stack.append(stack[-1])
+        elif name == "POP_MARK" or (name == "POP" and self._marks and self._marks[-1] == len(stack)):
+            self._pop_mark()
+        elif name == "POP":
+            self._pop(1)
+
+    def result(self) -> Any:
+        """Return the value on top."""
+        return self._stack[-1]
+
+    def _set_items(self, items: list[Any], new: bool) -> None:
+        if new:
+            self._stack.append({})
+        keys = items[::2]
+        if any(type(key) not in (str, int) for key in keys):
+            _refuse("the pickle holds a dict whose keys are neither texts nor numbers")
+        self._stack[-1].update(zip(keys, items[1::2], strict=True))
+
+    def _pop(self, count: int) -> list[Any]:
+        values = self._stack[-count:]
+        if len(values) < count:
+            _refuse("the pickle takes more values than it has")
+        del self._stack[-count:]
+        return values
+
+    def _pop_mark(self) -> list[Any]:
+        start = self._marks.pop()
+        values = self._stack[start:]
+        del self._stack[start:]
+        return values
 
 
 def load_plain_pickle(data: bytes) -> Any:
-    """Return the value of a pickle of plain data: None, numbers, texts, bytes, lists, tuples and dicts.
-
-    All operations are looked at before the first is executed. A pickle that refers to a place of its memo that it has
-    not written is refused as well, because Python would allocate memory up to that place.
+    """Return the value of a pickle of plain data: None, 64-bit numbers, texts, bytes, lists, tuples and dicts.
 
     Raises:
         DumpError: It holds anything else, or is damaged.
     """
-    written = 0
+    machine = _PlainStack()
     try:
         for count, (operation, argument, _) in enumerate(pickletools.genops(data)):
             if operation.name not in _PLAIN:
                 _refuse(f"the pickle holds more than plain data ({operation.name})")
-            if operation.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-                written += 1
-                if operation.name != "MEMOIZE" and int(str(argument)) > written:
-                    _refuse("the pickle leaves gaps in its memo")
             if count > MAX_PICKLE_OPERATIONS:
                 _refuse("the pickle has too many operations")
-        return _NothingToImport(io.BytesIO(data)).load()
+            machine.run(operation.name, argument)
+        return machine.result()
     except DumpError:
         raise
     except Exception as error:
         raise DumpError(f"not a dump of a flight recorder: {error!r}"[:300]) from error
+
+
+def _check_values(content: Any) -> None:
+    """Refuse content of too many values, where one in several places counts in each: a small file may unfold to any."""
+    pending, count = [content], 0
+    while pending:
+        value = pending.pop()
+        if isinstance(value, (list, tuple)):
+            pending.extend(value)
+        elif isinstance(value, dict):
+            pending.extend(value.values())
+        count += 1 + min(len(value), MAX_TEXT) // 64 if isinstance(value, str) else 1
+        if count + len(pending) > MAX_VALUES:
+            _refuse("more values than a flight recorder writes")
 
 
 # ---- checks of types
@@ -279,10 +356,10 @@ def _int(value: Any) -> int:
     return value
 
 
-def _text(value: Any, most: int = 4_000) -> str:
+def _text(value: Any) -> str:
     if not isinstance(value, str):
         _refuse(f"expected a text, got {type(value).__name__}")
-    return "".join(c if c.isprintable() else " " for c in value[:most])
+    return "".join(c if c.isprintable() else " " for c in value[:MAX_TEXT])
 
 
 def _list(value: Any) -> Sequence[Any]:
@@ -307,7 +384,10 @@ def _ranks(content: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _shapes(value: Any) -> list[list[int]]:
-    return [[_int(extent) for extent in _list(shape)] for shape in _list(value)]
+    shapes = [[_int(extent) for extent in _list(shape)] for shape in _list(value)]
+    if any(len(shape) > MAX_DIMENSIONS for shape in shapes):
+        _refuse(f"a tensor of more than {MAX_DIMENSIONS} dimensions")
+    return shapes
 
 
 # ---- our format
