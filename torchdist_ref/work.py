@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from time import monotonic
 from typing import Any, Protocol
@@ -71,14 +72,14 @@ class InterruptibleFuture(Future[Any]):
 
 
 class CallFuture(InterruptibleFuture):
-    """Future whose callbacks run in the scope of a call.
+    """Future whose callbacks run in the scope of a call, and whose chains keep the type of an error: torch's do not.
 
     Args:
-        scope: CallScope of the call.
+        scope: CallScope of the call; None if its backend does not number the calls of callbacks below it.
         devices: Accelerators that the value may be on.
     """
 
-    def __init__(self, scope: CallScope, devices: Sequence[Any] = ()) -> None:
+    def __init__(self, scope: CallScope | None, devices: Sequence[Any] = ()) -> None:
         super().__init__(devices=list(devices))
         self._scope, self._devices = scope, devices
 
@@ -118,7 +119,7 @@ class CallFuture(InterruptibleFuture):
         return following
 
     def _run_in_scope(self, callback: Callable[[Future[Any]], None]) -> None:
-        with numbered_in(self._scope):
+        with nullcontext() if self._scope is None else numbered_in(self._scope):
             callback(self)
 
 
@@ -307,11 +308,6 @@ class Work:
         """
         return self.future_of_kind(CallFuture)
 
-    @property
-    def numbers_callbacks(self) -> bool:
-        """Whether calls made in callbacks are numbered below this one, as on backend ``ref``."""
-        return self._scope is not None
-
     def future_of_kind(self, kind: type[CallFuture]) -> Future[Any]:
         """Return the future of this Work; the first caller decides its class. Subclasses override this method."""
         if self._run_callbacks is not None and not self._over:
@@ -321,9 +317,7 @@ class Work:
             future = self._future
             if future is None:
                 devices = devices_of(self.outputs)
-                scope = self._scope
-                created = InterruptibleFuture(devices=devices) if scope is None else kind(scope, devices)
-                future = self._future = created
+                future = self._future = kind(self._scope, devices)
                 completed = self._over
             else:
                 completed = False

@@ -103,8 +103,8 @@ class RefWork(c10d.Work):
 
     def get_future(self) -> Future[Any]:
         """Return a future of the list of output tensors."""
-        if len(self._works) == 1 and self._works[0].numbers_callbacks:
-            return self._works[0].future_of_kind(TorchFuture)
+        if len(self._works) == 1 and isinstance(future := self._works[0].future_of_kind(TorchFuture), TorchFuture):
+            return future
         outputs = self._outputs
 
         def value(futures: Future[list[Future[Any]]]) -> list[Tensor]:
