@@ -38,7 +38,7 @@ def installed(path: Path) -> Path:
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torchdist_ref\nVersion: 0\n")
     (metadata / "entry_points.txt").write_text("\n".join(["[torch.backends]", *lines, ""]))
-    shutil.copytree(PACKAGE, path / "torchdist_ref", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, path / "torchdist_ref")
     return path
 
 

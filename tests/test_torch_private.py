@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchdist_ref import torch_private
+from torchdist_ref import error_index, torch_private
 from torchdist_ref.errors import UnsupportedError
 from torchdist_ref.testing import fill, run
 from torchdist_ref.torch_private import NAMES, TESTED, Missing, PrivateName
@@ -84,6 +84,12 @@ def test_a_name_that_is_missing_says_who_needs_it() -> None:
     with pytest.raises(UnsupportedError, match="_name_that_is_not_there"):
         ABSENT.set(3)
     assert not hasattr(torch, "_name_that_is_not_there") and not ABSENT.exists()
+
+
+def test_asking_for_a_missing_name_makes_no_error() -> None:
+    error_index._compiled.cache_clear()
+    assert not ABSENT.exists() and isinstance(ABSENT.bind(), Missing)
+    assert not error_index._compiled.cache_info().misses
 
 
 def test_a_module_that_binds_a_missing_name_can_be_loaded() -> None:

@@ -50,26 +50,28 @@ class PrivateName:
         Raises:
             UnsupportedError: The installed torch lacks it.
         """
+        found = self._find()
+        return self.refuse() if found is _ABSENT else found
+
+    def exists(self) -> bool:
+        """Return whether the installed torch has the name."""
+        return self._find() is not _ABSENT
+
+    def bind(self) -> Any:
+        """Return the object, or one whose first use raises: for modules that bind the name when they are loaded."""
+        found = self._find()
+        return Missing(self) if found is _ABSENT else found
+
+    def _find(self) -> Any:
+        """Return the object, or `_ABSENT`: to make an error compiles the patterns of the error index, 0.1 s."""
         _warn_of_untested_torch()
         try:
             found: Any = importlib.import_module(self.module)
             for attribute in self.path.split("."):
                 found = getattr(found, attribute)
         except (ImportError, AttributeError):
-            self.refuse()
+            return _ABSENT
         return found
-
-    def exists(self) -> bool:
-        """Return whether the installed torch has the name."""
-        try:
-            self.get()
-        except UnsupportedError:
-            return False
-        return True
-
-    def bind(self) -> Any:
-        """Return the object, or one whose first use raises: for modules that bind the name when they are loaded."""
-        return self.get() if self.exists() else Missing(self)
 
     def of(self, owner: Any) -> Any:
         """Return the attribute of this name, the last part of the path, of an object.
@@ -103,6 +105,9 @@ class PrivateName:
             f"it: {self.without}. It was seen in torch {', '.join(self.versions)}; install one of these, or a newer "
             f"torchdist_ref."
         )
+
+
+_ABSENT = object()
 
 
 class Missing:
