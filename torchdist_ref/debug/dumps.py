@@ -47,6 +47,7 @@ _PLAIN = (
     | _LITERALS
     | frozenset(_EMPTY)
 )
+_EARLIER = "of attempt"
 _STATES = ("scheduled", "started", "completed", "failed")
 
 
@@ -166,9 +167,12 @@ class Dumps:
 
     def lack(self, rank: int) -> str:
         """Return why there is no dump of a rank, in words."""
-        names = (re.search(r"(\d+)(?:\.\w+)?$", name) for name in self.skipped)
-        unreadable = any(found is not None and int(found[1]) == rank for found in names)
-        return f"the dump of rank {rank} could not be read" if unreadable else f"rank {rank} left no dump"
+        for name, reason in self.skipped.items():
+            digits = re.search(r"(\d+)(?:\.\w+)?$", name)
+            if digits is not None and int(digits[1]) == rank:
+                is_old = reason.startswith(_EARLIER)
+                return f"the dump of rank {rank} {'is of an earlier attempt' if is_old else 'could not be read'}"
+        return f"rank {rank} left no dump"
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -196,7 +200,7 @@ def read_directory(directory: str | Path) -> Dumps:
     ranks: dict[int, RankDump] = {}
     for dump in sorted(found, key=lambda dump: dump.time_ns):
         if dump.attempt < last:
-            skipped[dump.source] = f"of attempt {dump.attempt}, and the last one is {last}"
+            skipped[dump.source] = f"{_EARLIER} {dump.attempt}, and the last one is {last}"
         else:
             ranks[dump.rank] = dump
     return Dumps(_with_unique_names(dict(sorted(ranks.items()))), skipped)
