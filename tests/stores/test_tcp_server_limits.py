@@ -307,6 +307,24 @@ def test_random_requests_see_releases_as_if_they_took_one_step(monkeypatch: pyte
 # Replies that are not read, and responses that are kept
 
 
+def test_replies_that_nobody_reads_do_not_fill_the_store(loop: server.ServerLoop) -> None:
+    """Once one reply of 8 GB, of the same value a thousand times, let the store refuse the requests of all others."""
+    handler = loop.handler
+    handler.memory.budget = 20 * MIB
+    handler.memory.run(Op.SET, (b"/k", bytes(MIB)))
+    greedy = dial(loop, write_request(Op.MULTI_GET, [b"/k"] * 100), receive_bytes=4096)
+    assert handler.memory.used > handler.memory.budget
+    honest = dial(loop, write_request(Op.SET, b"/a", b"b") + write_request(Op.ADD, b"/n", 3))
+    assert honest.recv(64) == (3).to_bytes(8, "little") and handler.table.values[b"/a"] == b"b"
+    assert is_closed(greedy) and len(loop.connections) == 1 and loop._unsent == 0
+    slow = dial(loop, write_request(Op.MULTI_GET, [b"/k"] * 4), receive_bytes=4096)
+    with pytest.raises(ArgumentError, match="the store is full"):
+        handler.memory.run(Op.SET, (b"/too large", bytes(20 * MIB)))
+    assert len(loop.connections) == 2, "nobody is disconnected for what does not fit anyway"
+    for client in (greedy, honest, slow):
+        client.close()
+
+
 def test_clients_that_do_not_read_are_disconnected_when_the_budget_is_used_up(loop: server.ServerLoop) -> None:
     """Once 60 clients held 504 MiB of values that had been replaced meanwhile."""
     size, handler = 6 * MIB, loop.handler

@@ -8,6 +8,7 @@ add clients or sessions here.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from itertools import compress, repeat
 from operator import is_
 from typing import Any
@@ -46,12 +47,20 @@ class StoreMemory:
         table: keys, values and queues.
         budget: largest `used`, in bytes.
         used: memory that counts against the budget, in bytes. The holders of other memory than the table's add to it.
+        reclaim: function that frees memory of unread replies until so many bytes fit, as far as possible; or None.
     """
 
     def __init__(self) -> None:
         self.table = Table(slash=b"/")
         self.budget = memory_budget()
         self.used = 0
+        self.reclaim: Callable[[int], None] | None = None
+
+    def fits(self, nbytes: int) -> bool:
+        """Return whether so many bytes fit in the budget; for that, clients that do not read are disconnected."""
+        if self.used + nbytes > self.budget and self.reclaim is not None:
+            self.reclaim(nbytes)
+        return self.used + nbytes <= self.budget
 
     def run(self, operation: Operation, fields: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run an operation and count the memory that it changes.
@@ -68,7 +77,7 @@ class StoreMemory:
             key, value = fields
             values = self.table.values
             before = len(values[key]) if key in values else -len(key) - KEY_OVERHEAD_BYTES
-            if self.used + (len(value) if operation is Op.SET else MAX_NUMBER_BYTES) - before > self.budget:
+            if not self.fits((len(value) if operation is Op.SET else MAX_NUMBER_BYTES) - before):
                 raise self.full(operation)
             reply = execute(self.table, key, value)
             self.used += len(values[key]) - before
@@ -115,7 +124,7 @@ class StoreMemory:
         added = list(compress(pairs, map(is_, former, repeat(None))))
         change = len(added) * KEY_OVERHEAD_BYTES + sum(map(len, added))
         change += sum(map(len, pairs.values())) - sum(map(len, filter(None, former)))
-        if self.used + change > self.budget:
+        if not self.fits(change):
             raise self.full(Op.MULTI_SET)
         self.table.values.update(pairs)
         self.used += change
@@ -140,5 +149,5 @@ class StoreMemory:
                 raise ArgumentError(f"append: the value would be longer than {MAX_VALUE_BYTES} bytes, the limit.")
         if operation is Op.QUEUE_PUSH:
             former, wanted = 0, wanted + (0 if key in self.table.queues else QUEUE_OVERHEAD_BYTES)
-        if self.used - former + wanted > self.budget:
+        if not self.fits(wanted - former):
             raise self.full(operation)

@@ -194,7 +194,7 @@ class RequestHandler:
             keys = request.fields[0]
             several = isinstance(keys, list)
             nbytes = sum(map(len, keys)) + len(keys) * AWAITED_OVERHEAD_BYTES if several else len(keys)
-            if self.memory.used + nbytes > self.memory.budget:
+            if not self.memory.fits(nbytes):
                 raise self.memory.full(request.operation)
             self._file(PendingRequest(client, request, nbytes), unmet)
 
@@ -260,7 +260,7 @@ class RequestHandler:
         former = session.on_disconnect
         self.sessions.set_later(session, (key, value) if value else None)
         try:
-            if self.memory.used > self.memory.budget:
+            if not self.memory.fits(0):
                 raise self.memory.full(request.operation)
             self._settle(Op.MULTI_SET, (pairs,))
             self.memory.run(Op.MULTI_SET, (pairs,))

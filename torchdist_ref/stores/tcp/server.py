@@ -74,6 +74,7 @@ class ServerLoop(ConnectionOwner):
 
     def __init__(self, listeners: list[socket.socket]) -> None:
         self.handler = RequestHandler()
+        self.handler.memory.reclaim = self._reclaim
         self._poller = poller()
         self.listeners = ListeningSockets(listeners, self._poller)
         self.connections: dict[int, ServerConnection] = {}
@@ -122,6 +123,8 @@ class ServerLoop(ConnectionOwner):
                     time.sleep(ERROR_PAUSE_SECONDS)
         finally:
             self.close_copies()
+            # Without this cycle, the table is freed at once, not by the garbage collector.
+            self.handler.memory.reclaim = None
 
     def _run_turn(self) -> None:
         timeout = self._poll_timeout()
@@ -256,15 +259,21 @@ class ServerLoop(ConnectionOwner):
             self._order_readers(connection, progress)
 
     def _order_readers(self, connection: ServerConnection, progress: bool) -> None:
-        """Count unsent replies. Beyond the budget, disconnect the clients that have not read for the longest time."""
+        """Count unsent replies. Beyond the budget, disconnect clients that do not read."""
         self._count_unsent(connection, connection.unsent)
         if progress or not connection.unsent:
             self._readers.pop(connection, None)
         if connection.unsent:
             self._readers[connection] = None
+        self._reclaim(0, connection)
+
+    def _reclaim(self, nbytes: int, reader: ServerConnection | None = None) -> None:
+        """Disconnect the clients that have not read for the longest time, but one, until so many bytes fit."""
         memory = self.handler.memory
-        while memory.used > memory.budget and self._unsent > memory.budget // UNSENT_SHARE:
-            slowest = next((each for each in self._readers if each is not connection), None)
+        if memory.used - self._unsent + nbytes > memory.budget:
+            return
+        while memory.used + nbytes > memory.budget and self._unsent > memory.budget // UNSENT_SHARE:
+            slowest = next((each for each in self._readers if each is not reader), None)
             if slowest is None:
                 break
             self.drop(slowest, "unsent replies held memory that others needed")
