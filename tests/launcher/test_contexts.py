@@ -24,6 +24,7 @@ import torchdist_ref.elastic.multiprocessing as ours
 from tests.elastic.agents import is_running
 from tests.launcher import jobs
 from torchdist_ref import multiprocessing as spawning
+from torchdist_ref.errors import ArgumentError
 from torchdist_ref.launcher import contexts, entrypoint, orphans
 from torchdist_ref.launcher.api import LaunchConfig, elastic_launch
 from torchdist_ref.launcher.failures import ChildFailedError
@@ -199,6 +200,8 @@ def test_wrong_calls() -> None:
         ours.start_processes("job", "true", {0: ()}, {1: {}}, ours.DefaultLogsSpecs())
     with pytest.raises(FileNotFoundError, match="no_such_program"):
         start("no_such_program", ())
+    with pytest.raises(ArgumentError, match="cannot find context for 'thread'"):
+        ours.start_processes("job", jobs.exit_on, {0: ()}, {0: {}}, ours.DefaultLogsSpecs(), start_method="thread")
     former = signal.getsignal(signal.SIGTERM)
     context = start("true", ())
     with pytest.raises(ValueError, match="started"):

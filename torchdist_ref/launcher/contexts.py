@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torchdist_ref.errors import BackendArgumentError, UsageError
+from torchdist_ref.errors import ArgumentError, BackendArgumentError, UsageError
 from torchdist_ref.launcher import entrypoint as worker_entrypoint
 from torchdist_ref.launcher import orphans
 from torchdist_ref.launcher.failures import ProcessFailure, SignalException, as_torchs
@@ -321,7 +321,7 @@ class MultiprocessContext(PContext):
         super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, *filters)
         self._cpus = binding(numa_options)
         if start_method not in ("spawn", "fork", "forkserver"):
-            raise ValueError(f"cannot find context for {start_method!r}; give 'spawn', 'fork' or 'forkserver'")
+            raise ArgumentError(f"cannot find context for {start_method!r}; give 'spawn', 'fork' or 'forkserver'")
         self.start_method = start_method
 
     def _plan(self, rank: int, **common: Any) -> WorkerPlan:
