@@ -50,10 +50,10 @@ ENTRIES = (
     ("device-mesh", r": (DeviceMesh|init_device_mesh)\b"),
     # Training.
     ("hook-result", r"DistributedDataParallel: communication hook .*(returned|raised| its Future holds)"),
-    ("hook-is-not-a-hook", r"register_comm_hook: "),
+    ("hook-is-not-a-hook", r"(register_comm_hook|_comm_hook): "),
     ("gradient-missing", r"Expected to have finished reduction"),
     ("ddp-argument", r": DistributedDataParallel: "),
-    ("optimizer-argument", r": \w+(Optimizer|Averager|State)\b"),
+    ("optimizer-argument", r": (\w+(Optimizer|Averager|State)\b|average_parameters: |get_params_to_average: )"),
     ("join-argument", r": Join\b"),
     ("pipe-argument", r": Pipe\b"),
     # Ranks and messages.
@@ -73,14 +73,21 @@ ENTRIES = (
     ("timeout-is-not-positive", r" argument 'timeout' must be more than zero"),
     ("timeout-is-no-timedelta", r"Expected timeout argument to be of type datetime\.timedelta"),
     ("unknown-backend", r"( argument 'backend' must be|Backend: argument 'name'|a device with a default backend)"),
-    ("ranks-are-no-integers", r"(Ranks are int| argument '(group|global)_rank' must be an int)"),
+    (
+        "argument-of-a-local-call",
+        r": (get_node_local_rank|get_default_backend_for_device|register_backend|empty_registered|set_debug_level): ",
+    ),
+    (
+        "ranks-are-no-integers",
+        r"(Ranks are int| must be lists of ranks \(int\)| argument '(group|global)_rank' must be an int)",
+    ),
     ("ranks-are-no-integers", r"group\w*: argument '\w*(ranks|size)\w*' must be .*, got [\[(]*'"),
     ("ranks-are-no-integers", r" at least one (global rank, got|list of ranks, got [^\[])"),
     (
         "size-of-subgroups",
         r"( must be a list of at least one list of| argument '(ranks_to_exclude|group_size)' must be )",
     ),
-    ("ranks-of-a-new-group", r"(: (new|split|shrink)_\w*group\w*: | rank \d+ is not part of group )"),
+    ("ranks-of-a-new-group", r"(: (new|split|shrink)_\w*group\w*: | rank -?\d+ is not part of group )"),
     # Objects.
     ("list-on-the-wrong-rank", r"( must (NOT )?be specified on | on the source, got None)"),
     ("object-list-length", r"(the sender's list|one for each rank, on the source|of at least \d+ entries)"),

@@ -189,6 +189,9 @@ class Join:
         Raises:
             DistError: With ``throw_on_early_termination``, when some rank has no more inputs.
         """
+        if not hasattr(joinable, "_join_config"):
+            expected = "a Joinable, such as DistributedDataParallel"
+            raise ArgumentTypeError(explain("Join.notify_join_context", "joinable", expected, joinable))
         config = joinable._join_config  # noqa: SLF001 (torch's name)
         if not (config.enable and config.is_first_joinable):
             return None

@@ -42,8 +42,6 @@ _backends: dict[str, Factory | str] = {
 
 
 BUILT_IN = frozenset(_backends)
-_without_options = {*BUILT_IN} - {"nccl"}
-"""Backends that ignore options, as long as no other backend has been registered under their names."""
 
 
 def register(name: str, factory: Factory) -> None:
@@ -51,7 +49,6 @@ def register(name: str, factory: Factory) -> None:
     if name.lower() in BUILT_IN:
         hint = "Register it under another name, unless all groups of this process are to use it"
         warnings.warn(f"register_backend: this replaces the library's backend {name.lower()!r}. {hint}.", stacklevel=3)
-    _without_options.discard(name.lower())
     _backends[name.lower()] = factory
 
 
@@ -82,7 +79,7 @@ def names_by_device(name: str, operation: str = "init_process_group") -> dict[st
     if unknown:
         hint = f"No backend is called {unknown[0]!r}; see register_backend."
         raise UsageError(explain(operation, "backend", f"one of {', '.join(names())}", name, hint=hint))
-    if len(found) < len(pairs) or (len(found) > 1 and "" in found) or not all(map(_is_device, found)):
+    if len(found) < len(pairs) or (len(found) > 1 and "" in found) or not all(map(is_device, found)):
         expected = "one name, or one for each kind of device, as in 'cpu:gloo,cuda:nccl'"
         raise UsageError(explain(operation, "backend", expected, name))
     return found
@@ -97,7 +94,10 @@ def check_options(name: str, options: Any, device: Any, operation: str) -> None:
     Raises:
         ArgumentTypeError: They have not.
     """
-    if not {*names_by_device(name, operation).values()} <= _without_options:
+    # A registered backend, also under the name of one of these, is a function.
+    if not all(
+        each != "nccl" and isinstance(_backends.get(each), str) for each in names_by_device(name, operation).values()
+    ):
         return
     if options is not None and not isinstance(options, torch_private.BACKEND_OPTIONS.get()):
         expected = f"None for backend {name!r}, which has no options, or options of one of torch's backends"
@@ -107,8 +107,8 @@ def check_options(name: str, options: Any, device: Any, operation: str) -> None:
         raise ArgumentTypeError(explain(operation, "device_id", expected, device))
 
 
-def _is_device(kind: str) -> bool:
-    """Whether a text is a kind of device, or empty."""
+def is_device(kind: str) -> bool:
+    """Return whether a text is a kind of device, or empty."""
     try:
         return not kind or torch.device(kind).index is None
     except RuntimeError:

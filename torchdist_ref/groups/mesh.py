@@ -333,6 +333,8 @@ def init_device_mesh(
         raise ArgumentTypeError(explain("init_device_mesh", "mesh_shape", "a tuple of numbers of ranks", mesh_shape))
     if backend_override is not None and not isinstance(backend_override, Mapping):
         raise ArgumentTypeError(explain("init_device_mesh", "backend_override", "a dict", backend_override))
+    if mesh_dim_names is not None:
+        _check_names(mesh_dim_names, len(mesh_shape))
     overrides = dict(backend_override or {})
     backends = [overrides.pop(d, overrides.pop((mesh_dim_names or {d: d})[d], None)) for d in range(len(mesh_shape))]
     if overrides:
@@ -377,10 +379,15 @@ def _check_mesh(device_type: str, ranks: Tensor, names: Names) -> None:
     listed, world = ranks.flatten().tolist(), get_world_size()
     if len(set(listed)) != len(listed) or not all(0 <= rank < world for rank in listed):
         _refuse("mesh", f"ranks from 0 to {world - 1}, each at most once", ranks.tolist())
-    if names is not None and not all(isinstance(name, str) for name in names):
-        raise ArgumentTypeError(explain("DeviceMesh", "mesh_dim_names", "names, which are str", names))
-    if names is not None and (len(names) != ranks.dim() or len(set(names)) != len(names)):
-        _refuse("mesh_dim_names", f"{ranks.dim()} different names, one for each dimension", names)
+    if names is not None:
+        _check_names(names, ranks.dim())
+
+
+def _check_names(names: Any, dimensions: int) -> None:
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ArgumentTypeError(explain("DeviceMesh", "mesh_dim_names", "a tuple of names, which are str", names))
+    if len(names) != dimensions or len(set(names)) != len(names):
+        _refuse("mesh_dim_names", f"{dimensions} different names, one for each dimension", names)
 
 
 def _refuse(argument: str, expected: str, got: Any) -> NoReturn:

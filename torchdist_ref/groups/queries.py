@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -337,7 +337,8 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
         `Backend.register_backend`. If all ranks share a host, ``"ref"`` works on CPU tensors too.
 
     Raises:
-        ArgumentError: No backend is known for the device.
+        ArgumentError: No backend is known for the device, or torch knows no such device.
+        ArgumentTypeError: Neither a device nor a str.
 
     Example:
         >>> import torchdist_ref as dist
@@ -347,7 +348,12 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
     Elsewhere:
         None in MPI and NCCL; ``jax_cpu_collectives_implementation`` in JAX names the library for CPUs.
     """
-    kind = torch.device(device).type
+    try:
+        kind = (device if isinstance(device, torch.device) else torch.device(device)).type
+    except (RuntimeError, TypeError) as error:
+        expected = "a torch.device or its name, such as 'cuda'"
+        wrong = ArgumentError if isinstance(device, str) else ArgumentTypeError
+        raise wrong(explain("get_default_backend_for_device", "device", expected, device)) from error
     found = Backend.default_device_backend_map.get(kind)
     if found is None:
         known = ", ".join(sorted(Backend.default_device_backend_map))
@@ -382,7 +388,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
     Raises:
         DistError: ``LOCAL_RANK`` is not set, there is no fallback, and neither mpiexec nor Slurm started this process.
-        ArgumentError: The variable is not an integer.
+        ArgumentError: The variable or the fallback is not an integer.
 
     Example:
         >>> import torchdist_ref as dist
@@ -393,7 +399,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
         ``MPI_Comm_split_type`` with ``MPI_COMM_TYPE_SHARED`` in MPI, then ``MPI_Comm_rank``; none in NCCL;
         ``local_device_ids`` of ``jax.distributed.initialize`` in JAX.
     """
-    text = os.environ.get("LOCAL_RANK", fallback_rank)
+    text: Any = os.environ.get("LOCAL_RANK", fallback_rank)
     text = job_environment.local_rank(os.environ) if text is None else text
     if text is None:
         raise DistError(
@@ -402,8 +408,10 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
         )
     try:
         return int(text)
-    except ValueError:
-        raise ArgumentError(explain("get_node_local_rank", "LOCAL_RANK", "an integer", text)) from None
+    except (TypeError, ValueError):
+        source = "LOCAL_RANK" if "LOCAL_RANK" in os.environ else "fallback_rank"
+        wrong = ArgumentError if isinstance(text, str) else ArgumentTypeError
+        raise wrong(explain("get_node_local_rank", source, "an integer", text)) from None
 
 
 def get_pg_count() -> int:
@@ -499,6 +507,7 @@ class Backend(str):
 
         Raises:
             ArgumentTypeError: The name is not a str, `func` is not callable, or a new group cannot use its backend.
+            ArgumentError: The name is empty or has a separator in it, or torch knows no such device.
 
         Example:
             >>> import torchdist_ref as dist
@@ -515,9 +524,18 @@ class Backend(str):
             raise ArgumentTypeError(explain("register_backend", "name", "a str", name))
         if not callable(func):
             raise ArgumentTypeError(explain("register_backend", "func", "callable", func))
+        if not name or any(sign in name for sign in ":, "):
+            expected = "a name without colons, commas and spaces, which separate the backends of several devices"
+            raise ArgumentError(explain("register_backend", "name", expected, name))
+        kinds = [devices] if isinstance(devices, str) else [] if devices is None else devices
+        if not isinstance(kinds, Iterable) or not all(
+            isinstance(kind, str) and registry.is_device(kind) for kind in kinds
+        ):
+            expected = "names of device types, such as ['cuda']"
+            raise ArgumentError(explain("register_backend", "devices", expected, devices))
         if not hasattr(cls, name.upper()):
             setattr(cls, name.upper(), name.lower())
-        for device in [devices] if isinstance(devices, str) else devices or ():
+        for device in kinds:
             cls.default_device_backend_map.setdefault(device, name.lower())
         registry.register(name, _factory(name.lower(), func, extended_api))
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, at_limit, explain
 from torchdist_ref.groups.world import ProcessGroup, resolve
 
 
@@ -42,8 +42,9 @@ def empty_registered(
         A contiguous tensor with unspecified values.
 
     Raises:
-        ArgumentError: A negative size, or this rank is not in the group.
-        ArgumentTypeError: The size does not consist of integers.
+        ArgumentError: A size that is negative or too large, or this rank is not in the group.
+        ArgumentTypeError: The size does not consist of integers, or `dtype` is none.
+        OSError: No memory is free.
         NotInitializedError: `init_process_group` was not called.
 
     Example:
@@ -60,7 +61,16 @@ def empty_registered(
     found = resolve(group, "empty_registered")
     if found is None:
         raise ArgumentError(explain("empty_registered", "group", "a group that this rank is in", group))
-    tensor = found.backend.empty(_shape(size), dtype or torch.get_default_dtype())
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ArgumentTypeError(explain("empty_registered", "dtype", "a torch.dtype or None", dtype))
+    shape = _shape(size)
+    try:
+        tensor = found.backend.empty(shape, dtype or torch.get_default_dtype())
+    except OverflowError as error:
+        expected = f"small enough for the memory of this host ({error})"
+        raise ArgumentError(explain("empty_registered", "size", expected, tuple(shape))) from error
+    except OSError as error:
+        raise at_limit(f"empty_registered of {tuple(shape)}", error) or error from error
     return tensor.requires_grad_(requires_grad)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -161,18 +161,32 @@ def new_subgroups_by_enumeration(
     Elsewhere:
         ``MPI_Comm_split`` in MPI, ``ncclCommSplit`` in NCCL, ``axis_index_groups`` of JAX's collectives.
     """
-    _check_disjoint(ranks_per_subgroup_list)
-    groups = [new_group(ranks, timeout, backend, pg_options, False, group_desc) for ranks in ranks_per_subgroup_list]
+    lists = _lists_of_ranks("new_subgroups_by_enumeration", "ranks_per_subgroup_list", ranks_per_subgroup_list)
+    _check_disjoint(lists)
+    groups = [new_group(ranks, timeout, backend, pg_options, False, group_desc) for ranks in lists]
     me = get_rank()
-    own = next((group for group, ranks in zip(groups, ranks_per_subgroup_list, strict=True) if me in ranks), None)
+    own = next((group for group, ranks in zip(groups, lists, strict=True) if me in ranks), None)
     return own, groups
 
 
-def _check_disjoint(lists: Any) -> None:
-    if not lists or not isinstance(lists, Sequence) or not all(isinstance(ranks, Iterable) for ranks in lists):
-        expected = "a list of at least one list of ranks"
-        raise ArgumentError(explain("new_subgroups_by_enumeration", "ranks_per_subgroup_list", expected, lists))
-    seen: dict[int, Sequence[int]] = {}
+def _lists_of_ranks(operation: str, argument: str, value: Any) -> Parts:
+    """Return lists of ranks, which may be arrays and hold integers of any type, as lists of int.
+
+    Raises:
+        ArgumentError: Not one or more lists of integers.
+    """
+    lists = list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping) else []
+    if not lists or not all(isinstance(ranks, Iterable) for ranks in lists):
+        raise ArgumentError(explain(operation, argument, "a list of at least one list of ranks", value))
+    found = [[as_integer(rank) for rank in ranks] for ranks in lists]
+    integers = [[rank for rank in ranks if rank is not None] for ranks in found]
+    if integers != found:
+        raise ArgumentError(explain(operation, argument, "lists of ranks (int)", value))
+    return integers
+
+
+def _check_disjoint(lists: Parts) -> None:
+    seen: dict[int, list[int]] = {}
     for ranks in lists:
         for rank in ranks:
             if rank in seen and seen[rank] is not ranks:
@@ -254,21 +268,16 @@ def split_group(
 
 
 def _checked_parts(split_ranks: Any, parent: ProcessGroup) -> Parts:
-    if (
-        not split_ranks
-        or not isinstance(split_ranks, Sequence)
-        or not all(isinstance(ranks, Iterable) for ranks in split_ranks)
-    ):
-        raise ArgumentError(explain("split_group", "split_ranks", "a list of at least one list of ranks", split_ranks))
-    listed = [rank for ranks in split_ranks for rank in ranks]
+    parts = _lists_of_ranks("split_group", "split_ranks", split_ranks)
+    listed = [rank for ranks in parts for rank in ranks]
     for rank in listed:
-        if not isinstance(rank, int) or not 0 <= rank < parent.size():
+        if not 0 <= rank < parent.size():
             expected = f"lists of group ranks (int) from 0 to {parent.size() - 1}"
             raise ArgumentError(explain("split_group", "split_ranks", expected, split_ranks))
-    if len(set(listed)) != len(listed) or not all(split_ranks):
+    if len(set(listed)) != len(listed) or not all(parts):
         expected = "lists with at least one rank each and no rank twice"
         raise ArgumentError(explain("split_group", "split_ranks", expected, split_ranks))
-    return [sorted(ranks) for ranks in split_ranks]
+    return [sorted(ranks) for ranks in parts]
 
 
 def shrink_group(

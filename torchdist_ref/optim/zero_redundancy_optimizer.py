@@ -23,7 +23,14 @@ from torch.optim import Optimizer
 
 from torchdist_ref import groups
 from torchdist_ref.algorithms.join import Join, Joinable, JoinHook
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, BackendArgumentError, DistError, explain, indexed
+from torchdist_ref.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BackendArgumentError,
+    DistError,
+    explain,
+    indexed,
+)
 from torchdist_ref.optim.shards import (
     Shards,
     copy_options,
@@ -100,9 +107,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.process_group = found if process_group is None else process_group
         self.world_size, self.rank = found.size(), found.rank()
         _check_class(optimizer_class)
-        if not isinstance(params, Iterable):
-            expected = "an iterable of tensors, or of dicts"
-            raise ArgumentTypeError(explain("ZeroRedundancyOptimizer", "params", expected, params))
+        params = _checked(params)
         self.overlap_with_ddp = overlap_with_ddp
         self.parameters_as_bucket_view = parameters_as_bucket_view and not overlap_with_ddp
         self._class, self._options = optimizer_class, defaults
@@ -147,6 +152,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         made = hasattr(self, "_join_config")
         if made and self.overlap_with_ddp:
             raise DistError("ZeroRedundancyOptimizer: with overlap_with_ddp, parameters cannot be added later.")
+        _check_group(param_group)
         super().add_param_group(param_group)
         if made:
             added = self.param_groups[-1]
@@ -324,6 +330,32 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _must_be_assigned(self) -> None:
         if not self.assigned:
             raise DistError("ZeroRedundancyOptimizer: there is no state before the hook has seen DDP's buckets.")
+
+
+def _checked(params: Any) -> list[Any]:
+    """Return the parameters, or groups of them, as a list."""
+    if not isinstance(params, Iterable) or isinstance(params, Tensor):
+        expected = "an iterable of tensors, or of dicts"
+        raise ArgumentTypeError(explain("ZeroRedundancyOptimizer", "params", expected, params))
+    listed = list(params)
+    if not listed:
+        raise ArgumentError(explain("ZeroRedundancyOptimizer", "params", "no empty parameter list", listed))
+    for entry in listed:
+        # torch takes pairs of a name and a tensor too.
+        if not isinstance(entry, Tensor | tuple):
+            _check_group(entry)
+    return listed
+
+
+def _check_group(group: Any) -> None:
+    expected = "tensors, or dicts with an entry 'params'"
+    message = explain("ZeroRedundancyOptimizer", "params", expected, group)
+    if not isinstance(group, dict):
+        raise ArgumentTypeError(message)
+    if "params" not in group:
+        raise indexed(KeyError(message))
+    if not isinstance(group["params"], Iterable):
+        raise ArgumentTypeError(message)
 
 
 def _check_class(optimizer_class: Any) -> None:

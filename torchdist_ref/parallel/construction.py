@@ -65,12 +65,15 @@ def check_devices(found: Sequence[ParameterEntry], device_ids: Any, output_devic
 
     Raises:
         ArgumentError: ``device_ids`` does not apply to this module.
+        ArgumentTypeError: It is no list.
     """
     devices = {entry.parameter.device for entry in found}
     if len({device.type for device in devices}) > 1:
         raise ArgumentError(
             f"{OPERATION}: the parameters are on different kinds of devices: {sorted(map(str, devices))}."
         )
+    if device_ids is not None and not isinstance(device_ids, list | tuple):
+        raise ArgumentTypeError(explain(OPERATION, "device_ids", "None or a list of one device", device_ids))
     if device_ids is not None and len(device_ids) > 1:
         raise ArgumentError(explain(OPERATION, "device_ids", "None or a list of one device", list(device_ids)))
     if device_ids and _single_accelerator(devices):
@@ -113,7 +116,10 @@ def delayed(named: Any, trigger: Any) -> list[tuple[str, torch.Tensor]]:
 
     Raises:
         ArgumentError: One of the two arguments is missing.
+        ArgumentTypeError: The second is no tensor.
     """
+    if trigger is not None and not isinstance(trigger, torch.Tensor):
+        raise ArgumentTypeError(explain(OPERATION, "param_to_hook_all_reduce", "a parameter of the module", trigger))
     if (named is None) != (trigger is None):
         names = "delay_all_reduce_named_params and param_to_hook_all_reduce"
         raise ArgumentError(f"{OPERATION}: {names} need each other: the second sends the first. Pass both.")

@@ -29,7 +29,7 @@ from torchdist_ref.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
     _reducer_allreduce_and_upcast_hook,
 )
 from torchdist_ref.algorithms.join import Join, Joinable, JoinHook
-from torchdist_ref.errors import ArgumentError, DistError, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, DistError, explain
 from torchdist_ref.parallel import bucketing, construction, logging_data, synchronization
 from torchdist_ref.parallel.exchange import HookExchange, check_hook
 from torchdist_ref.parallel.modes import DelayedParameters, LowPrecision, MixedPrecision, take_over_optimizers
@@ -525,6 +525,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
         """Leave parameters and buffers of these names to each rank, when ``module`` is wrapped later."""
+        if not isinstance(module, nn.Module):
+            raise ArgumentTypeError(explain("DistributedDataParallel", "module", "an nn.Module", module))
+        if isinstance(params_and_buffers_to_ignore, str) or not isinstance(params_and_buffers_to_ignore, Iterable):
+            argument, expected = "params_and_buffers_to_ignore", "a list of names"
+            raise ArgumentTypeError(
+                explain("DistributedDataParallel", argument, expected, params_and_buffers_to_ignore)
+            )
         names = list(params_and_buffers_to_ignore)
         module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]  # noqa: SLF001 (torch's name)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -553,7 +560,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         Raises:
             ArgumentError: A rate below 1.
         """
-        if sample_rate < 1:
+        if not isinstance(sample_rate, int) or sample_rate < 1:
             expected = "equal or greater than 1"
             raise ArgumentError(explain("DistributedDataParallel", "sample_rate", expected, sample_rate))
         self._statistics.sample_rate = sample_rate

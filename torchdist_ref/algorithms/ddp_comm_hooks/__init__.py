@@ -96,4 +96,7 @@ def register_ddp_comm_hook(comm_hook_type: Any, model: Any, state: Any = None) -
         raise ArgumentTypeError(
             explain("register_ddp_comm_hook", "comm_hook_type", expected, comm_hook_type, hint=hint)
         )
+    if not hasattr(model, "register_comm_hook"):
+        expected = "a model with the method register_comm_hook, such as DistributedDataParallel"
+        raise ArgumentTypeError(explain("register_ddp_comm_hook", "model", expected, model))
     comm_hook_type.value(model=model, state=state)

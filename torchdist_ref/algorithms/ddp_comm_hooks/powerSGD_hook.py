@@ -162,6 +162,12 @@ class PowerSGDState:
         rank_rule: RankRule | None = None,
     ) -> None:
         _check_state(process_group, matrix_approximation_rank, random_seed)
+        for name, value in (
+            ("start_powerSGD_iter", start_powerSGD_iter),
+            ("compression_stats_logging_frequency", compression_stats_logging_frequency),
+        ):
+            if not isinstance(value, int):
+                raise ArgumentTypeError(explain("PowerSGDState", name, "an int", value))
         if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
             hint = "DDP rebuilds its buckets after the first step, and errors and factors would not fit them."
             name, expected = "start_powerSGD_iter", "at least 2 with use_error_feedback or warm_start"

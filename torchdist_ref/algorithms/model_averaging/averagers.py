@@ -44,6 +44,7 @@ def average_parameters(params: Iterator[Parameter], process_group: Any) -> None:
 
     Raises:
         MismatchError: Ranks have different parameters.
+        ArgumentTypeError: `params` is no iterable of parameters.
 
     Example:
         >>> import torch
@@ -60,9 +61,13 @@ def average_parameters(params: Iterator[Parameter], process_group: Any) -> None:
         ``MPI_Allreduce`` and a division in MPI; ``ncclAllReduce`` with ``ncclAvg`` in NCCL; ``jax.lax.pmean`` of the
         parameters in JAX.
     """
-    if groups.get_rank(process_group) < 0:
+    found = groups.world.resolve(process_group, "average_parameters", "process_group")
+    if found is None:
         return
-    tensors = [parameter.detach() for parameter in params]
+    parameters = list(params) if isinstance(params, Iterable) else [params]
+    if (other := next((each for each in parameters if not isinstance(each, Tensor)), None)) is not None:
+        raise ArgumentTypeError(explain("average_parameters", "params", "an iterable of parameters", other))
+    tensors = [parameter.detach() for parameter in parameters]
     for kind in dict.fromkeys((tensor.device, tensor.dtype) for tensor in tensors):
         _average([tensor for tensor in tensors if (tensor.device, tensor.dtype) == kind], process_group)
 
@@ -306,7 +311,11 @@ class HierarchicalModelAverager(ModelAverager):
     ) -> None:
         super().__init__(process_group)
         _check_warmup("HierarchicalModelAverager", warmup_steps)
-        sizes = dict(period_group_size_dict or {})
+        given: Any = period_group_size_dict or {}
+        if not isinstance(given, Mapping):
+            expected = "a dict of periods and sizes"
+            raise ArgumentTypeError(explain("HierarchicalModelAverager", "period_group_size_dict", expected, given))
+        sizes = dict(given)
         self._check(sizes)
         _warn_of_period_one(max(sizes))
         self.warmup_steps = warmup_steps
