@@ -5,16 +5,26 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.elastic.agents import Agents, is_running
 from tests.elastic.scenarios import SCENARIOS, check_ranks, three_hosts
+from torchdist_ref.elastic import host_agent
 from torchdist_ref.elastic.bootstrap import get_free_port
+from torchdist_ref.elastic.host_agent import AgentSettings, _HostAgent, run_agent
+from torchdist_ref.elastic.roster import HostInfo, Progress, Rules
+from torchdist_ref.elastic.session import AgentSession, CoordinatorLost
+from torchdist_ref.launcher.environment import Assignment
+from torchdist_ref.launcher.local_workers import Outcome
 from torchdist_ref.stores import TCPStore
 from torchdist_ref.testing import namespaces
+from torchdist_ref.timeouts import Deadline
 
 
 @pytest.fixture
@@ -129,6 +139,57 @@ def test_other_versions_of_torch_or_of_this_library_are_refused(agents: Agents, 
     code, text = agents.ends(["host-1"])["host-1"]
     assert code == 2 and text.startswith("host-1 has torch 9.9.9, and the agent at 127.0.0.1")
     assert "pip install torch==" in text
+
+
+class NoWorkers:
+    """Workers of an agent that never starts any, and gets no signal."""
+
+    def __init__(self, quiet: socket.socket) -> None:
+        self.socket = quiet
+
+    @property
+    def interrupts(self) -> NoWorkers:
+        return self
+
+    def received(self) -> bytes:
+        return b""
+
+    def run(self, assignment: Assignment, stop: int | None = None) -> Outcome:
+        raise AssertionError(assignment)
+
+
+@pytest.mark.parametrize("attempts", [0, 1], ids=["before the first attempt", "after it"])
+def test_an_agent_whose_coordinators_are_lost_again_and_again_gives_up(
+    attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program may take each hello of an agent from the store. The agent once tried without an end."""
+
+    def lose(*_: Any) -> None:
+        raise CoordinatorLost("the hello was taken", certain=False)
+
+    losses, enter, leave = list[float](), _HostAgent._enter, _HostAgent._leave_session
+
+    def leave_in_time(agent: Any) -> None:
+        leave(agent)
+        losses.append(time.monotonic())
+        assert losses[-1] - losses[0] < 5.0, "it tries without an end"
+
+    def enter_after_attempts(agent: Any, deadline: Deadline) -> AgentSession:
+        if attempts:
+            host = HostInfo("key", "host-1", "127.0.0.1", 1, 1)
+            agent._progress, agent._attempt_lost = Progress(attempt=attempts, hosts=(host,)), attempts
+        return enter(agent, deadline)
+
+    monkeypatch.setattr(host_agent, "AgentSession", lose)
+    monkeypatch.setattr(_HostAgent, "_enter", enter_after_attempts)
+    monkeypatch.setattr(_HostAgent, "_leave_session", leave_in_time)
+    rules = Rules("job", 2, 2, join_seconds=0.3)
+    settings = AgentSettings(rules, "127.0.0.1", get_free_port(), 1, serves=True)
+    quiet, other = socket.socketpair()
+    with quiet, other:
+        end = run_agent(settings, NoWorkers(quiet), lambda line: None)
+    assert end.code == 2 and "the hello was taken; gave up after 0.3 s. Check --rdzv-endpoint" in end.text
+    assert len(losses) > 2
 
 
 # Hosts with networks of their own

@@ -243,7 +243,8 @@ class _HostAgent:
     def run(self) -> JobEnd:
         """Join, and join again when the coordinator is lost, until the job ends."""
         lost: CoordinatorLost | None = None
-        deadline = Deadline(self._settings.rules.join_seconds)
+        # Each attempt that has begun gives the next succession its time; a repeated loss does not.
+        deadline, attempt = Deadline(self._settings.rules.join_seconds), -1
         try:
             while True:
                 try:
@@ -268,8 +269,9 @@ class _HostAgent:
                         self._logged = str(error)
                         self._log(self._logged)
                     self._leave_session()
-                    if lost is None or self._progress.hosts:
-                        deadline = Deadline(self._settings.rules.join_seconds)
+                    if self._progress.attempt > attempt:
+                        deadline, attempt = Deadline(self._settings.rules.join_seconds), self._progress.attempt
+                    self._require_time(deadline, self._logged)
                     lost = error
         except _Interrupted as error:
             if self._session is not None:
@@ -376,18 +378,19 @@ class _HostAgent:
         return self._join(self._standby.clone(), info, f"{info.address}:{info.port}")
 
     def _join_at(self, host: str, port: int, seconds: float, timeout: float = WELCOME_SECONDS) -> AgentSession:
-        store = open_store(host, port, seconds)
-        try:
-            return self._join(store, self._describe(self._address()), f"{host}:{port}", timeout)
-        except BaseException:
-            store.close()
-            raise
+        info = self._describe(self._address())
+        return self._join(open_store(host, port, seconds), info, f"{host}:{port}", timeout)
 
     def _join(self, store: TCPStore, info: HostInfo, where: str, timeout: float = WELCOME_SECONDS) -> AgentSession:
         rules, secret = self._settings.rules, self._settings.secret
         self._drain()
         local = self._coordinator.local if self._coordinator is not None else None
-        return AgentSession(store, info, rules, secret, where, self._wake, self._log, timeout, local)
+        try:
+            return AgentSession(store, info, rules, secret, where, self._wake, self._log, timeout, local)
+        except BaseException:
+            # A server of this process would keep its port for as long as a store of it is open.
+            store.close()
+            raise
 
     def _describe(self, address: str) -> HostInfo:
         settings = self._settings
