@@ -51,7 +51,6 @@ def part_name(module: str) -> str:
         ("torchdist_ref.groups.world", "torchdist_ref.backends.ref", True, "may not import backends"),
         ("torchdist_ref.parallel.reducer", "torchdist_ref.groups.world", False, "public names"),
         ("torchdist_ref.backends.ref", "torchdist_ref.testing", True, "may not import testing"),
-        ("torchdist_ref.work", "torch", False, "torch.futures only"),
         ("torchdist_ref.launch", "torch", False, "only inside functions"),
         ("torchdist_ref.novelty", "json", False, "in no part"),
         ("torchdist_ref.groups.world", "torchdist_ref", False, "name the module"),

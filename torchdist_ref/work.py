@@ -16,8 +16,10 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.futures import Future
 
+from torchdist_ref import torch_private
 from torchdist_ref.calls import CallScope, numbered_in
 from torchdist_ref.errors import (
     ArgumentError,
@@ -71,8 +73,41 @@ class InterruptibleFuture(Future[Any]):
         return super().wait()
 
 
+class FailedResult(Tensor):
+    """Value of a failed future, for readers in C++: a tensor of which every use raises the error.
+
+    `torch.futures.Future.set_exception` stores the exception itself as the value. torch's reducer reads that value as
+    a tensor and crashes (SIGSEGV), or reports that it cannot cast it. A tensor it can read; its first use raises the
+    error with its type, in the thread that waits for the gradients.
+
+    Args:
+        error: Exception of the call.
+    """
+
+    error: BaseException
+
+    @staticmethod
+    def __new__(cls, error: BaseException) -> FailedResult:
+        """Make a tensor without storage; subclasses of tensors are made here, not in `__init__`."""
+        made: FailedResult = torch_private.MAKE_WRAPPER.get()(cls, ())
+        made.error = error
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"FailedResult({self.error!r})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Raise the error of the first operand that has one."""
+        raise next(
+            operand.error for operand in torch_private.TREE_LEAVES.get()((args, kwargs)) if isinstance(operand, cls)
+        )
+
+
 class CallFuture(InterruptibleFuture):
-    """Future whose callbacks run in the scope of a call, and whose chains keep the type of an error: torch's do not.
+    """Future whose callbacks run in the scope of a call. Its errors keep their type in chains and in torch's C++.
 
     Args:
         scope: CallScope of the call; None if its backend does not number the calls of callbacks below it.
@@ -82,6 +117,11 @@ class CallFuture(InterruptibleFuture):
     def __init__(self, scope: CallScope | None, devices: Sequence[Any] = ()) -> None:
         super().__init__(devices=list(devices))
         self._scope, self._devices = scope, devices
+
+    def set_exception(self, result: BaseException) -> None:
+        """Complete the future with an exception that readers in Python and in C++ raise."""
+        self._set_unwrap_func(_raise_if_failed)
+        self.set_result(FailedResult(result))
 
     def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> None:
         """Call a function with the future once it is done: at once, on this thread, if it is."""
@@ -121,6 +161,12 @@ class CallFuture(InterruptibleFuture):
     def _run_in_scope(self, callback: Callable[[Future[Any]], None]) -> None:
         with nullcontext() if self._scope is None else numbered_in(self._scope):
             callback(self)
+
+
+def _raise_if_failed(value: Any) -> Any:
+    if isinstance(value, FailedResult):
+        raise value.error
+    return value
 
 
 class Work:
@@ -306,10 +352,6 @@ class Work:
         Elsewhere:
             None in MPI and NCCL; in JAX each ``jax.Array`` is a future.
         """
-        return self.future_of_kind(CallFuture)
-
-    def future_of_kind(self, kind: type[CallFuture]) -> Future[Any]:
-        """Return the future of this Work; the first caller decides its class. Subclasses override this method."""
         if self._run_callbacks is not None and not self._over:
             # When the call ends, nobody could be told that its callbacks have no thread.
             self._run_callbacks.start()
@@ -317,7 +359,7 @@ class Work:
             future = self._future
             if future is None:
                 devices = devices_of(self.outputs)
-                future = self._future = kind(self._scope, devices)
+                future = self._future = CallFuture(self._scope, devices)
                 completed = self._over
             else:
                 completed = False

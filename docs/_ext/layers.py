@@ -21,7 +21,6 @@ SOURCE = Path(__file__).resolve().parents[2] / PACKAGE
 
 NEVER = "never"
 LATE = "only inside functions"
-FUTURES = "torch.futures only"
 YES = "yes"
 
 CORE = ("errors", "calls", "forks", "recorder", "timeouts", "witness", "work")
@@ -35,7 +34,7 @@ class Part:
         name: Its path below the package; the longest name that fits a module wins.
         layer: The row it stands in.
         may: The parts it may import besides itself.
-        torch: Whether it may import torch: NEVER, LATE, FUTURES or YES.
+        torch: Whether it may import torch: NEVER, LATE or YES.
         banned: Modules of the standard library that it must do without.
     """
 
@@ -61,7 +60,7 @@ PARTS = (
     Part("witness", "0 core types", torch=NEVER),
     Part("timeouts", "0 core types", torch=NEVER),
     Part("torch_private", "0 core types", ("errors",)),
-    Part("work", "0 core types", ("errors", "calls", "timeouts"), torch=FUTURES),
+    Part("work", "0 core types", ("errors", "calls", "timeouts", "torch_private")),
     Part("schedules", "1 schedules", CORE, torch=NEVER, banned=("os",)),
     Part("stores", "1 infrastructure", CORE, torch=LATE),
     Part("job_environment", "1 infrastructure", torch=NEVER),
@@ -264,7 +263,7 @@ def wrong_part(part: Part, found: Import) -> str:
 
 def wrong_torch(part: Part, found: Import) -> str:
     """Say what is wrong with an import of torch."""
-    allowed = {YES: True, NEVER: False, LATE: found.late, FUTURES: found.target == "torch.futures"}
+    allowed = {YES: True, NEVER: False, LATE: found.late}
     return "" if allowed[part.torch] else f"{found}: {part.name} may import torch {part.torch}"
 
 

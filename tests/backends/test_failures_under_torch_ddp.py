@@ -2,7 +2,8 @@
 
 torch's reducer is C++. It reads the value of a failed future as a tensor, and crashed on the exception that
 `torch.futures.Future.set_exception` stores there: all survivors of any failure ended by SIGSEGV. Each case forks three
-ranks, which takes half a second; a stopped rank is noticed at the time-out of 6 s.
+ranks, which takes half a second; a stopped rank is noticed at the time-out of 6 s. Ranks are forks of this process,
+which therefore imports what DDP uses.
 """
 
 from __future__ import annotations
@@ -16,20 +17,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-import torchdist_ref  # noqa: F401, it registers ref with torch
+import torchdist_ref as dist
 from tests.backends.failing_ranks import CULPRIT, WORLD, errors_of_survivors
-from torchdist_ref.backends.ref_in_torch.work import TorchFuture
 from torchdist_ref.calls import CallScope
+from torchdist_ref.work import CallFuture
 
 
 def average(_, bucket):  # type: ignore[no-untyped-def]
     # torch refuses a hook whose bucket is annotated with another class than its own.
     work: Any = c10d.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0].div_(WORLD))
+
+
+def average_by_ours(_, bucket):  # type: ignore[no-untyped-def]
+    work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0] / WORLD)
 
 
 HOOKS: dict[str, Callable[[Any], Any]] = {
@@ -79,8 +86,24 @@ def test_survivors_raise_the_named_error(hook: str, failure: str, tmp_path: Path
         assert f"rank {CULPRIT}" in raised.text and "all_reduce" in raised.text
 
 
+@pytest.mark.parametrize("backend", ["ref", "gloo"])
+def test_hooks_of_ours_on_torchs_ddp_raise_the_named_error(backend: str, tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        dist.init_process_group(backend, init_method=f"file://{tmp_path / 'store'}", rank=rank, world_size=WORLD)
+        ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
+        ddp.register_comm_hook(None, average_by_ours)
+        for step in range(3):
+            if step == 2 and rank == CULPRIT:
+                os.kill(os.getpid(), signal.SIGKILL)
+            ddp(torch.ones(8)).sum().backward()
+
+    for raised in errors_of_survivors(train).values():
+        assert raised.kind == "RankDiedError", raised.trace
+        assert f"rank {CULPRIT} died" in raised.text and "all_reduce" in raised.text
+
+
 def test_a_failed_future_raises_in_callbacks_and_chains() -> None:
-    future = TorchFuture(CallScope(1, (0, 0)))
+    future = CallFuture(CallScope(1, (0, 0)))
     chained = future.then(lambda done: done.value()).then(lambda done: done.value())
     future.set_exception(KeyError("the reason"))
     for failed in (future, chained):
@@ -90,7 +113,7 @@ def test_a_failed_future_raises_in_callbacks_and_chains() -> None:
 
 
 def test_a_future_that_succeeds_is_unchanged() -> None:
-    future = TorchFuture(CallScope(1, (0, 0)))
+    future = CallFuture(CallScope(1, (0, 0)))
     doubled = future.then(lambda done: done.value()[0] * 2)
     future.set_result([torch.tensor([1.5, -4.0])])
     assert doubled.wait().tolist() == [3.0, -8.0]

@@ -50,7 +50,7 @@ from torchdist_ref.groups.arguments import (
 )
 from torchdist_ref.groups.world import ProcessGroup, refuse_destroyed
 from torchdist_ref.timeouts import Deadline
-from torchdist_ref.work import CallFuture, Work, seconds_of
+from torchdist_ref.work import Work, seconds_of
 
 _BARRIER = Barrier()
 _SUM = ALL_REDUCE["sum"]
@@ -457,9 +457,9 @@ class JoinedWork(Work):
         """See `Work.exception`."""
         return super().exception() if self.is_completed() else None
 
-    def future_of_kind(self, kind: type[CallFuture]) -> Future[Any]:
-        """See `Work.future_of_kind`."""
-        future = super().future_of_kind(kind)
+    def get_future(self) -> Future[Any]:
+        """See `Work.get_future`."""
+        future = super().get_future()
         if not self.is_completed():
             for part in self._parts:
                 part.get_future().add_done_callback(self._on_part_done)

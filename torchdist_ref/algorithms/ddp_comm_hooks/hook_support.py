@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,6 +27,7 @@ from torch.futures import Future
 from torchdist_ref import groups
 from torchdist_ref.parallel.bucket import GradBucket
 from torchdist_ref.parallel.division import Divisor, average
+from torchdist_ref.work import CallFuture
 
 HookType = TypeVar("HookType", bound=Callable[..., Any])
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
@@ -264,7 +265,7 @@ class RoundQueue:
             A Future of the generator's return value, or of its exception.
         """
         devices: list[int | str | torch.device] = [device] if device is not None and device.type == "cuda" else []
-        future: Future[torch.Tensor] = Future(devices=devices)
+        future = CallFuture(None, devices)
         stream = torch.cuda.current_stream(device) if devices else None
         context = contextvars.copy_context()
         self._put(lambda: context.run(_run, rounds, group, future, stream))
@@ -290,12 +291,12 @@ class RoundQueue:
             return self._jobs.popleft() if self._jobs else None
 
 
-def _run(rounds: HookRounds, group: HookGroup, future: Future[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
+def _run(rounds: HookRounds, group: HookGroup, future: CallFuture, stream: torch.cuda.Stream | None) -> None:
     try:
         with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
             future.set_result(_exhaust(rounds, group))
     except Exception as error:
-        cast("Future[Exception]", future).set_exception(error)
+        future.set_exception(error)
 
 
 def _exhaust(rounds: HookRounds, group: HookGroup) -> torch.Tensor:

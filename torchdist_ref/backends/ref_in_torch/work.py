@@ -27,54 +27,6 @@ from torchdist_ref.timeouts import from_torch
 from torchdist_ref.work import CallFuture, Work
 
 
-class FailedResult(Tensor):
-    """Value of a failed future, for readers in C++: a tensor of which every use raises the error.
-
-    `torch.futures.Future.set_exception` stores the exception itself as the value. torch's reducer reads that value as
-    a tensor and crashes (SIGSEGV), or reports that it cannot cast it. A tensor it can read; its first use raises the
-    error with its type, in the thread that waits for the gradients.
-
-    Args:
-        error: Exception of the call.
-    """
-
-    error: BaseException
-
-    @staticmethod
-    def __new__(cls, error: BaseException) -> FailedResult:
-        """Make a tensor without storage; subclasses of tensors are made here, not in `__init__`."""
-        made: FailedResult = torch_private.MAKE_WRAPPER.get()(cls, ())
-        made.error = error
-        return made
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"FailedResult({self.error!r})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Raise the error of the first operand that has one."""
-        raise next(
-            operand.error for operand in torch_private.TREE_LEAVES.get()((args, kwargs)) if isinstance(operand, cls)
-        )
-
-
-class TorchFuture(CallFuture):
-    """Future that torch's C++ code may read: it fails there as it does in Python."""
-
-    def set_exception(self, result: BaseException) -> None:
-        """Complete the future with an exception that readers in Python and in C++ raise."""
-        self._set_unwrap_func(_raise_if_failed)
-        self.set_result(FailedResult(result))
-
-
-def _raise_if_failed(value: Any) -> Any:
-    if isinstance(value, FailedResult):
-        raise value.error
-    return value
-
-
 class RefWork(c10d.Work):
     """Work of one call of torch's.
 
@@ -103,7 +55,7 @@ class RefWork(c10d.Work):
 
     def get_future(self) -> Future[Any]:
         """Return a future of the list of output tensors."""
-        if len(self._works) == 1 and isinstance(future := self._works[0].future_of_kind(TorchFuture), TorchFuture):
+        if len(self._works) == 1 and isinstance(future := self._works[0].get_future(), CallFuture):
             return future
         outputs = self._outputs
 

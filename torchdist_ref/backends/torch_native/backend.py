@@ -43,7 +43,7 @@ from torchdist_ref.calls import (
 from torchdist_ref.errors import DistBackendError, GroupAbortedError, UnsupportedError
 from torchdist_ref.liveness import MemberFailures
 from torchdist_ref.recorder import END, Entry
-from torchdist_ref.work import CallFuture, Work
+from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]
 # Records the end of a call, and returns the error that the caller gets.
@@ -143,9 +143,9 @@ class TorchWork(Work):
         """Fill the outputs that were not written in place, and return whether there were any."""
         return self._copy_back()
 
-    def future_of_kind(self, kind: type[CallFuture]) -> torch.futures.Future[Any]:
-        """See `Work.future_of_kind`; completed from torch's own future."""
-        future = super().future_of_kind(kind)
+    def get_future(self) -> torch.futures.Future[Any]:
+        """See `Work.get_future`; completed from torch's own future."""
+        future = super().get_future()
         if not self._over:
             # torch completes its future before its work, so the callback may use only the future. Callbacks run on a
             # thread of torch's, in the context of the caller.

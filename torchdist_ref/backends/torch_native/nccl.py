@@ -25,7 +25,7 @@ from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchWork
 from torchdist_ref.calls import AllReduce, Call, Recv, Reduce, ReduceScatter, Send
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
-from torchdist_ref.work import CallFuture, Work
+from torchdist_ref.work import Work
 
 Tensors = Sequence[Tensor]
 _BITWISE = ("band", "bor", "bxor")
@@ -105,8 +105,8 @@ class NcclWork(TorchWork):
         if self._copied_event is not None:
             self._copied_event.wait()
 
-    def future_of_kind(self, kind: type[CallFuture]) -> torch.futures.Future[Any]:
-        """Return torch's own future, whatever the kind.
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return torch's own future.
 
         It completes once the call is on its stream; callbacks run on streams ordered after it.
         """

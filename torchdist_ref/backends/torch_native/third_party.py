@@ -19,7 +19,7 @@ from torchdist_ref import torch_private
 from torchdist_ref.backends.base import Membership, profiled
 from torchdist_ref.backends.torch_native.backend import TorchBackend, TorchWork
 from torchdist_ref.calls import Call
-from torchdist_ref.work import CallFuture, Work
+from torchdist_ref.work import Work
 
 log = logging.getLogger("torchdist_ref.backends")
 
@@ -27,13 +27,13 @@ log = logging.getLogger("torchdist_ref.backends")
 class ThirdPartyWork(TorchWork):
     """Work that may have no future of its own; then one is made by waiting."""
 
-    def future_of_kind(self, kind: type[CallFuture]) -> torch.futures.Future[Any]:
-        """See `Work.future_of_kind`."""
+    def get_future(self) -> torch.futures.Future[Any]:
+        """See `Work.get_future`."""
         try:
-            return super().future_of_kind(kind)
+            return super().get_future()
         except (RuntimeError, NotImplementedError, AttributeError):
             self._complete_after(self._torch_work.wait)
-            return super().future_of_kind(kind)
+            return super().get_future()
 
 
 class ThirdParty(TorchBackend):
