@@ -226,8 +226,9 @@ def refuse_threads(rank: int, call: str) -> tuple[str, str, float]:
             raise RuntimeError("can't start new thread")
 
         patch.setattr(threading.Thread, "start", fail)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
+        with pytest.raises(RuntimeError, match="can't start new thread") as caught:
             calls[call]()
+        assert "ulimit -u" in caught.value.__notes__[0]
     return failing(dist.barrier)
 
 
@@ -236,7 +237,7 @@ def test_a_thread_that_cannot_start_ends_the_group_at_once(call: str) -> None:
     """Once the call was queued for a thread that never ran, and everybody waited, for ever or for the time-out."""
     first, second = run(refuse_threads, 2, call, ranks="processes", timeout=5)
     assert first[0] == "GroupAbortedError" and first[2] < SOON, first
-    assert "rank 1 aborted: RuntimeError in " in first[1] and "can't start new thread" in first[1]
+    assert "rank 1 aborted: RuntimeError in " in first[1] and "can't start new thread. No thread" in first[1]
     assert "ended with an earlier failure" in second[1] and second[2] < SOON
 
 

@@ -33,7 +33,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchdist_ref.errors import GroupAbortedError, RankDiedError, RankStalledError, rank_names, text_of
+from torchdist_ref.errors import (
+    GroupAbortedError,
+    RankDiedError,
+    RankStalledError,
+    add_note,
+    advice_on_limit,
+    rank_names,
+    text_of,
+)
 from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses
 from torchdist_ref.timeouts import CHECK_SECONDS
 from torchdist_ref.transports.base import Range, Segment, Semaphore
@@ -369,6 +377,9 @@ class Link:
             return
         self.broken = error
         reason = f"{type(error).__name__} in {description}: {text_of(error)}" if description else text_of(error)
+        if (advice := advice_on_limit(error)) and advice not in reason:
+            add_note(error, advice)
+            reason += f". {advice}"
         if isinstance(error, GroupAbortedError) and error.culprit:
             # A rank that sees only this one learns who was first, and why.
             reason = f"{error.culprit}{_ABORTED}{error.reason}"
