@@ -216,7 +216,7 @@ WANTED = [
     ("UnsupportedError", "rootTensor"),
     ("ArgumentError", "a list of one"),
     ("ArgumentError", "divides into 2"),
-    ("ArgumentError", "2 tensors, one a rank"),
+    ("ArgumentError", "2 tensors, one for each rank"),
     ("ArgumentError", "by its first dimension"),
     ("ArgumentError", "1 elements a rank"),
     ("UnsupportedError", "sparse"),

@@ -283,11 +283,22 @@ class CallsFromTorch(c10d.ProcessGroup):
             raise ArgumentError(explain(op, argument, expected, list(tensor.shape), rank=self.rank()))
         return RowBlocks(tensor, size) if size > 1 else (tensor,)
 
+    def _peer(self, op: str, argument: str, peer: int) -> int:
+        """Return the other rank of a message; raise ArgumentError unless it is a group rank."""
+        if not 0 <= peer < self.size():
+            expected = f"a group rank from 0 to {self.size() - 1}"
+            raise ArgumentError(explain(op, argument, expected, peer, rank=self.rank()))
+        return peer
+
+    def _check_count(self, op: str, argument: str, blocks: Tensors) -> None:
+        """Raise ArgumentError unless there is a block for each rank."""
+        if len(blocks) != self.size():
+            expected = f"a list of {self.size()} tensors, one for each rank"
+            raise ArgumentError(explain(op, argument, expected, len(blocks), rank=self.rank()))
+
     def _check_blocks(self, op: str, argument: str, blocks: Tensors, tensor: Tensor) -> None:
         """Raise ArgumentError unless there is a block for each rank, and this rank's has the size of the tensor."""
-        if len(blocks) != self.size():
-            expected = f"{self.size()} tensors, one a rank"
-            raise ArgumentError(explain(op, argument, expected, len(blocks), rank=self.rank()))
+        self._check_count(op, argument, blocks)
         mine = blocks.tensor.numel() // len(blocks) if isinstance(blocks, RowBlocks) else blocks[self.rank()].numel()
         if mine != tensor.numel():
             expected = f"{tensor.numel()} elements a rank"
@@ -419,6 +430,7 @@ class CallsFromTorch(c10d.ProcessGroup):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> RefWork:
         """Start torch's `alltoall`."""
         opts = opts or options.AllToAllOptions()
+        self._check_count("all_to_all", "inputs", inputs)
         self._check_blocks("all_to_all", "outputs", outputs, inputs[self.rank()])
         self._check_blocks("all_to_all", "inputs", inputs, outputs[self.rank()])
         return self._exchange(opts, outputs, inputs)
@@ -451,13 +463,14 @@ class CallsFromTorch(c10d.ProcessGroup):
     def send(self, tensors: Tensors, dst: int, tag: int) -> RefWork:
         """Start torch's `send`."""
         tensor = only("send", "tensors", tensors)
-        return self._submit(None, (Send(dst, checked_tag("send", tag)), (tensor,), ()))
+        return self._submit(None, (Send(self._peer("send", "dst", dst), checked_tag("send", tag)), (tensor,), ()))
 
     @dispatched
     def recv(self, tensors: Tensors, src: int | None, tag: int) -> RefWork:
         """Start torch's `recv`."""
         tensor = only("recv", "tensors", tensors)
-        return self._submit(None, (Recv(src, checked_tag("recv", tag)), (), (tensor,)))
+        source = src if src is None else self._peer("recv", "src", src)
+        return self._submit(None, (Recv(source, checked_tag("recv", tag)), (), (tensor,)))
 
     @dispatched
     def recv_anysource(self, tensors: Tensors, tag: int) -> RefWork:
