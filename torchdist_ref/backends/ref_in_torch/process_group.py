@@ -463,7 +463,8 @@ class CallsFromTorch(c10d.ProcessGroup):
     def send(self, tensors: Tensors, dst: int, tag: int) -> RefWork:
         """Start torch's `send`."""
         tensor = only("send", "tensors", tensors)
-        return self._submit(None, (Send(self._peer("send", "dst", dst), checked_tag("send", tag)), (tensor,), ()))
+        target = self._peer("send", "dst", dst)
+        return self._submit(None, (Send(target, checked_tag("send", tag)), (tensor,), ()))
 
     @dispatched
     def recv(self, tensors: Tensors, src: int | None, tag: int) -> RefWork:
