@@ -38,11 +38,13 @@ def _create(options: Any, _: Any) -> Any:
     """Make a process group on ``ref``; torch calls it for each new group."""
     try:
         from torchdist_ref.backends.ref_in_torch.creation import create
+        from torchdist_ref.backends.ref_in_torch.objects import limit_objects
     except Exception as error:
         raise ImportError(
             f"init_process_group: backend 'ref' is registered, but torchdist_ref can't be loaded ({error!r}). "
             f"Install it anew, or use backend 'gloo'."
         ) from error
+    limit_objects()
     return create(options)
 
 

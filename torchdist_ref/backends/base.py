@@ -46,7 +46,7 @@ from torchdist_ref.errors import (
 from torchdist_ref.liveness import MemberWatch
 from torchdist_ref.recorder import Operands, Recorder
 from torchdist_ref.stores import PrefixStore, Store
-from torchdist_ref.timeouts import Deadline
+from torchdist_ref.timeouts import Deadline, found_soon
 from torchdist_ref.work import Work
 
 _CLOSE_SECONDS, _CLOSE_POLL_SECONDS = 5.0, 0.001
@@ -575,6 +575,10 @@ class Backend(ABC):
             description: The operation that waits, for the error's message.
         """
         return None
+
+    def end_soon(self, ranks: Sequence[int], description: str) -> BaseException | None:
+        """Return `failure` or `departure` of the ranks once one is known, or None after a moment."""
+        return found_soon(lambda: self.failure(ranks, description) or self.departure(ranks, description))
 
     def successor_store(self, store: Store, remaining: Sequence[int], timeout: float) -> PrefixStore | None:
         """Return a new, empty store in place of the group's, which has ended with the rank that served it.

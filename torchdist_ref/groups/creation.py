@@ -53,7 +53,6 @@ from torchdist_ref.groups.world import (
 from torchdist_ref.liveness import MemberWatch, backend_mismatch
 from torchdist_ref.stores.base import Store, limit_requests
 from torchdist_ref.stores.prefix import KeyRange, PrefixStore
-from torchdist_ref.timeouts import found_soon
 
 _BACKEND_VARIABLE = "TORCHDIST_REF_BACKEND"
 _DEFAULT_BACKEND = "(default)"
@@ -471,9 +470,7 @@ def store_failure_explained(parent: ProcessGroup, operation: str) -> Iterator[No
         raise
     except DistNetworkError as error:
         others = [rank for rank in range(parent.size()) if rank != parent.rank()]
-        backend = parent.backend
-        ended = found_soon(lambda: backend.failure(others, operation) or backend.departure(others, operation))
-        if ended is not None:
+        if (ended := parent.backend.end_soon(others, operation)) is not None:
             raise ended from error
         if operation in (text := text_of(error)):
             raise

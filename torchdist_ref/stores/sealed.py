@@ -20,6 +20,7 @@ from typing import Any
 from torchdist_ref.errors import AuthenticationError
 from torchdist_ref.stores.base import Store, Text, key_text, pair_list, value_bytes
 from torchdist_ref.stores.prefix import PrefixStore
+from torchdist_ref.stores.sockets import trusts_network
 
 KEY_BYTES = 32
 _CODE_BYTES = 16
@@ -210,3 +211,11 @@ def is_authenticated(store: Store) -> bool:
     """Return whether only members of the job can write values that this part of a store accepts."""
     sealed, _ = sealed_below(store)
     return sealed is not None and sealed.authenticated
+
+
+def may_unpickle(store: Store) -> bool:
+    """Return whether ranks that share this part of a store may unpickle what others send.
+
+    Unpickling runs code that the sender chose: only members of the job may be senders, or the user trusts the network.
+    """
+    return is_authenticated(store) or trusts_network()

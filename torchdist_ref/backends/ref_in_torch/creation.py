@@ -15,7 +15,6 @@ import torch.distributed as c10d
 from torchdist_ref.authentication import authenticate
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.ref import Ref
-from torchdist_ref.backends.ref_in_torch.objects import limit_objects
 from torchdist_ref.backends.ref_in_torch.process_group import RefProcessGroup
 from torchdist_ref.backends.torch_native.stores import StoreFromTorch
 from torchdist_ref.debug.flight_recorder import answer_requests, register
@@ -29,7 +28,6 @@ from torchdist_ref.timeouts import from_torch
 
 def create(torchs_options: Any) -> RefProcessGroup:
     """Create the process group of one member; torch calls it with its options for each new group."""
-    limit_objects()
     o = torchs_options
     members = tuple(o.global_ranks_in_group) or tuple(range(o.group_size))
     is_world = not o.global_ranks_in_group

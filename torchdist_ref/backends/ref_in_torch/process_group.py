@@ -74,8 +74,7 @@ from torchdist_ref.calls import (
 from torchdist_ref.debug.flight_recorder import answer_requests
 from torchdist_ref.errors import ArgumentError, ArgumentTypeError, UnsupportedError, adopt_torch, explain, message_of
 from torchdist_ref.stores import Store
-from torchdist_ref.stores.sealed import is_authenticated
-from torchdist_ref.stores.sockets import trusts_network
+from torchdist_ref.stores.sealed import may_unpickle
 from torchdist_ref.work import Done
 
 if TYPE_CHECKING:
@@ -152,11 +151,8 @@ class CallsFromTorch(c10d.ProcessGroup):
 
     @property
     def pickles_objects(self) -> bool:
-        """Whether ranks may unpickle what others send: unpickling runs code that the sender chose.
-
-        They exchange plain data unless they have authenticated each other, or the user trusts the network.
-        """
-        return self.size() == 1 or is_authenticated(self.store) or trusts_network()
+        """Whether ranks may unpickle what others send; else they exchange plain data."""
+        return self.size() == 1 or may_unpickle(self.store)
 
     # Facts that torch asks a group for. C++ and Python use different names for the same fact.
 
