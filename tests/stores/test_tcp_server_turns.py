@@ -366,3 +366,22 @@ def test_others_are_answered_in_each_turn_of_a_deletion(loop: server.ServerLoop)
     for sock in (honest, last.socket):
         sock.close()
     assert turns >= parts - 1 and list(loop.handler.table.values) == [b"/honest"]
+
+
+def test_clock_of_the_thread_stands_still_while_the_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    wall, thread = Clock(), Clock()
+    monkeypatch.setattr(server, "monotonic", wall.monotonic)
+    monkeypatch.setattr(server, "thread_time", thread.monotonic)
+    clock = server.ThreadClock()
+    begin, brief = clock.read(), server.BRIEF_SECONDS / 4
+    for waited, worked in [(0.0, brief), (0.0, brief), (3.0, brief), (5.0, 0.0), (brief, 0.0), (0.0, 0.07)]:
+        wall.now += waited + worked
+        thread.now += worked
+        assert abs(clock.read() - begin - thread.now) <= server.BRIEF_SECONDS
+    for _ in range(1000):
+        wall.now += brief
+        clock.read()
+    wall.now, thread.now = wall.now + 2.0, thread.now + 2.0
+    before = clock.read()
+    wall.now, thread.now = wall.now + 2.0, thread.now + 2.0
+    assert abs(clock.read() - before - 2.0) <= server.BRIEF_SECONDS
