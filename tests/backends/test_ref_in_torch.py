@@ -174,3 +174,25 @@ def test_torch_on_ref_gives_the_values_of_gloo(user: Any, size: int, tmp_path: P
             tolerance = APART.get(user, 1e-5)
             torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance / 10)
         assert USERS[user] <= seen.keys(), seen
+
+
+def hooks_in_cpp(rank: int, size: int) -> tuple[Tensor, str]:
+    """Return a gradient that the first of torch's hooks in C++ averaged, and the message of the second on `ref`."""
+    found, message = [], ""
+    for kind in (c10d.BuiltinCommHookType.ALLREDUCE, c10d.BuiltinCommHookType.FP16_COMPRESS):
+        torch.manual_seed(2)
+        model = DistributedDataParallel(nn.Linear(4, 3))
+        model._register_builtin_comm_hook(kind)
+        try:
+            model(fill(rank, (2, 4), torch.float32) / 8).square().sum().backward()
+            found.append(model.module.weight.grad)
+        except RuntimeError as error:
+            message = str(error)
+    return found[0], message
+
+
+# Over a second: two groups, on two backends, in two processes.
+def test_of_torchs_hooks_in_cpp_one_works_and_the_other_asks_for_a_future_of_cpp(tmp_path: Path) -> None:
+    for (ours, refusal), (theirs, nothing), _ in compared(hooks_in_cpp, 2, str(tmp_path / "meet")):
+        torch.testing.assert_close(ours, theirs)
+        assert "ProcessGroup::allreduce should return TensorList" in refusal and not nothing
