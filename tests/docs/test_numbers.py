@@ -17,6 +17,8 @@ LITERAL = re.compile(rf"(?<![\w.`/-])\d[\d,.]*\s?(?:{UNITS}|{COUNTED})(?![\w/])"
 CONSTANTS = {
     ("design.md", "400 lines of code"),
     ("explanation/stores_and_rendezvous.md", "5 s"),
+    ("explanation/stores_and_rendezvous.md", "0.2 ms"),
+    ("explanation/stores_and_rendezvous.md", "5 ms"),
     ("explanation/agents.md", "0.3 seconds"),
     ("how-to/benchmark.md", "95 %"),
     ("how-to/benchmark.md", "1 times"),
