@@ -150,7 +150,8 @@ class CallFuture(InterruptibleFuture):
             except BaseException as raised:
                 # A future accepts subclasses of Exception only, but its waiters must see a KeyboardInterrupt too.
                 error = raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
-                if isinstance(raised, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                # `current_thread` would leave an entry for each thread of Gloo's.
+                if isinstance(raised, KeyboardInterrupt) and threading.get_ident() == threading.main_thread().ident:
                     raise
             finally:
                 following.set_result(value) if error is None else following.set_exception(error)

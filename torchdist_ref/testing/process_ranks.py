@@ -93,9 +93,10 @@ class ProcessRanks:
             for rank in range(self._program.world_size):
                 run = functools.partial(run_child, rank, self._program, self._store, self._files[rank])
                 self._children.append(processes.fork(run))
-        self._watchers = [threading.Thread(target=self._watch, args=(rank,)) for rank in range(len(self._children))]
-        for watcher in self._watchers:
-            watcher.start()
+            # A rank may interrupt this process at once; a thread that has not started cannot be joined.
+            self._watchers = [threading.Thread(target=self._watch, args=(rank,)) for rank in range(len(self._children))]
+            for watcher in self._watchers:
+                watcher.start()
 
     def _store(self) -> FileStore:
         return FileStore(os.path.join(self._folder, "store"), self._program.world_size)

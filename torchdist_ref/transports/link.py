@@ -321,8 +321,8 @@ class Link:
             endings = "; ".join(filter(None, map(self.liveness.ending, ended)))
             reason = f"ended without destroying the group{endings and f' ({endings})'}"
             what = f"the program of {names} {reason}; it {last}. See the output and the exit code of that rank."
-        if reason := self.rows[(ended or left)[0]].reason:
-            what += f" It left after: {reason}"
+        if cause := self.rows[(ended or left)[0]].reason:
+            what += f" It left after: {cause}"
         error = GroupAbortedError(f"{self.context(description)}: {what}").naming(self.members[r] for r in ended or left)
         if ended:
             error.culprit, error.reason = names, f"its program {reason}"
