@@ -309,16 +309,6 @@ class MemberWatch:
             self.publish(error)
             raise
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Raise, in place of an error of the network, that of the member which caused it; not published."""
-        try:
-            yield
-        except DistNetworkError as error:
-            if (cause := self._cause(error)) is None:
-                raise
-            raise cause from error
-
     def _cause(self, error: BaseException) -> BaseException | None:
         """Return the failure of a member that caused an error; else an error of the network with the operation."""
         if (failure := found_soon(self.failure)) is not None:

@@ -381,7 +381,7 @@ def new_group(
             return GroupMember.NON_GROUP_MEMBER
         watch, options = watch_members(store, default, members, "new_group"), (pg_options, device_id)
         if not use_local_synchronization:
-            with watch.interruption_published(), watch.explained():
+            with watch.interruption_published():
                 agreed = _agree_on_members(store, me, members, _name_for_cpu(chosen))
         name = group_desc or store.prefix.replace("/", " ")
         group = make_group(watch, store, chosen, name, members, members.index(me), seconds, options, agreed)

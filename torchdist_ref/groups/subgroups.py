@@ -257,7 +257,7 @@ def split_group(
         members = tuple(parent.members[rank] for rank in ranks)
         store = _part_store(keys, index)
         watch = watch_members(store, parent, members, "split_group")
-        with watch.interruption_published(), watch.explained():
+        with watch.interruption_published():
             _agree_on_parts("split_group", parent, keys, parts)
             _await_part(parent, watch, ranks, seconds)
         name = group_desc or f"{parent.group_desc}, split {number}, part {index}"
