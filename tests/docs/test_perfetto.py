@@ -111,10 +111,10 @@ def test_calls_of_dumps(
     for rank in range(RANKS):
         mine = [row for row in rows if row["rank"] == f"rank {rank}"]
         last = "broadcast" if rank == 1 else "all_reduce"
-        assert [row["name"] for row in mine] == ["all_reduce", "barrier", last]
+        assert [row["name"] for row in mine] == ["init_process_group", "all_reduce", "barrier", last]
         assert {row["group"] for row in mine} == {"world"}
-        assert [row["state"] for row in mine] == ["completed", "completed", "failed"]
-        assert mine[0]["call"] == "all_reduce(reduction=sum) of float32 [5]"
+        assert [row["state"] for row in mine] == ["completed"] * 3 + ["failed"]
+        assert mine[1]["call"] == "all_reduce(reduction=sum) of float32 [5]"
         assert all(row["dur"] > 0 for row in mine)
     # What a reader sees: a process for each rank.
     for rank in range(RANKS):
