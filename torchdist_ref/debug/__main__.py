@@ -98,7 +98,8 @@ def chrome_trace(dumps: Dumps) -> dict[str, Any]:
 
 def _trace_of(dump: RankDump, origin: int) -> Iterator[dict[str, Any]]:
     yield _metadata("process_name", dump.rank, 0, f"rank {dump.rank}")
-    thread = 0
+    # Viewers take thread 0 of every process for the idle one of the system, and mix up its names.
+    thread = 1
     for group in dump.groups:
         lanes, free, busy = 0, list[int](), list[tuple[int, int]]()
         for event in sorted((e for e in group.events if e.start_ns), key=lambda e: e.start_ns):
