@@ -59,10 +59,10 @@ def run_before_reading(app: Sphinx, directive: str, program: Callable[[], object
 
     The program runs once then, the readers find what it has cached, and its ranks have the machine for themselves.
     """
-    opening = f"```{{{directive}}} "
+    fence = f"```{{{directive}}} "
 
     def run(app: Sphinx, env: BuildEnvironment, pages: list[str]) -> None:
-        if any(opening in env.doc2path(page).read_text("utf-8") for page in pages):
+        if any(fence in env.doc2path(page).read_text("utf-8") for page in pages):
             program()
 
     app.connect("env-before-read-docs", run)

@@ -5,8 +5,8 @@ torch's C++ passes a list of one tensor and an options object. Programs also wri
 
 torch's own groups pass each call to torch's dispatcher, where modes and tensors with a dispatch of their own may act
 in place of a backend: those of ``FakeTensorMode`` return at once, DTensor raises. `dispatched` does so for tensors that
-our backend refuses since they are not in memory. Our backend gets the tensor inside
-(`unwrapped`) if the dispatcher would pass that to a backend of C++. Do not add checks of tensors here.
+our backend refuses since they are not in memory. Our backend gets the tensor inside (`unwrapped`) if the dispatcher
+would pass that to a backend of C++. Do not add checks of tensors here.
 """
 
 # torch's stubs leave out some of its names.
