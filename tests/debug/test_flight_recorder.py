@@ -149,12 +149,13 @@ dist.all_reduce(torch.ones(4))
 
 LATE = """
 import datetime, threading, torch, torchdist_ref as dist
-dist.init_process_group("ref", timeout=datetime.timedelta(seconds=0.3))
+dist.init_process_group("ref")
 def load_batch():
-    threading.Event().wait(60)
+    dist.send(torch.ones(1), 0) or threading.Event().wait(60)
 if dist.get_rank() == 1:
     load_batch()
-dist.all_reduce(torch.ones(4))
+dist.recv(torch.ones(1), 1)
+dist.all_reduce(torch.ones(4), async_op=True).wait(datetime.timedelta(seconds=0.3))
 """
 
 
