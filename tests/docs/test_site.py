@@ -25,6 +25,9 @@ from sphinx.util.inventory import InventoryFile
 from tests.docs import pages
 from torchdist_ref import error_index, errors
 
+# Where no site was built before, the first test builds one: a minute of two cores, more on a busy machine.
+pytestmark = pytest.mark.timeout(330)
+
 FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
 ELSEWHERE = re.compile(r"^(https?:)?//")
 
