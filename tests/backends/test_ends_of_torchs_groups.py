@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as c10d
 
+import torchdist_ref as dist
 from tests.backends.failing_ranks import CULPRIT, SURVIVORS, WORLD, errors_of_survivors
 from torchdist_ref import program_end
 
@@ -82,6 +88,51 @@ def test_a_group_that_was_destroyed_before_the_program_ends_is_a_destroyed_one(t
     texts = [found[rank].text for rank in SURVIVORS]
     assert any("rank 1 destroyed the group" in text for text in texts), texts
     assert not any("program" in text for text in texts), texts
+
+
+LEAVES: dict[str, Callable[[Any, Any], object]] = {
+    "all groups": lambda failed, shared: c10d.destroy_process_group(),
+    "one after the other": lambda failed, shared: [c10d.destroy_process_group(each) for each in (failed, shared)],
+    "the shared group": lambda failed, shared: c10d.destroy_process_group(shared),
+}
+
+
+@pytest.mark.parametrize("leave", LEAVES)
+def test_a_rank_that_leaves_after_a_death_elsewhere_passes_its_cause_on(leave: str, tmp_path: Path) -> None:
+    """Rank 1 dies in a group with rank 0, which leaves. Rank 2 shares another group with rank 0 only."""
+
+    def program(rank: int) -> None:
+        join(rank, str(tmp_path / "store"))
+        failed, shared = c10d.new_group([0, 1]), c10d.new_group([0, 2])
+        c10d.barrier()
+        if rank == CULPRIT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 2:
+            c10d.all_reduce(torch.ones(3), group=shared)
+        with pytest.raises(dist.RankDiedError) as caught:
+            c10d.all_reduce(torch.ones(3), group=failed)
+        # No exception is handled here.
+        LEAVES[leave](failed, shared)
+        raise caught.value
+
+    text = errors_of_survivors(program)[2].text
+    assert "rank 0 destroyed the group" in text, text
+    assert "It left after: RankDiedError: call 0, all_reduce" in text and "rank 1 died" in text, text
+
+
+def test_a_rank_that_leaves_one_group_after_another_has_met_no_failure(tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        join(rank, str(tmp_path / "store"))
+        groups = [c10d.new_group([0, 1, 2]) for _ in range(2)]
+        c10d.barrier()
+        if rank == CULPRIT:
+            for group in groups:
+                c10d.destroy_process_group(group)
+        c10d.all_reduce(torch.ones(2), group=groups[1])
+
+    texts = [raised.text for raised in errors_of_survivors(program).values()]
+    assert all("rank 1 destroyed the group" in text for text in texts), texts
+    assert not any("after" in text for text in texts), texts
 
 
 # Two seconds: a process of its own starts torch.

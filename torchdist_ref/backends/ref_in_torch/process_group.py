@@ -517,13 +517,19 @@ class RefProcessGroup(CallsFromTorch):
         members: The global rank of every member, in group order.
         store: Store of the group, whose values are sealed.
         store_calls: Record of the group's creation, which dumps hold as long as the group exists.
+
+    Attributes:
+        failure: First failure that this rank has met in any of these groups, as text; found when it leaves one.
     """
+
+    failure = ""
 
     def __init__(self, backend: Ref, members: Sequence[int], store: Store, store_calls: StoreCalls) -> None:
         super().__init__(backend.link.rank, backend.link.size, "")
         self.backend, self.store, self.store_calls = backend, store, store_calls
         self.members = tuple(members)
         self._on_end = [answer_requests()]
+        _joined.add(self)
 
     def _check_tensors(self, call: Call, inputs: Tensors, outputs: Tensors) -> None:
         """Raise unless the tensors are dense and on the CPU: torch's callers pass what they have."""
@@ -534,8 +540,15 @@ class RefProcessGroup(CallsFromTorch):
         return "ref"
 
     def shutdown(self) -> None:
-        """Leave the group in an orderly way."""
+        """Leave the group in an orderly way. Members that miss this rank there read which failure it has met."""
+        broken = next(filter(None, (group.backend.broken for group in list(_joined))), None)
+        if broken is not None:
+            # The group that has failed may be gone when this rank leaves the others.
+            for group in list(_joined):
+                group.failure = group.failure or message_of(broken)
         self._stop_answers()
+        if self.failure:
+            self.backend.explain_leave(self.failure)
         close_all([self.backend])
 
     def abort_with(self, error: BaseException) -> None:
@@ -553,10 +566,13 @@ class RefProcessGroup(CallsFromTorch):
         self.backend.abort("torch.distributed aborted the group")
 
     def _stop_answers(self) -> None:
-        """End the answers to requests for dumps on behalf of this group, once."""
+        """End the answers to requests for dumps on behalf of this group, once. It is left from now on."""
+        _joined.discard(self)
         while self._on_end:
             self._on_end.pop()()
 
 
+_joined: WeakSet[RefProcessGroup] = WeakSet()
+"""The groups that this rank has not left. Once it has, `Backend.broken` says nothing of a failure."""
 hide_from_compilers(CallsFromTorch, RefWork, HandedWork)
 keep_flight_recorder_off("ref")
