@@ -364,6 +364,14 @@ def explain(operation: str, argument: str, expected: str, got: Any, *, rank: int
     return f"{operation}: argument {argument!r} must be {expected}, got {got!r}{where}.{' ' + hint if hint else ''}"
 
 
+def explain_type(operation: str, argument: str, expected: str, got: str) -> str:
+    """Return the error message for an argument of a wrong type, in the words that users of torch search for."""
+    return (
+        f"{operation}: Invalid function argument. Expected parameter `{argument}` of type {expected}\n"
+        f"             but got {got} instead.{on_rank()}"
+    )
+
+
 # Names of earlier releases: kept for one release, with a warning.
 _RENAMED = {"EngineArgumentError": "BackendArgumentError"}
 

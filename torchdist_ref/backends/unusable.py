@@ -1,4 +1,4 @@
-"""Placeholder backends of groups that cannot be used any more: destroyed ones, and those of the parent in a child.
+"""Placeholder backends of groups that cannot be used: destroyed ones, a parent's in its child, and those without any.
 
 Do not add ways to restore a group: create a new one.
 """
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from torchdist_ref.backends.base import Backend
 from torchdist_ref.calls import Call
-from torchdist_ref.errors import DestroyedGroupError, on_rank
+from torchdist_ref.errors import ArgumentError, DestroyedGroupError, explain, on_rank
+from torchdist_ref.recorder import Recorder
 from torchdist_ref.work import Work
 
 
@@ -61,3 +62,19 @@ class InheritedBackend(DestroyedBackend):
             f"{operation}: group {self._group!r} belongs to the process that forked this one. A forked process has no "
             "groups: call collectives in its parent, or init_process_group here."
         )
+
+
+class MissingBackend(DestroyedBackend):
+    """Placeholder backend of a group that its constructor made, and to which nobody has given a backend."""
+
+    def __init__(self) -> None:
+        self.name, self.recorder = "none", Recorder()
+
+    def refuse(self, operation: str) -> NoReturn:
+        """Raise the error for any use of the group.
+
+        Raises:
+            ArgumentError: Always.
+        """
+        got = "one that its constructor made, which has no backend"
+        raise ArgumentError(explain(operation, "group", "a group made by new_group, or None", got))

@@ -26,6 +26,7 @@ from torchdist_ref.errors import (
     BackendArgumentError,
     UnsupportedError,
     explain,
+    explain_type,
     on_rank,
 )
 from torchdist_ref.groups.world import ProcessGroup, as_integer, default_group, resolve
@@ -96,10 +97,7 @@ def premultiplied(operation: str, tensor: Tensor, op: Any) -> Tensor:
 def check_tensor(operation: str, argument: str, value: Any) -> None:
     """Raise unless the value is a dense tensor."""
     if not isinstance(value, Tensor):
-        raise ArgumentTypeError(
-            f"{operation}: Invalid function argument. Expected parameter `{argument}` of type torch.Tensor\n"
-            f"             but got {type(value)} instead.{on_rank()}"
-        )
+        raise ArgumentTypeError(explain_type(operation, argument, "torch.Tensor", f"{type(value)}"))
     if value.layout is not strided:
         _refuse_layout(operation, argument, value)
 
@@ -138,10 +136,7 @@ def _refuse_list(operation: str, argument: str, value: Any) -> NoReturn:
     if isinstance(value, Sequence):
         index, other = next((index, item) for index, item in enumerate(value) if not isinstance(item, Tensor))
         got = f"a {type(value).__name__} whose entry {index} is {type(other)}"
-    raise ArgumentTypeError(
-        f"{operation}: Invalid function argument. Expected parameter `{argument}` of type List[torch.Tensor]\n"
-        f"             but got {got} instead.{on_rank()}"
-    )
+    raise ArgumentTypeError(explain_type(operation, argument, "List[torch.Tensor]", got))
 
 
 def check_not_empty(operation: str, argument: str, tensors: Sequence[Any]) -> None:

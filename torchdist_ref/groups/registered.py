@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchdist_ref.errors import ArgumentError, ArgumentTypeError, at_limit, explain
+from torchdist_ref.errors import ArgumentError, ArgumentTypeError, at_limit, explain, indexed
 from torchdist_ref.groups.world import ProcessGroup, resolve
 
 
@@ -70,7 +70,7 @@ def empty_registered(
         expected = f"small enough for the memory of this host ({error})"
         raise ArgumentError(explain("empty_registered", "size", expected, tuple(shape))) from error
     except OSError as error:
-        raise at_limit(f"empty_registered of {tuple(shape)}", error) or error from error
+        raise indexed(at_limit(f"empty_registered of {tuple(shape)}", error) or error) from error
     return tensor.requires_grad_(requires_grad)
 
 

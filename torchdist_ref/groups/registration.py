@@ -27,7 +27,7 @@ from torchdist_ref.backends import registry
 from torchdist_ref.backends.base import Membership
 from torchdist_ref.backends.ref_in_torch.objects import limit_objects
 from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch
-from torchdist_ref.errors import ArgumentError, DestroyedGroupError, UnsupportedError, on_rank
+from torchdist_ref.errors import ArgumentError, DestroyedGroupError, UnsupportedError, explain, on_rank
 from torchdist_ref.groups.world import ProcessGroup, World, current, is_thread_rank
 from torchdist_ref.stores import PrefixStore
 
@@ -254,13 +254,19 @@ class Registration:
 
         Raises:
             DestroyedGroupError: torch does not know the group, since it was destroyed or belongs to an earlier job.
+            ArgumentError: torch does not know the group, and nobody has named it.
         """
         known = torch_private.TABLES.get().pg_map
         for each in [each for each in self._counterparts if each not in known]:
             self._counterparts.pop(each).destroy_backend()
         if group not in known:
+            try:
+                name = group.group_name
+            except RuntimeError:
+                got = "one that its constructor made, which has no name"
+                raise ArgumentError(explain("process group", "group", "a group made by new_group", got)) from None
             raise DestroyedGroupError(
-                f"process group {group.group_name!r} of torch.distributed was destroyed, or belongs to an earlier "
+                f"process group {name!r} of torch.distributed was destroyed, or belongs to an earlier "
                 f"default group{on_rank()}. Create a new one with new_group."
             )
         if group not in self._counterparts:

@@ -27,7 +27,7 @@ import torch.distributed
 from torchdist_ref.backends.base import Backend, close_all
 from torchdist_ref.backends.ref_in_torch.process_group import CallsFromTorch
 from torchdist_ref.backends.registry import by_device_type
-from torchdist_ref.backends.unusable import DestroyedBackend
+from torchdist_ref.backends.unusable import DestroyedBackend, MissingBackend
 from torchdist_ref.debug.monitored import run_monitored_barrier
 from torchdist_ref.debug.store_calls import StoreCall, StoreCalls
 from torchdist_ref.errors import (
@@ -91,7 +91,10 @@ class ProcessGroup(CallsFromTorch):
     on_shutdown: Callable[[], None] | None = None
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size, "")
+        try:
+            super().__init__(rank, size, "")
+        except TypeError:
+            raise ArgumentTypeError(explain("ProcessGroup", "rank, size", "two integers", (rank, size))) from None
         self._rank = rank
         self.members = tuple(range(size))
         self._group_ranks = {member: member for member in self.members}
@@ -173,7 +176,7 @@ class ProcessGroup(CallsFromTorch):
         return found
 
     def __repr__(self) -> str:
-        backend = self.backend.name if hasattr(self, "backend") else type(self).__name__
+        backend = type(self).__name__ if isinstance(self.backend, MissingBackend) else self.backend.name
         return f"<ProcessGroup {self.group_desc!r} on {backend}: rank {self._rank} of {self.size()}>"
 
 

@@ -13,13 +13,14 @@ from typing import Any, Protocol
 
 import torch
 
+from torchdist_ref.errors import ArgumentError, explain
 from torchdist_ref.parallel.division import Divisor
 
 __all__ = ["GradBucket"]
 
 
-def _unsuitable(operation: str, argument: str, expected: str, got: object) -> ValueError:
-    return ValueError(f"{operation}: argument {argument!r} must be {expected}, got {got!r}.")
+def _unsuitable(operation: str, argument: str, expected: str, got: object) -> ArgumentError:
+    return ArgumentError(explain(operation, argument, expected, got))
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -96,7 +97,7 @@ class GradBucket:
         packing: Result of the reducer's packer, whose views are trusted. Default None: gradients are in the buffer.
 
     Raises:
-        ValueError: The gradients or parameters do not fit the buffer.
+        ArgumentError: The gradients or parameters do not fit the buffer.
 
     Example:
         A hook can be tried without any process group:
@@ -125,9 +126,9 @@ class GradBucket:
         is_last: bool = True,
         packing: Packing | None = None,
     ) -> None:
-        if buffer is None or not (buffer.is_sparse or buffer.dim() == 1):
-            shape = None if buffer is None else tuple(buffer.shape)
-            raise _unsuitable("GradBucket", "buffer", "a one-dimensional tensor, or sparse", shape)
+        if not isinstance(buffer, torch.Tensor) or not (buffer.is_sparse or buffer.dim() == 1):
+            got = tuple(buffer.shape) if isinstance(buffer, torch.Tensor) else buffer
+            raise _unsuitable("GradBucket", "buffer", "a one-dimensional tensor, or sparse", got)
         self._index = index
         self._buffer = buffer
         self._layout = buffer.layout
@@ -250,7 +251,7 @@ class GradBucket:
             tensor: Of the buffer's shape; any dtype and device.
 
         Raises:
-            ValueError: The tensor has another shape than the buffer.
+            ArgumentError: The tensor has another shape than the buffer.
 
         >>> bucket = GradBucket(buffer=torch.ones(3))
         >>> bucket.set_buffer(bucket.buffer().bfloat16())

@@ -325,6 +325,8 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
     Elsewhere:
         An all-reduce on a communicator of one host in MPI and NCCL; ``jax.lax.pmean`` over one of two mesh axes in JAX.
     """
+    if not hasattr(state, "start_localSGD_iter"):
+        raise ArgumentTypeError(explain("post_localSGD_hook", "state", "a PostLocalSGDState", state))
     if state.iter < state.start_localSGD_iter:
         state.maybe_increase_iter(bucket)
         return HookGroup(state.process_group, bucket).average(bucket)

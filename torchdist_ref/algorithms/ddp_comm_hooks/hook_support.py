@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +25,7 @@ from torch.distributed import GradBucket as TorchBucket  # type: ignore[attr-def
 from torch.futures import Future
 
 from torchdist_ref import groups
+from torchdist_ref.errors import ArgumentTypeError, explain
 from torchdist_ref.parallel.bucket import GradBucket
 from torchdist_ref.parallel.division import Divisor, average
 from torchdist_ref.work import CallFuture
@@ -138,10 +139,18 @@ def traits_of(hook: Any) -> HookTraits:
 
 
 def comm_hook(hook: HookType) -> HookType:
-    """Give a hook a signature without annotations, which every DDP accepts. Its arguments do not change."""
+    """Return a hook that checks its bucket, with a signature without annotations, which every DDP accepts."""
+
+    @functools.wraps(hook)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        bucket = arguments[1] if len(arguments) > 1 else named.get("bucket")
+        if not hasattr(bucket, "buffer"):
+            raise ArgumentTypeError(explain(hook.__name__, "bucket", "a GradBucket", bucket))
+        return hook(*arguments, **named)
+
     bare = [p.replace(annotation=p.empty) for p in inspect.signature(hook).parameters.values()]
-    vars(hook)["__signature__"] = inspect.Signature(bare)
-    return hook
+    vars(checked)["__signature__"] = inspect.Signature(bare)
+    return cast(HookType, checked)
 
 
 class HookGroup:

@@ -297,6 +297,11 @@ class PowerSGDState:
 # ---- hooks
 
 
+def _require_state(hook: str, state: Any) -> None:
+    if not isinstance(state, PowerSGDState):
+        raise ArgumentTypeError(explain(hook, "state", "a PowerSGDState", state))
+
+
 @comm_hook
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average gradients as low-rank factors, each parameter by itself (Vogels et al., 2019).
@@ -337,6 +342,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
     Elsewhere:
         None in MPI, NCCL and JAX. The authors of the paper publish the package ``powersgd``.
     """
+    _require_state("powerSGD_hook", state)
     group = HookGroup(state.process_group, bucket)
     numbers = state.number_parameters(bucket)
     if state.iter < state.start_powerSGD_iter:
@@ -383,6 +389,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
     Elsewhere:
         None in MPI, NCCL and JAX.
     """
+    _require_state("batched_powerSGD_hook", state)
     group = HookGroup(state.process_group, bucket)
     buffer, numbers = bucket.buffer(), state.number_parameters(bucket)
     if state.iter < state.start_powerSGD_iter:

@@ -1,12 +1,13 @@
 """Forms in which torch's process groups take arguments: lists and options, or tensors and values.
 
 torch's C++ passes a list of one tensor and an options object. Programs also write ``group.allreduce(tensor, op)`` and
-``group.broadcast(tensor, root=1)``. `both_forms` lets a method that takes the first form take the others.
+``group.broadcast(tensor, root=1)``. `both_forms` lets a method that takes the first form take the others, and refuses
+arguments of other types.
 
 torch's own groups pass each call to torch's dispatcher, where modes and tensors with a dispatch of their own may act
-in place of a backend: those of ``FakeTensorMode`` return at once, DTensor raises. `dispatched` does so for tensors that
+in place of a backend: those of ``FakeTensorMode`` return at once, DTensor raises. `both_forms` does so for tensors that
 our backend refuses since they are not in memory. Our backend gets the tensor inside (`unwrapped`) if the dispatcher
-would pass that to a backend of C++. Do not add checks of tensors here.
+would pass that to a backend of C++. Do not add checks of shapes, dtypes or memory here.
 """
 
 # torch's stubs leave out some of its names.
@@ -16,16 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchdist_ref.backends.base import outside_transforms, unwrapped
-from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError
+from torchdist_ref.backends.base import RowBlocks, outside_transforms, unwrapped
+from torchdist_ref.errors import ArgumentTypeError, BackendArgumentError, explain, explain_type, on_rank
 
-# Attributes of torch's options by the name of the argument.
+# Attributes of torch's options by the name of the argument, and their types in words.
 _ATTRIBUTES = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
+_TYPES = {"op": "a ReduceOp (SUM, AVG, PRODUCT, MIN, ...)", "root": "an int, a group rank"}
+_TENSORS_ONLY = frozenset([Tensor])
 
 
 class Operand:
@@ -33,38 +36,44 @@ class Operand:
 
     Args:
         names: Names of the argument, in any of the forms.
-        depth: 0 for a tensor, 1 for a list of tensors in place of one tensor, 2 for a list of lists in place of a list.
+        depth: 0 for a tensor, 1 for a list of tensors, 2 for a list of such lists; None for any value. Default None.
+        single: Whether an operand of one depth less stands for a list of one. Default False.
     """
 
-    def __init__(self, names: str, depth: int) -> None:
-        self.names, self.depth = names.split(), depth
+    def __init__(self, names: str, depth: int | None = None, single: bool = False) -> None:
+        self.names, self._depth, self._single = names.split(), depth, single
 
-    def wrapped(self, value: Any) -> Any:
-        """Return the operand as the first form has it."""
-        if self.depth == 1 and isinstance(value, Tensor):
-            return [value]
-        if self.depth == 2 and isinstance(value, Sequence) and value and isinstance(value[0], Tensor):
-            return [value]
+    def read(self, method: str, value: Any) -> Any:
+        """Return the operand as the first form has it.
+
+        Raises:
+            ArgumentTypeError: Its type is another one.
+        """
+        if self._depth is None:
+            return value
+        if self._depth == 0:
+            return value if isinstance(value, Tensor) else self._refuse(method, "torch.Tensor", value)
+        if self._single and (isinstance(value, Tensor) if self._depth == 1 else _is_list(value) and value):
+            value = [value]
+        if self._depth == 1:
+            return value if _is_list(value) else self._refuse(method, "List[torch.Tensor]", value)
+        if not isinstance(value, Sequence) or not all(map(_is_list, value)):
+            self._refuse(method, "List[List[torch.Tensor]]", value)
         return value
 
+    def _refuse(self, method: str, expected: str, value: Any) -> NoReturn:
+        got = f"{type(value)}"
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            got = f"a {type(value).__name__} of {', '.join(sorted({type(item).__name__ for item in value}))}"
+        raise ArgumentTypeError(explain_type(f"ProcessGroup.{method}", self.names[0], expected, got))
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
-
-def dispatched(method: _Method) -> _Method:
-    """Decorate a method of a group: torch's dispatcher gets the calls with tensors that our backend refuses.
-
-    A group without a backend passes them on, and raises where the dispatcher finds nobody to run them.
-    """
-
-    @wraps(method)
-    def call(self: Any, *arguments: Any) -> Any:
-        try:
-            return method(self, *arguments)
-        except BackendArgumentError as refused:
-            return _dispatch(self, method.__name__, arguments, refused)
-
-    return cast(_Method, call)
+def _is_list(value: Any) -> bool:
+    """Return whether a value is a list of tensors, at little cost."""
+    if isinstance(value, list | tuple):
+        return _TENSORS_ONLY.issuperset(map(type, value)) or all(isinstance(item, Tensor) for item in value)
+    # The views of blocks are made on first use.
+    return isinstance(value, RowBlocks)
 
 
 def _dispatch(group: Any, method: str, arguments: Sequence[Any], refused: BackendArgumentError) -> Any:
@@ -75,37 +84,41 @@ def _dispatch(group: Any, method: str, arguments: Sequence[Any], refused: Backen
     without_backend: Any = ProcessGroup(group.rank(), group.size())  # type: ignore[call-arg]
     try:
         return getattr(without_backend, method)(*arguments)
-    except (RuntimeError, TypeError) as error:
-        # The latter where an argument is wrong for torch too.
-        if isinstance(error, TypeError) or "No backend type associated" in str(error):
+    except (RuntimeError, TypeError, AttributeError) as error:
+        # Others than a RuntimeError: the argument is wrong for torch too, or an older torch has no such method.
+        if not isinstance(error, RuntimeError) or "No backend type associated" in str(error):
             raise refused from None
         raise
 
 
-def both_forms(options: type, fields: str, *operands: Operand) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def both_forms(options: Any, fields: str, *operands: Operand) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a method of ``(self, operands..., opts)``, so that it takes the values of options as arguments too.
 
+    torch's dispatcher gets the calls with tensors that our backend refuses. A group without a backend passes them on,
+    and raises where the dispatcher finds nobody to run them.
+
     Args:
-        options: Class of the options.
+        options: Class of the options; None for a method without.
         fields: Names of the values that may stand in place of options, in order.
         operands: The operands, in order.
 
     Returns:
         A decorator.
     """
-    order = fields.split()
+    order, count = fields.split(), len(operands)
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def call(self: Any, *arguments: Any, **named: Any) -> Any:
-            count = len(operands)
             given: Sequence[Any] = arguments
-            if named or len(arguments) != count + 1 or type(arguments[count]) is not options:
+            if named or len(arguments) != count + (options is not None) or type(given[-1]) is not options is not None:
                 first = [*arguments[:count]]
                 for operand in operands[len(first) :]:
                     first.append(_popped(method.__name__, operand.names, named))
-                given = [*first, _options(method.__name__, options, order, arguments[count:], named)]
-            given = [*map(Operand.wrapped, operands, given), given[count]]
+                opts = _options(method.__name__, options, order, arguments[count:], named)
+                given = first if options is None else [*first, opts]
+            read = [operand.read(method.__name__, value) for operand, value in zip(operands, given, strict=False)]
+            given = [*read, *given[count:]]
             try:
                 return method(self, *given)
             except BackendArgumentError as refused:
@@ -120,19 +133,38 @@ def _popped(method: str, names: Sequence[str], named: dict[str, Any]) -> Any:
     for name in names:
         if name in named:
             return named.pop(name)
-    raise ArgumentTypeError(f"ProcessGroup.{method}: missing argument {names[0]!r}.")
+    raise ArgumentTypeError(f"ProcessGroup.{method}: missing argument {names[0]!r}{on_rank()}.")
 
 
 def _options(method: str, kind: Any, order: Sequence[str], values: Sequence[Any], named: dict[str, Any]) -> Any:
     """Return the options that are passed, or new ones with the values that are passed."""
     if values and hasattr(values[0], "asyncOp"):
         named["opts"], values = values[0], values[1:]
-    opts = named.pop("opts", None) or kind()
-    if len(values) > len(order):
-        raise ArgumentTypeError(f"ProcessGroup.{method}: {len(values)} values after the tensors; it takes {order}.")
+    opts = named.pop("opts", None) if kind is not None else None
+    opts = kind() if opts is None and kind is not None else opts
+    if not all(hasattr(opts, _ATTRIBUTES[name]) for name in order if name != "timeout"):
+        raise ArgumentTypeError(explain(f"ProcessGroup.{method}", "opts", f"{kind.__name__}", opts))
+    if len(values) > len(order) and values != (None,):
+        raise ArgumentTypeError(
+            f"ProcessGroup.{method}: {len(values)} values after the tensors{on_rank()}; it takes {order}."
+        )
     for name, value in [*zip(order, values, strict=False), *named.items()]:
         if name not in order:
-            raise ArgumentTypeError(f"ProcessGroup.{method}: unexpected argument {name!r}; it takes {order} or opts.")
+            raise ArgumentTypeError(
+                f"ProcessGroup.{method}: unexpected argument {name!r}{on_rank()}; it takes {order} or opts."
+            )
         if value is not None:
-            setattr(opts, _ATTRIBUTES[name], value)
+            _set(method, opts, name, value)
     return opts
+
+
+def _set(method: str, opts: Any, name: str, value: Any) -> None:
+    try:
+        setattr(opts, _ATTRIBUTES[name], value)
+    except TypeError:
+        if name == "timeout":
+            expected = "Expected timeout argument to be of type datetime.timedelta"
+            message = f"ProcessGroup.{method}: {expected}, got {value!r}{on_rank()}."
+        else:
+            message = explain(f"ProcessGroup.{method}", name, _TYPES[name], value)
+        raise ArgumentTypeError(message) from None

@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -44,7 +45,7 @@ from torchdist_ref.backends.base import (
     without_overlap,
 )
 from torchdist_ref.backends.reductions import start_sum
-from torchdist_ref.backends.ref_in_torch.method_forms import Operand, both_forms, dispatched
+from torchdist_ref.backends.ref_in_torch.method_forms import Operand, both_forms
 from torchdist_ref.backends.ref_in_torch.work import (
     HandedWork,
     RefWork,
@@ -55,7 +56,7 @@ from torchdist_ref.backends.ref_in_torch.work import (
     reduction,
     require_dense_cpu,
 )
-from torchdist_ref.backends.unusable import InheritedBackend
+from torchdist_ref.backends.unusable import InheritedBackend, MissingBackend
 from torchdist_ref.calls import (
     AllGather,
     AllReduce,
@@ -84,7 +85,8 @@ if TYPE_CHECKING:
 
 Tensors = Sequence[Tensor]
 Lists = Sequence[Sequence[Tensor]]
-_TENSORS = Operand("tensors tensor", 1)
+_TENSORS = Operand("tensors tensor", 1, single=True)
+_TAG = Operand("tag")
 _DROPPED_WORKS, _SMALL_BYTES = 64, 4096
 """Works that a group keeps for C++ (see `HandedWork`), and the largest size of the tensors of one: they stay in memory.
 In `join`, where C++ needs that, there is one for each model that a step trains, of one number."""
@@ -124,12 +126,12 @@ class CallsFromTorch(c10d.ProcessGroup):
         name: Name of the group.
 
     Attributes:
-        backend: The backend that runs the calls.
+        backend: The backend that runs the calls; a `MissingBackend` until the group's maker sets it.
         members: The global rank of every member, in group order.
         store: Store with a key prefix that only this group uses, whose values are sealed.
     """
 
-    backend: Backend
+    backend: Backend = MissingBackend()
     members: tuple[int, ...]
     store: Store
 
@@ -279,10 +281,35 @@ class CallsFromTorch(c10d.ProcessGroup):
             raise ArgumentError(explain(op, argument, expected, list(tensor.shape), rank=self.rank()))
         return RowBlocks(tensor, size) if size > 1 else (tensor,)
 
+    def _parts(self, op: str, argument: str, tensor: Tensor, sizes: Any) -> Tensors:
+        """Return a tensor as one block for each rank: equal ones, or of these numbers of rows.
+
+        Raises:
+            ArgumentError: The numbers do not divide the tensor.
+        """
+        if sizes is None or (isinstance(sizes, Sequence) and not sizes):
+            return self._row_blocks(op, argument, tensor)
+        try:
+            blocks: Tensors = tensor.split(list(sizes))
+        except (TypeError, RuntimeError):
+            rows = tensor.shape[0] if tensor.dim() else 1
+            expected = f"numbers that add up to the tensor's {rows} rows"
+            raise ArgumentError(explain(op, f"{argument}_split_sizes", expected, sizes, rank=self.rank())) from None
+        return blocks
+
     def _peer(self, op: str, argument: str, peer: int) -> int:
-        """Return the other rank of a message; raise ArgumentError unless it is a group rank."""
+        """Return the other rank of a message.
+
+        Raises:
+            ArgumentTypeError: It is no integer.
+            ArgumentError: It is no group rank.
+        """
+        expected = f"a group rank from 0 to {self.size() - 1}"
+        try:
+            peer = index(peer)
+        except TypeError:
+            raise ArgumentTypeError(explain(op, argument, f"an int, {expected}", peer, rank=self.rank())) from None
         if not 0 <= peer < self.size():
-            expected = f"a group rank from 0 to {self.size() - 1}"
             raise ArgumentError(explain(op, argument, expected, peer, rank=self.rank()))
         return peer
 
@@ -301,78 +328,72 @@ class CallsFromTorch(c10d.ProcessGroup):
             raise ArgumentError(explain(op, argument, expected, mine, rank=self.rank()))
 
     @both_forms(options.AllreduceOptions, "op timeout", _TENSORS)
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> RefWork:
+    def allreduce(self, tensors: Tensors, opts: Any) -> RefWork:
         """Start torch's `allreduce`."""
-        opts = opts or options.AllreduceOptions()
         tensor, name = only("all_reduce", "tensors", tensors), reduction("all_reduce", opts)
         if tensor.layout is torch.sparse_coo and name == "sum":
             return self._sum_sparse(tensor, limit(opts))
         return self._submit(opts, _in_place(AllReduce(name), tensor))
 
-    @dispatched
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> RefWork:
+    @both_forms(options.AllreduceCoalescedOptions, "op timeout", Operand("tensors", 1))
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> RefWork:
         """Start torch's `allreduce_coalesced`."""
-        opts = opts or options.AllreduceCoalescedOptions()
         call = AllReduce(reduction("all_reduce_coalesced", opts))
         return self._submit(opts, *(_in_place(call, tensor) for tensor in tensors))
 
     @both_forms(options.ReduceOptions, "root op timeout", _TENSORS)
-    def reduce(self, tensors: Tensors, opts: Any = None) -> RefWork:
+    def reduce(self, tensors: Tensors, opts: Any) -> RefWork:
         """Start torch's `reduce`."""
-        opts = opts or options.ReduceOptions()
         tensor = only("reduce", "tensors", tensors)
         call = Reduce(self._root("reduce", opts), reduction("reduce", opts))
         return self._submit(opts, _in_place(call, tensor))
 
     @both_forms(options.BroadcastOptions, "root timeout", _TENSORS)
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> RefWork:
+    def broadcast(self, tensors: Tensors, opts: Any) -> RefWork:
         """Start torch's `broadcast`."""
-        opts = opts or options.BroadcastOptions()
         tensor = only("broadcast", "tensors", tensors)
         return self._submit(opts, _in_place(Broadcast(self._root("broadcast", opts)), tensor))
 
     @both_forms(
         options.AllgatherOptions,
         "timeout",
-        Operand("output_tensors output_lists", 2),
-        Operand("input_tensors input_tensor inputs", 1),
+        Operand("output_tensors output_lists", 2, single=True),
+        Operand("input_tensors input_tensor inputs", 1, single=True),
     )
-    def allgather(self, output_lists: Lists, inputs: Tensors, opts: Any = None) -> RefWork:
+    def allgather(self, output_lists: Lists, inputs: Tensors, opts: Any) -> RefWork:
         """Start torch's `allgather`."""
-        opts = opts or options.AllgatherOptions()
         tensor, outputs = only("all_gather", "inputs", inputs), only("all_gather", "output_lists", output_lists)
         return self._submit(opts, self._gather_request("all_gather", outputs, tensor))
 
-    @dispatched
-    def allgather_coalesced(self, output_lists: Lists, inputs: Tensors, opts: Any = None) -> RefWork:
+    @both_forms(options.AllgatherOptions, "timeout", Operand("output_lists", 2), Operand("input_list inputs", 1))
+    def allgather_coalesced(self, output_lists: Lists, inputs: Tensors, opts: Any) -> RefWork:
         """Start torch's `allgather_coalesced`."""
-        opts = opts or options.AllgatherOptions()
         requests = (
             self._gather_request("all_gather_coalesced", [outputs[i] for outputs in output_lists], tensor)
             for i, tensor in enumerate(inputs)
         )
         return self._submit(opts, *requests)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> RefWork:
+    @both_forms(options.AllgatherOptions, "timeout", Operand("output", 0), Operand("input", 0))
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> RefWork:
         """Start torch's `all_gather_single`."""
-        return self.all_gather_single_coalesced([output], [input], opts)
+        op = "all_gather_single"
+        return self._submit(opts, self._gather_request(op, self._row_blocks(op, "output", output), input))
 
-    @dispatched
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> RefWork:
+    @both_forms(options.AllgatherOptions, "timeout", Operand("outputs", 1), Operand("inputs", 1))
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> RefWork:
         """Start torch's `all_gather_single_coalesced`."""
-        opts = opts or options.AllgatherOptions()
         op, pairs = "all_gather_single", zip(outputs, inputs, strict=True)
         return self._submit(opts, *(self._gather_request(op, self._row_blocks(op, "output", o), i) for o, i in pairs))
 
     @both_forms(
         options.GatherOptions,
         "root timeout",
-        Operand("output_tensors output_lists", 2),
-        Operand("input_tensors input_tensor inputs", 1),
+        Operand("output_tensors output_lists", 2, single=True),
+        Operand("input_tensors input_tensor inputs", 1, single=True),
     )
-    def gather(self, output_lists: Lists, inputs: Tensors, opts: Any = None) -> RefWork:
+    def gather(self, output_lists: Lists, inputs: Tensors, opts: Any) -> RefWork:
         """Start torch's `gather`."""
-        opts = opts or options.GatherOptions()
         tensor, call = only("gather", "inputs", inputs), Gather(self._root("gather", opts))
         outputs = only("gather", "output_lists", output_lists) if call.root == self.rank() else ()
         if outputs:
@@ -382,12 +403,11 @@ class CallsFromTorch(c10d.ProcessGroup):
     @both_forms(
         options.ScatterOptions,
         "root timeout",
-        Operand("output_tensors output_tensor outputs", 1),
-        Operand("input_tensors input_lists", 2),
+        Operand("output_tensors output_tensor outputs", 1, single=True),
+        Operand("input_tensors input_lists", 2, single=True),
     )
-    def scatter(self, outputs: Tensors, input_lists: Lists, opts: Any = None) -> RefWork:
+    def scatter(self, outputs: Tensors, input_lists: Lists, opts: Any) -> RefWork:
         """Start torch's `scatter`."""
-        opts = opts or options.ScatterOptions()
         tensor, call = only("scatter", "outputs", outputs), Scatter(self._root("scatter", opts))
         inputs = only("scatter", "input_lists", input_lists) if call.root == self.rank() else ()
         if inputs:
@@ -397,35 +417,34 @@ class CallsFromTorch(c10d.ProcessGroup):
     @both_forms(
         options.ReduceScatterOptions,
         "op timeout",
-        Operand("output_tensors output outputs", 1),
-        Operand("input_tensors input input_lists", 2),
+        Operand("output_tensors output outputs", 1, single=True),
+        Operand("input_tensors input input_lists", 2, single=True),
     )
-    def reduce_scatter(self, outputs: Tensors, input_lists: Lists, opts: Any = None) -> RefWork:
+    def reduce_scatter(self, outputs: Tensors, input_lists: Lists, opts: Any) -> RefWork:
         """Start torch's `reduce_scatter`."""
-        opts = opts or options.ReduceScatterOptions()
         op = "reduce_scatter"
         tensor, inputs = only(op, "outputs", outputs), only(op, "input_lists", input_lists)
         return self._submit(opts, self._scatter_request(op, tensor, inputs, opts))
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> RefWork:
+    @both_forms(options.ReduceScatterOptions, "op timeout", Operand("output", 0), Operand("input", 0))
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> RefWork:
         """Start torch's `reduce_scatter_single`."""
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+        op = "reduce_scatter_single"
+        return self._submit(opts, self._scatter_request(op, output, self._row_blocks(op, "input", input), opts))
 
-    @dispatched
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> RefWork:
+    @both_forms(options.ReduceScatterOptions, "op timeout", Operand("outputs", 1), Operand("inputs", 1))
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> RefWork:
         """Start torch's `reduce_scatter_single_coalesced`."""
-        opts = opts or options.ReduceScatterOptions()
         op, pairs = "reduce_scatter_single", zip(outputs, inputs, strict=True)
         return self._submit(
             opts, *(self._scatter_request(op, o, self._row_blocks(op, "input", i), opts) for o, i in pairs)
         )
 
     @both_forms(
-        options.AllToAllOptions, "timeout", Operand("output_tensors outputs", 0), Operand("input_tensors inputs", 0)
+        options.AllToAllOptions, "timeout", Operand("output_tensors outputs", 1), Operand("input_tensors inputs", 1)
     )
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> RefWork:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> RefWork:
         """Start torch's `alltoall`."""
-        opts = opts or options.AllToAllOptions()
         self._check_count("all_to_all", "inputs", inputs)
         self._check_blocks("all_to_all", "outputs", outputs, inputs[self.rank()])
         self._check_blocks("all_to_all", "inputs", inputs, outputs[self.rank()])
@@ -436,43 +455,46 @@ class CallsFromTorch(c10d.ProcessGroup):
         "timeout",
         Operand("output outputTensor", 0),
         Operand("input inputTensor", 0),
-        Operand("output_split_sizes outputSplitSizes output_splits", 0),
-        Operand("input_split_sizes inputSplitSizes input_splits", 0),
+        Operand("output_split_sizes outputSplitSizes output_splits"),
+        Operand("input_split_sizes inputSplitSizes input_splits"),
     )
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
+        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any
     ) -> RefWork:
         """Start torch's `all_to_all_single`."""
         op = "all_to_all_single"
-        outputs = output.split(list(output_splits)) if output_splits else self._row_blocks(op, "output", output)
-        inputs = input.split(list(input_splits)) if input_splits else self._row_blocks(op, "input", input)
+        outputs, inputs = (
+            self._parts(op, "output", output, output_splits),
+            self._parts(op, "input", input, input_splits),
+        )
         work: RefWork = self.alltoall(outputs, inputs, opts)
         return work
 
     @both_forms(options.BarrierOptions, "timeout")
-    def barrier(self, opts: Any = None) -> RefWork:
+    def barrier(self, opts: Any) -> RefWork:
         """Start torch's `barrier`."""
         # The options' device is where NCCL would run the barrier; `ref` needs no device for it.
-        return self._submit(opts or options.BarrierOptions(), (Barrier(), (), ()))
+        return self._submit(opts, (Barrier(), (), ()))
 
-    @dispatched
+    @both_forms(None, "", _TENSORS, Operand("dstRank dst"), _TAG)
     def send(self, tensors: Tensors, dst: int, tag: int) -> RefWork:
         """Start torch's `send`."""
         tensor = only("send", "tensors", tensors)
         target = self._peer("send", "dst", dst)
         return self._submit(None, (Send(target, checked_tag("send", tag)), (tensor,), ()))
 
-    @dispatched
+    @both_forms(None, "", _TENSORS, Operand("srcRank src"), _TAG)
     def recv(self, tensors: Tensors, src: int | None, tag: int) -> RefWork:
         """Start torch's `recv`."""
         tensor = only("recv", "tensors", tensors)
         source = src if src is None else self._peer("recv", "src", src)
         return self._submit(None, (Recv(source, checked_tag("recv", tag)), (), (tensor,)))
 
-    @dispatched
+    @both_forms(None, "", _TENSORS, _TAG)
     def recv_anysource(self, tensors: Tensors, tag: int) -> RefWork:
         """Start torch's `recv_anysource`."""
-        return self.recv(tensors, None, tag)
+        work: RefWork = self.recv(tensors, None, tag)
+        return work
 
     # The names of the same methods before torch 2.13.
     _allgather_base = all_gather_single
@@ -502,7 +524,7 @@ _groups: WeakSet[CallsFromTorch] = WeakSet()
 def _after_fork() -> None:
     # The child has no backend threads, and must not use its parent's links: its call would be taken for the parent's.
     for group in list(_groups):
-        if hasattr(group, "backend"):
+        if not isinstance(group.backend, MissingBackend):
             group.backend = InheritedBackend(group.backend, group.group_desc or group.group_name)
 
 
