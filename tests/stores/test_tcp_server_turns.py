@@ -24,6 +24,7 @@ from torchdist_ref.timeouts import Deadline
 
 HANDSHAKE = write_request(Op.VALIDATE, MAGIC)
 KEYS = 300
+MANY = 300
 COSTS = {Op.WAIT: 0.06, Op.LIST_KEYS: 0.05, Op.SET: 0.001}
 
 
@@ -385,3 +386,61 @@ def test_clock_of_the_thread_stands_still_while_the_thread_waits(monkeypatch: py
     before = clock.read()
     wall.now, thread.now = wall.now + 2.0, thread.now + 2.0
     assert abs(clock.read() - before - 2.0) <= server.BRIEF_SECONDS
+
+
+def validated(loop: server.ServerLoop, port: int, number: int) -> list[socket.socket]:
+    """Return clients that the server knows already, and that it takes to be the quickest."""
+    clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(number)]
+    for each in clients:
+        each.sendall(HANDSHAKE + write_request(Op.PING, 1))
+    while sum(each.validated for each in loop.connections.values()) < number:
+        turn(loop)
+    for connection in loop.connections.values():
+        connection.recent_seconds = 0.0
+    return clients
+
+
+def test_quick_clients_come_in_the_order_in_which_they_were_served(loop: server.ServerLoop, clock: Clock) -> None:
+    """Once those with the smallest requests came first in one half of the turns, however many there were."""
+    port = loop.listeners.sockets[0].getsockname()[1]
+    quick = validated(loop, port, MANY)
+    honest = connect_honest(loop, port)
+    *_, connection = loop.connections.values()
+    connection.recent_seconds, connection.served = 0.0005, -1.0
+    for each in quick:
+        each.sendall(write_request(Op.SET, b"/quick", b""))
+    began = clock.now
+    turns = turns_until_answered(loop, honest, [], 1)
+    for sock in (honest, *quick):
+        sock.close()
+    assert (turns, connection.served - began) == (1, pytest.approx(0.0001))
+
+
+def test_many_clients_are_served_for_less_time_each(loop: server.ServerLoop, clock: Clock) -> None:
+    """Once 1,000 clients whose requests had piled up were each served for 0.2 ms, before one with one request."""
+    piled = validated(loop, loop.listeners.sockets[0].getsockname()[1], MANY)
+    for each in piled:
+        each.sendall(write_request(Op.ADD, b"/%d" % each.fileno(), 1) * 50)
+    turns = 0
+    while len(loop.handler.table.values) < MANY:
+        turn(loop)
+        turns += 1
+    for each in piled:
+        each.close()
+    assert turns <= MANY * 0.0001 / (2 * server.TURN_SECONDS) + 1.001  # one request of each client
+
+
+def test_all_ready_clients_are_looked_at_in_each_turn(loop: server.ServerLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, epoll reports 1,023 descriptors, without a quick client among more."""
+    limits: list[int] = []
+
+    class Poller:
+        def poll(self, timeout: float | None, maxevents: int = -1) -> list[tuple[int, int]]:
+            limits.append(maxevents)
+            return []
+
+    with monkeypatch.context() as changed:
+        changed.setattr(loop, "connections", dict.fromkeys(range(2000)))
+        changed.setattr(loop, "_poller", Poller())
+        loop._run_turn()
+    assert limits == [2000 + len(loop.listeners.sockets) + 1]

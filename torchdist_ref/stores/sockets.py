@@ -345,8 +345,8 @@ class DescriptorPoller(Protocol):
     def unregister(self, fd: int, /) -> None:
         """Stop watching a descriptor."""
 
-    def poll(self, timeout: float | None, /) -> list[tuple[int, int]]:
-        """Wait up to `timeout` seconds, forever if None; return descriptors with their events."""
+    def poll(self, timeout: float | None, maxevents: int = -1, /) -> list[tuple[int, int]]:
+        """Wait up to `timeout` seconds, forever if None; return so many descriptors at most, with their events."""
 
     def close(self) -> None:
         """Close the poller; the descriptors stay open."""
@@ -367,7 +367,7 @@ class SelectorPoller:
     def unregister(self, fd: int) -> None:
         self._selector.unregister(fd)
 
-    def poll(self, timeout: float | None) -> list[tuple[int, int]]:
+    def poll(self, timeout: float | None, maxevents: int = -1) -> list[tuple[int, int]]:
         return [(key.fd, _as_mask(events)) for key, events in self._selector.select(timeout)]
 
     def close(self) -> None:

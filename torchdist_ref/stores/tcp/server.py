@@ -10,9 +10,9 @@ on loopback. Each connection has limits:
   request; the others are not read. One that is unfinished for `HANDSHAKE_SECONDS` while others wait is closed;
 - a client that does not read its replies is not read from; unsent replies count in the budget of `memory`, and the
   clients that have not read for the longest time are disconnected when the budget is used up;
-- a client is served for `SERVICE_SECONDS` at a time; the requests and replies that are left wait for its next turn.
-  Clients whose requests took little time lately come first in one half of a turn, those that were served longest ago
-  in the other;
+- a client is served for `SERVICE_SECONDS` at a time, less if there are many; the requests and replies that are left
+  wait for its next turn. Clients whose requests took little time lately come first in one half of a turn, those that
+  were served longest ago in the other;
 - a request with a long list or a large value, or one that goes through many keys, waits for others of its kind. Only
   one short and one long of them have a turn at a time, in which a part is read, or the whole is handled. Nothing else
   is read from its client. The keys of a prefix are deleted in turns, and many waiting clients are answered in turns;
@@ -61,6 +61,10 @@ UNSENT_SHARE = 16
 TURN_SECONDS = 0.005
 """Time of each half of a turn, of this thread: a busy host lets the thread wait, which is no fault of a client."""
 BRIEF_SECONDS = 500e-6
+ROUND_SECONDS = 0.02
+"""Time in which all ready clients should have had a turn: each is served for its share of that, but one request."""
+QUICK_SECONDS = 0.001
+"""`recent_seconds` below which clients come in the order in which they were served: these are small requests."""
 SHORT_BYTES = 64 * 1024
 SHORT_WEIGHT = 4096
 """Size and weight of a request that waits only for other short ones, not for the long."""
@@ -113,6 +117,7 @@ class ServerLoop(ConnectionOwner):
         self._long: deque[ServerConnection] = deque()
         self._clock = ThreadClock()
         self._held = self._unsent = 0
+        self._service_seconds = SERVICE_SECONDS
         self._had_client = False
         self._stopping = False
         self._wake_sender, self._wake_receiver = socket.socketpair()
@@ -154,7 +159,8 @@ class ServerLoop(ConnectionOwner):
 
     def _run_turn(self) -> None:
         timeout = self._poll_timeout()
-        ready = self._poller.poll(timeout)
+        # By default, epoll reports 1,023 descriptors: with more clients, a quick one may not be among them.
+        ready = self._poller.poll(timeout, 1 + len(self.listeners.sockets) + len(self.connections))
         self._serve_all(ready)
         if timeout is not None:
             self._check_limits(idle=not ready)
@@ -162,15 +168,18 @@ class ServerLoop(ConnectionOwner):
     def _serve_all(self, ready: list[tuple[int, int]]) -> None:
         """Serve the ready descriptors for a while: one half those of clients that took little time lately.
 
+        Among these, those that were served longest ago come first. The quickest of them would delay the others by all
+        that they send.
+
         The other half serves those that were served longest ago, so that nobody waits in vain. The poller reports the
         rest again, together with clients that have sent requests meanwhile.
         """
         if self._unprocessed:
             reported = {descriptor for descriptor, _ in ready}
-            rest = [each.descriptor for each in self._unprocessed]
-            ready += [(descriptor, 0) for descriptor in rest if descriptor not in reported]
+            ready += [(each.descriptor, 0) for each in self._unprocessed if each.descriptor not in reported]
+        self._service_seconds = min(SERVICE_SECONDS, ROUND_SECONDS / (len(ready) or 1))
         if len(ready) > 1:
-            ready.sort(key=self._recent_seconds)
+            ready.sort(key=self._cost)
         if others := self._serve_some(ready):
             others.sort(key=self._served)
             self._serve_some(others)
@@ -196,13 +205,12 @@ class ServerLoop(ConnectionOwner):
             before = now
         return []
 
-    def _recent_seconds(self, event: tuple[int, int]) -> float:
+    def _cost(self, event: tuple[int, int]) -> tuple[float, float]:
         connection = self.connections.get(event[0])
-        return 0.0 if connection is None else connection.recent_seconds
+        return (0.0, 0.0) if connection is None else (max(QUICK_SECONDS, connection.recent_seconds), connection.served)
 
     def _served(self, event: tuple[int, int]) -> float:
-        connection = self.connections.get(event[0])
-        return 0.0 if connection is None else connection.served
+        return self._cost(event)[1]
 
     def _serve(self, connection: ServerConnection, events: int) -> None:
         try:
@@ -363,7 +371,7 @@ class ServerLoop(ConnectionOwner):
         return max(self.connections.values(), key=lambda connection: connection.decoder.held)
 
     def _process(self, connection: ServerConnection, handled: bool = False) -> None:
-        decoder, end, late = connection.decoder, monotonic() + SERVICE_SECONDS, False
+        decoder, end, late = connection.decoder, monotonic() + self._service_seconds, False
         try:
             while decoder.held and not (connection.closed or connection.send_queue or connection.queue or late):
                 if (request := decoder.next()) is None:
@@ -470,10 +478,9 @@ class ServerLoop(ConnectionOwner):
     def _resume(self, connection: ServerConnection) -> None:
         try:
             self._poller.register(connection.descriptor, connection.interest)
+            del self._paused[connection]
         except OSError as error:
             self.drop(connection, f"cannot watch it: {error}")
-        else:
-            del self._paused[connection]
 
 
 class TCPServer:
