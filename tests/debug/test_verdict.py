@@ -381,6 +381,13 @@ def test_a_rank_behind_on_gloo_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert "rank 1 made call 0 last, all_reduce(reduction=sum) of float32 [3]," in found.sentence
 
 
+def test_a_dead_rank_on_gloo_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the verdict was that a rank died."""
+    found = verdict_on(dies, 5, tmp_path, monkeypatch, backend="gloo")
+    assert (found.kind, found.ranks) == ("died", (1,))
+    assert found.sentence.startswith("Rank 1 died: ") and "was killed by SIGKILL" in found.sentence
+
+
 # ---- dumps made by hand: times decide here, and real ranks differ in them
 
 

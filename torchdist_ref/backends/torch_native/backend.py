@@ -366,4 +366,6 @@ def _failed(call: Call, location: str, title: str, error: BaseException, failure
     """Return our error for one of torch's; if a connection ended, that for the rank that failed, if it is known."""
     failed = f"{call} {location} failed in {title}"
     named = failures.find(failed) if _CONNECTION.search(str(error)) else None
-    return DistBackendError(f"{failed}: {error}") if named is None else type(named)(f"{named}. {title}: {error}")
+    if named is None:
+        return DistBackendError(f"{failed}: {error}")
+    return type(named)(f"{named}. {title}: {error}").naming(named.ranks)
