@@ -179,14 +179,28 @@ class PeerProcesses:
             self._poll = select.poll()
 
 
-def _exit_of(pid: int) -> str:
-    """Return how a process ended, while its parent has not collected its exit status; afterward an empty text."""
+def _stat_of(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; empty ones if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
+            return file.read().rpartition(")")[2].split()
     except OSError:
-        return ""
-    if fields[0] not in "ZX":
+        return [""]
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process of this host is stopped, by SIGSTOP or a terminal, or held by a debugger.
+
+    >>> is_stopped(os.getpid())
+    False
+    """
+    return _stat_of(pid)[0] in ("T", "t")
+
+
+def _exit_of(pid: int) -> str:
+    """Return how a process ended, while its parent has not collected its exit status; afterward an empty text."""
+    fields = _stat_of(pid)
+    if fields[0] not in ("Z", "X"):
         return ""
     status = int(fields[_STAT_EXIT_CODE])
     if not os.WIFSIGNALED(status):

@@ -84,6 +84,7 @@ def test_survivors_raise_the_named_error(hook: str, failure: str, tmp_path: Path
     for raised in errors_of_survivors(lambda rank: train(rank, tmp_path, hook, failure)).values():
         assert raised.kind in FAILURES[failure][1].split(), raised.trace
         assert f"rank {CULPRIT}" in raised.text and "all_reduce" in raised.text
+        assert failure != "stop" or "is stopped: continue it with 'kill -CONT " in raised.text, raised.text
 
 
 @pytest.mark.parametrize("backend", ["ref", "gloo"])

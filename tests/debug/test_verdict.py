@@ -423,6 +423,15 @@ def test_the_death_of_a_rank_that_gave_up_first_is_a_consequence() -> None:
     assert (found.kind, found.ranks) == ("behind", (2,)) and "rank 1 waits for it" in found.sentence
 
 
+def test_a_rank_whose_process_is_stopped_is_named_as_such() -> None:
+    """Once the verdict was that it left no dump. Only the first rank to time out saw the stop."""
+    seen = collective("RankStalledError: rank 2 did not arrive. Its process (pid 7 on here) is stopped: continue", (2,))
+    quoted = collective(f"GroupAbortedError: rank 0 aborted: {seen.error}")
+    found = find_verdict(job({0: {"world": [quoted]}, 1: {"world": [seen]}}, 3))
+    assert (found.kind, found.ranks) == ("behind", (2,))
+    assert found.sentence.endswith("; rank 2 is stopped.")
+
+
 def test_receives_from_any_rank_are_a_deadlock() -> None:
     stalled = "RankStalledError: no rank arrived"
     found = find_verdict(job({rank: {"world": [message("recv", rank, None, stalled)]} for rank in range(3)}, 3))

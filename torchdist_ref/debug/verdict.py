@@ -378,6 +378,8 @@ _LEFT = {
     " ended without destroying the group": "ended its program without destroying the group",
 }
 """How a rank has left the group, by the words of an error that say so."""
+_STOPPED = " is stopped"
+"""Words of an error that names a rank whose process is stopped."""
 
 
 def _behind(dumps: Dumps, groups: Sequence[JobGroup], last: _Wait, waits: Mapping[int, _Wait]) -> Verdict:
@@ -391,6 +393,8 @@ def _behind(dumps: Dumps, groups: Sequence[JobGroup], last: _Wait, waits: Mappin
     pronoun = "it" if len(absent) == 1 else "them"
     how = next((how for text, how in _LEFT.items() if text in last.event.error), "")
     left = dict.fromkeys(last.event.ranks, how)
+    # Those that quote the rank which saw it name no rank.
+    left.update((rank, _STOPPED.strip()) for w in waits.values() if _STOPPED in w.event.error for rank in w.event.ranks)
     state_of = _state if last.event.awaited is None else partial(_state_in_store_call, last.event)
     states = "; ".join(state_of(dumps, groups, rank, last.group, left.get(rank, "")) for rank in absent[:MAX_NAMED])
     verb = "is" if len(absent) == 1 else "are"
@@ -405,7 +409,7 @@ def _key(wait: _Wait) -> tuple[str, Number, str]:
 
 
 def _state(dumps: Dumps, groups: Sequence[JobGroup], rank: int, name: str, left: str) -> str:
-    """Return what is known about a rank that others wait for; `left` says how it has left the group, if it has."""
+    """Return what is known about a rank that others wait for; `left` says that it has left the group or is stopped."""
     dump = dumps.ranks.get(rank)
     if left:
         return f"rank {rank} {left}"

@@ -42,7 +42,7 @@ from torchdist_ref.errors import (
     rank_names,
     text_of,
 )
-from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses
+from torchdist_ref.liveness import Liveness, MemberWatch, NoPeerProcesses, is_stopped
 from torchdist_ref.timeouts import CHECK_SECONDS
 from torchdist_ref.transports.base import Range, Segment, Semaphore
 from torchdist_ref.transports.segment import (
@@ -339,9 +339,20 @@ class Link:
         through = "".join(f", for which {self.rank_names([r])} waits" for r in reversed(chain[:-1]))
         return RankStalledError(
             f"{self.context(description)}: {self.rank_names(chain[-1:])} did not arrive within {seconds:g} s{through}. "
-            f"Other ranks: {others}. Inspect that rank, or pass a longer timeout to init_process_group or new_group."
+            f"{self._stop_of(chain[-1])}Other ranks: {others}. "
+            f"Inspect that rank, or pass a longer timeout to init_process_group or new_group."
             f"{self.deaths()}"
         ).naming(self.members[rank] for rank in chain[-1:])
+
+    def _stop_of(self, rank: int) -> str:
+        """Return that the process of a rank of this host is stopped, as a sentence; empty if it runs."""
+        pid = self.rows[rank].pid
+        if not self._is_on_this_host(rank) or not is_stopped(pid):
+            return ""
+        return f"Its process (pid {pid} on {os.uname().nodename}) is stopped: continue it with 'kill -CONT {pid}'. "
+
+    def _is_on_this_host(self, rank: int) -> bool:
+        return self.hosts is None or self.hosts[rank] == self.hosts[self.rank]
 
     def deaths(self) -> str:
         """Return the ranks that have died, as a sentence for the error of a stalled call; else an empty text."""
@@ -357,8 +368,7 @@ class Link:
 
     def _awaited_by(self, rank: int) -> int | None:
         # A rank of another host has another clock: its entry does not expire.
-        same_host = self.hosts is None or self.hosts[rank] == self.hosts[self.rank]
-        return self.rows[rank].waiting_for(_WAITING_EXPIRES_SECONDS if same_host else None)
+        return self.rows[rank].waiting_for(_WAITING_EXPIRES_SECONDS if self._is_on_this_host(rank) else None)
 
     def _state(self, rank: int) -> str:
         return "has not joined" if self.rows[rank].status == ABSENT else self.rows[rank].describe()
