@@ -206,7 +206,7 @@ def test_rendezvous_without_a_server_ends_at_the_timeout(port: int) -> None:
         next(rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=QUICK))
     with pytest.raises(RuntimeError, match="1/2 clients joined"):
         next(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=QUICK))
-    assert 0.6 <= time.monotonic() - start < 1.2
+    assert 0.6 <= time.monotonic() - start < 3
 
 
 # Handlers of one's own, and files named the Windows way

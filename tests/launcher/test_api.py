@@ -23,6 +23,7 @@ from tests.launcher import jobs
 from tests.torch_versions import needs_torch
 from torchdist_ref import launcher
 from torchdist_ref.launcher import LaunchConfig, elastic_launch, launch_agent
+from torchdist_ref.launcher.logs import DefaultLogsSpecs
 
 
 def config(nproc: int = 2, max_restarts: int = 0, **options: Any) -> LaunchConfig:
@@ -173,3 +174,11 @@ def test_torch_takes_the_shutdown_timeout_from_the_environment(monkeypatch: pyte
 @pytest.mark.parametrize("name", ["LaunchConfig", "elastic_launch", "launch_agent"])
 def test_signatures_equal_torchs(name: str) -> None:
     assert signature(getattr(launcher, name)) == signature(getattr(theirs, name))
+
+
+def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
+    """Once a full or read-only disk ended the launcher with a traceback that ended in a number."""
+    specs = DefaultLogsSpecs(str(tmp_path / "logs"))
+    (tmp_path / "logs").rmdir()
+    with pytest.raises(dist.ArgumentError, match=f"create a folder in {tmp_path}/logs: No such file.* --log-dir"):
+        specs.reify({0: {}})

@@ -203,7 +203,7 @@ def test_timeout_of_the_master_counts_the_workers() -> None:
         StoreTimeoutError, match=r"Timed out after 0\.2 seconds waiting for clients\. 1/3 clients joined"
     ):
         TCPStore(HOST, 0, 3, True, timedelta(seconds=0.2))
-    assert 0.2 <= time.monotonic() - start < 0.5
+    assert 0.2 <= time.monotonic() - start < 2
 
 
 def test_get_set_and_add_are_one_round_trip(our_port: int) -> None:
@@ -358,7 +358,7 @@ def test_stopped_server_is_a_timeout(kind: Any) -> None:
             start = time.monotonic()
             with pytest.raises(StoreTimeoutError, match="the server does not respond at all"):
                 call()
-            assert 0.4 <= time.monotonic() - start < 0.4 * 1.05 + 0.1 + 0.5  # 0.5 for a busy machine
+            assert 0.4 <= time.monotonic() - start < 0.4 * 1.05 + 0.1 + 2  # 2 for a busy machine
         process_view.resume()
         store.set("k", "back")
         assert store.get("k") == b"back"
@@ -370,7 +370,7 @@ def test_listener_that_never_accepts_is_a_timeout() -> None:
         start = time.monotonic()
         with pytest.raises(DistNetworkError, match=r"no connection to 127.0.0.1:\d+ within 0.3 s"):
             TCPStore(HOST, deaf.getsockname()[1], timeout=timedelta(seconds=0.3))
-        assert time.monotonic() - start < 0.6
+        assert time.monotonic() - start < 2
 
 
 def test_connection_refused_until_the_timeout() -> None:
@@ -379,7 +379,7 @@ def test_connection_refused_until_the_timeout() -> None:
         start = time.monotonic()
         with pytest.raises(DistNetworkError, match=r"ECONNREFUSED.* Check that rank 0"):
             TCPStore(HOST, reserved.getsockname()[1], timeout=timedelta(seconds=0.3))
-        assert 0.3 <= time.monotonic() - start < 0.6
+        assert 0.3 <= time.monotonic() - start < 2
 
 
 def test_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +398,7 @@ def test_resolver_that_does_not_respond_is_a_timeout(monkeypatch: pytest.MonkeyP
     start = time.monotonic()
     with pytest.raises(DistNetworkError, match=r"'node0' did not resolve .*the resolver did not respond in time"):
         TCPStore("node0", 29500, timeout=timedelta(seconds=0.2))
-    assert 0.2 <= time.monotonic() - start < 0.5
+    assert 0.2 <= time.monotonic() - start < 2
     over.set()
 
 

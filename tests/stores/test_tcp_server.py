@@ -47,7 +47,7 @@ def _serves_a_new_client_at_once(master: TCPStore) -> None:
     new_client.set("new_client", "1")
     assert new_client.get("new_client") == b"1"
     new_client.close()
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < 2
 
 
 def dial(master: TCPStore, first: bytes = b"") -> socket.socket:

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import signal
-import tempfile
 import threading
 import uuid
 from abc import ABC, abstractmethod
@@ -34,7 +33,7 @@ from torchdist_ref.launcher.local_workers import (
     binding,
     parse_signals,
 )
-from torchdist_ref.launcher.logs import DefaultLogsSpecs, LogsSpecs, outputs
+from torchdist_ref.launcher.logs import DefaultLogsSpecs, LogsSpecs, outputs, temporary_folder
 from torchdist_ref.launcher.supervisor import Interrupts, Supervisor
 from torchdist_ref.launcher.worker import Worker, WorkerPlan
 
@@ -104,7 +103,7 @@ class PContext(ABC):
                 raise BackendArgumentError(f"start_processes: {text}")
         self.name, self.entrypoint, self.args, self.envs = name, entrypoint, args, envs
         self.nprocs, self._grace, self._stop_signal = len(args), float(SHUTDOWN_SECONDS), signal.SIGTERM
-        self._mark, self._folder = uuid.uuid4().hex, Path(tempfile.mkdtemp(prefix="torchdist_ref"))
+        self._mark, self._folder = uuid.uuid4().hex, Path(temporary_folder("torchdist_ref"))
         self._logs = (logs_specs or DefaultLogsSpecs(str(self._folder / "logs"))).reify(envs)
         self.stdouts, self.stderrs, self.error_files = self._logs.stdouts, self._logs.stderrs, self._logs.error_files
         self._prefixes = log_line_prefixes or {}

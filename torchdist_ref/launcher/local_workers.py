@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from typing import Any
 from torchdist_ref.errors import ArgumentError
 from torchdist_ref.launcher import orphans, timers
 from torchdist_ref.launcher.environment import Assignment, Job, one_device, worker_environment
-from torchdist_ref.launcher.logs import DefaultLogsSpecs, LogsDest, LogsSpecs, outputs
+from torchdist_ref.launcher.logs import DefaultLogsSpecs, LogsDest, LogsSpecs, outputs, temporary_folder
 from torchdist_ref.launcher.supervisor import Interrupts, Supervisor
 from torchdist_ref.launcher.worker import Worker, WorkerPlan
 
@@ -159,7 +158,7 @@ class LocalWorkers:
         self._log = log
         self._signals = parse_signals(settings.signals)
         self._mark = uuid.uuid4().hex
-        self._folder = Path(tempfile.mkdtemp(prefix="torchdist_ref"))
+        self._folder = Path(temporary_folder("torchdist_ref"))
         self._logs = settings.logs_specs or DefaultLogsSpecs(str(self._folder / "logs"))
         self._guard = orphans.Guard(self._mark, str(self._folder))
         if settings.own_descendants:

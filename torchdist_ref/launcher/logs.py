@@ -25,6 +25,25 @@ _ONE = re.compile(r"[0-3]")
 _BY_RANK = re.compile(r"\d+:[0-3](,\d+:[0-3])*")
 
 
+def temporary_folder(prefix: str, parent: str | None = None) -> str:
+    """Create a folder with a new name and return its path.
+
+    Args:
+        prefix: Start of its name.
+        parent: Folder to create it in. Default: that of temporary files.
+
+    Raises:
+        ArgumentError: It cannot be created, for example because the disk is full or read-only.
+    """
+    try:
+        return tempfile.mkdtemp(prefix=prefix, dir=parent)
+    except OSError as error:
+        where = f"in {parent}" if parent else "for temporary files"
+        text = f"the launcher cannot create a folder {where}: {error.strerror or error}."
+        cure = "Free space there, or name a folder that can be written with --log-dir or TMPDIR."
+        raise ArgumentError(f"{text} {cure}") from error
+
+
 class Std(IntFlag):
     """Set of standard output streams.
 
@@ -161,7 +180,7 @@ class DefaultLogsSpecs(LogsSpecs):
         local_ranks_filter: set[int] | None = None,
     ) -> None:
         if not log_dir:
-            log_dir = tempfile.mkdtemp(prefix="torchelastic_")
+            log_dir = temporary_folder("torchelastic_")
         elif log_dir != os.devnull:
             if os.path.isfile(log_dir):
                 raise NotADirectoryError(f"log_dir: {log_dir} is a file; name a folder")
@@ -207,7 +226,7 @@ class DefaultLogsSpecs(LogsSpecs):
     def _run_dir(self, environment: Mapping[str, str]) -> str:
         if not self._run_log_dir:
             run_id = environment.get("TORCHELASTIC_RUN_ID", "test_run_id")
-            self._run_log_dir = tempfile.mkdtemp(prefix=f"{run_id.replace(os.sep, '_')}_", dir=self._root_log_dir)
+            self._run_log_dir = temporary_folder(f"{run_id.replace(os.sep, '_')}_", self.root_log_dir)
         return self._run_log_dir
 
     def _on_console(self, rank: int) -> bool:
