@@ -25,7 +25,8 @@ from torchdist_ref.debug.verdict import JobGroup, Verdict, find_verdict
 from torchdist_ref.groups import world
 from torchdist_ref.testing import RankError, fill, run
 
-SOON = timedelta(milliseconds=200)
+# Groups are made with it too: a busy machine needs some of it.
+SOON = timedelta(milliseconds=500)
 
 
 def verdict_on(
@@ -386,6 +387,21 @@ def test_a_dead_rank_on_gloo_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     found = verdict_on(dies, 5, tmp_path, monkeypatch, backend="gloo")
     assert (found.kind, found.ranks) == ("died", (1,))
     assert found.sentence.startswith("Rank 1 died: ") and "was killed by SIGKILL" in found.sentence
+
+
+def test_a_rank_that_others_gave_up_on_gloo_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the verdict was that rank 0 raised torch's error on a time-out."""
+
+    def program(rank: int) -> None:
+        group = dist.new_group(timeout=SOON)
+        if rank == 3:
+            for other in (0, 1, 2, 4):
+                wait_for_file(tmp_path / f"rank{other}.json")
+            os._exit(flight_recorder.dump() is None)
+        dist.all_reduce(fill(rank, (4,)), group=group)
+
+    found = verdict_on(program, 5, tmp_path, monkeypatch, backend="gloo")
+    assert (found.kind, found.ranks) == ("behind", (3,)), found.sentence
 
 
 # ---- dumps made by hand: times decide here, and real ranks differ in them

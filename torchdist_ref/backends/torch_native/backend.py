@@ -40,7 +40,7 @@ from torchdist_ref.calls import (
     Scatter,
     Send,
 )
-from torchdist_ref.errors import DistBackendError, GroupAbortedError, UnsupportedError
+from torchdist_ref.errors import DistBackendError, GroupAbortedError, RankStalledError, UnsupportedError
 from torchdist_ref.liveness import MemberFailures
 from torchdist_ref.recorder import END, Entry
 from torchdist_ref.work import Work
@@ -66,6 +66,9 @@ _REDUCE_OPS = {
 
 # Texts of torch's backends on a connection that another rank has ended, or on which nothing arrives.
 _CONNECTION = re.compile(r"connect|reset|closed|socket|pipe|peer|timed out|timeout|remote process", re.IGNORECASE)
+# Those on a call of this rank's that nothing arrived for, and on a connection that another rank ended after its own.
+_STALLED = re.compile(r"Timed out waiting \d+ms")
+_ENDED = re.compile(r"Application timeout caused pair closure|Connection (closed|reset) by peer")
 
 
 class TorchCall(NamedTuple):
@@ -367,5 +370,12 @@ def _failed(call: Call, location: str, title: str, error: BaseException, failure
     failed = f"{call} {location} failed in {title}"
     named = failures.find(failed) if _CONNECTION.search(str(error)) else None
     if named is None:
-        return DistBackendError(f"{failed}: {error}")
+        return _kind(str(error))(f"{failed}: {error}")
     return type(named)(f"{named}. {title}: {error}").naming(named.ranks)
+
+
+def _kind(text: str) -> type[DistBackendError]:
+    """Return the class of an error of torch's that names no rank."""
+    if _STALLED.search(text):
+        return RankStalledError
+    return GroupAbortedError if _ENDED.search(text) else DistBackendError
