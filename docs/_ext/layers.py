@@ -120,7 +120,7 @@ PARTS = (
         ),
     ),
     Part("parallel.division", "4 training"),
-    Part("parallel.bucket", "4 training", ("parallel.division",)),
+    Part("parallel.bucket", "4 training", ("errors", "parallel.division")),
     Part("parallel", "4 training", (*API, "parallel.bucket", "parallel.division", "algorithms")),
     Part("algorithms", "4 training", (*API, "parallel.bucket", "parallel.division")),
     Part("nn", "4 training", API),

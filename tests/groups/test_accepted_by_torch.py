@@ -140,7 +140,10 @@ def test_exchanged_lists_may_mix_complex_and_real_tensors() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda g: g.allreduce(torch.ones(1), colour=1), r"allreduce: unexpected argument 'colour'; it takes \['op', "),
+        (
+            lambda g: g.allreduce(torch.ones(1), colour=1),
+            r"allreduce: unexpected argument 'colour' \(on rank 0\); it takes \['op', ",
+        ),
         (lambda g: g.allreduce(torch.ones(1), dist.ReduceOp.SUM, TIMEOUT, 4), "allreduce: 3 values after the tensors"),
         (lambda g: g.broadcast(root=1), "broadcast: missing argument 'tensors'"),
     ],
