@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import huge_pages
+from tests import huge_pages, warm_python
 
 # Two ranks on two cores with a thread pool each would measure the scheduler.
 torch.set_num_threads(1)
@@ -122,6 +122,13 @@ def handlers_of_rendezvous_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     # The package has a function of the module's name.
     module = importlib.import_module("torchdist_ref.rendezvous")
     monkeypatch.setattr(module, "_handlers", dict(module._handlers))
+
+
+@pytest.fixture(scope="session")
+def python_with_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return the path of a Python that has torch loaded, for programs that others start: see `tests.warm_python`."""
+    with warm_python.started(tmp_path_factory.mktemp("python")) as path:
+        yield path
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -541,12 +540,13 @@ dist.destroy_process_group()
 """
 
 
-# Some seconds: four ranks import torch.
 @pytest.mark.parametrize("launcher", ["torchdist_ref.launch", "torch.distributed.run"])
-def test_ranks_of_one_host_exchange_any_object_without_a_setting(launcher: str, tmp_path: Path) -> None:
+def test_ranks_of_one_host_exchange_any_object_without_a_setting(
+    launcher: str, python_with_torch: str, tmp_path: Path
+) -> None:
     script = tmp_path / "objects_of_ranks.py"
     script.write_text(OBJECTS)
-    command = [sys.executable, "-m", launcher, "--nproc-per-node", "2", str(script), "gloo"]
+    command = [python_with_torch, "-m", launcher, "--nproc-per-node", "2", str(script), "gloo"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout.count(str([[Fraction(1, 7), Fraction(2, 7)]] * 2)) == 2, done.stdout + done.stderr
 

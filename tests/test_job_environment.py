@@ -54,16 +54,16 @@ def lines(*commands: tuple[list[str], dict[str, str]]) -> list[str]:
     return sorted(line for out, _ in results for line in out.splitlines())
 
 
-# Over a second, as the two below: torchrun and each rank load torch.
-def test_under_torchrun(script: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+def test_under_torchrun(script: str, python_with_torch: str) -> None:
+    command = [python_with_torch, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     assert lines((command, environment())) == WANTED
 
 
 # A shell between mpiexec and the rank is what many job scripts have.
-def test_under_mpiexec(script: str) -> None:
+def test_under_mpiexec(script: str, python_with_torch: str) -> None:
     mpiexec = str(Path(sys.executable).parent / "mpiexec")
-    command = [mpiexec, "-n", "1", sys.executable, script, ":", "-n", "1", "sh", "-c", f"{sys.executable} {script}; :"]
+    python = python_with_torch
+    command = [mpiexec, "-n", "1", python, script, ":", "-n", "1", "sh", "-c", f"{python} {script}; :"]
     assert lines((command, environment())) == WANTED
 
 
@@ -72,8 +72,8 @@ def slurm(rank: int) -> dict[str, str]:
     return environment(**place, SLURM_JOB_ID=str(os.getpid()), SLURM_STEP_ID="0", SLURM_JOB_NODELIST="localhost")
 
 
-def test_with_slurms_variables(script: str) -> None:
-    assert lines(*(([sys.executable, script], slurm(rank)) for rank in range(2))) == WANTED
+def test_with_slurms_variables(script: str, python_with_torch: str) -> None:
+    assert lines(*(([python_with_torch, script], slurm(rank)) for rank in range(2))) == WANTED
 
 
 STARTED = {

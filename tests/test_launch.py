@@ -94,8 +94,7 @@ print(rank, world, [int(store.get(f"square {other}")) for other in range(world)]
     assert sorted(result.stdout.splitlines()) == [f"{rank} 3 [4, 9, 16]" for rank in range(3)], result.stderr
 
 
-def test_a_collective_under_the_launcher(launch: Launch) -> None:
-    # Slow, two seconds or more: both ranks import torch.
+def test_a_collective_under_the_launcher(launch: Launch, python_with_torch: str) -> None:
     script = """
 import torchdist_ref as dist
 from torchdist_ref.testing import fill
@@ -105,7 +104,7 @@ dist.all_reduce(tensor)
 print(tensor.equal(fill(0, (4,)) + fill(1, (4,))))
 dist.destroy_process_group()
 """
-    result = launch(script, "--nproc-per-node", "2")
+    result = launch(script, "--nproc-per-node", "2", "--no-python", python_with_torch)
     assert (result.stdout, result.returncode) == ("True\nTrue\n", 0), result.stderr
 
 

@@ -26,11 +26,13 @@ def started(command: list[str], timeout: float = 100.0) -> subprocess.CompletedP
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Any]:
+def job(
+    request: pytest.FixtureRequest, python_with_torch: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, Any]:
     """Run all checks one after the other on new ranks of MPI; return their number and the outcome."""
-    # Seconds: each rank is a new interpreter that imports torch, and MPI's ranks wait busily.
+    # Seconds: MPI's ranks wait busily.
     size, folder = request.param, tmp_path_factory.mktemp("mpi")
-    return size, started([str(MPIEXEC), "-n", str(size), sys.executable, str(RANKS), str(folder), *CHECKS])
+    return size, started([str(MPIEXEC), "-n", str(size), python_with_torch, str(RANKS), str(folder), *CHECKS])
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -53,8 +55,8 @@ dist.destroy_process_group()
 """
 
 
-def test_a_single_rank_needs_no_mpiexec() -> None:
-    assert started([sys.executable, "-c", ASK]).stdout == "made\n"
+def test_a_single_rank_needs_no_mpiexec(python_with_torch: str) -> None:
+    assert started([python_with_torch, "-c", ASK]).stdout == "made\n"
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,6 @@ except RankError as error:
 """
 
 
-def test_ranks_that_mpiexec_did_not_start_raise_an_error() -> None:
-    said = started([sys.executable, "-c", ALONE]).stdout
+def test_ranks_that_mpiexec_did_not_start_raise_an_error(python_with_torch: str) -> None:
+    said = started([python_with_torch, "-c", ALONE]).stdout
     assert "MPI knows 1 of them" in said and "mpiexec -n 2" in said

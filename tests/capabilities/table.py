@@ -30,10 +30,10 @@ WORLD = 2
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 
 
-def on_cpu(backend: str) -> Cells:
-    """Measure a backend with two ranks, on CPU tensors."""
+def on_cpu(backend: str, python: str = sys.executable) -> Cells:
+    """Measure a backend with two ranks, on CPU tensors; `python` is what mpiexec starts."""
     if backend == "mpi":
-        return _under_mpiexec()
+        return _under_mpiexec(python=python)
     results = run(lambda rank: measured(), WORLD, backend=backend, ranks="processes")
     return agreed(results)
 
@@ -47,13 +47,13 @@ def agreed(results: list[Cells]) -> Cells:
     }
 
 
-def _under_mpiexec(device: str = "cpu") -> Cells:
+def _under_mpiexec(device: str = "cpu", python: str = sys.executable) -> Cells:
     with tempfile.TemporaryDirectory() as folder:
         command = [
             str(MPIEXEC),
             "-n",
             str(WORLD),
-            sys.executable,
+            python,
             "-m",
             "tests.capabilities",
             "--mpi-rank",

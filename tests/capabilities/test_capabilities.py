@@ -9,10 +9,10 @@ import pytest
 from tests.capabilities import table
 
 
-# Over a second: two ranks call every function three times; for `mpi` each is a new interpreter.
+# Two ranks call every function three times.
 @pytest.mark.parametrize("backend", table.CPU)
-def test_cells_are_as_the_page_says(backend: str) -> None:
-    said, found = table.kept()["cpu"][backend], table.on_cpu(backend)
+def test_cells_are_as_the_page_says(backend: str, python_with_torch: str) -> None:
+    said, found = table.kept()["cpu"][backend], table.on_cpu(backend, python_with_torch)
     changed = {
         f"{name}, {aspect}": f"the page says {said.get(name, {}).get(aspect)!r}, measured {cell!r}"
         for name, cells in found.items()

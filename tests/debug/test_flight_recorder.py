@@ -159,19 +159,18 @@ dist.all_reduce(torch.ones(4), async_op=True).wait(datetime.timedelta(seconds=0.
 """
 
 
-def launched(script: str, folder: Path) -> tuple[subprocess.CompletedProcess[str], Verdict]:
+def launched(script: str, folder: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], Verdict]:
     """Run a script on ranks under the launcher; return how it ended, and the verdict on the dumps."""
     (folder / "script.py").write_text(script)
     environment = {**os.environ, failure_record.DIRECTORY_VARIABLE: str(folder / "dumps"), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node=2", "script.py"]
+    command = [sys.executable, "-m", "torchdist_ref.launch", "--nproc-per-node=2", *options, "script.py"]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     return result, find_verdict(read_directory(folder / "dumps"))
 
 
-# Over a second: ranks import torch.
-def test_survivors_have_time_for_their_dumps_under_the_launcher(tmp_path: Path) -> None:
+def test_survivors_have_time_for_their_dumps_under_the_launcher(python_with_torch: str, tmp_path: Path) -> None:
     """Once the launcher stopped them before they had written anything."""
-    result, found = launched(DIES, tmp_path)
+    result, found = launched(DIES, tmp_path, "--no-python", python_with_torch)
     assert result.returncode == 137 and "was killed by SIGKILL" in result.stderr
     assert (found.kind, found.ranks) == ("died", (1,))
 

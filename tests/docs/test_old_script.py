@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 import pytest
 from torchdist_ref.elastic.utils.distributed import get_free_port
@@ -15,15 +14,16 @@ FOLDER = pages.DOCS / "how-to"
 
 
 @pytest.mark.parametrize("backend", ["gloo", "ref"])
-def test_it_trains_on_processes_that_it_spawns(backend: str, tmp_path: os.PathLike[str]) -> None:
-    # Three Pythons load torch: 4 s.
+def test_it_trains_on_processes_that_it_spawns(
+    backend: str, python_with_torch: str, tmp_path: os.PathLike[str]
+) -> None:
     source = (FOLDER / "train_1_13.py").read_text(encoding="utf-8")
     assert source.count('"gloo"') == 1
     script = os.path.join(tmp_path, "train_1_13.py")
     with open(script, "w", encoding="utf-8") as file:
         file.write(source.replace('"gloo"', f'"{backend}"'))
     answer = subprocess.run(
-        [sys.executable, script],
+        [python_with_torch, script],
         env={**os.environ, "MASTER_PORT": str(get_free_port()), "PYTHONPATH": str(pages.ROOT)},
         capture_output=True,
         text=True,

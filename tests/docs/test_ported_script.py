@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,12 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_it_trains_under_each_launcher(launcher: str, tmp_path: Path) -> None:
-    # Three Pythons load torch: 5 s.
+def test_it_trains_under_each_launcher(launcher: str, python_with_torch: str, tmp_path: Path) -> None:
     page = pages.blocks(pages.DOCS / "how-to" / "port_a_torchrun_script.md")
     script = tmp_path / "train.py"
     script.write_text(next(block.text for block in page if block.language == "python") + "\n\nmain()\n")
     answer = subprocess.run(
-        [sys.executable, *LAUNCHERS[launcher], str(script)],
+        [python_with_torch, *LAUNCHERS[launcher], str(script)],
         env={**os.environ, "PYTHONPATH": str(pages.ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -1,7 +1,6 @@
 """README's commands and programs are what they say: its blocks are read out of it and run."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 from tests.docs import pages
@@ -25,11 +24,11 @@ def test_it_opens_with_three_sentences_and_then_exactly_the_two_commands() -> No
     assert opening.split("Run the tutorials")[0].replace("torch.distributed", "").count(". ") == 2
 
 
-def test_hello_prints_what_readme_shows(tmp_path: Path) -> None:
+def test_hello_prints_what_readme_shows(python_with_torch: str, tmp_path: Path) -> None:
     (tmp_path / "hello.py").write_text(only("python"))
     command = COMMANDS[-1].split()
     assert command[0] == "python"
-    answer = subprocess.run([sys.executable, *command[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    answer = subprocess.run([python_with_torch, *command[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=90)
     assert answer.returncode == 0, answer.stderr
     assert sorted(answer.stdout.splitlines()) == only("output").splitlines()
     assert [path.name for path in tmp_path.iterdir()] == ["hello.py"]

@@ -51,9 +51,11 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def run_all(commands: Sequence[tuple[Sequence[str], dict[str, str]]], folder: Path) -> list[str]:
+def run_all(
+    commands: Sequence[tuple[Sequence[str], dict[str, str]]], folder: Path, python: str = sys.executable
+) -> list[str]:
     """Run commands at once, each with variables of its own; return the lines that they print, sorted."""
-    path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{folder}:{Path(python).parent}:{os.environ['PATH']}"
     running = [
         subprocess.Popen(
             command,
@@ -70,7 +72,7 @@ def run_all(commands: Sequence[tuple[Sequence[str], dict[str, str]]], folder: Pa
     return sorted(line for out, _ in results for line in out.splitlines())
 
 
-def batch(number: int, folder: Path, script: str) -> list[str]:
+def batch(number: int, folder: Path, script: str, python: str = sys.executable) -> list[str]:
     """Run a job file of the page as `sbatch` does, on simulated hosts; return what its ranks print, sorted."""
     job = texts("slurm", "bash")[number]
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", job, re.MULTILINE))
@@ -84,12 +86,11 @@ def batch(number: int, folder: Path, script: str) -> list[str]:
         **{"HOME": str(folder), "TASKS": str(tasks), "SLURM_JOB_ID": str(os.getpid()), "SLURM_PROCID": "0"},
         **{"SLURM_JOB_NUM_NODES": str(hosts), "SLURM_NTASKS": str(hosts * tasks), "SLURM_JOB_NODELIST": "localhost"},
     }
-    return run_all([(["bash", "job.sh"], variables)], folder)
+    return run_all([(["bash", "job.sh"], variables)], folder, python)
 
 
-# Two Pythons load torch.
-def test_slurm_starts_the_script_with_torchs_variables_too(tmp_path: Path) -> None:
-    printed = batch(1, tmp_path, (HOW_TO / "train_anywhere.py").read_text())
+def test_slurm_starts_the_script_with_torchs_variables_too(python_with_torch: str, tmp_path: Path) -> None:
+    printed = batch(1, tmp_path, (HOW_TO / "train_anywhere.py").read_text(), python_with_torch)
     # What the page on MPI shows for two ranks: the same script, and the same numbers.
     assert printed == texts("mpi", "text")[0].splitlines()
 

@@ -43,10 +43,17 @@ def test_last():
 """
 
 
+@pytest.fixture
+def loaded(python_with_torch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the parts start a Python that has torch loaded."""
+    monkeypatch.setattr(sys, "executable", python_with_torch)
+
+
 def outcomes(part: dict[str, Any]) -> dict[str, str]:
     return {item["name"].rpartition("::")[2]: item["outcome"] for item in part["items"]}
 
 
+@pytest.mark.usefixtures("loaded")
 def test_a_crash_and_a_hang_cost_one_test_each(tmp_path: Path) -> None:
     # Some seconds: pytest starts three times, and one test hangs for a second.
     (tmp_path / "test_planted.py").write_text(PLANTED)
@@ -66,6 +73,7 @@ def test_a_crash_and_a_hang_cost_one_test_each(tmp_path: Path) -> None:
     assert found["outcome"] == "failed"
 
 
+@pytest.mark.usefixtures("loaded")
 def test_a_file_that_cannot_be_collected_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text("raise OSError('the driver is gone')  # mark.gpu")
     setting = parts.Setting("cpu", 0, tests=[str(tmp_path / "test_broken.py")])
@@ -73,6 +81,7 @@ def test_a_file_that_cannot_be_collected_is_reported_once(tmp_path: Path) -> Non
     assert outcomes(found) == {"the other tests": "not run"} and "the driver is gone" in found["items"][0]["reason"]
 
 
+@pytest.mark.usefixtures("loaded")
 def test_a_crash_in_a_tutorial_spares_the_next(tmp_path: Path) -> None:
     bad = written(tmp_path, "print(1)", "import os; os.abort()", "2")
     good = written(tmp_path.joinpath("b") if tmp_path.joinpath("b").mkdir() else tmp_path / "b", "print(5 ** 2)")
@@ -81,6 +90,7 @@ def test_a_crash_in_a_tutorial_spares_the_next(tmp_path: Path) -> None:
     assert "SIGABRT" in found["items"][1]["reason"] and found["items"][3]["output"] == "25\n"
 
 
+@pytest.mark.usefixtures("loaded")
 def test_a_tutorial_is_killed_at_its_limit(tmp_path: Path) -> None:
     # The limit: the process of the cells starts within it.
     stuck = written(tmp_path, "print(1)", "import time\nwhile True: time.sleep(9)")
@@ -115,6 +125,7 @@ def test_notebooks_about_one_backend_say_so(tmp_path: Path) -> None:
     assert parts.unable(notebook, "ref", parts.Setting("", 0)) == parts.NO_DEVICE
 
 
+@pytest.mark.usefixtures("loaded")
 def test_without_a_device_every_part_is_skipped_and_the_report_is_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

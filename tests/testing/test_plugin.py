@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -55,10 +54,9 @@ def test_without_a_mark(rank):
 """
 
 
-def test_marked_tests_run_on_ranks(tmp_path: Path) -> None:
-    # Slow, two seconds: a fresh pytest imports torch.
+def test_marked_tests_run_on_ranks(python_with_torch: str, tmp_path: Path) -> None:
     (tmp_path / "test_ranks.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-p", "torchdist_ref.testing.plugin", "--strict-markers", "-rA"]
+    command = [python_with_torch, "-m", "pytest", "-p", "torchdist_ref.testing.plugin", "--strict-markers", "-rA"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OUTSIDE": "0"}
     result = subprocess.run(
         [*command, "-p", "no:cacheprovider"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60

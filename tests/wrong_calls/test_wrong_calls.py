@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -56,10 +55,10 @@ def test_a_wrong_call_raises_an_error_that_names_the_fault(kind: Kind, backend: 
     assert not dist.is_initialized()
 
 
-def test_the_error_index_of_the_site_shows_what_is_raised(tmp_path: Path) -> None:
+def test_the_error_index_of_the_site_shows_what_is_raised(python_with_torch: str, tmp_path: Path) -> None:
     """Recorded in a process of its own, which takes seconds: backends that other tests register are in messages."""
     path = tmp_path / "record.json"
-    subprocess.run([sys.executable, "-m", "tests.wrong_calls", str(path)], cwd=ROOT, check=True, timeout=100)
+    subprocess.run([python_with_torch, "-m", "tests.wrong_calls", str(path)], cwd=ROOT, check=True, timeout=100)
     found, recorded = (
         {each["id"]: without_numbers(each) for each in json.loads(file.read_text(encoding="utf-8"))}
         for file in (path, RECORD)
