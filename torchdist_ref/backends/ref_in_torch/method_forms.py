@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import repeat
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -49,6 +50,9 @@ class Operand:
         Raises:
             ArgumentTypeError: Its type is another one.
         """
+        # What torch passes, at little cost.
+        if self._depth == 1 and type(value) is list and _TENSORS_ONLY.issuperset(map(type, value)):
+            return value
         if self._depth is None:
             return value
         if self._depth == 0:
@@ -69,7 +73,7 @@ class Operand:
 
 
 def _is_list(value: Any) -> bool:
-    """Return whether a value is a list of tensors, at little cost."""
+    """Return whether a value is a list of tensors."""
     if isinstance(value, list | tuple):
         return _TENSORS_ONLY.issuperset(map(type, value)) or all(isinstance(item, Tensor) for item in value)
     # The views of blocks are made on first use.
@@ -117,8 +121,7 @@ def both_forms(options: Any, fields: str, *operands: Operand) -> Callable[[Calla
                     first.append(_popped(method.__name__, operand.names, named))
                 opts = _options(method.__name__, options, order, arguments[count:], named)
                 given = first if options is None else [*first, opts]
-            read = [operand.read(method.__name__, value) for operand, value in zip(operands, given, strict=False)]
-            given = [*read, *given[count:]]
+            given = [*map(Operand.read, operands, repeat(method.__name__), given), *given[count:]]
             try:
                 return method(self, *given)
             except BackendArgumentError as refused:
