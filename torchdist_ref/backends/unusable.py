@@ -65,7 +65,7 @@ class InheritedBackend(DestroyedBackend):
 
 
 class MissingBackend(DestroyedBackend):
-    """Placeholder backend of a group that its constructor made, and to which nobody has given a backend."""
+    """Placeholder backend of a group that its constructor made, and that has none."""
 
     def __init__(self) -> None:
         self.name, self.recorder = "none", Recorder()

@@ -254,7 +254,7 @@ class Registration:
 
         Raises:
             DestroyedGroupError: torch does not know the group, since it was destroyed or belongs to an earlier job.
-            ArgumentError: torch does not know the group, and nobody has named it.
+            ArgumentError: torch does not know the group, and it has no name.
         """
         known = torch_private.TABLES.get().pg_map
         for each in [each for each in self._counterparts if each not in known]:
