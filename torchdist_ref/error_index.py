@@ -21,7 +21,7 @@ _STORE = (
 ENTRIES = (
     # Classes whose errors have one cause.
     ("not-initialized", r"^NotInitializedError: "),
-    ("rank-died", r"^RankDiedError: "),
+    ("rank-died", r"^(RankDiedError|RankError: rank \d+ of \d+ (?!failed with)\w+)"),
     ("rank-did-not-arrive", r"^RankStalledError: "),
     ("rank-left", r"^GroupAbortedError: "),
     ("not-of-this-job", r"^AuthenticationError: "),
@@ -29,6 +29,9 @@ ENTRIES = (
     ("key-did-not-appear", r"^StoreTimeoutError: "),
     ("queue-is-empty", r"^QueueEmptyError: "),
     ("rank-is-no-integer", r"^RankTypeError: "),
+    ("not-a-dump", r"^DumpError: "),
+    ("ranks-did-not-finish", r"^RankTimeoutError: "),
+    ("process-failed", r"^(Process\w*Exception|ChildFailedError|SignalException): "),
     # Agreement between ranks.
     ("ddp-models-differ", r"^MismatchError: DistributedDataParallel: "),
     ("groups-created-differently", r"^MismatchError: (new|split|shrink)_\w+: "),
@@ -120,8 +123,12 @@ ENTRIES = (
     ("store-argument-type", rf"^ArgumentTypeError: {_STORE}: "),
     ("store-file", r"^\w*(OS|Store)Error: FileStore: "),
     ("store-argument", rf": ({_STORE}|barrier): argument "),
+    ("function-raised", r"^RankError: "),
 )
 """Entries, and expressions that ``CLASS: MESSAGE`` of their errors match; the first one counts."""
+
+# An error of `testing.run` has the entry of the error that the rank's function raised. Other ranks follow, indented.
+_OF_A_RANK = re.compile(r"^RankError: rank \d+ of \d+ failed with (\w+: .*?)(?=\n  rank |\Z)", re.DOTALL)
 
 
 @cache
@@ -148,8 +155,10 @@ def entry_of(error: BaseException) -> str:
     # The text of a KeyError is its message in quotes.
     message = error.args[0] if error.args else ""
     text = f"{type(error).__name__}: {message}"
-    for entry, pattern in _compiled():
-        if pattern.search(text):
-            return entry
+    on_a_rank = _OF_A_RANK.search(text)
+    for candidate in (on_a_rank[1], text) if on_a_rank else (text,):
+        for entry, pattern in _compiled():
+            if pattern.search(candidate):
+                return entry
     classes = (cls for cls in type(error).__mro__ if cls.__module__ == "torchdist_ref.errors")
     return general_entry(next((cls.__name__ for cls in classes), "DistError"))

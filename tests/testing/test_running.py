@@ -126,7 +126,7 @@ def test_the_signal_of_a_killed_rank_is_reported() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return rank
 
-    words = r"^rank 2 of 3 was killed by SIGKILL\n  rank 0 returned\n  rank 1 returned$"
+    words = r"^rank 2 of 3 was killed by SIGKILL\n  rank 0 returned\n  rank 1 returned\nSee: rank-died$"
     with pytest.raises(RankError, match=words) as caught:
         run(program, 3, ranks="processes", init=False)
     assert caught.value.rank == 2 and caught.value.__cause__ is None

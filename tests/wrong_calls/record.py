@@ -15,6 +15,7 @@ from tests.wrong_calls.table import Kind, load
 from tests.wrong_calls.verdict import representative
 
 RECORD = Path(__file__).parents[2] / "docs" / "reference" / "errors_index.json"
+UNNAMED = ("object", "BaseException", "_Indexed")
 VARYING = (
     (re.compile(r"127\.0\.0\.1:\d+"), "127.0.0.1:PORT"),
     (re.compile(r"/tmp/\w+"), "/tmp/PATH"),
@@ -40,7 +41,7 @@ def entry(kind: Kind) -> dict[str, Any]:
         "title": kind.title,
         "area": kind.area,
         "error": shown.kinds[0],
-        "classes": [name for name in shown.kinds if name not in ("object", "BaseException", "_Indexed")],
+        "classes": list(dict.fromkeys(name for name in shown.kinds if name not in UNNAMED)),
         "culprit": kind.culprit,
         "cause": kind.cause,
         "cure": kind.cure,

@@ -16,8 +16,7 @@ AS_GOOD = {
     "object-list-type": {"object-list-length"},
     "ranks-of-a-new-group": {"size-of-subgroups"},
 }
-# Errors of the testing tools and of Python: they name the errors of ranks, which have ids.
-WITHOUT_ID = {"RankError", "warning"}
+WITHOUT_ID = {"warning"}
 
 
 def faults(kind: Kind, row: Row, outcomes: Sequence[Attempt]) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchdist_ref.debug.flight_recorder import FORMAT
+from torchdist_ref.errors import ArgumentError
 from torchdist_ref.recorder import Frame
 
 MAX_FILE_BYTES = 64 << 20
@@ -51,7 +52,7 @@ _EARLIER = "of attempt"
 _STATES = ("scheduled", "started", "completed", "failed")
 
 
-class DumpError(ValueError):
+class DumpError(ArgumentError):
     """A file is not a dump of a flight recorder, or holds more than plain data."""
 
 

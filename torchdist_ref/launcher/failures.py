@@ -24,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from torchdist_ref.errors import message_of
+from torchdist_ref.errors import indexed, message_of
 from torchdist_ref.failure_record import ERROR_FILE
 from torchdist_ref.processes import signal_name
 
@@ -99,6 +99,7 @@ class ChildFailedError(Exception):
         self.failures = failures
         assert failures, "a ChildFailedError describes one failure or more"
         Exception.__init__(self, self.format_msg())
+        indexed(self)
 
     def get_first_failure(self) -> tuple[int, Any]:
         """Return the global rank that failed first, and its failure."""
@@ -173,6 +174,7 @@ class SignalException(Exception):
 
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
         Exception.__init__(self, msg)
+        indexed(self)
         self.sigval = sigval
 
 

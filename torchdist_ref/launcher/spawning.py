@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from torchdist_ref.errors import indexed
 from torchdist_ref.launcher.contexts import MultiprocessContext, RunProcsResult
 from torchdist_ref.launcher.failures import as_subclass_of_torchs
 from torchdist_ref.processes import signal_name
@@ -29,6 +30,7 @@ class ProcessException(Exception):
 
     def __init__(self, msg: str, error_index: int, error_pid: int) -> None:
         Exception.__init__(self, msg)
+        indexed(self)
         self.msg, self.error_index, self.error_pid = msg, error_index, error_pid
 
     def __reduce__(self) -> tuple[Any, ...]:

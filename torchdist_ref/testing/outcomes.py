@@ -14,7 +14,7 @@ from textwrap import indent
 from typing import Any
 
 from torchdist_ref import groups
-from torchdist_ref.errors import GroupAbortedError, RankDiedError, message_of
+from torchdist_ref.errors import GroupAbortedError, RankDiedError, indexed, message_of
 from torchdist_ref.groups import world
 from torchdist_ref.processes import name_ranks
 from torchdist_ref.stores import Store
@@ -45,6 +45,7 @@ class RankError(RuntimeError):
 
     def __init__(self, message: str, rank: int, outcomes: Mapping[int, Outcome] | None = None) -> None:
         super().__init__(message)
+        indexed(self)
         self.rank = rank
         self.outcomes = dict(outcomes or {})
 
