@@ -6,6 +6,8 @@ modules, whose C++ may crash.
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import json
 import os
 import select
@@ -48,10 +50,15 @@ def errors_of_survivors(program: Callable[[int], object], timeout: float = 40.0)
         pids[rank] = os.fork()
         if pids[rank] == 0:
             os.close(released)
+            # A group of torch, garbage of this process, waits for its threads when it is collected: here for ever.
+            gc.freeze()
+            faulthandler.dump_traceback_later(timeout, exit=False)
             _run_rank(program, rank, writer, release)
         os.close(writer)
         answers[rank] = reader
-    texts = {rank: _read(answers[rank], time.monotonic() + timeout) for rank in SURVIVORS}
+    # Each survivor prints its stack at the time-out, before this reads no further.
+    deadline = time.monotonic() + timeout + 1
+    texts = {rank: _read(answers[rank], deadline) for rank in SURVIVORS}
     os.close(released)
     ended = {rank: select.select([os.pidfd_open(pids[rank])], [], [], 5)[0] for rank in SURVIVORS}
     for pid in pids.values():
@@ -60,6 +67,7 @@ def errors_of_survivors(program: Callable[[int], object], timeout: float = 40.0)
     codes = {rank: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for rank, pid in pids.items()}
     for descriptor in (release, *answers.values()):
         os.close(descriptor)
+    assert all(texts.values()), f"survivors that did not answer: {[rank for rank in texts if not texts[rank]]}"
     assert all(ended.values()), f"survivors that did not end: {[rank for rank in ended if not ended[rank]]}"
     found = {rank: codes[rank] for rank in SURVIVORS}
     assert found == dict.fromkeys(SURVIVORS, _ENDED_IN_ORDER), "a negative code is the signal that ended the rank"

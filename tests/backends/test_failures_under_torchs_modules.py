@@ -6,6 +6,7 @@ the figure of 100 ms is held by `nox -s soak`.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -153,3 +154,21 @@ def test_a_stage_that_gets_a_message_of_another_size_names_both_sizes(
     assert raised[0].kind in ("RankDiedError", "GroupAbortedError"), raised[0].trace
     assert f"rank {CULPRIT}" in raised[0].text
     assert all(each.when - failed_at < SOON for each in raised.values())
+
+
+def test_ranks_do_not_collect_the_garbage_of_the_tests(tmp_path: Path) -> None:
+    """Once a collection in a rank waited for ever for the threads of a group that an earlier test had left."""
+    garbage = [c10d.ProcessGroupGloo(c10d.FileStore(str(tmp_path / "store"), 1), 0, 1)]
+    garbage.append(garbage)  # type: ignore[arg-type]
+    del garbage
+
+    def collect(rank: int) -> None:
+        gc.collect()
+        raise ValueError(f"rank {rank} has collected")
+
+    gc.disable()
+    try:
+        texts = {rank: raised.text for rank, raised in errors_of_survivors(collect).items()}
+    finally:
+        gc.enable()
+    assert texts == {rank: f"rank {rank} has collected" for rank in texts} and CULPRIT not in texts

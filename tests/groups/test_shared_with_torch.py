@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import subprocess
@@ -314,6 +315,8 @@ def in_a_child(rank: int) -> bool:
     theirs.new_group(backend="gloo")
     child = os.fork()
     if child == 0:
+        # As in `tests.backends.failing_ranks`.
+        gc.freeze()
         clean = not theirs.is_initialized() and not dist.is_initialized()
         dist.init_process_group("ref", store=dist.HashStore(), rank=0, world_size=1)
         os._exit(0 if clean and theirs.get_world_size() == 1 else 1)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import random
+import select
 import socket
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -141,6 +143,15 @@ def is_closed(client: socket.socket) -> bool:
         return False
     except ConnectionError:
         pass
+    return True
+
+
+def becomes_closed(client: socket.socket) -> bool:
+    """Return whether the connection ends within ten seconds; a busy kernel delivers the end later."""
+    deadline = time.monotonic() + 10
+    while not is_closed(client):
+        if not select.select([client], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            return False
     return True
 
 
@@ -317,7 +328,7 @@ def test_replies_that_nobody_reads_do_not_fill_the_store(loop: server.ServerLoop
     assert handler.memory.used > handler.memory.budget
     honest = dial(loop, write_request(Op.SET, b"/a", b"b") + write_request(Op.ADD, b"/n", 3))
     assert honest.recv(64) == (3).to_bytes(8, "little") and handler.table.values[b"/a"] == b"b"
-    assert is_closed(greedy) and len(loop.connections) == 1 and loop._unsent == 0
+    assert becomes_closed(greedy) and len(loop.connections) == 1 and loop._unsent == 0
     slow = dial(loop, write_request(Op.MULTI_GET, [b"/k"] * 4), receive_bytes=4096)
     with pytest.raises(ArgumentError, match="the store is full"):
         handler.memory.run(Op.SET, (b"/too large", bytes(20 * MIB)))
@@ -386,11 +397,12 @@ def test_clients_that_have_only_greeted_are_capped_and_others_stay(
     session = dial(loop, write_request(Op.HELLO, b"name"))
     waiter = dial(loop, write_request(Op.WAIT, [b"/missing"]))
     silent = [dial(loop, GREETING) for _ in range(5)]
-    assert [is_closed(each) for each in silent] == [True, True, False, False, False]
+    assert all(becomes_closed(each) for each in silent[:2]) and not any(is_closed(each) for each in silent[2:])
     silent[2].sendall(write_request(Op.GET, b"/k"))
     turn(loop)
     silent += [dial(loop, GREETING) for _ in range(3)]
-    assert [is_closed(each) for each in silent[2:]] == [False, True, True, False, False, False]
+    assert [becomes_closed(each) for each in silent[3:5]] == [True, True]
+    assert not any(is_closed(each) for each in (silent[2], *silent[5:]))
     assert not any(is_closed(each) for each in (user, session, waiter))
     for each in (user, session, waiter, *silent):
         each.close()
@@ -423,9 +435,10 @@ def test_the_longest_idle_newcomer_gives_its_descriptor_and_others_turn_new_clie
     user, *silent = [dial(loop, data) for data in (write_request(Op.SET, b"/k", b"v"), GREETING, GREETING)]
     loop.listeners.sockets[0] = WithoutDescriptors(loop.listeners.sockets[0], monkeypatch)  # type: ignore[call-overload]
     new = [dial(loop)]
-    assert [is_closed(each) for each in (user, *silent)] == [False, True, True], "one for each turn"
+    assert all(becomes_closed(each) for each in silent), "one for each turn"
+    assert not is_closed(user)
     new += [dial(loop) for _ in range(2)]
-    assert all(is_closed(each) for each in new), "each was accepted, and closed at once"
+    assert all(becomes_closed(each) for each in new), "each was accepted, and closed at once"
     assert not is_closed(user) and loop.listeners._listening and loop.listeners._reserve is not None
     assert caplog.text.count("cannot accept a connection") == 1
     for each in (user, *silent, *new):
